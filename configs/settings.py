@@ -1,0 +1,115 @@
+"""Settings: one frozen Struct per process, built from flags and ``PENSTOCK_*`` variables, checked once at start.
+
+A field ``http_port`` is the flag ``--http-port`` and the variable ``PENSTOCK_HTTP_PORT``; flags win.
+"""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+Positive = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(gt=0)]
+
+
+def about(text: str) -> Meta:
+    """The help text of a flag."""
+    return Meta(description=text)
+
+
+class Common(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every process is told."""
+
+    nats_url: Annotated[str, about("broker to connect to, with credentials")] = "nats://127.0.0.1:4222"
+    namespace: Annotated[str, about("prefix of all subjects and streams")] = "ps"
+    log_format: Annotated[Literal["auto", "text", "json"], about("auto: text on a terminal, else json")] = "auto"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], about("least severe level logged")] = "info"
+    name: Annotated[str, about("this process's name in logs and tables; the same across restarts")] = ""
+
+
+class GatewaySettings(Common, frozen=True, kw_only=True):
+    model: Annotated[str, about("model directory or Hugging Face id: tokenizer and chat template")] = ""
+    served_model_name: Annotated[str, about("names clients may use, comma-separated; first is canonical")] = ""
+    chat_template: Annotated[str, about("Jinja file that replaces the model's own chat template")] = ""
+    http_host: Annotated[str, about("address to listen on")] = "127.0.0.1"
+    http_port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0: any free one")] = 8000
+    max_body_bytes: Annotated[Positive, about("largest request body")] = 16 << 20
+    default_max_tokens: Annotated[Positive, about("output tokens when the client names none")] = 512
+    default_deadline_s: Annotated[Seconds, about("life of a request that names no deadline")] = 600.0
+    max_queue: Annotated[Positive, about("accepted but unrouted requests beyond which clients get 429")] = 4096
+    block_size: Annotated[Positive, about("tokens per KV block when no worker is registered yet")] = 32
+    drain_s: Annotated[Seconds, about("on SIGTERM, how long open answers may go on")] = 30.0
+
+
+class RouterSettings(Common, frozen=True, kw_only=True):
+    mode: Annotated[
+        Literal["kv", "round_robin", "random", "least_loaded", "direct"], about("how a worker is picked")
+    ] = "kv"
+    overlap_weight: Annotated[float, Meta(ge=0, description="credit of one cached block against one queued")] = 1.0
+    prefill_weight: Annotated[float, Meta(ge=0, description="cost of one block still to be computed")] = 1.0
+    temperature: Annotated[float, Meta(ge=0, description="0: best score wins; above: softmax over scores")] = 0.0
+    waiting_room: Annotated[Positive, about("requests held ready while the fleet is full or empty")] = 512
+    max_attempts: Annotated[Positive, about("tries of one request before it fails with worker_lost")] = 4
+    kv_events: Annotated[bool, about("fold the workers' KV events; off: guess from past decisions")] = True
+    max_index_blocks: Annotated[Positive, about("hard cap of the radix index")] = 8_000_000
+    sys_nats_url: Annotated[str, about("system account, for disconnect events; empty: leases only")] = ""
+    metrics_port: Annotated[int, Meta(ge=0, le=65535, description="Prometheus port; 0: none")] = 0
+    seed: Annotated[int, about("of tie breaking; 0: from the clock")] = 0
+
+
+class WorkerSettings(Common, frozen=True, kw_only=True):
+    role: Annotated[Literal["aggregated"], about("which stage of the pipeline")] = "aggregated"
+    engine: Annotated[Literal["native", "mock"], about("what computes")] = "native"
+    model: Annotated[str, about("model directory or Hugging Face id")] = ""
+    served_model_name: Annotated[str, about("name in the pipeline; default: the directory's name")] = ""
+    block_size: Annotated[Positive, about("tokens per KV block")] = 32
+    kv_blocks: Annotated[int, Meta(ge=0, description="blocks in the pool; 0: from free memory")] = 0
+    max_running: Annotated[Positive, about("sequences per step")] = 256
+    max_batched_tokens: Annotated[Positive, about("tokens computed per step")] = 8192
+    max_model_len: Annotated[int, Meta(ge=0, description="prompt + output; 0: the model's own limit")] = 0
+    prefix_cache: Annotated[bool, about("reuse KV blocks across requests")] = True
+    publish_events_and_metrics: Annotated[bool, about("publish KV events and serve metrics")] = True
+    device: Annotated[Literal["auto", "cpu", "cuda"], about("where the native engine computes")] = "auto"
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], about("of weights and KV")] = "auto"
+    threads: Annotated[int, Meta(ge=0, description="CPU threads of the native engine; 0: torch decides")] = 0
+    mock_speedup: Annotated[float, Meta(ge=0, description="mock engine: times faster than life; 0: no waiting")] = 1.0
+    drain_s: Annotated[Seconds, about("on SIGTERM, how long running requests may go on")] = 30.0
+    metrics_port: Annotated[int, Meta(ge=0, le=65535, description="Prometheus port; 0: none")] = 0
+
+
+class NatsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The embedded broker."""
+
+    data_dir: Annotated[str, about("store, secrets and generated configuration")] = ".penstock"
+    namespace: Annotated[str, about("prefix of all subjects and streams")] = "ps"
+    nats_port: Annotated[int, Meta(ge=0, le=65535, description="port on loopback; 0: any free one")] = 4222
+    monitor_port: Annotated[int, Meta(ge=0, le=65535, description="HTTP monitoring port; 0: none")] = 0
+
+
+class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``penstock up``."""
+
+    model: Annotated[str, about("model directory or Hugging Face id; default: the bundled tiny model")] = ""
+    served_model_name: Annotated[str, about("name clients use; default: the directory's name")] = ""
+    engine: Annotated[Literal["native", "mock"], about("what computes")] = "native"
+    workers: Annotated[int, Meta(ge=0, description="worker processes")] = 1
+    gateways: Annotated[Positive, about("gateway processes, on consecutive ports")] = 1
+    routers: Annotated[Positive, about("router processes")] = 1
+    router_mode: Annotated[
+        Literal["kv", "round_robin", "random", "least_loaded", "direct"], about("how a worker is picked")
+    ] = "kv"
+    http_host: Annotated[str, about("address the gateways listen on")] = "127.0.0.1"
+    http_port: Annotated[int, Meta(ge=0, le=65535, description="port of the first gateway; 0: any free one")] = 8000
+    data_dir: Annotated[str, about("store, secrets, logs and state.json")] = ".penstock"
+    nats_url: Annotated[str, about("use this server or cluster instead of starting one")] = ""
+    nats_port: Annotated[int, Meta(ge=0, le=65535, description="port of the embedded broker; 0: any free one")] = 0
+    namespace: Annotated[str, about("prefix of all subjects and streams")] = "ps"
+    chat_template: Annotated[str, about("Jinja file that replaces the model's own chat template")] = ""
+    block_size: Annotated[Positive, about("tokens per KV block")] = 32
+    kv_blocks: Annotated[int, Meta(ge=0, description="blocks per worker; 0: from free memory")] = 0
+    max_running: Annotated[Positive, about("sequences per worker and step")] = 256
+    mock_speedup: Annotated[float, Meta(ge=0, description="mock engine: times faster than life; 0: no waiting")] = 1.0
+    threads: Annotated[int, Meta(ge=0, description="CPU threads per native worker; 0: cores / workers")] = 0
+    log_format: Annotated[Literal["auto", "text", "json"], about("auto: text on a terminal, else json")] = "auto"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], about("least severe level logged")] = "info"
+    ready_s: Annotated[Seconds, about("how long to wait for readiness before giving up")] = 120.0
+    drain_s: Annotated[Seconds, about("on Ctrl-C, how long open answers may go on")] = 30.0

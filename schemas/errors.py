@@ -1,0 +1,79 @@
+"""Error codes that cross the wire, with the HTTP status a front door gives them. Codes are never renamed."""
+
+import enum
+
+
+class Code(enum.StrEnum):
+    """What went wrong, for programs. ``status`` is the HTTP status, ``retry`` whether the same request may succeed."""
+
+    invalid_request = "invalid_request"
+    model_not_found = "model_not_found"
+    request_not_found = "request_not_found"
+    context_length_exceeded = "context_length_exceeded"
+    body_too_large = "body_too_large"
+    unsupported = "unsupported"
+    queue_full = "queue_full"
+    deadline_exceeded = "deadline_exceeded"
+    cancelled = "cancelled"
+    out_of_blocks = "out_of_blocks"
+    worker_lost = "worker_lost"
+    engine_error = "engine_error"
+    broker_unavailable = "broker_unavailable"
+    transfer_failed = "transfer_failed"
+    shutting_down = "shutting_down"
+    internal = "internal"
+
+    @property
+    def status(self) -> int:
+        return _STATUS[self]
+
+    @property
+    def retry(self) -> bool:
+        return self in _RETRY
+
+
+_STATUS = {
+    Code.invalid_request: 400,
+    Code.model_not_found: 404,
+    Code.request_not_found: 404,
+    Code.context_length_exceeded: 400,
+    Code.body_too_large: 413,
+    Code.unsupported: 400,
+    Code.queue_full: 429,
+    Code.deadline_exceeded: 504,
+    Code.cancelled: 499,
+    Code.out_of_blocks: 400,
+    Code.worker_lost: 502,
+    Code.engine_error: 500,
+    Code.broker_unavailable: 503,
+    Code.transfer_failed: 502,
+    Code.shutting_down: 503,
+    Code.internal: 500,
+}
+
+_RETRY = {
+    Code.queue_full,
+    Code.worker_lost,
+    Code.engine_error,
+    Code.broker_unavailable,
+    Code.transfer_failed,
+    Code.shutting_down,
+}
+
+
+class ServingError(Exception):
+    """A request cannot be served; the text says what to do about it.
+
+    Attributes:
+        param: the request field at fault, if one is.
+        retry_after: seconds after which a retry makes sense, if known.
+    """
+
+    def __init__(
+        self, code: Code, message: str, *, param: str | None = None, retry_after: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.param = param
+        self.retry_after = retry_after

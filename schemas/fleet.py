@@ -1,0 +1,50 @@
+"""A worker's registration: its lease, what it can do, how loaded it is. Key = worker id, TTL = ``LEASE_S``."""
+
+import enum
+
+import msgspec
+
+from schemas.wire import decoder
+
+LEASE_S = 3.0
+RENEW_S = 0.75
+
+
+class State(enum.StrEnum):
+    ready = "ready"
+    draining = "draining"
+
+
+class Load(msgspec.Struct, frozen=True, omit_defaults=True):
+    """As the engine saw it at the last renewal; routers fold their own load from the log."""
+
+    running: int = 0
+    waiting: int = 0
+    used_blocks: int = 0
+    cached_blocks: int = 0
+
+
+class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
+    worker: str  # unique per process start
+    model: str
+    role: str
+    engine: str
+    epoch: int  # ns since 1970 when its cache was made
+    block_size: int
+    total_blocks: int
+    slots: int  # sequences it runs at once
+    max_model_len: int  # prompt + output, tokens
+    state: State = State.ready
+    aliases: tuple[str, ...] = ()
+    revision: str = ""  # of the weights; the root of block names
+    kv_events: bool = True
+    load: Load = Load()
+    dp_size: int = 1
+    transfer: bytes = b""  # the agent's metadata, for workers that hand over KV
+    host: str = ""
+    pid: int = 0
+    name: str = ""  # the same across restarts
+    queue: int = 0  # jobs it takes beyond its slots
+
+
+decode = decoder(Registration)

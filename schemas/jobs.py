@@ -1,0 +1,105 @@
+"""What a worker is told to do, and why it was chosen: router (or the previous stage) → worker."""
+
+import msgspec
+
+from schemas.requests import GenerateRequest
+from schemas.transfer import Encoded, Prefilled
+from schemas.wire import decoder
+
+
+class Candidate(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line of a decision's score table. Blocks and tokens are counts; the lowest score wins."""
+
+    worker: str
+    overlap_blocks: int = 0  # leading prompt blocks it holds
+    active_blocks: int = 0  # of its unfinished requests
+    prefill_tokens: int = 0  # still to be computed for them
+    running: int = 0
+    slots: int = 0
+    score: float = 0.0
+    excluded: str = ""  # why it was not scored: "full", "draining", "too_small", ...
+    rank: int = 0  # attention data-parallel rank
+
+
+class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Why this worker: stored in the job, printed by ``penstock explain``."""
+
+    mode: str
+    chosen: str
+    router: str
+    at_ns: int
+    candidates: tuple[Candidate, ...] = ()
+    prompt_blocks: int = 0
+    waited_ns: int = 0
+    kv_seq: int = 0  # position in the KV stream that the index stood at
+    work_seq: int = 0
+    done_seq: int = 0
+    rank: int = 0
+    reason: str = ""  # "new", "worker_lost", "returned", ...
+
+
+class Stage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One stop on a route slip."""
+
+    role: str  # "encode", "prefill", "decode", "aggregated"
+    worker: str
+    rank: int = 0
+
+
+class Job(msgspec.Struct, frozen=True, omit_defaults=True, tag="job"):
+    """Run this request. ``resume`` holds what earlier attempts already streamed, packed u32 per choice.
+
+    ``request`` is an encoded GenerateRequest, carried as it was stored: routers never re-encode prompts.
+    """
+
+    request: msgspec.Raw
+    attempt: int
+    decision: Decision
+    resume: tuple[bytes, ...] = ()
+    finished: tuple[int, ...] = ()  # choices that earlier attempts ended
+    route: tuple[Stage, ...] = ()  # disaggregated: the stages after this one
+
+
+class Revoke(msgspec.Struct, frozen=True, tag="revoke"):
+    """Attempts up to this one were given to another worker: drop them without a word."""
+
+    request: str
+    attempt: int
+
+
+WorkMessage = Job | Encoded | Prefilled | Revoke
+
+decode = decoder(WorkMessage)  # type: ignore[arg-type, var-annotated]
+decode_job = decoder(Job)
+
+
+def load_header(prompt_tokens: int, cached_tokens: int, gateway: str, deadline_ns: int, priority: str) -> str:
+    """The ``Penstock-Load`` header of a job: what other routers fold without reading its body."""
+    return f"{prompt_tokens} {cached_tokens} {gateway} {deadline_ns} {priority}"
+
+
+def read_load_header(text: str) -> tuple[int, int, str, int, str]:
+    """Inverse of ``load_header``.
+
+    Raises:
+        ValueError: malformed.
+    """
+    prompt, cached, gateway, deadline, priority = text.split(" ")[:5]
+    return int(prompt), int(cached), gateway, int(deadline), priority
+
+
+__all__ = [
+    "Candidate",
+    "Decision",
+    "Encoded",
+    "GenerateRequest",
+    "Job",
+    "Prefilled",
+    "Revoke",
+    "Stage",
+    "WorkMessage",
+    "decode",
+    "decode_job",
+    "load_header",
+    "read_load_header",
+]

@@ -1,0 +1,89 @@
+"""What a client asked for, after validation and tokenisation: gateway → router → worker."""
+
+import enum
+
+import msgspec
+
+from schemas.wire import decoder
+
+
+class Priority(enum.StrEnum):
+    """Classes in the order in which routers take them."""
+
+    interactive = "interactive"
+    standard = "standard"
+    batch = "batch"
+
+    @property
+    def rank(self) -> int:
+        """0 is served first."""
+        return _RANKS[self]
+
+
+_RANKS = {Priority.interactive: 0, Priority.standard: 1, Priority.batch: 2}
+
+
+class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the next token is drawn. ``temperature`` 0 is greedy.
+
+    The draw for output position i of choice c is a pure function of (seed, c, i) and the logits, so that
+    another worker continues a request as the first would have.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    seed: int = 0  # always set by the gateway; 0 .. 2**63 - 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None  # None: not asked; k: the chosen token's and the k best
+
+
+class Stop(msgspec.Struct, frozen=True, omit_defaults=True):
+    """When an answer ends."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    token_ids: tuple[int, ...] = ()
+    strings: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+class Media(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One image in the object store; its placeholder tokens start at ``position`` of the prompt."""
+
+    digest: bytes  # blake3 of the raw bytes, also the object's name in hex
+    kind: str
+    bytes: int
+    position: int = 0
+    tokens: int = 0
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One accepted request. From its publish ack on it will get exactly one terminal event."""
+
+    id: str  # UUIDv7
+    model: str
+    gateway: str  # whose token subject gets the answer
+    prompt: bytes  # token ids, packed u32
+    stop: Stop
+    created_ns: int  # Unix time
+    deadline_ns: int  # Unix time; after it the request ends with deadline_exceeded
+    digests: bytes = b""  # of the prompt's full blocks, packed
+    block_size: int = 32
+    sampling: Sampling = Sampling()
+    n: int = 1
+    priority: Priority = Priority.standard
+    user: str = ""
+    salt: str = ""  # cache salt: requests with different salts share no KV
+    lora: str = ""
+    media: tuple[Media, ...] = ()
+    worker: str = ""  # routing mode "direct": this worker and no other
+    endpoint: str = ""  # "chat" or "text": how the answer is shaped, for re-attachment
+    stops_shown: bool = False  # include the stop string in the answer
+
+
+decode = decoder(GenerateRequest)

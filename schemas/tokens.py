@@ -1,0 +1,55 @@
+"""Token output: worker → gateway, one batch per engine step and gateway.
+
+Positional (array) encoding: these are most of the messages. New fields go last.
+
+Reading rule, the same for every reader of the stream, in stream order: an item whose attempt is below the
+highest seen for its request is void. A fence is an item of the next attempt without tokens, published by a
+router before it reads what the attempt before had streamed; after it the old worker's output counts nowhere.
+"""
+
+import msgspec
+
+from schemas.wire import decoder
+
+WHOLE_REQUEST = -1  # as ``choice``: the item speaks of all choices
+
+
+class Logprob(msgspec.Struct, frozen=True, array_like=True):
+    """Natural logarithms. ``top`` is best first: (token id, logprob)."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Finish(msgspec.Struct, frozen=True, array_like=True):
+    """Why a choice (or the whole request) ended."""
+
+    reason: str  # "stop", "length", "cancelled", "error"
+    stop: str | int | None = None  # the stop string or stop token that ended it
+    cached_tokens: int = 0  # prompt tokens taken from the prefix cache
+    code: str = ""  # schemas.errors.Code, when reason is "error" or "cancelled"
+    message: str = ""
+
+
+class TokenItem(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens ``first`` .. of one choice; ``tokens`` is packed u32, ``logprobs`` one per token if asked for."""
+
+    request: str
+    attempt: int
+    choice: int
+    first: int
+    tokens: bytes = b""
+    finish: Finish | None = None
+    logprobs: tuple[Logprob, ...] | None = None
+
+
+class TokenBatch(msgspec.Struct, frozen=True, array_like=True):
+    """(worker, epoch, seq) names the batch, also as its Nats-Msg-Id, so a resent one is stored once."""
+
+    worker: str
+    epoch: int
+    seq: int
+    items: tuple[TokenItem, ...]
+
+
+decode = decoder(TokenBatch)

@@ -1,0 +1,62 @@
+"""What the scheduler and an executor know of one sequence, and the plan of one step that passes between them."""
+
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from schemas.requests import Sampling, Stop
+from schemas.tokens import Logprob
+
+
+class Sequence(msgspec.Struct, eq=False):
+    """One running or waiting choice. Owned by the scheduler; executors read it."""
+
+    key: object
+    tokens: list[int]  # prompt, then everything generated
+    prompt_len: int
+    sampling: Sampling
+    stop: Stop
+    choice: int
+    digests: list[bytes]  # of the full blocks of ``tokens`` named so far
+    root: bytes
+    blocks: list[int] = []  # pool blocks in order; empty while waiting
+    computed: int = 0  # leading tokens whose KV is in ``blocks``
+    cached: int = 0  # prompt tokens found in the cache at first admission
+    named: int = 0  # leading blocks that are in the prefix cache under their digest
+    state: object = None  # for the executor: random generator, penalties, ...
+    arrived: int = 0  # admission order
+
+    @property
+    def output_len(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+
+class Slot(NamedTuple):
+    """``count`` tokens of ``sequence`` from position ``start`` are computed in this step.
+
+    ``samples``: the last of them is the newest known token, so the next token is drawn from its logits.
+    Blocks for positions up to ``start + count`` are in ``sequence.blocks`` already.
+    """
+
+    sequence: Sequence
+    start: int
+    count: int
+    samples: bool
+
+
+class Sampled(NamedTuple):
+    token: int
+    logprob: Logprob | None = None
+
+
+class Executor(Protocol):
+    """The model side of an engine: computes a plan, keeps KV in pool blocks 0 .. total_blocks - 1."""
+
+    def execute(self, plan: list[Slot]) -> list[Sampled]:
+        """Compute every slot; one ``Sampled`` per slot with ``samples``, in plan order.
+
+        Raises:
+            EngineError: the device is lost.
+        """
+
+    def close(self) -> None: ...
