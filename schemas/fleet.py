@@ -47,4 +47,14 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     queue: int = 0  # jobs it takes beyond its slots
 
 
+def removal_headers(revision: int) -> dict[str, str]:
+    """Headers of an empty message that removes a key, if it is still at ``revision``; the marker itself expires."""
+    return {
+        "KV-Operation": "PURGE",
+        "Nats-Rollup": "sub",
+        "Nats-TTL": "5",
+        "Nats-Expected-Last-Subject-Sequence": str(revision),
+    }
+
+
 decode = decoder(Registration)

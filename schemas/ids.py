@@ -5,10 +5,14 @@ import time
 from uuid import UUID
 
 
-def new_request_id(now_ns: int | None = None) -> str:
-    """A UUIDv7 (RFC 9562, section 5.7) as text: 48 bits of Unix milliseconds, then 74 random bits."""
+def new_request_id(now_ns: int | None = None, randomness: bytes | None = None) -> str:
+    """A UUIDv7 (RFC 9562, section 5.7) as text: 48 bits of Unix milliseconds, then 74 random bits.
+
+    Args:
+        randomness: 10 bytes to use instead, for ids that several processes must arrive at.
+    """
     ms = (time.time_ns() if now_ns is None else now_ns) // 1_000_000
-    value = (ms << 80) | int.from_bytes(os.urandom(10), "big")
+    value = (ms << 80) | int.from_bytes(os.urandom(10) if randomness is None else randomness, "big")
     value = value & ~(0xF << 76) | (0x7 << 76)
     value = value & ~(0x3 << 62) | (0x2 << 62)
     text = f"{value:032x}"

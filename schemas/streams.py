@@ -73,7 +73,7 @@ class Topology:
     @property
     def reserved_bytes(self) -> int:
         """Upper bound of what the store will hold."""
-        parts = (*self.streams, *self.buckets, *self.objects)
+        parts: tuple[StreamSpec | BucketSpec | ObjectSpec, ...] = (*self.streams, *self.buckets, *self.objects)
         return sum(part.max_bytes for part in parts)
 
 

@@ -17,14 +17,18 @@ class Sequence(msgspec.Struct, eq=False):
     sampling: Sampling
     stop: Stop
     choice: int
-    digests: list[bytes]  # of the full blocks of ``tokens`` named so far
+    digests: list[bytes]  # of full blocks of ``tokens``, as far as they were needed yet
     root: bytes
-    blocks: list[int] = []  # pool blocks in order; empty while waiting
+    blocks: list[int] = []  # pool blocks in order, only appended to; a new list at each admission; empty while waiting
     computed: int = 0  # leading tokens whose KV is in ``blocks``
     cached: int = 0  # prompt tokens found in the cache at first admission
     named: int = 0  # leading blocks that are in the prefix cache under their digest
     state: object = None  # for the executor: random generator, penalties, ...
     arrived: int = 0  # admission order
+    started: bool = False  # was admitted before; since then possibly preempted
+    stops: frozenset[int] = frozenset()  # EOS and stop ids that end it once more than ``stop.min_tokens`` are out
+    stoppable: int = 0  # ``tokens`` must be longer than this for a stop id to count
+    limit: int = 0  # length of ``tokens`` at which it ends: "length", or more than the pool holds
 
     @property
     def output_len(self) -> int:
@@ -40,7 +44,7 @@ class Slot(NamedTuple):
 
     sequence: Sequence
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count
     samples: bool
 
 

@@ -1,0 +1,141 @@
+"""The connection to the broker: reconnects for ever, tells its users when it did, ends the process if it cannot.
+
+nats-py closes a connection for good on some server errors, whatever the reconnect settings (a password changed
+by a reload, for example). A process that went on without noticing would be deaf, so it exits; its supervisor
+starts another.
+"""
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from typing import Any, NoReturn
+
+import nats
+import structlog
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+
+from schemas.errors import Code, ServingError
+from schemas.streams import HEADROOM, MAX_PAYLOAD
+from schemas.subjects import Subjects
+
+log = structlog.get_logger("bus")
+
+EXIT_BROKER_LOST = 75  # EX_TEMPFAIL: a supervisor should start the process again
+CONNECT_S = 10.0
+
+Hook = Callable[[], Awaitable[None]]
+
+
+class Bus:
+    """One connection. ``on_reconnect`` hooks run in order after each reconnect, in a task of their own."""
+
+    def __init__(self, client: Client, subjects: Subjects) -> None:
+        self.nc = client
+        self.js: JetStreamContext = client.jetstream()
+        self.subjects = subjects
+        self.on_reconnect: list[Hook] = []
+        self.closing = False
+        self._recovery: asyncio.Task[None] | None = None
+
+    @property
+    def connected(self) -> bool:
+        return bool(self.nc.is_connected)
+
+    @property
+    def max_message(self) -> int:
+        """Largest body, in bytes, that leaves room for headers."""
+        return min(int(self.nc.max_payload), MAX_PAYLOAD) - HEADROOM
+
+    def recover(self) -> None:
+        """Run the reconnect hooks; a recovery that is still running is replaced, since it worked on a dead link."""
+        if self._recovery is not None:
+            self._recovery.cancel()
+        self._recovery = asyncio.create_task(self._recover(), name="bus-recovery")
+
+    async def _recover(self) -> None:
+        for hook in self.on_reconnect:
+            try:
+                await hook()
+            except Exception as error:
+                log.warning("reconnect_hook_failed", hook=getattr(hook, "__qualname__", "?"), error=repr(error))
+
+    async def close(self) -> None:
+        """Send what is queued and close; never raises, bounded to a few seconds."""
+        self.closing = True
+        if self._recovery is not None:
+            self._recovery.cancel()
+        try:
+            if self.connected:
+                await asyncio.wait_for(self.nc.flush(timeout=2), 3)
+            await asyncio.wait_for(self.nc.close(), 3)
+        except Exception as error:  # also uvloop's "handler is closed" when the link is already down
+            log.debug("close_failed", error=repr(error))
+
+
+async def connect(
+    url: str,
+    *,
+    role: str,
+    name: str,
+    namespace: str = "ps",
+    timeout: float = CONNECT_S,
+    end_process: Callable[[int], NoReturn] = os._exit,
+    **options: Any,
+) -> Bus:
+    """Open the connection of one process.
+
+    Args:
+        url: one or more servers, comma-separated, with credentials.
+        role: the broker user's role; names the private inbox that its permissions allow.
+        name: shown in the broker's monitoring and in its disconnect events.
+    Raises:
+        ServingError: no server answered within ``timeout`` seconds, or it refused the credentials.
+    """
+    holder: list[Bus] = []
+
+    async def on_error(error: Exception) -> None:  # runs in the read loop: must neither block nor raise
+        log.warning("bus_error", error=repr(error)[:500])
+
+    async def on_closed() -> None:
+        if holder and not holder[0].closing:
+            log.error("bus_closed", action="exiting; the supervisor starts this process again")
+            end_process(EXIT_BROKER_LOST)
+
+    async def on_reconnected() -> None:
+        log.info("bus_reconnected")
+        if holder:
+            holder[0].recover()
+
+    async def on_disconnected() -> None:
+        if holder and not holder[0].closing:
+            log.warning("bus_disconnected")
+
+    try:
+        client = await asyncio.wait_for(
+            nats.connect(
+                url.split(","),
+                name=name,
+                max_reconnect_attempts=-1,
+                reconnect_time_wait=0.1,  # type: ignore[arg-type]
+                ping_interval=5,
+                pending_size=32 << 20,
+                inbox_prefix=f"_INBOX_{role}" if role != "client" else "_INBOX",
+                error_cb=on_error,
+                closed_cb=on_closed,
+                reconnected_cb=on_reconnected,
+                disconnected_cb=on_disconnected,
+                **options,
+            ),
+            timeout,
+        )
+    except Exception as error:
+        where = ", ".join(part.rpartition("@")[2] for part in url.split(","))
+        raise ServingError(
+            Code.broker_unavailable,
+            f"no NATS server answers at {where} within {timeout:g} s ({type(error).__name__}: {error}); "
+            "start one with 'penstock nats', or check --nats-url and its credentials",
+        ) from None
+    bus = Bus(client, Subjects(namespace))
+    holder.append(bus)
+    return bus

@@ -1,0 +1,192 @@
+"""Publishing with acknowledgement, many at once over one inbox, sent again until stored or given up.
+
+Every message carries a ``Nats-Msg-Id``, so sending again is safe: the stream stores it once. nats-py's own
+acknowledged publish costs a future, a timer and a task each; this is the same protocol with one sweep for all.
+"""
+
+import asyncio
+import contextlib
+import time
+from typing import Any
+
+import msgspec
+import structlog
+
+from configs.bus.connection import Bus
+from schemas.errors import Code, ServingError
+from schemas.subjects import HEADER_MSG_ID
+
+log = structlog.get_logger("bus")
+
+RESEND_S = 1.0
+SWEEP_S = 0.25
+
+
+class Ack(msgspec.Struct, frozen=True):
+    """Stored at ``seq``; ``duplicate``: it had been stored there before."""
+
+    seq: int
+    duplicate: bool = False
+
+
+class _Error(msgspec.Struct):
+    code: int = 0
+    err_code: int = 0
+    description: str = ""
+
+
+class _Reply(msgspec.Struct):
+    seq: int = 0
+    duplicate: bool = False
+    error: _Error | None = None
+
+
+_decode = msgspec.json.Decoder(_Reply).decode
+
+
+class _Pending:
+    __slots__ = ("deadline", "future", "headers", "payload", "sent", "subject")
+
+    def __init__(
+        self, subject: str, payload: bytes, headers: dict[str, str], future: "asyncio.Future[Ack]", deadline: float
+    ) -> None:
+        self.subject = subject
+        self.payload = payload
+        self.headers = headers
+        self.future = future
+        self.deadline = deadline
+        self.sent = time.monotonic()
+
+
+class Publisher:
+    """Acknowledged publishes of one connection. Open before use; close fails what is still waiting."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._inbox = bus.nc.new_inbox()
+        self._next = 0
+        self._pending: dict[str, _Pending] = {}
+        self._sweeper: asyncio.Task[None] | None = None
+        self._sub: Any = None
+
+    async def open(self) -> None:
+        self._sub = await self._bus.nc.subscribe(self._inbox + ".*", cb=self._on_reply)
+        self._bus.on_reconnect.append(self._resend_all)
+        self._sweeper = asyncio.create_task(self._sweep(), name="publish-sweep")
+
+    async def close(self) -> None:
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._sweeper
+        for pending in self._pending.values():
+            if not pending.future.done():
+                pending.future.set_exception(ServingError(Code.shutting_down, "the process is stopping"))
+                pending.future.exception()  # read once: nobody may be waiting any more
+        self._pending.clear()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._pending)
+
+    async def send(
+        self,
+        subject: str,
+        payload: bytes,
+        msg_id: str,
+        *,
+        headers: dict[str, str] | None = None,
+        timeout: float = 30.0,
+    ) -> "asyncio.Future[Ack]":
+        """Put one message on its way; the returned future is its acknowledgement.
+
+        The future fails with ServingError (broker_unavailable): not stored within ``timeout`` seconds, or
+        refused by the stream (full disk, limits).
+
+        Raises:
+            ServingError: body_too_large, before anything is sent.
+        """
+        if len(payload) > self._bus.max_message:
+            raise ServingError(
+                Code.body_too_large,
+                f"message of {len(payload)} bytes; the broker takes {self._bus.max_message} (max_payload)",
+            )
+        token = str(self._next)
+        self._next += 1
+        all_headers = {HEADER_MSG_ID: msg_id}
+        if headers:
+            all_headers.update(headers)
+        future: asyncio.Future[Ack] = asyncio.get_running_loop().create_future()
+        pending = _Pending(subject, payload, all_headers, future, time.monotonic() + timeout)
+        self._pending[token] = pending
+        await self._transmit(token, pending)
+        return future
+
+    async def publish(
+        self,
+        subject: str,
+        payload: bytes,
+        msg_id: str,
+        *,
+        headers: dict[str, str] | None = None,
+        timeout: float = 30.0,
+    ) -> Ack:
+        """Send and wait for the acknowledgement; raises what ``send``'s future fails with."""
+        return await (await self.send(subject, payload, msg_id, headers=headers, timeout=timeout))
+
+    async def _transmit(self, token: str, pending: _Pending) -> None:
+        pending.sent = time.monotonic()
+        # While disconnected the sweep sends it again; nats-py's own buffer would fill up and raise.
+        if self._bus.connected:
+            await self._bus.nc.publish(
+                pending.subject, pending.payload, reply=f"{self._inbox}.{token}", headers=pending.headers
+            )
+
+    async def _on_reply(self, message: Any) -> None:
+        token = message.subject.rpartition(".")[2]
+        pending = self._pending.get(token)
+        if pending is None:
+            return
+        if not message.data:
+            return  # 503: no stream listens (yet, after a restart); the sweep sends it again
+        reply = _decode(message.data)
+        del self._pending[token]
+        if pending.future.done():
+            return
+        if reply.error is None:
+            pending.future.set_result(Ack(reply.seq, reply.duplicate))
+        else:
+            pending.future.set_exception(
+                ServingError(
+                    Code.broker_unavailable,
+                    f"the stream of {pending.subject} refused the message: {reply.error.description} "
+                    f"({reply.error.err_code}); check its limits and the free disk space",
+                )
+            )
+
+    async def _resend_all(self) -> None:
+        for token, pending in list(self._pending.items()):
+            await self._transmit(token, pending)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            now = time.monotonic()
+            for token, pending in list(self._pending.items()):
+                if pending.future.done():
+                    self._pending.pop(token, None)
+                elif now > pending.deadline:
+                    self._pending.pop(token, None)
+                    pending.future.set_exception(
+                        ServingError(
+                            Code.broker_unavailable,
+                            f"the broker did not confirm {pending.subject} in time; check that it runs and has its "
+                            "streams ('penstock streams apply')",
+                            retry_after=1.0,
+                        )
+                    )
+                elif now - pending.sent > RESEND_S:
+                    try:
+                        await self._transmit(token, pending)
+                    except Exception as error:
+                        log.warning("resend_failed", error=repr(error))

@@ -1,0 +1,260 @@
+"""Which text an answer shows after each token: incremental detokenising, then stop strings.
+
+Workers (to end a generation) and gateways (to trim its text) run the same code over the same tokens. The text
+shown after k tokens depends on those k tokens only, never on batching, so another process can take over at any k.
+"""
+
+import re
+from codecs import utf_8_decode
+from collections.abc import Container, Sequence
+from typing import Protocol
+
+import msgspec
+from tokenizers import Tokenizer
+
+REPLACEMENT = "\ufffd"
+_HELD_TOKENS = 16  # a character is at most 4 byte tokens; beyond this a trailing U+FFFD is taken to be real
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TextStream(Protocol):
+    """The text of one answer. ``stop``: the stop string that ended it; from then on nothing more is shown."""
+
+    stop: str | None
+
+    def push(self, token: int) -> str:
+        """Text that is newly safe to show; "" while it may still change. Unknown ids have no text."""
+
+    def finish(self) -> str:
+        """What was held back, at the end of the answer."""
+
+
+class Detokenizer:
+    """Per-vocabulary tables; makes streams. Special tokens have no text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(token for token, entry in added.items() if entry.special)
+        size = max(tokenizer.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
+        self._byte_level = is_byte_level(tokenizer)
+        raw = _byte_level_bytes if self._byte_level else _word_bytes
+        self._raw = [raw(tokenizer.id_to_token(token) or "") for token in range(size)]
+        # str where a token is whole characters, so that most tokens cost one list access
+        self._pieces = (
+            [b"" if token in self._special else _whole(piece) for token, piece in enumerate(self._raw)]
+            if self._byte_level
+            else []
+        )
+        self.longest_bytes = max(map(len, self._raw), default=1)
+
+    def raw(self, token: int) -> bytes:
+        """A token's own bytes, special or not, perhaps not whole characters; b"" if the id is unknown."""
+        return self._raw[token] if 0 <= token < len(self._raw) else b""
+
+    def stream(self, stops: Sequence[str] = (), *, min_tokens: int = 0, stops_shown: bool = False) -> TextStream:
+        """The text of one answer, cut at the first stop string.
+
+        Args:
+            min_tokens: stop strings are looked for only in the text from this token (counted from 1) on.
+            stops_shown: the answer ends with the stop string, not before it.
+        """
+        plain = ByteStream(self._pieces) if self._byte_level else WindowStream(self._tokenizer, self._special)
+        return StoppingStream(plain, StopMatcher(stops), min_tokens, stops_shown) if stops else plain
+
+
+class ByteStream:
+    """Byte-level vocabularies: a token is bytes, the text is their UTF-8, invalid ones becoming U+FFFD."""
+
+    __slots__ = ("_pending", "_pieces", "stop")
+
+    def __init__(self, pieces: Sequence[str | bytes]) -> None:
+        self._pieces = pieces
+        self._pending = b""
+        self.stop: str | None = None
+
+    def push(self, token: int) -> str:
+        try:
+            piece = self._pieces[token]
+        except IndexError:  # padding of the model's output layer
+            return ""
+        if piece.__class__ is str and not self._pending:
+            return piece
+        data = self._pending + (piece.encode() if isinstance(piece, str) else piece)
+        text, used = utf_8_decode(data, "replace", False)
+        self._pending = data[used:]
+        return text
+
+    def finish(self) -> str:
+        text, _ = utf_8_decode(self._pending, "replace", True)
+        self._pending = b""
+        return text
+
+
+class WindowStream:
+    """Any other vocabulary: decode a sliding window twice and show the difference.
+
+    The window starts one shown piece back, because decoders treat the first token of a text differently.
+    """
+
+    __slots__ = ("_decode", "_ids", "_new", "_shown", "_skipped", "stop")
+
+    def __init__(self, tokenizer: Tokenizer, skipped: Container[int]) -> None:
+        self._decode = tokenizer.decode
+        self._skipped = skipped
+        self._ids: list[int] = []
+        self._new = 0  # from this index of _ids on nothing was shown
+        self._shown = ""  # text of _ids[: _new]
+        self.stop: str | None = None
+
+    def push(self, token: int) -> str:
+        if token in self._skipped:
+            return ""
+        self._ids.append(token)
+        text = self._decode(self._ids, skip_special_tokens=False)
+        held = len(self._ids) - self._new
+        if len(text) <= len(self._shown) or (text.endswith(REPLACEMENT) and held < _HELD_TOKENS):
+            if held >= 4 * _HELD_TOKENS:  # a long run without text must not make the window grow
+                self._restart()
+            return ""
+        new = text[len(self._shown) :]
+        self._restart()
+        return new
+
+    def _restart(self) -> None:
+        self._ids = self._ids[self._new :]
+        self._new = len(self._ids)
+        self._shown = self._decode(self._ids, skip_special_tokens=False)
+
+    def finish(self) -> str:
+        text = self._decode(self._ids, skip_special_tokens=False)[len(self._shown) :]
+        self._ids, self._new, self._shown = [], 0, ""
+        return text
+
+
+class StoppingStream:
+    """A stream cut at the first stop string."""
+
+    __slots__ = ("_matcher", "_stops_shown", "_stream", "_unsearched", "stop")
+
+    def __init__(self, stream: TextStream, matcher: "StopMatcher", min_tokens: int, stops_shown: bool) -> None:
+        self._stream = stream
+        self._matcher = matcher
+        self._unsearched = max(min_tokens - 1, 0)
+        self._stops_shown = stops_shown
+        self.stop: str | None = None
+
+    def push(self, token: int) -> str:
+        if self.stop is not None:
+            return ""
+        text = self._stream.push(token)
+        if self._unsearched:
+            self._unsearched -= 1
+            return text
+        return self._search(text) if text else ""
+
+    def finish(self) -> str:
+        if self.stop is not None:
+            return ""
+        rest = self._search(self._stream.finish())
+        return rest if self.stop is not None else rest + self._matcher.flush()
+
+    def _search(self, text: str) -> str:
+        safe, self.stop = self._matcher.push(text)
+        return safe + self.stop if self.stop is not None and self._stops_shown else safe
+
+
+class StopMatcher:
+    """Finds the stop string that is complete first; of several that end at one place, the longest.
+
+    The result does not depend on how the text is cut into pieces: text is shown as soon as it cannot be the
+    start of a stop string any more, and never when it is part of the one found.
+    """
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        """
+        Raises:
+            ValueError: a stop string is empty.
+        """
+        if not all(strings):
+            raise ValueError("a stop string is empty")
+        self._strings = tuple(strings)
+        self._longest = max(map(len, strings), default=0)
+        first = "".join(sorted({string[0] for string in strings}))
+        self._first = re.compile(f"[{re.escape(first)}]") if first else None
+        self._held = ""
+        self._matched: str | None = None
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """(text that is safe to show, the stop string found or None). After a match nothing is safe."""
+        if self._matched is not None:
+            return "", self._matched
+        if not self._first or (not self._held and not self._first.search(text)):
+            return text, None
+        text = self._held + text
+        found = [(at + len(stop), at, stop) for stop in self._strings if (at := text.find(stop)) >= 0]
+        if found:
+            _, at, self._matched = min(found)
+            self._held = ""
+            return text[:at], self._matched
+        keep = self._begins_stop(text)
+        self._held = text[keep:]
+        return text[:keep], None
+
+    def flush(self) -> str:
+        """The end of the text: what was held back after all is no stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _begins_stop(self, text: str) -> int:
+        """Where the longest end of ``text`` begins that may become a stop string; its length if there is none."""
+        assert self._first is not None
+        for start in self._first.finditer(text, max(0, len(text) - self._longest + 1)):
+            tail = text[start.start() :]
+            if any(stop.startswith(tail) for stop in self._strings):
+                return start.start()
+        return len(text)
+
+
+def is_byte_level(tokenizer: Tokenizer) -> bool:
+    """Whether a token is a run of bytes of the text, independent of its neighbours (GPT-2, Llama 3, Qwen, ...)."""
+    if tokenizer.decoder is None:
+        return False
+    state = msgspec.json.decode(tokenizer.decoder.__getstate__())
+    parts = state["decoders"] if state["type"] == "Sequence" else [state]
+    return bool(parts) and all(part["type"] == "ByteLevel" for part in parts)
+
+
+def _byte_level_table() -> dict[int, str]:
+    """GPT-2's printable stand-ins for bytes, as a ``str.translate`` table from stand-in to the byte as Latin-1.
+
+    Source: ``bytes_to_unicode`` of the GPT-2 encoder. Other characters map outside Latin-1, so encoding fails.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = dict.fromkeys(range(0x100), REPLACEMENT)
+    table.update({byte: chr(byte) for byte in printable})
+    hidden = (byte for byte in range(0x100) if byte not in set(printable))
+    table.update({0x100 + offset: chr(byte) for offset, byte in enumerate(hidden)})
+    return table
+
+
+_BYTE_OF = _byte_level_table()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    try:
+        return token.translate(_BYTE_OF).encode("latin-1")
+    except UnicodeEncodeError:  # an added token, written as it is
+        return token.encode()
+
+
+def _word_bytes(token: str) -> bytes:
+    byte = _BYTE_TOKEN.fullmatch(token)
+    return bytes([int(byte[1], 16)]) if byte else token.replace("\u2581", " ").encode()
+
+
+def _whole(piece: bytes) -> str | bytes:
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return piece

@@ -1,0 +1,127 @@
+"""One request's token items, de-duplicated and in order; used by every reader of the token stream.
+
+Feed items in stream order: the attempt rule of ``schemas.tokens`` is defined on that order. Within an attempt,
+items may be repeated, overlap or overtake each other. Each token comes out once, each choice ends once.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
+
+
+class _Choice:
+    __slots__ = ("early", "ended", "position")
+
+    def __init__(self) -> None:
+        self.position = 0
+        self.ended = False
+        self.early: dict[int, list[TokenItem]] = {}  # by first index: items behind a gap
+
+
+class Fold:
+    """State of one request with ``n`` choices.
+
+    Attributes:
+        attempt: highest seen; items of lower ones are void.
+        open: choices that have not ended.
+    """
+
+    def __init__(self, n: int = 1) -> None:
+        self.attempt = -1
+        self.open = n
+        self._choices = [_Choice() for _ in range(n)]
+
+    @property
+    def waiting(self) -> bool:
+        """Items are held behind a gap; if it does not close, read the stream again into a new Fold."""
+        return any(choice.early for choice in self._choices)
+
+    def position(self, choice: int) -> int:
+        """Tokens that came out for a choice."""
+        return self._choices[choice].position
+
+    def push(self, item: TokenItem) -> Sequence[TokenItem]:
+        """Items that are now due: consecutive from each choice's last token on, with real choice numbers."""
+        if item.attempt != self.attempt:
+            if item.attempt < self.attempt:
+                return ()
+            self.attempt = item.attempt
+            for choice in self._choices:
+                choice.early.clear()
+        if not 0 <= item.choice < len(self._choices):
+            return self._end_all(item) if item.choice == WHOLE_REQUEST and item.finish else ()
+        choice = self._choices[item.choice]
+        if choice.ended:
+            return ()
+        if item.first > choice.position:
+            choice.early.setdefault(item.first, []).append(item)
+            return ()
+        due = self._take(choice, item)
+        return self._with_early(choice, due) if choice.early else due
+
+    def _take(self, choice: _Choice, item: TokenItem) -> Sequence[TokenItem]:
+        known = choice.position - item.first
+        count = len(item.tokens) >> 2
+        if known > 0:
+            if known >= count and item.finish is None:
+                return ()
+            known = min(known, count)
+            item = TokenItem(
+                item.request,
+                item.attempt,
+                item.choice,
+                choice.position,
+                item.tokens[4 * known :],
+                item.finish,
+                item.logprobs[known:] if item.logprobs is not None else None,
+            )
+            count -= known
+        elif not count and item.finish is None:
+            return ()
+        choice.position += count
+        if item.finish is not None:
+            choice.ended = True
+            self.open -= 1
+        return (item,)
+
+    def _with_early(self, choice: _Choice, due: Sequence[TokenItem]) -> Sequence[TokenItem]:
+        out = list(due)
+        while not choice.ended and (reached := [first for first in choice.early if first <= choice.position]):
+            for item in choice.early.pop(min(reached)):
+                if not choice.ended:
+                    out.extend(self._take(choice, item))
+        if choice.ended:
+            choice.early.clear()
+        return out
+
+    def _end_all(self, item: TokenItem) -> Sequence[TokenItem]:
+        out = []
+        for number, choice in enumerate(self._choices):
+            if not choice.ended:
+                choice.ended = True
+                choice.early.clear()
+                out.append(TokenItem(item.request, item.attempt, number, choice.position, b"", item.finish))
+        self.open = 0
+        return out
+
+
+class Progress(msgspec.Struct):
+    """What one choice has streamed so far: packed u32 ids, and how it ended, if it did."""
+
+    tokens: bytes = b""
+    finish: Finish | None = None
+
+
+def replay(items: Iterable[TokenItem], n: int = 1) -> list[Progress]:
+    """What a request has streamed, by choice, from its items in stream order (of all attempts)."""
+    fold = Fold(n)
+    tokens: list[list[bytes]] = [[] for _ in range(n)]
+    finishes: list[Finish | None] = [None] * n
+    for item in items:
+        for due in fold.push(item):
+            tokens[due.choice].append(due.tokens)
+            if due.finish is not None:
+                finishes[due.choice] = due.finish
+    return [Progress(b"".join(parts), finish) for parts, finish in zip(tokens, finishes, strict=True)]

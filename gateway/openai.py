@@ -1,0 +1,280 @@
+"""Request bodies of the OpenAI API: their shape and limits. Knows no model, no tokenizer.
+
+Tolerant of what clients send and we do not know (ignored), strict about what we know: a value that cannot be
+honoured is refused with the field's name and its limit, never silently dropped.
+"""
+
+import re
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from schemas.errors import Code, ServingError
+from schemas.requests import Priority
+from schemas.streams import LONGEST_DEADLINE_S
+
+MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_LOGPROBS = 20
+MAX_MESSAGES = 16_384
+
+_U32 = (1 << 32) - 1
+# one token of a subject; not "$", which in Python also matches before a last line break
+_WORKER = r"^[A-Za-z0-9_-]{1,128}(?![\s\S])"
+
+TokenId = Annotated[int, Meta(ge=0, le=_U32)]
+Count = Annotated[int, Meta(ge=1, le=1 << 31)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+Duration = Annotated[float, Meta(gt=0, le=LONGEST_DEADLINE_S)]
+Name = Annotated[str, Meta(max_length=256)]
+Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
+
+
+class StreamOptions(Struct, frozen=True):
+    """``include_usage``: one more chunk before [DONE], with the usage of the whole request."""
+
+    include_usage: bool | None = None
+
+
+class Body(Struct, frozen=True, kw_only=True):
+    """Options that chat and text completions share. null means: not given."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=512)]
+    max_tokens: Count | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 31, description="0 or -1: off")] | None = None
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=1024)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Name | None = None
+    priority: Priority | None = None
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    timeout_s: Annotated[Duration, Meta(description="seconds until the request ends unanswered")] | None = None
+    deadline_s: Annotated[Duration, Meta(description="another name of timeout_s; the shorter one holds")] | None = None
+    cache_salt: Annotated[Name, Meta(description="requests with different salts share no KV cache")] | None = None
+    worker: Annotated[str, Meta(pattern=_WORKER, description="run here only")] | None = None
+
+
+class Part(Struct, frozen=True):
+    """One part of a message's content; only type "text" is served."""
+
+    type: str
+    text: str | None = None
+
+
+class FunctionCall(Struct, frozen=True):
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCall(Struct, frozen=True):
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] = "function"
+
+
+class ChatMessage(Struct, frozen=True):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class Typed(Struct, frozen=True):
+    type: str
+
+
+class ChatBody(Body, frozen=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Annotated[Count, Meta(description="new name of max_tokens, and wins")] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Logprobs | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=512, description="handed to the template")] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    response_format: Typed | None = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
+
+
+class TextBody(Body, frozen=True, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: Annotated[
+        str | list[TokenId | str | list[TokenId]], Meta(description="text, token ids, or a list with one of these")
+    ]
+    logprobs: Logprobs | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+_AT = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`$")
+
+_chat = msgspec.json.Decoder(ChatBody).decode
+_text = msgspec.json.Decoder(TextBody).decode
+_arguments = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+def parse_chat(data: bytes) -> ChatBody:
+    """A chat body that keeps every limit that does not depend on the model.
+
+    Raises:
+        ServingError: invalid_request or unsupported, with the field.
+    """
+    body: ChatBody = _parse(_chat, data)
+    if body.functions or body.function_call is not None:
+        raise unsupported("functions", "functions and function_call are not served; use tools")
+    if body.response_format is not None and body.response_format.type != "text":
+        raise unsupported("response_format", f"response_format type {body.response_format.type!r}; only 'text'")
+    if body.audio is not None or any(kind != "text" for kind in body.modalities or ()):
+        raise unsupported("modalities", "only text can be answered; leave out audio and other modalities")
+    if body.tools and body.tool_choice not in (None, "auto", "none"):
+        raise unsupported("tool_choice", "tool_choice can be 'auto' or 'none'; a call cannot be forced")
+    if body.top_logprobs and not body.logprobs:
+        raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
+    _check(body, body.max_completion_tokens or body.max_tokens)
+    return body
+
+
+def parse_text(data: bytes) -> TextBody:
+    """A text completion body that keeps every limit that does not depend on the model.
+
+    Raises:
+        ServingError: invalid_request or unsupported, with the field.
+    """
+    body: TextBody = _parse(_text, data)
+    if body.echo:
+        raise unsupported("echo", "echo is not served")
+    if body.suffix:
+        raise unsupported("suffix", "suffix is not served")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise unsupported("best_of", f"best_of must be equal to n ({body.n or 1}) or left out")
+    _check(body, body.max_tokens)
+    return body
+
+
+def prompt_of(body: TextBody) -> str | list[int]:
+    """The one prompt: text or token ids.
+
+    Raises:
+        ServingError: none, several, or a mixture.
+    """
+    prompt = body.prompt
+    if isinstance(prompt, list):
+        kinds = {entry.__class__ for entry in prompt}
+        if kinds == {int}:
+            return prompt  # type: ignore[return-value]
+        if len(prompt) != 1:
+            what = f"{len(prompt)} prompts" if len(kinds) == 1 else "a mixture" if kinds else "an empty list"
+            raise invalid("prompt", f"prompt is {what}; the limit is 1 prompt per request")
+        prompt = prompt[0]  # type: ignore[assignment]
+    return prompt  # type: ignore[return-value]
+
+
+def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages as chat templates expect them: text content as one string, tool arguments as objects.
+
+    Raises:
+        ServingError: a part of the content is not text, or tool arguments are not a JSON object.
+    """
+    return [
+        {"role": message.role, "content": message.content}
+        if message.content.__class__ is str and message.role == "user"
+        else _template_message(number, message)
+        for number, message in enumerate(messages)
+    ]
+
+
+def _template_message(number: int, message: ChatMessage) -> dict[str, Any]:
+    where = f"messages[{number}]"
+    content = message.content
+    if content is None and not (message.role == "assistant" and message.tool_calls):
+        raise invalid(f"{where}.content", f"{where}.content is missing")
+    out: dict[str, Any] = {"role": message.role, "content": _joined(where, content)}
+    for key in ("name", "tool_call_id", "reasoning_content"):
+        if (value := getattr(message, key)) is not None:
+            out[key] = value
+    if message.tool_calls:
+        out["tool_calls"] = [_template_call(f"{where}.tool_calls[{i}]", c) for i, c in enumerate(message.tool_calls)]
+    return out
+
+
+def _joined(where: str, content: str | list[Part] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    for i, part in enumerate(content):
+        if part.type != "text":
+            raise unsupported(f"{where}.content[{i}].type", f"content parts of type {part.type!r}; only 'text' is")
+        if part.text is None:
+            raise invalid(f"{where}.content[{i}].text", f"{where}.content[{i}].text is missing")
+    return "\n".join(part.text or "" for part in content)
+
+
+def _template_call(where: str, call: ToolCall) -> dict[str, Any]:
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = _arguments(arguments or "{}")
+        except (ValueError, RecursionError):
+            field = f"{where}.function.arguments"
+            raise invalid(field, f"{field} is not a JSON object") from None
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def invalid(field: str | None, message: str) -> ServingError:
+    return ServingError(Code.invalid_request, message, param=field)
+
+
+def unsupported(field: str, what: str) -> ServingError:
+    return ServingError(Code.unsupported, f"not supported: {what}", param=field)
+
+
+def _parse(decode: Any, data: bytes) -> Any:
+    try:
+        return decode(data)
+    except msgspec.ValidationError as error:
+        raise _violation(str(error)) from None
+    except RecursionError:
+        raise invalid(None, "the body is nested too deeply") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid(None, f"the body is not valid JSON in UTF-8: {error}") from None
+
+
+def _violation(text: str) -> ServingError:
+    """``Expected `float` <= 2.0 - at `$.temperature``` names the limit first and the field last."""
+    at = _AT.search(text)
+    if at is None or not at[1]:
+        missing = re.search(r"missing required field `(\w+)`", text)
+        return invalid(missing[1] if missing else None, text[:400])
+    return invalid(at[1], f"{at[1]}: {text[: at.start()]}"[:400])
+
+
+def _check(body: Body, max_tokens: int | None) -> None:
+    """Limits between fields, and those that a schema does not express."""
+    if max_tokens is not None and (body.min_tokens or 0) > max_tokens:
+        raise invalid("min_tokens", f"min_tokens {body.min_tokens} is above max_tokens {max_tokens}")
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", "stream_options needs stream: true")

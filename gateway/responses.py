@@ -1,0 +1,150 @@
+"""What clients get: shapes of the OpenAI API's answers. Streamed chunks are written by hand in gateway.render."""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from schemas.errors import Code, ServingError
+
+
+class PromptTokensDetails(Struct, frozen=True):
+    cached_tokens: int = 0
+
+
+class UsageBody(Struct, frozen=True):
+    """``cached_tokens`` came from the prefix cache; completion_tokens counts the end token too."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails = PromptTokensDetails()
+
+
+class TopLogprob(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct, frozen=True):
+    content: list[ChatLogprob]
+
+
+class TextLogprobs(Struct, frozen=True):
+    """``text_offset``: characters of the answer before each token."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class AnswerMessage(Struct, frozen=True):
+    content: str
+    role: Literal["assistant"] = "assistant"
+
+
+class ChatChoice(Struct, frozen=True):
+    index: int
+    message: AnswerMessage
+    finish_reason: str
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatCompletion(Struct, frozen=True):
+    """Answer of POST /v1/chat/completions without streaming."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageBody
+    object: Literal["chat.completion"] = "chat.completion"
+
+
+class TextChoice(Struct, frozen=True):
+    index: int
+    text: str
+    finish_reason: str
+    logprobs: TextLogprobs | None = None
+
+
+class TextCompletion(Struct, frozen=True):
+    """Answer of POST /v1/completions without streaming."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: UsageBody
+    object: Literal["text_completion"] = "text_completion"
+
+
+class Delta(Struct, frozen=True, omit_defaults=True):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChunkChoice(Struct, frozen=True):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class ChatChunk(Struct, frozen=True):
+    """One server-sent event of a streamed chat completion; the last one before [DONE] may carry the usage."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    usage: UsageBody | None = None
+
+
+class ErrorDetail(Struct, frozen=True):
+    """``code`` is a schemas.errors.Code, ``param`` the field at fault."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(Struct, frozen=True):
+    error: ErrorDetail
+
+
+class ModelCard(Struct, frozen=True):
+    id: str
+    created: int
+    owned_by: str = "penstock"
+    object: Literal["model"] = "model"
+    root: str | None = None
+    max_model_len: int | None = None
+
+
+class ModelList(Struct, frozen=True):
+    data: list[ModelCard]
+    object: Literal["list"] = "list"
+
+
+def error_body(error: ServingError) -> ErrorBody:
+    """The OpenAI shape of an error."""
+    status = error.code.status
+    kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+    return ErrorBody(ErrorDetail(error.message, kind, error.param, error.code))
+
+
+def serving_error(code: str, message: str) -> ServingError:
+    """An error that came over the wire; a code this process does not know counts as internal."""
+    known = Code(code) if code in Code.__members__ else Code.internal
+    return ServingError(known, message or known.value)

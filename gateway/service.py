@@ -1,0 +1,332 @@
+"""What a gateway does for both of its doors: accept requests into the log, follow their answers, find them again."""
+
+import asyncio
+import contextlib
+import secrets
+import time
+
+import msgspec
+import structlog
+from nats.errors import Error as NatsError
+
+from configs.bus.connection import Bus
+from configs.bus.fleet import FleetWatch, Member
+from configs.bus.publish import Publisher
+from configs.bus.read import read
+from configs.modeldir import ModelDir
+from configs.settings import GatewaySettings
+from gateway.exchange import CLOCK_SKEW_NS, Exchange, TokenFeed
+from gateway.metrics import Metrics
+from gateway.prepare import CHAT, Prepared, Target, prepare_chat, prepare_text
+from schemas import control, done, fleet, requests, wire
+from schemas.errors import Code, ServingError
+from schemas.ids import time_of
+from schemas.requests import GenerateRequest, Priority
+from schemas.subjects import HEADER_MSG_ID
+
+log = structlog.get_logger("gateway")
+
+SWEEP_S = 0.25
+POLL_S = 0.5
+CANCEL_AGAIN_S = 1.0
+SILENT_S = 2.0
+DEADLINE_GRACE_NS = 500_000_000  # the worker's own word on a missed deadline comes first
+LARGE_BODY = 32_768  # bytes; larger ones are tokenised in a thread
+FIND_WINDOW_NS = 10_000_000_000
+
+
+class Gateway:
+    """One replica. ``open`` it, use it from one event loop, ``close`` it."""
+
+    def __init__(
+        self, bus: Bus, publisher: Publisher, model: ModelDir, settings: GatewaySettings, metrics: Metrics
+    ) -> None:
+        self.id = f"{settings.name or 'gateway'}-{secrets.token_hex(4)}"
+        self.bus = bus
+        self.model = model
+        self.settings = settings
+        self.metrics = metrics
+        self.names = tuple(n for n in settings.served_model_name.split(",") if n) or (model.name,)
+        self.fleet = FleetWatch(bus, joined=self._joined, left=self._left)
+        self.started_ns = time.time_ns()
+        self.draining = False
+        self._publisher = publisher
+        self._feed = TokenFeed(bus, self.id)
+        self._others: dict[str, TokenFeed] = {}
+        self._opening = asyncio.Lock()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._target = self._make_target()
+        self._queued = 0  # accepted and not yet taken by a router, at the last look
+        self._accepted_since = 0
+        self._routers = False
+        self._delivered: dict[str, int] = {}
+
+    async def open(self) -> None:
+        """
+        Raises:
+            ServingError: a stream or the workers bucket cannot be read.
+        """
+        await self._feed.start(since_ns=self.started_ns)
+        await self.fleet.start()
+        with contextlib.suppress(NatsError, TimeoutError):
+            await self._poll_queue()
+        self._tasks = [
+            asyncio.create_task(self._sweep(), name="gateway-sweep"),
+            asyncio.create_task(self._poll(), name="gateway-poll"),
+        ]
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for feed in (self._feed, *self._others.values()):
+            await feed.tail.stop()
+
+    # --- what is known ---
+
+    @property
+    def open_requests(self) -> int:
+        return len(self._feed) + sum(map(len, self._others.values()))
+
+    def not_ready(self) -> list[str]:
+        """Why a request could not be served now; empty: it could."""
+        reasons = []
+        if not self.bus.connected:
+            reasons.append("the broker is not connected")
+        if not self._routers:
+            reasons.append("no router takes requests; start one with 'penstock router'")
+        if not any(self._serves(m) and m.registration.state is fleet.State.ready for m in self.fleet.members.values()):
+            reasons.append(f"no worker serves {self.names[0]!r}; start one with 'penstock worker'")
+        if self.draining:
+            reasons.append("this gateway is shutting down")
+        return reasons
+
+    def _serves(self, member: Member) -> bool:
+        return member.registration.model == self.names[0] or self.names[0] in member.registration.aliases
+
+    def _joined(self, member: Member) -> None:
+        self._target = self._make_target()
+
+    def _left(self, member: Member, why: str) -> None:
+        log.info("worker_left", worker=member.registration.worker, why=why)
+        self._target = self._make_target()
+
+    def _make_target(self) -> Target:
+        workers = [m.registration for m in self.fleet.members.values() if self._serves(m)]
+        return Target(
+            self.model,
+            self.names,
+            self.id,
+            block_size=workers[0].block_size if workers else self.settings.block_size,
+            default_max_tokens=self.settings.default_max_tokens,
+            default_deadline_s=self.settings.default_deadline_s,
+            max_model_len=max((w.max_model_len for w in workers), default=0),
+            revision=workers[0].revision if workers else "",
+        )
+
+    # --- in ---
+
+    async def prepare(self, endpoint: str, body: bytes, request_id: str | None = None) -> Prepared:
+        """
+        Raises:
+            ServingError: the body cannot be served, or the queue is full.
+        """
+        self.check_room()
+        prepare = prepare_chat if endpoint == CHAT else prepare_text
+        target, now_ns = self._target, time.time_ns()
+        if len(body) <= LARGE_BODY:
+            return prepare(body, target, now_ns=now_ns, request_id=request_id)
+        return await asyncio.to_thread(prepare, body, target, now_ns=now_ns, request_id=request_id)
+
+    def check_room(self) -> None:
+        """
+        Raises:
+            ServingError: queue_full or shutting_down.
+        """
+        if self.draining:
+            raise ServingError(Code.shutting_down, "this gateway is shutting down; try again", retry_after=1.0)
+        waiting = self._queued + self._accepted_since
+        if waiting >= self.settings.max_queue:
+            raise ServingError(
+                Code.queue_full,
+                f"{waiting} requests wait for a worker and the limit is {self.settings.max_queue} (--max-queue); "
+                "try again later or add workers",
+                retry_after=1.0,
+            )
+
+    async def submit(self, request: GenerateRequest) -> Exchange:
+        """Put a request into the log; returns when it is durable.
+
+        Raises:
+            ServingError: it could not be stored; it will not run.
+        """
+        exchange = Exchange(request)
+        self._feed.watch(exchange)  # before publishing: the first token may overtake the acknowledgement
+        self._accepted_since += 1
+        try:
+            await self._publisher.publish(
+                self.bus.subjects.request(request.model, request.priority.value),
+                wire.encode(request),
+                request.id,
+                timeout=min(10.0, max(0.1, (request.deadline_ns - time.time_ns()) / 1e9)),
+            )
+        except BaseException:
+            # It may be stored all the same (the acknowledgement was lost): nobody wants the answer any more.
+            self.leave(exchange, "the acceptance was not confirmed")
+            raise
+        return exchange
+
+    def leave(self, exchange: Exchange, reason: str = "the client disconnected") -> None:
+        """The client has gone or has everything. An unfinished request is cancelled, again until it ends."""
+        if exchange.ended:
+            self._unwatch(exchange)
+            return
+        exchange.abandoned = True
+        self.metrics.cancelled.inc()
+        self._spawn_cancel(exchange, reason)
+
+    def detach(self, exchange: Exchange) -> None:
+        """Stop watching without cancelling: the reader was only a second one."""
+        self._unwatch(exchange)
+
+    def _unwatch(self, exchange: Exchange) -> None:
+        self._feed_of(exchange).unwatch(exchange)
+
+    def _feed_of(self, exchange: Exchange) -> TokenFeed:
+        return self._others.get(exchange.request.gateway, self._feed)
+
+    def _spawn_cancel(self, exchange: Exchange, reason: str) -> None:
+        exchange.cancel_sent = time.monotonic()
+        task = asyncio.ensure_future(self.cancel(exchange.request.id, reason))
+        task.add_done_callback(lambda t: t.cancelled() or t.exception())
+
+    async def cancel(self, request_id: str, reason: str) -> None:
+        if self.bus.connected:
+            await self.bus.nc.publish(self.bus.subjects.cancel, wire.encode(control.Cancel(request_id, reason)))
+
+    # --- finding requests again ---
+
+    async def find(self, request_id: str) -> GenerateRequest:
+        """An accepted request, by any gateway.
+
+        Raises:
+            ServingError: request_not_found.
+        """
+        try:
+            made_ns = time_of(request_id)
+        except ValueError:
+            raise _unknown(request_id) from None
+        stream = self.bus.subjects.stream("REQUESTS")
+        for before_ns in (50_000_000, CLOCK_SKEW_NS):
+            since = made_ns - before_ns
+            async for entry in read(self.bus, stream, self.bus.subjects.all("request"), since_ns=since):
+                if entry.headers.get(HEADER_MSG_ID) == request_id:
+                    return requests.decode(entry.data)
+                if entry.time_ns > made_ns + FIND_WINDOW_NS:
+                    break
+        raise _unknown(request_id)
+
+    async def attach(self, request: GenerateRequest) -> Exchange:
+        """Follow an accepted request from its first token on.
+
+        Raises:
+            ServingError: the log cannot be read.
+        """
+        exchange = Exchange(request)
+        if request.gateway == self.id:
+            await self._feed.attach(exchange)
+            return exchange
+        async with self._opening:
+            feed = self._others.get(request.gateway)
+            if feed is None:
+                feed = TokenFeed(self.bus, request.gateway)
+                await feed.start(since_ns=time.time_ns())
+                self._others[request.gateway] = feed
+        await feed.attach(exchange)
+        return exchange
+
+    async def outcome(self, request: GenerateRequest) -> done.Done | None:
+        """The terminal event, if there is one."""
+        stream, subject = self.bus.subjects.stream("DONE"), self.bus.subjects.done(request.model)
+        async for entry in read(self.bus, stream, subject, since_ns=request.created_ns - CLOCK_SKEW_NS):
+            if entry.headers.get(HEADER_MSG_ID) == request.id:
+                event = done.decode(entry.data)
+                assert isinstance(event, done.Done)
+                return event
+        return None
+
+    # --- upkeep ---
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            try:
+                await self._sweep_once(time.time_ns(), time.monotonic())
+            except Exception:
+                log.exception("sweep_failed")
+
+    async def _sweep_once(self, now_ns: int, now: float) -> None:
+        self.fleet.expire()
+        for feed in (self._feed, *self._others.values()):
+            for exchange in feed.exchanges:
+                overdue = now_ns > exchange.request.deadline_ns + DEADLINE_GRACE_NS
+                if exchange.abandoned:
+                    if exchange.ended or now_ns > exchange.request.deadline_ns + 60_000_000_000:
+                        feed.unwatch(exchange)
+                    elif now - exchange.cancel_sent > CANCEL_AGAIN_S:
+                        self._spawn_cancel(exchange, "repeated")
+                elif overdue and not exchange.ended:
+                    exchange.fail(
+                        ServingError(Code.deadline_exceeded, "the request did not finish before its deadline")
+                    )
+        for gateway, feed in list(self._others.items()):
+            if not feed:
+                del self._others[gateway]
+                await feed.tail.stop()
+
+    async def _poll(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_S)
+            try:
+                await self._poll_queue()
+            except Exception as error:
+                self._routers = False
+                log.debug("queue_unknown", error=repr(error))
+
+    async def _poll_queue(self) -> None:
+        """How many requests no router has placed yet, and whether any router asks for more."""
+        accepted = self._accepted_since
+        queued, routers = 0, False
+        for priority in Priority:
+            name = f"router-{priority.value}"
+            info = await self.bus.js.consumer_info(self.bus.subjects.stream("REQUESTS"), name, timeout=2.0)
+            queued += (info.num_pending or 0) + (info.num_ack_pending or 0)
+            delivered = info.delivered.consumer_seq if info.delivered else 0
+            # Full of work, a router has no request waiting for the moment, but it moves on.
+            routers |= bool(info.num_waiting) or delivered > self._delivered.get(name, delivered)
+            self._delivered[name] = delivered
+        self._queued, self._routers = queued, routers
+        self._accepted_since -= accepted
+        self.metrics.queued.set(queued)
+        self.metrics.open.set(self.open_requests)
+
+
+def _unknown(request_id: str) -> ServingError:
+    return ServingError(Code.request_not_found, f"no request {request_id[:80]!r} in the log; ids look like UUIDv7")
+
+
+class Status(msgspec.Struct, frozen=True, omit_defaults=True):
+    """``GET /v1/requests/{id}``."""
+
+    id: str
+    model: str
+    state: str  # "queued", "running", "done", "failed", "cancelled"
+    created: int
+    deadline: int
+    gateway: str = ""
+    worker: str = ""
+    attempt: int = 0
+    output_tokens: int = 0
+    result: msgspec.Raw | None = None
+    error: msgspec.Raw | None = None
+

@@ -1,0 +1,1 @@
+"""Benchmarks, each a module: ``python -m infra.bench.<name>``."""

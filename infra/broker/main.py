@@ -1,0 +1,106 @@
+"""``penstock nats`` and ``penstock streams apply``."""
+
+import asyncio
+import sys
+
+import nats
+from nats.aio.client import Client
+
+from configs.logs import setup
+from configs.settings import NatsSettings
+from infra.broker.apply import BrokerProblem, apply
+from infra.broker.binary import NoServerBinary
+from infra.broker.config import ROLES, inbox_prefix
+from infra.broker.datadir import DataDirBusy
+from infra.broker.server import EmbeddedNats, ServerFailed
+from infra.cli import StreamsSettings
+from infra.up.signals import Stop
+from infra.up.supervisor import Keeper
+from schemas.streams import topology
+from schemas.subjects import Subjects
+
+CONNECT_S = 10.0
+
+
+def run(settings: NatsSettings) -> int:
+    """Run the embedded broker in the foreground; it is started again should it end."""
+    setup("auto", "info", name="nats")
+    try:
+        return asyncio.run(_serve(settings))
+    except (ServerFailed, NoServerBinary, DataDirBusy, BrokerProblem, ValueError) as error:
+        print(f"penstock nats: {error}", file=sys.stderr)
+        return 1
+
+
+async def _serve(settings: NatsSettings) -> int:
+    broker = EmbeddedNats(settings.data_dir, settings.namespace, settings.nats_port, settings.monitor_port)
+    keeper = Keeper(broker)
+    with Stop() as stop:
+        try:
+            await keeper.start()
+            await apply_at(broker.url("operator"), broker.subjects)
+            print(f"nats-server on 127.0.0.1:{broker.port}; log: {broker.log_path}")
+            print(f"passwords of {', '.join(ROLES)} and sys: {broker.data_dir / 'secrets.json'}")
+            await stop.asked.wait()
+        finally:
+            await keeper.stop(patience_s=30)
+            await broker.stop()
+    return 0
+
+
+def run_apply(settings: StreamsSettings) -> int:
+    """Make the streams on a broker and say what was done."""
+    try:
+        subjects = Subjects(settings.namespace)
+        done = asyncio.run(apply_at(settings.nats_url, subjects, settings.replicas))
+    except (BrokerProblem, ValueError) as error:
+        print(f"penstock streams apply: {error}", file=sys.stderr)
+        return 1
+    for line in done or [f"nothing to do: all streams of namespace {settings.namespace!r} are there"]:
+        print(line)
+    return 0
+
+
+async def apply_at(url: str, subjects: Subjects, replicas: int = 1) -> list[str]:
+    """Connect as the operator, apply, close.
+
+    Raises:
+        BrokerProblem: as ``apply``, or no server answers there.
+    """
+    nc = await connect_operator(url)
+    try:
+        return await apply(nc, topology(subjects), replicas)
+    finally:
+        await nc.close()
+
+
+async def connect_operator(url: str) -> Client:
+    """A connection for administration: given up after a few seconds, where a serving process would go on.
+
+    Raises:
+        BrokerProblem: no server answers there, or it refuses the credentials.
+    """
+    problems: list[Exception] = []
+
+    async def note(error: Exception) -> None:
+        problems.append(error)
+
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            return await nats.connect(
+                url.split(","),
+                name="penstock-operator",
+                inbox_prefix=inbox_prefix("operator"),
+                error_cb=note,
+                max_reconnect_attempts=2,
+                reconnect_time_wait=0.2,
+            )
+    except (OSError, TimeoutError, nats.errors.Error) as error:
+        raise BrokerProblem(
+            f"no connection to {_without_password(url)} ({problems[-1] if problems else error!r}): "
+            "check the address and the credentials"
+        ) from None
+
+
+def _without_password(url: str) -> str:
+    return ",".join(part.rpartition("@")[2] for part in url.split(","))

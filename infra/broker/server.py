@@ -1,0 +1,262 @@
+"""The life of the embedded nats-server: start on a data directory, wait until it answers, stop, kill."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+from infra.broker.binary import find_server
+from infra.broker.config import USERS, ServerConfig, render
+from infra.broker.datadir import Lock, load_secrets, write_private
+from infra.up.deathsig import die_with_parent
+from schemas.subjects import Subjects
+
+_POLL_S = 0.01
+_TERM_S = 20.0  # it flushes each durable consumer on the way out, about 10 ms each
+
+
+class ServerFailed(Exception):
+    """The server did not come up; the text ends with its last log lines."""
+
+
+class EmbeddedNats:
+    """One nats-server on loopback, its store, secrets and port under ``data_dir``.
+
+    ``port`` 0 means the one used the last time, or any free one; a restart keeps the port, so that clients find
+    the server again. Belongs to no event loop: any may call it.
+    """
+
+    name = role = "nats"
+
+    def __init__(
+        self,
+        data_dir: Path | str,
+        namespace: str = "ps",
+        port: int = 0,
+        monitor_port: int = 0,
+        *,
+        jetstream: bool = True,
+    ) -> None:
+        self.data_dir = Path(data_dir).resolve()
+        self.subjects = Subjects(namespace)
+        self.log_path = self.data_dir / "nats.log"
+        self._wanted_port = port
+        self._port = 0
+        self._monitor_port = monitor_port
+        self._jetstream = jetstream
+        self._secrets: dict[str, str] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = Lock(self.data_dir / "nats.lock")
+        self._log_start = 0
+
+    @property
+    def pid(self) -> int:
+        """0: not running."""
+        return self._process.pid if self._process is not None and self._process.returncode is None else 0
+
+    @property
+    def port(self) -> int:
+        """0 before the first start."""
+        return self._port
+
+    def url(self, role: str = "operator") -> str:
+        """Where a process of this role connects, password included."""
+        return f"nats://{role}:{self._secrets[role]}@127.0.0.1:{self._port}"
+
+    @property
+    def sys_url(self) -> str:
+        return self.url("sys")
+
+    async def start(self, timeout_s: float = 60.0) -> None:
+        """Start, and wait until it accepts connections and its JetStream answers.
+
+        Raises:
+            DataDirBusy: another process runs a broker on this data directory.
+            NoServerBinary: there is no nats-server to run.
+            ServerFailed: the port is taken, the store is unusable, or it was not ready in time.
+        """
+        assert not self.pid, "already running"
+        binary = await asyncio.to_thread(find_server)
+        self._lock.acquire("a nats-server of penstock")
+        try:
+            await asyncio.to_thread(end_stale, self.data_dir / "nats.pid", self._config_path)
+            self._secrets = load_secrets(self.data_dir / "secrets.json", USERS)
+            self._port = self._choose_port()
+            write_private(self._config_path, self._render())
+            self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
+            with self.log_path.open("ab") as log:
+                self._process = subprocess.Popen(  # noqa: ASYNC220 - forked here, see die_with_parent; a few ms
+                    [binary, "-c", self._config_path],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    # Its own session: Ctrl-C on the terminal must not end it before those who still need it.
+                    start_new_session=True,
+                    preexec_fn=die_with_parent(),
+                )
+            write_private(self.data_dir / "nats.pid", str(self._process.pid))
+            await self._ready(time.monotonic() + timeout_s)
+            write_private(self.data_dir / "nats.port", str(self._port))
+        except BaseException:
+            self.kill()
+            self._lock.release()
+            raise
+
+    async def stop(self, timeout_s: float = _TERM_S) -> None:
+        """End it in order; it is killed if that takes longer than ``timeout_s``."""
+        if self.pid and self._process is not None:
+            self.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self._process.wait, timeout_s)
+        self.kill()
+        self._lock.release()
+
+    def terminate(self) -> None:
+        """Ask it to end in order; ``wait`` tells when it did."""
+        if self.pid and self._process is not None:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """End it at once, as a crash would. ``start`` brings it back on the same port and store."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+    async def wait(self) -> int:
+        """Wait until it ends by itself or is ended; its exit status (negative: the signal)."""
+        assert self._process is not None
+        return await asyncio.to_thread(self._process.wait)
+
+    @property
+    def _config_path(self) -> Path:
+        return self.data_dir / "nats.conf"
+
+    def _render(self) -> str:
+        return render(
+            ServerConfig(
+                name=f"penstock-{self.subjects.namespace}",
+                port=self._port,
+                store_dir=str(self.data_dir / "nats"),
+                secrets=self._secrets,
+                subjects=self.subjects,
+                monitor_port=self._monitor_port,
+                jetstream=self._jetstream,
+            )
+        )
+
+    def _choose_port(self) -> int:
+        fixed = self._port or self._wanted_port  # once started it stays: clients look for it there
+        if fixed:
+            if not is_free(fixed):
+                raise ServerFailed(
+                    f"port {fixed} on 127.0.0.1 is in use: choose another with --nats-port (0: any free one)"
+                )
+            return fixed
+        with contextlib.suppress(OSError, ValueError):
+            last = int((self.data_dir / "nats.port").read_text())
+            if is_free(last):
+                return last
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return int(probe.getsockname()[1])
+
+    async def _ready(self, deadline: float) -> None:
+        while True:
+            problem = await self._problem()
+            if problem is None:
+                return
+            assert self._process is not None
+            status = self._process.poll()
+            if status is not None:
+                raise ServerFailed(f"nats-server ended at start with status {status}\n{self._last_lines()}")
+            if time.monotonic() > deadline:
+                raise ServerFailed(f"nats-server is not ready: {problem}\n{self._last_lines()}")
+            await asyncio.sleep(_POLL_S)
+
+    async def _problem(self) -> str | None:
+        """What keeps it from being ready; None: it is."""
+        try:
+            async with asyncio.timeout(2.0):
+                return await _ask_jetstream(self._port, self._secrets["operator"], self._jetstream)
+        except (OSError, TimeoutError, asyncio.IncompleteReadError, ValueError) as error:
+            return repr(error)
+
+    def _last_lines(self) -> str:
+        """The log's last lines since this start."""
+        with self.log_path.open("rb") as log:
+            log.seek(self._log_start)
+            lines = log.read().decode(errors="replace").splitlines()[-8:]
+        return "\n".join([*(f"  {line}" for line in lines), f"  (in {self.log_path})"])
+
+
+def end_stale(pid_file: Path, config: Path) -> None:
+    """End a server that outlived its supervisor; the caller holds the lock, so nobody supervises it any more."""
+    try:
+        pid = int(pid_file.read_text())
+    except (OSError, ValueError):
+        return
+    # The pid may meanwhile be anyone's: only a process started on this very configuration is ours.
+    if pid <= 0 or str(config) not in _command_line(pid):
+        return
+    for sign, patience in ((signal.SIGTERM, _TERM_S), (signal.SIGKILL, 5.0)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, sign)
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline:
+            if str(config) not in _command_line(pid):
+                return
+            time.sleep(_POLL_S)
+    raise ServerFailed(f"an earlier nats-server (pid {pid}) does not end: kill it, then start again")
+
+
+def _command_line(pid: int) -> str:
+    """Empty: no such process."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    if Path("/proc/self").exists():
+        return ""
+    run = subprocess.run(["ps", "-p", str(pid), "-o", "command="], capture_output=True, text=True, check=False)
+    return run.stdout.strip()
+
+
+def is_free(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether a server may listen there now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+async def _ask_jetstream(port: int, password: str, jetstream: bool) -> str | None:
+    """Ask over a bare connection (a client library would retry and log): what is wrong; None: nothing."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        await reader.readuntil(b"\r\n")  # INFO
+        hello = json.dumps({"user": "operator", "pass": password, "verbose": False, "pedantic": False})
+        ask = "SUB r 1\r\nPUB $JS.API.INFO r 0\r\n\r\n" if jetstream else ""
+        writer.write(f"CONNECT {hello}\r\n{ask}PING\r\n".encode())
+        while True:
+            line = await reader.readuntil(b"\r\n")
+            if line.startswith(b"-ERR"):
+                return line.decode().strip()
+            if line.startswith(b"PONG") and not jetstream:
+                return None
+            if line.startswith(b"PING"):
+                writer.write(b"PONG\r\n")
+            if line.startswith(b"MSG"):
+                body = await reader.readexactly(int(line.split()[-1]) + 2)
+                error = json.loads(body).get("error")
+                return f"JetStream: {error['description']}" if error else None
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()

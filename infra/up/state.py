@@ -1,0 +1,39 @@
+"""``state.json``: what runs, and how to reach it, for ``penstock explain``, tests and benchmarks."""
+
+from pathlib import Path
+
+import msgspec
+
+from infra.broker.datadir import write_private
+
+
+class Running(msgspec.Struct, frozen=True):
+    name: str
+    role: str
+    pid: int  # 0: waiting to be started again
+
+
+class State(msgspec.Struct, frozen=True):
+    """URLs hold passwords: the file is readable by its owner only. ``sys_nats_url`` is empty on another's broker."""
+
+    http_url: str
+    nats_url: str  # the operator's
+    client_nats_url: str
+    sys_nats_url: str
+    namespace: str
+    model: str
+    processes: tuple[Running, ...] = ()
+
+
+def write_state(path: Path, state: State) -> None:
+    write_private(path, msgspec.json.format(msgspec.json.encode(state), indent=2).decode() + "\n")
+
+
+def read_state(path: Path) -> State:
+    """Read a deployment's state.
+
+    Raises:
+        OSError: there is none.
+        msgspec.DecodeError: it is damaged.
+    """
+    return msgspec.json.decode(path.read_bytes(), type=State)

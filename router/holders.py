@@ -1,0 +1,294 @@
+"""Which workers hold which prefix: a map from block key to a bitmask of holders, searched by bisection.
+
+Knows nothing of events, epochs or time. A key names a whole prefix (block digests are chained), so a flat dict
+is the radix tree. Holdings that are closed towards the front (who holds a block holds all before it) make a
+match a bisection over positions instead of a walk. That is what engines that evict leaves first give us; it is
+checked, not trusted: whoever is caught breaking it is *ragged* and walked from then on.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+
+from schemas.blocks import DIGEST_BYTES, keys_of
+
+Place = tuple[str, int]  # worker id, attention data-parallel rank
+
+AUDIT_EVERY = 1024  # matches between two that are also walked, to catch ragged holders
+_SHARED_MASKS = 1 << 16
+_BULK = 8  # keys from which one pass in C to see that all are new pays off
+
+
+def keys_view(digests: bytes) -> Sequence[int]:
+    """``schemas.blocks.keys_of`` without decoding them all: a match of 4,096 blocks reads about a dozen."""
+    if sys.byteorder == "big":
+        return keys_of(digests)
+    if surplus := len(digests) % DIGEST_BYTES:
+        digests = digests[:-surplus]
+    return memoryview(digests).cast("q")[::2]
+
+
+class Holding:
+    """What one place holds: its bit, how many blocks, and the sum of their keys (for checksums)."""
+
+    __slots__ = ("bit", "blocks", "cut", "key_sum", "place")
+
+    def __init__(self, place: Place, bit: int) -> None:
+        self.place = place
+        self.bit = bit
+        self.blocks = 0
+        self.key_sum = 0
+        self.cut = False  # something of it was refused at the cap
+
+
+class Holders:
+    """Places and the prefixes they hold, at most ``max_blocks`` distinct blocks.
+
+    At the cap new blocks are refused together with everything behind them and counted in ``refused``; holdings
+    stay closed, and the index only says less than is true.
+    """
+
+    def __init__(self, max_blocks: int) -> None:
+        self.max_blocks = max_blocks
+        self.refused = 0
+        self._masks: dict[int, int] = {}
+        self._by_bit: dict[int, Holding] = {}  # insertion order is of no meaning
+        self._by_place: dict[Place, Holding] = {}
+        self._live = 0
+        self._ragged = 0
+        self._retired = 0
+        self._sweeping = 0  # the retired bits that the running sweep clears
+        self._unswept: list[int] = []
+        self._slots = 0  # bits ever given out
+        self._free_bits: list[int] = []
+        self._shared: dict[int, int] = {}  # one int object per mask, not per block
+        self._names: dict[int, tuple[Place, ...]] = {}
+        self._matches = 0
+
+    def __len__(self) -> int:
+        """Distinct blocks stored, those only a retired place held included until they are swept."""
+        return len(self._masks)
+
+    @property
+    def retired(self) -> int:
+        """Forgotten holdings whose blocks wait for ``sweep``."""
+        return self._retired.bit_count()
+
+    @property
+    def ragged(self) -> tuple[Place, ...]:
+        """Places whose holdings were seen not to be closed towards the front."""
+        return tuple(sorted(self._places(self._ragged)))
+
+    def holdings(self) -> list[Holding]:
+        """All holdings, sorted by place."""
+        return [self._by_place[place] for place in sorted(self._by_place)]
+
+    def open(self, place: Place) -> Holding:
+        """Start ``place`` anew with nothing; what it held before is retired."""
+        self.retire(place)
+        bit = self._free_bits.pop() if self._free_bits else 1 << self._slots
+        if bit == 1 << self._slots:
+            self._slots += 1
+        holding = self._by_place[place] = self._by_bit[bit] = Holding(place, bit)
+        self._live |= bit
+        self._names.clear()
+        return holding
+
+    def retire(self, place: Place) -> None:
+        """Forget ``place`` at once; its blocks are cleaned up by ``sweep``."""
+        holding = self._by_place.pop(place, None)
+        if holding is None:
+            return
+        del self._by_bit[holding.bit]
+        self._live &= ~holding.bit
+        self._ragged &= ~holding.bit
+        self._retired |= holding.bit
+        self._names.clear()
+
+    def holds(self, holding: Holding, key: int) -> bool:
+        return bool(self._masks.get(key, 0) & holding.bit)
+
+    def store(self, holding: Holding, keys: Sequence[int], parent: int | None) -> None:
+        """``keys`` are held from now on, each the child of the one before, the first that of ``parent``."""
+        if not keys:
+            return
+        if parent is not None and not self.holds(holding, parent):
+            if holding.cut:
+                self.refused += len(keys)
+                return
+            self._ragged |= holding.bit
+        if len(self._masks) + len(keys) > self.max_blocks:
+            keys = self._fitting(holding, keys)
+        masks, bit, share = self._masks, holding.bit, self._sharing()
+        if len(keys) >= _BULK:
+            new = dict.fromkeys(keys, bit)
+            if masks.keys().isdisjoint(new):
+                masks.update(new)
+                holding.blocks += len(new)
+                holding.key_sum += sum(new)
+                return
+            keys = list(new)
+        get = masks.get
+        added = total = 0
+        for key in keys:
+            mask = get(key, 0)
+            if not mask & bit:
+                masks[key] = share(mask | bit, mask | bit) if mask else bit
+                total += key
+                added += 1
+        holding.blocks += added
+        holding.key_sum += total
+
+    def remove(self, holding: Holding, keys: Sequence[int]) -> None:
+        """``keys`` are no longer held; those that never were are ignored."""
+        masks, bit, share = self._masks, holding.bit, self._sharing()
+        get = masks.get
+        gone = total = 0
+        for key in keys:
+            mask = get(key, 0)
+            if mask & bit:
+                if mask == bit:
+                    del masks[key]
+                else:
+                    masks[key] = share(mask ^ bit, mask ^ bit)
+                total += key
+                gone += 1
+        holding.blocks -= gone
+        holding.key_sum -= total
+
+    def match(self, keys: Sequence[int]) -> dict[Place, int]:
+        """How many leading ``keys`` each place holds; places that hold none are absent. Only probed keys are read."""
+        if not keys:
+            return {}
+        first = self._masks.get(keys[0], 0) & self._live
+        if not first:
+            return {}
+        self._matches += 1
+        closed = first & ~self._ragged
+        if self._matches % AUDIT_EVERY == 0:
+            return self._audited(keys, first)
+        found: dict[Place, int] = {}
+        if closed and not self._bisect(keys, closed, found):
+            return self._audited(keys, first)
+        if closed != first:
+            self._walk(keys, first ^ closed, found)
+        return found
+
+    def sweep(self, limit: int) -> bool:
+        """Clean up after retired places, at most ``limit`` blocks; True: nothing is left to do.
+
+        The first call of a round copies the list of keys (about 10 ms per million).
+        """
+        if not self._sweeping:
+            if not self._retired:
+                return True
+            self._sweeping = self._retired
+            self._unswept = list(self._masks)
+        masks, keep, share, unswept = self._masks, ~self._sweeping, self._sharing(), self._unswept
+        part = unswept[-limit:]
+        del unswept[-limit:]
+        for key in part:
+            mask = masks.get(key, 0)
+            left = mask & keep
+            if left != mask:
+                if left:
+                    masks[key] = share(left, left)
+                else:
+                    del masks[key]
+        if unswept:
+            return False
+        self._free_bits += _bits(self._sweeping)
+        self._retired &= keep
+        self._sweeping = 0
+        return not self._retired
+
+    def _fitting(self, holding: Holding, keys: Sequence[int]) -> Sequence[int]:
+        room = self.max_blocks - len(self._masks)
+        for position, key in enumerate(keys):
+            if key not in self._masks:
+                if room <= 0:
+                    holding.cut = True
+                    self.refused += len(keys) - position
+                    return keys[:position]
+                room -= 1
+        return keys
+
+    def _bisect(self, keys: Sequence[int], first: int, found: dict[Place, int]) -> bool:
+        """Fill ``found`` for the closed places ``first``, holders of keys[0]; False: some are not closed."""
+        get, names = self._masks.get, self._names.get
+        end = len(keys) - 1
+        last = get(keys[end], 0) & first
+        if last:
+            found.update(dict.fromkeys(names(last) or self._places(last), end + 1))
+        if last == first:
+            return True
+        todo = [(0, first, end, last)]  # the holders shrink from ``low`` at ``a`` to ``high`` at ``b``
+        while todo:
+            a, low, b, high = todo.pop()
+            while b - a > 1:
+                middle = (a + b) >> 1
+                mask = get(keys[middle], 0) & first
+                if mask == low:
+                    a = middle
+                elif mask == high:
+                    b = middle
+                elif mask & ~low or high & ~mask:
+                    return False
+                else:
+                    todo.append((middle, mask, b, high))
+                    b, high = middle, mask
+            if high & ~low:
+                return False
+            left = low ^ high
+            found.update(dict.fromkeys(names(left) or self._places(left), b))
+        return True
+
+    def _walk(self, keys: Sequence[int], mask: int, found: dict[Place, int]) -> None:
+        get, depth = self._masks.get, 0
+        for key in keys:
+            left = mask & get(key, 0)
+            if left != mask:
+                found.update(dict.fromkeys(self._places(mask ^ left), depth))
+                mask = left
+                if not mask:
+                    return
+            depth += 1
+        found.update(dict.fromkeys(self._places(mask), depth))
+
+    def _audited(self, keys: Sequence[int], first: int) -> dict[Place, int]:
+        """The exact answer by walking; places that hold a key behind a gap become ragged."""
+        found: dict[Place, int] = {}
+        get, depth, mask, gone = self._masks.get, 0, first, 0
+        for key in keys:
+            here = get(key, 0) & first
+            self._ragged |= here & gone
+            left = mask & here
+            if left != mask:
+                found.update(dict.fromkeys(self._places(mask ^ left), depth))
+                gone |= mask ^ left
+                mask = left
+            depth += 1
+        if mask:
+            found.update(dict.fromkeys(self._places(mask), depth))
+        return found
+
+    def _places(self, mask: int) -> tuple[Place, ...]:
+        known = self._names.get(mask)
+        if known is None:
+            if len(self._names) >= _SHARED_MASKS:
+                self._names.clear()
+            known = self._names[mask] = tuple(self._by_bit[bit].place for bit in _bits(mask))
+        return known
+
+    def _sharing(self) -> Callable[[int, int], int]:
+        if len(self._shared) > _SHARED_MASKS:
+            self._shared.clear()
+        return self._shared.setdefault
+
+
+def _bits(mask: int) -> list[int]:
+    bits = []
+    while mask:
+        bit = mask & -mask
+        bits.append(bit)
+        mask ^= bit
+    return bits

@@ -1,0 +1,176 @@
+"""The prefix index: a deterministic fold of the workers' KV events. Knows neither NATS nor the clock.
+
+Only device blocks (tier 0) of layer group 0 are indexed: they are what makes a prompt cheap. Group 0 must be
+the one that keeps the longest history; the other groups and tiers are counted in ``Stats.ignored``.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from blake3 import blake3
+
+from router.holders import Holders, Holding, Place, keys_view
+from schemas.blocks import key_of
+from schemas.kv import Cleared, KvBatch, KvDump, KvEvent, Stored
+
+PENDING_BATCHES = 1024  # kept per worker while its dump is awaited
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counts. ``refused`` blocks did not fit under the cap, ``ignored`` ones are of other tiers or groups."""
+
+    blocks: int
+    places: int
+    awaiting_dump: int
+    ragged: int
+    retired: int
+    refused: int
+    ignored: int
+
+
+@dataclass(slots=True)
+class _Feed:
+    """Where one place's event log was read to. ``holding`` None: events are missing, a dump is needed."""
+
+    epoch: int
+    seq: int
+    holding: Holding | None
+    pending: deque[KvBatch] = field(default_factory=lambda: deque(maxlen=PENDING_BATCHES))
+
+
+class PrefixIndex:
+    """Which (worker, rank) holds which prefix.
+
+    Args:
+        max_blocks: hard cap of distinct blocks; beyond it new ones are refused, never grown into.
+    """
+
+    def __init__(self, max_blocks: int) -> None:
+        self._holders = Holders(max_blocks)
+        self._feeds: dict[Place, _Feed] = {}
+        self._ignored = 0
+
+    def apply(self, batch: KvBatch) -> bool:
+        """Fold one batch; what was seen before is ignored.
+
+        Returns: False as long as this place needs a dump (a gap, or joined in the middle): it is forgotten, and
+            its batches are kept (the last ``PENDING_BATCHES``) to be replayed on top of the dump.
+        """
+        place = (batch.worker, batch.rank)
+        feed = self._feeds.get(place)
+        if feed is None or batch.epoch > feed.epoch:
+            feed = self._begin(place, batch.epoch)
+        elif batch.epoch < feed.epoch:
+            return True
+        if feed.holding is None:
+            feed.pending.append(batch)
+            return False
+        if batch.seq <= feed.seq:
+            return True
+        if batch.seq != feed.seq + 1:
+            self._holders.retire(place)
+            feed.holding = None
+            feed.pending.append(batch)
+            return False
+        feed.seq = batch.seq
+        for event in batch.events:
+            self._fold(feed, event)
+        return True
+
+    def load_dump(self, pages: Sequence[KvDump]) -> bool:
+        """Replace what is known of a place by its dump (all pages, in order), then replay what came meanwhile.
+
+        A dump older than what is already known in full changes nothing.
+
+        Returns: False: a dump is still needed, since the pages do not belong together, the place has a newer
+            epoch, or batches between dump and pending ones are missing.
+        """
+        if not pages:
+            return False
+        head = pages[0]
+        if any((p.worker, p.rank, p.epoch, p.seq) != (head.worker, head.rank, head.epoch, head.seq) for p in pages):
+            return False
+        place = (head.worker, head.rank)
+        feed = self._feeds.get(place)
+        if feed is not None and head.epoch < feed.epoch:
+            return feed.holding is not None
+        if feed is not None and feed.holding is not None and (head.epoch, head.seq) < (feed.epoch, feed.seq):
+            return True
+        pending = list(feed.pending) if feed is not None else []
+        feed = self._feeds[place] = _Feed(head.epoch, head.seq, self._holders.open(place))
+        for page in pages:
+            for event in page.events:
+                self._fold(feed, event)
+        whole = True
+        for batch in pending:
+            whole = self.apply(batch)
+        return whole
+
+    def forget(self, worker: str) -> None:
+        """Drop everything known of ``worker``, all ranks, at once; ``sweep`` cleans up behind it."""
+        for place in [place for place in self._feeds if place[0] == worker]:
+            del self._feeds[place]
+            self._holders.retire(place)
+
+    def sweep(self, limit: int) -> bool:
+        """Give back what forgotten places left, at most ``limit`` blocks at once; True: nothing is left."""
+        return self._holders.sweep(limit)
+
+    def match(self, keys: Sequence[int]) -> dict[Place, int]:
+        """How many leading blocks of a prompt each place holds; those without any are absent.
+
+        Args:
+            keys: of the prompt's blocks, oldest first; ``holders.keys_view(digests)`` is the cheapest form.
+        """
+        return self._holders.match(keys)
+
+    def awaiting_dump(self) -> list[Place]:
+        """Places whose events have a gap."""
+        return sorted(place for place, feed in self._feeds.items() if feed.holding is None)
+
+    def held(self, place: Place) -> int:
+        """Blocks that ``place`` is known to hold."""
+        feed = self._feeds.get(place)
+        return feed.holding.blocks if feed is not None and feed.holding is not None else 0
+
+    def checksum(self) -> str:
+        """Equal for two replicas that have folded the same batches, in whatever order across places."""
+        digest = blake3()
+        for holding in self._holders.holdings():
+            feed = self._feeds[holding.place]
+            parts = (*holding.place, feed.epoch, feed.seq, holding.blocks, holding.key_sum)
+            digest.update(repr(parts).encode())
+        return digest.hexdigest(16)
+
+    @property
+    def stats(self) -> Stats:
+        h = self._holders
+        return Stats(
+            blocks=len(h),
+            places=len(self._feeds),
+            awaiting_dump=len(self.awaiting_dump()),
+            ragged=len(h.ragged),
+            retired=h.retired,
+            refused=h.refused,
+            ignored=self._ignored,
+        )
+
+    def _begin(self, place: Place, epoch: int) -> _Feed:
+        """A place's first batch of an epoch: complete so far if that is number 0."""
+        self._holders.retire(place)
+        feed = self._feeds[place] = _Feed(epoch, -1, self._holders.open(place))
+        return feed
+
+    def _fold(self, feed: _Feed, event: KvEvent) -> None:
+        assert feed.holding is not None
+        if isinstance(event, Cleared):
+            feed.holding = self._holders.open(feed.holding.place)
+        elif event.tier or event.group:
+            self._ignored += len(event.digests) // 16
+        elif isinstance(event, Stored):
+            parent = None if event.parent is None else key_of(event.parent)
+            self._holders.store(feed.holding, keys_view(event.digests), parent)
+        else:
+            self._holders.remove(feed.holding, keys_view(event.digests))

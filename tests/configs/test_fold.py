@@ -1,0 +1,130 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from configs.fold import Fold, replay
+from schemas.tokens import WHOLE_REQUEST, Finish, Logprob, TokenItem
+from schemas.wire import pack_tokens, unpack_tokens
+
+
+def item(first: int, tokens: list[int], *, attempt: int = 1, choice: int = 0, finish: str = "") -> TokenItem:
+    logprobs = tuple(Logprob(-float(token)) for token in tokens)
+    return TokenItem(
+        "r", attempt, choice, first, pack_tokens(tokens), Finish(finish) if finish else None, logprobs or None
+    )
+
+
+FENCE = WHOLE_REQUEST
+
+
+def fence(attempt: int) -> TokenItem:
+    return TokenItem("r", attempt, FENCE, 0)
+
+
+def read(fold: Fold, items: list[TokenItem]) -> dict[int, list[int]]:
+    """Tokens that came out per choice, checking that each item continues the one before."""
+    out: dict[int, list[int]] = {}
+    for pushed in items:
+        for due in fold.push(pushed):
+            tokens = out.setdefault(due.choice, [])
+            assert due.first == len(tokens)
+            new = list(unpack_tokens(due.tokens))
+            assert [-entry.logprob for entry in due.logprobs or ()] == new
+            tokens += new
+    return out
+
+
+@st.composite
+def cut(draw: st.DrawFn, *, attempt: int, choice: int, start: int, end: int, finish: bool) -> list[TokenItem]:
+    """Tokens start .. end of one choice (token = 10 * position) in items of random sizes, some overlapping."""
+    items, at = [], start
+    while at < end:
+        size = draw(st.integers(1, 4))
+        back = draw(st.integers(0, min(2, at - start)))
+        upto = min(end, at + size)
+        items.append(
+            item(at - back, [10 * position for position in range(at - back, upto)], attempt=attempt, choice=choice)
+        )
+        at = upto
+    if finish:
+        items.append(item(end, [], attempt=attempt, choice=choice, finish="stop"))
+    return items
+
+
+@given(st.data())
+def test_each_token_comes_out_once_and_in_order_however_an_attempts_items_are_mixed(data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=3))
+    items: list[TokenItem] = []
+    for choice, length in enumerate(lengths):
+        items += data.draw(cut(attempt=1, choice=choice, start=0, end=length, finish=True))
+    items += data.draw(st.lists(st.sampled_from(items), max_size=10))
+    fold = Fold(len(lengths))
+    out = read(fold, data.draw(st.permutations(items)))
+    assert fold.open == 0
+    assert not fold.waiting
+    for choice, length in enumerate(lengths):
+        assert out.get(choice, []) == [10 * position for position in range(length)]
+
+
+@given(st.data())
+def test_a_zombies_tokens_after_the_fence_count_nowhere(data: st.DataObject) -> None:
+    kept, total = data.draw(st.integers(0, 8)), data.draw(st.integers(8, 16))
+    before = data.draw(cut(attempt=1, choice=0, start=0, end=kept, finish=False))
+    after = data.draw(cut(attempt=2, choice=0, start=kept, end=total, finish=True))
+    zombie = [item(kept + k, [666, 667], attempt=1) for k in range(4)] + [item(kept, [], attempt=1, finish="length")]
+    mixed = data.draw(st.permutations(after + data.draw(st.lists(st.sampled_from(zombie + before), max_size=8))))
+    fold = Fold()
+    out = read(fold, [*before, fence(2), *mixed])
+    assert out.get(0, []) == [10 * position for position in range(total)]
+    assert fold.open == 0
+
+
+def test_items_held_behind_a_gap_are_dropped_with_their_attempt() -> None:
+    fold = Fold()
+    assert read(fold, [item(0, [0]), item(2, [666])]) == {0: [0]}
+    assert fold.waiting
+    assert fold.push(fence(2)) == ()
+    assert not fold.waiting
+    assert [list(unpack_tokens(due.tokens)) for due in fold.push(item(1, [10, 20], attempt=2))] == [[10, 20]]
+
+
+def test_an_item_in_order_is_passed_on_as_it_is() -> None:
+    fold, first = Fold(), item(0, [1, 2])
+    assert fold.push(first)[0] is first
+
+
+def test_the_end_of_a_whole_request_ends_the_choices_that_are_open() -> None:
+    fold = Fold(3)
+    fold.push(item(0, [7], choice=1, finish="stop"))
+    fold.push(item(0, [8], choice=2))
+    failed = Finish("error", code="worker_lost")
+    ended = fold.push(TokenItem("r", 1, WHOLE_REQUEST, 0, b"", failed))
+    assert [(due.choice, due.first, due.finish) for due in ended] == [(0, 0, failed), (2, 1, failed)]
+    assert fold.open == 0
+    assert fold.push(TokenItem("r", 1, WHOLE_REQUEST, 0, b"", failed)) == []
+
+
+def test_nothing_follows_a_finish() -> None:
+    fold = Fold()
+    fold.push(item(0, [1], finish="stop"))
+    assert fold.push(item(1, [2])) == ()
+    assert fold.push(item(0, [1], attempt=2, finish="length")) == ()
+
+
+def test_a_finish_that_overlaps_known_tokens_is_kept() -> None:
+    fold = Fold()
+    fold.push(item(0, [1, 2]))
+    (due,) = fold.push(item(1, [2], finish="stop"))
+    assert (due.first, due.tokens, due.finish) == (2, b"", Finish("stop"))
+
+
+def test_items_of_unknown_choices_are_ignored() -> None:
+    fold = Fold(2)
+    assert fold.push(item(0, [1], choice=2)) == ()
+    assert fold.push(item(0, [1], choice=-2)) == ()
+
+
+def test_replay_tells_what_was_streamed_and_what_ended() -> None:
+    items = [item(0, [1, 2]), item(0, [5], choice=1, finish="stop"), item(1, [2, 3]), fence(2), item(3, [666])]
+    first, second = replay(items, 2)
+    assert (list(unpack_tokens(first.tokens)), first.finish) == ([1, 2, 3], None)
+    assert (list(unpack_tokens(second.tokens)), second.finish) == ([5], Finish("stop"))

@@ -1,0 +1,117 @@
+"""A real nats-server for the whole run, and a namespace of its own for every test that uses it.
+
+Use ``broker`` for a shared server, ``subjects`` for a fresh namespace, ``nc`` for an operator's connection,
+``connect`` for one of another role, ``pipeline`` for a namespace whose streams exist, and ``make_broker`` for a
+server that the test may kill.
+"""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import nats
+import pytest
+from nats.aio.client import Client
+
+from infra.broker.apply import apply
+from infra.broker.config import inbox_prefix
+from infra.broker.server import EmbeddedNats
+from schemas.streams import topology
+from schemas.subjects import Subjects
+
+T = TypeVar("T")
+Connect = Callable[..., Awaitable[Client]]
+
+
+def outside(work: Coroutine[Any, Any, T]) -> T:
+    """Run on a loop of its own, leaving pytest-asyncio's alone."""
+    loop = asyncio.new_event_loop()
+    try:
+        return loop.run_until_complete(work)
+    finally:
+        loop.run_until_complete(loop.shutdown_default_executor())
+        loop.close()
+
+
+async def round_trip(client: Client) -> None:
+    """Wait until the server has seen everything sent so far.
+
+    nats-py's ``flush`` writes its PING ahead of what is still buffered; only the second one is behind it.
+    """
+    await client.flush()
+    await client.flush()
+
+
+@pytest.fixture(scope="session")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedNats]:
+    """The run's own nats-server, own port and store; its role users know the namespace "ps" only."""
+    server = EmbeddedNats(tmp_path_factory.mktemp("nats"))
+    outside(server.start())
+    yield server
+    outside(server.stop())
+
+
+@pytest.fixture
+def make_broker(tmp_path: Path) -> Iterator[Callable[..., EmbeddedNats]]:
+    """Make (not start) servers that end with the test; each name is one data directory."""
+    made: list[EmbeddedNats] = []
+
+    def make(name: str = "own", **options: Any) -> EmbeddedNats:
+        server = EmbeddedNats(tmp_path / name, **options)
+        made.append(server)
+        return server
+
+    yield make
+    for server in made:
+        server.kill()
+        outside(server.stop())
+
+
+@pytest.fixture
+def subjects() -> Subjects:
+    """A namespace nobody else uses."""
+    return Subjects(f"t{secrets.token_hex(6)}")
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[Connect]:
+    """Connect to a server as a role (default: operator); closed with the test, also when it fails.
+
+    What the server complains of is added to ``errors``.
+    """
+    opened: list[Client] = []
+
+    async def open_as(server: EmbeddedNats, role: str = "operator", errors: list[str] | None = None) -> Client:
+        async def note(error: Exception) -> None:
+            if errors is not None:
+                errors.append(str(error))
+
+        client = await nats.connect(
+            server.url(role),
+            inbox_prefix=inbox_prefix(role),
+            name=f"test-{role}",
+            error_cb=note,
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=0.05,
+        )
+        opened.append(client)
+        return client
+
+    yield open_as
+    for client in opened:
+        await client.close()
+
+
+@pytest.fixture
+async def nc(broker: EmbeddedNats, connect: Connect) -> Client:
+    """An operator's connection to the shared server."""
+    return await connect(broker)
+
+
+@pytest.fixture
+async def pipeline(nc: Client, subjects: Subjects) -> Subjects:
+    """A fresh namespace with all its streams."""
+    await apply(nc, topology(subjects))
+    return subjects

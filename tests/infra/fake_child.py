@@ -1,0 +1,56 @@
+"""Stands in for a gateway, router or worker: the least that ``penstock up`` looks for, on a real broker."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import nats
+
+from configs.flags import parse
+from configs.settings import GatewaySettings, RouterSettings, WorkerSettings
+from schemas import fleet, wire
+from schemas.subjects import Subjects
+
+
+class Answers(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        body = b'{"data":[{"id":"fake"}]}' if self.path == "/v1/models" else b"ok"
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+async def register(settings: WorkerSettings) -> None:
+    nc = await nats.connect(settings.nats_url, inbox_prefix="_INBOX_worker", max_reconnect_attempts=-1)
+    me = fleet.Registration(
+        "w" + str(os.getpid()), "fake", "aggregated", "mock", time.time_ns(), 32, 1, 1, 64, name=settings.name
+    )
+    while True:
+        await nc.jetstream().publish(Subjects(settings.namespace).lease(me.worker), wire.encode(me))
+        await asyncio.sleep(1)
+
+
+def main() -> None:
+    role, argv = sys.argv[1], sys.argv[2:]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    if os.environ.get("FAKE_BAD") == role:
+        print("cannot use these settings")
+        sys.exit(2)
+    print(f"{role} runs", flush=True)
+    if role == "gateway":
+        gateway = parse(GatewaySettings, argv, prog=role)
+        HTTPServer((gateway.http_host, gateway.http_port), Answers).serve_forever()
+    elif role == "worker":
+        asyncio.run(register(parse(WorkerSettings, argv, prog=role)))
+    else:
+        parse(RouterSettings, argv, prog=role)
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,451 @@
+"""The embedded server and its permissions, on a real nats-server."""
+
+import asyncio
+import io
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from nats.aio.client import Client
+from nats.js.errors import NotFoundError
+
+from infra.broker.apply import BrokerProblem, apply, stream_configs, widened
+from infra.broker.binary import find_server, parse_version
+from infra.broker.config import ROLES, USERS, ServerConfig, permissions, render
+from infra.broker.datadir import DataDirBusy, Lock, load_secrets
+from infra.broker.server import EmbeddedNats, ServerFailed
+from schemas.streams import topology
+from schemas.subjects import Subjects
+from tests.conftest import Connect, round_trip
+
+MakeBroker = Callable[..., EmbeddedNats]
+S = Subjects()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not holds():  # noqa: ASYNC110 - the far end has no event to wait for
+            await asyncio.sleep(0.005)
+
+
+async def refused(client: Client, errors: list[str], subject: str) -> bool:
+    """Whether a publish is a permissions violation; the server answers in order, so a round trip is proof."""
+    errors.clear()
+    await client.publish(subject, b"x")
+    await round_trip(client)
+    return any(subject.lower() in error.lower() for error in errors)
+
+
+# -- configuration ------------------------------------------------------------------------------------------------
+
+
+def config_text(**more: object) -> str:
+    options: dict[str, object] = {"name": "n", "port": 4222, "store_dir": "/data", "subjects": S}
+    options["secrets"] = {user: f"pw-{user}" for user in USERS}
+    return render(ServerConfig(**(options | more)))  # type: ignore[arg-type]
+
+
+def test_the_server_listens_on_loopback_only_and_admits_large_messages() -> None:
+    text = config_text()
+    assert 'host: "127.0.0.1"' in text
+    assert "0.0.0.0" not in text
+    assert "max_payload: 8388608" in text
+    assert "default_max_consumers: -1" in text
+    assert 'ping_interval: "1s"' in text
+    assert "http:" not in text
+    assert 'http: "127.0.0.1:8222"' in config_text(monitor_port=8222)
+
+
+def test_every_user_has_its_own_password_and_only_the_operator_has_all_rights() -> None:
+    text = config_text()
+    assert all(f'user: "{user}", password: "pw-{user}"' in text for user in USERS)
+    assert [role for role in ROLES if permissions(role, S) is None] == ["operator"]
+
+
+def test_a_path_with_blanks_and_quotes_stays_one_string() -> None:
+    assert r'store_dir: "/my \"data\" dir"' in config_text(store_dir='/my "data" dir')
+
+
+def test_permissions_follow_the_namespace() -> None:
+    text = config_text(subjects=Subjects("blue"))
+    assert "blue.request.>" in text
+    assert '"ps.' not in text
+    assert "ps_" not in text
+
+
+def test_an_unknown_role_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no such role"):
+        permissions("root", S)
+
+
+# -- permissions --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def ready(broker: EmbeddedNats, nc: Client) -> EmbeddedNats:
+    """The shared server with the streams of the namespace its users know."""
+    await apply(nc, topology(S))
+    return broker
+
+
+@pytest.mark.parametrize(
+    ("role", "subject"),
+    [
+        ("worker", S.request("m", "standard")),
+        ("worker", S.work("aggregated", "other")),
+        ("worker", S.submit("m")),
+        ("worker", "$JS.API.STREAM.DELETE.ps_TOKENS"),
+        ("worker", "$JS.API.CONSUMER.DELETE.ps_REQUESTS.router-standard"),
+        ("worker", "$JS.API.CONSUMER.MSG.NEXT.ps_REQUESTS.router-standard"),
+        ("gateway", S.tokens("g0")),
+        ("gateway", S.kv("m", "w")),
+        ("gateway", S.lease("w")),
+        ("gateway", S.work("aggregated", "w")),
+        ("gateway", S.done("m")),
+        ("router", S.request("m", "standard")),
+        ("router", S.kv("m", "w")),
+        ("router", "$JS.API.STREAM.PURGE.ps_REQUESTS"),
+        ("client", S.request("m", "standard")),
+        ("client", S.tokens("g0")),
+        ("client", "$JS.API.STREAM.INFO.ps_REQUESTS"),
+        ("client", "$JS.API.DIRECT.GET.ps_TOKENS"),
+    ],
+)
+async def test_a_role_cannot_publish_what_is_not_its_own(
+    ready: EmbeddedNats, role: str, subject: str, connect: Connect
+) -> None:
+    errors: list[str] = []
+    client = await connect(ready, role, errors)
+    assert await refused(client, errors, subject)
+
+
+async def test_a_workers_request_is_not_stored(ready: EmbeddedNats, nc: Client, connect: Connect) -> None:
+    worker = await connect(ready, "worker")
+    await worker.publish(S.request("m", "standard"), b"forged")
+    await round_trip(worker)
+    with pytest.raises(NotFoundError):
+        await nc.jetstream().get_last_msg(S.stream("REQUESTS"), S.request("m", "standard"), direct=True)
+
+
+@pytest.mark.parametrize(
+    ("role", "subject"),
+    [
+        ("client", "_INBOX_gateway.>"),
+        ("client", S.all("live")),
+        ("client", ">"),
+        ("worker", "_INBOX_router.>"),
+        ("worker", S.all("live")),
+        ("gateway", "_INBOX_worker.>"),
+        ("router", "_INBOX_gateway.>"),
+    ],
+)
+async def test_a_role_cannot_read_anothers_replies(
+    ready: EmbeddedNats, role: str, subject: str, connect: Connect
+) -> None:
+    errors: list[str] = []
+    client = await connect(ready, role, errors)
+    await client.subscribe(subject)
+    await round_trip(client)
+    await until(lambda: any("subscription" in error.lower() for error in errors))
+
+
+async def test_the_way_of_a_request_needs_no_more_than_the_roles_have(ready: EmbeddedNats, connect: Connect) -> None:
+    errors: list[str] = []
+    roles = ("gateway", "router", "worker", "client")
+    gateway, router, worker, client = [await connect(ready, role, errors) for role in roles]
+    live: list[str] = []
+
+    async def follow(message: object) -> None:
+        live.append(message.subject)  # type: ignore[attr-defined]
+
+    for follower in (gateway, router):
+        await follower.subscribe(S.all("live"), cb=follow)
+        await round_trip(follower)
+
+    await client.publish(S.submit("m"), b"{}", headers={"Penstock-Reply-To": S.reply("me")})
+    await round_trip(client)
+    answers = await client.subscribe(S.reply("me"))
+    await round_trip(client)
+    submits = await gateway.jetstream().pull_subscribe_bind("gateway", S.stream("SUBMIT"))
+    (submit,) = await submits.fetch(1, timeout=5)
+    await submit.ack_sync()
+    await gateway.publish(S.reply("me"), b"answer")
+    assert (await answers.next_msg(timeout=5)).data == b"answer"
+
+    await gateway.jetstream().publish(S.request("m", "standard"), b"request")
+    requests = await router.jetstream().pull_subscribe_bind("router-standard", S.stream("REQUESTS"))
+    (request,) = await requests.fetch(1, timeout=5)
+    await router.jetstream().publish(S.work("aggregated", "w1"), b"job")
+    await request.ack_sync()
+
+    work = await worker.jetstream().pull_subscribe(S.work("aggregated", "w1"), durable="w1", stream=S.stream("WORK"))
+    (job,) = await work.fetch(1, timeout=5)
+    await job.in_progress()
+    for subject in (S.tokens("g0"), S.kv("m", "w1"), S.lease("w1"), S.done("m"), S.returned("m")):
+        await worker.jetstream().publish(subject, b"x")
+    await job.ack_sync()
+    await worker.jetstream().delete_consumer(S.stream("WORK"), "w1")
+
+    control = await worker.subscribe(S.control("w1"))
+    await round_trip(worker)
+    asking = asyncio.create_task(router.request(S.control("w1"), b"dump", timeout=5))
+    await (await control.next_msg(timeout=5)).respond(b"ok")
+    assert (await asking).data == b"ok"
+    # Once only: the right to answer is not a right to publish.
+    for subject in (S.tokens("g0"), S.done("m"), S.lease("w1")):
+        await router.jetstream().publish(subject, b"x")
+
+    last = await gateway.jetstream().get_last_msg(S.stream("TOKENS"), S.tokens("g0"), direct=True)
+    assert last.data == b"x"
+    await until(lambda: S.live(S.lease("w1")) in live and S.live(S.tokens("g0")) in live)
+    assert errors == []
+
+
+async def test_gateways_store_media_and_workers_read_them(ready: EmbeddedNats, connect: Connect) -> None:
+    errors: list[str] = []
+    gateway = await connect(ready, "gateway", errors)
+    worker = await connect(ready, "worker", errors)
+    body = os.urandom(300_000)
+    store = await gateway.jetstream().object_store(S.bucket("media"))
+    await store.put("picture", body)
+    into = io.BytesIO()
+    await (await worker.jetstream().object_store(S.bucket("media"))).get("picture", writeinto=into)
+    assert into.getvalue() == body
+    assert errors == []
+    assert await refused(worker, errors, f"$O.{S.bucket('media')}.C.forged")
+
+
+async def test_routers_store_and_replace_snapshots(ready: EmbeddedNats, connect: Connect) -> None:
+    errors: list[str] = []
+    router = await connect(ready, "router", errors)
+    store = await router.jetstream().object_store(S.bucket("snapshots"))
+    for body in (b"one" * 1000, b"two" * 1000):
+        await store.put("index", body)
+    into = io.BytesIO()
+    await store.get("index", writeinto=into)
+    assert into.getvalue() == b"two" * 1000
+    assert errors == []
+
+
+async def test_the_system_user_hears_a_disconnect_by_name(ready: EmbeddedNats, connect: Connect) -> None:
+    ear = await connect(ready, "sys")
+    gone = await ear.subscribe("$SYS.ACCOUNT.APP.DISCONNECT")
+    await round_trip(ear)
+    worker = await connect(ready, "worker")
+    await worker.close()
+    event = json.loads((await gone.next_msg(timeout=5)).data)
+    assert event["client"]["name"] == "test-worker"
+
+
+# -- streams ------------------------------------------------------------------------------------------------------
+
+
+async def test_applying_twice_changes_nothing(nc: Client, subjects: Subjects) -> None:
+    wanted = topology(subjects)
+    first = await apply(nc, wanted)
+    assert len(first) == len(stream_configs(wanted)) + len(wanted.consumers)
+    assert await apply(nc, wanted) == []
+
+
+async def test_applying_never_narrows_what_an_operator_widened(nc: Client, pipeline: Subjects) -> None:
+    js, name = nc.jetstream(), pipeline.stream("REQUESTS")
+    config = (await js.stream_info(name)).config
+    wider = config.evolve(max_bytes=config.max_bytes * 2, subjects=[*config.subjects, f"{pipeline.namespace}.extra"])
+    await js.update_stream(wider)
+    assert await apply(nc, topology(pipeline)) == []
+    after = (await js.stream_info(name)).config
+    assert after.max_bytes == config.max_bytes * 2
+    assert f"{pipeline.namespace}.extra" in after.subjects
+
+
+async def test_applying_widens_and_says_what(nc: Client, pipeline: Subjects) -> None:
+    js, name = nc.jetstream(), pipeline.stream("REQUESTS")
+    await js.publish(pipeline.request("m", "standard"), b"kept")
+    config = (await js.stream_info(name)).config
+    await js.update_stream(config.evolve(max_bytes=1 << 20, allow_direct=False))
+    assert await apply(nc, topology(pipeline)) == [f"updated {name}: allow_direct, max_bytes"]
+    assert (await js.stream_info(name)).state.messages == 1
+
+
+async def test_a_stream_of_another_nature_is_a_named_problem(nc: Client, subjects: Subjects) -> None:
+    await nc.jetstream().add_stream(
+        name=subjects.stream("WORK"), subjects=[subjects.all("work")], retention="workqueue"
+    )
+    with pytest.raises(BrokerProblem, match=r"_WORK exists with retention 'workqueue'"):
+        await apply(nc, topology(subjects))
+
+
+def test_widening_keeps_what_it_does_not_know() -> None:
+    existing = {
+        "name": "A",
+        "subjects": ["a"],
+        "max_age": 0,
+        "later_field": 7,
+        "metadata": {"_nats.ver": "2", "x": "y"},
+    }
+    merged = widened(existing, {"name": "A", "subjects": ["b"], "max_age": 5})
+    assert merged == {
+        "name": "A", "subjects": ["a", "b"], "max_age": 0, "later_field": 7, "metadata": {"x": "y"},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "subject",
+    ["work.aggregated.w1", "kv.m.w1", "tokens.g1", "done.m", "returned.m", "lease"],
+)
+async def test_what_is_stored_is_heard_where_the_schema_says(nc: Client, pipeline: Subjects, subject: str) -> None:
+    stored = pipeline.lease("w1") if subject == "lease" else f"{pipeline.namespace}.{subject}"
+    heard = await nc.subscribe(pipeline.live(stored))
+    await round_trip(nc)
+    first = await nc.jetstream().publish(stored, b"one")
+    second = await nc.jetstream().publish(stored, b"two")
+    assert second.seq == first.seq + 1
+    for sequence, last in ((first.seq, 0), (second.seq, first.seq)):
+        message = await heard.next_msg(timeout=5)
+        assert message.headers["Nats-Sequence"] == str(sequence)
+        assert message.headers["Nats-Last-Sequence"] == str(last)
+        assert message.headers["Nats-Subject"] == stored
+    assert (message.data == b"") == subject.startswith("work")  # jobs are republished by their headers alone
+
+
+async def test_an_expired_lease_leaves_a_marker_on_the_live_subject(nc: Client, pipeline: Subjects) -> None:
+    heard = await nc.subscribe(pipeline.live(pipeline.lease("w1")))
+    await round_trip(nc)
+    await nc.jetstream().publish(pipeline.lease("w1"), b"alive", headers={"Nats-TTL": "1s"})
+    assert (await heard.next_msg(timeout=5)).data == b"alive"
+    marker = await heard.next_msg(timeout=5)
+    assert marker.headers["Nats-Marker-Reason"] == "MaxAge"
+
+
+async def test_a_server_without_jetstream_is_named(make_broker: MakeBroker, connect: Connect) -> None:
+    server = make_broker(jetstream=False)
+    await server.start()
+    client = await connect(server)
+    with pytest.raises(BrokerProblem, match="JetStream is not enabled"):
+        await apply(client, topology(S))
+
+
+async def test_a_role_that_may_not_create_streams_is_told_so(make_broker: MakeBroker, connect: Connect) -> None:
+    server = make_broker()
+    await server.start()
+    client = await connect(server, "gateway")
+    with pytest.raises(BrokerProblem, match=r"may not use \$JS.API.STREAM.CREATE.*operator"):
+        await apply(client, topology(S))
+
+
+async def test_a_small_max_payload_is_named_with_the_fix(
+    make_broker: MakeBroker, monkeypatch: pytest.MonkeyPatch, connect: Connect
+) -> None:
+    monkeypatch.setattr("infra.broker.config.MAX_PAYLOAD", 1 << 20)
+    server = make_broker()
+    await server.start()
+    client = await connect(server)
+    with pytest.raises(BrokerProblem, match="set `max_payload: 8388608`"):
+        await apply(client, topology(S))
+
+
+# -- life ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_killed_server_comes_back_on_the_same_port_with_its_messages(
+    make_broker: MakeBroker, connect: Connect
+) -> None:
+    server = make_broker()
+    await server.start()
+    client = await connect(server)
+    await apply(client, topology(S))
+    await client.jetstream().publish(S.request("m", "standard"), b"kept")
+    port, pid = server.port, server.pid
+    server.kill()
+    assert server.pid == 0
+    await server.start()
+    assert (server.port, server.pid != pid) == (port, True)
+    await until(lambda: client.is_connected)
+    message = await client.jetstream().get_last_msg(S.stream("REQUESTS"), S.request("m", "standard"), direct=True)
+    assert message.data == b"kept"
+
+
+async def test_a_new_supervisor_keeps_port_and_secrets_and_ends_the_stale_server(make_broker: MakeBroker) -> None:
+    first = make_broker()
+    await first.start()
+    first._lock.release()  # as if its process had been killed
+    second = make_broker()
+    await second.start()
+    assert await first.wait() != 0 or first.pid == 0
+    assert second.url("worker") == first.url("worker")
+
+
+async def test_two_servers_never_share_a_data_directory(make_broker: MakeBroker) -> None:
+    await make_broker().start()
+    with pytest.raises(DataDirBusy, match=rf"pid {os.getpid()}\).*--data-dir"):
+        await make_broker().start()
+
+
+async def test_a_taken_port_is_named(make_broker: MakeBroker) -> None:
+    first = make_broker("one")
+    await first.start()
+    with pytest.raises(ServerFailed, match=f"port {first.port} .* in use.*--nats-port"):
+        await make_broker("two", port=first.port).start()
+
+
+async def test_an_unusable_store_is_reported_with_the_servers_words(make_broker: MakeBroker, tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "nats").write_text("not a directory")
+    with pytest.raises(ServerFailed, match=r"nats\.log"):
+        await make_broker().start()
+
+
+async def test_another_namespace_on_the_same_data_gets_its_own_permissions(
+    make_broker: MakeBroker, connect: Connect
+) -> None:
+    first = make_broker()
+    await first.start()
+    await first.stop()
+    second = make_broker(namespace="blue")
+    await second.start()
+    errors: list[str] = []
+    worker = await connect(second, "worker", errors)
+    assert await refused(worker, errors, S.tokens("g0"))
+    assert not await refused(worker, errors, Subjects("blue").tokens("g0"))
+
+
+async def test_secrets_and_configuration_are_private(make_broker: MakeBroker) -> None:
+    server = make_broker()
+    await server.start()
+    for name in ("secrets.json", "nats.conf"):
+        assert stat.S_IMODE((server.data_dir / name).stat().st_mode) == 0o600
+
+
+def test_damaged_secrets_say_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "secrets.json").write_text("{")
+    with pytest.raises(ValueError, match="remove it"):
+        load_secrets(tmp_path / "secrets.json", USERS)
+
+
+def test_a_lock_is_free_again_after_release(tmp_path: Path) -> None:
+    one, two = Lock(tmp_path / "lock"), Lock(tmp_path / "lock")
+    one.acquire("x")
+    one.acquire("x")
+    with pytest.raises(DataDirBusy):
+        two.acquire("x")
+    one.release()
+    two.acquire("x")
+    two.release()
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [("nats-server: v2.15.1", (2, 15, 1)), ("nats-server: v2.14.0-RC.1", (2, 14, 0)), ("what?", None)],
+)
+def test_versions_are_read_from_the_servers_own_words(text: str, version: tuple[int, int, int] | None) -> None:
+    assert parse_version(text) == version
+
+
+def test_a_binary_is_found_without_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    find_server.cache_clear()
+    assert find_server().name.startswith("nats-server")
+    find_server.cache_clear()

@@ -1,0 +1,104 @@
+"""Watchers for tests of the engine core: what every step must leave true, whatever the sequences are."""
+
+from schemas.blocks import DIGEST_BYTES, extend, split
+from schemas.kv import KvEvent, Removed, Stored
+from schemas.requests import Sampling, Stop
+from schemas.wire import pack_tokens
+from workers.engines.base import SequenceRequest
+from workers.engines.core.blocks import BlockManager
+from workers.engines.core.sequence import Executor, Sampled, Slot
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def request(key: object, prompt: list[int], max_tokens: int = 8, **more: object) -> SequenceRequest:
+    stop = Stop(max_tokens, **{k: more.pop(k) for k in ("min_tokens", "token_ids", "ignore_eos") if k in more})  # type: ignore[arg-type]
+    return SequenceRequest(key, prompt, more.pop("sampling", GREEDY), stop, **more)  # type: ignore[arg-type]
+
+
+class Mirror:
+    """A router's view of one cache: names folded from events, refusing what a router could not understand."""
+
+    def __init__(self) -> None:
+        self.parents: dict[bytes, bytes | None] = {}
+
+    def apply(self, events: list[KvEvent]) -> None:
+        for event in events:
+            assert isinstance(event, Stored | Removed)
+            assert event.digests
+            if isinstance(event, Stored):
+                parent = event.parent
+                for digest in split(event.digests):
+                    assert len(digest) == DIGEST_BYTES
+                    assert digest not in self.parents, "stored twice"
+                    assert parent is None or parent in self.parents, "stored before its parent"
+                    self.parents[digest] = parent
+                    parent = digest
+            else:
+                for digest in split(event.digests):
+                    del self.parents[digest]
+                    assert digest not in self.parents.values(), "removed before its children"
+
+
+def check_pool(manager: BlockManager, tables: list[list[int]]) -> None:
+    """Every block is in exactly one place, and counted as often as it is held."""
+    held: dict[int, int] = {}
+    for table in tables:
+        assert len(set(table)) == len(table)
+        for block in table:
+            held[block] = held.get(block, 0) + 1
+    unused, idle = manager._unused, list(manager._idle)
+    assert sorted([*held, *unused, *idle]) == list(range(manager.total_blocks))
+    assert manager._holders == [held.get(block, 0) for block in range(manager.total_blocks)]
+    assert {block: name for name, block in manager._cache.items()} == {
+        block: name for block, name in enumerate(manager._names) if name is not None
+    }
+    assert all(manager._names[block] is None for block in unused)
+    assert all(manager._names[block] is not None for block in idle)
+    assert (manager.used_blocks, manager.cached_blocks, manager.free_blocks) == (len(held), len(idle), len(unused))
+    # Closed towards the front, now and after any number of evictions.
+    rank = {block: position for position, block in enumerate(idle)}
+    for block in manager._cache.values():
+        parent = manager._parents[block]
+        if parent is not None:
+            above = manager._cache[parent]
+            if above in rank:
+                assert rank.get(block, len(idle)) < rank[above], "a parent would be evicted before its child"
+
+
+class PoolMemory:
+    """An executor around another that keeps, for each place in the pool, which prefix's KV lies there."""
+
+    def __init__(self, inner: Executor, block_size: int, root: bytes) -> None:
+        self.inner, self.size, self.root = inner, block_size, root
+        self.content: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.plans: list[list[Slot]] = []
+
+    def execute(self, plan: list[Slot]) -> list[Sampled]:
+        self.plans.append(plan)
+        for sequence, start, count, samples in plan:
+            tokens = sequence.tokens
+            assert count > 0
+            assert start + count <= len(sequence.blocks) * self.size, "a position without a block"
+            assert samples == (start + count == len(tokens))
+            for position in range(start):
+                place = (sequence.blocks[position // self.size], position % self.size)
+                assert self.content.get(place) == tuple(tokens[: position + 1]), "attends to someone else's KV"
+        # Writes come after all reads: two sequences of one step do not see each other's blocks.
+        for sequence, start, count, _ in plan:
+            for position in range(start, start + count):
+                place = (sequence.blocks[position // self.size], position % self.size)
+                self.content[place] = tuple(sequence.tokens[: position + 1])
+        return self.inner.execute(plan)
+
+    def check_names(self, manager: BlockManager) -> None:
+        """Each name is that of the tokens whose KV lies in the block."""
+        for name, block in manager._cache.items():
+            prefix, digest = self.content[block, self.size - 1], self.root
+            assert len(prefix) % self.size == 0
+            for start in range(0, len(prefix), self.size):
+                digest = extend(digest, pack_tokens(prefix[start : start + self.size]))
+            assert digest == name
+
+    def close(self) -> None:
+        self.inner.close()

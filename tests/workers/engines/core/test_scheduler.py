@@ -1,0 +1,501 @@
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schemas.blocks import chain, root, split
+from schemas.errors import Code
+from schemas.kv import Removed, Stored
+from schemas.wire import pack_tokens
+from tests.workers.engines.core.support import GREEDY, Mirror, PoolMemory, check_pool, request
+from workers.engines.base import Failure, Output, RequestError, Started, StepResult
+from workers.engines.core.blocks import BlockManager
+from workers.engines.core.scheduler import Scheduler
+from workers.engines.core.sequence import Sampled, Slot
+from workers.engines.mock.executor import MockExecutor, Vocabulary, expected_tokens
+
+ROOT = root("weights")
+
+
+class Bench:
+    """A scheduler whose next tokens are dictated by the test."""
+
+    def __init__(
+        self,
+        *,
+        total_blocks: int = 64,
+        block_size: int = 4,
+        max_running: int = 8,
+        max_batched_tokens: int = 64,
+        max_model_len: int = 1000,
+        prefix_cache: bool = True,
+        token: Callable[[Slot], int] = lambda slot: 100 + len(slot.sequence.tokens),
+    ) -> None:
+        self.blocks = BlockManager(total_blocks, prefix_cache=prefix_cache)
+        self.scheduler = Scheduler(
+            self.blocks,
+            block_size=block_size,
+            max_running=max_running,
+            max_batched_tokens=max_batched_tokens,
+            max_model_len=max_model_len,
+            eos_token_ids=(2,),
+        )
+        self.token = token
+        self.plan: list[Slot] = []
+
+    def step(self) -> StepResult:
+        self.plan = self.scheduler.schedule()
+        # Seen by the test as it was when planned.
+        self.shape = [(slot.sequence.key, slot.start, slot.count, slot.samples) for slot in self.plan]
+        return self.scheduler.commit(self.plan, [Sampled(self.token(slot)) for slot in self.plan if slot.samples])
+
+    def finish(self, steps: int = 200) -> dict[object, list[Output | Failure]]:
+        """Step until nothing is left; what each sequence got."""
+        got: dict[object, list[Output | Failure]] = {}
+        for _ in range(steps):
+            if not self.scheduler.has_work():
+                return got
+            result = self.step()
+            for item in (*result.outputs, *result.failures):
+                got.setdefault(item.key, []).append(item)
+        raise AssertionError(f"work is left after {steps} steps")
+
+
+def test_a_long_prompt_is_computed_in_chunks_beside_decoding_ones() -> None:
+    bench = Bench(max_batched_tokens=6)
+    bench.scheduler.submit(request("a", [5] * 3))
+    bench.step()
+    bench.scheduler.submit(request("b", list(range(10, 22))))
+    shapes = []
+    for _ in range(3):
+        result = bench.step()
+        assert result.computed_tokens <= 6
+        shapes.append(bench.shape)
+    assert shapes == [
+        [("a", 3, 1, True), ("b", 0, 5, False)],
+        [("a", 4, 1, True), ("b", 5, 5, False)],
+        [("a", 5, 1, True), ("b", 10, 2, True)],
+    ]
+
+
+def test_slots_are_given_first_come_first_served_and_again_when_one_ends() -> None:
+    bench = Bench(max_running=2)
+    for key in "abc":
+        bench.scheduler.submit(request(key, [7], max_tokens=2 if key == "a" else 5))
+    bench.step()
+    assert [slot[0] for slot in bench.shape] == ["a", "b"]
+    stats = bench.scheduler.stats()
+    assert (stats.running, stats.waiting) == (2, 1)
+    bench.step()
+    bench.step()
+    assert [slot[0] for slot in bench.shape] == ["b", "c"]
+
+
+def test_the_head_of_the_queue_is_not_overtaken_by_one_that_would_fit() -> None:
+    bench = Bench(total_blocks=4)
+    bench.scheduler.submit(request("a", [5] * 8, max_tokens=3))
+    bench.step()
+    bench.scheduler.submit(request("large", [6] * 12, max_tokens=1))
+    bench.scheduler.submit(request("small", [7], max_tokens=1))
+    bench.step()
+    assert [slot[0] for slot in bench.shape] == ["a"]
+    bench.finish()
+
+
+def test_a_prefix_computed_in_an_earlier_step_is_not_computed_again() -> None:
+    bench = Bench()
+    bench.scheduler.submit(request("a", list(range(10))))
+    assert bench.step().started == [Started("a", 0)]
+    bench.scheduler.submit(request("b", [*range(10), 77]))
+    assert bench.step().started == [Started("b", 8)]
+    assert bench.shape[-1] == ("b", 8, 3, True)
+    stats = bench.scheduler.stats()
+    assert (stats.hit_tokens, stats.prompt_tokens) == (8, 21)
+    first, second = bench.plan
+    assert first.sequence.blocks[:2] == second.sequence.blocks[:2]
+
+
+@pytest.mark.parametrize(("length", "cached"), [(4, 0), (5, 4), (8, 4), (9, 8)])
+def test_the_last_known_token_is_always_computed(length: int, cached: int) -> None:
+    bench = Bench()
+    for key in "ab":
+        bench.scheduler.submit(request(key, list(range(length)), max_tokens=1))
+        (start,) = bench.step().started
+    assert start == Started("b", cached)
+
+
+def test_a_follow_up_finds_the_answer_before_it() -> None:
+    bench = Bench()
+    bench.scheduler.submit(request("a", list(range(6)), max_tokens=7))
+    answer = [item.token for item in bench.finish()["a"] if isinstance(item, Output)]
+    bench.scheduler.submit(request("b", [*range(6), *answer, 9]))
+    # 12 of the 13 tokens were computed, the 13th was only drawn.
+    assert bench.step().started == [Started("b", 12)]
+
+
+def test_what_follows_a_found_prefix_is_named_while_it_is_computed() -> None:
+    bench = Bench(max_batched_tokens=8)
+    bench.scheduler.submit(request("a", list(range(9)), max_tokens=1))
+    bench.finish()
+    prompt = [*range(9), *range(50, 63)]
+    digests = split(chain(pack_tokens(prompt), 4, b""))
+    bench.scheduler.submit(request("b", prompt))
+    assert bench.step().events == [Stored(b"".join(digests[2:4]), digests[1])]
+    assert bench.step().events == [Stored(digests[4], digests[3])]
+
+
+def test_a_resumed_sequence_finds_what_it_generated_but_only_prompt_tokens_count_as_hits() -> None:
+    bench = Bench()
+    bench.scheduler.submit(request("a", list(range(6)), max_tokens=8))
+    answer = [item.token for item in bench.finish()["a"] if isinstance(item, Output)]
+    bench.scheduler.submit(request("b", list(range(6)), max_tokens=20, generated=answer[:7]))
+    assert bench.step().started == [Started("b", 6)]
+    assert bench.shape == [("b", 12, 1, True)]
+
+
+def test_digests_from_the_request_and_own_ones_are_the_same_names() -> None:
+    prompt = list(range(9))
+    given_names = split(chain(pack_tokens(prompt), 4, ROOT))
+    stored = Stored(b"".join(given_names))
+    for digests in (given_names, [], [b"x" * 16]):  # the last: of another block size
+        bench = Bench()
+        bench.scheduler.submit(request("a", prompt, digests=digests, root=ROOT))
+        assert bench.step().events == [stored]
+
+
+def test_another_root_shares_nothing() -> None:
+    bench = Bench()
+    for key, salt in (("a", ROOT), ("b", root("weights", salt="tenant"))):
+        bench.scheduler.submit(request(key, list(range(9)), root=salt, max_tokens=1))
+        result = bench.step()
+    assert result.started == [Started("b", 0)]
+
+
+def test_without_prefix_cache_nothing_is_found_or_told() -> None:
+    bench = Bench(prefix_cache=False)
+    for key in "ab":
+        bench.scheduler.submit(request(key, list(range(9)), max_tokens=9))
+        result = bench.step()
+        assert result.started == [Started(key, 0)]
+        assert result.events == []
+    bench.finish()
+    assert bench.blocks.free_blocks == 64
+
+
+def test_the_newest_is_preempted_keeps_its_tokens_and_finds_its_blocks() -> None:
+    bench = Bench(total_blocks=5, max_batched_tokens=100)
+    bench.scheduler.submit(request("old", [1] * 7, max_tokens=8))
+    bench.scheduler.submit(request("new", [3] * 7, max_tokens=4))
+    bench.step()  # 2 blocks each; each has 8 tokens known, 7 computed
+    bench.step()  # 8 computed: both tables are full
+    result = bench.step()  # the fifth block is for the old one
+    assert [slot[0] for slot in bench.shape] == ["old"]
+    stats = bench.scheduler.stats()
+    assert (stats.running, stats.waiting, stats.preemptions) == (1, 1, 1)
+    assert [output.key for output in result.outputs] == ["old"]
+    got = bench.finish()
+    assert [item.token for item in got["new"] if isinstance(item, Output)] == [109, 110]
+    assert len(got["old"]) == 5
+    assert bench.scheduler.stats().hit_tokens == 0, "only a first admission counts"
+
+
+def test_a_preempted_one_is_started_once_and_goes_before_the_waiting() -> None:
+    bench = Bench(total_blocks=5)
+    for key, first in (("old", 1), ("new", 3), ("later", 5)):
+        bench.scheduler.submit(request(key, [first] * 7, max_tokens=5))
+    order, started = [], []
+    while bench.scheduler.has_work():
+        result = bench.step()
+        started += [item.key for item in result.started]
+        order += [output.key for output in result.outputs if output.finish]
+    assert order == ["old", "new", "later"]
+    assert started == ["old", "new", "later"]
+    assert bench.scheduler.stats().preemptions > 0
+
+
+def test_cancel_frees_at_once_in_any_state() -> None:
+    bench = Bench(total_blocks=8, max_running=2, max_batched_tokens=8)
+    bench.scheduler.submit(request("decoding", [5] * 4, max_tokens=50))
+    bench.step()
+    bench.scheduler.submit(request("prefilling", list(range(12)), max_tokens=50))
+    bench.scheduler.submit(request("waiting", [6] * 4))
+    bench.step()
+    assert bench.shape[-1] == ("prefilling", 0, 7, False)
+    for key, used in (("waiting", 5), ("prefilling", 2), ("decoding", 0)):
+        assert bench.scheduler.cancel(key)
+        assert not bench.scheduler.cancel(key)
+        assert bench.blocks.used_blocks == used
+    assert bench.finish() == {}
+    assert bench.blocks.cached_blocks + bench.blocks.free_blocks == 8
+
+
+def test_a_cancelled_preempted_one_does_not_come_back() -> None:
+    bench = Bench(total_blocks=5)
+    bench.scheduler.submit(request("old", [1] * 7, max_tokens=8))
+    bench.scheduler.submit(request("new", [3] * 7, max_tokens=8))
+    while not bench.scheduler.stats().preemptions:
+        bench.step()
+    assert bench.scheduler.cancel("new")
+    assert set(bench.finish()) == {"old"}
+
+
+def test_a_key_may_be_used_again_after_its_end() -> None:
+    bench = Bench()
+    for _ in range(2):
+        bench.scheduler.submit(request("a", [5], max_tokens=1))
+        with pytest.raises(RequestError, match="already") as caught:
+            bench.scheduler.submit(request("a", [5]))
+        assert caught.value.code == Code.invalid_request
+        assert len(bench.finish()["a"]) == 1
+
+
+# -- how sequences end ---------------------------------------------------------------------------------------
+
+
+def outputs(bench: Bench, key: object = "a") -> list[Output]:
+    return [item for item in bench.finish()[key] if isinstance(item, Output)]
+
+
+def test_max_tokens_ends_with_length_and_counts_earlier_attempts() -> None:
+    bench = Bench()
+    bench.scheduler.submit(request("a", [5] * 3, max_tokens=6, generated=[9, 9, 9, 9]))
+    assert outputs(bench) == [Output("a", 107), Output("a", 108, "length")]
+
+
+@pytest.mark.parametrize(("more", "length"), [({}, 1), ({"ignore_eos": True}, 8), ({"min_tokens": 3}, 4)])
+def test_eos_ends_unless_ignored_and_not_before_min_tokens(more: dict[str, object], length: int) -> None:
+    bench = Bench(token=lambda slot: 2)
+    bench.scheduler.submit(request("a", [5], **more))
+    got = outputs(bench)
+    assert len(got) == length
+    assert not any(output.finish for output in got[:-1])
+    assert got[-1] == (Output("a", 2, "length") if "ignore_eos" in more else Output("a", 2, "stop", None, 2))
+
+
+def test_min_tokens_counts_earlier_attempts() -> None:
+    bench = Bench(token=lambda slot: 2)
+    bench.scheduler.submit(request("a", [5], min_tokens=3, generated=[2, 2]))
+    assert [output.finish for output in outputs(bench)] == ["", "stop"]
+
+
+def test_a_stop_token_ends_also_when_eos_is_ignored() -> None:
+    bench = Bench()
+    bench.scheduler.submit(request("a", [5] * 4, token_ids=(106,), ignore_eos=True))
+    assert outputs(bench) == [Output("a", 104), Output("a", 105), Output("a", 106, "stop", None, 106)]
+
+
+def test_a_stop_token_wins_over_the_length() -> None:
+    bench = Bench()
+    bench.scheduler.submit(request("a", [5] * 4, token_ids=(105,), max_tokens=2))
+    assert outputs(bench)[-1].finish == "stop"
+
+
+def test_the_model_s_length_ends_with_length() -> None:
+    bench = Bench(max_model_len=7)
+    bench.scheduler.submit(request("a", [5] * 4))
+    assert [output.finish for output in outputs(bench)] == ["", "", "length"]
+
+
+def test_a_sequence_that_outgrows_the_pool_fails_by_name_and_its_neighbour_lives() -> None:
+    bench = Bench(total_blocks=3)
+    bench.scheduler.submit(request("a", [5] * 6, max_tokens=50))
+    bench.scheduler.submit(request("b", [6] * 3, max_tokens=3))
+    got = bench.finish()
+    failure = got["a"][-1]
+    assert isinstance(failure, Failure)
+    assert failure.code == Code.out_of_blocks
+    assert "12 tokens (3 blocks of 4)" in failure.message
+    assert len(got["a"]) == 8  # 12 tokens in the pool, one more drawn
+    assert [item.token for item in got["b"] if isinstance(item, Output)] == [103, 104, 105]
+    assert bench.blocks.used_blocks == 0
+
+
+def test_an_answer_that_just_fits_the_pool_ends_well() -> None:
+    bench = Bench(total_blocks=3)
+    bench.scheduler.submit(request("a", [5] * 6, max_tokens=7))
+    assert outputs(bench)[-1].finish == "length"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "more", "code", "text"),
+    [
+        ([], {}, Code.invalid_request, "no tokens"),
+        ([1], {"max_tokens": 0}, Code.invalid_request, "max_tokens is 0"),
+        ([1], {"max_tokens": 2, "generated": [5, 5]}, Code.invalid_request, "max_tokens is 2 and 2 are generated"),
+        ([1] * 20, {}, Code.context_length_exceeded, "this model takes 20"),
+        ([1] * 18, {"generated": [5, 5]}, Code.context_length_exceeded, "this model takes 20"),
+        ([1] * 16, {}, Code.out_of_blocks, "16 tokens .4 blocks of 4."),
+        ([-1], {}, Code.invalid_request, "token ids are integers"),
+        (["x"], {}, Code.invalid_request, "token ids are integers"),
+    ],
+)
+def test_what_can_never_run_is_refused_at_once(
+    prompt: list[int], more: dict[str, object], code: Code, text: str
+) -> None:
+    bench = Bench(total_blocks=4, max_model_len=20)
+    with pytest.raises(RequestError, match=text) as caught:
+        bench.scheduler.submit(request("a", prompt, **more))  # type: ignore[arg-type]
+    assert caught.value.code == code
+    assert not bench.scheduler.has_work()
+
+
+@pytest.mark.parametrize("name", ["block_size", "max_running", "max_batched_tokens", "max_model_len"])
+def test_a_limit_below_one_is_refused(name: str) -> None:
+    limits = {"block_size": 4, "max_running": 1, "max_batched_tokens": 1, "max_model_len": 1, name: 0}
+    with pytest.raises(ValueError, match=name):
+        Scheduler(BlockManager(1), **limits)
+
+
+def test_names_of_a_sequence_cancelled_last_are_still_told() -> None:
+    bench = Bench()
+    for key in "ab":  # the same prompt at once: two copies, the first has the names
+        bench.scheduler.submit(request(key, [5] * 4, max_tokens=9, token_ids=(), sampling=GREEDY))
+    bench.token = lambda slot: 50 if slot.sequence.key == "a" else 60
+    for _ in range(6):
+        events = bench.step().events
+    assert bench.scheduler.cancel("a")
+    assert bench.scheduler.cancel("b")
+    assert bench.scheduler.has_work()
+    events = bench.step().events
+    assert len(events) == 1
+    assert isinstance(events[0], Stored)
+    assert not bench.scheduler.has_work()
+
+
+def test_an_evicted_name_is_told_in_the_step_that_took_its_block() -> None:
+    bench = Bench(total_blocks=3)
+    bench.scheduler.submit(request("a", [5] * 4, max_tokens=1))
+    (stored,) = bench.step().events
+    bench.scheduler.submit(request("b", [6] * 11, max_tokens=1))
+    removed, added = bench.step().events
+    assert isinstance(stored, Stored)
+    assert removed == Removed(stored.digests)
+    assert isinstance(added, Stored)
+
+
+# -- any history ---------------------------------------------------------------------------------------------
+
+VOCABULARY = Vocabulary(6, excluded=(2,))
+
+_requests = st.tuples(
+    st.lists(st.sampled_from([0, 1]), min_size=1, max_size=9),  # few tokens: prefixes are shared
+    st.integers(1, 12),  # max_tokens
+    st.integers(0, 4),  # tokens of earlier attempts
+)
+_steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), _requests),
+        st.tuples(st.just("submit"), _requests),
+        st.tuples(st.just("cancel"), st.integers(0, 30)),
+        st.tuples(st.just("step"), st.integers(1, 4)),
+    ),
+    min_size=12,
+    max_size=40,
+)
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    history=_steps,
+    block_size=st.integers(1, 4),
+    total_blocks=st.integers(3, 16),
+    max_running=st.integers(1, 5),
+    max_batched_tokens=st.integers(1, 20),
+    prefix_cache=st.booleans(),
+)
+def test_any_history_ends_with_the_tokens_of_an_uninterrupted_run(
+    history: list[tuple[str, object]],
+    block_size: int,
+    total_blocks: int,
+    max_running: int,
+    max_batched_tokens: int,
+    prefix_cache: bool,
+) -> None:
+    manager = BlockManager(total_blocks, prefix_cache=prefix_cache)
+    scheduler = Scheduler(
+        manager,
+        block_size=block_size,
+        max_running=max_running,
+        max_batched_tokens=max_batched_tokens,
+        max_model_len=24,
+    )
+    memory = PoolMemory(MockExecutor(VOCABULARY, 1, speedup=0), block_size, ROOT)
+    mirror = Mirror()
+    prompts: dict[int, list[int]] = {}  # with what earlier attempts generated
+    wanted: dict[int, int] = {}
+    tokens: dict[int, list[int]] = {}
+    ends: dict[int, str] = {}
+    started: set[object] = set()
+
+    def check() -> None:
+        check_pool(manager, [sequence.blocks for sequence in scheduler.running])
+        assert len(scheduler.running) <= max_running
+        if prefix_cache:
+            memory.check_names(manager)
+        else:
+            assert not manager.cached_blocks
+
+    def step() -> None:
+        plan = scheduler.schedule()
+        assert sum(slot.count for slot in plan) <= max_batched_tokens
+        assert len({slot.sequence.key for slot in plan}) == len(plan)
+        check()
+        result = scheduler.commit(plan, memory.execute(plan) if plan else [])
+        check()
+        mirror.apply(result.events)
+        assert mirror.parents.keys() == manager._cache.keys()
+        fresh = Mirror()
+        fresh.apply(manager.dump())
+        assert fresh.parents == mirror.parents
+        for item in result.started:
+            assert item.key not in started
+            started.add(item.key)
+        for output in result.outputs:
+            assert isinstance(output.key, int)
+            assert output.key in started
+            assert output.key not in ends
+            tokens[output.key].append(output.token)
+            if output.finish:
+                ends[output.key] = output.finish
+        for failure in result.failures:
+            assert isinstance(failure.key, int)
+            assert failure.code == Code.out_of_blocks
+            assert failure.key not in ends
+            assert len(prompts[failure.key]) + len(tokens[failure.key]) == total_blocks * block_size + 1
+            ends[failure.key] = "failed"
+
+    for number, (kind, detail) in enumerate(history):
+        if kind == "submit":
+            prompt, max_tokens, resumed = detail  # type: ignore[misc]
+            generated = expected_tokens(prompt, min(resumed, max_tokens - 1), VOCABULARY)
+            known = len(prompt) + len(generated)
+            submission = request(number, prompt, max_tokens, generated=generated, root=ROOT)
+            if known >= total_blocks * block_size or known >= 24:
+                with pytest.raises(RequestError):
+                    scheduler.submit(submission)
+                continue
+            scheduler.submit(submission)
+            prompts[number], wanted[number], tokens[number] = prompt + generated, max_tokens - len(generated), []
+        elif kind == "cancel":
+            assert isinstance(detail, int)
+            if scheduler.cancel(detail):
+                assert detail not in ends
+                ends[detail] = "cancelled"
+        else:
+            assert isinstance(detail, int)
+            for _ in range(detail):
+                step()
+        check()
+    for _ in range(2000):
+        if not scheduler.has_work():
+            break
+        step()
+    assert not scheduler.has_work(), "it hangs"
+    assert ends.keys() == prompts.keys()
+    assert manager.used_blocks == 0
+    for number, prompt in prompts.items():
+        count = len(tokens[number])
+        assert tokens[number] == expected_tokens(prompt, count, VOCABULARY)
+        if ends[number] == "length":
+            assert count == min(wanted[number], 24 - len(prompt))

@@ -1,0 +1,188 @@
+import math
+from array import array
+
+import pytest
+
+from configs import modeldir
+from configs.settings import WorkerSettings
+from schemas.blocks import split
+from schemas.errors import Code
+from schemas.kv import Stored
+from schemas.requests import Sampling, Stop
+from workers.engines.base import Engine, EngineInfo, Output, RequestError, SequenceRequest
+from workers.engines.mock import DEFAULT_BLOCKS, build, from_settings
+from workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
+
+PROMPT = list(range(40, 90))
+DRAWN = Sampling(temperature=0.7, seed=11)
+
+
+def answer(engine: Engine, request: SequenceRequest) -> list[Output]:
+    engine.submit(request)
+    outputs: list[Output] = []
+    for _ in range(1000):
+        if not engine.has_work():
+            return outputs
+        result = engine.step()
+        assert not result.failures
+        outputs += result.outputs
+    raise AssertionError("it hangs")
+
+
+def request(
+    max_tokens: int = 20, *, prompt: list[int] = PROMPT, sampling: Sampling = GREEDY, **more: object
+) -> SequenceRequest:
+    choice, generated = more.pop("choice", 0), more.pop("generated", ())
+    return SequenceRequest("k", prompt, sampling, Stop(max_tokens, **more), choice, generated)  # type: ignore[arg-type]
+
+
+def tokens(outputs: list[Output]) -> list[int]:
+    return [output.token for output in outputs]
+
+
+def test_it_says_what_it_is() -> None:
+    engine = build(vocab_size=100, eos_token_ids=(2,), max_running=3, max_model_len=77, speedup=0)
+    info: EngineInfo = engine.info
+    assert (info.name, info.block_size, info.total_blocks, info.slots) == ("mock", 32, DEFAULT_BLOCKS, 3)
+    assert (info.max_model_len, info.vocab_size, info.eos_token_ids, info.kv_events) == (77, 100, (2,), True)
+    assert not build(vocab_size=100, prefix_cache=False).info.kv_events
+    assert build(vocab_size=100, total_blocks=0).info.total_blocks == DEFAULT_BLOCKS
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), DRAWN])
+@pytest.mark.parametrize("cut", range(0, 20, 3))
+def test_another_worker_continues_as_the_first_would_have(sampling: Sampling, cut: int) -> None:
+    whole = answer(build(vocab_size=300, speedup=0), request(sampling=sampling, choice=1))
+    other = build(vocab_size=300, block_size=4, max_batched_tokens=5, prefix_cache=False, speedup=0)
+    rest = answer(other, request(sampling=sampling, choice=1, generated=array("I", tokens(whole)[:cut])))
+    assert tokens(rest) == tokens(whole)[cut:]
+    assert tokens(whole) == expected_tokens(PROMPT, 20, Vocabulary(300), sampling=sampling, choice=1)
+
+
+def test_where_the_prompt_ends_does_not_matter() -> None:
+    vocabulary = Vocabulary(1000)
+    whole = expected_tokens(PROMPT, 20, vocabulary)
+    assert expected_tokens([*PROMPT, *whole[:7]], 13, vocabulary) == whole[7:]
+    assert expected_tokens(PROMPT[1:], 20, vocabulary) != whole
+
+
+def test_choices_and_seeds_differ_only_when_drawn() -> None:
+    vocabulary = Vocabulary(1000)
+
+    def said(temperature: float, seed: int, choice: int) -> tuple[int, ...]:
+        sampling = Sampling(temperature=temperature, seed=seed)
+        return tuple(expected_tokens(PROMPT, 8, vocabulary, sampling=sampling, choice=choice))
+
+    variants = [(seed, choice) for seed in (1, 2, 2**63 - 1) for choice in (0, 1)]
+    assert len({said(0.0, *variant) for variant in variants}) == 1
+    assert len({said(1.0, *variant) for variant in variants}) == len(variants)
+
+
+def test_excluded_ids_are_never_drawn_and_the_others_are() -> None:
+    said = set(tokens(answer(build(vocab_size=12, excluded=(0, 3, 11), speedup=0), request(300, prompt=[1]))))
+    assert said == set(range(12)) - {0, 3, 11}
+    with pytest.raises(ValueError, match="all 3 token ids are excluded"):
+        build(vocab_size=3, excluded=range(5))
+
+
+def test_eos_and_stop_ids_are_not_drawn_before_min_tokens() -> None:
+    def said(min_tokens: int) -> list[Output]:
+        engine = build(vocab_size=6, eos_token_ids=(2,), speedup=0)
+        return answer(engine, request(400, prompt=[1], token_ids=(4, 5), min_tokens=min_tokens))
+
+    early = said(0)
+    assert early[-1].finish == "stop"
+    assert early[-1].stop_token == early[-1].token
+    assert said(len(early) - 1) == early
+    for minimum in (len(early), len(early) + 1, 30):
+        late = said(minimum)
+        assert not {2, 4, 5} & set(tokens(late[:-1]))
+        assert len(late) > minimum
+        assert late[-1].finish == "stop"
+        assert tokens(late)[:minimum] == expected_tokens(
+            [1], minimum, Vocabulary(6), barred={2, 4, 5}, barred_tokens=minimum
+        )
+
+
+def test_min_tokens_counts_what_earlier_attempts_generated() -> None:
+    def said(generated: list[int]) -> list[int]:
+        engine = build(vocab_size=6, eos_token_ids=(2,), speedup=0)
+        return tokens(answer(engine, request(400, prompt=[1], token_ids=(4, 5), min_tokens=12, generated=generated)))
+
+    whole = said([])
+    for cut in (5, 11, 12):
+        assert said(whole[:cut]) == whole[cut:]
+
+
+def test_if_all_ids_are_barred_one_is_drawn_all_the_same() -> None:
+    assert Vocabulary(4, excluded=(0,)).token(1, barred=range(4)) == 2
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 5, 50])
+def test_logprobs_are_plausible(wanted: int) -> None:
+    engine = build(vocab_size=20, excluded=(0,), speedup=0)
+    for output in answer(engine, request(prompt=[1], sampling=Sampling(temperature=0.0, logprobs=wanted))):
+        assert output.logprob
+        top = output.logprob.top
+        assert len(top) == min(wanted, 19)
+        assert len({token for token, _ in top}) == len(top)
+        assert [value for _, value in top] == sorted((value for _, value in top), reverse=True)
+        assert sum(math.exp(value) for _, value in top) <= 1
+        if wanted:
+            assert top[0] == (output.token, output.logprob.logprob)
+
+
+def test_no_logprobs_unless_asked() -> None:
+    assert all(output.logprob is None for output in answer(build(vocab_size=20, speedup=0), request(prompt=[1])))
+
+
+@pytest.mark.parametrize("more", [{"prompt": [5, 100]}, {"generated": [100]}])
+def test_ids_outside_the_vocabulary_are_refused(more: dict[str, list[int]]) -> None:
+    engine = build(vocab_size=100, speedup=0)
+    with pytest.raises(RequestError, match="token id 100 is outside the vocabulary of 100") as caught:
+        engine.submit(request(**more))  # type: ignore[arg-type]
+    assert caught.value.code == Code.invalid_request
+    assert not engine.has_work()
+
+
+def test_stats_and_dump_tell_of_the_cache() -> None:
+    engine = build(vocab_size=300, block_size=8, total_blocks=32, speedup=0)
+    answer(engine, request(1))
+    stats = engine.stats()
+    assert (stats.used_blocks, stats.cached_blocks, stats.free_blocks) == (0, 6, 26)
+    (stored,) = engine.dump()
+    assert isinstance(stored, Stored)
+    assert len(split(stored.digests)) == 6
+    engine.submit(request(5))
+    assert engine.step().started[0].cached_tokens == 48
+    assert (engine.stats().running, engine.stats().used_blocks) == (1, 7)
+    assert engine.cancel("k")
+    assert not engine.cancel("k")
+    assert engine.stats().used_blocks == 0
+    engine.close()
+
+
+def test_a_step_without_work_is_empty() -> None:
+    engine = build(vocab_size=300, speedup=1, sleep=lambda seconds: pytest.fail("waited for nothing"))
+    assert engine.step() == ([], [], [], [], 0)
+
+
+def test_a_mock_of_a_model_has_its_limits_and_answers_in_text() -> None:
+    settings = WorkerSettings(engine="mock", kv_blocks=50, max_running=7, mock_speedup=0, prefix_cache=False)
+    engine, model = from_settings(settings, modeldir.BUNDLED), modeldir.load(modeldir.BUNDLED)
+    info = engine.info
+    assert (info.total_blocks, info.slots, info.block_size, info.kv_events) == (50, 7, 32, False)
+    assert (info.vocab_size, info.max_model_len) == (model.vocab_size, model.max_model_len)
+    assert info.eos_token_ids == model.eos_token_ids
+    outputs = answer(engine, request(200, prompt=[1]))
+    assert len(outputs) == 200
+    for token in tokens(outputs):
+        text = model.tokenizer.decode([token])
+        assert text
+        assert "\ufffd" not in text
+
+
+def test_settings_may_shorten_the_model_and_quiet_its_events() -> None:
+    settings = WorkerSettings(engine="mock", max_model_len=100, publish_events_and_metrics=False)
+    info = from_settings(settings, modeldir.BUNDLED).info
+    assert (info.max_model_len, info.total_blocks, info.kv_events) == (100, DEFAULT_BLOCKS, False)

@@ -1,0 +1,117 @@
+"""Small random models of several architectures, what transformers itself makes of them, and a driver of engines."""
+
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
+
+from schemas.requests import Sampling, Stop
+from workers.engines.base import Engine, Output, SequenceRequest, StepResult
+
+VOCAB = 256
+EOS = 255
+GREEDY = Sampling(temperature=0)
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": EOS,
+    "pad_token_id": 0,
+    "initializer_range": 0.125,
+}
+LOCAL_AND_GLOBAL = {
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "query_pre_attn_scalar": 16,
+}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**COMMON),
+    "qwen3": Qwen3Config(**COMMON),
+    "gemma3": Gemma3TextConfig(**COMMON, **LOCAL_AND_GLOBAL),
+    "gemma2": Gemma2Config(**COMMON, **LOCAL_AND_GLOBAL, attn_logit_softcapping=5.0, final_logit_softcapping=30.0),
+    "mistral": MistralConfig(**COMMON, sliding_window=12),
+}
+
+
+def save(name: str, directory: Path) -> Path:
+    """Write a model with random weights, spread so that the next token depends on the context."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name])
+    with torch.no_grad():
+        model.get_input_embeddings().weight.normal_()
+        model.lm_head.weight.normal_(std=0.5)
+    model.save_pretrained(directory / name)
+    return directory / name
+
+
+@cache
+def reference(directory: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype="float32").eval()
+
+
+@cache
+def expected(directory: Path, prompt: tuple[int, ...], count: int) -> list[int]:
+    """``count`` greedy tokens by ``generate``. Rounding cannot decide any of them: the runner-up is far away."""
+    out = reference(directory).generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        do_sample=False,
+        max_new_tokens=count,
+        eos_token_id=None,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best = torch.cat(out.logits).topk(2).values
+    assert (best[:, 0] - best[:, 1]).min() > 1e-4
+    return out.sequences[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+
+
+def prompt(length: int, salt: int = 0) -> tuple[int, ...]:
+    return tuple((7 + salt * 31 + i * i * 13 + i * 5) % (VOCAB - 2) + 1 for i in range(length))
+
+
+def request(key: object, tokens: Sequence[int], count: int, sampling: Sampling = GREEDY, **more: Any) -> SequenceRequest:
+    stop = more.pop("stop", None) or Stop(count, ignore_eos=True)
+    return SequenceRequest(key=key, prompt=tokens, sampling=sampling, stop=stop, **more)
+
+
+def drain(engine: Engine) -> list[StepResult]:
+    results = []
+    while engine.has_work():
+        results.append(engine.step())
+        assert not results[-1].failures
+        assert len(results) < 5000
+    return results
+
+
+def run(engine: Engine, requests: Iterable[SequenceRequest]) -> dict[object, list[Output]]:
+    """Submit all, step to the end; outputs by key."""
+    outputs: dict[object, list[Output]] = {}
+    for item in requests:
+        engine.submit(item)
+    for result in drain(engine):
+        for output in result.outputs:
+            outputs.setdefault(output.key, []).append(output)
+    return outputs
+
+
+def tokens(outputs: dict[object, list[Output]]) -> dict[object, list[int]]:
+    return {key: [output.token for output in several] for key, several in outputs.items()}

@@ -1,0 +1,185 @@
+"""Which sequence holds which pool block, and under which names idle blocks can be found again.
+
+Knows digests, not tokens, and nothing of scheduling. Every operation costs O(1) per block.
+
+Holdings are closed towards the front: whenever a name is in the cache, so are all names before it in its
+chain (routers match prefixes by bisection and rely on it). Three rules keep it so: a sequence lets go of its
+blocks last first, so that leaves are evicted before their parents; while it runs it only names a block whose
+ancestors it holds itself; a copy that nobody holds gives its name to a copy that somebody does.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from schemas.kv import KvEvent, Removed, Stored
+
+
+class BlockManager:
+    """The pool: ``total_blocks`` ids, each held by some sequences, cached (held by none, named) or unused.
+
+    Args:
+        prefix_cache: False: nothing gets a name, nothing is ever found.
+        kv_events: False: ``take_events`` stays empty.
+    """
+
+    def __init__(self, total_blocks: int, *, prefix_cache: bool = True, kv_events: bool = True) -> None:
+        if total_blocks < 1:
+            raise ValueError(f"a pool needs at least one block, not {total_blocks}")
+        self.total_blocks = total_blocks
+        self.prefix_cache = prefix_cache
+        self.kv_events = kv_events and prefix_cache
+        self._holders = [0] * total_blocks
+        self._names: list[bytes | None] = [None] * total_blocks
+        self._parents: list[bytes | None] = [None] * total_blocks  # of the name; None: a prompt starts here
+        self._cache: dict[bytes, int] = {}
+        self._unused = list(range(total_blocks - 1, -1, -1))  # taken from the end
+        self._idle: OrderedDict[int, None] = OrderedDict()  # cached blocks, first to be evicted first
+        self._events: list[KvEvent] = []
+        self._removed: list[bytes] = []  # not yet in _events
+
+    @property
+    def available(self) -> int:
+        """Blocks that ``take`` can give."""
+        return len(self._unused) + len(self._idle)
+
+    @property
+    def used_blocks(self) -> int:
+        return self.total_blocks - len(self._unused) - len(self._idle)
+
+    @property
+    def cached_blocks(self) -> int:
+        return len(self._idle)
+
+    @property
+    def free_blocks(self) -> int:
+        return len(self._unused)
+
+    def match(self, digests: Sequence[bytes], limit: int) -> list[int]:
+        """Blocks that hold the longest cached prefix of ``digests[:limit]``; not yet held."""
+        found: list[int] = []
+        cache = self._cache
+        for position in range(min(limit, len(digests))):
+            block = cache.get(digests[position])
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def take(self, hits: list[int], fresh: int) -> list[int] | None:
+        """A new table: hold ``hits`` (from ``match``) and ``fresh`` empty blocks; None: there is no room."""
+        holders, idle = self._holders, self._idle
+        revived = 0
+        for block in hits:
+            if not holders[block]:
+                revived += 1
+        if fresh + revived > self.available:
+            return None
+        for block in hits:
+            if not holders[block]:
+                del idle[block]
+            holders[block] += 1
+        table = list(hits)
+        for _ in range(fresh):
+            table.append(self._take_one())
+        return table
+
+    def grow(self, table: list[int]) -> bool:
+        """Append one empty block; False: all blocks are held."""
+        if not self._unused and not self._idle:
+            return False
+        table.append(self._take_one())
+        return True
+
+    def _take_one(self) -> int:
+        if self._unused:
+            block = self._unused.pop()
+        else:
+            block, _ = self._idle.popitem(last=False)
+            name = self._names[block]
+            assert name is not None
+            del self._cache[name]
+            self._names[block] = None
+            if self.kv_events:
+                self._removed.append(name)
+        self._holders[block] = 1
+        return block
+
+    def name(self, table: list[int], digests: list[bytes], start: int, stop: int, *, leaving: bool = False) -> int:
+        """Make blocks ``start`` .. ``stop`` of a held table findable; returns the first position still unnamed.
+
+        The first copy of a block keeps the name. A table that is still in use stops there (its later names would
+        hang on a parent that it does not hold); it may try again, and at last when ``leaving``: its release
+        follows at once, so whoever holds the first copy lets go of it later.
+        """
+        cache, holders, names, parents = self._cache, self._holders, self._names, self._parents
+        # Names that are in the cache already come before those that are not: holdings are closed.
+        while start < stop and (first := cache.get(digests[start])) is not None:
+            if not holders[first]:  # idle: its name moves to our copy, and it is emptied
+                del self._idle[first]
+                names[first] = None
+                self._unused.append(first)
+                block = cache[digests[start]] = table[start]
+                names[block] = digests[start]
+                parents[block] = digests[start - 1] if start else None
+            elif not leaving:
+                return start
+            start += 1
+        if start == stop:
+            return stop
+        above = parent = digests[start - 1] if start else None
+        fresh = digests[start:stop]
+        for digest, block in zip(fresh, table[start:stop], strict=True):
+            cache[digest] = block
+            names[block] = digest
+            parents[block] = parent
+            parent = digest
+        if self.kv_events:
+            self._flush_removed()
+            self._events.append(Stored(b"".join(fresh), above))
+        return stop
+
+    def release(self, table: list[int]) -> None:
+        """Let go of a table, last block first. Named blocks stay findable until they are taken again."""
+        holders, names, idle, unused = self._holders, self._names, self._idle, self._unused
+        for block in reversed(table):
+            count = holders[block] - 1
+            assert count >= 0, f"block {block} was released twice"
+            holders[block] = count
+            if not count:
+                if names[block] is None:
+                    unused.append(block)
+                else:
+                    idle[block] = None
+
+    @property
+    def has_events(self) -> bool:
+        return bool(self._events or self._removed)
+
+    def take_events(self) -> list[KvEvent]:
+        """Names that entered and left the cache since the last call, in the order in which they did."""
+        if self._removed:
+            self._flush_removed()
+        events = self._events
+        if events:
+            self._events = []
+        return events
+
+    def _flush_removed(self) -> None:
+        if self._removed:
+            self._events.append(Removed(b"".join(self._removed)))
+            self._removed.clear()
+
+    def dump(self) -> list[KvEvent]:
+        """The whole cache as ``Stored`` events, parents before children."""
+        # A name enters the cache after its parent and leaves it before, so the dict is in parents-first order.
+        runs: list[tuple[bytes | None, list[bytes]]] = []
+        tails: dict[bytes | None, list[bytes]] = {}
+        for digest, block in self._cache.items():
+            parent = self._parents[block]
+            run = tails.pop(parent, None) if parent is not None else None
+            if run is None:
+                run = []
+                runs.append((parent, run))
+            run.append(digest)
+            tails[digest] = run
+        return [Stored(b"".join(run), parent) for parent, run in runs]

@@ -1,0 +1,54 @@
+"""An ``Engine`` made of a scheduler and something that computes its plans."""
+
+from schemas.errors import Code
+from schemas.kv import KvEvent
+from workers.engines.base import EngineInfo, EngineStats, RequestError, SequenceRequest, StepResult
+from workers.engines.core.scheduler import Scheduler
+from workers.engines.core.sequence import Executor, Sampled
+
+
+class ScheduledEngine:
+    """Implements ``workers.engines.base.Engine``; owns ``executor`` and closes it."""
+
+    def __init__(self, info: EngineInfo, scheduler: Scheduler, executor: Executor) -> None:
+        self.info = info
+        self._scheduler = scheduler
+        self._executor = executor
+
+    def submit(self, request: SequenceRequest) -> None:
+        """Queue one sequence.
+
+        Raises:
+            RequestError: it can never run here (too long, unknown token ids, nothing to generate).
+        """
+        highest = max(max(request.prompt, default=0), max(request.generated, default=0))
+        if highest >= self.info.vocab_size:
+            raise RequestError(
+                Code.invalid_request, f"token id {highest} is outside the vocabulary of {self.info.vocab_size}"
+            )
+        self._scheduler.submit(request)
+
+    def cancel(self, key: object) -> bool:
+        return self._scheduler.cancel(key)
+
+    def has_work(self) -> bool:
+        return self._scheduler.has_work()
+
+    def step(self) -> StepResult:
+        """One batch.
+
+        Raises:
+            EngineError: the executor is broken; so is this engine.
+        """
+        plan = self._scheduler.schedule()
+        sampled: list[Sampled] = self._executor.execute(plan) if plan else []
+        return self._scheduler.commit(plan, sampled)
+
+    def stats(self) -> EngineStats:
+        return self._scheduler.stats()
+
+    def dump(self) -> list[KvEvent]:
+        return self._scheduler.blocks.dump()
+
+    def close(self) -> None:
+        self._executor.close()

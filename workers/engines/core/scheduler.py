@@ -1,0 +1,304 @@
+"""What is computed in the next step, and which sequences that ends. Pure: no clock, no device, no threads.
+
+Continuous batching with chunked prefill: running sequences first, in admission order, then waiting ones first
+come first served, within a budget of tokens. A sequence gets blocks for all it knows when it is admitted, then
+one at a time; when there is none, the newest running one is preempted: it gives its blocks back, waits at the
+front with the tokens it has generated, and is computed again (mostly from the cache).
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+
+from schemas.blocks import chain, extend, split
+from schemas.errors import Code
+from schemas.tokens import Logprob
+from schemas.wire import pack_tokens
+from workers.engines.base import EngineStats, Failure, Output, RequestError, SequenceRequest, Started, StepResult
+from workers.engines.core.blocks import BlockManager
+from workers.engines.core.sequence import Sampled, Sequence, Slot
+
+_tuple = tuple.__new__  # a named tuple's own __new__ costs twice as much, and these are made per token
+
+
+class Scheduler:
+    """Alternate ``schedule`` and ``commit``; between those pairs ``submit`` and ``cancel`` at will.
+
+    Args:
+        max_running: sequences that run at once.
+        max_batched_tokens: tokens computed per step, prompt and decode.
+        max_model_len: prompt + output of one sequence, tokens.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        *,
+        block_size: int,
+        max_running: int,
+        max_batched_tokens: int,
+        max_model_len: int,
+        eos_token_ids: Iterable[int] = (),
+    ) -> None:
+        for name, value in (
+            ("block_size", block_size),
+            ("max_running", max_running),
+            ("max_batched_tokens", max_batched_tokens),
+            ("max_model_len", max_model_len),
+        ):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        self.blocks = blocks
+        self.running: list[Sequence] = []  # in admission order
+        self._waiting: OrderedDict[object, Sequence] = OrderedDict()  # next first
+        self._by_key: dict[object, Sequence] = {}
+        self._block_size = block_size
+        self._max_running = max_running
+        self._max_batched_tokens = max_batched_tokens
+        self._max_model_len = max_model_len
+        self._pool_tokens = blocks.total_blocks * block_size
+        self._eos = frozenset(eos_token_ids)
+        self._admitted = 0
+        self._preemptions = 0
+        self._hit_tokens = 0
+        self._prompt_tokens = 0
+        self._started: list[Started] = []
+        self._failures: list[Failure] = []
+
+    # -- between steps ---------------------------------------------------------------------------------------
+
+    def submit(self, request: SequenceRequest) -> None:
+        """Queue one sequence.
+
+        Raises:
+            RequestError: it can never run here; the message names the limit.
+        """
+        prompt = _tokens(request.prompt)
+        tokens = prompt.tolist()
+        if request.generated:
+            tokens += _tokens(request.generated)
+        self._check(request, len(prompt), len(tokens))
+        stop = request.stop
+        stops = frozenset() if stop.ignore_eos else self._eos
+        if stop.token_ids:
+            stops = stops.union(stop.token_ids)
+        self._by_key[request.key] = self._waiting[request.key] = Sequence(
+            key=request.key,
+            tokens=tokens,
+            prompt_len=len(prompt),
+            sampling=request.sampling,
+            stop=stop,
+            choice=request.choice,
+            digests=self._digests(request, prompt, tokens) if self.blocks.prefix_cache else [],
+            root=request.root,
+            stops=stops,
+            stoppable=len(prompt) + stop.min_tokens,
+            limit=min(len(prompt) + stop.max_tokens, self._max_model_len, self._pool_tokens + 1),
+        )
+
+    def _check(self, request: SequenceRequest, prompt_len: int, known: int) -> None:
+        if request.key in self._by_key:
+            raise RequestError(Code.invalid_request, f"sequence {request.key!r} was submitted already")
+        if not prompt_len:
+            raise RequestError(Code.invalid_request, "the prompt has no tokens; give at least one")
+        generated, wanted = known - prompt_len, request.stop.max_tokens
+        if wanted <= generated:
+            raise RequestError(
+                Code.invalid_request, f"max_tokens is {wanted} and {generated} are generated already: nothing to do"
+            )
+        if known >= self._max_model_len:
+            raise RequestError(
+                Code.context_length_exceeded,
+                f"{known} tokens leave no room for a new one: this model takes {self._max_model_len}, output included",
+            )
+        if known >= self._pool_tokens:
+            raise RequestError(
+                Code.out_of_blocks, f"{known} tokens leave no room for a new one: {self._pool_limit()}, output included"
+            )
+
+    def _pool_limit(self) -> str:
+        blocks = self.blocks.total_blocks
+        return f"this worker's KV pool holds {self._pool_tokens} tokens ({blocks} blocks of {self._block_size})"
+
+    def _digests(self, request: SequenceRequest, prompt: "array[int]", tokens: list[int]) -> list[bytes]:
+        """Names of every full block known at the start."""
+        size = self._block_size
+        digests = list(request.digests)
+        if len(digests) != len(prompt) // size:  # none given, or of another block size
+            digests = split(chain(pack_tokens(prompt), size, request.root))
+        if len(tokens) // size > len(digests):
+            parent = digests[-1] if digests else request.root
+            digests += split(chain(pack_tokens(tokens[len(digests) * size :]), size, parent))
+        return digests
+
+    def cancel(self, key: object) -> bool:
+        """Drop a sequence and free its blocks; False: it is not here."""
+        sequence = self._by_key.pop(key, None)
+        if sequence is None:
+            return False
+        if sequence.blocks:
+            self.running.remove(sequence)
+            self._let_go(sequence)
+        else:
+            del self._waiting[key]
+        return True
+
+    def has_work(self) -> bool:
+        return bool(self._by_key or self._failures or self._started or self.blocks.has_events)
+
+    def stats(self) -> EngineStats:
+        blocks = self.blocks
+        return EngineStats(
+            running=len(self.running),
+            waiting=len(self._waiting),
+            used_blocks=blocks.used_blocks,
+            cached_blocks=blocks.cached_blocks,
+            free_blocks=blocks.free_blocks,
+            preemptions=self._preemptions,
+            hit_tokens=self._hit_tokens,
+            prompt_tokens=self._prompt_tokens,
+        )
+
+    # -- one step --------------------------------------------------------------------------------------------
+
+    def schedule(self) -> list[Slot]:
+        """The plan of the next step, in admission order. Blocks of every slot are allocated."""
+        plan: list[Slot] = []
+        budget = self._max_batched_tokens
+        size = self._block_size
+        for sequence in self.running:  # may shrink from its end while we walk
+            if not budget:
+                break
+            start = sequence.computed
+            count = len(sequence.tokens) - start
+            if count == 1:
+                if start == len(sequence.blocks) * size and not self._grow(sequence):
+                    continue
+                plan.append(_tuple(Slot, (sequence, start, 1, True)))
+                budget -= 1
+            else:
+                now = min(count, budget)
+                plan.append(_tuple(Slot, (sequence, start, now, now == count)))
+                budget -= now
+        if self._waiting and budget:
+            self._admit(plan, budget)
+        return plan
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """One more block, at the cost of newer sequences; False: this one had to go itself."""
+        while not self.blocks.grow(sequence.blocks):
+            newest = self.running.pop()
+            assert self.running, "a sequence that outgrows the pool ends in commit"
+            self._let_go(newest)
+            newest.computed = newest.named = 0
+            self._waiting[newest.key] = newest
+            self._waiting.move_to_end(newest.key, last=False)
+            self._preemptions += 1
+            if newest is sequence:
+                return False
+        return True
+
+    def _admit(self, plan: list[Slot], budget: int) -> None:
+        size, blocks, waiting = self._block_size, self.blocks, self._waiting
+        while waiting and budget and len(self.running) < self._max_running:
+            key, sequence = next(iter(waiting.items()))
+            known = len(sequence.tokens)
+            # Never all that is known: the last token must be computed, for its logits.
+            hits = blocks.match(sequence.digests, (known - 1) // size)
+            table = blocks.take(hits, -(-known // size) - len(hits))
+            if table is None:
+                assert self.running, "submit refuses what does not fit into an empty pool"
+                return
+            del waiting[key]
+            cached = len(hits) * size
+            sequence.blocks = table
+            sequence.computed = cached
+            sequence.named = len(hits)
+            sequence.arrived = self._admitted
+            self._admitted += 1
+            if not sequence.started:
+                sequence.started = True
+                sequence.cached = min(cached, sequence.prompt_len)
+                self._hit_tokens += sequence.cached
+                self._prompt_tokens += sequence.prompt_len
+                self._started.append(Started(key, sequence.cached))
+            self.running.append(sequence)
+            now = min(known - cached, budget)
+            plan.append(Slot(sequence, cached, now, cached + now == known))
+            budget -= now
+
+    def commit(self, plan: list[Slot], sampled: Seq[Sampled]) -> StepResult:
+        """Take in what was computed. ``sampled``: one per slot with ``samples``, in plan order."""
+        outputs: list[Output] = []
+        ended = False
+        size = self._block_size
+        naming = self.blocks.prefix_cache
+        draws = iter(sampled)
+        total = 0
+        for sequence, start, count, samples in plan:
+            total += count
+            sequence.computed = computed = start + count
+            if naming and (count > 1 or not computed % size):
+                self._name(sequence, leaving=False)
+            if not samples:
+                continue
+            token, logprob = next(draws)
+            tokens = sequence.tokens
+            tokens.append(token)
+            length = len(tokens)
+            if token in sequence.stops and length > sequence.stoppable:
+                outputs.append(Output(sequence.key, token, "stop", logprob, token))
+            elif length >= sequence.limit:
+                outputs.append(self._at_limit(sequence, token, logprob))
+            else:
+                outputs.append(_tuple(Output, (sequence.key, token, "", logprob, None)))
+                continue
+            ended = True
+            del self._by_key[sequence.key]
+            self._let_go(sequence)
+        if ended:
+            self.running = [sequence for sequence in self.running if sequence.blocks]
+        started, failures = self._started, self._failures
+        if started:
+            self._started = []
+        if failures:
+            self._failures = []
+        return StepResult(outputs, self.blocks.take_events(), started, failures, total)
+
+    def _at_limit(self, sequence: Sequence, token: int, logprob: Logprob | None) -> Output:
+        length = len(sequence.tokens)
+        if length >= min(sequence.prompt_len + sequence.stop.max_tokens, self._max_model_len):
+            return Output(sequence.key, token, "length", logprob)
+        # Its next token needs more blocks than there are, even if it had the pool to itself.
+        text = f"prompt and answer outgrew the worker: {self._pool_limit()}"
+        self._failures.append(Failure(sequence.key, Code.out_of_blocks, text))
+        return Output(sequence.key, token, "", logprob)
+
+    def _name(self, sequence: Sequence, *, leaving: bool) -> None:
+        """Name the blocks whose KV is complete."""
+        size = self._block_size
+        full = sequence.computed // size
+        if full <= sequence.named:
+            return
+        digests = sequence.digests
+        while len(digests) < full:
+            done = len(digests)
+            parent = digests[-1] if digests else sequence.root
+            digests.append(extend(parent, pack_tokens(sequence.tokens[done * size : (done + 1) * size])))
+        sequence.named = self.blocks.name(sequence.blocks, digests, sequence.named, full, leaving=leaving)
+
+    def _let_go(self, sequence: Sequence) -> None:
+        if self.blocks.prefix_cache:
+            self._name(sequence, leaving=True)
+        self.blocks.release(sequence.blocks)
+        sequence.blocks = []
+
+
+def _tokens(tokens: Seq[int]) -> "array[int]":
+    if isinstance(tokens, array) and tokens.typecode == "I":
+        return tokens
+    try:
+        return array("I", tokens)
+    except (OverflowError, TypeError) as error:
+        raise RequestError(Code.invalid_request, f"token ids are integers from 0 to 2**32 - 1: {error}") from None

@@ -1,0 +1,138 @@
+"""The mock's model: the next token is a checksum of all tokens before it.
+
+So any worker continues a sequence as any other would have, wherever it was cut, and a test can tell.
+"""
+
+import math
+import struct
+import time
+from array import array
+from collections.abc import Callable, Collection, Iterable, Sequence
+from zlib import crc32
+
+from schemas.requests import Sampling
+from schemas.tokens import Logprob
+from schemas.wire import pack_tokens
+from workers.engines.core.sequence import Sampled, Slot
+from workers.engines.mock.timing import step_seconds
+
+GREEDY = Sampling(temperature=0.0)
+
+_pack = struct.Struct("<I").pack
+_tuple = tuple.__new__  # twice as fast as the named tuple's own
+
+
+class Vocabulary:
+    """The ids that the mock may draw.
+
+    Raises:
+        ValueError: none is left.
+    """
+
+    def __init__(self, size: int, excluded: Iterable[int] = ()) -> None:
+        barred = frozenset(excluded)
+        self.allowed = array("I", (token for token in range(size) if token not in barred))
+        if not self.allowed:
+            raise ValueError(f"all {size} token ids are excluded")
+
+    def token(self, state: int, barred: Collection[int] = ()) -> int:
+        """The token that ``state`` stands for, or the next allowed one that is not ``barred`` (if there is any)."""
+        allowed = self.allowed
+        count = len(allowed)
+        index = state % count
+        token = allowed[index]
+        if token in barred:
+            for step in range(1, count):
+                other = allowed[(index + step) % count]
+                if other not in barred:
+                    return other
+        return token
+
+    def logprob(self, token: int, wanted: int) -> Logprob:
+        """Half of the probability for ``token``, half of the rest for each next best."""
+        allowed = self.allowed
+        top = [token]
+        index = 0
+        while len(top) < min(wanted, len(allowed)):
+            other = allowed[(token + index) % len(allowed)]
+            index += 1
+            if other != token:
+                top.append(other)
+        ranked = tuple((other, -math.log(2) * rank) for rank, other in enumerate(top[:wanted], 1))
+        return Logprob(-math.log(2), ranked)
+
+
+def seed_state(sampling: Sampling, choice: int) -> int:
+    """The state before any token: greedy choices are alike, drawn ones differ by seed and choice."""
+    return crc32(struct.pack("<QI", sampling.seed, choice)) if sampling.temperature > 0 else 0
+
+
+def expected_tokens(
+    tokens: Sequence[int],
+    count: int,
+    vocabulary: Vocabulary,
+    *,
+    sampling: Sampling = GREEDY,
+    choice: int = 0,
+    barred: Collection[int] = (),
+    barred_tokens: int = 0,
+) -> list[int]:
+    """The ``count`` tokens that follow ``tokens``, without any engine.
+
+    Args:
+        barred: ids that cannot be drawn yet (EOS and stop ids below ``min_tokens``), for the first ``barred_tokens``.
+    """
+    state = crc32(pack_tokens(tokens), seed_state(sampling, choice))
+    found = []
+    for position in range(count):
+        token = vocabulary.token(state, barred if position < barred_tokens else ())
+        state = crc32(_pack(token), state)
+        found.append(token)
+    return found
+
+
+class MockExecutor:
+    """Implements ``workers.engines.core.sequence.Executor``.
+
+    Args:
+        capacity: of the KV pool, tokens.
+        speedup: how much faster than life a step is; 0: it takes no time.
+        sleep: waits so many seconds.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        capacity: int,
+        *,
+        speedup: float = 1.0,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._capacity = capacity
+        self._speedup = speedup
+        self._sleep = sleep
+
+    def execute(self, plan: list[Slot]) -> list[Sampled]:
+        if self._speedup:
+            self._sleep(step_seconds(plan, self._capacity) / self._speedup)
+        sampled: list[Sampled] = []
+        allowed = self._vocabulary.allowed
+        count = len(allowed)
+        for sequence, _, _, samples in plan:
+            if not samples:
+                continue
+            state = sequence.state  # checksum of everything known; tokens are never taken back
+            if not isinstance(state, int):
+                state = crc32(pack_tokens(sequence.tokens), seed_state(sequence.sampling, sequence.choice))
+            token = allowed[state % count]
+            if token in sequence.stops and len(sequence.tokens) < sequence.stoppable:
+                token = self._vocabulary.token(state, sequence.stops)
+            sequence.state = crc32(_pack(token), state)
+            wanted = sequence.sampling.logprobs
+            logprob = None if wanted is None else self._vocabulary.logprob(token, wanted)
+            sampled.append(_tuple(Sampled, (token, logprob)))
+        return sampled
+
+    def close(self) -> None:
+        """Nothing is held."""

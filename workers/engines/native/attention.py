@@ -1,0 +1,221 @@
+"""How a model's attention reads and writes the pool: a function registered with transformers, and its reference form.
+
+transformers calls ``attention`` in every layer and hands on the ``paged`` argument given to the model's forward, so
+nothing of a step is global and engines in one process do not meet. No mask is registered under ``NAME``, hence
+transformers builds none.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from workers.engines.native.pool import Pool
+
+NAME = "penstock"  # attn_implementation
+TILE_SCORES = 1 << 24  # query x key positions whose mask exists at once in a long prefill
+
+
+class Unsupported(Exception):
+    """This model's attention needs something that we do not compute."""
+
+
+class Paged(Protocol):
+    """The attention of one step over one packed batch of sequences."""
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float
+    ) -> Tensor:
+        """Store the step's keys and values, then attend.
+
+        Args:
+            query: (tokens, heads, head_dim), rotated, as are the keys.
+            key, value: (tokens, kv_heads, head_dim).
+            scale: of the scores.
+            window: tokens a query sees, itself included; None: all.
+            softcap: scores become softcap * tanh(score / softcap); 0: they stay.
+        Returns: (tokens, heads, head_dim).
+        """
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    paged: Paged,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls; query, key, value are (1, heads, tokens, head_dim).
+
+    Raises:
+        Unsupported: the layer asks for more than causal attention (sinks, biases, a mask of its own).
+    """
+    for name in ("s_aux", "position_bias", "relative_position_bias"):
+        if kwargs.get(name) is not None:
+            raise Unsupported(f"attention with {name}")
+    if attention_mask is not None or not getattr(module, "is_causal", True):
+        raise Unsupported("attention that is not plainly causal")
+    if value.shape != key.shape:
+        raise Unsupported(f"values of another shape than keys ({tuple(value.shape)}, {tuple(key.shape)})")
+    out = paged.attend(
+        int(getattr(module, "layer_idx")),  # noqa: B009  nn.Module types its attributes as Tensor | Module
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        sliding_window,
+        softcap or 0.0,
+    )
+    return out.unsqueeze(0), None
+
+
+def register() -> None:
+    """Make ``attn_implementation=NAME`` known; repeating it changes nothing."""
+    AttentionInterface.register(NAME, attention)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """``count`` tokens of one sequence, from position ``start``; they are rows ``row`` .. of the packed batch."""
+
+    row: int
+    start: int
+    count: int
+    blocks: list[int]
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+class _Group(NamedTuple):
+    """Single-token spans of similar length, attended together."""
+
+    rows: Tensor  # (n,) of the packed batch
+    table: Tensor  # (n, blocks)
+    mask: Tensor  # (n, 1, 1, blocks * block_size), True: seen
+
+
+class ReferenceAttention:
+    """``Paged`` in plain torch operations, for any device. One object per step."""
+
+    def __init__(self, pool: Pool, spans: Iterable[Span]) -> None:
+        self._pool = pool
+        self._device = pool.data.device
+        self._decodes: list[Span] = []
+        self._prefills: list[Span] = []
+        blocks: list[int] = []
+        offsets: list[int] = []
+        opened: list[int] = []
+        size = pool.block_size
+        for span in spans:
+            (self._decodes if span.count == 1 else self._prefills).append(span)
+            for position in range(span.start, span.end):
+                block, offset = span.blocks[position // size], position % size
+                blocks.append(block)
+                offsets.append(offset)
+                if not offset:
+                    opened.append(block)
+        self._blocks = self._ints(blocks)
+        self._offsets = self._ints(offsets)
+        self._groups: dict[int | None, list[_Group]] = {}  # by window
+        pool.clear(opened)
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float
+    ) -> Tensor:
+        self._pool.write(layer, self._blocks, self._offsets, key, value)
+        out = torch.empty_like(query)
+        if window not in self._groups:
+            self._groups[window] = self._group(window)
+        for group in self._groups[window]:
+            out[group.rows] = self._decode(layer, query[group.rows], group, scale, softcap)
+        for span in self._prefills:
+            rows = slice(span.row, span.row + span.count)
+            out[rows] = self._prefill(layer, query[rows], span, scale, window, softcap)
+        return out
+
+    def _decode(self, layer: int, query: Tensor, group: _Group, scale: float, softcap: float) -> Tensor:
+        """One token per sequence: the query heads that share a KV head stand in for a query axis."""
+        keys, values = self._pool.read(layer, group.table)
+        n, heads, dim = query.shape
+        shared = query.view(n, keys.shape[1], heads // keys.shape[1], dim)
+        return _attend(shared, keys, values, group.mask, scale, softcap).reshape(n, heads, dim)
+
+    def _prefill(
+        self, layer: int, query: Tensor, span: Span, scale: float, window: int | None, softcap: float
+    ) -> Tensor:
+        """A chunk of one sequence, in tiles of queries so that a long context needs no square of memory."""
+        size = self._pool.block_size
+        first = _first_seen(span.start, window) // size
+        table = self._ints(span.blocks[first : -(-span.end // size)]).unsqueeze(0)
+        keys, values = self._pool.read(layer, table)
+        seen = span.end - first * size
+        count, heads, dim = query.shape
+        kv_heads = keys.shape[1]
+        # KV heads as the batch axis; its query heads look at one copy of the keys through a stride of 0.
+        keys = keys[0, :, None, :seen].expand(kv_heads, heads // kv_heads, seen, dim)
+        values = values[0, :, None, :seen].expand_as(keys)
+        queries = query.view(count, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
+        if not span.start and not softcap and (window is None or window >= count):
+            fresh = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale)
+            return fresh.permute(2, 0, 1, 3).reshape(count, heads, dim)  # a fifth of the time of a mask
+        positions = torch.arange(first * size, span.end, device=self._device)
+        tile = max(16, TILE_SCORES // seen)
+        parts = []
+        for at in range(0, count, tile):
+            rows = torch.arange(span.start + at, min(span.start + at + tile, span.end), device=self._device)[:, None]
+            mask = positions <= rows
+            if window is not None:
+                mask &= positions > rows - window
+            parts.append(_attend(queries[:, :, at : at + tile], keys, values, mask, scale, softcap))
+        out = torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
+        return out.permute(2, 0, 1, 3).reshape(count, heads, dim)
+
+    def _group(self, window: int | None) -> list[_Group]:
+        """Tables of equal width; sorted by magnitude first, so padding at most doubles the work."""
+        size = self._pool.block_size
+        alike: dict[int, list[tuple[Span, int, list[int]]]] = defaultdict(list)
+        for span in self._decodes:
+            first = _first_seen(span.start, window) // size
+            seen = span.blocks[first : -(-span.end // size)]
+            alike[len(seen).bit_length()].append((span, first * size, seen))
+        groups = []
+        for members in alike.values():
+            width = max(len(seen) for _, _, seen in members)
+            # Padded with blocks of its own: whatever another sequence left, it cannot reach this one.
+            table = self._ints([seen + seen[:1] * (width - len(seen)) for _, _, seen in members])
+            base, last = self._ints([base for _, base, _ in members]), self._ints([m[0].start for m in members])
+            positions = torch.arange(width * size, device=self._device) + base[:, None]
+            mask = positions <= last[:, None]
+            if window is not None:
+                mask &= positions > last[:, None] - window
+            groups.append(_Group(self._ints([m[0].row for m in members]), table, mask[:, None, None]))
+        return groups
+
+    def _ints(self, numbers: list[int] | list[list[int]]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self._device)
+
+
+def _first_seen(position: int, window: int | None) -> int:
+    return 0 if window is None else max(0, position - window + 1)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
+    """(batch, heads, queries, head_dim) each; ``mask`` broadcasts over batch and heads, True: seen."""
+    if not softcap:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    scores = softcap * torch.tanh(query @ key.transpose(2, 3) * (scale / softcap))
+    weights = torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1, dtype=torch.float32)
+    return weights.to(query.dtype) @ value

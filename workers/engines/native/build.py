@@ -1,0 +1,103 @@
+"""From settings to a running native engine."""
+
+import time
+
+import torch
+
+from workers.engines.base import EngineError, EngineInfo
+from workers.engines.core.blocks import BlockManager
+from workers.engines.core.engine import ScheduledEngine
+from workers.engines.core.scheduler import Scheduler
+from workers.engines.native.executor import TorchExecutor, out_of_memory
+from workers.engines.native.model import Model, ModelError, load
+from workers.engines.native.pool import Pool, blocks_that_fit
+
+
+def build(
+    model: str,
+    *,
+    block_size: int = 32,
+    kv_blocks: int = 0,
+    max_running: int = 256,
+    max_batched_tokens: int = 8192,
+    max_model_len: int = 0,
+    prefix_cache: bool = True,
+    kv_events: bool = True,
+    device: str = "auto",
+    dtype: str = "auto",
+    threads: int = 0,
+) -> ScheduledEngine:
+    """Load a model and make its engine; the first step finds everything in place.
+
+    Args:
+        model: directory, or Hugging Face id (looked up in the local cache first; HF_HUB_OFFLINE=1 keeps it there).
+        kv_blocks: 0: as many as free memory allows.
+        max_model_len: 0: what the model was made for.
+        device: "auto": CUDA if there is one.
+        threads: of torch on a CPU, for this process; 0: torch decides.
+
+    Raises:
+        ModelError: the model cannot be served here; the text says what to change.
+        EngineError: weights or pool do not fit into memory.
+        ValueError: a size below 1.
+    """
+    started = time.perf_counter()
+    if threads > 0:
+        torch.set_num_threads(threads)
+    where = _device(device)
+    try:
+        loaded = load(model, device=where, dtype=dtype)
+        limit = _model_len(max_model_len, loaded.max_positions)
+        pool = _pool(loaded, kv_blocks, block_size, limit)
+    except torch.OutOfMemoryError as error:
+        raise EngineError(out_of_memory(error)) from error
+    blocks = BlockManager(pool.blocks, prefix_cache=prefix_cache, kv_events=kv_events)
+    scheduler = Scheduler(
+        blocks,
+        block_size=block_size,
+        max_running=max_running,
+        max_batched_tokens=max_batched_tokens,
+        max_model_len=limit,
+        eos_token_ids=loaded.eos_token_ids,
+    )
+    info = EngineInfo(
+        name="native",
+        block_size=block_size,
+        total_blocks=pool.blocks,
+        slots=max_running,
+        max_model_len=limit,
+        vocab_size=loaded.vocab_size,
+        eos_token_ids=loaded.eos_token_ids,
+        kv_events=blocks.kv_events,
+        load_seconds=time.perf_counter() - started,
+    )
+    return ScheduledEngine(info, scheduler, TorchExecutor(loaded, pool))
+
+
+def _device(name: str) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
+        raise EngineError("device is cuda, but torch finds no CUDA device; use --device cpu or fix the driver")
+    return torch.device("cuda" if has_cuda and name != "cpu" else "cpu")
+
+
+def _model_len(wanted: int, limit: int) -> int:
+    if wanted > limit:
+        raise ModelError(f"max_model_len is {wanted}; this model takes {limit} (longer needs another RoPE scaling)")
+    return wanted or limit
+
+
+def _pool(model: Model, kv_blocks: int, block_size: int, model_len: int) -> Pool:
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, not {block_size}")
+    block_bytes = model.shape.block_bytes(block_size, model.dtype)
+    blocks = kv_blocks or blocks_that_fit(block_bytes, -(-model_len // block_size), model.device)
+    if blocks < 1:
+        raise EngineError(
+            f"no memory is left for a single KV block of {block_bytes} bytes on {model.device}; "
+            "set kv_blocks, lower block_size, or use a smaller model or dtype"
+        )
+    try:
+        return Pool(model.shape, blocks, block_size, model.dtype, model.device)
+    except OSError as error:  # mmap
+        raise EngineError(f"{blocks} KV blocks of {block_bytes} bytes do not fit; lower kv_blocks") from error

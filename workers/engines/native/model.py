@@ -1,0 +1,188 @@
+"""Which model to compute: its weights through transformers, and whether its attention is one that we can page.
+
+What a layer needs is not guessed from the configuration but asked from the model: a forward pass over one token
+records how the registered attention function is called.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from workers.engines.base import EngineError
+from workers.engines.native import attention
+from workers.engines.native.pool import KvShape
+
+PAGED_LAYERS = {"full_attention", "sliding_attention"}
+BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}  # transformers picks their factors by the longest position in the batch
+
+
+class ModelError(EngineError):
+    """This model cannot be served here; the text says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A loaded model. ``forward`` is transformers' own; tokens of all sequences lie in one row."""
+
+    forward: Any  # (input_ids, position_ids, use_cache, logits_to_keep, paged) -> output with ``logits``
+    shape: KvShape
+    dtype: torch.dtype
+    device: torch.device
+    vocab_size: int
+    max_positions: int
+    eos_token_ids: tuple[int, ...]
+
+    def logits(self, tokens: Tensor, positions: Tensor, rows: Tensor, paged: attention.Paged) -> Tensor:
+        """Run the model over one packed batch.
+
+        Args:
+            tokens, positions: (tokens,) int64.
+            rows: (n,) int64, those whose logits are wanted.
+        Returns: (n, vocab_size) in the model's dtype.
+        """
+        output = self.forward(
+            input_ids=tokens.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=rows,
+            paged=paged,
+        )
+        logits: Tensor = output.logits[0]
+        return logits
+
+
+class _Probe:
+    """``Paged`` that only writes down what each layer asks for."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[int, int]] = {}  # index -> (kv heads, head dim)
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float
+    ) -> Tensor:
+        self.layers[layer] = (key.shape[1], key.shape[2])
+        return torch.zeros_like(query)
+
+
+def load(model: str, *, device: torch.device, dtype: str = "auto") -> Model:
+    """Load a directory or Hugging Face id.
+
+    Args:
+        dtype: "auto": float32 on a CPU, else what the checkpoint was saved in.
+    Raises:
+        ModelError: files are missing, or the architecture is not a decoder with paged attention.
+    """
+    attention.register()
+    config = _config(model)
+    kind = "float32" if dtype == "auto" and device.type == "cpu" else dtype
+    try:
+        with _quiet():
+            loaded = AutoModelForCausalLM.from_pretrained(
+                model, config=config, dtype=kind, attn_implementation=attention.NAME, trust_remote_code=False
+            )
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot load {model!r}: {_first_line(error)}") from error
+    loaded = loaded.to(device).eval().requires_grad_(False)
+    shape, vocab_size = _inspect(loaded, device)
+    return Model(
+        forward=loaded,
+        shape=shape,
+        dtype=loaded.dtype,
+        device=device,
+        vocab_size=vocab_size,
+        max_positions=_max_positions(config.get_text_config()),
+        eos_token_ids=_eos_token_ids(loaded),
+    )
+
+
+def _config(model: str) -> Any:
+    """The configuration, refused before gigabytes of weights are read if it cannot work."""
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"no usable config.json for {model!r}: name a directory with config.json and *.safetensors, or a "
+            f"Hugging Face id that is in the local cache or can be downloaded ({_first_line(error)})"
+        ) from error
+    kind = config.model_type
+    if config.is_encoder_decoder:
+        raise ModelError(f"{kind} is an encoder-decoder; the native engine serves decoder-only models")
+    architecture = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if architecture is None:
+        raise ModelError(f"transformers has no causal language model for {kind}; choose a decoder-only checkpoint")
+    if not architecture.is_backend_compatible():
+        raise ModelError(
+            f"{architecture.__name__} does not use transformers' attention interface; choose another model, "
+            "or an engine that brings its own model code (--engine)"
+        )
+    foreign = set(getattr(config.get_text_config(), "layer_types", None) or ()) - PAGED_LAYERS
+    if foreign:
+        raise ModelError(f"{kind} has {', '.join(sorted(foreign))} layers; the native engine pages attention only")
+    return config
+
+
+def _inspect(model: Any, device: torch.device) -> tuple[KvShape, int]:
+    """Shape of the cache and of the logits, from a forward pass over one token."""
+    name = type(model).__name__
+    probe = _Probe()
+    token = torch.zeros((1, 1), dtype=torch.int64, device=device)
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise ModelError(f"{name}.forward has no logits_to_keep; choose another model")
+    try:
+        with torch.inference_mode():
+            output = model(input_ids=token, position_ids=token, use_cache=False, logits_to_keep=1, paged=probe)
+    except (attention.Unsupported, TypeError) as error:
+        raise ModelError(f"{name} cannot be paged: {_first_line(error)}; choose another model or engine") from error
+    layers = model.config.get_text_config().num_hidden_layers
+    if sorted(probe.layers) != list(range(layers)):
+        raise ModelError(
+            f"{name} computes only {len(probe.layers)} of {layers} layers through the attention interface "
+            "(state-space or linear attention elsewhere); choose another model or engine"
+        )
+    shapes = set(probe.layers.values())
+    if len(shapes) > 1:
+        raise ModelError(f"{name} has layers of different (KV heads, head size): {sorted(shapes)}; choose another")
+    kv_heads, head_dim = shapes.pop()
+    return KvShape(layers, kv_heads, head_dim), int(output.logits.shape[-1])
+
+
+def _max_positions(config: Any) -> int:
+    """How far positions may go without the length of one sequence changing the rotation of another."""
+    limit = int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope] if "rope_type" in rope else [part for part in rope.values() if isinstance(part, dict)]
+    for part in kinds:
+        if part.get("rope_type") in BATCH_DEPENDENT_ROPE:
+            limit = min(limit, int(part.get("original_max_position_embeddings") or limit))
+    return limit
+
+
+def _eos_token_ids(model: Any) -> tuple[int, ...]:
+    for source in (model.generation_config, model.config, model.config.get_text_config()):
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return (ids,) if isinstance(ids, int) else tuple(ids)
+    return ()
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars in a worker's log."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()

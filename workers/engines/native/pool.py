@@ -1,0 +1,124 @@
+"""Where KV lies: one tensor of equal blocks, and how many of them fit.
+
+Block-major, so that one block with all its layers is one contiguous range: one descriptor when it is sent away.
+Knows nothing of sequences; who owns which block is the block manager's business.
+"""
+
+import math
+import mmap
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+GIB = 1 << 30
+CPU_SHARE = 0.25  # of free memory: a laptop has other things to do
+CPU_LIMIT_BYTES = 4 * GIB
+CUDA_SHARE = 0.85  # of what weights leave; activations need the rest
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """What one token leaves in the cache of every layer."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+    def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
+        return self.layers * 2 * block_size * self.kv_heads * self.head_dim * dtype.itemsize
+
+
+class Pool:
+    """KV of all sequences.
+
+    Attributes:
+        data: (blocks, layers, 2, block_size, kv_heads, head_dim); index 0 of the third axis is keys, 1 values.
+    """
+
+    def __init__(self, shape: KvShape, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape = shape
+        self.blocks = blocks
+        self.block_size = block_size
+        self.block_bytes = shape.block_bytes(block_size, dtype)
+        size = (blocks, shape.layers, 2, block_size, shape.kv_heads, shape.head_dim)
+        self.data = _zeros(size, dtype, device)
+
+    def write(self, layer: int, blocks: Tensor, offsets: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store new tokens.
+
+        Args:
+            blocks, offsets: (tokens,) int64, where each goes; no position twice.
+            key, value: (tokens, kv_heads, head_dim).
+        """
+        place = self.data[:, layer]
+        place[blocks, 0, offsets] = key
+        place[blocks, 1, offsets] = value
+
+    def read(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of keys and values of whole blocks.
+
+        Args:
+            table: (rows, n) int64.
+        Returns: two of (rows, kv_heads, n * block_size, head_dim).
+        """
+        rows, n = table.shape
+        flat = table.reshape(-1)
+        tokens = (rows, n * self.block_size, self.shape.kv_heads, self.shape.head_dim)
+        keys, values = (self.data[:, layer, part].index_select(0, flat).view(tokens) for part in (0, 1))
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
+    def clear(self, blocks: list[int]) -> None:
+        """Forget what earlier owners left: what a batch reads beside its own tokens must at least be finite."""
+        if blocks:
+            self.data.index_fill_(0, torch.tensor(blocks, device=self.data.device), 0)
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, never empty(): a masked position still meets its weight 0, and 0 x NaN is NaN.
+
+    On a CPU they are pages of the system that take no memory until a block is first used.
+    """
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, math.prod(size) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(size)
+
+
+def blocks_that_fit(block_bytes: int, wanted: int, device: torch.device) -> int:
+    """How many blocks a pool may have: a share of free memory, or ``wanted`` if that is more and half would do.
+
+    Args:
+        wanted: blocks of one sequence as long as the model takes.
+    """
+    free = free_bytes(device)
+    if device.type == "cuda":
+        return int(free * CUDA_SHARE) // block_bytes
+    share = min(int(free * CPU_SHARE), CPU_LIMIT_BYTES) // block_bytes
+    return max(share, min(wanted, free // 2 // block_bytes))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that nobody uses now, in bytes."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return min(int(line.split()[1]) * 1024, _cgroup_free_bytes())
+    except OSError:
+        pass  # not Linux
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _cgroup_free_bytes() -> int:
+    """What the container's limit leaves; without a limit, a number larger than any machine."""
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit:
+            total = limit.read().strip()
+        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as used:
+            return max(0, int(total) - int(used.read())) if total != "max" else 1 << 62
+    except (OSError, ValueError):
+        return 1 << 62

@@ -1,0 +1,211 @@
+"""Which token comes next, given the logits of one position per sequence.
+
+A draw is a pure function of (seed, choice, output position) and the logits: noise is a hash, not the state of a
+generator, so a sequence continues alike alone, in any batch, after preemption and on another worker. Order of the
+steps as in vLLM: bias and forbidden tokens, penalties, temperature, min_p, top_k, top_p.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from schemas.tokens import Logprob
+from workers.engines.core.sequence import Sampled, Sequence
+
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15  # constants of SplitMix64, doi:10.1145/2660193.2660195
+_MIX1 = 0xBF58476D1CE4E5B9
+_MIX2 = 0x94D049BB133111EB
+_NEVER = float("-inf")
+
+
+@dataclass(slots=True)
+class Counts:
+    """How often a sequence has used each token; ``seen`` of its tokens are counted. Lives in ``Sequence.state``."""
+
+    prompt: Tensor  # (vocab,) int32
+    output: Tensor  # (vocab,) int32
+    seen: int = field(default=0)
+
+
+def sample(logits: Tensor, sequences: Seq[Sequence]) -> list[Sampled]:
+    """Draw one token for each sequence.
+
+    Args:
+        logits: (len(sequences), vocab), any float type; not changed.
+    """
+    raw = logits.float()
+    shaped = shape(raw, sequences)
+    tokens = shaped.argmax(dim=-1)
+    random = [row for row, sequence in enumerate(sequences) if sequence.sampling.temperature > 0]
+    if random:
+        rows = torch.tensor(random, device=logits.device)
+        tokens[rows] = draw(shaped[rows], [sequences[row] for row in random])
+    logprobs = _logprobs(raw, tokens, sequences)
+    return [Sampled(token, logprobs.get(row)) for row, token in enumerate(tokens.tolist())]
+
+
+def shape(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
+    """Logits with bias, tokens that would end an answer too soon, and penalties; the same tensor if nobody asked."""
+    biases = [(row, token, bias) for row, s in enumerate(sequences) for token, bias in s.sampling.logit_bias.items()]
+    early = [(row, token, _NEVER) for row, s in enumerate(sequences) if _too_short(s) for token in s.stops]
+    penalised = [row for row, s in enumerate(sequences) if _has_penalty(s)]
+    if not (biases or early or penalised):
+        return logits
+    logits = logits.clone()
+    _add(logits, biases + early)
+    for row in penalised:
+        logits[row] = penalise(logits[row], sequences[row])
+    return logits
+
+
+def draw(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
+    """One token each from the distributions that temperature, min_p, top_k and top_p leave (Gumbel-max trick).
+
+    Args:
+        logits: (n, vocab) float32.
+    Returns: (n,) int64.
+    """
+    temperatures = _column([max(s.sampling.temperature, 1e-5) for s in sequences], logits)
+    filtered = narrow(logits / temperatures, sequences)
+    keys = [key(s.sampling.seed, s.choice, s.output_len) for s in sequences]
+    return (filtered + gumbel(keys, logits.shape[-1], logits.device)).argmax(dim=-1)
+
+
+def narrow(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
+    """Logits with everything that min_p, then top_k, then top_p exclude at minus infinity; the best always stays."""
+    vocab = logits.shape[-1]
+    if any(s.sampling.min_p > 0 for s in sequences):
+        best = logits.max(dim=-1, keepdim=True).values
+        logits = logits.masked_fill(
+            logits < best + _column([s.sampling.min_p for s in sequences], logits).log(), _NEVER
+        )
+    ks = [min(s.sampling.top_k, vocab) if s.sampling.top_k > 0 else vocab for s in sequences]
+    ps = [s.sampling.top_p for s in sequences]
+    if min(ks) == vocab and min(ps) >= 1:
+        return logits
+    # Only as many candidates as the widest row needs are sorted; equal logits go by token id.
+    wide = max(ks)
+    if wide < vocab:
+        ordered, ids = logits.topk(wide, dim=-1)
+    else:
+        ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
+    outside = torch.arange(wide, device=logits.device) >= _column(ks, logits)
+    ordered = ordered.masked_fill(outside, _NEVER)
+    if min(ps) < 1:
+        mass = ordered.softmax(dim=-1, dtype=torch.float64)
+        before = mass.cumsum(dim=-1) - mass
+        cut = before >= _column(ps, mass)
+        cut[:, 0] = False
+        ordered = ordered.masked_fill(cut, _NEVER)
+    return torch.full_like(logits, _NEVER).scatter(-1, ids, ordered)
+
+
+def penalise(logits: Tensor, sequence: Sequence) -> Tensor:
+    """Repetition penalty over prompt and output, presence and frequency penalties over the output.
+
+    Args:
+        logits: (vocab,).
+    """
+    sampling, counts = sequence.sampling, count(sequence, logits)
+    used = counts.output > 0
+    if sampling.repetition_penalty != 1:
+        factor = sampling.repetition_penalty
+        lowered = torch.where(logits > 0, logits / factor, logits * factor)
+        logits = torch.where(used | (counts.prompt > 0), lowered, logits)
+    return logits - sampling.frequency_penalty * counts.output - sampling.presence_penalty * used
+
+
+def count(sequence: Sequence, like: Tensor) -> Counts:
+    """The sequence's counts, brought up to date with its tokens."""
+    counts = sequence.state
+    if not isinstance(counts, Counts):
+        zeros = torch.zeros(like.shape[-1], dtype=torch.int32, device=like.device)
+        counts = sequence.state = Counts(zeros, zeros.clone())
+    border = max(counts.seen, sequence.prompt_len)
+    for target, new in (
+        (counts.prompt, sequence.tokens[counts.seen : border]),
+        (counts.output, sequence.tokens[border:]),
+    ):
+        if new:
+            at = torch.tensor(new, device=like.device)
+            target.index_add_(0, at, torch.ones_like(at, dtype=torch.int32))
+    counts.seen = len(sequence.tokens)
+    return counts
+
+
+def key(seed: int, choice: int, position: int) -> int:
+    """What names a draw: 64 well-mixed bits."""
+    return _mix(_mix(_mix(seed & _MASK) + choice) + position)
+
+
+def gumbel(keys: Seq[int], vocab: int, device: torch.device) -> Tensor:
+    """Standard Gumbel noise; entry t of row r comes from output t of SplitMix64 started at ``keys[r]``.
+
+    Returns: (len(keys), vocab) float32.
+    """
+    start = torch.tensor([_signed(key) for key in keys], dtype=torch.int64, device=device)[:, None]
+    steps = torch.arange(1, vocab + 1, dtype=torch.int64, device=device)
+    bits = start + steps * _signed(_GAMMA)
+    bits = (bits ^ _shift(bits, 30)) * _signed(_MIX1)
+    bits = (bits ^ _shift(bits, 27)) * _signed(_MIX2)
+    bits = bits ^ _shift(bits, 31)
+    # Small values decide who wins, and keep their precision as floats; neither end may make an infinity.
+    uniform = (_shift(bits, 1).float() * 2.0**-63).clamp(2.0**-63, 1 - 2.0**-24)
+    return -torch.log(-torch.log1p(-uniform))
+
+
+def _shift(bits: Tensor, by: int) -> Tensor:
+    """Logical right shift; torch's keeps the sign."""
+    return (bits >> by) & ((1 << (64 - by)) - 1)
+
+
+def _mix(value: int) -> int:
+    value = (value + _GAMMA) & _MASK
+    value = ((value ^ (value >> 30)) * _MIX1) & _MASK
+    value = ((value ^ (value >> 27)) * _MIX2) & _MASK
+    return value ^ (value >> 31)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _logprobs(logits: Tensor, tokens: Tensor, sequences: Seq[Sequence]) -> dict[int, Logprob]:
+    """By row, for those who asked: of the model's own distribution, before bias, penalties and temperature."""
+    asked = [(row, s.sampling.logprobs) for row, s in enumerate(sequences) if s.sampling.logprobs is not None]
+    if not asked:
+        return {}
+    rows = torch.tensor([row for row, _ in asked], device=logits.device)
+    logprobs = logits[rows].log_softmax(dim=-1)
+    chosen = logprobs.gather(-1, tokens[rows, None]).squeeze(-1).tolist()
+    best = logprobs.topk(min(max(k for _, k in asked), logits.shape[-1]), dim=-1)
+    return {
+        row: Logprob(logprob, tuple(zip(ids[:k], values[:k], strict=True)))
+        for (row, k), logprob, ids, values in zip(
+            asked, chosen, best.indices.tolist(), best.values.tolist(), strict=True
+        )
+    }
+
+
+def _too_short(sequence: Sequence) -> bool:
+    return len(sequence.tokens) < sequence.stoppable
+
+
+def _has_penalty(sequence: Sequence) -> bool:
+    s = sequence.sampling
+    return s.repetition_penalty != 1 or s.presence_penalty != 0 or s.frequency_penalty != 0
+
+
+def _add(logits: Tensor, changes: list[tuple[int, int, float]]) -> None:
+    """Add (row, token, bias) in place; tokens that the model does not have are passed over."""
+    fit = [change for change in changes if 0 <= change[1] < logits.shape[-1]]
+    if fit:
+        rows, tokens, biases = (torch.tensor(column, device=logits.device) for column in zip(*fit, strict=True))
+        logits.index_put_((rows, tokens), biases.to(logits.dtype), accumulate=True)
+
+
+def _column(values: Seq[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]

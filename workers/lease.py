@@ -1,0 +1,181 @@
+"""A worker's registration under a lease, renewed by compare-and-set, so that a lost lease is noticed by its owner.
+
+Whoever declares a worker dead removes its key; the server does so when it expires. The owner's next renewal then
+fails, and until a renewal is known to have succeeded it may publish nothing: that is what keeps a stalled process
+that wakes up (a zombie) from speaking for requests that others have taken over.
+"""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Awaitable, Callable
+
+import structlog
+from nats.errors import Error as NatsError
+
+from configs.bus.connection import Bus
+from schemas import fleet, wire
+from schemas.errors import Code, ServingError
+
+log = structlog.get_logger("lease")
+
+TRUST_S = fleet.LEASE_S * 0.7
+WRONG_SEQUENCE = 10071
+
+
+class Lease:
+    """One key in the ``workers`` bucket.
+
+    Args:
+        describe: the registration to publish, made anew each time.
+        lost: called once when the lease turned out to be someone else's decision to end.
+        regained: called when trust is back after it was in doubt.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        worker: str,
+        describe: Callable[[], fleet.Registration],
+        lost: Callable[[], None],
+        regained: Callable[[], Awaitable[None]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._bus = bus
+        self._subject = bus.subjects.lease(worker)
+        self._stream = f"KV_{bus.subjects.bucket('workers')}"
+        self._describe = describe
+        self._lost = lost
+        self._regained = regained
+        self._clock = clock
+        self._revision = 0
+        self._renewed = 0.0
+        self._doubted = False
+        self._task: asyncio.Task[None] | None = None
+        self._turn = asyncio.Lock()
+        self.gone = False
+
+    def trusted(self) -> bool:
+        """Whether this worker may speak. False starts a check; its end is told through ``regained`` or ``lost``."""
+        if self.gone:
+            return False
+        if not self._doubted and self._clock() - self._renewed > TRUST_S:
+            self._doubted = True
+        return not self._doubted
+
+    async def acquire(self) -> None:
+        """Register.
+
+        Raises:
+            ServingError: the broker did not store the registration.
+        """
+        for _ in range(20):
+            if await self._write(expected=None):
+                self._task = asyncio.create_task(self._keep(), name="lease")
+                self._bus.on_reconnect.insert(0, self.confirm)
+                return
+            await asyncio.sleep(0.25)
+        raise ServingError(
+            Code.broker_unavailable,
+            f"the registration could not be stored under {self._subject}; run 'penstock streams apply' and check "
+            "the user's permissions",
+        )
+
+    async def confirm(self) -> None:
+        """Renew now, whatever the schedule; also after a reconnect."""
+        self._doubted = True
+        await self._renew()
+
+    async def update(self) -> None:
+        """Publish a changed registration at once."""
+        await self._renew()
+
+    async def release(self) -> None:
+        """Give the lease back: the key is removed, unless it is no longer ours."""
+        await self._stop()
+        if not self.gone:
+            self.gone = True
+            with contextlib.suppress(NatsError, TimeoutError):
+                await self._request(b"", fleet.removal_headers(self._revision))
+
+    async def abandon(self) -> None:
+        """Stop renewing without a word."""
+        self.gone = True
+        await self._stop()
+
+    async def _stop(self) -> None:
+        if self.confirm in self._bus.on_reconnect:
+            self._bus.on_reconnect.remove(self.confirm)
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _keep(self) -> None:
+        while not self.gone:
+            # In doubt: look often, somebody's tokens are waiting.
+            await asyncio.sleep(0.1 if self._doubted else fleet.RENEW_S)
+            if self._bus.connected:
+                await self._renew()
+
+    async def _renew(self) -> None:
+        async with self._turn:
+            if self.gone:
+                return
+            try:
+                if not await self._write(expected=self._revision):
+                    return
+            except _Lost:
+                self.gone = True
+                log.warning("lease_lost", subject=self._subject)
+                self._lost()
+                return
+            if self._doubted:
+                self._doubted = False
+                await self._regained()
+
+    async def _write(self, expected: int | None) -> bool:
+        """Store the registration; False: no answer, try again. Raises _Lost."""
+        headers = {"Nats-TTL": str(int(fleet.LEASE_S))}
+        if expected is not None:
+            headers["Nats-Expected-Last-Subject-Sequence"] = str(expected)
+        began = self._clock()
+        try:
+            reply = await self._request(wire.encode(self._describe()), headers)
+        except (NatsError, TimeoutError) as error:
+            log.debug("renewal_unanswered", error=repr(error))
+            return False
+        if error := reply.get("error"):
+            if error.get("err_code") == WRONG_SEQUENCE:
+                return await self._adopt()
+            log.warning("renewal_refused", error=error.get("description"))
+            return False
+        self._revision = int(reply["seq"])
+        self._renewed = began
+        return True
+
+    async def _adopt(self) -> bool:
+        """A renewal whose answer was lost moved the revision: take it over if the key is still ours."""
+        try:
+            message = await self._bus.js.get_last_msg(self._stream, self._subject, direct=True)
+        except (NatsError, TimeoutError) as error:
+            if getattr(error, "code", None) == 404:
+                raise _Lost from None
+            return False
+        operation = (message.headers or {}).get("KV-Operation") or (message.headers or {}).get("Nats-Marker-Reason")
+        if operation or not message.data:
+            raise _Lost
+        assert message.seq is not None
+        self._revision = message.seq
+        return False  # the next attempt renews on the right revision
+
+    async def _request(self, payload: bytes, headers: dict[str, str]) -> dict[str, object] | dict[str, dict[str, object]]:
+        message = await self._bus.nc.request(self._subject, payload, timeout=1.0, headers=headers)
+        reply = json.loads(message.data)
+        assert isinstance(reply, dict)
+        return reply
+
+
+class _Lost(Exception):
+    """The key is gone or was overwritten by whoever declared this worker dead."""

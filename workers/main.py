@@ -1,0 +1,201 @@
+"""A worker process: an engine in its thread, a FastStream application around it, one session after another."""
+
+import asyncio
+import contextlib
+import functools
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+from faststream import FastStream
+from faststream.nats import NatsBroker, NatsMessage
+from prometheus_client import CollectorRegistry, start_http_server
+
+from configs import modeldir
+from configs.bus.connection import Bus, connect
+from configs.bus.publish import Publisher
+from configs.detokenize import Detokenizer
+from configs.settings import WorkerSettings
+from schemas import control, wire
+from schemas.errors import ServingError
+from schemas.subjects import Subjects
+from workers.engines.base import Engine
+from workers.metrics import Metrics
+from workers.runner import EngineThread, Flush
+from workers.session import Model, Session
+
+log = structlog.get_logger("worker")
+
+EXIT_OK = 0
+EXIT_ENGINE = 70  # EX_SOFTWARE: the engine failed
+EXIT_CONFIG = 78  # EX_CONFIG: starting again would not help
+
+
+class OwnConnection(NatsBroker):
+    """FastStream on our connection: its own error callback can leave a client unconnected for ever."""
+
+    def __init__(self, bus: Bus) -> None:
+        super().__init__(apply_types=False, logger=None, graceful_timeout=5.0)
+        self._bus = bus
+
+    async def _connect(self) -> Any:
+        self.config.connect(self._bus.nc)
+        return self._bus.nc
+
+
+def run(settings: WorkerSettings) -> int:
+    """Serve until SIGTERM; returns the exit code."""
+    # The event loop must get its turn between two steps of an engine that computes in Python.
+    sys.setswitchinterval(0.001)
+    import uvloop
+
+    try:
+        return uvloop.run(_Worker(settings).serve())
+    except (ServingError, modeldir.ModelError) as error:
+        log.error("start_failed", error=str(error))
+        return EXIT_CONFIG
+
+
+class _Worker:
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self._metrics = Metrics(CollectorRegistry())
+        self._session: Session | None = None
+        self._stop = asyncio.Event()
+        self._broken = asyncio.Event()
+        self._error: BaseException | None = None
+
+    async def serve(self) -> int:
+        settings = self._settings
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, self._stop.set)
+        path = modeldir.resolve(settings.model, weights=settings.engine == "native")
+        described = modeldir.load(path, name=settings.served_model_name.split(",")[0])
+
+        def failed(error: BaseException) -> None:
+            self._error = error
+            loop.call_soon_threadsafe(self._broken.set)
+
+        engine = EngineThread(functools.partial(build_engine, settings, path), self._deliver, failed)
+        engine.start()
+        bus = await connect(
+            settings.nats_url,
+            role="worker",
+            name=f"worker:{settings.name or os.getpid()}",
+            namespace=settings.namespace,
+            skip_subject_validation=True,
+        )
+        publisher = Publisher(bus)
+        try:
+            await publisher.open()
+            built = await asyncio.to_thread(engine.wait_ready)
+            self._metrics.load_time.set(built.info.load_seconds)
+            if settings.metrics_port and settings.publish_events_and_metrics:
+                start_http_server(settings.metrics_port, "127.0.0.1", registry=self._metrics.registry)
+            names = tuple(n for n in settings.served_model_name.split(",") if n) or (described.name,)
+            model = Model(names[0], names[1:], described.revision, Detokenizer(described.tokenizer))
+            app = self._application(bus)
+            await app.start()
+            try:
+                return await self._sessions(
+                    bus, lambda: Session(bus, publisher, engine, built.info, model, settings, self._metrics)
+                )
+            finally:
+                with contextlib.suppress(Exception):
+                    await asyncio.wait_for(app.stop(), 5)
+        finally:
+            engine.stop()
+            await asyncio.to_thread(engine.join, 10.0)
+            await publisher.close()
+            await bus.close()
+
+    async def _sessions(self, bus: Bus, make: Callable[[], Session]) -> int:
+        """Live one session after another until told to stop or the engine breaks."""
+        while True:
+            session = self._session = make()
+            control_subject = await self._controlled(session, bus)
+            await session.open()
+            waits = [
+                asyncio.create_task(event.wait(), name=name)
+                for name, event in (("stop", self._stop), ("broken", self._broken), ("lost", session.lost))
+            ]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
+            await control_subject.stop()
+            if self._broken.is_set():
+                await session.fail(f"engine_error: {self._error!r}"[:500])
+                return EXIT_ENGINE
+            if self._stop.is_set():
+                log.info("draining", worker=session.id)
+                await session.drain(self._settings.drain_s)
+                return EXIT_OK
+            log.warning("session_lost", worker=session.id, action="registering anew")
+            await session.abandon()
+
+    def _application(self, bus: Bus) -> FastStream:
+        """Control messages: FastStream subscribers on our connection."""
+        broker = OwnConnection(bus)
+        subjects = Subjects(self._settings.namespace)
+
+        @broker.subscriber(subjects.cancel, decoder=_raw)
+        async def cancel(message: NatsMessage) -> None:
+            order = control.decode_cancel(message.body)
+            if self._session is not None:
+                await self._session.on_cancel(order.request, order.reason)
+
+        self._broker = broker
+        return FastStream(broker, logger=None)
+
+    async def _controlled(self, session: Session, bus: Bus) -> Any:
+        """Subscribe to the session's control subject."""
+
+        async def order(message: NatsMessage) -> bytes:
+            return await self._obey(session, message.body)
+
+        subscriber = self._broker.subscriber(bus.subjects.control(session.id), decoder=_raw)
+        subscriber(order)
+        await subscriber.start()
+        return subscriber
+
+    async def _obey(self, session: Session, body: bytes) -> bytes:
+        order = control.decode_worker(body)
+        if isinstance(order, control.DumpKv):
+            return wire.encode(await session.dump(order.page))
+        if isinstance(order, control.Drain):
+            self._stop.set()
+            return wire.encode(control.Ok())
+        return wire.encode(control.Ok(error="this worker pins no blocks"))
+
+    def _deliver(self, flush: Flush) -> None:
+        session = self._session
+        if session is not None:
+            session.deliver(flush)
+
+
+async def _raw(message: NatsMessage) -> NatsMessage:
+    """FastStream's decoders guess at JSON; ours get the message."""
+    return message
+
+
+def build_engine(settings: WorkerSettings, path: Any) -> Engine:
+    """The engine that the settings name, built in the thread that will run it."""
+    began = time.monotonic()
+    if settings.engine == "mock":
+        from workers.engines import mock
+
+        engine = mock.from_settings(settings, path)
+    else:
+        from workers.engines import native
+
+        engine = native.from_settings(settings, path)
+    log.info("engine_ready", engine=settings.engine, seconds=round(time.monotonic() - began, 2))
+    return engine
+
+
+__all__ = ["EXIT_CONFIG", "EXIT_ENGINE", "EXIT_OK", "build_engine", "run"]

@@ -1,0 +1,327 @@
+"""The engine's thread: takes sequences in, steps the engine, gathers what comes out into few messages.
+
+Knows no NATS. Everything per token happens here, next to the engine; the event loop sees one ``Flush`` for one or
+more steps. While the loop has not taken the last flush, steps go on and gather, up to ``MAX_AHEAD`` of them; then
+the engine waits, so that neither memory nor latency grows when the broker is slow.
+"""
+
+import queue
+import threading
+import time
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from configs.detokenize import TextStream
+from schemas import kv, wire
+from schemas.tokens import Finish, Logprob, TokenItem
+from workers.engines.base import Engine, RequestError, SequenceRequest
+
+log = structlog.get_logger("engine")
+
+MAX_AHEAD = 8
+
+
+class Choice:
+    """One sequence as its worker sees it; the engine's ``key``. Touched by the engine thread after submission."""
+
+    __slots__ = (
+        "attempt",
+        "buffer",
+        "cached",
+        "dirty",
+        "finish",
+        "first",
+        "gateway",
+        "index",
+        "logprobs",
+        "owner",
+        "request_id",
+        "started_ns",
+        "stream",
+        "tokens",
+        "want_logprobs",
+    )
+
+    def __init__(
+        self,
+        owner: object,
+        request_id: str,
+        attempt: int,
+        index: int,
+        gateway: str,
+        tokens: "array[int]",
+        want_logprobs: bool,
+        stream: TextStream | None = None,
+    ) -> None:
+        self.owner = owner
+        self.request_id = request_id
+        self.attempt = attempt
+        self.index = index
+        self.gateway = gateway
+        self.tokens = tokens  # everything generated, earlier attempts included
+        self.first = len(tokens)  # index of the first token not yet flushed
+        self.buffer: list[int] = []
+        self.logprobs: list[Logprob] | None = [] if want_logprobs else None
+        self.want_logprobs = want_logprobs
+        self.stream = stream  # only if the request has stop strings
+        self.finish: Finish | None = None
+        self.cached = 0
+        self.dirty = False
+        self.started_ns = 0
+
+
+class Flush:
+    """What one or more steps brought: token items by gateway, ended choices, KV batches."""
+
+    __slots__ = ("ended", "events", "items", "seq", "started")
+
+    def __init__(self) -> None:
+        self.items: dict[str, list[TokenItem]] = {}
+        self.ended: list[Choice] = []
+        self.started: list[Choice] = []
+        self.events: list[kv.KvEvent] = []
+        self.seq = 0  # of the KV batch that holds ``events``
+
+
+class EngineThread:
+    """Owns an engine from its construction to its end.
+
+    Args:
+        build: makes the engine, in the thread.
+        deliver: called in the thread with each Flush; must hand it over and call ``taken`` when it was consumed.
+        failed: called in the thread, once, when the engine is broken.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], Engine],
+        deliver: Callable[[Flush], None],
+        failed: Callable[[BaseException], None],
+        wall_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._build = build
+        self._deliver = deliver
+        self._failed = failed
+        self._wall_ns = wall_ns
+        self._commands: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
+        self._ready = threading.Event()
+        self._error: BaseException | None = None
+        self._engine: Engine | None = None
+        self._dirty: list[Choice] = []
+        self._ended: list[Choice] = []
+        self._started: list[Choice] = []
+        self._events: list[kv.KvEvent] = []
+        self._kv_seq = 0
+        self._in_flight = False  # a flush was delivered and not yet taken
+        self._ahead = 0
+        self._taken = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # --- called from the event loop ---
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wait_ready(self, timeout: float | None = None) -> Engine:
+        """Block until the engine is built (call it off the event loop); raises what building raised."""
+        if not self._ready.wait(timeout):
+            raise TimeoutError("the engine is still loading")
+        if self._error is not None:
+            raise self._error
+        assert self._engine is not None
+        return self._engine
+
+    def submit(self, requests: list[SequenceRequest], refused: Callable[[RequestError], None]) -> None:
+        """Queue all choices of a request; ``refused`` is called in the thread if the engine takes none of them."""
+
+        def run(engine: Engine) -> None:
+            done: list[SequenceRequest] = []
+            try:
+                for request in requests:
+                    engine.submit(request)
+                    done.append(request)
+            except RequestError as error:
+                for request in done:
+                    engine.cancel(request.key)
+                refused(error)
+
+        self._commands.put(run)
+
+    def cancel(self, choices: list[Choice], done: Callable[[], None] | None = None) -> None:
+        """Drop sequences at the next step border; what they produced until then is flushed first."""
+
+        def run(engine: Engine) -> None:
+            for choice in choices:
+                engine.cancel(choice)
+            if done is not None:
+                self._flush(force=True)
+                done()
+
+        self._commands.put(run)
+
+    def ask(self, question: Callable[[Engine], Any], answer: Callable[[Any], None]) -> None:
+        """Run ``question`` between two steps and hand its result to ``answer``, in the thread."""
+        self._commands.put(lambda engine: answer(question(engine)))
+
+    def dump(self, answer: Callable[[list[kv.KvEvent], int], None]) -> None:
+        """The cached names, and the sequence of the last KV batch that they include (-1: none)."""
+
+        def run(engine: Engine) -> None:
+            self._flush(force=True)
+            answer(engine.dump(), self._kv_seq - 1)
+
+        self._commands.put(run)
+
+    def new_epoch(self) -> None:
+        """Number KV batches from 0 again, for a worker that registers under a new name."""
+
+        def run(engine: Engine) -> None:
+            self._events.clear()
+            self._kv_seq = 0
+
+        self._commands.put(run)
+
+    def taken(self) -> None:
+        """The last flush was consumed."""
+        with self._taken:
+            self._in_flight = False
+            self._taken.notify()
+
+    def stop(self) -> None:
+        """End the thread after the current step; the engine is closed in it."""
+        self._commands.put(None)
+        self.taken()
+
+    def join(self, timeout: float) -> bool:
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        try:
+            engine = self._engine = self._build()
+        except BaseException as error:
+            self._error = error
+            self._ready.set()
+            return
+        self._ready.set()
+        try:
+            self._loop(engine)
+        except BaseException as error:
+            log.error("engine_failed", error=repr(error), exc_info=True)
+            self._failed(error)
+        finally:
+            engine.close()
+
+    def _loop(self, engine: Engine) -> None:
+        commands = self._commands
+        while True:
+            idle = not engine.has_work()
+            if idle and (self._dirty or self._ended or self._events or self._started):
+                self._flush(force=True)
+            while idle or not commands.empty():
+                command = commands.get()
+                if command is None:
+                    return
+                command(engine)
+                idle = not engine.has_work() and commands.empty()
+            self._absorb(engine)
+            self._flush(force=False)
+
+    def _absorb(self, engine: Engine) -> None:
+        """One step; per-token work."""
+        outputs, events, started, failures, _ = engine.step()
+        if events:
+            self._events += events
+        if started:
+            now = self._wall_ns()
+            for choice, cached in started:
+                choice.cached = cached  # type: ignore[attr-defined]
+                choice.started_ns = now  # type: ignore[attr-defined]
+            self._started += [choice for choice, _ in started]  # type: ignore[misc]
+        dirty = self._dirty
+        choice: Any
+        for choice, token, finish, logprob, stop_token in outputs:
+            choice.buffer.append(token)
+            if not choice.dirty:
+                choice.dirty = True
+                dirty.append(choice)
+            if logprob is not None:
+                choice.logprobs.append(logprob)
+            if choice.stream is not None and self._stops(engine, choice, token, finish):
+                continue
+            if finish:
+                choice.finish = Finish(finish, stop_token, choice.cached)
+                self._ended.append(choice)
+        for choice, code, message in failures:
+            choice.finish = Finish("error", None, choice.cached, code, message)
+            self._ended.append(choice)
+            if not choice.dirty:
+                choice.dirty = True
+                dirty.append(choice)
+
+    def _stops(self, engine: Engine, choice: Choice, token: int, finish: str) -> bool:
+        """Whether this token completed a stop string; if so the sequence ends here."""
+        assert choice.stream is not None
+        choice.stream.push(token)
+        matched = choice.stream.stop
+        if matched is None:
+            return False
+        if not finish:
+            engine.cancel(choice)
+        choice.finish = Finish("stop", matched, choice.cached)
+        self._ended.append(choice)
+        return True
+
+    def _flush(self, force: bool) -> None:
+        """Hand over what was gathered, unless the last flush is still under way and there is room to gather more."""
+        if not (self._dirty or self._ended or self._events or self._started):
+            return
+        if self._in_flight:
+            self._ahead += 1
+            if not force and self._ahead < MAX_AHEAD:
+                return
+            with self._taken:
+                while self._in_flight:
+                    if not self._taken.wait(1.0) and not self._commands.empty():
+                        break  # a command (cancel, stop) must not wait behind a broker that is away
+                if self._in_flight and not force:
+                    return
+        self._ahead = 0
+        flush = Flush()
+        for choice in self._dirty:
+            flush.items.setdefault(choice.gateway, []).append(_item(choice))
+        flush.ended, self._ended = self._ended, []
+        flush.started, self._started = self._started, []
+        self._dirty.clear()
+        if self._events:
+            flush.events, self._events = self._events, []
+            flush.seq = self._kv_seq
+            self._kv_seq += 1
+        self._in_flight = True
+        self._deliver(flush)
+
+
+def _item(choice: Choice) -> TokenItem:
+    tokens = array("I", choice.buffer)
+    item = TokenItem(
+        choice.request_id,
+        choice.attempt,
+        choice.index,
+        choice.first,
+        wire.pack_tokens(tokens),
+        choice.finish,
+        tuple(choice.logprobs) if choice.logprobs is not None else None,
+    )
+    choice.tokens.extend(tokens)
+    choice.first += len(tokens)
+    choice.buffer.clear()
+    if choice.logprobs is not None:
+        choice.logprobs = []
+    choice.dirty = False
+    return item
+
