@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def application(gateway: Gateway) -> Starlette:
     """The ASGI application of one gateway."""
     api = _Api(gateway)
     page = (Path(__file__).parent / "docs.html").read_bytes()
-    openapi = _json(document())
+    openapi = _json(document(version("penstock")))
 
     async def docs(request: Request) -> Response:
         return Response(page, media_type="text/html")

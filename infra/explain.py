@@ -1,8 +1,11 @@
 """``penstock explain REQUEST_ID``: where a request went and why, from the log alone."""
 
+import argparse
 import asyncio
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -115,21 +118,38 @@ def _show_end(end: done.Done | done.Returned, request: GenerateRequest, console:
     console.print("  ".join(f"{name} +{(at - request.created_ns) / 1e6:.1f} ms" for name, at in marks if at))
 
 
-def run(request_id: str, nats_url: str, namespace: str = "ps", console: Console | None = None) -> int:
+def run(argv: Sequence[str]) -> int:
     """Print the story of one request; returns the exit code."""
-    out = console or Console()
-
-    async def main() -> int:
-        options: dict[str, Any] = {}
-        bus = await connect(nats_url, role="client", name="explain", namespace=namespace, **options)
-        try:
-            show(await story(bus, request_id), out)
-            return 0
-        finally:
-            await bus.close()
-
+    parser = argparse.ArgumentParser(prog="penstock explain", description="what happened to a request, and why")
+    parser.add_argument("request_id", help="as in the X-Request-Id header or the answer's id")
+    parser.add_argument("--nats-url", default="", help="default: from state.json in the data directory")
+    parser.add_argument("--namespace", default="")
+    parser.add_argument("--data-dir", default=".penstock")
+    args = parser.parse_args(argv)
+    console = Console()
+    state = _state(Path(args.data_dir))
+    url = args.nats_url or state.get("nats_url", "nats://127.0.0.1:4222")
+    namespace = args.namespace or state.get("namespace", "ps")
+    request_id = args.request_id.removeprefix("chatcmpl-").removeprefix("cmpl-")
     try:
-        return asyncio.run(main())
+        return asyncio.run(_explain(request_id, url, namespace, console))
     except (ValueError, ServingError) as error:
-        out.print(f"[red]{error}[/]")
+        console.print(f"[red]{error}[/]")
         return 1
+
+
+async def _explain(request_id: str, url: str, namespace: str, console: Console) -> int:
+    bus = await connect(url, role="client", name="explain", namespace=namespace)
+    try:
+        show(await story(bus, request_id), console)
+    finally:
+        await bus.close()
+    return 0
+
+
+def _state(data_dir: Path) -> dict[str, str]:
+    try:
+        state = msgspec.json.decode((data_dir / "state.json").read_bytes())
+    except (OSError, msgspec.MsgspecError):
+        return {}
+    return {key: value for key, value in state.items() if isinstance(value, str)}

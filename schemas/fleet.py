@@ -45,6 +45,7 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     pid: int = 0
     name: str = ""  # the same across restarts
     queue: int = 0  # jobs it takes beyond its slots
+    connection: str = ""  # name of its broker connection, as in disconnect events
 
 
 def removal_headers(revision: int) -> dict[str, str]:

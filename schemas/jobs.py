@@ -1,5 +1,7 @@
 """What a worker is told to do, and why it was chosen: router (or the previous stage) → worker."""
 
+from typing import NamedTuple
+
 import msgspec
 
 from schemas.requests import GenerateRequest
@@ -73,19 +75,35 @@ decode = decoder(WorkMessage)  # type: ignore[arg-type, var-annotated]
 decode_job = decoder(Job)
 
 
-def load_header(prompt_tokens: int, cached_tokens: int, gateway: str, deadline_ns: int, priority: str) -> str:
+def load_header(
+    prompt_tokens: int, cached_tokens: int, gateway: str, deadline_ns: int, priority: str, n: int = 1
+) -> str:
     """The ``Penstock-Load`` header of a job: what other routers fold without reading its body."""
-    return f"{prompt_tokens} {cached_tokens} {gateway} {deadline_ns} {priority}"
+    return f"{prompt_tokens} {cached_tokens} {gateway} {deadline_ns} {priority} {n}"
 
 
-def read_load_header(text: str) -> tuple[int, int, str, int, str]:
-    """Inverse of ``load_header``.
+class LoadHeader(NamedTuple):
+    """Counts in tokens; ``n`` choices."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    gateway: str
+    deadline_ns: int
+    priority: str
+    n: int = 1
+
+
+def read_load_header(text: str) -> LoadHeader:
+    """Inverse of ``load_header``; further words are for newer readers.
 
     Raises:
         ValueError: malformed.
     """
-    prompt, cached, gateway, deadline, priority = text.split(" ")[:5]
-    return int(prompt), int(cached), gateway, int(deadline), priority
+    parts = text.split(" ")
+    if len(parts) < 5:
+        raise ValueError(f"{text!r} is not a load header")
+    n = int(parts[5]) if len(parts) > 5 else 1
+    return LoadHeader(int(parts[0]), int(parts[1]), parts[2], int(parts[3]), parts[4], n)
 
 
 __all__ = [
@@ -94,6 +112,7 @@ __all__ = [
     "Encoded",
     "GenerateRequest",
     "Job",
+    "LoadHeader",
     "Prefilled",
     "Revoke",
     "Stage",

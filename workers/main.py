@@ -3,22 +3,23 @@
 import asyncio
 import contextlib
 import functools
-import os
+import secrets
 import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import structlog
 from faststream import FastStream
-from faststream.nats import NatsBroker, NatsMessage
+from faststream.nats import NatsMessage
 from prometheus_client import CollectorRegistry, start_http_server
 
 from configs import modeldir
 from configs.bus.connection import Bus, connect
 from configs.bus.publish import Publisher
-from configs.detokenize import Detokenizer
+from configs.bus.shell import OwnConnection, raw
 from configs.settings import WorkerSettings
 from schemas import control, wire
 from schemas.errors import ServingError
@@ -33,18 +34,6 @@ log = structlog.get_logger("worker")
 EXIT_OK = 0
 EXIT_ENGINE = 70  # EX_SOFTWARE: the engine failed
 EXIT_CONFIG = 78  # EX_CONFIG: starting again would not help
-
-
-class OwnConnection(NatsBroker):
-    """FastStream on our connection: its own error callback can leave a client unconnected for ever."""
-
-    def __init__(self, bus: Bus) -> None:
-        super().__init__(apply_types=False, logger=None, graceful_timeout=5.0)
-        self._bus = bus
-
-    async def _connect(self) -> Any:
-        self.config.connect(self._bus.nc)
-        return self._bus.nc
 
 
 def run(settings: WorkerSettings) -> int:
@@ -83,10 +72,11 @@ class _Worker:
 
         engine = EngineThread(functools.partial(build_engine, settings, path), self._deliver, failed)
         engine.start()
+        connection = f"worker:{settings.name}:{secrets.token_hex(4)}"
         bus = await connect(
             settings.nats_url,
             role="worker",
-            name=f"worker:{settings.name or os.getpid()}",
+            name=connection,
             namespace=settings.namespace,
             skip_subject_validation=True,
         )
@@ -98,7 +88,7 @@ class _Worker:
             if settings.metrics_port and settings.publish_events_and_metrics:
                 start_http_server(settings.metrics_port, "127.0.0.1", registry=self._metrics.registry)
             names = tuple(n for n in settings.served_model_name.split(",") if n) or (described.name,)
-            model = Model(names[0], names[1:], described.revision, Detokenizer(described.tokenizer))
+            model = Model(names[0], names[1:], described.revision, described.detokenizer, connection)
             app = self._application(bus)
             await app.start()
             try:
@@ -106,6 +96,7 @@ class _Worker:
                     bus, lambda: Session(bus, publisher, engine, built.info, model, settings, self._metrics)
                 )
             finally:
+                bus.closing = True  # stopping FastStream closes the connection
                 with contextlib.suppress(Exception):
                     await asyncio.wait_for(app.stop(), 5)
         finally:
@@ -143,7 +134,7 @@ class _Worker:
         broker = OwnConnection(bus)
         subjects = Subjects(self._settings.namespace)
 
-        @broker.subscriber(subjects.cancel, decoder=_raw)
+        @broker.subscriber(subjects.cancel, decoder=raw)
         async def cancel(message: NatsMessage) -> None:
             order = control.decode_cancel(message.body)
             if self._session is not None:
@@ -158,7 +149,7 @@ class _Worker:
         async def order(message: NatsMessage) -> bytes:
             return await self._obey(session, message.body)
 
-        subscriber = self._broker.subscriber(bus.subjects.control(session.id), decoder=_raw)
+        subscriber = self._broker.subscriber(bus.subjects.control(session.id), decoder=raw)
         subscriber(order)
         await subscriber.start()
         return subscriber
@@ -178,12 +169,7 @@ class _Worker:
             session.deliver(flush)
 
 
-async def _raw(message: NatsMessage) -> NatsMessage:
-    """FastStream's decoders guess at JSON; ours get the message."""
-    return message
-
-
-def build_engine(settings: WorkerSettings, path: Any) -> Engine:
+def build_engine(settings: WorkerSettings, path: Path) -> Engine:
     """The engine that the settings name, built in the thread that will run it."""
     began = time.monotonic()
     if settings.engine == "mock":

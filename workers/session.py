@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import structlog
+from nats.errors import Error as NatsError
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
 from configs.bus.connection import Bus
@@ -23,7 +24,7 @@ from configs.bus.pull import ACK, IN_PROGRESS, TERM, Puller
 from configs.detokenize import Detokenizer
 from configs.settings import WorkerSettings
 from schemas import done, fleet, jobs, kv, requests, wire
-from schemas.errors import Code
+from schemas.errors import Code, ServingError
 from schemas.tokens import WHOLE_REQUEST, Finish, TokenBatch, TokenItem
 from workers.engines.base import EngineInfo, EngineStats, RequestError
 from workers.lease import Lease
@@ -47,6 +48,7 @@ class Model(msgspec.Struct, frozen=True):
     aliases: tuple[str, ...]
     revision: str
     detokenizer: Detokenizer | None
+    connection: str
 
 
 class Session:
@@ -92,19 +94,20 @@ class Session:
     # --- life ---
 
     async def open(self) -> None:
-        """Create this life's consumer, register, and start pulling."""
-        await self._bus.js.add_consumer(
-            self._bus.subjects.stream("WORK"),
-            ConsumerConfig(
-                durable_name=self.id,
-                filter_subject=self._bus.subjects.work(self._settings.role, self.id),
-                deliver_policy=DeliverPolicy.ALL,
-                ack_policy=AckPolicy.EXPLICIT,
-                ack_wait=ACK_WAIT_S,
-                max_ack_pending=4 * (self._info.slots + self._queue),
-                inactive_threshold=120.0,  # the server removes what a killed worker leaves behind
-            ),
-        )
+        """Create this life's consumer, register, and start pulling.
+
+        Raises:
+            ServingError: the broker refused the consumer or the registration.
+        """
+        stream = self._bus.subjects.stream("WORK")
+        try:
+            await self._bus.js.add_consumer(stream, self._consumer())
+        except (NatsError, TimeoutError) as error:
+            raise ServingError(
+                Code.broker_unavailable,
+                f"no consumer could be created on {stream} ({error!r}); run 'penstock streams apply' and check the "
+                "user's permissions",
+            ) from error
         self._tasks = [
             asyncio.create_task(self._publish_flushes(), name="flushes"),
             asyncio.create_task(self._housekeeping(), name="housekeeping"),
@@ -112,6 +115,18 @@ class Session:
         await self._puller.start()
         await self._lease.acquire()
         log.info("worker_registered", worker=self.id, model=self._model.name, slots=self._info.slots)
+
+    def _consumer(self) -> ConsumerConfig:
+        return ConsumerConfig(
+            name=self.id,
+            durable_name=self.id,
+            filter_subject=self._bus.subjects.work(self._settings.role, self.id),
+            deliver_policy=DeliverPolicy.ALL,
+            ack_policy=AckPolicy.EXPLICIT,
+            ack_wait=ACK_WAIT_S,
+            max_ack_pending=4 * (self._info.slots + self._queue),
+            inactive_threshold=120.0,  # the server removes what a killed worker leaves behind
+        )
 
     async def drain(self, timeout: float) -> None:
         """Finish what runs, give back what has not started, leave."""
@@ -207,6 +222,7 @@ class Session:
             pid=os.getpid(),
             name=self._settings.name,
             queue=self._queue,
+            connection=self._model.connection,
         )
 
     # --- work in ---
@@ -508,4 +524,3 @@ def _pages(events: list[kv.KvEvent], limit_bytes: int) -> list[list[kv.KvEvent]]
         pages[-1].append(event)
         size += cost
     return pages
-

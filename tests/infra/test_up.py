@@ -1,6 +1,7 @@
 """The local supervisor: real processes, a real broker, small stand-ins for the roles."""
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -50,6 +51,10 @@ def alive(pid: int) -> bool:
         return False
 
 
+def command_line(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
 class Up:
     """A deployment in this process, and what it wrote."""
 
@@ -90,7 +95,7 @@ async def test_a_deployment_starts_tells_where_it_is_and_stops_in_order(tmp_path
     assert "sys:" in state.sys_nats_url
     # Passwords are in no command line, where any user of the machine could read them.
     for pid in pids.values():
-        assert b"nats://" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        assert "nats://" not in command_line(pid)
     assert "worker runs" in (tmp_path / "data" / "logs" / "worker-1.log").read_text()
     assert await up.stop() == 0
     assert not any(alive(pid) for pid in pids.values())
@@ -210,7 +215,7 @@ def test_pauses_double_up_to_ten_seconds_and_start_again_after_a_lasting_run(liv
     backoff = Backoff()
     pauses = [backoff.after(alive) for alive in lives]
     assert pauses[0] == 0.2
-    assert all(b == min(10.0, 2 * a) for a, b in zip(pauses, pauses[1:], strict=False))
+    assert all(b == min(10.0, 2 * a) for a, b in itertools.pairwise(pauses))
     assert backoff.after(30.0) == 0.2
 
 

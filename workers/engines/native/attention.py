@@ -50,7 +50,7 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    paged: Paged,
+    paged: Paged | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -59,8 +59,11 @@ def attention(
     """What transformers calls; query, key, value are (1, heads, tokens, head_dim).
 
     Raises:
-        Unsupported: the layer asks for more than causal attention (sinks, biases, a mask of its own).
+        Unsupported: the layer asks for more than causal attention (sinks, biases, a mask of its own), or the model
+            does not hand its arguments on.
     """
+    if paged is None:
+        raise Unsupported("a forward() that does not hand its keyword arguments on to attention")
     for name in ("s_aux", "position_bias", "relative_position_bias"):
         if kwargs.get(name) is not None:
             raise Unsupported(f"attention with {name}")

@@ -1,7 +1,8 @@
 """Which model to compute: its weights through transformers, and whether its attention is one that we can page.
 
 What a layer needs is not guessed from the configuration but asked from the model: a forward pass over one token
-records how the registered attention function is called.
+records how the registered attention function is called. Then a few tokens are computed both ways, because a model
+that does more around its attention than the interface tells would answer nonsense without an error.
 """
 
 import inspect
@@ -17,10 +18,12 @@ from transformers.utils import logging as transformers_logging
 
 from workers.engines.base import EngineError
 from workers.engines.native import attention
-from workers.engines.native.pool import KvShape
+from workers.engines.native.pool import KvShape, Pool
 
 PAGED_LAYERS = {"full_attention", "sliding_attention"}
 BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}  # transformers picks their factors by the longest position in the batch
+
+ROUNDING = 0.1  # relative; bfloat16 through many layers stays well below
 
 
 class ModelError(EngineError):
@@ -67,6 +70,8 @@ class _Probe:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float
     ) -> Tensor:
+        if layer in self.layers:
+            raise attention.Unsupported("a layer that attends twice")
         self.layers[layer] = (key.shape[1], key.shape[2])
         return torch.zeros_like(query)
 
@@ -91,7 +96,7 @@ def load(model: str, *, device: torch.device, dtype: str = "auto") -> Model:
         raise ModelError(f"cannot load {model!r}: {_first_line(error)}") from error
     loaded = loaded.to(device).eval().requires_grad_(False)
     shape, vocab_size = _inspect(loaded, device)
-    return Model(
+    made = Model(
         forward=loaded,
         shape=shape,
         dtype=loaded.dtype,
@@ -100,6 +105,8 @@ def load(model: str, *, device: torch.device, dtype: str = "auto") -> Model:
         max_positions=_max_positions(config.get_text_config()),
         eos_token_ids=_eos_token_ids(loaded),
     )
+    _verify(made)
+    return made
 
 
 def _config(model: str) -> Any:
@@ -138,7 +145,9 @@ def _inspect(model: Any, device: torch.device) -> tuple[KvShape, int]:
     try:
         with torch.inference_mode():
             output = model(input_ids=token, position_ids=token, use_cache=False, logits_to_keep=1, paged=probe)
-    except (attention.Unsupported, TypeError) as error:
+    except (attention.Unsupported, TypeError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
         raise ModelError(f"{name} cannot be paged: {_first_line(error)}; choose another model or engine") from error
     layers = model.config.get_text_config().num_hidden_layers
     if sorted(probe.layers) != list(range(layers)):
@@ -151,6 +160,31 @@ def _inspect(model: Any, device: torch.device) -> tuple[KvShape, int]:
         raise ModelError(f"{name} has layers of different (KV heads, head size): {sorted(shapes)}; choose another")
     kv_heads, head_dim = shapes.pop()
     return KvShape(layers, kv_heads, head_dim), int(output.logits.shape[-1])
+
+
+def _verify(model: Model, tokens: int = 12) -> None:
+    """Compare logits of a prefill and a decode step with those of transformers' own attention.
+
+    Raises:
+        ModelError: they differ by more than any dtype's rounding.
+    """
+    name, size = type(model.forward).__name__, 8
+    words = (torch.arange(tokens, device=model.device) * 37 + 1) % model.vocab_size
+    places = torch.arange(tokens, device=model.device)
+    pool = Pool(model.shape, 2, size, model.dtype, model.device)
+    with torch.inference_mode():
+        ours = []
+        for start, stop in ((0, tokens - 1), (tokens - 1, tokens)):
+            paged = attention.ReferenceAttention(pool, [attention.Span(0, start, stop - start, [1, 0])])
+            ours.append(model.logits(words[start:stop], places[start:stop], places[: stop - start], paged))
+        model.forward.set_attn_implementation("eager")
+        try:
+            theirs = model.forward(input_ids=words[None], use_cache=False).logits[0].float()
+        finally:
+            model.forward.set_attn_implementation(attention.NAME)
+    apart = (torch.cat(ours).float() - theirs).norm(dim=-1) / theirs.norm(dim=-1)
+    if not float(apart.median()) < ROUNDING:  # the median: an expert's near-tie may throw off a single row
+        raise ModelError(f"{name} computes attention in a way that cannot be paged; choose another model or engine")
 
 
 def _max_positions(config: Any) -> int:

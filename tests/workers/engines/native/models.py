@@ -88,7 +88,9 @@ def prompt(length: int, salt: int = 0) -> tuple[int, ...]:
     return tuple((7 + salt * 31 + i * i * 13 + i * 5) % (VOCAB - 2) + 1 for i in range(length))
 
 
-def request(key: object, tokens: Sequence[int], count: int, sampling: Sampling = GREEDY, **more: Any) -> SequenceRequest:
+def request(
+    key: object, tokens: Sequence[int], count: int, sampling: Sampling = GREEDY, **more: Any
+) -> SequenceRequest:
     stop = more.pop("stop", None) or Stop(count, ignore_eos=True)
     return SequenceRequest(key=key, prompt=tokens, sampling=sampling, stop=stop, **more)
 

@@ -1,0 +1,74 @@
+"""A router process: connect, fold, decide, until SIGTERM."""
+
+import asyncio
+import contextlib
+import signal
+
+import structlog
+from faststream import FastStream
+from faststream.nats import NatsMessage
+from prometheus_client import CollectorRegistry, start_http_server
+
+from configs.bus.connection import connect
+from configs.bus.publish import Publisher
+from configs.bus.shell import OwnConnection, raw
+from configs.settings import RouterSettings
+from router.metrics import Metrics
+from router.service import Router
+from schemas import control
+from schemas.errors import ServingError
+
+log = structlog.get_logger("router")
+
+EXIT_OK = 0
+EXIT_START = 69  # EX_UNAVAILABLE: the broker or its streams are not there (yet)
+
+
+def run(settings: RouterSettings) -> int:
+    """Route until SIGTERM; returns the exit code."""
+    import uvloop
+
+    try:
+        return uvloop.run(_serve(settings))
+    except ServingError as error:
+        log.error("start_failed", error=error.message)
+        return EXIT_START
+
+
+async def _serve(settings: RouterSettings) -> int:
+    stop = asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    bus = await connect(
+        settings.nats_url,
+        role="router",
+        name=f"router:{settings.name}",
+        namespace=settings.namespace,
+        skip_subject_validation=True,
+    )
+    publisher = Publisher(bus)
+    registry = CollectorRegistry()
+    router = Router(bus, publisher, settings, Metrics(registry))
+    broker = OwnConnection(bus)
+
+    @broker.subscriber(bus.subjects.cancel, decoder=raw)
+    async def cancel(message: NatsMessage) -> None:
+        order = control.decode_cancel(message.body)
+        await router.on_cancel(order.request, order.reason)
+
+    app = FastStream(broker, logger=None)
+    try:
+        await publisher.open()
+        await app.start()
+        await router.open()
+        if settings.metrics_port:
+            start_http_server(settings.metrics_port, "127.0.0.1", registry=registry)
+        await stop.wait()
+        await router.close()
+        bus.closing = True  # stopping FastStream closes the connection
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(app.stop(), 5)
+    finally:
+        await publisher.close()
+        await bus.close()
+    return EXIT_OK

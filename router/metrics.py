@@ -1,0 +1,27 @@
+"""What a router counts; names end in their unit."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+WAIT_BUCKETS = (0.001, 0.01, 0.1, 1, 10, 60, 600)
+
+
+class Metrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.decisions = Counter("penstock_router_decisions", "jobs published", ["reason"], registry=registry)
+        self.overlap = Counter("penstock_router_overlap_tokens", "prompt tokens a worker held", registry=registry)
+        self.prompt = Counter("penstock_router_prompt_tokens", "prompt tokens placed", registry=registry)
+        self.wait = Histogram(
+            "penstock_router_wait_seconds", "arrival to decision", buckets=WAIT_BUCKETS, registry=registry
+        )
+        self.ended = Counter("penstock_router_ended", "requests ended by the router", ["code"], registry=registry)
+        self.lost = Counter("penstock_router_workers_lost", "workers declared dead", registry=registry)
+        self.waiting = Gauge("penstock_router_waiting_requests", "requests without a worker", registry=registry)
+        self.workers = Gauge("penstock_router_workers", "registered workers", registry=registry)
+        self.blocks = Gauge("penstock_router_index_blocks", "names in the index", registry=registry)
+
+    def placed(self, reason: str, cached_tokens: int, prompt_tokens: int, waited_ns: int) -> None:
+        self.decisions.labels(reason.partition(":")[0]).inc()
+        self.overlap.inc(cached_tokens)
+        self.prompt.inc(prompt_tokens)
+        self.wait.observe(waited_ns / 1e9)

@@ -1,0 +1,188 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from schemas.requests import Sampling, Stop
+from tests.workers.engines.native.models import COMMON, EOS, VOCAB, prompt, reference, request, run, tokens
+from workers.engines.base import EngineError
+from workers.engines.native import attention as attention_module
+from workers.engines.native import pool as pool_module
+from workers.engines.native.attention import Unsupported, attention
+from workers.engines.native.build import build
+from workers.engines.native.model import ModelError
+from workers.engines.native.pool import KvShape, Pool
+
+
+@pytest.fixture
+def llama(model_dir: Callable[[str], Path]) -> Path:
+    return model_dir("llama")
+
+
+def test_facts_come_from_the_model(llama: Path) -> None:
+    info = build(str(llama), device="cpu", kv_blocks=9, max_running=3).info
+    assert (info.total_blocks, info.slots, info.vocab_size, info.max_model_len) == (9, 3, VOCAB, 512)
+    assert info.eos_token_ids == (EOS,)
+    assert info.load_seconds > 0
+
+
+def test_default_pool_is_a_share_of_memory_that_is_only_taken_when_used(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "free_bytes", lambda device: 1 << 40)
+    block_bytes = 3 * 2 * 32 * 2 * 16 * 4
+    engine = build(str(llama), device="cpu")
+    assert engine.info.total_blocks == pool_module.CPU_LIMIT_BYTES // block_bytes
+    monkeypatch.setattr(pool_module, "free_bytes", lambda device: 100 * block_bytes)
+    assert build(str(llama), device="cpu").info.total_blocks == 25
+    monkeypatch.setattr(pool_module, "free_bytes", lambda device: 40 * block_bytes)
+    assert build(str(llama), device="cpu").info.total_blocks == 512 // 32  # a whole sequence goes before the share
+    monkeypatch.setattr(pool_module, "free_bytes", lambda device: 0)
+    with pytest.raises(EngineError, match="kv_blocks"):
+        build(str(llama), device="cpu")
+
+
+def test_one_block_is_one_contiguous_range() -> None:
+    pool = Pool(KvShape(layers=3, kv_heads=2, head_dim=4), 5, 8, torch.float32, torch.device("cpu"))
+    assert pool.data[2].is_contiguous()
+    assert pool.data[3].data_ptr() - pool.data[2].data_ptr() == pool.block_bytes == 3 * 2 * 8 * 2 * 4 * 4
+
+
+def test_a_length_beyond_the_model_is_refused(llama: Path) -> None:
+    with pytest.raises(ModelError, match=r"513.*takes 512"):
+        build(str(llama), device="cpu", max_model_len=513)
+    assert build(str(llama), device="cpu", kv_blocks=4, max_model_len=100).info.max_model_len == 100
+
+
+def test_rope_that_depends_on_the_batch_is_kept_within_its_constant_range(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+    LlamaForCausalLM(LlamaConfig(**{**COMMON, "rope_parameters": rope})).save_pretrained(tmp_path)
+    assert build(str(tmp_path), device="cpu", kv_blocks=4).info.max_model_len == 64
+
+
+def test_an_empty_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json"):
+        build(str(tmp_path), device="cpu")
+
+
+def test_missing_weights_are_named(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((llama / "config.json").read_text())
+    with pytest.raises(ModelError, match="safetensors"):
+        build(str(tmp_path), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("kind", "complaint"),
+    [
+        ({"model_type": "t5"}, "encoder-decoder"),
+        ({"model_type": "mamba"}, "attention"),
+        ({"model_type": "vit"}, "decoder-only"),
+        ({"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, "conv layers"),
+        ({"model_type": "no-such-thing"}, "config"),
+    ],
+)
+def test_other_architectures_are_refused_before_weights_are_read(
+    kind: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(kind))
+    with pytest.raises(ModelError, match=complaint):
+        build(str(tmp_path), device="cpu")
+
+
+def test_models_that_do_more_than_the_interface_tells_are_refused(
+    model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    DiffLlamaForCausalLM(DiffLlamaConfig(**COMMON)).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="attends twice"):
+        build(str(tmp_path), device="cpu", kv_blocks=4)
+
+    def unscaled(*args: Any, **kwargs: Any) -> Any:
+        return attention(*args, **{**kwargs, "scaling": 1.0})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(attention_module, "attention", unscaled)
+        with pytest.raises(ModelError, match="cannot be paged"):
+            build(str(model_dir("qwen3")), device="cpu", kv_blocks=4)
+    build(str(model_dir("qwen3")), device="cpu", kv_blocks=4)
+
+
+def test_attention_beyond_causal_is_refused() -> None:
+    q = torch.zeros(1, 2, 3, 4)
+    module: Any = torch.nn.Module()
+    paged: Any = None
+    with pytest.raises(Unsupported, match="s_aux"):
+        attention(module, q, q, q, None, paged=paged, s_aux=torch.zeros(2))
+    with pytest.raises(Unsupported, match="causal"):
+        attention(module, q, q, q, torch.zeros(3, 3), paged=paged)
+    with pytest.raises(Unsupported, match="shape"):
+        attention(module, q, q, q[..., :2], None, paged=paged)
+
+
+def test_an_executor_that_runs_out_of_memory_names_the_knobs(llama: Path) -> None:
+    engine = build(str(llama), device="cpu", kv_blocks=16)
+    executor: Any = engine._executor
+
+    def full(**_: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    object.__setattr__(executor._model, "forward", full)
+    engine.submit(request(0, prompt(3), 4))
+    with pytest.raises(EngineError, match=r"max_batched_tokens.*max_running.*kv_blocks"):
+        engine.step()
+
+
+def test_seeded_answers_are_the_same_alone_together_and_resumed(llama: Path) -> None:
+    def ask(n: int, **more: Any) -> Any:
+        return request(n, prompt(9 + n), 20, Sampling(temperature=0.8, top_p=0.95, seed=n), choice=n % 2, **more)
+
+    def engine() -> Any:
+        return build(str(llama), device="cpu", block_size=8, kv_blocks=64)
+
+    together = tokens(run(engine(), [ask(n) for n in range(6)]))
+    for n in range(6):
+        assert tokens(run(engine(), [ask(n)]))[n] == together[n]
+    for cut in range(1, 20, 6):
+        assert tokens(run(engine(), [ask(3, generated=together[3][:cut])]))[3] == together[3][cut:]
+    assert len({tuple(answer) for answer in together.values()}) == 6
+
+
+def test_penalties_survive_preemption_and_resumption(llama: Path) -> None:
+    def ask(n: int, **more: Any) -> Any:
+        return request(n, prompt(20, n), 24, Sampling(temperature=0, frequency_penalty=1.0), **more)
+
+    roomy = tokens(run(build(str(llama), device="cpu", block_size=8), [ask(n) for n in range(4)]))
+    tight = build(str(llama), device="cpu", block_size=8, kv_blocks=14)
+    assert tokens(run(tight, [ask(n) for n in range(4)])) == roomy
+    assert tight.stats().preemptions
+    assert tokens(run(tight, [ask(0, generated=roomy[0][:9])]))[0] == roomy[0][9:]
+
+
+def test_logprobs_are_those_of_a_plain_forward(llama: Path) -> None:
+    answer = run(build(str(llama), device="cpu", kv_blocks=16), [request(0, prompt(11), 6, Sampling(logprobs=4))])[0]
+    drawn = [output.token for output in answer]
+    with torch.inference_mode():
+        logits = reference(llama)(torch.tensor([[*prompt(11), *drawn]])).logits[0, 10:-1]
+    for output, row in zip(answer, logits.log_softmax(-1), strict=True):
+        assert output.logprob is not None
+        assert output.logprob.logprob == pytest.approx(float(row[output.token]), abs=1e-4)
+        assert [value for _, value in output.logprob.top] == pytest.approx(row.topk(4).values.tolist(), abs=1e-4)
+
+
+def test_eos_ends_unless_too_early_or_ignored(llama: Path) -> None:
+    engine = build(str(llama), device="cpu", kv_blocks=16)
+    eager = Sampling(temperature=0, logit_bias={EOS: 100.0})
+
+    def ask(**stop: Any) -> tuple[list[int], str]:
+        outputs = run(engine, [request(0, prompt(5), 12, eager, stop=Stop(12, **stop))])[0]
+        return [output.token for output in outputs], outputs[-1].finish
+
+    assert ask() == ([EOS], "stop")
+    answer, finish = ask(min_tokens=7)
+    assert (len(answer), finish) == (8, "stop")
+    assert EOS not in answer[:7]
+    assert ask(ignore_eos=True) == ([EOS] * 12, "length")
+    assert ask(ignore_eos=True, min_tokens=12) == ([EOS] * 12, "length")
