@@ -6,6 +6,7 @@ it had placed are in WORK.
 """
 
 import asyncio
+import functools
 import random
 import secrets
 import time
@@ -73,7 +74,9 @@ class Router:
             rng=random.Random(settings.seed or None),
         )
         self.view = View(bus, settings, on_change=self._pump_soon, on_returned=self._on_returned, on_lost=self._on_lost)
-        self._rooms = {priority: WaitingRoom(settings.waiting_room) for priority in Priority}
+        self._rooms: dict[Priority, WaitingRoom[Waiting]] = {
+            priority: WaitingRoom(settings.waiting_room) for priority in Priority
+        }
         self._pullers: list[Puller] = []
         self._cancels: OrderedDict[str, str] = OrderedDict()
         self._rescuing: set[tuple[str, int]] = set()
@@ -99,7 +102,7 @@ class Router:
         for priority in Priority:
             room = self._rooms[priority]
             puller = Puller(
-                self._bus, stream, f"router-{priority.value}", self._on_request, lambda room=room: room.space
+                self._bus, stream, f"router-{priority.value}", self._on_request, functools.partial(getattr, room, "space")
             )
             await puller.start()
             self._pullers.append(puller)
@@ -139,8 +142,8 @@ class Router:
             return
         await self._place(Waiting(request, message.data, message.reply, time.time_ns()))
 
-    async def _place(self, waiting: Waiting) -> bool:
-        """Give a request to a worker, end it, or let it wait; False: it waits."""
+    async def _place(self, waiting: Waiting, stay: bool = True) -> bool:
+        """Give a request to a worker, or end it; False: it has to wait (in its room, if ``stay``)."""
         request = waiting.request
         now_ns = time.time_ns()
         if request.id in self._cancels:
@@ -155,7 +158,8 @@ class Router:
             self._end(waiting, verdict.hopeless, verdict.why)
             return True
         if not verdict.worker:
-            self._rooms[request.priority].push(waiting, now_ns)
+            if stay:
+                self._rooms[request.priority].push(waiting)
             return False
         await self._dispatch(waiting, verdict, keys, now_ns)
         return True
@@ -207,7 +211,7 @@ class Router:
                 return
             log.warning("job_not_stored", request=request.id, error=str(error))
             self.view.loads.withdraw(request.id, attempt, verdict.worker)
-            self._rooms[request.priority].push(waiting, time.time_ns())
+            self._rooms[request.priority].push(waiting)
 
         acknowledged.add_done_callback(stored)
 
@@ -218,19 +222,15 @@ class Router:
             self._spawn(self._pump())
 
     async def _pump(self) -> None:
+        """Place who waits, best class first; who finds no room lets the others pass."""
         self._pump_due = False
         for room in self._rooms.values():
-            skipped = []
-            while (waiting := room.pop_best(time.time_ns())) is not None:
-                if not self.view.has_room(waiting.request.model):
-                    skipped.append(waiting)
-                    if not self.view.any_room():
-                        break
-                    continue
-                if not await self._place(waiting):
-                    break
-            for waiting in skipped:
-                room.push(waiting, time.time_ns())
+            staying = []
+            while self.view.any_room() and (waiting := room.pop(time.time_ns())) is not None:
+                if not self.view.has_room(waiting.request.model) or not await self._place(waiting, stay=False):
+                    staying.append(waiting)
+            for waiting in staying:
+                room.push(waiting)
         for puller in self._pullers:
             await puller.top_up()
 
@@ -271,7 +271,7 @@ class Router:
                 await self._bus.nc.publish(waiting.reply, ACK)
         finally:
             self._ending.discard(request.id)
-        self.view.loads.finished(request.id, attempt)
+        self.view.loads.finished(request.id)
         self._metrics.ended.labels(code.value).inc()
         log.info("request_ended_by_router", request=request.id, code=code.value)
 

@@ -14,9 +14,9 @@ from configs.bus.fleet import FleetWatch, Member
 from configs.bus.log import LogTail
 from configs.bus.read import Entry
 from configs.settings import RouterSettings
-from router.approximate import ApproximateIndex
-from router.fleet import Fleet
+from router.guess import Guess
 from router.index import PrefixIndex
+from router.loads import Loads
 from router.policy import Candidate
 from schemas import control, done, fleet, jobs, kv, wire
 from schemas.errors import ServingError
@@ -57,9 +57,9 @@ class View:
         self._on_change = on_change
         self._on_returned_attempt = on_returned
         self._on_member_lost = on_lost
-        self.loads = Fleet()
+        self.loads = Loads()
         self.index: PrefixIndex | None = PrefixIndex(settings.max_index_blocks) if settings.kv_events else None
-        self._guess = None if settings.kv_events else ApproximateIndex()
+        self._guess = None if settings.kv_events else Guess()
         self._members = FleetWatch(bus, joined=self._joined, left=self._left)
 
         def tail(stream: str, kind: str, handle: Callable[[Entry], None]) -> LogTail:
@@ -72,6 +72,7 @@ class View:
         self._returned = tail("DONE", "returned", self._on_returned)
         self._suspects: dict[str, float] = {}  # connection name -> when it broke
         self._dumps: dict[str, asyncio.Task[None]] = {}
+        self._loaded: set[str] = set()  # workers whose cache the index knows
         self._sys: Bus | None = None
         self._quiet_since = time.monotonic()
 
@@ -133,7 +134,7 @@ class View:
         return [
             Candidate(
                 member.registration,
-                self.loads.load(worker, now_ns),
+                self.loads.load(worker),
                 held.get((worker, 0), 0),
                 suspect=member.registration.connection in suspects,
             )
@@ -162,7 +163,7 @@ class View:
             now_ns=now_ns,
         )
         if self._guess is not None:
-            self._guess.record((worker, 0), keys, now_ns)
+            self._guess.record(worker, keys, now_ns)
 
     def has_room(self, model: str) -> bool:
         return any(
@@ -231,6 +232,7 @@ class View:
             log.warning("kv_batch_unreadable", seq=entry.seq, error=str(error))
             return
         if not self.index.apply(batch):
+            self._loaded.discard(batch.worker)
             self._ask_for_dump(batch.worker)
 
     # --- members ---
@@ -238,7 +240,7 @@ class View:
     def _joined(self, member: Member) -> None:
         registration = member.registration
         self._suspects.pop(registration.connection, None)
-        if self.index is not None and registration.kv_events and not self.index.knows(registration.worker):
+        if self.index is not None and registration.kv_events and registration.worker not in self._loaded:
             self._ask_for_dump(registration.worker)
         self._on_change()
 
@@ -246,6 +248,7 @@ class View:
         worker = member.registration.worker
         if self.index is not None:
             self.index.forget(worker)
+            self._loaded.discard(worker)
         if self._guess is not None:
             self._guess.forget(worker)
         self._on_member_lost(member, why)
@@ -311,6 +314,7 @@ class View:
                     if not page:
                         break
                 if self.index.load_dump(pages):
+                    self._loaded.add(worker)
                     log.info("index_loaded", worker=worker, seq=pages[0].seq)
                     return
             except (NatsError, TimeoutError, msgspec.MsgspecError) as error:
@@ -318,11 +322,11 @@ class View:
             await asyncio.sleep(DUMP_AGAIN_S)
 
 
-class _Client(msgspec.Struct):
+class _Client(msgspec.Struct, frozen=True):
     name: str = ""
 
 
-class _Event(msgspec.Struct):
+class _Event(msgspec.Struct, frozen=True):
     client: _Client = _Client()
 
 

@@ -11,6 +11,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 _EVENT = b"data: {"
 _CHUNKED_END = b"\r\n0\r\n\r\n"
@@ -99,8 +100,7 @@ class Connection(asyncio.Protocol):
         self._first = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
         self._send()
 
     def _send(self) -> None:

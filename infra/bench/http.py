@@ -25,7 +25,7 @@ from infra.up.state import read_state
 
 _BUSY = 0.85  # share of a core from which the generator is itself the limit
 _RECONNECT_S = 0.05
-_STUCK_S = 120.0
+_STUCK_S = 60.0
 _SHOW_S = 0.25
 _WORDS = """time year people way day man thing woman life child world school state family student group country problem
 hand part place case week company system program question work government number night point home water room mother
@@ -258,6 +258,8 @@ async def _stage(load: Load, processes: Mapping[str, int], bar: Progress) -> Sta
     after = cpu_of(processes.values())
     spent = {name: after[pid] - cpu[pid] for name, pid in processes.items()}
     own = own_seconds() - own
+    if not counted.requests and not counted.failed:
+        counted.fail("no request was answered in time")
     load.ended = True
     keep.cancel()
     with contextlib.suppress(asyncio.CancelledError):
@@ -351,6 +353,8 @@ def percentile(ordered: list[float], share: float) -> float:
 
 def _report(stages: list[Stage], processes: Mapping[str, int]) -> None:
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=150)
     table = Table(title="closed loop, times in ms")
     names = ("conns", "req/s", "tokens/s", "TTFT p50", "p99", "ITL p50", "p99", "latency p50", "tok/event", "failed")
     for name in (*names, *(("CPU µs/token", "CPU ms/req") if processes else ()), "own CPU"):

@@ -11,12 +11,13 @@ from typing import Any
 
 import msgspec
 import pytest
+import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.bench.answers import Connection, Tally
 from infra.bench.cpu import cpu_seconds
-from infra.bench.http import BenchFailed, Requests, Settings, Target, _measure, _target, figures, percentile
+from infra.bench.http import BenchFailed, Requests, Settings, Stage, Target, _measure, _target, figures, percentile
 from infra.up.state import Running, State, write_state
 
 TOKENS = 4
@@ -172,6 +173,28 @@ async def test_a_duration_is_kept_without_a_stream_too() -> None:
     assert stage.seconds == pytest.approx(0.3, abs=0.25)
     assert stage.requests > 10
     assert stage.failed == 0
+
+
+def test_it_runs_on_the_loop_that_the_command_uses() -> None:
+    async def measure() -> list[Stage]:
+        async with serving() as (_, target):
+            return await _measure(bench(requests=20, concurrency=(1, 4)), target, {})
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert [(stage.requests, stage.failed) for stage in runner.run(measure())] == [(20, 0), (20, 0)]
+
+
+async def test_a_server_that_never_answers_is_a_failure() -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        await asyncio.sleep(0.3)
+        writer.close()
+
+    listening = await asyncio.start_server(silent, "127.0.0.1", 0)
+    target = Target("127.0.0.1", listening.sockets[0].getsockname()[1], "")
+    (stage,) = await _measure(bench(model="m", duration=0.05), target, {})
+    listening.close()
+    assert stage.errors == {"no request was answered in time": 1}
 
 
 async def test_connections_that_the_server_closes_are_opened_again() -> None:

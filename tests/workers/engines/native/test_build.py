@@ -113,7 +113,7 @@ def test_models_that_do_more_than_the_interface_tells_are_refused(
 def test_attention_beyond_causal_is_refused() -> None:
     q = torch.zeros(1, 2, 3, 4)
     module: Any = torch.nn.Module()
-    paged: Any = None
+    paged: Any = object()
     with pytest.raises(Unsupported, match="s_aux"):
         attention(module, q, q, q, None, paged=paged, s_aux=torch.zeros(2))
     with pytest.raises(Unsupported, match="causal"):
