@@ -38,7 +38,8 @@ def run(settings: GatewaySettings) -> int:
         log.error("start_failed", error=str(error))
         return EXIT_CONFIG
     try:
-        return uvloop.run(_serve(settings, model))
+        status: int = uvloop.run(_serve(settings, model))
+        return status
     except (ServingError, OSError) as error:
         log.error("start_failed", error=str(error))
         return EXIT_START

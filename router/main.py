@@ -29,7 +29,8 @@ def run(settings: RouterSettings) -> int:
     import uvloop
 
     try:
-        return uvloop.run(_serve(settings))
+        status: int = uvloop.run(_serve(settings))
+        return status
     except ServingError as error:
         log.error("start_failed", error=error.message)
         return EXIT_START

@@ -1,193 +1,196 @@
-"""Which worker gets a request: filter, score, pick. Pure; the lowest score wins.
+"""Which worker a request goes to: filter, score, pick. A pure function of the fleet, the overlaps and the rng.
 
-``score = prefill_weight · uncached / B + active / B − (overlap_weight − 1) · overlap``, in blocks of B tokens:
-``uncached`` are prompt tokens that the worker would still have to compute, for its unfinished requests (as far as
-they were not cached when placed, fading while they run) and for this one; ``active`` are prompt tokens of its
-unfinished requests, which share its memory and its steps. Ties are broken at random, so that equal workers share.
+Score in mode "kv", in blocks of prompt work, lowest wins:
+
+    score = prefill_weight · max(0, (A + P) / B − overlap_weight · C)  +  D + U
+
+A: prompt tokens that the worker has yet to compute for others; P: this prompt's tokens; B: its block size;
+C: leading prompt blocks that the worker holds; D: prompt blocks of its unfinished requests; U: blocks that this
+prompt would add to them. The first term is how long the first token takes, the second how much the worker's
+batch and cache are burdened for as long as the request lives.
 """
 
-import math
-import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import exp
+from random import Random
+from typing import Literal
 
 import msgspec
 
-from router.loads import Load
-from schemas import jobs
+from router.fleet import Member, serves
+from router.holders import Place
 from schemas.errors import Code
-from schemas.fleet import Registration, State
-from schemas.jobs import Decision
-from schemas.requests import GenerateRequest
+from schemas.fleet import State
+from schemas.jobs import Candidate
 
-SHOWN = 16
-TIE = 1e-9
+Mode = Literal["kv", "round_robin", "random", "least_loaded", "direct"]
 
-
-class Candidate(msgspec.Struct):
-    """A member as one request sees it."""
-
-    registration: Registration
-    load: Load
-    overlap_blocks: int
-    suspect: bool = False
-    score: float = 0.0
-    excluded: str = ""
-    for_good: bool = False  # excluded whatever the load
+STORED_CANDIDATES = 16
+TIE = 1e-6  # scores closer than this are equal
 
 
-class Verdict(msgspec.Struct):
-    """``worker`` is empty when the request has to wait; ``hopeless`` when no registered worker could ever run it."""
+class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the policy must know of a request. Sizes in tokens; ``prompt_blocks`` full blocks."""
 
-    mode: str
-    worker: str = ""
+    model: str
+    prompt_tokens: int
+    max_tokens: int
+    prompt_blocks: int = 0
+    n: int = 1
     role: str = "aggregated"
+    worker: str = ""  # this one and no other: a worker's id or name
+    avoid: frozenset[str] = frozenset()  # workers that failed this request; taken only if nobody else is left
+
+
+class Weights(msgspec.Struct, frozen=True):
+    """Of the terms of the score; ``temperature`` above 0 draws by softmax over scores scaled to 0..1."""
+
+    overlap: float = 1.0
+    prefill: float = 1.0
+    temperature: float = 0.0
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """The answer. Without ``chosen``: why, and whether waiting can help (``code`` empty) or not."""
+
+    chosen: Place | None
+    candidates: tuple[Candidate, ...]
     overlap_blocks: int = 0
-    candidates: Sequence[Candidate] = ()
-    hopeless: Code | None = None
-    why: str = ""
-
-    def decision(
-        self,
-        *,
-        router: str,
-        at_ns: int,
-        waited_ns: int,
-        reason: str,
-        positions: tuple[int, int, int],
-        prompt_blocks: int,
-    ) -> Decision:
-        """The record that goes into the job: the chosen worker and the best of the others."""
-        shown: Sequence[Candidate] = self.candidates
-        if len(shown) > SHOWN:
-            ranked = sorted(shown, key=lambda c: (c.registration.worker != self.worker, bool(c.excluded), c.score))
-            shown = ranked[:SHOWN]
-        return Decision(
-            mode=self.mode,
-            chosen=self.worker,
-            router=router,
-            at_ns=at_ns,
-            candidates=tuple(
-                jobs.Candidate(
-                    c.registration.worker,
-                    c.overlap_blocks,
-                    c.load.prompt_tokens // c.registration.block_size,
-                    c.load.prefill_tokens,
-                    c.load.running,
-                    c.registration.slots,
-                    c.score,
-                    c.excluded,
-                )
-                for c in shown
-            ),
-            prompt_blocks=prompt_blocks,
-            waited_ns=waited_ns,
-            kv_seq=positions[0],
-            work_seq=positions[1],
-            done_seq=positions[2],
-            reason=reason,
-        )
+    reason: str = ""
+    code: Code | None = None
 
 
-class Policy:
-    """One router's way of choosing. Keeps nothing but the round-robin counter and the random generator."""
-
-    def __init__(
-        self,
-        mode: str,
-        *,
-        overlap_weight: float = 1.0,
-        prefill_weight: float = 1.0,
-        temperature: float = 0.0,
-        rng: random.Random,
-    ) -> None:
-        self.mode = mode
-        self._overlap_weight = overlap_weight
-        self._prefill_weight = prefill_weight
-        self._temperature = temperature
-        self._rng = rng
-        self._turn = 0
-
-    def choose(self, request: GenerateRequest, candidates: list[Candidate]) -> Verdict:
-        """Pick a worker, or say that none has room, or that none ever will."""
-        verdict = Verdict(self.mode, candidates=candidates)
-        mine = [c for c in candidates if _serves(c.registration, request.model)]
-        verdict.candidates = mine
-        prompt_tokens = len(request.prompt) // 4
-        fit = [c for c in mine if self._fits(c, request, prompt_tokens)]
-        if not fit:
-            if mine and all(c.for_good for c in mine):
-                verdict.hopeless, verdict.why = _hopeless(request, mine, prompt_tokens)
-            return verdict
-        chosen = self._pick(fit, prompt_tokens)
-        verdict.worker = chosen.registration.worker
-        verdict.role = chosen.registration.role
-        verdict.overlap_blocks = chosen.overlap_blocks
-        return verdict
-
-    def _fits(self, candidate: Candidate, request: GenerateRequest, prompt_tokens: int) -> bool:
-        registration = candidate.registration
-        if self.mode == "direct" and registration.worker != request.worker and registration.name != request.worker:
-            candidate.excluded = "not the named worker"
-        elif prompt_tokens >= registration.max_model_len:
-            candidate.excluded, candidate.for_good = "context too short", True
-        elif prompt_tokens // registration.block_size + 1 > registration.total_blocks:
-            candidate.excluded, candidate.for_good = "too few blocks", True
-        elif registration.state is not State.ready:
-            candidate.excluded = "draining"
-        elif candidate.suspect:
-            candidate.excluded = "connection lost"
-        elif candidate.load.running and (
-            candidate.load.running + request.n > registration.slots + registration.queue
-        ):
-            candidate.excluded = "full"
-        return not candidate.excluded
-
-    def _pick(self, fit: list[Candidate], prompt_tokens: int) -> Candidate:
-        if self.mode == "round_robin":
-            self._turn += 1
-            return sorted(fit, key=lambda c: c.registration.worker)[self._turn % len(fit)]
-        if self.mode == "random":
-            return self._rng.choice(fit)
-        for candidate in fit:
-            candidate.score = self._score(candidate, prompt_tokens)
-        best = min(c.score for c in fit)
-        if self._temperature > 0:
-            return self._sample(fit, best)
-        ties = [c for c in fit if c.score <= best + TIE]
-        return ties[0] if len(ties) == 1 else self._rng.choice(ties)
-
-    def _score(self, candidate: Candidate, prompt_tokens: int) -> float:
-        load, block = candidate.load, candidate.registration.block_size
-        if self.mode == "least_loaded":
-            return float(load.running)
-        overlap = candidate.overlap_blocks
-        uncached = load.prefill_tokens + max(prompt_tokens - overlap * block, 0)
-        return (
-            self._prefill_weight * uncached / block
-            + load.prompt_tokens / block
-            - (self._overlap_weight - 1.0) * overlap
-        )
-
-    def _sample(self, fit: list[Candidate], best: float) -> Candidate:
-        """Softmax over scores, scaled to their spread."""
-        spread = max(c.score for c in fit) - best
-        if spread <= TIE:
-            return self._rng.choice(fit)
-        weights = [math.exp(-(c.score - best) / (spread * self._temperature)) for c in fit]
-        return self._rng.choices(fit, weights)[0]
+# Why a worker was not scored, and the error of a request for which no worker is left but such.
+_HOPELESS = {
+    "too_long": Code.context_length_exceeded,
+    "too_small": Code.out_of_blocks,
+    "unknown_worker": Code.invalid_request,
+    "worker_not_named": Code.invalid_request,
+}
 
 
-def _serves(registration: Registration, model: str) -> bool:
-    return registration.model == model or model in registration.aliases
+def choose(
+    ask: Ask,
+    members: Sequence[Member],
+    overlaps: Mapping[Place, int],
+    mode: Mode,
+    weights: Weights,
+    rng: Random,
+    turn: int = 0,
+) -> Choice:
+    """Pick a place for one request.
 
-
-def _hopeless(request: GenerateRequest, mine: list[Candidate], prompt_tokens: int) -> tuple[Code, str]:
-    longest = max(c.registration.max_model_len for c in mine)
-    if prompt_tokens >= longest:
-        return Code.context_length_exceeded, f"the prompt has {prompt_tokens} tokens; the workers take {longest}"
-    blocks = max(c.registration.total_blocks for c in mine)
-    return (
-        Code.out_of_blocks,
-        f"the prompt needs {prompt_tokens // request.block_size + 1} KV blocks; the largest worker has {blocks} "
-        "(--kv-blocks)",
+    Args:
+        members: all places, in the order of ``Fleet.members``.
+        overlaps: leading prompt blocks held, by place (``PrefixIndex.match``).
+        turn: requests placed before this one; round robin goes by it.
+    """
+    if mode == "direct" and not ask.worker:
+        return _refusal("worker_not_named", [])
+    open_, shut = [], []
+    for member in members:
+        why = excluded(ask, member)
+        if why:
+            if why != "other_model":
+                shut.append(_candidate(member, overlaps.get(member.place, 0), 0.0, why))
+        else:
+            open_.append(member)
+    if ask.avoid and len(open_) > 1:
+        open_ = [member for member in open_ if member.place[0] not in ask.avoid] or open_
+    if not open_:
+        if ask.worker and not any(ask.worker in (m.place[0], m.registration.name) for m in members):
+            return _refusal("unknown_worker", shut)
+        return _refusal(_common_reason(shut), shut)
+    scores = [score(ask, member, overlaps.get(member.place, 0), mode, weights) for member in open_]
+    if mode == "round_robin":
+        at = turn % len(open_)
+    elif mode == "random":
+        at = rng.randrange(len(open_))
+    else:
+        at = _pick(scores, weights.temperature, rng)
+    chosen = open_[at]
+    return Choice(
+        chosen.place, _table(open_, scores, at, overlaps, shut), min(ask.prompt_blocks, overlaps.get(chosen.place, 0))
     )
+
+
+def excluded(ask: Ask, member: Member) -> str:
+    """Why ``member`` cannot take the request now; empty: it can."""
+    registration = member.registration
+    if not serves(registration, ask.model):
+        return "other_model"
+    if registration.role != ask.role:
+        return "other_role"
+    if ask.worker and ask.worker != registration.worker and ask.worker != registration.name:
+        return "not_asked_for"
+    if ask.prompt_tokens + ask.max_tokens > registration.max_model_len:
+        return "too_long"
+    if ask.prompt_tokens >= registration.total_blocks * registration.block_size:
+        return "too_small"
+    if registration.state is not State.ready:
+        return "draining"
+    if member.load.sequences and ask.n > member.room:
+        return "full"
+    return ""
+
+
+def score(ask: Ask, member: Member, overlap: int, mode: Mode, weights: Weights) -> float:
+    """The cost of sending the request to ``member``; see the top of this module."""
+    load = member.load
+    if mode != "kv":
+        return load.sequences / max(1, member.registration.slots)
+    size = member.registration.block_size
+    overlap = min(overlap, ask.prompt_blocks)
+    prefill = (load.prefill_tokens + ask.prompt_tokens) / size - weights.overlap * overlap
+    return weights.prefill * max(0.0, prefill) + load.active_blocks + ask.prompt_tokens // size - overlap
+
+
+def _pick(scores: list[float], temperature: float, rng: Random) -> int:
+    best = min(scores)
+    if temperature <= 0:
+        ties = [at for at, value in enumerate(scores) if value - best <= TIE]
+        return ties[0] if len(ties) == 1 else rng.choice(ties)
+    scale = (max(scores) - best) * temperature
+    if scale <= 0:
+        return rng.randrange(len(scores))
+    return rng.choices(range(len(scores)), [exp((best - value) / scale) for value in scores])[0]
+
+
+def _table(
+    members: Sequence[Member], scores: list[float], at: int, overlaps: Mapping[Place, int], shut: list[Candidate]
+) -> tuple[Candidate, ...]:
+    """The score table: the chosen first, then the best, then the excluded; at most ``STORED_CANDIDATES``."""
+    order = sorted(range(len(members)), key=scores.__getitem__)
+    order.remove(at)
+    shown = [at, *order[: STORED_CANDIDATES - 1]]
+    lines = [_candidate(members[i], overlaps.get(members[i].place, 0), scores[i], "") for i in shown]
+    return (*lines, *shut[: STORED_CANDIDATES - len(lines)])
+
+
+def _candidate(member: Member, overlap: int, score: float, excluded: str) -> Candidate:
+    load = member.load
+    worker, rank = member.place
+    return Candidate(
+        worker,
+        overlap,
+        load.active_blocks,
+        int(load.prefill_tokens),
+        load.sequences,
+        member.registration.slots,
+        score,
+        excluded,
+        rank,
+    )
+
+
+def _refusal(reason: str, shut: list[Candidate]) -> Choice:
+    return Choice(None, tuple(shut[:STORED_CANDIDATES]), 0, reason, _HOPELESS.get(reason))
+
+
+def _common_reason(shut: list[Candidate]) -> str:
+    """Why nobody is left: what may pass comes first, since then waiting helps."""
+    reasons = {candidate.excluded for candidate in shut}
+    for reason in ("full", "draining", "too_small", "too_long"):
+        if reason in reasons:
+            return reason
+    return "no_worker"

@@ -11,25 +11,28 @@ import random
 import secrets
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import structlog
 
 from configs.bus.connection import Bus
-from configs.bus.fleet import Member
 from configs.bus.publish import Ack, Publisher
-from configs.bus.pull import ACK, IN_PROGRESS, TERM, Puller
+from configs.bus.pull import ACK, IN_PROGRESS, NAK, TERM, Puller
 from configs.settings import RouterSettings
+from router.fleet import Unfinished
+from router.holders import Place
 from router.metrics import Metrics
-from router.policy import Policy, Verdict
+from router.policy import Ask, Choice, Weights, choose
 from router.rescue import Orphan, recover
 from router.view import View
+from router.waiting import Waiting as Entry
 from router.waiting import WaitingRoom
 from schemas import done, jobs, requests, wire
 from schemas.blocks import keys_of
 from schemas.errors import Code, ServingError
-from schemas.jobs import Job
+from schemas.jobs import Decision, Job
 from schemas.requests import GenerateRequest, Priority
 from schemas.subjects import HEADER_LOAD
 from schemas.tokens import WHOLE_REQUEST, Finish, TokenBatch, TokenItem
@@ -41,6 +44,7 @@ SWEEP_S = 0.1
 ORPHANS_S = 1.0
 TERMINAL_S = 600.0
 REMEMBERED = 50_000
+NO_LIMIT = 1 << 30
 
 
 class Waiting(msgspec.Struct, eq=False):
@@ -66,17 +70,12 @@ class Router:
         self._publisher = publisher
         self._settings = settings
         self._metrics = metrics
-        self._policy = Policy(
-            settings.mode,
-            overlap_weight=settings.overlap_weight,
-            prefill_weight=settings.prefill_weight,
-            temperature=settings.temperature,
-            rng=random.Random(settings.seed or None),
-        )
+        self._weights = Weights(settings.overlap_weight, settings.prefill_weight, settings.temperature)
+        self._rng = random.Random(settings.seed or None)
+        self._turn = 0
         self.view = View(bus, settings, on_change=self._pump_soon, on_returned=self._on_returned, on_lost=self._on_lost)
-        self._rooms: dict[Priority, WaitingRoom[Waiting]] = {
-            priority: WaitingRoom(settings.waiting_room) for priority in Priority
-        }
+        self._room: WaitingRoom[Waiting] = WaitingRoom(NO_LIMIT)  # what enters from the log is limited by class
+        self._held = dict.fromkeys(Priority, 0)
         self._pullers: list[Puller] = []
         self._cancels: OrderedDict[str, str] = OrderedDict()
         self._rescuing: set[tuple[str, int]] = set()
@@ -100,10 +99,8 @@ class Router:
         ]
         stream = self._bus.subjects.stream("REQUESTS")
         for priority in Priority:
-            room = self._rooms[priority]
-            puller = Puller(
-                self._bus, stream, f"router-{priority.value}", self._on_request, functools.partial(getattr, room, "space")
-            )
+            space = functools.partial(self._space, priority)
+            puller = Puller(self._bus, stream, f"router-{priority.value}", self._on_request, space)
             await puller.start()
             self._pullers.append(puller)
         log.info("router_open", router=self.id, mode=self._settings.mode)
@@ -116,10 +113,9 @@ class Router:
         await asyncio.gather(*self._upkeep, return_exceptions=True)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=3.0)
-        for room in self._rooms.values():
-            for waiting in room.drain():
-                if waiting.reply and self._bus.connected:
-                    await self._bus.nc.publish(waiting.reply, b"-NAK")
+        for entry in self._room:
+            if entry.item.reply and self._bus.connected:
+                await self._bus.nc.publish(entry.item.reply, NAK)
         await self.view.stop()
 
     # --- requests in ---
@@ -131,19 +127,41 @@ class Router:
             log.error("request_unreadable", subject=message.subject, error=str(error))
             await self._bus.nc.publish(message.reply, TERM)
             return
-        if self.view.loads.knows(request.id):  # placed already, its acknowledgement was lost with the broker
+        if self._placed(request.id):  # placed already, its acknowledgement was lost with the broker
             await self._bus.nc.publish(message.reply, ACK)
             return
         if request.id in self._ending:
             return
-        held = self._rooms[request.priority].get(request.id)
-        if held is not None:
-            held.reply = message.reply
+        if request.id in self._room:  # delivered again
             return
         await self._place(Waiting(request, message.data, message.reply, time.time_ns()))
 
-    async def _place(self, waiting: Waiting, stay: bool = True) -> bool:
-        """Give a request to a worker, or end it; False: it has to wait (in its room, if ``stay``)."""
+    def _space(self, priority: Priority) -> int:
+        """How many more requests of a class may be taken from the log."""
+        return max(0, self._settings.waiting_room - self._held[priority])
+
+    def _wait(self, waiting: Waiting) -> None:
+        request = waiting.request
+        entered = self._room.push(
+            request.id,
+            waiting,
+            rank=request.priority.rank,
+            arrived_ns=request.created_ns,
+            deadline_ns=request.deadline_ns,
+            lane=f"{request.model} {request.worker}",
+        )
+        if entered:
+            self._held[request.priority] += 1
+
+    def _left(self, entry: Entry[Waiting]) -> Waiting:
+        self._held[entry.item.request.priority] -= 1
+        return entry.item
+
+    def _placed(self, request_id: str) -> bool:
+        return self.view.fleet.request(request_id) is not None or self.view.fleet.ended(request_id)
+
+    async def _place(self, waiting: Waiting) -> bool:
+        """Give a request to a worker, or end it; False: it has to wait."""
         request = waiting.request
         now_ns = time.time_ns()
         if request.id in self._cancels:
@@ -153,28 +171,59 @@ class Router:
             self._end(waiting, Code.deadline_exceeded, "the deadline passed before a worker was free")
             return True
         keys = keys_of(request.digests)
-        verdict = self._policy.choose(request, self.view.candidates(request, keys, now_ns))
-        if verdict.hopeless:
-            self._end(waiting, verdict.hopeless, verdict.why)
+        choice = self._choose(request, keys, now_ns)
+        if choice.code is not None:
+            self._end(waiting, choice.code, f"no worker can ever run this request: {choice.reason}")
             return True
-        if not verdict.worker:
-            if stay:
-                self._rooms[request.priority].push(waiting)
+        if choice.chosen is None:
+            self._wait(waiting)
             return False
-        await self._dispatch(waiting, verdict, keys, now_ns)
+        await self._dispatch(waiting, choice, choice.chosen, keys, now_ns)
         return True
 
-    async def _dispatch(self, waiting: Waiting, verdict: Verdict, keys: tuple[int, ...], now_ns: int) -> None:
+    def _choose(self, request: GenerateRequest, keys: Sequence[int], now_ns: int) -> Choice:
+        tokens = len(request.prompt) // 4
+        ask = Ask(
+            request.model,
+            tokens,
+            request.stop.max_tokens,
+            prompt_blocks=len(keys),
+            n=request.n,
+            worker=request.worker,
+            avoid=self.view.suspects(),
+        )
+        self._turn += 1
+        return choose(
+            ask,
+            self.view.fleet.members(now_ns, request.model),
+            self.view.overlaps(keys),
+            self._settings.mode,
+            self._weights,
+            self._rng,
+            self._turn,
+        )
+
+    async def _dispatch(self, waiting: Waiting, choice: Choice, place: Place, keys: Sequence[int], now_ns: int) -> None:
         """Publish the job; the request is acknowledged only after the job is stored."""
-        request, attempt = waiting.request, waiting.attempt
-        cached = min(verdict.overlap_blocks * request.block_size, len(request.prompt) // 4)
-        decision = verdict.decision(
+        request, attempt, worker = waiting.request, waiting.attempt, place[0]
+        registration = self.view.fleet.worker(worker)
+        assert registration is not None
+        prompt_tokens = len(request.prompt) // 4
+        cached = choice.overlap_blocks * registration.block_size
+        kv_seq, work_seq, done_seq = self.view.positions()
+        decision = Decision(
+            mode=self._settings.mode,
+            chosen=worker,
             router=self.id,
             at_ns=now_ns,
-            waited_ns=now_ns - waiting.since_ns,
-            reason=waiting.reason,
-            positions=self.view.positions(),
+            candidates=choice.candidates,
             prompt_blocks=len(keys),
+            waited_ns=now_ns - waiting.since_ns,
+            kv_seq=kv_seq,
+            work_seq=work_seq,
+            done_seq=done_seq,
+            rank=place[1],
+            reason=waiting.reason,
         )
         job = Job(
             request=msgspec.Raw(waiting.raw),
@@ -183,54 +232,45 @@ class Router:
             resume=waiting.resume,
             finished=waiting.finished,
         )
-        self.view.placed(request, attempt, verdict.worker, cached, keys, now_ns)
+        self.view.placed(request, attempt, place, cached, keys, now_ns)
+        load = jobs.load_header(
+            prompt_tokens, cached, request.gateway, request.deadline_ns, request.priority.value, request.n
+        )
         acknowledged = await self._publisher.send(
-            self._bus.subjects.work(verdict.role, verdict.worker),
+            self._bus.subjects.work(registration.role, worker),
             wire.encode(job),
             f"{request.id}:{attempt}",
-            headers={
-                HEADER_LOAD: jobs.load_header(
-                    len(request.prompt) // 4, cached, request.gateway, request.deadline_ns, request.priority, request.n
-                )
-            },
-            timeout=30.0,
+            headers={HEADER_LOAD: load},
         )
-        self._metrics.placed(waiting.reason, cached, len(request.prompt) // 4, now_ns - waiting.since_ns)
+        self._metrics.placed(waiting.reason, cached, prompt_tokens, now_ns - waiting.since_ns)
 
         def stored(future: "asyncio.Future[Ack]") -> None:
             if future.cancelled():
                 return
             error = future.exception()
-            if error is None:
-                ack = future.result()
-                if ack.duplicate:
-                    # Another router was first, perhaps with another worker: the log knows.
-                    self.view.loads.withdraw(request.id, attempt, verdict.worker)
+            if error is None:  # if another router was first, with another worker perhaps, the log will say so
                 if waiting.reply:
                     self._spawn(self._bus.nc.publish(waiting.reply, ACK))
                 return
             log.warning("job_not_stored", request=request.id, error=str(error))
-            self.view.loads.withdraw(request.id, attempt, verdict.worker)
-            self._rooms[request.priority].push(waiting)
+            self.view.fleet.withdraw(request.id, attempt)
+            self._wait(waiting)
 
         acknowledged.add_done_callback(stored)
 
     def _pump_soon(self) -> None:
         """Room may have come free: look once per loop turn, not once per event."""
-        if not self._pump_due and any(len(room) for room in self._rooms.values()):
+        if not self._pump_due and len(self._room):
             self._pump_due = True
             self._spawn(self._pump())
 
     async def _pump(self) -> None:
-        """Place who waits, best class first; who finds no room lets the others pass."""
+        """Place who waits, in each lane until one finds no room."""
         self._pump_due = False
-        for room in self._rooms.values():
-            staying = []
-            while self.view.any_room() and (waiting := room.pop(time.time_ns())) is not None:
-                if not self.view.has_room(waiting.request.model) or not await self._place(waiting, stay=False):
-                    staying.append(waiting)
-            for waiting in staying:
-                room.push(waiting)
+        for lane in self._room.lanes if self.view.any_room() else ():
+            while (entry := self._room.pop_best(lane)) is not None:
+                if not await self._place(self._left(entry)):
+                    break
         for puller in self._pullers:
             await puller.top_up()
 
@@ -271,7 +311,7 @@ class Router:
                 await self._bus.nc.publish(waiting.reply, ACK)
         finally:
             self._ending.discard(request.id)
-        self.view.loads.finished(request.id)
+        self.view.fleet.finished(request.id)
         self._metrics.ended.labels(code.value).inc()
         log.info("request_ended_by_router", request=request.id, code=code.value)
 
@@ -282,63 +322,54 @@ class Router:
         self._cancels[request_id] = reason
         if len(self._cancels) > REMEMBERED:
             self._cancels.popitem(last=False)
-        for room in self._rooms.values():
-            waiting = room.remove(request_id)
-            if waiting is not None:
-                self._end(waiting, Code.cancelled, reason)
+        entry = self._room.remove(request_id)
+        if entry is not None:
+            self._end(self._left(entry), Code.cancelled, reason)
 
     # --- what dead workers leave behind ---
 
-    def _on_lost(self, member: Member, why: str) -> None:
-        worker = member.registration.worker
-        log.warning("worker_lost", worker=worker, why=why)
+    def _on_lost(self, worker: str, why: str, orphans: list[Unfinished]) -> None:
+        log.warning("worker_lost", worker=worker, why=why, requests=len(orphans))
         self._metrics.lost.inc()
-        self._spawn(self._rescue_from({worker}, "worker_lost"))
+        if orphans:
+            self._spawn(self._rescue(orphans, "worker_lost"))
 
     def _on_returned(self, event: done.Returned) -> None:
-        self._spawn(self._rescue([(event.request, event.attempt)], f"returned: {event.reason}"[:200]))
+        entry = self.view.fleet.request(event.request)
+        if entry is not None and entry.attempt == event.attempt:
+            self._spawn(self._rescue([entry], f"returned: {event.reason}"[:200]))
 
     async def _watch_orphans(self) -> None:
         """The backstop: unfinished work of workers that are not registered, whoever placed it and whenever."""
         while True:
             await asyncio.sleep(ORPHANS_S)
             try:
-                if self._bus.connected and self.view.settled():
-                    gone = {worker for worker in self.view.loads.workers() if not self.view.is_member(worker)}
-                    if gone:
-                        await self._rescue_from(gone, "worker_lost")
+                orphans = self.view.orphans()
+                if orphans:
+                    await self._rescue(orphans, "worker_lost")
             except Exception:
                 log.exception("orphan_watch_failed")
 
-    async def _rescue_from(self, workers: set[str], reason: str) -> None:
-        attempts = [
-            (entry.request, entry.attempt) for worker in workers for entry in self.view.loads.unfinished_of(worker)
-        ]
-        await self._rescue(attempts, reason)
-
-    async def _rescue(self, attempts: list[tuple[str, int]], reason: str) -> None:
+    async def _rescue(self, lost: list[Unfinished], reason: str) -> None:
         """Steer unfinished requests again, behind the tokens that they have streamed."""
-        fresh = [attempt for attempt in attempts if attempt not in self._rescuing]
+        fresh = [entry for entry in lost if (entry.request, entry.attempt) not in self._rescuing]
         if not fresh:
             return
-        self._rescuing.update(fresh)
+        names = {(entry.request, entry.attempt) for entry in fresh}
+        self._rescuing |= names
         try:
-            orphans = []
-            for request_id, attempt in fresh:
-                entry = self.view.loads.entry(request_id)
-                if entry is not None and entry.attempt == attempt:
-                    orphans.append(Orphan(request_id, attempt, entry.worker, entry.gateway, entry.seq))
+            orphans = [Orphan(e.request, e.attempt, e.worker, e.gateway, e.seq) for e in fresh]
             for found in await recover(self._bus, self._publisher, self.id, orphans):
                 await self._steer_again(found, reason)
         except ServingError as error:
             log.warning("rescue_postponed", error=error.message, requests=len(fresh))
         finally:
-            self._rescuing.difference_update(fresh)
+            self._rescuing -= names
 
     async def _steer_again(self, orphan: Orphan, reason: str) -> None:
         request = orphan.request
         assert request is not None
-        entry = self.view.loads.entry(orphan.request_id)
+        entry = self.view.fleet.request(orphan.request_id)
         if entry is None or entry.attempt != orphan.attempt:
             return  # its terminal event or another router's decision came in the meantime
         waiting = Waiting(
@@ -361,7 +392,7 @@ class Router:
             )
         else:
             log.info("request_steered_again", request=request.id, attempt=waiting.attempt, reason=reason)
-            self.view.loads.withdraw(orphan.request_id, orphan.attempt, orphan.worker)
+            self.view.fleet.returned(orphan.request_id, orphan.attempt)
             await self._place(waiting)
 
     async def _tell_completed(self, orphan: Orphan) -> None:
@@ -406,14 +437,17 @@ class Router:
 
     async def _sweep_once(self, now_ns: int, now: float) -> None:
         self.view.upkeep(now_ns)
-        for room in self._rooms.values():
-            for waiting in room.expired(now_ns):
-                self._end(waiting, Code.deadline_exceeded, "the deadline passed before a worker was free")
-            for waiting in room:
-                if waiting.reply and now - waiting.renewed > RENEW_S and self._bus.connected:
-                    waiting.renewed = now
-                    await self._bus.nc.publish(waiting.reply, IN_PROGRESS)
-        self._metrics.waiting.set(sum(len(room) for room in self._rooms.values()))
+        for entry in self._room.expired(now_ns):
+            self._end(self._left(entry), Code.deadline_exceeded, "the deadline passed before a worker was free")
+        for entry in self._room:
+            waiting = entry.item
+            if waiting.reply and now - waiting.renewed > RENEW_S and self._bus.connected:
+                waiting.renewed = now
+                await self._bus.nc.publish(waiting.reply, IN_PROGRESS)
+        self._metrics.waiting.set(len(self._room))
+        if self.view.index is not None:
+            self._metrics.blocks.set(self.view.index.stats.blocks)
+        self._metrics.workers.set(len(self.view.fleet.workers()))
         self._pump_soon()
 
     def _spawn(self, work: Any) -> None:

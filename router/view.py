@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -14,10 +14,10 @@ from configs.bus.fleet import FleetWatch, Member
 from configs.bus.log import LogTail
 from configs.bus.read import Entry
 from configs.settings import RouterSettings
-from router.guess import Guess
+from router.approximate import ApproximateIndex
+from router.fleet import Fleet, Unfinished
+from router.holders import Place
 from router.index import PrefixIndex
-from router.loads import Loads
-from router.policy import Candidate
 from schemas import control, done, fleet, jobs, kv, wire
 from schemas.errors import ServingError
 from schemas.requests import GenerateRequest
@@ -30,7 +30,7 @@ SUSPECT_S = 0.4  # a worker whose connection broke has this long to come back
 SETTLE_S = fleet.LEASE_S + 0.5
 DUMP_AGAIN_S = 1.0
 SWEEP_BLOCKS = 20_000
-SNAPSHOT_S = 5.0
+OVERDUE_NS = 30_000_000_000  # a request this long past its deadline ended without our hearing of it
 
 
 class View:
@@ -39,7 +39,7 @@ class View:
     Args:
         on_change: room may have come free.
         on_returned: a worker gave an attempt back.
-        on_lost: a member is gone.
+        on_lost: a member is gone, and leaves these requests.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class View:
         *,
         on_change: Callable[[], None],
         on_returned: Callable[[done.Returned], None],
-        on_lost: Callable[[Member, str], None],
+        on_lost: Callable[[str, str, list[Unfinished]], None],
     ) -> None:
         subjects = bus.subjects
         self._bus = bus
@@ -57,9 +57,9 @@ class View:
         self._on_change = on_change
         self._on_returned_attempt = on_returned
         self._on_member_lost = on_lost
-        self.loads = Loads()
+        self.fleet = Fleet()
         self.index: PrefixIndex | None = PrefixIndex(settings.max_index_blocks) if settings.kv_events else None
-        self._guess = None if settings.kv_events else Guess()
+        self._guess = None if settings.kv_events else ApproximateIndex(settings.max_index_blocks)
         self._members = FleetWatch(bus, joined=self._joined, left=self._left)
 
         def tail(stream: str, kind: str, handle: Callable[[Entry], None]) -> LogTail:
@@ -109,10 +109,6 @@ class View:
     async def _on_reconnect(self) -> None:
         self._quiet_since = time.monotonic()
 
-    def settled(self) -> bool:
-        """Whether a missing registration means a dead worker: all had the time to register (again)."""
-        return time.monotonic() - self._quiet_since > SETTLE_S
-
     def upkeep(self, now_ns: int) -> None:
         """A few times a second: leases, suspects, deadlines, index cleaning."""
         now = time.monotonic()
@@ -121,65 +117,59 @@ class View:
             if now - since > SUSPECT_S:
                 del self._suspects[connection]
                 self._condemn(connection)
-        self.loads.expire(now_ns)
-        if self.index is not None:
-            self.index.sweep(SWEEP_BLOCKS)
+        self.fleet.expire(now_ns, OVERDUE_NS)
+        index = self.index or self._guess
+        assert index is not None
+        index.sweep(SWEEP_BLOCKS)
+        if self._guess is not None:
+            self._guess.expire(now_ns / 1e9)
 
     # --- for decisions ---
 
-    def candidates(self, request: GenerateRequest, keys: Sequence[int], now_ns: int) -> list[Candidate]:
-        """Every member as the policy sees it for this request."""
-        held = self._match(keys, now_ns)
-        suspects = self._suspects
-        return [
-            Candidate(
-                member.registration,
-                self.loads.load(worker),
-                held.get((worker, 0), 0),
-                suspect=member.registration.connection in suspects,
-            )
-            for worker, member in self._members.members.items()
-        ]
-
-    def _match(self, keys: Sequence[int], now_ns: int) -> dict[Any, int]:
+    def overlaps(self, keys: Sequence[int]) -> Mapping[Place, int]:
+        """Leading prompt blocks held, by place."""
         if self.index is not None:
             return self.index.match(keys)
         assert self._guess is not None
-        return self._guess.match(keys, now_ns)
+        return self._guess.match(keys)
+
+    def suspects(self) -> frozenset[str]:
+        """Workers whose connection is broken for the moment."""
+        if not self._suspects:
+            return frozenset()
+        return frozenset(
+            worker
+            for worker, member in self._members.members.items()
+            if member.registration.connection in self._suspects
+        )
 
     def placed(
-        self, request: GenerateRequest, attempt: int, worker: str, cached: int, keys: Sequence[int], now_ns: int
+        self, request: GenerateRequest, attempt: int, place: Place, cached: int, keys: Sequence[int], now_ns: int
     ) -> None:
         """Count a decision before its echo from the log arrives."""
-        self.loads.admitted(
+        self.fleet.admitted(
             request.id,
             attempt,
-            worker,
+            place[0],
             prompt_tokens=len(request.prompt) // 4,
             cached_tokens=cached,
-            n=request.n,
-            gateway=request.gateway,
             deadline_ns=request.deadline_ns,
             now_ns=now_ns,
+            n=request.n,
+            rank=place[1],
+            gateway=request.gateway,
+            priority=request.priority.value,
         )
         if self._guess is not None:
-            self._guess.record(worker, keys, now_ns)
-
-    def has_room(self, model: str) -> bool:
-        return any(
-            self.loads.room(m.registration) > 0
-            for m in self._members.members.values()
-            if m.registration.model == model and m.registration.state is fleet.State.ready
-        )
+            self._guess.record(place, keys, now_ns / 1e9)
 
     def any_room(self) -> bool:
-        return any(self.loads.room(m.registration) > 0 for m in self._members.members.values())
+        return any(self.fleet.room(r.worker, rank) for r in self.fleet.workers() for rank in range(r.dp_size))
 
-    def is_member(self, worker: str) -> bool:
-        return worker in self._members.members
-
-    def members(self) -> list[fleet.Registration]:
-        return [member.registration for member in self._members.members.values()]
+    def orphans(self) -> list[Unfinished]:
+        """Unfinished requests of workers that are not registered, once all had the time to register (again)."""
+        settled = time.monotonic() - self._quiet_since > SETTLE_S
+        return self.fleet.orphans() if settled and self._bus.connected else []
 
     def positions(self) -> tuple[int, int, int]:
         """Stream sequences of KV, WORK and DONE that the present state stands at."""
@@ -198,21 +188,23 @@ class View:
         except ValueError:
             log.warning("work_header_unreadable", seq=entry.seq)
             return
-        self.loads.admitted(
+        self.fleet.admitted(
             request_id,
             number,
             entry.subject.rpartition(".")[2],
             prompt_tokens=load.prompt_tokens,
             cached_tokens=load.cached_tokens,
+            deadline_ns=load.deadline_ns,
+            now_ns=time.time_ns(),
             n=load.n,
             gateway=load.gateway,
-            deadline_ns=load.deadline_ns,
+            priority=load.priority,
+            echo=True,
             seq=entry.seq,
-            now_ns=time.time_ns(),
         )
 
     def _on_done(self, entry: Entry) -> None:
-        self.loads.finished(entry.headers.get(HEADER_MSG_ID, ""))
+        self.fleet.finished(entry.headers.get(HEADER_MSG_ID, ""))
         self._on_change()
 
     def _on_returned(self, entry: Entry) -> None:
@@ -239,6 +231,7 @@ class View:
 
     def _joined(self, member: Member) -> None:
         registration = member.registration
+        self.fleet.put(registration)
         self._suspects.pop(registration.connection, None)
         if self.index is not None and registration.kv_events and registration.worker not in self._loaded:
             self._ask_for_dump(registration.worker)
@@ -246,12 +239,13 @@ class View:
 
     def _left(self, member: Member, why: str) -> None:
         worker = member.registration.worker
+        orphans = self.fleet.lost(worker)
         if self.index is not None:
             self.index.forget(worker)
             self._loaded.discard(worker)
         if self._guess is not None:
             self._guess.forget(worker)
-        self._on_member_lost(member, why)
+        self._on_member_lost(worker, why, orphans)
 
     def _condemn(self, connection: str) -> None:
         """A connection stayed away: its worker is dead. Removing its key tells it so, should it live."""
@@ -303,7 +297,7 @@ class View:
         """Ask until the worker's cache is known, or it is gone."""
         assert self.index is not None
         subject = self._bus.subjects.control(worker)
-        while self.is_member(worker) or not self.settled():
+        while self.fleet.worker(worker) is not None:
             try:
                 pages: list[kv.KvDump] = []
                 page = 0

@@ -1,88 +1,122 @@
-"""Requests without a worker, in a bounded room: earliest deadline class first come, first served. Pure."""
+"""The waiting room: requests that no worker can take now, in the order in which they shall be tried.
 
+Each request gets a fixed due time when it enters, so the order never has to be recomputed:
+
+    due = min(arrived + the head start of the classes above it, deadline − URGENT)
+
+Within a class that is first come, first served. A lower class goes behind what arrives during its handicap, and
+no longer, so it is never starved; whoever's deadline is near is tried first, whatever its class.
+"""
+
+import heapq
 from collections.abc import Iterator
-from heapq import heapify, heappop, heappush
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
-from schemas.requests import GenerateRequest
+T = TypeVar("T")
 
-
-class Waiter(Protocol):
-    @property
-    def request(self) -> GenerateRequest: ...
-    @property
-    def since_ns(self) -> int: ...
+SECOND_NS = 1_000_000_000
+HANDICAP_NS = (0, 5 * SECOND_NS, 60 * SECOND_NS)  # by Priority.rank
+URGENT_NS = 30 * SECOND_NS
 
 
-W = TypeVar("W", bound=Waiter)
+class Waiting(NamedTuple, Generic[T]):
+    """One request in the room. Times are Unix ns."""
 
-URGENT_NS = 2_000_000_000  # this close to its deadline a request passes the others
+    due_ns: int
+    order: int
+    id: str
+    deadline_ns: int
+    arrived_ns: int
+    lane: str
+    item: T
 
 
-class WaitingRoom(Generic[W]):
-    """One priority class. First come, first served, but a request about to miss its deadline goes first.
-
-    ``limit`` bounds what is taken from the log; requests that are steered again are let in beyond it.
-    """
+class WaitingRoom(Generic[T]):
+    """At most ``limit`` requests, in lanes (one per model) that do not hold each other up. O(log n) a step."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._waiting: dict[str, W] = {}
-        self._order: list[tuple[int, str]] = []  # (since, id), may hold ids that left
-        self._deadlines: list[tuple[int, str]] = []
+        self.limit = limit
+        self._waiting: dict[str, Waiting[T]] = {}
+        self._lanes: dict[str, list[Waiting[T]]] = {}
+        self._deadlines: list[tuple[int, int, str]] = []
+        self._order = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __iter__(self) -> Iterator[W]:
+    def __contains__(self, request: str) -> bool:
+        return request in self._waiting
+
+    def __iter__(self) -> Iterator[Waiting[T]]:
         return iter(list(self._waiting.values()))
 
     @property
-    def space(self) -> int:
-        """How many more may be taken from the log."""
-        return max(0, self._limit - len(self._waiting))
+    def lanes(self) -> list[str]:
+        """Lanes in which somebody waits."""
+        return [lane for lane in list(self._lanes) if self._head(lane) is not None]
 
-    def get(self, request_id: str) -> W | None:
-        return self._waiting.get(request_id)
+    def push(self, id: str, item: T, *, rank: int, arrived_ns: int, deadline_ns: int, lane: str = "") -> bool:
+        """Let a request in; False: the room is full, or it is in already.
 
-    def push(self, waiter: W) -> None:
-        request = waiter.request
-        if request.id not in self._waiting:
-            heappush(self._order, (waiter.since_ns, request.id))
-            heappush(self._deadlines, (request.deadline_ns, request.id))
-        self._waiting[request.id] = waiter
+        Args:
+            rank: of its class, 0 is served first (``Priority.rank``).
+            arrived_ns: when it first asked, also if it comes back, so that it keeps its turn.
+        """
+        if id in self._waiting or len(self._waiting) >= self.limit:
+            return False
+        due = min(arrived_ns + HANDICAP_NS[min(rank, len(HANDICAP_NS) - 1)], deadline_ns - URGENT_NS)
+        self._order += 1
+        entry = self._waiting[id] = Waiting(due, self._order, id, deadline_ns, arrived_ns, lane, item)
+        heapq.heappush(self._lanes.setdefault(lane, []), entry)
+        heapq.heappush(self._deadlines, (deadline_ns, entry.order, id))
+        if len(self._deadlines) > 2 * len(self._waiting) + 64:
+            self._compact()
+        return True
 
-    def pop(self, now_ns: int) -> W | None:
-        """The next one to place; None: nobody waits."""
-        self._clean(self._deadlines)
-        if self._deadlines and self._deadlines[0][0] < now_ns + URGENT_NS:
-            return self._waiting.pop(heappop(self._deadlines)[1])
-        self._clean(self._order)
-        return self._waiting.pop(heappop(self._order)[1]) if self._order else None
+    def peek(self, lane: str = "") -> Waiting[T] | None:
+        """Who is next in a lane."""
+        return self._head(lane)
 
-    def remove(self, request_id: str) -> W | None:
-        waiter = self._waiting.pop(request_id, None)
-        if len(self._order) > 2 * len(self._waiting) + 64:  # mostly ids that left
-            self._order = [entry for entry in self._order if entry[1] in self._waiting]
-            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._waiting]
-            heapify(self._order)
-            heapify(self._deadlines)
-        return waiter
+    def pop_best(self, lane: str = "") -> Waiting[T] | None:
+        """Take out who is next in a lane."""
+        entry = self._head(lane)
+        if entry is not None:
+            heapq.heappop(self._lanes[lane])
+            del self._waiting[entry.id]
+        return entry
 
-    def expired(self, now_ns: int) -> list[W]:
-        """Take out those whose deadline has passed."""
-        out = []
-        while self._clean(self._deadlines) and self._deadlines[0][0] <= now_ns:
-            out.append(self._waiting.pop(heappop(self._deadlines)[1]))
-        return out
+    def remove(self, id: str) -> Waiting[T] | None:
+        """Take out one request, wherever it stands."""
+        return self._waiting.pop(id, None)
 
-    def drain(self) -> list[W]:
-        """Take out all."""
-        out = list(self._waiting.values())
-        self._waiting.clear()
-        return out
+    def expired(self, now_ns: int) -> list[Waiting[T]]:
+        """Take out and return everybody whose deadline has come, earliest first."""
+        late = []
+        while self._deadlines and self._deadlines[0][0] <= now_ns:
+            _, order, id = heapq.heappop(self._deadlines)
+            entry = self._waiting.get(id)
+            if entry is not None and entry.order == order:
+                late.append(self._waiting.pop(id))
+        return late
 
-    def _clean(self, heap: list[tuple[int, str]]) -> bool:
-        while heap and heap[0][1] not in self._waiting:
-            heappop(heap)
-        return bool(heap)
+    def next_deadline_ns(self) -> int | None:
+        """When ``expired`` has something to say next; may be early, never late."""
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def _head(self, lane: str) -> Waiting[T] | None:
+        heap = self._lanes.get(lane)
+        while heap:
+            if self._waiting.get(heap[0].id) is heap[0]:
+                return heap[0]
+            heapq.heappop(heap)
+        self._lanes.pop(lane, None)
+        return None
+
+    def _compact(self) -> None:
+        self._deadlines = [(e.deadline_ns, e.order, e.id) for e in self._waiting.values()]
+        heapq.heapify(self._deadlines)
+        self._lanes = {}
+        for entry in self._waiting.values():
+            self._lanes.setdefault(entry.lane, []).append(entry)
+        for heap in self._lanes.values():
+            heapq.heapify(heap)

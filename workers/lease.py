@@ -7,10 +7,10 @@ that wakes up (a zombie) from speaking for requests that others have taken over.
 
 import asyncio
 import contextlib
-import json
 import time
 from collections.abc import Awaitable, Callable
 
+import msgspec
 import structlog
 from nats.errors import Error as NatsError
 
@@ -21,6 +21,8 @@ from schemas.errors import Code, ServingError
 log = structlog.get_logger("lease")
 
 TRUST_S = fleet.LEASE_S * 0.7
+AGAIN_S = 0.1
+RELEASES = 3
 WRONG_SEQUENCE = 10071
 
 
@@ -93,11 +95,15 @@ class Lease:
 
     async def release(self) -> None:
         """Give the lease back: the key is removed, unless it is no longer ours."""
+        async with self._turn:  # a renewal under way ends first, since it moves the revision
+            owned, self.gone = not self.gone, True
         await self._stop()
-        if not self.gone:
-            self.gone = True
-            with contextlib.suppress(NatsError, TimeoutError):
-                await self._request(b"", fleet.removal_headers(self._revision))
+        with contextlib.suppress(NatsError, TimeoutError, _Lost):
+            for _ in range(RELEASES if owned else 0):
+                reply = await self._request(b"", fleet.removal_headers(self._revision))
+                if reply.error is None or reply.error.err_code != WRONG_SEQUENCE:
+                    return
+                await self._adopt()
 
     async def abandon(self) -> None:
         """Stop renewing without a word."""
@@ -113,27 +119,38 @@ class Lease:
                 await self._task
 
     async def _keep(self) -> None:
+        renewed = True
         while not self.gone:
             # In doubt: look often, somebody's tokens are waiting.
-            await asyncio.sleep(0.1 if self._doubted else fleet.RENEW_S)
-            if self._bus.connected:
-                await self._renew()
+            await asyncio.sleep(fleet.RENEW_S if renewed and not self._doubted else AGAIN_S)
+            if not self._bus.connected:
+                continue
+            try:
+                renewed = await self._renew()
+            except Exception as error:  # a lease that nobody renews any more would never be missed
+                renewed = False
+                log.warning("renewal_failed", error=repr(error))
 
-    async def _renew(self) -> None:
+    async def _renew(self) -> bool:
         async with self._turn:
             if self.gone:
-                return
+                return False
             try:
                 if not await self._write(expected=self._revision):
-                    return
+                    return False
             except _Lost:
                 self.gone = True
                 log.warning("lease_lost", subject=self._subject)
                 self._lost()
-                return
+                return False
             if self._doubted:
                 self._doubted = False
-                await self._regained()
+                try:
+                    await self._regained()
+                except BaseException:
+                    self._doubted = True
+                    raise
+            return True
 
     async def _write(self, expected: int | None) -> bool:
         """Store the registration; False: no answer, try again. Raises _Lost."""
@@ -146,17 +163,21 @@ class Lease:
         except (NatsError, TimeoutError) as error:
             log.debug("renewal_unanswered", error=repr(error))
             return False
-        if error := reply.get("error"):
-            if error.get("err_code") == WRONG_SEQUENCE:
-                return await self._adopt()
-            log.warning("renewal_refused", error=error.get("description"))
+        if reply.error is not None:
+            if reply.error.err_code == WRONG_SEQUENCE:
+                await self._adopt()
+                return False  # the next attempt renews on the right revision
+            log.warning("renewal_refused", error=reply.error.description)
             return False
-        self._revision = int(reply["seq"])
+        self._revision = reply.seq
         self._renewed = began
         return True
 
     async def _adopt(self) -> bool:
-        """A renewal whose answer was lost moved the revision: take it over if the key is still ours."""
+        """A renewal whose answer was lost moved the revision: take it over if the key is still ours.
+
+        False: no answer. Raises _Lost.
+        """
         try:
             message = await self._bus.js.get_last_msg(self._stream, self._subject, direct=True)
         except (NatsError, TimeoutError) as error:
@@ -164,17 +185,34 @@ class Lease:
                 raise _Lost from None
             return False
         operation = (message.headers or {}).get("KV-Operation") or (message.headers or {}).get("Nats-Marker-Reason")
-        if operation or not message.data:
+        if operation or not message.data or not self._ours(message.data):
             raise _Lost
         assert message.seq is not None
         self._revision = message.seq
-        return False  # the next attempt renews on the right revision
+        return True
 
-    async def _request(self, payload: bytes, headers: dict[str, str]) -> dict[str, object] | dict[str, dict[str, object]]:
+    def _ours(self, stored: bytes) -> bool:
+        try:
+            return fleet.decode(stored).epoch == self._describe().epoch
+        except msgspec.MsgspecError:
+            return False
+
+    async def _request(self, payload: bytes, headers: dict[str, str]) -> "_Reply":
         message = await self._bus.nc.request(self._subject, payload, timeout=1.0, headers=headers)
-        reply = json.loads(message.data)
-        assert isinstance(reply, dict)
-        return reply
+        return _decode_reply(message.data)
+
+
+class _Error(msgspec.Struct):
+    err_code: int = 0
+    description: str = ""
+
+
+class _Reply(msgspec.Struct):
+    seq: int = 0
+    error: _Error | None = None
+
+
+_decode_reply = msgspec.json.Decoder(_Reply).decode
 
 
 class _Lost(Exception):

@@ -43,7 +43,8 @@ def run(settings: WorkerSettings) -> int:
     import uvloop
 
     try:
-        return uvloop.run(_Worker(settings).serve())
+        status: int = uvloop.run(_Worker(settings).serve())
+        return status
     except (ServingError, modeldir.ModelError) as error:
         log.error("start_failed", error=str(error))
         return EXIT_CONFIG

@@ -2,7 +2,8 @@
 
 Published plainly, with a message id, and kept for a few seconds. After a reconnect everything kept is sent again
 in order; the stream stores each message once. While the gate is shut (disconnected, or the worker's lease is in
-doubt) messages are only kept.
+doubt) messages are only kept. A renewed lease on the same link proves that the server has read what was sent
+before, so only then may the oldest go.
 """
 
 import asyncio
@@ -10,11 +11,21 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+import msgspec
+
 from configs.bus.connection import Bus
+from schemas.errors import Code, ServingError
 from schemas.subjects import HEADER_MSG_ID
 
 KEEP_S = 5.0
 LIMIT_BYTES = 64 << 20
+
+
+class _Message(msgspec.Struct):
+    sent: float  # monotonic; of the last time
+    subject: str
+    payload: bytes
+    msg_id: str
 
 
 class Outbox:
@@ -24,7 +35,9 @@ class Outbox:
         self._bus = bus
         self._trusted = trusted
         self._clock = clock
-        self._kept: deque[list[object]] = deque()  # [sent at (inf: not yet), subject, payload, message id]
+        self._kept: deque[_Message] = deque()
+        self._behind = False  # from the first message that was only kept to the end of a resend
+        self._link = bus.reconnects
         self._unsent_bytes = 0
         self._room = asyncio.Event()
         self._room.set()
@@ -34,28 +47,50 @@ class Outbox:
         return self._unsent_bytes
 
     async def send(self, subject: str, payload: bytes, msg_id: str) -> None:
+        """Publish, or keep for ``resend``.
+
+        Raises:
+            ServingError: body_too_large; it could never be sent again either.
+        """
+        if len(payload) > self._bus.max_message:
+            raise ServingError(Code.body_too_large, f"{len(payload)} bytes for {subject} do not fit into one message")
         now = self._clock()
-        kept = self._kept
-        while kept and kept[0][0] < now - KEEP_S:  # type: ignore[operator]
-            kept.popleft()
-        if self._bus.connected and not self._unsent_bytes and self._trusted():
-            kept.append([now, subject, payload, msg_id])
-            await self._bus.nc.publish(subject, payload, headers={HEADER_MSG_ID: msg_id})
+        message = _Message(now, subject, payload, msg_id)
+        # On a new link what the old one lost goes first.
+        if self._behind or not self._bus.connected or self._link != self._bus.reconnects or not self._trusted():
+            self._behind = True
+            self._kept.append(message)
+            self._unsent_bytes += len(payload)
+            if self._unsent_bytes > LIMIT_BYTES:
+                self._room.clear()
+                await self._room.wait()
             return
-        kept.append([float("inf"), subject, payload, msg_id])
-        self._unsent_bytes += len(payload)
-        if self._unsent_bytes > LIMIT_BYTES:
-            self._room.clear()
-            await self._room.wait()
+        kept = self._kept
+        while kept and kept[0].sent < now - KEEP_S:
+            kept.popleft()
+        kept.append(message)
+        await self._publish(message)
 
     async def resend(self) -> None:
-        """The gate is open again: send everything kept, in order."""
+        """The gate is open again: send everything kept, in order, also what is added meanwhile.
+
+        Raises:
+            nats.errors.Error: the link broke again; call it once more on the next one.
+        """
+        self._behind = True
+        self._link = self._bus.reconnects
+        index = 0
+        while index < len(self._kept):
+            message = self._kept[index]
+            message.sent = self._clock()
+            await self._publish(message)
+            index += 1
+        self._behind = False
         self._unsent_bytes = 0
         self._room.set()
-        for entry in list(self._kept):
-            _, subject, payload, msg_id = entry
-            entry[0] = self._clock()
-            await self._bus.nc.publish(subject, payload, headers={HEADER_MSG_ID: msg_id})  # type: ignore[arg-type, dict-item]
+
+    async def _publish(self, message: _Message) -> None:
+        await self._bus.nc.publish(message.subject, message.payload, headers={HEADER_MSG_ID: message.msg_id})
 
     def drop(self) -> None:
         """The lease was lost: nothing of this is ours to say any more."""

@@ -115,9 +115,9 @@ class EngineThread:
         self._started: list[Choice] = []
         self._events: list[kv.KvEvent] = []
         self._kv_seq = 0
-        self._in_flight = False  # a flush was delivered and not yet taken
-        self._ahead = 0
-        self._taken = threading.Condition()
+        self._in_flight = 0  # flushes that were delivered and not yet taken
+        self._ahead = 0  # steps since then
+        self._wake = threading.Condition()  # a flush was taken, or a command put
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # --- called from the event loop ---
@@ -148,7 +148,7 @@ class EngineThread:
                     engine.cancel(request.key)
                 refused(error)
 
-        self._commands.put(run)
+        self._put(run)
 
     def cancel(self, choices: list[Choice], done: Callable[[], None] | None = None) -> None:
         """Drop sequences at the next step border; what they produced until then is flushed first."""
@@ -157,23 +157,23 @@ class EngineThread:
             for choice in choices:
                 engine.cancel(choice)
             if done is not None:
-                self._flush(force=True)
+                self._flush()
                 done()
 
-        self._commands.put(run)
+        self._put(run)
 
     def ask(self, question: Callable[[Engine], Any], answer: Callable[[Any], None]) -> None:
         """Run ``question`` between two steps and hand its result to ``answer``, in the thread."""
-        self._commands.put(lambda engine: answer(question(engine)))
+        self._put(lambda engine: answer(question(engine)))
 
     def dump(self, answer: Callable[[list[kv.KvEvent], int], None]) -> None:
         """The cached names, and the sequence of the last KV batch that they include (-1: none)."""
 
         def run(engine: Engine) -> None:
-            self._flush(force=True)
+            self._flush()
             answer(engine.dump(), self._kv_seq - 1)
 
-        self._commands.put(run)
+        self._put(run)
 
     def new_epoch(self) -> None:
         """Number KV batches from 0 again, for a worker that registers under a new name."""
@@ -182,18 +182,22 @@ class EngineThread:
             self._events.clear()
             self._kv_seq = 0
 
-        self._commands.put(run)
+        self._put(run)
 
     def taken(self) -> None:
         """The last flush was consumed."""
-        with self._taken:
-            self._in_flight = False
-            self._taken.notify()
+        with self._wake:
+            self._in_flight = max(0, self._in_flight - 1)
+            self._wake.notify()
 
     def stop(self) -> None:
         """End the thread after the current step; the engine is closed in it."""
-        self._commands.put(None)
-        self.taken()
+        self._put(None)
+
+    def _put(self, command: Callable[[Engine], None] | None) -> None:
+        self._commands.put(command)
+        with self._wake:
+            self._wake.notify()
 
     def join(self, timeout: float) -> bool:
         self._thread.join(timeout)
@@ -220,31 +224,41 @@ class EngineThread:
     def _loop(self, engine: Engine) -> None:
         commands = self._commands
         while True:
-            idle = not engine.has_work()
-            if idle and (self._dirty or self._ended or self._events or self._started):
-                self._flush(force=True)
-            while idle or not commands.empty():
+            working = engine.has_work()
+            if not commands.empty() or not (working or self._gathered()):
                 command = commands.get()
                 if command is None:
                     return
                 command(engine)
-                idle = not engine.has_work() and commands.empty()
-            self._absorb(engine)
-            self._flush(force=False)
+            elif working and self._ahead < MAX_AHEAD:
+                self._absorb(engine)
+                self._ahead += 1
+                if not self._in_flight:
+                    self._flush()
+            elif self._in_flight:
+                self._wait()
+            else:
+                self._flush()
+
+    def _wait(self) -> None:
+        """Until everything delivered was taken, or a command came: that must not wait behind a broker that is away."""
+        with self._wake:
+            while self._in_flight and self._commands.empty():
+                self._wake.wait()
 
     def _absorb(self, engine: Engine) -> None:
         """One step; per-token work."""
+        choice: Any
         outputs, events, started, failures, _ = engine.step()
         if events:
             self._events += events
         if started:
             now = self._wall_ns()
             for choice, cached in started:
-                choice.cached = cached  # type: ignore[attr-defined]
-                choice.started_ns = now  # type: ignore[attr-defined]
-            self._started += [choice for choice, _ in started]  # type: ignore[misc]
+                choice.cached = cached
+                choice.started_ns = now
+                self._started.append(choice)
         dirty = self._dirty
-        choice: Any
         for choice, token, finish, logprob, stop_token in outputs:
             choice.buffer.append(token)
             if not choice.dirty:
@@ -258,6 +272,8 @@ class EngineThread:
                 choice.finish = Finish(finish, stop_token, choice.cached)
                 self._ended.append(choice)
         for choice, code, message in failures:
+            if choice.finish is not None:  # its last token completed a stop string
+                continue
             choice.finish = Finish("error", None, choice.cached, code, message)
             self._ended.append(choice)
             if not choice.dirty:
@@ -277,21 +293,15 @@ class EngineThread:
         self._ended.append(choice)
         return True
 
-    def _flush(self, force: bool) -> None:
-        """Hand over what was gathered, unless the last flush is still under way and there is room to gather more."""
-        if not (self._dirty or self._ended or self._events or self._started):
+    def _gathered(self) -> bool:
+        return bool(self._dirty or self._ended or self._events or self._started)
+
+    def _flush(self) -> None:
+        """Hand over what was gathered."""
+        if not self._in_flight:
+            self._ahead = 0
+        if not self._gathered():
             return
-        if self._in_flight:
-            self._ahead += 1
-            if not force and self._ahead < MAX_AHEAD:
-                return
-            with self._taken:
-                while self._in_flight:
-                    if not self._taken.wait(1.0) and not self._commands.empty():
-                        break  # a command (cancel, stop) must not wait behind a broker that is away
-                if self._in_flight and not force:
-                    return
-        self._ahead = 0
         flush = Flush()
         for choice in self._dirty:
             flush.items.setdefault(choice.gateway, []).append(_item(choice))
@@ -302,7 +312,8 @@ class EngineThread:
             flush.events, self._events = self._events, []
             flush.seq = self._kv_seq
             self._kv_seq += 1
-        self._in_flight = True
+        with self._wake:
+            self._in_flight += 1
         self._deliver(flush)
 
 
@@ -324,4 +335,3 @@ def _item(choice: Choice) -> TokenItem:
         choice.logprobs = []
     choice.dirty = False
     return item
-

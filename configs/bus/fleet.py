@@ -13,6 +13,8 @@ from schemas import fleet
 
 log = structlog.get_logger("fleet")
 
+PAUSE_S = 1.0
+
 
 class Member(msgspec.Struct):
     registration: fleet.Registration
@@ -41,6 +43,8 @@ class FleetWatch:
         self._joined = joined
         self._left = left
         self._clock = clock
+        self._checked = clock()
+        self._links = bus.reconnects
         self.members: dict[str, Member] = {}
 
     async def start(self) -> None:
@@ -50,13 +54,27 @@ class FleetWatch:
             ServingError: the bucket cannot be read.
         """
         await self._tail.start()
-        self._bus.on_reconnect.append(self._forgive)
+        self._checked = self._clock()
+
+    async def stop(self) -> None:
+        await self._tail.stop()
 
     def expire(self) -> None:
-        """Drop members whose lease has passed; call it a few times a second."""
+        """Drop members whose lease has passed; call it a few times a second.
+
+        If that was not possible for a while (disconnected, or this process slept), all leases start anew: their
+        renewals may be waiting to be read.
+        """
         if not self._bus.connected:
             return
-        limit = self._clock() - fleet.LEASE_S
+        now = self._clock()
+        paused, self._checked = now - self._checked > PAUSE_S, now
+        if paused or self._links != self._bus.reconnects:
+            self._links = self._bus.reconnects
+            for member in self.members.values():
+                member.heard = now
+            return
+        limit = now - fleet.LEASE_S
         for member in [m for m in self.members.values() if m.heard < limit]:
             self.drop(member.registration.worker, "lease expired")
 
@@ -65,10 +83,6 @@ class FleetWatch:
         member = self.members.pop(worker, None)
         if member is not None:
             self._left(member, why)
-
-    async def _forgive(self) -> None:
-        for member in self.members.values():
-            member.heard = self._clock()
 
     def _on_entry(self, entry: Entry) -> None:
         worker = entry.subject.rpartition(".")[2]

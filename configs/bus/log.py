@@ -6,7 +6,6 @@ reconnect the tail is read in any case, since a burst may have passed unseen.
 """
 
 import asyncio
-import contextlib
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -150,8 +149,7 @@ class LogTail:
     async def _stop_repair(self) -> None:
         if self._repair is not None:
             self._repair.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._repair
+            await asyncio.wait([self._repair])
 
     async def _catch_up(self) -> None:
         looks = 0
@@ -183,11 +181,8 @@ class LogTail:
         if end < self.position:
             log.error("log_went_back", stream=self._stream, position=self.position, end=end)
             self.position = 0
-            self._since_ns = 0
 
     async def _read(self) -> None:
-        async for entry in read(
-            self._bus, self._stream, self._subject, after=self.position, since_ns=self._since_ns
-        ):
+        async for entry in read(self._bus, self._stream, self._subject, after=self.position, since_ns=self._since_ns):
             if entry.seq > self.position:
                 self._deliver(entry)

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import structlog
+from nats.errors import Error as NatsError
 
 from configs.bus.connection import Bus
 from schemas.errors import Code, ServingError
@@ -20,6 +21,7 @@ log = structlog.get_logger("bus")
 
 RESEND_S = 1.0
 SWEEP_S = 0.25
+BUSY = frozenset({10008, 10167})  # no leader at the moment; too many requests in flight
 
 
 class Ack(msgspec.Struct, frozen=True):
@@ -68,6 +70,7 @@ class Publisher:
         self._pending: dict[str, _Pending] = {}
         self._sweeper: asyncio.Task[None] | None = None
         self._sub: Any = None
+        self._closed = False
 
     async def open(self) -> None:
         self._sub = await self._bus.nc.subscribe(self._inbox + ".*", cb=self._on_reply)
@@ -79,6 +82,11 @@ class Publisher:
             self._sweeper.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._sweeper
+        self._closed = True
+        if self._resend_all in self._bus.on_reconnect:
+            self._bus.on_reconnect.remove(self._resend_all)
+        if self._sub is not None and not self._bus.nc.is_closed:
+            await self._sub.unsubscribe()
         for pending in self._pending.values():
             if not pending.future.done():
                 pending.future.set_exception(ServingError(Code.shutting_down, "the process is stopping"))
@@ -104,8 +112,10 @@ class Publisher:
         refused by the stream (full disk, limits).
 
         Raises:
-            ServingError: body_too_large, before anything is sent.
+            ServingError: body_too_large, before anything is sent; shutting_down: the publisher is closed.
         """
+        if self._closed:
+            raise ServingError(Code.shutting_down, "the process is stopping")
         if len(payload) > self._bus.max_message:
             raise ServingError(
                 Code.body_too_large,
@@ -119,7 +129,11 @@ class Publisher:
         future: asyncio.Future[Ack] = asyncio.get_running_loop().create_future()
         pending = _Pending(subject, payload, all_headers, future, time.monotonic() + timeout)
         self._pending[token] = pending
-        await self._transmit(token, pending)
+        try:
+            await self._transmit(token, pending)
+        except asyncio.CancelledError:
+            self._pending.pop(token, None)
+            raise
         return future
 
     async def publish(
@@ -137,10 +151,14 @@ class Publisher:
     async def _transmit(self, token: str, pending: _Pending) -> None:
         pending.sent = time.monotonic()
         # While disconnected the sweep sends it again; nats-py's own buffer would fill up and raise.
-        if self._bus.connected:
+        if not self._bus.connected:
+            return
+        try:
             await self._bus.nc.publish(
                 pending.subject, pending.payload, reply=f"{self._inbox}.{token}", headers=pending.headers
             )
+        except (NatsError, OSError) as error:  # the link broke just now
+            log.debug("publish_failed", subject=pending.subject, error=repr(error))
 
     async def _on_reply(self, message: Any) -> None:
         token = message.subject.rpartition(".")[2]
@@ -150,6 +168,8 @@ class Publisher:
         if not message.data:
             return  # 503: no stream listens (yet, after a restart); the sweep sends it again
         reply = _decode(message.data)
+        if reply.error is not None and reply.error.err_code in BUSY:
+            return  # the sweep sends it again
         del self._pending[token]
         if pending.future.done():
             return
@@ -186,7 +206,4 @@ class Publisher:
                         )
                     )
                 elif now - pending.sent > RESEND_S:
-                    try:
-                        await self._transmit(token, pending)
-                    except Exception as error:
-                        log.warning("resend_failed", error=repr(error))
+                    await self._transmit(token, pending)

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import structlog
+from nats.errors import Error as NatsError
 
 from configs.bus.connection import Bus
 
@@ -48,17 +49,27 @@ class Puller:
         self._room = room
         self._requested = 0
         self._generation = 0
-        self._inbox = bus.nc.new_inbox()
+        self._inbox = ""
         self._sub: Any = None
         self._watch: asyncio.Task[None] | None = None
         self._heard = time.monotonic()
         self._stopped = False
 
     async def start(self) -> None:
-        self._sub = await self._bus.nc.subscribe(self._inbox + ".*", cb=self._on_message)
+        await self._subscribe()
         self._bus.on_reconnect.append(self._restart)
         self._watch = asyncio.create_task(self._watchdog(), name=f"pull-{self._consumer}")
         await self.top_up()
+
+    async def _subscribe(self) -> None:
+        """A new inbox for each generation of requests: a stored message does not tell which request it answers."""
+        self._inbox = self._bus.nc.new_inbox()
+        generation = self._generation
+
+        async def arrived(message: Any) -> None:
+            await self._on_message(message, generation == self._generation)
+
+        self._sub = await self._bus.nc.subscribe(self._inbox, cb=arrived)
 
     async def stop(self) -> None:
         """Ask for nothing more; what is already on its way is still handed over."""
@@ -69,6 +80,12 @@ class Puller:
             self._watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._watch
+
+    async def close(self) -> None:
+        """Stop, and take nothing more: what the server still sends is delivered again to someone else."""
+        await self.stop()
+        if self._sub is not None and not self._bus.nc.is_closed:
+            await self._sub.unsubscribe()
 
     async def top_up(self) -> None:
         """Request more if there is room for clearly more than is requested."""
@@ -84,33 +101,39 @@ class Puller:
         body = (
             f'{{"batch":{batch},"expires":{int(EXPIRES_S * 1e9)},"idle_heartbeat":{int(HEARTBEAT_S * 1e9)}}}'
         ).encode()
-        await self._bus.nc.publish(self._subject, body, reply=f"{self._inbox}.{self._generation}")
+        await self._bus.nc.publish(self._subject, body, reply=self._inbox)
 
-    async def _on_message(self, message: Any) -> None:
+    async def _on_message(self, message: Any, current: bool) -> None:
         self._heard = time.monotonic()
-        current = message.subject.endswith(f".{self._generation}")
         headers = message.headers
         if headers is not None and not message.reply:
             status = headers.get("Status", "")
             if status == "100":
                 return
-            if current:
+            if current and status in ("404", "408"):
                 self._requested = max(0, self._requested - int(headers.get("Nats-Pending-Messages", "0") or 0))
-                if status not in ("404", "408"):
-                    log.info("pull_ended", consumer=self._consumer, status=status, text=headers.get("Description"))
-                    if status == "409" and "Deleted" in headers.get("Description", ""):
-                        self._requested = 0
-                        return  # the watchdog asks again; at once would spin
-            await self.top_up()
+                await self.top_up()
+            elif current:  # consumer deleted, no leader, nobody there: the watchdog asks again; at once would spin
+                log.info("pull_ended", consumer=self._consumer, status=status, text=headers.get("Description"))
+                self._generation += 1
+                self._requested = 0
             return
-        if current and self._requested:
-            self._requested -= 1
-        await self._handle(message)
+        generation = self._generation
+        try:
+            await self._handle(message)
+        finally:
+            # Only now: while it is being taken in, the handler's room may not count it yet.
+            if current and generation == self._generation and self._requested:
+                self._requested -= 1
         await self.top_up()
 
     async def _restart(self) -> None:
         self._generation += 1
         self._requested = 0
+        old = self._sub
+        await self._subscribe()
+        with contextlib.suppress(NatsError):
+            await old.unsubscribe()
         self._heard = time.monotonic()
         await self.top_up()
 

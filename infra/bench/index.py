@@ -75,12 +75,13 @@ def fold_figures(total: int) -> None:
             index.apply(batch)
         removed = time.perf_counter() - start
         print(
-            f"fold, M blocks/s, {size:3} per event: stored {total / stored / 1e6:.2f}, removed {total / removed / 1e6:.2f}"
+            f"fold, M blocks/s, {size:3} per event: "
+            f"stored {total / stored / 1e6:.2f}, removed {total / removed / 1e6:.2f}"
         )
 
 
 def memory_figures(blocks: int) -> None:
-    for workers in (1, 8, 64):
+    for workers in (1, 8):
         index = PrefixIndex(16_000_000)
         name = digests(blocks)
         gc.collect()
@@ -111,6 +112,7 @@ def sweep_figures(blocks: int) -> None:
 
 
 def decision_figures() -> None:
+    rng, ask = random.Random(1), Ask(model="m", prompt_tokens=4000, max_tokens=200, prompt_blocks=125)
     for workers in (2, 64):
         members = [
             Member(
@@ -121,7 +123,6 @@ def decision_figures() -> None:
             for w in range(workers)
         ]
         overlaps = {member.place: w for w, member in enumerate(members)}
-        rng, ask = random.Random(1), Ask(model="m", prompt_tokens=4000, max_tokens=200, prompt_blocks=125)
         cost = microseconds(lambda m=members, o=overlaps: choose(ask, m, o, "kv", Weights(), rng))  # type: ignore[misc]
         print(f"choose, {workers} workers: {cost:.1f} µs")
 

@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -131,7 +131,7 @@ class Deployment:
             planned.name,
             planned.role,
             self._command(planned),
-            planned.environ(os.environ),
+            planned.environ(os.environ) | _our_path(os.environ),
             self.data_dir / "logs" / f"{planned.name}.log",
             echo=self.settings.log_format == "json",
         )
@@ -262,6 +262,15 @@ def choose_ports(host: str, first: int, count: int) -> list[int]:
         if not is_free(port, host):
             raise UpFailed(f"port {port} on {host} is in use: choose another with --http-port (0: any free one)")
     return ports
+
+
+def _our_path(inherited: Mapping[str, str]) -> dict[str, str]:
+    """Our own packages come first in a child: the working directory may well hold a folder called configs."""
+    ours = str(Path(__file__).resolve().parents[2])
+    return {
+        "PYTHONSAFEPATH": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [ours, inherited.get("PYTHONPATH", "")])),
+    }
 
 
 def _free_ports(host: str, count: int) -> list[int]:

@@ -82,7 +82,13 @@ class Up:
 # -- a whole deployment -------------------------------------------------------------------------------------------
 
 
-async def test_a_deployment_starts_tells_where_it_is_and_stops_in_order(tmp_path: Path) -> None:
+async def test_a_deployment_starts_tells_where_it_is_and_stops_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Where the user stands may hold folders named like ours.
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "__init__.py").write_text("raise RuntimeError('not ours')")
+    monkeypatch.chdir(tmp_path)
     up = Up(up_settings(tmp_path, workers=2, gateways=2))
     state = await up.ready()
     assert state.model == "fake"

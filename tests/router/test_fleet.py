@@ -1,0 +1,159 @@
+"""The fleet's load is a fold of two logs that have no common order and repeat themselves."""
+
+import random
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.fleet import CLOSED_REMEMBERED, Fleet, FleetState, Load
+from schemas.fleet import Registration, State
+
+SECOND = 1_000_000_000
+WORKERS = ("a", "b")
+
+
+def registered(worker: str, **more: object) -> Registration:
+    fields: dict[str, object] = {"slots": 4, "queue": 2, "total_blocks": 100, "max_model_len": 4096, "block_size": 32}
+    return Registration(worker, "m", "aggregated", "mock", 1, **(fields | more))  # type: ignore[arg-type]
+
+
+def fleet(rate: float = 1000.0) -> Fleet:
+    made = Fleet(rate)
+    for worker in WORKERS:
+        made.put(registered(worker))
+    return made
+
+
+def admit(f: Fleet, request: str, attempt: int = 1, worker: str = "a", **more: object) -> bool:
+    fields: dict[str, object] = {"prompt_tokens": 100, "cached_tokens": 0, "deadline_ns": 600 * SECOND, "now_ns": 0}
+    return f.admitted(request, attempt, worker, **(fields | more))  # type: ignore[arg-type]
+
+
+WORK = st.tuples(st.just("work"), st.sampled_from("rst"), st.integers(1, 3))
+END = st.tuples(st.sampled_from(["done", "returned"]), st.sampled_from("rst"), st.integers(1, 3))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(WORK | END, max_size=14), st.randoms(use_true_random=False))
+def test_order_and_repetition_of_the_log_do_not_matter(events: list[tuple[str, str, int]], rng: random.Random) -> None:
+    def fold(log: list[tuple[str, str, int]]) -> Fleet:
+        f = fleet()
+        for kind, request, attempt in log:
+            if kind == "work":  # the worker is a function of the attempt: message ids see to that
+                admit(f, request, attempt, WORKERS[attempt % 2], n=attempt, echo=True)
+            elif kind == "done":
+                f.finished(request)
+            else:
+                f.returned(request, attempt)
+        return f
+
+    shuffled = events + rng.choices(events, k=3) if events else []
+    rng.shuffle(shuffled)
+    one, two = fold(events), fold(shuffled)
+    assert {e.request: e for e in one.unfinished()} == {e.request: e for e in two.unfinished()}
+    for f in (one, two):
+        done = {request for kind, request, _ in events if kind == "done"}
+        assert done.isdisjoint(e.request for e in f.unfinished())
+        for worker in WORKERS:
+            mine = [e for e in f.unfinished() if e.worker == worker]
+            load = f.load((worker, 0), 0)
+            assert (load.requests, load.sequences) == (len(mine), sum(e.n for e in mine))
+            assert load.active_blocks == sum(e.blocks for e in mine)
+            assert f.room(worker) == max(0, 6 - load.sequences)
+            assert f.unfinished_of(worker) == sorted(mine, key=lambda e: f.unfinished_of(worker).index(e))
+    for entry in one.unfinished():
+        one.finished(entry.request)
+    assert one.load(("a", 0), 0) == one.load(("b", 0), 0) == Load(), "nothing leaks"
+
+
+def test_an_own_decision_and_its_echo_count_once() -> None:
+    f = fleet()
+    assert admit(f, "r", cached_tokens=64)
+    assert not admit(f, "r", cached_tokens=64, echo=True)
+    assert f.load(("a", 0), 0) == Load(1, 1, 4, 36.0)
+
+
+def test_the_log_overrules_a_decision_that_lost_the_race() -> None:
+    f = fleet()
+    admit(f, "r", worker="a")
+    assert admit(f, "r", worker="b", echo=True)
+    assert not admit(f, "r", worker="a"), "too late"
+    assert f.load(("a", 0), 0) == Load()
+    assert [e.request for e in f.unfinished_of("b")] == ["r"]
+
+
+def test_a_later_attempt_leaves_the_earlier_worker_and_an_earlier_one_changes_nothing() -> None:
+    f = fleet()
+    admit(f, "r", 1, "a")
+    admit(f, "r", 2, "b")
+    assert not admit(f, "r", 1, "a", echo=True)
+    assert f.returned("r", 1) is None
+    assert f.unfinished_of("a") == []
+    assert [e.attempt for e in f.unfinished_of("b")] == [2]
+
+
+def test_what_ended_before_it_was_heard_of_is_never_counted() -> None:
+    f = fleet()
+    f.finished("r")
+    f.returned("s", 1)
+    assert not admit(f, "r", 1, echo=True)
+    assert not admit(f, "s", 1, echo=True)
+    assert f.ended("r")
+    assert not f.ended("s")
+    assert admit(f, "s", 2)
+    for i in range(CLOSED_REMEMBERED):
+        f.finished(f"x{i}")
+    assert len(f.state().closed) == CLOSED_REMEMBERED
+
+
+def test_the_requests_of_a_lost_worker_are_known_until_they_are_steered_again() -> None:
+    f = fleet()
+    admit(f, "r", worker="a", deadline_ns=10 * SECOND)
+    admit(f, "s", worker="a", deadline_ns=20 * SECOND)
+    assert [e.request for e in f.lost("a")] == ["r", "s"]
+    assert f.room("a") == 0
+    assert [m.place for m in f.members(0)] == [("b", 0)]
+    admit(f, "r", 2, "b")
+    assert [e.request for e in f.orphans()] == ["s"]
+    assert [e.request for e in f.expire(25 * SECOND, 5 * SECOND)] == ["s"]
+    assert f.orphans() == []
+    assert not admit(f, "s", 1, echo=True), "a late echo does not bring it back"
+
+
+def test_prefill_drains_with_time_and_never_exceeds_what_is_unfinished() -> None:
+    f = fleet(rate=100.0)
+    admit(f, "r", prompt_tokens=300)
+    admit(f, "s", prompt_tokens=500, cached_tokens=400, now_ns=SECOND)
+    assert f.load(("a", 0), SECOND).prefill_tokens == 300
+    assert f.load(("a", 0), 2 * SECOND).prefill_tokens == 200
+    f.finished("r")
+    assert f.load(("a", 0), 2 * SECOND).prefill_tokens == 100
+    assert f.load(("a", 0), 9 * SECOND).prefill_tokens == 0
+    assert f.load(("a", 0), 0).prefill_tokens >= 0, "a clock that goes back does no harm"
+
+
+def test_another_router_goes_on_from_the_state() -> None:
+    f = fleet()
+    admit(f, "r", cached_tokens=32, now_ns=SECOND, n=2)
+    admit(f, "s", worker="b", rank=1)
+    f.finished("gone")
+    stored = msgspec.msgpack.decode(msgspec.msgpack.encode(f.state()), type=FleetState)
+    g = Fleet.restore(stored, f.workers(), 1000.0)
+    assert g.state() == f.state()
+    for place in (("a", 0), ("b", 0), ("b", 1)):
+        assert g.load(place, SECOND + 10_000_000) == f.load(place, SECOND + 10_000_000)
+    assert not admit(g, "gone")
+    g.finished("r")
+    assert g.load(("a", 0), 0) == Load()
+
+
+def test_a_worker_is_found_by_alias_with_one_member_per_rank() -> None:
+    f = Fleet()
+    assert f.put(registered("w", aliases=("other",), dp_size=2))
+    assert not f.put(registered("w", aliases=("other",), dp_size=2))
+    assert [m.place for m in f.members(0, "other")] == [("w", 0), ("w", 1)]
+    assert f.members(0, "unknown") == []
+    assert f.total_room("m") == 12
+    f.put(registered("w", state=State.draining))
+    assert f.total_room("m") == f.room("w") == 0

@@ -1,0 +1,106 @@
+"""Who may import whom, read from the source: the folders' contract."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+OURS = {"schemas", "gateway", "router", "workers", "configs", "infra"}
+ALLOWED = {
+    "schemas": set[str](),
+    "configs": {"schemas"},
+    "router": {"schemas", "configs"},
+    "gateway": {"schemas", "configs"},
+    "workers": {"schemas", "configs"},
+    "infra": OURS,
+}
+# What only these folders may name: everything else must start without it.
+CONFINED = {
+    "torch": ("workers/engines", "workers/transfer"),
+    "tensorrt_llm": ("workers/engines/trtllm",),
+    "vllm": ("workers/engines/vllm",),
+    "nixl": ("workers/transfer/nixl",),
+}
+MAKES_MODELS = "infra/tiny_model.py"  # a tool run by hand, imported by nothing
+
+
+def sources(folder: str) -> list[Path]:
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of everything a module imports, wherever in it."""
+    package = path.relative_to(ROOT).parent.parts
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            yield node.lineno, ".".join([*base, *([node.module] if node.module else [])])
+
+
+def where(path: Path, line: int, name: str) -> str:
+    return f"{path.relative_to(ROOT)}:{line} imports {name}"
+
+
+@pytest.mark.parametrize("folder", sorted(OURS))
+def test_a_folder_imports_only_what_it_may(folder: str) -> None:
+    found = [(path, *found) for path in sources(folder) for found in imports(path)]
+    assert found, f"{folder} has no source"
+    forbidden = OURS - ALLOWED[folder] - {folder} | {"tests"}
+    assert [where(*each) for each in found if each[2].partition(".")[0] in forbidden] == []
+
+
+@pytest.mark.parametrize("library", sorted(CONFINED))
+def test_a_heavy_library_is_named_only_where_it_belongs(library: str) -> None:
+    wrong = []
+    for path in (path for folder in OURS for path in sources(folder)):
+        name = path.relative_to(ROOT).as_posix()
+        if name == MAKES_MODELS or name.startswith(CONFINED[library]):
+            continue
+        wrong += [where(path, line, what) for line, what in imports(path) if what.partition(".")[0] == library]
+    assert wrong == []
+
+
+def test_cores_and_schemas_touch_neither_broker_nor_clock() -> None:
+    forbidden = {"nats", "faststream", "asyncio", "threading", "uvicorn"}
+    pure = [*sources("schemas"), *sources("workers/engines/core")]
+    found = [
+        where(path, line, name) for path in pure for line, name in imports(path) if name.split(".")[0] in forbidden
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import router.main",
+        "import gateway.main; from configs import modeldir; modeldir.load(modeldir.BUNDLED)",
+        "import infra.up.main",
+    ],
+)
+def test_a_front_process_starts_without_torch(code: str) -> None:
+    code += "; import sys; print([name for name in ('torch', 'vllm', 'tensorrt_llm') if name in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout.strip()) == (0, "[]"), run.stderr
+
+
+def test_the_command_line_itself_imports_nothing_heavy() -> None:
+    code = "import infra.cli, configs.flags, configs.settings, sys; print(sorted(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = set(ast.literal_eval(run.stdout))
+    assert loaded.isdisjoint({"torch", "nats", "asyncio", "rich", "structlog", "uvicorn", "infra.up", "infra.broker"})
+
+
+def test_every_folder_is_a_package_and_says_what_it_is_for() -> None:
+    silent = [
+        str(path.relative_to(ROOT))
+        for folder in OURS
+        for path in sources(folder)
+        if path.read_text(encoding="utf-8").strip() and ast.get_docstring(ast.parse(path.read_text())) is None
+    ]
+    assert silent == []
