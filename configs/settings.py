@@ -107,6 +107,7 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     block_size: Annotated[Positive, about("tokens per KV block")] = 32
     kv_blocks: Annotated[int, Meta(ge=0, description="blocks per worker; 0: from free memory")] = 0
     max_running: Annotated[Positive, about("sequences per worker and step")] = 256
+    max_queue: Annotated[Positive, about("accepted but unrouted requests beyond which clients get 429")] = 4096
     mock_speedup: Annotated[float, Meta(ge=0, description="mock engine: times faster than life; 0: no waiting")] = 1.0
     threads: Annotated[int, Meta(ge=0, description="CPU threads per native worker; 0: cores / workers")] = 0
     log_format: Annotated[Literal["auto", "text", "json"], about("auto: text on a terminal, else json")] = "auto"

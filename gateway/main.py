@@ -59,7 +59,10 @@ async def _serve(settings: GatewaySettings, model: modeldir.ModelDir) -> int:
     )
     publisher = Publisher(bus)
     await publisher.open()
-    gateway = Gateway(bus, publisher, model, settings, Metrics(CollectorRegistry()))
+    metrics = Metrics(CollectorRegistry())
+    loop = asyncio.get_running_loop()
+    metrics.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
+    gateway = Gateway(bus, publisher, model, settings, metrics)
     door = SubmitDoor(gateway)
     try:
         await gateway.open()

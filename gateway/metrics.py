@@ -22,3 +22,4 @@ class Metrics:
         self.cancelled = Counter("penstock_gateway_cancelled", "requests left by their client", registry=registry)
         self.open = Gauge("penstock_gateway_open_requests", "requests being answered", registry=registry)
         self.queued = Gauge("penstock_gateway_queued_requests", "accepted and not placed yet", registry=registry)
+        self.tasks = Gauge("penstock_gateway_tasks", "asyncio tasks, counted when asked", registry=registry)

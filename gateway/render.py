@@ -83,6 +83,10 @@ class _Answer:
         cached = min((choice.finish.cached_tokens if choice.finish else 0 for choice in self._choices), default=0)
         return UsageBody(prompt, completion, prompt + completion, PromptTokensDetails(cached))
 
+    def _hides_last(self, finish: Finish | None) -> bool:
+        """Whether the last token is a stop token, which is counted but not shown, like a stop string."""
+        return finish is not None and finish.stop.__class__ is int and not self.request.stops_shown
+
     def _ended(self, choice: _Choice, finish: Finish) -> bool:
         """Note the end of a choice; False: the whole request failed."""
         if finish.reason in _FAILED:
@@ -124,8 +128,8 @@ class _Answer:
 class Renderer(_Answer):
     """A streamed answer: one event per token that has text, then one with the finish reason per choice.
 
-    Each event's ``id:`` names the tokens consumed per choice, joined by "."; "f" marks a finished choice. A client
-    that reconnects with it as Last-Event-ID gets what comes after.
+    Each event's ``id:`` names the tokens consumed per choice, joined by "."; "f" marks a finished choice, "u" behind
+    all the usage. A client that reconnects with it as Last-Event-ID gets what comes after.
     """
 
     def __init__(self, request: GenerateRequest, detokenizer: Detokenizer, *, include_usage: bool = False) -> None:
@@ -149,7 +153,10 @@ class Renderer(_Answer):
         Raises:
             ValueError: not an id of this answer's events.
         """
-        parts = last_event_id.strip().split(".")
+        text = last_event_id.strip()
+        if text.endswith("fu"):
+            self._include_usage = False
+        parts = text.removesuffix("u").split(".")
         if len(parts) != len(self._choices):
             raise ValueError(f"{last_event_id!r} names {len(parts)} choices; this answer has {len(self._choices)}")
         for choice, part in zip(self._choices, parts, strict=True):
@@ -169,6 +176,8 @@ class Renderer(_Answer):
                 self._with_logprobs(out, choice, item)
             else:
                 data = item.tokens
+                if item.finish is not None and self._hides_last(item.finish):
+                    data = data[:-4]
                 # one token per item is the rule: spare it the array
                 for token in (int.from_bytes(data, "little"),) if len(data) == 4 else unpack_tokens(data):
                     choice.position += 1
@@ -177,6 +186,8 @@ class Renderer(_Answer):
                             out.append(b"id: %d%b%b%b" % (choice.position, choice.prefix, _json(text), choice.suffix))
                         else:
                             self._event(out, choice, choice.prefix + _json(text) + choice.suffix)
+                if data is not item.tokens:
+                    choice.position += 1
             if item.finish is not None:
                 self._finish(out, choice, item.finish)
         if self.done and not self._closed:
@@ -210,9 +221,11 @@ class Renderer(_Answer):
 
     def _with_logprobs(self, out: list[bytes], choice: _Choice, item: TokenItem) -> None:
         logprobs = item.logprobs or ()
-        for place, token in enumerate(unpack_tokens(item.tokens)):
+        tokens = unpack_tokens(item.tokens)
+        shown = len(tokens) - self._hides_last(item.finish)
+        for place, token in enumerate(tokens):
             choice.position += 1
-            text = choice.push(token)
+            text = choice.push(token) if place < shown else ""
             shaped = self._shaped_logprobs(choice, [(token, logprobs[place])]) if place < len(logprobs) else None
             if text or shaped:
                 suffix = choice.suffix.replace(b"null", _json(shaped), 1)
@@ -235,7 +248,7 @@ class Renderer(_Answer):
         if self.error is not None:
             out.append(b"data: " + _json(error_body(self.error)) + b"\n\n")
         elif self._include_usage:
-            out.append(b'id: %b%b,"choices":[],"usage":%b}\n\n' % (self._positions(), self._head, _json(self.usage)))
+            out.append(b'id: %bu%b,"choices":[],"usage":%b}\n\n' % (self._positions(), self._head, _json(self.usage)))
         out.append(DONE)
 
 
@@ -255,7 +268,8 @@ class Collector(_Answer):
             choice = self._choices[item.choice]
             tokens = unpack_tokens(item.tokens)
             choice.position += len(tokens)
-            self._texts[item.choice] += map(choice.push, tokens)
+            shown = tokens[:-1] if self._hides_last(item.finish) else tokens
+            self._texts[item.choice] += map(choice.push, shown)
             if self._logprobs:
                 self._entries[item.choice] += zip(tokens, item.logprobs or (), strict=False)
             if item.finish is not None and self._ended(choice, item.finish):

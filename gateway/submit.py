@@ -7,6 +7,7 @@ carries ``Penstock-Event-Id``, equal from every gateway, so that the client can 
 
 import asyncio
 import contextlib
+import re
 import time
 from typing import Any
 
@@ -29,6 +30,8 @@ log = structlog.get_logger("gateway")
 MAX_OPEN = 256
 RENEW_S = 1.5  # the consumer's ack_wait is 5 s
 OLD_S = 60.0
+MAX_REPLY = 512  # characters of a reply subject; the server cuts whoever sends a line of more than 4,096
+_SUBJECT = re.compile(r"[!-)+-\-/-=?-~]+(\.[!-)+-\-/-=?-~]+)*")  # tokens of visible ASCII, without wildcards
 
 _json = msgspec.json.encode
 
@@ -103,14 +106,23 @@ class SubmitDoor:
         served = (member.registration for member in self._gateway.fleet.members.values())
         return any(model in (token(r.model), *map(token, r.aliases)) for r in served)
 
+    def _may_answer(self, subject: str) -> bool:
+        """Whether clients may read there, and nothing but an answer can come of it.
+
+        Anything else would let a client make the gateway publish where the client itself may not, or send a line
+        for which the server cuts the gateway's connection.
+        """
+        return (
+            subject.startswith(self._allowed) and len(subject) <= MAX_REPLY and _SUBJECT.fullmatch(subject) is not None
+        )
+
     async def _serve(self, message: Any, sequence: int) -> None:
         headers = message.headers or {}
         if self._elsewhere(message.subject):
             await self._nc.publish(message.reply, NAK + b' {"delay": 50000000}')
             return
         reply_to = headers.get(HEADER_REPLY_TO, "")
-        # Anything else would let a client make the gateway publish where the client itself may not.
-        if not reply_to.startswith(self._allowed) or any(c in reply_to for c in " *>\r\n\t"):
+        if not self._may_answer(reply_to):
             log.warning("submission_without_reply", sequence=sequence, reply_to=reply_to[:200])
             await self._nc.publish(message.reply, TERM)
             return
@@ -123,6 +135,11 @@ class SubmitDoor:
             if error.code is Code.shutting_down:
                 return  # not acknowledged: another gateway takes it
             await self._send(reply_to, _json(error_body(error)), "", final=True)
+        except Exception as error:  # not again and again from one gateway to the next
+            code = Code.internal.value
+            log.exception("submission_failed", sequence=sequence, error=repr(error))
+            failure = ServingError(Code.internal, "internal error; the gateway's log has the details")
+            await self._send(reply_to, _json(error_body(failure)), "", final=True)
         finally:
             renewal.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -181,7 +198,12 @@ class SubmitDoor:
         collector = Collector(exchange.request, self._gateway.model.detokenizer)
         while not collector.push(await exchange.take()):
             pass
-        await self._send(reply_to, collector.response(), "", final=True, request_id=exchange.request.id)
+        body, limit = collector.response(), self._gateway.bus.max_message
+        if len(body) > limit:
+            raise ServingError(
+                Code.body_too_large, f"the answer has {len(body)} bytes and a message {limit}; ask for stream: true"
+            )
+        await self._send(reply_to, body, "", final=True, request_id=exchange.request.id)
         return "ok"
 
     async def _send(self, reply_to: str, body: bytes, event_id: str, *, final: bool, request_id: str = "") -> None:

@@ -49,7 +49,10 @@ async def _serve(settings: RouterSettings) -> int:
     )
     publisher = Publisher(bus)
     registry = CollectorRegistry()
-    router = Router(bus, publisher, settings, Metrics(registry))
+    metrics = Metrics(registry)
+    loop = asyncio.get_running_loop()
+    metrics.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
+    router = Router(bus, publisher, settings, metrics)
     broker = OwnConnection(bus)
 
     @broker.subscriber(bus.subjects.cancel, decoder=raw)

@@ -19,6 +19,7 @@ class Metrics:
         self.waiting = Gauge("penstock_router_waiting_requests", "requests without a worker", registry=registry)
         self.workers = Gauge("penstock_router_workers", "registered workers", registry=registry)
         self.blocks = Gauge("penstock_router_index_blocks", "names in the index", registry=registry)
+        self.tasks = Gauge("penstock_router_tasks", "asyncio tasks, counted when asked", registry=registry)
 
     def placed(self, reason: str, cached_tokens: int, prompt_tokens: int, waited_ns: int) -> None:
         self.decisions.labels(reason.partition(":")[0]).inc()

@@ -86,6 +86,7 @@ class _Worker:
             await publisher.open()
             built = await asyncio.to_thread(engine.wait_ready)
             self._metrics.load_time.set(built.info.load_seconds)
+            self._metrics.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
             if settings.metrics_port and settings.publish_events_and_metrics:
                 start_http_server(settings.metrics_port, "127.0.0.1", registry=self._metrics.registry)
             names = tuple(n for n in settings.served_model_name.split(",") if n) or (described.name,)

@@ -24,6 +24,7 @@ class Metrics:
         self.hit = Gauge("penstock_worker_prefix_hit_tokens", "prompt tokens taken from the cache", registry=registry)
         self.prompt = Gauge("penstock_worker_prompt_tokens", "prompt tokens admitted", registry=registry)
         self.unsent = Gauge("penstock_worker_unsent_bytes", "output the broker could not take yet", registry=registry)
+        self.tasks = Gauge("penstock_worker_tasks", "asyncio tasks, counted when asked", registry=registry)
 
     def observe(self, stats: EngineStats, unsent_bytes: int) -> None:
         self.running.set(stats.running)

@@ -54,6 +54,7 @@ class Puller:
         self._watch: asyncio.Task[None] | None = None
         self._heard = time.monotonic()
         self._stopped = False
+        self._retiring: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         await self._subscribe()
@@ -84,6 +85,8 @@ class Puller:
     async def close(self) -> None:
         """Stop, and take nothing more: what the server still sends is delivered again to someone else."""
         await self.stop()
+        for task in self._retiring:
+            task.cancel()
         if self._sub is not None and not self._bus.nc.is_closed:
             await self._sub.unsubscribe()
 
@@ -115,7 +118,6 @@ class Puller:
                 await self.top_up()
             elif current:  # consumer deleted, no leader, nobody there: the watchdog asks again; at once would spin
                 log.info("pull_ended", consumer=self._consumer, status=status, text=headers.get("Description"))
-                self._generation += 1
                 self._requested = 0
             return
         generation = self._generation
@@ -132,10 +134,20 @@ class Puller:
         self._requested = 0
         old = self._sub
         await self._subscribe()
-        with contextlib.suppress(NatsError):
-            await old.unsubscribe()
         self._heard = time.monotonic()
         await self.top_up()
+        self._retire(old)
+
+    def _retire(self, sub: Any) -> None:
+        """Drop a subscription, but not the messages that it still holds, nor the one being handled."""
+
+        async def drain() -> None:
+            with contextlib.suppress(NatsError):
+                await sub.drain()
+
+        task = asyncio.create_task(drain(), name=f"retire-{self._consumer}")
+        self._retiring.add(task)
+        task.add_done_callback(self._retiring.discard)
 
     async def _watchdog(self) -> None:
         while True:

@@ -216,6 +216,7 @@ class Deployment:
             namespace=self.settings.namespace,
             model=self._model,
             processes=tuple(Running(k.child.name, k.child.role, k.child.pid) for k in self._keepers),
+            http_urls=tuple(base_url(self.settings.http_host, port) for port in self._ports),
         )
 
     def _write_state(self) -> None:

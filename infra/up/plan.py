@@ -71,6 +71,7 @@ def plan(up: UpSettings, *, ports: list[int], url: Callable[[str], str], sys_url
             http_host=up.http_host,
             http_port=port,
             block_size=up.block_size,
+            max_queue=up.max_queue,
             drain_s=up.drain_s,
         )
     return children

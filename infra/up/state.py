@@ -23,6 +23,7 @@ class State(msgspec.Struct, frozen=True):
     namespace: str
     model: str
     processes: tuple[Running, ...] = ()
+    http_urls: tuple[str, ...] = ()  # of every gateway; the first is http_url
 
 
 def write_state(path: Path, state: State) -> None:

@@ -145,8 +145,9 @@ def test_priorities_are_served_in_their_order() -> None:
 
 
 def test_a_load_header_comes_back_and_grows_at_its_end() -> None:
-    header = jobs.load_header(10, 4, "gw-1", 99, Priority.batch)
-    assert jobs.read_load_header(header + " later") == (10, 4, "gw-1", 99, "batch")
+    header = jobs.load_header(10, 4, "gw-1", 99, Priority.batch, 3)
+    assert jobs.read_load_header(header + " later") == (10, 4, "gw-1", 99, "batch", 3)
+    assert jobs.read_load_header("10 4 gw-1 99 batch").n == 1
     with pytest.raises(ValueError):
         jobs.read_load_header("10 4 gw-1")
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -42,6 +42,9 @@ def plain(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, sof
     softcap=st.sampled_from([0.0, 2.0]),
     order=st.permutations(range(BLOCKS)),
 )
+@example(lengths=[(0, 9)], window=8, softcap=0.0, order=list(range(BLOCKS)))  # one beyond the window
+@example(lengths=[(0, 8)], window=8, softcap=0.0, order=list(range(BLOCKS)))
+@example(lengths=[(12, 1), (18, 1), (30, 1)], window=None, softcap=0.0, order=list(range(BLOCKS)))  # one padded group
 @settings(max_examples=60, deadline=None)
 def test_any_mix_of_chunks_is_attended_as_if_alone(
     lengths: list[tuple[int, int]], window: int | None, softcap: float, order: list[int]
@@ -85,7 +88,7 @@ def test_layers_do_not_share_their_cache() -> None:
 @pytest.mark.parametrize("poisoned", [0, 1, 2])
 def test_a_sequence_with_broken_numbers_spoils_no_neighbour(poisoned: int) -> None:
     kv = pool()
-    spans = [Span(0, 4, 1, [10, 11]), Span(1, 12, 1, [0, 1, 2, 3]), Span(2, 17, 1, [20, 21, 22, 23, 24])]
+    spans = [Span(0, 4, 1, [10, 11]), Span(1, 12, 1, [20, 21, 22, 23]), Span(2, 17, 1, [0, 1, 2, 3, 4])]
     kv.data[[block for span in spans for block in span.blocks]] = 1.0
     kv.data[spans[poisoned].blocks] = NAN
     keys = torch.ones(3, KV_HEADS, DIM)

@@ -1,11 +1,13 @@
 """The bundled model, as transformers and as the native engine see it."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from infra.tiny_model import make
 from tests.workers.engines.native.conftest import TINY
 from tests.workers.engines.native.models import request, run, tokens
 from workers.engines.native.build import build
@@ -85,3 +87,10 @@ def test_the_engine_says_what_transformers_says(tokenizer: Any) -> None:
     assert ours == theirs[0, len(prompt) :].tolist()
     assert len(set(ours)) > 16
     assert engine.info.max_model_len == 131072
+
+
+def test_the_script_makes_the_files_that_are_shipped(tmp_path: Path) -> None:
+    make(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in TINY.iterdir()}
+    for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors", "README.md"):
+        assert (tmp_path / name).read_bytes() == (TINY / name).read_bytes(), name

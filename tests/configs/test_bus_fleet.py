@@ -1,0 +1,164 @@
+"""The live table of workers, on a real nats-server, with a clock that the test moves."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from configs.bus.connection import Bus
+from configs.bus.fleet import FleetWatch, Member
+from infra.broker.server import EmbeddedNats
+from schemas import fleet
+from schemas.subjects import Subjects
+from schemas.wire import encode
+from tests.configs.bus_support import eventually, opened
+
+
+class Watched:
+    def __init__(self, bus: Bus) -> None:
+        self.now = 1000.0
+        self.joined: list[fleet.Registration] = []
+        self.left: list[tuple[str, str]] = []
+        self.watch = FleetWatch(bus, self._joined, self._left, clock=lambda: self.now)
+
+    def _joined(self, member: Member) -> None:
+        self.joined.append(member.registration)
+
+    def _left(self, member: Member, why: str) -> None:
+        self.left.append((member.registration.worker, why))
+
+    def pass_time(self, seconds: float) -> None:
+        """As a process would live through it: looking four times a second."""
+        for _ in range(int(seconds * 4)):
+            self.now += 0.25
+            self.watch.expire()
+
+
+def registration(worker: str, running: int = 0) -> fleet.Registration:
+    return fleet.Registration(worker, "m", "aggregated", "mock", 1, 32, 100, 8, 1024, load=fleet.Load(running))
+
+
+async def register(bus: Bus, worker: str, running: int = 0, ttl: int = 60) -> int:
+    payload = encode(registration(worker, running))
+    return (await bus.js.publish(bus.subjects.lease(worker), payload, headers={"Nats-TTL": str(ttl)})).seq
+
+
+async def remove(bus: Bus, worker: str, revision: int) -> None:
+    await bus.js.publish(bus.subjects.lease(worker), b"", headers=fleet.removal_headers(revision))
+
+
+@pytest.fixture
+async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
+    async with opened(broker, subjects) as bus:
+        yield bus
+
+
+@pytest.fixture
+async def watched(bus: Bus) -> AsyncIterator[Watched]:
+    await register(bus, "early")
+    watched = Watched(bus)
+    await watched.watch.start()
+    yield watched
+    await watched.watch.stop()
+
+
+async def test_who_was_there_and_who_comes_are_members(bus: Bus, watched: Watched) -> None:
+    assert list(watched.watch.members) == ["early"]
+    revision = await register(bus, "late")
+    await eventually(lambda: "late" in watched.watch.members)
+    assert watched.watch.members["late"].revision == revision
+    assert watched.watch.members["late"].registration == registration("late")
+
+
+async def test_a_renewal_replaces_what_was_known(bus: Bus, watched: Watched) -> None:
+    revision = await register(bus, "early", running=3)
+    await eventually(lambda: watched.watch.members["early"].revision == revision)
+    assert watched.watch.members["early"].registration.load.running == 3
+    assert [r.load.running for r in watched.joined] == [0, 3]
+    assert not watched.left
+
+
+async def test_who_unregisters_leaves_at_once(bus: Bus, watched: Watched) -> None:
+    await remove(bus, "early", watched.watch.members["early"].revision)
+    await eventually(lambda: watched.left == [("early", "unregistered")])
+    assert not watched.watch.members
+
+
+async def test_a_removal_of_an_older_revision_removes_nothing(bus: Bus, watched: Watched) -> None:
+    old = watched.watch.members["early"].revision
+    new = await register(bus, "early")
+    reply = await bus.nc.request(bus.subjects.lease("early"), b"", headers=fleet.removal_headers(old))
+    assert b"10071" in reply.data
+    await eventually(lambda: watched.watch.members["early"].revision == new)
+    assert not watched.left
+
+
+async def test_a_silent_member_leaves_when_its_lease_has_passed(bus: Bus, watched: Watched) -> None:
+    watched.pass_time(fleet.LEASE_S)
+    assert not watched.left
+    watched.pass_time(0.25)
+    assert watched.left == [("early", "lease expired")]
+
+
+async def test_a_member_that_renews_stays(bus: Bus, watched: Watched) -> None:
+    for _ in range(4):
+        watched.pass_time(2)
+        revision = await register(bus, "early")
+        await eventually(lambda revision=revision: watched.watch.members["early"].revision == revision)
+    assert not watched.left
+
+
+async def test_the_servers_expiry_marker_counts_too(bus: Bus, watched: Watched) -> None:
+    await register(bus, "short", ttl=1)
+    await eventually(lambda: "short" in watched.watch.members)
+    await eventually(lambda: watched.left == [("short", "lease expired")], 5)
+
+
+async def test_who_left_may_come_again(bus: Bus, watched: Watched) -> None:
+    watched.watch.drop("early", "connection lost")
+    watched.watch.drop("early", "connection lost")
+    assert watched.left == [("early", "connection lost")]
+    await register(bus, "early")
+    await eventually(lambda: "early" in watched.watch.members)
+
+
+async def test_after_a_pause_of_this_process_nobody_is_accused(bus: Bus, watched: Watched) -> None:
+    watched.now += 60
+    watched.watch.expire()
+    assert not watched.left
+    watched.pass_time(fleet.LEASE_S + 0.25)
+    assert watched.left == [("early", "lease expired")]
+
+
+async def test_an_unreadable_registration_is_passed_over(bus: Bus, watched: Watched) -> None:
+    await bus.js.publish(bus.subjects.lease("odd"), b"\xc1")
+    await register(bus, "late")
+    await eventually(lambda: "late" in watched.watch.members)
+    assert "odd" not in watched.watch.members
+
+
+async def test_silence_of_the_broker_is_no_silence_of_the_workers(
+    make_broker: Callable[..., EmbeddedNats], subjects: Subjects
+) -> None:
+    server = make_broker()
+    await server.start()
+    async with opened(server, subjects) as bus:
+        await register(bus, "a")
+        watched = Watched(bus)
+        await watched.watch.start()
+        server.kill()
+        await eventually(lambda: not bus.connected)
+        watched.pass_time(fleet.LEASE_S * 3)
+        assert not watched.left
+        await server.start()
+        await eventually(lambda: bus.connected)
+        watched.now += 0.25
+        watched.watch.expire()
+        watched.pass_time(fleet.LEASE_S)
+        assert not watched.left
+        revision = await register(bus, "a", running=1)
+        await eventually(lambda: watched.watch.members["a"].revision == revision)
+        watched.pass_time(fleet.LEASE_S + 0.25)
+        assert watched.left == [("a", "lease expired")]
+        await watched.watch.stop()
+        await asyncio.sleep(0)
