@@ -8,7 +8,7 @@ import structlog
 import uvicorn
 from prometheus_client import CollectorRegistry
 
-from configs import modeldir
+from configs import logs, modeldir
 from configs.bus.connection import connect
 from configs.bus.publish import Publisher
 from configs.settings import GatewaySettings
@@ -21,12 +21,13 @@ from schemas.errors import ServingError
 log = structlog.get_logger("gateway")
 
 EXIT_OK = 0
-EXIT_CONFIG = 78  # EX_CONFIG: starting again would not help
+EXIT_CONFIG = 2  # starting again would not help
 EXIT_START = 69  # EX_UNAVAILABLE: the broker or the port is not there (yet)
 
 
 def run(settings: GatewaySettings) -> int:
     """Serve until SIGTERM; returns the exit code."""
+    logs.setup(settings.log_format, settings.log_level, name=settings.name)
     import uvloop
 
     try:
@@ -72,6 +73,7 @@ async def _serve(settings: GatewaySettings, model: modeldir.ModelDir) -> int:
                 application(gateway),
                 http="httptools",
                 ws="none",
+                proxy_headers=False,
                 lifespan="off",
                 log_config=None,
                 access_log=False,

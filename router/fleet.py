@@ -26,7 +26,7 @@ class Unfinished(msgspec.Struct, frozen=True, omit_defaults=True):
     worker: str
     prompt_tokens: int
     cached_tokens: int
-    blocks: int  # that its prompt takes
+    blocks: int  # that its prompt takes beyond the cached ones
     deadline_ns: int
     rank: int = 0
     n: int = 1  # sequences
@@ -49,7 +49,7 @@ class Load(msgspec.Struct, frozen=True, omit_defaults=True):
 
     requests: int = 0
     sequences: int = 0
-    active_blocks: int = 0  # of the prompts of its unfinished requests, shared ones counted each time
+    active_blocks: int = 0  # of the prompts of its unfinished requests; cached ones belong to whoever computed them
     prefill_tokens: float = 0.0  # estimated to be still uncomputed
 
 
@@ -213,7 +213,7 @@ class Fleet:
             worker,
             prompt_tokens,
             cached_tokens,
-            -(-prompt_tokens // block_size),
+            -(-max(0, prompt_tokens - cached_tokens) // block_size),
             deadline_ns,
             rank,
             n,

@@ -9,6 +9,7 @@ from faststream import FastStream
 from faststream.nats import NatsMessage
 from prometheus_client import CollectorRegistry, start_http_server
 
+from configs import logs
 from configs.bus.connection import connect
 from configs.bus.publish import Publisher
 from configs.bus.shell import OwnConnection, raw
@@ -26,6 +27,7 @@ EXIT_START = 69  # EX_UNAVAILABLE: the broker or its streams are not there (yet)
 
 def run(settings: RouterSettings) -> int:
     """Route until SIGTERM; returns the exit code."""
+    logs.setup(settings.log_format, settings.log_level, name=settings.name)
     import uvloop
 
     try:

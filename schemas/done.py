@@ -61,4 +61,4 @@ class Returned(msgspec.Struct, frozen=True, omit_defaults=True, tag="returned"):
     poison: bool = False  # the engine failed while it ran this request
 
 
-decode = decoder(Done | Returned)  # type: ignore[arg-type, var-annotated]
+decode = decoder(Done | Returned)  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ from schemas.errors import Code, ServingError
 log = structlog.get_logger("lease")
 
 TRUST_S = fleet.LEASE_S * 0.7
+ACQUIRE_S = 20.0
 AGAIN_S = 0.1
 RELEASES = 3
 WRONG_SEQUENCE = 10071
@@ -72,12 +73,13 @@ class Lease:
         Raises:
             ServingError: the broker did not store the registration.
         """
-        for _ in range(20):
+        deadline = self._clock() + ACQUIRE_S
+        while self._clock() < deadline:
             if await self._write(expected=None):
                 self._task = asyncio.create_task(self._keep(), name="lease")
                 self._bus.on_reconnect.insert(0, self.confirm)
                 return
-            await asyncio.sleep(0.25)
+            await asyncio.sleep(AGAIN_S)
         raise ServingError(
             Code.broker_unavailable,
             f"the registration could not be stored under {self._subject}; run 'penstock streams apply' and check "

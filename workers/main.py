@@ -16,7 +16,7 @@ from faststream import FastStream
 from faststream.nats import NatsMessage
 from prometheus_client import CollectorRegistry, start_http_server
 
-from configs import modeldir
+from configs import logs, modeldir
 from configs.bus.connection import Bus, connect
 from configs.bus.publish import Publisher
 from configs.bus.shell import OwnConnection, raw
@@ -24,7 +24,7 @@ from configs.settings import WorkerSettings
 from schemas import control, wire
 from schemas.errors import ServingError
 from schemas.subjects import Subjects
-from workers.engines.base import Engine
+from workers.engines.base import Engine, EngineError
 from workers.metrics import Metrics
 from workers.runner import EngineThread, Flush
 from workers.session import Model, Session
@@ -33,21 +33,26 @@ log = structlog.get_logger("worker")
 
 EXIT_OK = 0
 EXIT_ENGINE = 70  # EX_SOFTWARE: the engine failed
-EXIT_CONFIG = 78  # EX_CONFIG: starting again would not help
+EXIT_START = 69  # EX_UNAVAILABLE: the broker or its streams are not there (yet)
+EXIT_CONFIG = 2  # starting again would not help
 
 
 def run(settings: WorkerSettings) -> int:
     """Serve until SIGTERM; returns the exit code."""
     # The event loop must get its turn between two steps of an engine that computes in Python.
     sys.setswitchinterval(0.001)
+    logs.setup(settings.log_format, settings.log_level, name=settings.name)
     import uvloop
 
     try:
         status: int = uvloop.run(_Worker(settings).serve())
         return status
-    except (ServingError, modeldir.ModelError) as error:
+    except (modeldir.ModelError, EngineError, ValueError) as error:
         log.error("start_failed", error=str(error))
         return EXIT_CONFIG
+    except ServingError as error:
+        log.error("start_failed", error=error.message)
+        return EXIT_START
 
 
 class _Worker:

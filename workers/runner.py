@@ -21,7 +21,8 @@ from workers.engines.base import Engine, RequestError, SequenceRequest
 
 log = structlog.get_logger("engine")
 
-MAX_AHEAD = 8
+MAX_AHEAD = 64
+MIN_FLUSH_S = 0.002  # an engine faster than this is a mock; each message costs the gateway a wake-up per request
 
 
 class Choice:
@@ -101,11 +102,14 @@ class EngineThread:
         deliver: Callable[[Flush], None],
         failed: Callable[[BaseException], None],
         wall_ns: Callable[[], int] = time.time_ns,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._build = build
         self._deliver = deliver
         self._failed = failed
         self._wall_ns = wall_ns
+        self._clock = clock
+        self._flush_due = 0.0
         self._commands: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
         self._ready = threading.Event()
         self._error: BaseException | None = None
@@ -233,7 +237,7 @@ class EngineThread:
             elif working and self._ahead < MAX_AHEAD:
                 self._absorb(engine)
                 self._ahead += 1
-                if not self._in_flight:
+                if not self._in_flight and self._clock() >= self._flush_due:
                     self._flush()
             elif self._in_flight:
                 self._wait()
@@ -302,6 +306,7 @@ class EngineThread:
             self._ahead = 0
         if not self._gathered():
             return
+        self._flush_due = self._clock() + MIN_FLUSH_S
         flush = Flush()
         for choice in self._dirty:
             flush.items.setdefault(choice.gateway, []).append(_item(choice))

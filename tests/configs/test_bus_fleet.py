@@ -40,7 +40,11 @@ def registration(worker: str, running: int = 0) -> fleet.Registration:
 
 async def register(bus: Bus, worker: str, running: int = 0, ttl: int = 60) -> int:
     payload = encode(registration(worker, running))
-    return (await bus.js.publish(bus.subjects.lease(worker), payload, headers={"Nats-TTL": str(ttl)})).seq
+    return int((await bus.js.publish(bus.subjects.lease(worker), payload, headers={"Nats-TTL": str(ttl)})).seq)
+
+
+async def revision_is(watched: Watched, worker: str, revision: int) -> None:
+    await eventually(lambda: watched.watch.members[worker].revision == revision)
 
 
 async def remove(bus: Bus, worker: str, revision: int) -> None:
@@ -104,7 +108,7 @@ async def test_a_member_that_renews_stays(bus: Bus, watched: Watched) -> None:
     for _ in range(4):
         watched.pass_time(2)
         revision = await register(bus, "early")
-        await eventually(lambda revision=revision: watched.watch.members["early"].revision == revision)
+        await revision_is(watched, "early", revision)
     assert not watched.left
 
 

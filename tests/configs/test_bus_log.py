@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -304,8 +305,12 @@ async def test_every_stored_entry_is_handled_once_although_the_server_is_killed(
                 await asyncio.sleep(0.001)
 
         producing = asyncio.create_task(produce())
+
+        def passed(limit: int) -> bool:
+            return len(futures) > limit
+
         for limit in (100, 250, 400):
-            await eventually(lambda limit=limit: len(futures) > limit)
+            await eventually(partial(passed, limit))
             server.kill()
             await eventually(lambda: not bus.connected)
             await server.start()

@@ -3,11 +3,12 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 import pytest
 
 from configs.bus.connection import Bus, connect
-from configs.bus.publish import Publisher
+from configs.bus.publish import Ack, Publisher
 from configs.bus.read import read
 from infra.broker.server import EmbeddedNats
 from schemas.errors import Code, ServingError
@@ -112,7 +113,7 @@ async def test_each_message_is_stored_once_although_the_server_is_killed(
     async with opened(server, subjects) as bus:
         publisher = Publisher(bus)
         await publisher.open()
-        futures: list[asyncio.Future[object]] = []
+        futures: list[asyncio.Future[Ack]] = []
 
         async def produce() -> None:
             for number in range(600):
@@ -120,8 +121,12 @@ async def test_each_message_is_stored_once_although_the_server_is_killed(
                 await asyncio.sleep(0.001)
 
         producing = asyncio.create_task(produce())
+
+        def passed(limit: int) -> bool:
+            return len(futures) > limit
+
         for limit in (100, 300):
-            await eventually(lambda limit=limit: len(futures) > limit)
+            await eventually(partial(passed, limit))
             server.kill()
             await eventually(lambda: not bus.connected)
             await server.start()

@@ -181,7 +181,7 @@ async def test_without_its_consumer_it_asks_now_and_then_and_goes_on_when_it_is_
         asked += ".MSG.NEXT." in subject
         await publish(subject, *args, **kwargs)
 
-    bus.nc.publish = counted  # type: ignore[method-assign]
+    bus.nc.publish = counted
     if there_before:
         await make_consumer(bus)
     taker = Taker(bus, slots=3)

@@ -71,7 +71,7 @@ def test_an_own_decision_and_its_echo_count_once() -> None:
     f = fleet()
     assert admit(f, "r", cached_tokens=64)
     assert not admit(f, "r", cached_tokens=64, echo=True)
-    assert f.load(("a", 0), 0) == Load(1, 1, 4, 36.0)
+    assert f.load(("a", 0), 0) == Load(1, 1, 2, 36.0)
 
 
 def test_the_log_overrules_a_decision_that_lost_the_race() -> None:

@@ -57,7 +57,7 @@ def test_the_encoding_is_the_golden_one(sample: tuple[str, Any, Any]) -> None:
 
 
 def test_each_message_type_has_a_full_sample() -> None:
-    seen = {}
+    seen: dict[type[msgspec.Struct], set[str]] = {}
     for message, _ in SAMPLES.values():
         for part in parts(message):
             seen.setdefault(type(part), set()).update(
@@ -104,6 +104,7 @@ def test_an_earlier_version_without_the_optional_fields_is_read(sample: tuple[st
     fields = msgspec.structs.fields(kind)
     raw = msgspec.msgpack.decode(encode(message))
     required = [field for field in fields if field.required]
+    old: Any
     if isinstance(raw, dict):
         tag = {"type": raw["type"]} if "type" in raw else {}
         old = tag | {field.name: raw[field.name] for field in required}

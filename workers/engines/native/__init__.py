@@ -1,1 +1,25 @@
 """The embedded engine: model code and weights from transformers; the paged pool, the batches and the sampler ours."""
+
+from pathlib import Path
+
+from configs.settings import WorkerSettings
+from workers.engines.core.engine import ScheduledEngine
+
+
+def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine:
+    """The engine of a worker process; raises as ``build`` does."""
+    from workers.engines.native.build import build
+
+    return build(
+        str(path),
+        block_size=settings.block_size,
+        kv_blocks=settings.kv_blocks,
+        max_running=settings.max_running,
+        max_batched_tokens=settings.max_batched_tokens,
+        max_model_len=settings.max_model_len,
+        prefix_cache=settings.prefix_cache,
+        kv_events=settings.publish_events_and_metrics,
+        device=settings.device,
+        dtype=settings.dtype,
+        threads=settings.threads,
+    )

@@ -1,0 +1,293 @@
+"""Whole deployments as real processes, what their mock engines must answer, and how their streams are read."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from array import array
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, closing, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from configs import modeldir
+from configs.bus.connection import Bus
+from configs.bus.read import read
+from infra.explain import Story, story
+from infra.up.deathsig import die_with_parent
+from infra.up.state import State, read_state
+from schemas import fleet
+from schemas.done import Done
+from schemas.requests import Sampling
+from workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "configs" / "models" / "tiny"
+MODEL_NAME = "tiny"
+START_S = 60.0
+STOP_S = 30.0
+
+
+async def until(holds: Callable[[], Any], what: str, within_s: float = 15.0) -> Any:
+    """What ``holds`` (a coroutine function) returns, once it is true."""
+    found = None
+    try:
+        async with asyncio.timeout(within_s):
+            while not (found := await holds()):
+                await asyncio.sleep(0.02)  # the far end is another process
+    except TimeoutError:
+        raise AssertionError(f"not within {within_s:g} s: {what}") from None
+    return found
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Process:
+    """A ``penstock`` command in a process that ends with the tests, whatever happens to them."""
+
+    def __init__(self, log: Path, *argv: str, nats_url: str = "") -> None:
+        environ = {key: value for key, value in os.environ.items() if not key.startswith("PENSTOCK_")}
+        environ |= {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
+        if nats_url:
+            environ["PENSTOCK_NATS_URL"] = nats_url
+        self.log = log
+        with log.open("wb") as out:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "infra.cli", *argv],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                cwd=log.parent,
+                env=environ,
+                start_new_session=True,
+                preexec_fn=die_with_parent(),
+            )
+
+    def wait_for(self, text: str) -> None:
+        """Until the process has said ``text``."""
+        deadline = time.monotonic() + START_S
+        while text not in (said := self.log.read_text(errors="replace")):
+            assert self._process.poll() is None, f"ended with status {self._process.returncode}:\n{said}"
+            assert time.monotonic() < deadline, f"does not say {text!r}:\n{said}"
+            time.sleep(0.05)
+
+    def stop(self) -> int:
+        """SIGTERM; the exit status."""
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            return self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(STOP_S)
+            raise
+
+
+class Deployment:
+    """One ``penstock up``, with ports and data of its own."""
+
+    def __init__(self, home: Path, *flags: str) -> None:
+        self.home = home
+        self.data_dir = home / "data"
+        self._extra = 0
+        self._up = Process(
+            home / "up.log",
+            *("up", "--engine", "mock", "--http-port", "0", "--data-dir", str(self.data_dir), "--drain-s", "3"),
+            *("--log-format", "text", *flags),
+        )
+        self._up.wait_for("(ready after")
+
+    @property
+    def state(self) -> State:
+        return read_state(self.data_dir / "state.json")
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Of its gateways."""
+        return self.state.http_urls
+
+    def also(self, role: str, *flags: str, said: str) -> Process:
+        """One more process of a role on this deployment's broker; started once it has said so."""
+        self._extra += 1
+        url = self.state.nats_url
+        more = Process(self.home / f"{role}-{self._extra}.log", role, "--log-format", "json", *flags, nats_url=url)
+        more.wait_for(said)
+        return more
+
+    def logs(self, prefix: str = "") -> str:
+        return "\n".join(path.read_text(errors="replace") for path in (self.data_dir / "logs").glob(f"{prefix}*.log"))
+
+    def stop(self) -> int:
+        return self._up.stop()
+
+
+# -- what the mock engine answers ---------------------------------------------------------------------------------
+
+
+class Oracle:
+    """What every worker must answer, computed from the mock's definition without an engine."""
+
+    def __init__(self) -> None:
+        self.model = modeldir.load(MODEL)
+        tokenizer = self.model.tokenizer
+        texts = tokenizer.decode_batch([[token] for token in range(self.model.vocab_size)])
+        silent = {token for token, text in enumerate(texts) if not text or "\ufffd" in text}
+        self.vocabulary = Vocabulary(self.model.vocab_size, silent | set(self.model.eos_token_ids))
+
+    def prompt(self, body: dict[str, Any]) -> list[int]:
+        """Token ids of a body's prompt."""
+        tokenizer = self.model.tokenizer
+        if "messages" in body:
+            assert self.model.template is not None
+            ids = tokenizer.encode(self.model.template.render(body["messages"], None), add_special_tokens=False).ids
+        elif isinstance(body["prompt"], str):
+            ids = tokenizer.encode(body["prompt"]).ids
+        else:
+            ids = body["prompt"]
+        return list(ids)
+
+    def tokens(self, body: dict[str, Any], count: int, choice: int = 0, **more: Any) -> list[int]:
+        sampling = GREEDY
+        if body.get("temperature", 1.0):
+            sampling = Sampling(temperature=1.0, seed=body["seed"])
+        return expected_tokens(self.prompt(body), count, self.vocabulary, sampling=sampling, choice=choice, **more)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        decoded: str = self.model.tokenizer.decode(list(tokens))
+        return decoded
+
+    def answer(self, body: dict[str, Any], count: int, choice: int = 0) -> str:
+        return self.text(self.tokens(body, count, choice))
+
+
+def words(count: int, seed: int = 0) -> str:
+    """Text that no other prompt of the run begins with, if ``seed`` is used once."""
+    return f"{seed} " + " ".join(f"word{(seed * 7919 + i * 31) % 9973}" for i in range(count))
+
+
+def token_prompt(count: int, seed: int) -> list[int]:
+    """A prompt of exactly ``count`` tokens."""
+    return [(seed * 7919 + i * i * 31 + i) % 4000 for i in range(count)]
+
+
+# -- streams ------------------------------------------------------------------------------------------------------
+
+
+class Event(NamedTuple):
+    """One server-sent event."""
+
+    id: str
+    data: str
+
+    @property
+    def body(self) -> Any:
+        return msgspec.json.decode(self.data)
+
+
+def parse_sse(raw: bytes) -> list[Event]:
+    """Events of a whole stream; each must be one optional id line and one data line."""
+    *blocks, rest = raw.decode().split("\n\n")
+    assert rest == "", f"the stream ends within an event: {rest!r}"
+    events = []
+    for block in blocks:
+        *head, data = block.split("\n")
+        assert len(head) <= 1
+        assert all(line.startswith("id: ") for line in head)
+        assert data.startswith("data: ")
+        events.append(Event(head[0].removeprefix("id: ") if head else "", data.removeprefix("data: ")))
+    return events
+
+
+def joined(events: Sequence[Event], choice: int = 0) -> str:
+    """The text that a stream shows for one choice."""
+    text = ""
+    for event in events:
+        if event.data != "[DONE]":
+            for part in event.body["choices"]:
+                if part["index"] == choice:
+                    text += part["text"] if "text" in part else part["delta"].get("content", "")
+    return text
+
+
+# -- looking into a deployment ------------------------------------------------------------------------------------
+
+
+async def ending(bus: Bus, request_id: str, within_s: float = 15.0) -> tuple[Story, Done]:
+    """The story of a request, once it has its terminal event; there must be exactly one."""
+
+    async def ended() -> Story | None:
+        try:
+            told = await story(bus, request_id)
+        except ValueError:
+            return None
+        return told if told.ends and isinstance(told.ends[-1], Done) else None
+
+    told = await until(ended, f"terminal event of {request_id}", within_s)
+    ends = [end for end in told.ends if isinstance(end, Done)]
+    assert len(ends) == 1
+    return told, ends[0]
+
+
+async def registrations(bus: Bus) -> dict[str, fleet.Registration]:
+    """The registered workers' latest renewals."""
+    bucket = bus.subjects.bucket("workers")
+    found: dict[str, fleet.Registration] = {}
+    async for entry in read(bus, f"KV_{bucket}", f"$KV.{bucket}.>"):
+        worker = entry.subject.rpartition(".")[2]
+        if entry.data and "KV-Operation" not in entry.headers:
+            found[worker] = fleet.decode(entry.data)
+        else:
+            found.pop(worker, None)
+    return found
+
+
+async def idle_workers(bus: Bus) -> bool:
+    """Whether every registered worker says that it holds nothing."""
+    loads = [registration.load for registration in (await registrations(bus)).values()]
+    return bool(loads) and all(not (load.running or load.waiting or load.used_blocks) for load in loads)
+
+
+def samples(text: str) -> dict[str, float]:
+    """A metrics page as {name{label="value",...}: value}."""
+
+    def named() -> Iterator[tuple[str, float]]:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                labels = ",".join(f'{key}="{value}"' for key, value in sorted(sample.labels.items()))
+                yield (f"{sample.name}{{{labels}}}" if labels else sample.name), sample.value
+
+    return dict(named())
+
+
+async def metrics(url: str) -> dict[str, float]:
+    async with httpx.AsyncClient(trust_env=False, timeout=10) as client:
+        answer = await client.get(url + "/metrics")
+    assert answer.status_code == 200
+    return samples(answer.text)
+
+
+@asynccontextmanager
+async def connected(url: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A bare connection to a gateway; leaving closes it, whatever is still on its way."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 20)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+
+
+def packed(data: bytes) -> list[int]:
+    return list(array("I", data))

@@ -1,0 +1,135 @@
+"""From a job to sequences, and from ended sequences to the one terminal event."""
+
+import msgspec
+import pytest
+
+from configs.detokenize import Detokenizer
+from configs.modeldir import BUNDLED, load_tokenizer
+from schemas import blocks, done, wire
+from schemas.errors import Code
+from schemas.jobs import Decision, Job
+from schemas.requests import GenerateRequest, Sampling, Stop
+from schemas.tokens import Finish
+from workers.requests import Active, admit, already_over, sequences, terminal
+
+PROMPT = [1, 2, 3, 4]
+DIGESTS = blocks.chain(wire.pack_tokens(PROMPT), 2, blocks.root("rev", "lora", "salt"))
+
+
+def request(n: int = 2, **options: object) -> GenerateRequest:
+    stop = options.pop("stop", Stop(max_tokens=5))
+    return GenerateRequest(
+        id="r",
+        model="m",
+        gateway="gw",
+        prompt=wire.pack_tokens(PROMPT),
+        stop=stop,  # type: ignore[arg-type]
+        created_ns=10,
+        deadline_ns=20,
+        digests=DIGESTS,
+        block_size=2,
+        n=n,
+        salt="salt",
+        lora="lora",
+        user="u",
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def active(
+    asked: GenerateRequest,
+    *,
+    resume: tuple[bytes, ...] = (),
+    finished: tuple[int, ...] = (),
+    detokenizer: Detokenizer | None = None,
+) -> Active:
+    decision = Decision(mode="kv", chosen="w", router="r", at_ns=15)
+    job = Job(msgspec.Raw(wire.encode(asked)), 3, decision, resume, finished)
+    return admit(job, asked, None, detokenizer)
+
+
+def test_a_new_request_becomes_one_sequence_per_choice() -> None:
+    asked = request(sampling=Sampling(logprobs=1))
+    state = active(asked)
+    made = sequences(state, "rev")
+    assert [s.choice for s in made] == [0, 1]
+    for sequence, choice in zip(made, state.choices, strict=True):
+        assert sequence.key is choice
+        assert list(sequence.prompt) == PROMPT
+        assert list(sequence.generated) == []
+        assert sequence.root == blocks.root("rev", "lora", "salt")
+        assert b"".join(sequence.digests) == DIGESTS
+        assert choice.want_logprobs
+        assert (choice.attempt, choice.gateway, choice.owner) == (3, "gw", state)
+    assert not state.ended
+
+
+def test_a_resumed_choice_goes_on_behind_what_was_streamed_and_a_finished_one_is_not_run() -> None:
+    state = active(request(), resume=(wire.pack_tokens([7, 8]), wire.pack_tokens([9])), finished=(1,))
+    (only,) = sequences(state, "rev")
+    assert list(only.generated) == [7, 8]
+    assert state.choices[0].first == 2, "the next token is numbered behind the streamed ones"
+    assert state.outcomes[0] is None
+    assert state.outcomes[1] is not None
+    assert state.outcomes[1].tokens == wire.pack_tokens([9])
+    only.generated.append(1)  # type: ignore[attr-defined]
+    assert state.choices[0].tokens.tolist() == [7, 8], "the engine's copy is its own"
+
+
+def test_a_request_whose_choices_all_ended_is_over_before_it_runs() -> None:
+    state = active(request(n=1), resume=(b"",), finished=(0,))
+    assert state.ended
+    assert sequences(state, "rev") == []
+
+
+def test_a_resumed_choice_that_had_reached_its_end_is_recognised() -> None:
+    asked = request(n=1)
+    assert already_over(active(asked).choices[0], asked) is None
+    full = active(asked, resume=(wire.pack_tokens(range(5)),))
+    assert already_over(full.choices[0], asked) == Finish("length")
+
+
+@pytest.mark.parametrize(("min_tokens", "over"), [(0, True), (100, False)])
+def test_a_resumed_choice_that_had_completed_a_stop_string_is_recognised(min_tokens: int, over: bool) -> None:
+    tokenizer = load_tokenizer(BUNDLED)
+    asked = request(n=1, stop=Stop(max_tokens=50, min_tokens=min_tokens, strings=("END",)))
+    ids = tokenizer.encode("so the END", add_special_tokens=False).ids
+    state = active(asked, resume=(wire.pack_tokens(ids),), detokenizer=Detokenizer(tokenizer))
+    assert already_over(state.choices[0], asked) == (Finish("stop", "END") if over else None)
+
+
+def end(state: Active, *outcomes: done.Outcome) -> None:
+    state.outcomes[:] = outcomes
+
+
+def test_the_terminal_event_tells_tokens_usage_and_times() -> None:
+    state = active(request())
+    end(state, done.Outcome(wire.pack_tokens([7, 8]), "length"), done.Outcome(wire.pack_tokens([9]), "stop", "x"))
+    state.cached, state.started_ns, state.first_token_ns = 2, 16, 17
+    event = terminal(state, "w", 18)
+    assert (event.request, event.model, event.attempt, event.worker, event.user) == ("r", "m", 3, "w", "u")
+    assert event.usage == done.Usage(prompt=4, completion=3, cached=2)
+    assert event.timings == done.Timings(10, 15, 16, 17, 18)
+    assert event.choices == tuple(state.outcomes)
+    assert (event.code, event.message) == ("", "")
+    assert done.decode(wire.encode(event)) == event
+
+
+def test_a_cancelled_request_keeps_what_it_had_generated() -> None:
+    state = active(request())
+    end(state, done.Outcome(wire.pack_tokens([7]), "stop"), None)  # type: ignore[arg-type]
+    state.choices[1].tokens.extend([5, 6])
+    state.cancelled = (Code.cancelled, "client gone")
+    event = terminal(state, "w", 18)
+    assert event.choices[1] == done.Outcome(wire.pack_tokens([5, 6]), "cancelled")
+    assert (event.code, event.message) == ("cancelled", "client gone")
+    assert event.usage.completion == 3
+
+
+def test_a_choice_that_failed_makes_the_request_fail() -> None:
+    state = active(request())
+    end(state, done.Outcome(b"", "error"), done.Outcome(wire.pack_tokens([1]), "length"))
+    state.choices[0].finish = Finish("error", None, 0, Code.out_of_blocks, "too long")
+    state.choices[1].finish = Finish("length")
+    event = terminal(state, "w", 18)
+    assert (event.code, event.message) == ("out_of_blocks", "too long")
