@@ -1,5 +1,6 @@
 """A model's Jinja chat template: messages → prompt text. Compiled once; knows no tokens but the special ones' text."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,9 +28,10 @@ class ChatTemplate:
             TemplateError: it does not compile, or fails on a conversation of one user message.
         """
         # late: 30 MB, and only processes that render chats need it. It does not import torch.
-        from transformers.utils.chat_template_utils import render_jinja_template
+        from transformers.utils import chat_template_utils
 
-        self._render = render_jinja_template  # keeps the compiled template in a cache of its own
+        self._render = chat_template_utils.render_jinja_template  # keeps the compiled template in a cache of its own
+        _flatten_globals(chat_template_utils, source)
         self._source = source
         self._special_tokens = dict(special_tokens)
         self.wants_parts = False
@@ -60,6 +62,15 @@ class ChatTemplate:
         except Exception as error:  # templates are code: anything may come out of them
             raise TemplateError(f"{type(error).__name__}: {error}") from error
         return str(texts[0])
+
+
+def _flatten_globals(utils: Any, source: str) -> None:
+    """Jinja chains a template's globals and walks the chain at each render: a fifth of what rendering costs."""
+    compiled = getattr(utils, "_compile_jinja_template", None)
+    if compiled is not None:
+        with contextlib.suppress(Exception):  # a template that does not compile says so when it is rendered
+            template = compiled(source)
+            template.globals = dict(template.globals)
 
 
 def _in_parts(message: Message) -> Message:

@@ -43,9 +43,13 @@ class _StreamOptions(msgspec.Struct):
 class _Kind(msgspec.Struct):
     """The parts of a body that decide how it is answered."""
 
-    messages: msgspec.Raw | None = None
+    messages: msgspec.Raw = msgspec.Raw()  # not "Raw | None": that takes nothing but null
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
+
+    @property
+    def endpoint(self) -> str:
+        return CHAT if self.messages and bytes(self.messages) != b"null" else TEXT
 
     @property
     def include_usage(self) -> bool:
@@ -56,7 +60,7 @@ def _kind(body: bytes) -> _Kind:
     try:
         return msgspec.json.decode(body, type=_Kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return _Kind(msgspec.Raw(b"[]"))  # preparing it says what is wrong
+        return _Kind(msgspec.Raw(b"[]" if b'"messages"' in body else b""))  # preparing it says what is wrong
 
 
 class SubmitDoor:
@@ -157,7 +161,7 @@ class SubmitDoor:
         if message.metadata.num_delivered > 1 or time.time_ns() - stored_ns > OLD_S * 1e9:
             exchange = await self._known(request_id)
         if exchange is None:
-            prepared: Prepared = await gateway.prepare(CHAT if kind.messages else TEXT, message.data, request_id)
+            prepared: Prepared = await gateway.prepare(kind.endpoint, message.data, request_id)
             exchange = await gateway.submit(prepared.request)
         try:
             if kind.stream:

@@ -6,8 +6,8 @@ Score in mode "kv", in blocks of prompt work, lowest wins:
 
 A: prompt tokens that the worker has yet to compute for others; P: this prompt's tokens; B: its block size;
 C: leading prompt blocks that the worker holds; D: prompt blocks that its unfinished requests had to compute;
-U: blocks that this prompt would add to them. The first term is how long the first token takes, the second how much the worker's
-batch and cache are burdened for as long as the request lives.
+U: blocks that this prompt would add to them. The first term is how long the first token takes, the second how
+much the worker's batch and cache are burdened for as long as the request lives.
 """
 
 from collections.abc import Mapping, Sequence

@@ -496,7 +496,7 @@ class Session:
         future: asyncio.Future[tuple[list[kv.KvEvent], int]] = self._loop.create_future()
 
         def answer(events: list[kv.KvEvent], seq: int) -> None:
-            self._loop.call_soon_threadsafe(lambda: future.done() or future.set_result((events, seq)))
+            self._loop.call_soon_threadsafe(_resolve, future, (events, seq))
 
         self._engine.dump(answer)
         events, seq = await asyncio.wait_for(future, 5.0)
@@ -511,6 +511,11 @@ class _Ended(Flush):
     def __init__(self, active: Active) -> None:
         super().__init__()
         self.active = active
+
+
+def _resolve(future: "asyncio.Future[Any]", value: Any) -> None:
+    if not future.done():
+        future.set_result(value)
 
 
 def _pages(events: list[kv.KvEvent], limit_bytes: int) -> list[list[kv.KvEvent]]:

@@ -68,7 +68,7 @@ async def test_an_unknown_model_is_not_found(http: httpx.AsyncClient, client: op
         ({"presence_penalty": -2.1}, "presence_penalty", "-2.0"),
         ({"seed": 1 << 64}, "seed", ""),
         ({"messages": []}, "messages", "1"),
-        ({"messages": [{"role": "king", "content": "x"}]}, "messages[...].role", "king"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "king"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
         ({"min_tokens": 9}, "min_tokens", "3"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),
@@ -171,7 +171,8 @@ def malformed(rng: random.Random) -> bytes:
     if kind == 6:  # an optional one is
         field = rng.choice(["temperature", "max_tokens", "n", "seed", "top_p", "stop_token_ids", "logit_bias"])
         return json.dumps({**GOOD, field: rng.choice(["x", {"a": []}, [[]], "\u0000", {"1": "y"}])}).encode()
-    missing = {key: value for key, value in GOOD.items() if key != rng.choice(["model", "messages"])}
+    absent = rng.choice(["model", "messages"])
+    missing = {key: value for key, value in GOOD.items() if key != absent}
     return json.dumps(missing).encode() + rng.choice([b"", b"}", b"\x00", b",", b"//"])
 
 

@@ -123,7 +123,6 @@ def test_the_index_is_the_caches_it_heard_of(steps: list[tuple[str, int, bytes, 
                 assert (engine.worker, engine.rank) not in index.match(keys_of(digests))
                 assert index.load_dump(late)
         for probe in (digests, digests[: 16 * count], prompt(*(rng.randrange(3) for _ in range(8)))):
-            # one worker's last store may not have reached the index yet only if it never spoke
             spoken = [e for e in engines if e.seq >= 0 and (e.worker, e.rank) not in index.awaiting_dump()]
             assert index.match(keys_view(probe)) == {
                 place: depth for place, depth in expected(spoken, probe).items() if depth

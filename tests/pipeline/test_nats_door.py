@@ -1,0 +1,251 @@
+"""The NATS front door, used with nothing but a NATS client that has the client's rights."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import nats
+import pytest
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from configs.bus.connection import Bus
+from schemas import control, wire
+from schemas.subjects import HEADER_EVENT_ID, HEADER_FINAL, HEADER_MSG_ID, HEADER_REPLY_TO, HEADER_REQUEST
+from tests.pipeline.support import Deployment, Event, Oracle, ending, idle_workers, joined, parse_sse, until, words
+
+
+CHAT: dict[str, Any] = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "Where is the harbour?"}],
+    "temperature": 0,
+    "max_tokens": 10,
+}
+TEXT: dict[str, Any] = {"model": "tiny", "prompt": "The harbour is", "temperature": 0, "max_tokens": 10}
+STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+class Submitter:
+    """A client of the door: submits, and keeps what arrives."""
+
+    def __init__(self, nc: Client) -> None:
+        self.nc = nc
+        self.js = nc.jetstream()
+
+    async def submit(self, body: Any, reply_to: str, model: str = "tiny", **headers: str) -> Any:
+        """Returns the broker's acknowledgement."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        named = {key.replace("_", "-"): value for key, value in headers.items()}
+        return await self.js.publish(f"ps.submit.{model}", data, headers={HEADER_REPLY_TO: reply_to, **named})
+
+    async def ask(self, body: Any, *, model: str = "tiny", reply_to: str = "", **headers: str) -> list[Msg]:
+        """Submit, and take the messages up to the final one."""
+        reply_to = reply_to or self.nc.new_inbox()
+        sub = await self.nc.subscribe(reply_to)
+        await self.submit(body, reply_to, model, **headers)
+        messages = await read_answer(sub)
+        await sub.unsubscribe()
+        return messages
+
+
+async def read_answer(sub: Any) -> list[Msg]:
+    messages: list[Msg] = []
+    while not messages or HEADER_FINAL not in (messages[-1].headers or {}):
+        messages.append(await sub.next_msg(timeout=10))
+    return messages
+
+
+async def nothing_more(sub: Any, submitter: Submitter) -> bool:
+    """Whether a subscription stays empty until another submission has been answered."""
+    await submitter.ask({**TEXT, "max_tokens": 1})
+    await submitter.nc.flush()
+    return not sub.pending_msgs
+
+
+@pytest.fixture
+async def door(fast: Deployment) -> AsyncIterator[Submitter]:
+    nc = await nats.connect(fast.state.client_nats_url)
+    yield Submitter(nc)
+    await nc.close()
+
+
+@pytest.mark.parametrize("kind", ["inbox", "reply"])
+@pytest.mark.parametrize("body", [CHAT, TEXT], ids=["chat", "text"])
+async def test_a_streamed_answer_is_the_one_that_http_gives(
+    door: Submitter, http: httpx.AsyncClient, oracle: Oracle, body: dict[str, Any], kind: str
+) -> None:
+    messages = await door.ask({**body, **STREAM}, reply_to="" if kind == "inbox" else f"ps.reply.{door.nc.client_id}")
+    assert [HEADER_FINAL in (message.headers or {}) for message in messages] == [False] * (len(messages) - 1) + [True]
+    ids = [(message.headers or {})[HEADER_EVENT_ID] for message in messages]
+    path = "/v1/chat/completions" if body is CHAT else "/v1/completions"
+    events = parse_sse((await http.post(path, json={**body, **STREAM})).content)[:-1]
+    assert ids == [event.id for event in events]
+    assert len(set(ids)) == len(ids)
+
+    def shown(parsed: dict[str, Any]) -> dict[str, Any]:
+        """Without what differs between two requests."""
+        parsed = {key: value for key, value in parsed.items() if key not in ("id", "created")}
+        if parsed.get("usage"):
+            del parsed["usage"]["prompt_tokens_details"]
+        return parsed
+
+    bodies = [json.loads(message.data) for message in messages]
+    assert [shown(one) for one in bodies] == [shown(event.body) for event in events]
+    assert joined([Event("", message.data.decode()) for message in messages]) == oracle.answer(body, 10)
+    [request_id] = {(message.headers or {})[HEADER_REQUEST] for message in messages}
+    assert {one["id"].partition("-")[2] for one in bodies} == {request_id}
+
+
+async def test_a_whole_answer_is_one_message(door: Submitter, oracle: Oracle) -> None:
+    [message] = await door.ask(CHAT)
+    answer = json.loads(message.data)
+    assert answer["object"] == "chat.completion"
+    assert answer["choices"][0]["message"]["content"] == oracle.answer(CHAT, 10)
+    assert answer["usage"]["completion_tokens"] == 10
+    assert answer["id"] == "chatcmpl-" + (message.headers or {})[HEADER_REQUEST]
+
+
+async def test_the_same_submission_twice_is_answered_once(door: Submitter) -> None:
+    inbox = door.nc.new_inbox()
+    sub = await door.nc.subscribe(inbox)
+    body = {**TEXT, "prompt": words(30, 77), "temperature": 1}
+    first = await door.submit(body, inbox, **{HEADER_MSG_ID: "once-77"})
+    again = await door.submit(body, inbox, **{HEADER_MSG_ID: "once-77"})
+    assert again.duplicate
+    assert again.seq == first.seq
+    assert len(await read_answer(sub)) == 1
+    assert await nothing_more(sub, door)
+    await sub.unsubscribe()
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [
+        "ps.request.tiny.standard",
+        "ps.work.aggregated.worker-0",
+        "ps.done.tiny",
+        "ps.cancel",
+        "$JS.API.STREAM.DELETE.ps_DONE",
+        "$KV.ps_workers.x",
+        "ps.replyx",
+        "_INBOX_gateway.x",
+        "ps.reply.*",
+        "ps.reply.>",
+        "ps.reply.",
+        "ps.reply.a..b",
+        "_INBOX.",
+        "ps.reply." + "a" * 5000,  # the server cuts whoever sends such a line
+    ],
+    ids=lambda subject: subject[:30],
+)
+async def test_nothing_is_published_where_the_client_could_not_read(
+    door: Submitter, fast: Deployment, bus: Bus, subject: str
+) -> None:
+    pids = {process.name: process.pid for process in fast.state.processes}
+    heard = await bus.nc.subscribe(">")
+    await door.submit({**TEXT, "user": "intruder"}, subject)
+    await door.ask({**TEXT, "max_tokens": 1})  # both gateways may have had the first one by now
+    await door.ask({**TEXT, "max_tokens": 1})
+    await bus.nc.flush()
+    seen = []
+    while heard.pending_msgs:
+        message = await heard.next_msg(timeout=1)
+        seen.append(message)
+    await heard.unsubscribe()
+    answers = [m for m in seen if HEADER_FINAL in (m.headers or {})]
+    assert len(answers) == 2, "the two proper submissions, and nothing else"
+    assert not [m.subject for m in seen if b"intruder" in m.data and not m.subject.startswith("ps.submit.")]
+    assert {process.name: process.pid for process in fast.state.processes} == pids
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", "invalid_request"),
+        (b"\xff\xfe", "invalid_request"),
+        (b"{", "invalid_request"),
+        (b"[1]", "invalid_request"),
+        (b'{"messages":[]}', "invalid_request"),
+        (b'{"model":"tiny","messages":' + b"[" * 50_000, "invalid_request"),
+        ({**CHAT, "temperature": 9}, "invalid_request"),
+        ({**CHAT, "model": "gpt-5"}, "model_not_found"),
+        ({**TEXT, "max_tokens": 1 << 30}, "context_length_exceeded"),
+        ({**TEXT, "worker": "nobody"}, "invalid_request"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+async def test_a_submission_that_cannot_be_served_is_told_so_once(door: Submitter, body: Any, status: str) -> None:
+    [message] = await door.ask(body)
+    error = json.loads(message.data)["error"]
+    assert error["code"] == status
+    assert error["message"]
+
+
+async def test_a_model_that_nobody_serves_is_told_so(door: Submitter) -> None:
+    [message] = await door.ask({**CHAT, "model": "unknown"}, model="unknown")
+    assert json.loads(message.data)["error"]["code"] == "model_not_found"
+
+
+async def test_a_failure_behind_the_door_ends_a_stream_with_an_error(door: Submitter) -> None:
+    [message] = await door.ask({**TEXT, **STREAM, "worker": "nobody"})
+    assert json.loads(message.data)["error"]["code"] == "invalid_request"
+
+
+async def test_an_answer_that_no_message_can_hold_is_an_error_that_says_so(door: Submitter) -> None:
+    body = {**CHAT, "logprobs": True, "top_logprobs": 20, "max_tokens": 6000}
+    [message] = await door.ask(body)
+    error = json.loads(message.data)["error"]
+    assert error["code"] == "body_too_large"
+    assert "stream" in error["message"]
+    assert len(await door.ask({**CHAT, "max_tokens": 1})) == 1
+
+
+async def test_the_client_may_do_nothing_but_submit_cancel_and_listen(fast: Deployment) -> None:
+    errors: list[str] = []
+
+    async def note(error: Exception) -> None:
+        errors.append(str(error))
+
+    nc = await nats.connect(fast.state.client_nats_url, error_cb=note)
+    refused = ("ps.request.tiny.standard", "ps.work.x.y", "ps.tokens.x", "ps.done.tiny", "$JS.API.STREAM.PURGE.ps_DONE")
+    for subject in refused:
+        await nc.publish(subject, b"x")
+    await nc.flush()
+    await nc.flush()
+    assert len(errors) == len(refused)
+    assert all("permissions violation" in error for error in errors)
+    await nc.close()
+
+
+async def test_a_submitter_can_cancel(slow: Deployment, slow_bus: Bus) -> None:
+    nc = await nats.connect(slow.state.client_nats_url)
+    door = Submitter(nc)
+    inbox = nc.new_inbox()
+    sub = await nc.subscribe(inbox)
+    await door.submit({**TEXT, **STREAM, "max_tokens": 2000}, inbox)
+    first = await sub.next_msg(timeout=10)
+    request_id = (first.headers or {})[HEADER_REQUEST]
+    await nc.publish("ps.cancel", cancel_message(request_id))
+    last = (await read_answer(sub))[-1]
+    assert json.loads(last.data)["error"]["code"] == "cancelled"
+    _, end = await ending(slow_bus, request_id)
+    assert end.code == "cancelled"
+    await until(lambda: idle_workers(slow_bus), "the worker's blocks are free")
+    await nc.close()
+
+
+def cancel_message(request_id: str) -> bytes:
+    return wire.encode(control.Cancel(request_id, "changed my mind"))
+
+
+async def test_many_submissions_at_once_are_each_answered(door: Submitter, oracle: Oracle) -> None:
+    bodies = [{**TEXT, "prompt": words(10, 3000 + i), **(STREAM if i % 2 else {})} for i in range(60)]
+    answers = await asyncio.gather(*map(door.ask, bodies))
+    for body, messages in zip(bodies, answers, strict=True):
+        if "stream" in body:
+            text = joined([Event("", message.data.decode()) for message in messages])
+        else:
+            text = json.loads(messages[0].data)["choices"][0]["text"]
+        assert text == oracle.answer(body, 10)
