@@ -22,7 +22,7 @@ from configs.bus.publish import Ack, Publisher
 from configs.bus.pull import ACK, IN_PROGRESS, NAK, TERM, Puller
 from configs.settings import RouterSettings
 from router.fleet import Unfinished
-from router.holders import Place
+from router.holders import Place, keys_view
 from router.metrics import Metrics
 from router.policy import Ask, Choice, Weights, choose
 from router.rescue import Orphan, recover
@@ -30,7 +30,6 @@ from router.view import View
 from router.waiting import Waiting as Entry
 from router.waiting import WaitingRoom
 from schemas import done, jobs, requests, wire
-from schemas.blocks import keys_of
 from schemas.errors import Code, ServingError
 from schemas.jobs import Decision, Job
 from schemas.requests import GenerateRequest, Priority
@@ -42,6 +41,7 @@ log = structlog.get_logger("router")
 RENEW_S = 3.0  # the consumers' ack_wait is 10 s
 SWEEP_S = 0.1
 ORPHANS_S = 1.0
+SNAPSHOT_S = 10.0
 TERMINAL_S = 600.0
 REMEMBERED = 50_000
 NO_LIMIT = 1 << 30
@@ -96,6 +96,7 @@ class Router:
         self._upkeep = [
             asyncio.create_task(self._sweep(), name="router-sweep"),
             asyncio.create_task(self._watch_orphans(), name="router-orphans"),
+            asyncio.create_task(self._save(), name="router-snapshots"),
         ]
         stream = self._bus.subjects.stream("REQUESTS")
         for priority in Priority:
@@ -170,7 +171,7 @@ class Router:
         if now_ns >= request.deadline_ns:
             self._end(waiting, Code.deadline_exceeded, "the deadline passed before a worker was free")
             return True
-        keys = keys_of(request.digests)
+        keys = keys_view(request.digests)
         choice = self._choose(request, keys, now_ns)
         if choice.code is not None:
             self._end(waiting, choice.code, f"no worker can ever run this request: {choice.reason}")
@@ -426,6 +427,14 @@ class Router:
         )
 
     # --- upkeep ---
+
+    async def _save(self) -> None:
+        while True:
+            await asyncio.sleep(SNAPSHOT_S)
+            try:
+                await self.view.save()
+            except Exception:
+                log.exception("snapshot_failed")
 
     async def _sweep(self) -> None:
         while True:

@@ -18,6 +18,7 @@ from router.approximate import ApproximateIndex
 from router.fleet import Fleet, Unfinished
 from router.holders import Place
 from router.index import PrefixIndex
+from router.snapshot import Snapshot, Snapshots
 from schemas import control, done, fleet, jobs, kv, wire
 from schemas.errors import ServingError
 from schemas.requests import GenerateRequest
@@ -75,6 +76,8 @@ class View:
         self._loaded: set[str] = set()  # workers whose cache the index knows
         self._sys: Bus | None = None
         self._quiet_since = time.monotonic()
+        self._snapshots = Snapshots(bus, settings.name)
+        self._saved = (0, 0, 0)
 
     # --- life ---
 
@@ -85,10 +88,18 @@ class View:
         """
         now_ns = time.time_ns()
         past = now_ns - int(LONGEST_DEADLINE_S * 1e9)
+        saved = await self._snapshots.load()
+        if saved is not None and saved.taken_ns > past:
+            self.fleet = Fleet.restore(saved.fleet)
+            starts = {"done": saved.done_seq, "returned": saved.returned_seq, "work": saved.work_seq}
+        else:
+            starts = {}
         # Ends before beginnings: a request that is known to be over never counts as unfinished work.
-        await self._done.start(since_ns=past)
-        await self._returned.start(since_ns=past)
-        await self._work.start(since_ns=past)
+        for name, tail in (("done", self._done), ("returned", self._returned), ("work", self._work)):
+            if starts.get(name):
+                await tail.start(after=starts[name])
+            else:
+                await tail.start(since_ns=past)
         if self.index is not None:
             await self._kv.start(since_ns=now_ns)
         await self._members.start()
@@ -108,6 +119,13 @@ class View:
 
     async def _on_reconnect(self) -> None:
         self._quiet_since = time.monotonic()
+
+    async def save(self) -> None:
+        """Store the loads for the next start, if they changed since the last time."""
+        positions = (self._work.position, self._done.position, self._returned.position)
+        if positions != self._saved and self._bus.connected:
+            self._saved = positions
+            await self._snapshots.save(Snapshot(time.time_ns(), *positions, self.fleet.state()))
 
     def upkeep(self, now_ns: int) -> None:
         """A few times a second: leases, suspects, deadlines, index cleaning."""

@@ -1,6 +1,5 @@
 """The live table of workers, on a real nats-server, with a clock that the test moves."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -165,4 +164,22 @@ async def test_silence_of_the_broker_is_no_silence_of_the_workers(
         watched.pass_time(fleet.LEASE_S + 0.25)
         assert watched.left == [("a", "lease expired")]
         await watched.watch.stop()
-        await asyncio.sleep(0)
+
+
+async def test_a_short_absence_of_the_broker_gives_every_lease_a_new_start(
+    make_broker: Callable[..., EmbeddedNats], subjects: Subjects
+) -> None:
+    server = make_broker()
+    await server.start()
+    async with opened(server, subjects) as bus:
+        await register(bus, "a")
+        watched = Watched(bus)
+        await watched.watch.start()
+        watched.pass_time(fleet.LEASE_S - 0.25)
+        server.kill()
+        await eventually(lambda: not bus.connected)
+        await server.start()
+        await eventually(lambda: bus.connected)
+        watched.pass_time(0.5)
+        assert not watched.left
+        await watched.watch.stop()

@@ -324,3 +324,20 @@ async def test_every_stored_entry_is_handled_once_although_the_server_is_killed(
         await publisher.close()
         await everything.tail.stop()
         await one.tail.stop()
+
+
+async def test_after_a_reconnect_what_passed_unseen_is_read_without_waiting_for_more(
+    make_broker: Callable[..., EmbeddedNats], subjects: Subjects
+) -> None:
+    server = make_broker()
+    await server.start()
+    async with opened(server, subjects) as bus:
+        follower = Follower(bus)
+        await follower.tail.start()
+        follower.deaf = lambda entry: True
+        last = await put(bus, "a", 3)
+        server.kill()
+        await eventually(lambda: not bus.connected)
+        await server.start()
+        await follower.is_complete(last)
+        await follower.tail.stop()

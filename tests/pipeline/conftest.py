@@ -28,6 +28,8 @@ def new_deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NewDepl
         return deployment
 
     yield start
+    for deployment in started:
+        deployment.ask_to_stop()
     statuses = [deployment.stop() for deployment in started]
     assert statuses == [0] * len(started)
 

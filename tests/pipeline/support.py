@@ -62,6 +62,7 @@ class Process:
         if nats_url:
             environ["PENSTOCK_NATS_URL"] = nats_url
         self.log = log
+        self._asked = False
         with log.open("wb") as out:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "infra.cli", *argv],
@@ -82,9 +83,14 @@ class Process:
             assert time.monotonic() < deadline, f"does not say {text!r}:\n{said}"
             time.sleep(0.05)
 
-    def stop(self) -> int:
-        """SIGTERM; the exit status."""
+    def ask_to_stop(self) -> None:
+        self._asked = True
         self._process.send_signal(signal.SIGTERM)
+
+    def stop(self) -> int:
+        """SIGTERM, unless that was sent; the exit status."""
+        if not self._asked:
+            self.ask_to_stop()
         try:
             return self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:
@@ -126,6 +132,9 @@ class Deployment:
 
     def logs(self, prefix: str = "") -> str:
         return "\n".join(path.read_text(errors="replace") for path in (self.data_dir / "logs").glob(f"{prefix}*.log"))
+
+    def ask_to_stop(self) -> None:
+        self._up.ask_to_stop()
 
     def stop(self) -> int:
         return self._up.stop()

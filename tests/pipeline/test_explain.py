@@ -1,0 +1,82 @@
+"""``penstock explain``: the story of a request, told by another process from the log alone."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from configs.bus.connection import Bus
+from schemas.ids import new_request_id
+from tests.pipeline.support import ROOT, Deployment, ending, words
+
+TEXT: dict[str, Any] = {"model": "tiny", "prompt": words(200, 501), "temperature": 0, "max_tokens": 9}
+
+
+async def explain(request_id: str, data_dir: Path, *flags: str) -> tuple[int, str]:
+    """Exit status and what it printed."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "infra.cli", "explain", request_id, "--data-dir", str(data_dir), *flags),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1"},
+    )
+    async with asyncio.timeout(30):
+        said, _ = await process.communicate()
+    return process.returncode or 0, said.decode()
+
+
+async def test_a_finished_request_is_told_with_its_decision_table(
+    fast: Deployment, http: httpx.AsyncClient, bus: Bus
+) -> None:
+    await http.post("/v1/completions", json=TEXT)
+    answer = await http.post("/v1/completions", json={**TEXT, "priority": "interactive"})
+    told, end = await ending(bus, answer.headers["x-request-id"])
+    status, said = await explain(answer.json()["id"], fast.data_dir)
+    assert status == 0, said
+    assert answer.headers["x-request-id"] in said
+    assert "class interactive" in said
+    assert "in mode kv" in said
+    assert "at most 9 out" in said
+    [job] = told.jobs
+    assert len(job.decision.candidates) == 2
+    rows = [line for line in said.splitlines() if line.startswith("│")]
+    assert len(rows) == 2
+    for candidate, row in zip(job.decision.candidates, rows, strict=True):
+        cells = [cell.strip() for cell in row.strip("│").split("│")]
+        assert cells[0] == candidate.worker
+        assert cells[1] == f"{candidate.score:.2f}"
+        assert cells[2] == f"{candidate.overlap_blocks}/{job.decision.prompt_blocks}"
+    usage = answer.json()["usage"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert f"prompt {usage['prompt_tokens']} tokens ({cached} from the cache), output 9 tokens" in said
+    assert f"ended ok on attempt 1 at {end.worker}" in said
+    for mark in ("routed +", "started +", "first token +", "ended +"):
+        assert mark in said
+
+
+async def test_a_failed_request_is_told_with_its_reason(fast: Deployment, http: httpx.AsyncClient, bus: Bus) -> None:
+    answer = await http.post("/v1/completions", json={**TEXT, "worker": "nobody"})
+    request_id = answer.headers["x-request-id"]
+    await ending(bus, request_id)
+    status, said = await explain(request_id, fast.data_dir)
+    assert status == 0
+    assert "invalid_request" in said
+    assert "unknown_worker" in said
+
+
+async def test_a_request_that_is_not_in_the_log_or_no_id_at_all(fast: Deployment) -> None:
+    (unknown, said), (nonsense, _) = await asyncio.gather(
+        explain(new_request_id(), fast.data_dir), explain("nonsense", fast.data_dir)
+    )
+    assert unknown == 1
+    assert "no request" in said
+    assert nonsense == 1
+
+
+async def test_without_a_broker_it_says_how_to_reach_one(tmp_path: Path) -> None:
+    status, said = await explain(new_request_id(), tmp_path, "--nats-url", "nats://127.0.0.1:9")
+    assert status == 1
+    assert "penstock nats" in said

@@ -1,0 +1,262 @@
+"""What is known of a request after it was accepted, from any replica, and reading its answer again."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from configs.bus.connection import Bus
+from schemas.ids import new_request_id
+from tests.pipeline.support import (
+    Deployment,
+    Event,
+    Oracle,
+    ending,
+    idle_workers,
+    joined,
+    metrics,
+    parse_sse,
+    samples,
+    until,
+    words,
+)
+
+CHAT: dict[str, Any] = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "Tell me of the sea."}],
+    "temperature": 0,
+    "max_tokens": 20,
+}
+USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+PATH = "/v1/chat/completions"
+
+
+def client_of(url: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=url, trust_env=False, timeout=30)
+
+
+async def events_of(answer: httpx.Response, most: int = 1 << 30) -> list[Event]:
+    """The first events of an answer that is still being written."""
+    raw = b""
+    async for part in answer.aiter_raw():
+        raw += part
+        if raw.count(b"\n\n") >= most:
+            break
+    whole = raw[: raw.rindex(b"\n\n") + 2]
+    return parse_sse(whole)[:most]
+
+
+# -- state and result ---------------------------------------------------------------------------------------------
+
+
+async def test_a_finished_request_is_told_from_every_replica(fast: Deployment, http: httpx.AsyncClient) -> None:
+    answer = await http.post(PATH, json=CHAT)
+    request_id = answer.headers["x-request-id"]
+    for url in fast.urls:
+        async with client_of(url) as client:
+            for name in (request_id, f"chatcmpl-{request_id}"):
+                status = (await client.get(f"/v1/requests/{name}")).json()
+                assert status["id"] == request_id
+                assert status["state"] == "done"
+                assert status["result"] == answer.json()
+                assert status["output_tokens"] == 20
+                assert status["worker"].startswith("worker-")
+                assert status["attempt"] == 1
+                assert "error" not in status
+
+
+async def test_a_running_request_is_told_and_can_be_cancelled_from_another_replica(
+    slow: Deployment, slow_http: httpx.AsyncClient, slow_bus: Bus
+) -> None:
+    async with (
+        client_of(slow.urls[1]) as other,
+        slow_http.stream("POST", PATH, json={**CHAT, "max_tokens": 2000, "stream": True}) as answer,
+    ):
+        parts = answer.aiter_raw()
+        raw = await anext(parts)
+        request_id = answer.headers["x-request-id"]
+        status = (await other.get(f"/v1/requests/{request_id}")).json()
+        assert status["state"] == "running"
+        assert status["output_tokens"] >= 1
+        assert "result" not in status
+        cancelled = await other.delete(f"/v1/requests/{request_id}")
+        assert cancelled.status_code == 202
+        async for part in parts:
+            raw += part
+        *_, error, done = parse_sse(raw)
+        assert error.body["error"]["code"] == "cancelled"
+        assert done.data == "[DONE]"
+        _, end = await ending(slow_bus, request_id)
+        assert end.code == "cancelled"
+        status = (await other.get(f"/v1/requests/{request_id}")).json()
+        assert status["state"] == "cancelled"
+        assert status["error"]["code"] == "cancelled"
+    await until(lambda: idle_workers(slow_bus), "the worker's blocks are free")
+
+
+async def test_a_failed_request_keeps_its_error(http: httpx.AsyncClient, fast: Deployment) -> None:
+    answer = await http.post(PATH, json={**CHAT, "worker": "nobody", "stream": True})
+    assert answer.status_code == 400, "nothing was streamed yet, so it has a status of its own"
+    request_id = answer.headers["x-request-id"]
+    async with client_of(fast.urls[1]) as other:
+        status = (await other.get(f"/v1/requests/{request_id}")).json()
+    assert status["state"] == "failed"
+    assert status["error"]["message"] == answer.json()["error"]["message"]
+
+
+async def test_a_request_that_nobody_made_is_not_found(http: httpx.AsyncClient) -> None:
+    for name in (new_request_id(), new_request_id(now_ns=10**18), "nonsense", "chatcmpl-", "%2e%2e", "x" * 3000):
+        for method, path in (("GET", ""), ("DELETE", ""), ("GET", "/stream")):
+            answer = await http.request(method, f"/v1/requests/{name}{path}")
+            assert answer.status_code == 404, (name, method, path)
+            assert answer.json()["error"]["message"]
+
+
+# -- reading again ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("replica", [0, 1])
+async def test_the_rest_of_a_stream_is_the_same_from_any_event_on_and_any_replica(
+    fast: Deployment, http: httpx.AsyncClient, replica: int, n: int
+) -> None:
+    body = {**CHAT, **USAGE, "n": n, "temperature": 1, "seed": 9, "max_tokens": 6, "logprobs": n == 3}
+    answer = await http.post(PATH, json=body)
+    events = parse_sse(answer.content)
+    async with client_of(fast.urls[replica]) as client:
+        path = f"/v1/requests/{answer.headers['x-request-id']}/stream"
+        again = await client.get(path)
+        assert again.headers["x-request-id"] == answer.headers["x-request-id"]
+        assert again.content == answer.content
+        for position, event in enumerate(events[:-1]):
+            rest = await client.get(path, headers={"Last-Event-ID": event.id})
+            assert parse_sse(rest.content) == events[position + 1 :], event.id
+
+
+async def test_a_text_answer_with_stop_strings_is_the_same_when_read_again(
+    fast: Deployment, http: httpx.AsyncClient, oracle: Oracle
+) -> None:
+    body = {"model": "tiny", "prompt": "Once more", "temperature": 0, "max_tokens": 30, **USAGE}
+    body["stop"] = oracle.answer(body, 30)[60:64]
+    answer = await http.post("/v1/completions", json=body)
+    assert joined(parse_sse(answer.content)) == oracle.answer(body, 30).partition(body["stop"])[0]
+    async with client_of(fast.urls[1]) as other:
+        again = await other.get(f"/v1/requests/{answer.headers['x-request-id']}/stream")
+    assert again.content == answer.content
+
+
+async def test_two_replicas_follow_a_running_request_together(
+    slow: Deployment, slow_http: httpx.AsyncClient, oracle: Oracle
+) -> None:
+    body = {**CHAT, **USAGE, "max_tokens": 25}
+    async with slow_http.stream("POST", PATH, json=body) as answer:
+        request_id = answer.headers["x-request-id"]
+        parts = answer.aiter_raw()
+        raw = await anext(parts)
+        while raw.count(b"\n\n") < 5:
+            raw += await anext(parts)
+        seen = parse_sse(raw[: raw.rindex(b"\n\n") + 2])
+
+        async def follow(url: str, last: str) -> list[Event]:
+            headers = {"Last-Event-ID": last} if last else {}
+            async with client_of(url) as client:
+                return parse_sse((await client.get(f"/v1/requests/{request_id}/stream", headers=headers)).content)
+
+        followers = [follow(url, last) for url in slow.urls for last in ("", seen[1].id, seen[4].id)]
+        rest, *followed = await asyncio.gather(read_all(parts), *followers)
+        events = parse_sse(raw + rest)
+    assert len([event for event in events if event.data != "[DONE]"]) == 27
+    for got, after in zip(followed, (0, 2, 5) * 2, strict=True):
+        assert got == events[after:]
+
+
+async def read_all(parts: Any) -> bytes:
+    return b"".join([part async for part in parts])
+
+
+async def test_a_follower_that_leaves_cancels_nothing(
+    slow: Deployment, slow_http: httpx.AsyncClient, slow_bus: Bus
+) -> None:
+    async with slow_http.stream("POST", PATH, json={**CHAT, **USAGE, "max_tokens": 30}) as answer:
+        parts = answer.aiter_raw()
+        raw = await anext(parts)
+        request_id = answer.headers["x-request-id"]
+        for url in slow.urls:
+            async with client_of(url) as client, client.stream("GET", f"/v1/requests/{request_id}/stream") as follower:
+                await anext(follower.aiter_raw())
+        raw += await read_all(parts)
+    assert parse_sse(raw)[-2].body["usage"]["completion_tokens"] == 30
+    _, end = await ending(slow_bus, request_id)
+    assert end.code == ""
+    for url in slow.urls:
+
+        async def nothing_open(url: str = url) -> bool:
+            return (await metrics(url))["penstock_gateway_open_requests"] == 0
+
+        await until(nothing_open, "no request is open in any gateway")
+
+
+@pytest.mark.parametrize("last", ["x", "1.2", "-1", "999999999999999999", "1ff", "\u00b2"])
+async def test_an_event_id_that_is_not_of_this_answer_is_refused(http: httpx.AsyncClient, last: str) -> None:
+    answer = await http.post(PATH, json={**CHAT, "max_tokens": 2})
+    headers = {"Last-Event-ID": last.encode("latin-1")}
+    refused = await http.get(f"/v1/requests/{answer.headers['x-request-id']}/stream", headers=headers)  # type: ignore[arg-type]
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "Last-Event-ID"
+
+
+# -- health, metrics, documents -----------------------------------------------------------------------------------
+
+
+async def test_health_models_and_documents(fast: Deployment) -> None:
+    for url in fast.urls:
+        async with client_of(url) as client:
+            assert (await client.get("/health/live")).json() == {"status": "live"}
+            ready = await client.get("/health/ready")
+            assert (ready.status_code, ready.json()) == (200, {"status": "ready", "reasons": []})
+            models = (await client.get("/v1/models")).json()
+            assert [card["id"] for card in models["data"]] == ["tiny", "other"]
+            assert models["data"][0]["max_model_len"] == 131_072
+            docs = await client.get("/docs")
+            assert docs.headers["content-type"].startswith("text/html")
+            assert "openapi.json" in docs.text
+
+
+async def test_the_document_describes_every_path_that_is_served(http: httpx.AsyncClient) -> None:
+    document = (await http.get("/openapi.json")).json()
+    assert document["openapi"] == "3.1.0"
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/requests/{id}/stream", "/health/ready"):
+        assert path in document["paths"]
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            assert operation["responses"]["200" if method != "delete" else "202"]
+            answer = await http.request(method.upper(), path.replace("{id}", "nobody").replace("{name}", "nobody"))
+            assert answer.status_code != 405, (method, path)
+            detail = answer.json().get("error", {}) if "json" in answer.headers["content-type"] else {}
+            assert "see /docs" not in detail.get("message", ""), f"{method} {path} is not served"
+
+
+async def test_the_counters_count_what_happened(fast: Deployment, http: httpx.AsyncClient) -> None:
+    text = (await http.get("/metrics")).text
+    before = samples(text)
+    body = {"model": "tiny", "prompt": words(200, 88), "max_tokens": 7, "temperature": 0}
+    for stream in (False, True, False):
+        await http.post("/v1/completions", json={**body, "stream": stream})
+    await http.post("/v1/completions", json={**body, "model": "nobody"})
+    prompt = (await http.post("/v1/completions", json=body)).json()["usage"]["prompt_tokens"]
+    after = samples((await http.get("/metrics")).text)
+
+    def grown(name: str) -> float:
+        return after[name] - before.get(name, 0.0)
+
+    assert grown('penstock_gateway_requests_total{code="ok",door="http"}') == 4
+    assert grown('penstock_gateway_requests_total{code="model_not_found",door="http"}') == 1
+    assert grown("penstock_gateway_prompt_tokens_total") == 4 * prompt
+    assert grown("penstock_gateway_output_tokens_total") == 28
+    assert grown("penstock_gateway_cached_tokens_total") > 0
+    assert grown("penstock_gateway_request_seconds_count") == 5
+    assert grown("penstock_gateway_ttft_seconds_count") >= 1
+    assert after["penstock_gateway_tasks"] > 0
+    assert json.dumps(sorted(after)) == json.dumps(sorted({*before, *after}))
