@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import structlog
@@ -24,8 +24,8 @@ from gateway.exchange import Exchange
 from gateway.openapi import document
 from gateway.prepare import CHAT, TEXT
 from gateway.render import Collector, Renderer
-from gateway.responses import error_body
-from gateway.service import Gateway, Status
+from gateway.responses import ErrorDetail, Status, error_body
+from gateway.service import Gateway
 from schemas import done
 from schemas.errors import Code, ServingError
 from schemas.requests import GenerateRequest
@@ -113,11 +113,12 @@ class _Completions:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self._gateway
         began = time.monotonic()
-        code = "ok"
+        code, accepted = "ok", ""
         try:
             body = await _body(scope, receive, gateway.settings.max_body_bytes)
             prepared = await gateway.prepare(self._endpoint, body)
             exchange = await gateway.submit(prepared.request)
+            accepted = prepared.request.id
             gateway.metrics.prompt.inc(prepared.prompt_tokens)
             answer = _Answer(gateway, exchange, receive, send, began)
             if prepared.stream:
@@ -129,14 +130,14 @@ class _Completions:
                 code = await answer.whole(Collector(prepared.request, gateway.model.detokenizer))
         except ServingError as error:
             code = error.code.value
-            await _send_error(send, error)
+            await _send_error(send, error, accepted)
         except _Gone:
             code = Code.cancelled.value
         except Exception:
             code = Code.internal.value
             log.exception("http_handler_failed", path=scope["path"])
             with contextlib.suppress(RuntimeError):  # the answer had begun: all that is left is to end it
-                await _send_error(send, _INTERNAL)
+                await _send_error(send, _INTERNAL, accepted)
         finally:
             gateway.metrics.requests.labels("http", code).inc()
             gateway.metrics.e2e.observe(time.monotonic() - began)
@@ -294,13 +295,15 @@ def _too_large(limit: int) -> ServingError:
     return ServingError(Code.body_too_large, f"the body is larger than {limit} bytes (--max-body-bytes)")
 
 
-async def _send_error(send: Send, error: ServingError) -> None:
+async def _send_error(send: Send, error: ServingError, request_id: str = "") -> None:
     if error is _DISCONNECTED:
         return
     body = _json(error_body(error))
     headers = [JSON, (b"content-length", b"%d" % len(body))]
     if error.retry_after is not None:
         headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after))))
+    if request_id:
+        headers.append((REQUEST_ID, request_id.encode()))
     await send({"type": "http.response.start", "status": error.code.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
@@ -367,13 +370,14 @@ async def status_of(gateway: Gateway, request: GenerateRequest) -> Status:
     if not complete and event is not None:  # the token log keeps less long than the terminal events
         collector = Collector(request, gateway.model.detokenizer)
         complete = collector.push(_items_of(event))
-    state = "running" if items else "queued"
-    result, error = None, None
+    state: Literal["queued", "running", "done", "failed", "cancelled"] = "running" if items else "queued"
+    result: msgspec.Raw | None = None
+    error: ErrorDetail | None = None
     if complete:
         try:
             result, state = msgspec.Raw(collector.response()), "done"
         except ServingError as failure:
-            error = msgspec.Raw(_json(error_body(failure).error))
+            error = error_body(failure).error
             state = "cancelled" if failure.code is Code.cancelled else "failed"
     return Status(
         id=request.id,

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Struct
 
 from gateway.openai import ChatBody, TextBody
-from gateway.responses import ChatChunk, ChatCompletion, ErrorBody, ModelList, TextCompletion
+from gateway.responses import ChatChunk, ChatCompletion, ErrorBody, ModelCard, ModelList, Status, TextCompletion
 from schemas.errors import Code
 
 _REF = "#/components/schemas/{name}"
@@ -29,6 +29,7 @@ class Operation(Struct, frozen=True):
     response: type[Struct] | str = "application/json"
     errors: tuple[Code, ...] = ()
     streams: type[Struct] | None = None
+    success: int = 200
     parameters: tuple[tuple[str, str, str], ...] = ()  # (name, "path" | "query" | "header", description)
 
 
@@ -44,6 +45,8 @@ _GENERATE = (
     Code.broker_unavailable,
     Code.deadline_exceeded,
 )
+
+_ID = ("id", "path", "as in X-Request-Id, or the answer's id")
 
 OPERATIONS = (
     Operation(
@@ -65,6 +68,41 @@ OPERATIONS = (
         streams=TextCompletion,
     ),
     Operation("get", "/v1/models", "Models served here", response=ModelList),
+    Operation(
+        "get",
+        "/v1/models/{name}",
+        "One model",
+        response=ModelCard,
+        errors=(Code.model_not_found,),
+        parameters=(("name", "path", "as listed by /v1/models"),),
+    ),
+    Operation(
+        "get",
+        "/v1/requests/{id}",
+        "State and result of an accepted request, from the log",
+        response=Status,
+        errors=(Code.request_not_found,),
+        parameters=(_ID,),
+    ),
+    Operation(
+        "delete",
+        "/v1/requests/{id}",
+        "Cancel a request",
+        success=202,
+        errors=(Code.request_not_found,),
+        parameters=(_ID,),
+    ),
+    Operation(
+        "get",
+        "/v1/requests/{id}/stream",
+        "Read an answer again, from its beginning or from behind an event",
+        response="text/event-stream",
+        errors=(Code.request_not_found, Code.invalid_request),
+        parameters=(_ID, ("Last-Event-ID", "header", "id of the last event that was seen")),
+    ),
+    Operation("get", "/health/live", "Whether the process runs"),
+    Operation("get", "/health/ready", "200: a request can be served now; 503: why not"),
+    Operation("get", "/metrics", "Counters for Prometheus", response="text/plain"),
 )
 
 
@@ -101,7 +139,7 @@ def _operation(operation: Operation, schema: dict[Any, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {
         "summary": operation.summary,
         "operationId": operation.method + operation.path.translate(str.maketrans("/{}.", "____")),
-        "responses": {"200": {"description": "success", "content": content}, **_errors(operation.errors, schema)},
+        "responses": {str(operation.success): {"description": "success", "content": content}, **_errors(operation.errors, schema)},
     }
     if operation.body is not None:
         out["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema[operation.body]}}}

@@ -1,6 +1,6 @@
 """What clients get: shapes of the OpenAI API's answers. Streamed chunks are written by hand in gateway.render."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -135,6 +135,22 @@ class ModelCard(Struct, frozen=True):
 class ModelList(Struct, frozen=True):
     data: list[ModelCard]
     object: Literal["list"] = "list"
+
+
+class Status(Struct, frozen=True, omit_defaults=True):
+    """``GET /v1/requests/{id}``. Times in seconds since 1970; ``result`` as it was (or would have been) answered."""
+
+    id: str
+    model: str
+    state: Literal["queued", "running", "done", "failed", "cancelled"]
+    created: int
+    deadline: int
+    gateway: str = ""
+    worker: str = ""
+    attempt: int = 0
+    output_tokens: int = 0
+    result: Any = None
+    error: ErrorDetail | None = None
 
 
 def error_body(error: ServingError) -> ErrorBody:

@@ -5,7 +5,6 @@ import contextlib
 import secrets
 import time
 
-import msgspec
 import structlog
 from nats.errors import Error as NatsError
 
@@ -313,20 +312,3 @@ class Gateway:
 
 def _unknown(request_id: str) -> ServingError:
     return ServingError(Code.request_not_found, f"no request {request_id[:80]!r} in the log; ids look like UUIDv7")
-
-
-class Status(msgspec.Struct, frozen=True, omit_defaults=True):
-    """``GET /v1/requests/{id}``."""
-
-    id: str
-    model: str
-    state: str  # "queued", "running", "done", "failed", "cancelled"
-    created: int
-    deadline: int
-    gateway: str = ""
-    worker: str = ""
-    attempt: int = 0
-    output_tokens: int = 0
-    result: msgspec.Raw | None = None
-    error: msgspec.Raw | None = None
-

@@ -130,20 +130,22 @@ class SubmitDoor:
             log.warning("submission_without_reply", sequence=sequence, reply_to=reply_to[:200])
             await self._nc.publish(message.reply, TERM)
             return
+        stored_ns = int(message.metadata.timestamp.timestamp() * 1e9)
+        request_id = self._request_id(sequence, stored_ns)
         renewal = asyncio.create_task(self._renew(message.reply), name=f"submit-renew-{sequence}")
         code = "ok"
         try:
-            code = await self._answer(message, sequence, reply_to)
+            code = await self._answer(message, request_id, stored_ns, reply_to)
         except ServingError as error:
             code = error.code.value
             if error.code is Code.shutting_down:
                 return  # not acknowledged: another gateway takes it
-            await self._send(reply_to, _json(error_body(error)), "", final=True)
+            await self._send(reply_to, _json(error_body(error)), "", final=True, request_id=request_id)
         except Exception as error:  # not again and again from one gateway to the next
             code = Code.internal.value
             log.exception("submission_failed", sequence=sequence, error=repr(error))
             failure = ServingError(Code.internal, "internal error; the gateway's log has the details")
-            await self._send(reply_to, _json(error_body(failure)), "", final=True)
+            await self._send(reply_to, _json(error_body(failure)), "", final=True, request_id=request_id)
         finally:
             renewal.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -152,10 +154,8 @@ class SubmitDoor:
         await self._nc.flush()
         await self._nc.publish(message.reply, ACK)
 
-    async def _answer(self, message: Any, sequence: int, reply_to: str) -> str:
+    async def _answer(self, message: Any, request_id: str, stored_ns: int, reply_to: str) -> str:
         gateway = self._gateway
-        stored_ns = int(message.metadata.timestamp.timestamp() * 1e9)
-        request_id = self._request_id(sequence, stored_ns)
         kind = _kind(message.data)
         exchange = None
         if message.metadata.num_delivered > 1 or time.time_ns() - stored_ns > OLD_S * 1e9:

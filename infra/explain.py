@@ -19,6 +19,7 @@ from schemas.requests import GenerateRequest
 from schemas.subjects import HEADER_MSG_ID
 
 SKEW_NS = 2_000_000_000
+CONNECT_S = 3.0  # somebody is waiting at a terminal
 
 
 class Story:
@@ -139,7 +140,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 async def _explain(request_id: str, url: str, namespace: str, console: Console) -> int:
-    bus = await connect(url, role="client", name="explain", namespace=namespace)
+    bus = await connect(url, role="client", name="explain", namespace=namespace, timeout=CONNECT_S)
     try:
         show(await story(bus, request_id), console)
     finally:

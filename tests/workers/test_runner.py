@@ -4,6 +4,7 @@ import queue
 import threading
 from array import array
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 import pytest
@@ -49,14 +50,20 @@ class Counted:
 
 
 class Harness:
-    """An engine thread whose flushes the test takes one by one."""
+    """An engine thread whose flushes the test takes one by one; by default a second passes whenever it looks."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, clock: Callable[[], float] | None = None, **options: Any) -> None:
         defaults: dict[str, Any] = {"vocab_size": 1000, "block_size": 4, "total_blocks": 256, "speedup": 0}
         self.engine = Counted(mock.build(**defaults | options))
         self.flushes: queue.SimpleQueue[Flush] = queue.SimpleQueue()
         self.failures: list[BaseException] = []
-        self.thread = EngineThread(lambda: self.engine, self.flushes.put, self.failures.append, wall_ns=lambda: 77)
+        self.thread = EngineThread(
+            lambda: self.engine,
+            self.flushes.put,
+            self.failures.append,
+            wall_ns=lambda: 77,
+            clock=clock or count().__next__,
+        )
         self.all: list[Flush] = []
         self.thread.start()
         self.thread.wait_ready(10)
@@ -151,7 +158,7 @@ def test_a_slow_consumer_makes_flushes_fewer_and_never_more_than_some_steps_larg
 ) -> None:
     h = harness()
     choice = new_choice()
-    h.thread.submit([sequence(choice, [1, 2], 100)], refuse)
+    h.thread.submit([sequence(choice, [1, 2], 400)], refuse)
     ended = 0
     while not ended:
         flush = h.flushes.get(timeout=10)  # not taken: the engine runs ahead, then waits
@@ -165,9 +172,18 @@ def test_a_slow_consumer_makes_flushes_fewer_and_never_more_than_some_steps_larg
             assert h.engine.steps - sent <= MAX_AHEAD
         ended += len(flush.ended)
         h.thread.taken()
-    assert h.tokens(choice) == expected_tokens([1, 2], 100, VOCABULARY)
+    assert h.tokens(choice) == expected_tokens([1, 2], 400, VOCABULARY)
     assert len(h.all) < h.engine.steps / 3
     assert all(len(item.tokens) // 4 <= MAX_AHEAD + 1 for item in h.items())
+
+
+def test_an_engine_faster_than_the_clock_gathers_its_output(harness: Callable[..., Harness]) -> None:
+    h = harness(clock=lambda: 5.0)
+    choice = new_choice()
+    h.thread.submit([sequence(choice, [1, 2], 2 * MAX_AHEAD + 11)], refuse)
+    h.take_until_ended(1)
+    assert [len(item.tokens) // 4 for item in h.items()] == [1, MAX_AHEAD, MAX_AHEAD, 10]
+    assert h.tokens(choice) == expected_tokens([1, 2], 2 * MAX_AHEAD + 11, VOCABULARY)
 
 
 def test_commands_do_not_let_the_engine_run_further_ahead(harness: Callable[..., Harness]) -> None:
@@ -205,16 +221,16 @@ def test_a_cancelled_sequence_frees_its_blocks_after_its_tokens_were_handed_over
     while len(h.tokens(choice)) < 5:
         h.take()
     done = threading.Event()
-    count = []
+    handed_over = []
 
     def told() -> None:
-        count.append(h.flushes.qsize())
+        handed_over.append(h.flushes.qsize())
         done.set()
 
     h.thread.cancel([choice], told)
     h.engine.gate.release(1000)
     assert done.wait(10)
-    before = [h.flushes.get(timeout=10) for _ in range(count[0])]  # handed over before ``told``
+    before = [h.flushes.get(timeout=10) for _ in range(handed_over[0])]  # handed over before ``told``
     for flush in before:
         h.all.append(flush)
         h.thread.taken()
@@ -388,13 +404,13 @@ def test_a_dump_is_what_the_batches_up_to_its_sequence_add_up_to(harness: Callab
     _, seqs = fold(h.all)
     assert seqs == list(range(len(seqs)))
     assert any(isinstance(event, kv.Removed) for flush in h.all for event in flush.events), "nothing was evicted"
-    count = 0
+    checked = 0
     while not dumps.empty():
         events, seq = dumps.get()
         assert seq < len(seqs)
         assert names(events) == fold(h.all, seq)[0]
-        count += 1
-    assert count == 5
+        checked += 1
+    assert checked == 5
 
 
 def test_a_dump_before_any_event_names_no_batch_and_a_new_epoch_counts_from_zero(

@@ -1,0 +1,226 @@
+"""SIGKILL of each kind of process in the middle of 50 streams: every request ends once, with the undisturbed text."""
+
+import asyncio
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import nats
+import pytest
+
+from configs.bus.connection import Bus, connect
+from configs.bus.read import read
+from schemas import done
+from schemas.subjects import HEADER_EVENT_ID, HEADER_FINAL, HEADER_REPLY_TO, HEADER_REQUEST
+from tests.pipeline.conftest import NewDeployment
+from tests.pipeline.support import Deployment, Oracle, idle_workers, until, words
+
+STREAMS = 50
+TOKENS = 120
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def fleet(new_deployment: NewDeployment) -> Deployment:
+    """Two workers at a GPU's pace, two gateways, two routers."""
+    return new_deployment("--mock-speedup", "1", "--workers", "2", "--gateways", "2", "--routers", "2")
+
+
+@pytest.fixture
+async def fleet_bus(fleet: Deployment) -> AsyncIterator[Bus]:
+    bus = await connect(fleet.state.nats_url, role="client", name="test")
+    yield bus
+    await bus.close()
+
+
+def body(number: int) -> dict[str, Any]:
+    # Shared beginnings, so that prefix caches and steering take part.
+    return {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": words(40) + f" question {number}"}],
+        "temperature": 0,
+        "max_tokens": TOKENS,
+        "stream": True,
+        "ignore_eos": True,
+    }
+
+
+class Reader:
+    """One client: reads a stream, and re-attaches with the last event's id if it breaks."""
+
+    def __init__(self, urls: tuple[str, ...], number: int) -> None:
+        self.urls = urls
+        self.number = number
+        self.text = ""
+        self.events = 0
+        self.finish = ""
+        self.request = ""
+        self.last_id = ""
+        self.attached = 0
+
+    async def run(self, client: httpx.AsyncClient) -> None:
+        url = self.urls[self.number % len(self.urls)]
+        await self._read(client.stream("POST", url + "/v1/chat/completions", json=body(self.number)))
+        while not self.finish:
+            self.attached += 1
+            assert self.attached < 300, f"{self.request} cannot be re-attached"
+            url = self.urls[(self.number + self.attached) % len(self.urls)]
+            headers = {"Last-Event-ID": self.last_id} if self.last_id else {}
+            await self._read(client.stream("GET", f"{url}/v1/requests/{self.request}/stream", headers=headers))
+            await asyncio.sleep(0.05)  # a gateway that is being started again refuses connections
+
+    async def _read(self, opened: Any) -> None:
+        try:
+            async with opened as answer:
+                assert answer.status_code == 200, await answer.aread()
+                self.request = answer.headers["x-request-id"]
+                async for line in answer.aiter_lines():
+                    self._take(line)
+        except httpx.TransportError:
+            assert self.request, "the connection broke before the request was accepted"
+
+    def _take(self, line: str) -> None:
+        if line.startswith("id: "):
+            self._id = line[4:]
+        elif line.startswith("data: {"):
+            event = json.loads(line[6:])
+            assert "error" not in event, event
+            self.last_id = self._id  # an event counts when it is whole
+            for choice in event["choices"]:
+                self.text += choice["delta"].get("content", "")
+                self.events += 1
+                self.finish = choice["finish_reason"] or self.finish
+
+
+async def disturb(fleet: Deployment, role: str) -> list[Reader]:
+    """Start the streams, kill one process of ``role`` when they are well under way, and read them to the end."""
+    readers = [Reader(fleet.urls, number) for number in range(STREAMS)]
+    async with httpx.AsyncClient(trust_env=False, timeout=60, limits=httpx.Limits(max_connections=None)) as client:
+        runs = [asyncio.create_task(reader.run(client)) for reader in readers]
+
+        async def under_way() -> bool:
+            return sum(reader.events for reader in readers) > STREAMS * TOKENS // 4
+
+        await until(under_way, "the streams begin")
+        victim = next(process for process in fleet.state.processes if process.role == role)
+        os.kill(victim.pid, signal.SIGKILL)
+        assert not all(reader.finish for reader in readers), "killed too late to disturb anything"
+        await asyncio.gather(*runs)
+
+        async def restarted() -> bool:
+            if not all(process.pid and process.pid != victim.pid for process in fleet.state.processes):
+                return False
+            try:
+                return all([(await client.get(url + "/health/ready")).status_code == 200 for url in fleet.urls])
+            except httpx.TransportError:
+                return False
+
+        await until(restarted, f"another {role} is ready", within_s=30)
+    return readers
+
+
+async def check(fleet: Deployment, bus: Bus, oracle: Oracle, readers: list[Reader]) -> list[done.Done]:
+    for reader in readers:
+        assert reader.text == oracle.answer(body(reader.number), TOKENS), f"stream {reader.number}"
+        assert reader.finish == "length"
+    return await ended_once(fleet, bus, {reader.request for reader in readers})
+
+
+async def ended_once(fleet: Deployment, bus: Bus, requests: set[str]) -> list[done.Done]:
+    """The terminal events of these requests: one each. Afterwards no worker holds a block."""
+    subjects = bus.subjects
+    ends: list[done.Done] = []
+
+    async def all_ended() -> bool:
+        ends.clear()
+        async for entry in read(bus, subjects.stream("DONE"), subjects.all("done")):
+            event = done.decode(entry.data)
+            if isinstance(event, done.Done) and event.request in requests:
+                ends.append(event)
+        return {event.request for event in ends} == requests
+
+    await until(all_ended, "terminal events")
+    assert max(Counter(event.request for event in ends).values()) == 1
+    assert {event.code for event in ends} == {""}
+    await until(lambda: idle_workers(bus), "all blocks are free")
+    return ends
+
+
+async def test_a_killed_workers_requests_go_on_elsewhere_behind_the_last_token(
+    fleet: Deployment, fleet_bus: Bus, oracle: Oracle
+) -> None:
+    ends = await check(fleet, fleet_bus, oracle, await disturb(fleet, "worker"))
+    assert any(event.attempt > 1 for event in ends)
+
+
+async def test_a_killed_router_loses_nothing(fleet: Deployment, fleet_bus: Bus, oracle: Oracle) -> None:
+    ends = await check(fleet, fleet_bus, oracle, await disturb(fleet, "router"))
+    assert {event.attempt for event in ends} == {1}
+
+
+async def test_a_killed_gateways_clients_go_on_at_another_one(
+    fleet: Deployment, fleet_bus: Bus, oracle: Oracle
+) -> None:
+    readers = await disturb(fleet, "gateway")
+    await check(fleet, fleet_bus, oracle, readers)
+    assert any(reader.attached for reader in readers)
+
+
+async def test_a_killed_broker_comes_back_with_everything(fleet: Deployment, fleet_bus: Bus, oracle: Oracle) -> None:
+    await check(fleet, fleet_bus, oracle, await disturb(fleet, "nats"))
+
+
+async def test_a_killed_gateways_nats_submissions_are_answered_by_another_one(
+    fleet: Deployment, fleet_bus: Bus, oracle: Oracle
+) -> None:
+    nc = await nats.connect(fleet.state.client_nats_url)
+    try:
+        answers = [Answer() for _ in range(STREAMS)]
+        for number, answer in enumerate(answers):
+            inbox = nc.new_inbox()
+            await nc.subscribe(inbox, cb=answer.take)
+            await nc.jetstream().publish(
+                "ps.submit.tiny", json.dumps(body(number)).encode(), headers={HEADER_REPLY_TO: inbox}
+            )
+
+        async def under_way() -> bool:
+            return sum(len(answer.pieces) for answer in answers) > STREAMS * TOKENS // 4
+
+        await until(under_way, "the answers begin")
+        assert not all(answer.final for answer in answers)
+        for process in fleet.state.processes:  # both: whichever answers must be replaced
+            if process.role == "gateway":
+                os.kill(process.pid, signal.SIGKILL)
+
+        async def complete() -> bool:
+            return all(answer.final for answer in answers)
+
+        await until(complete, "all answers", within_s=60)
+        for number, answer in enumerate(answers):
+            assert "".join(answer.pieces.values()) == oracle.answer(body(number), TOKENS)
+        await ended_once(fleet, fleet_bus, {answer.request for answer in answers})
+    finally:
+        await nc.close()
+
+
+class Answer:
+    """What came on one reply subject; pieces by event id, since a second gateway begins anew."""
+
+    def __init__(self) -> None:
+        self.pieces: dict[str, str] = {}
+        self.final = False
+        self.request = ""
+
+    async def take(self, message: Any) -> None:
+        headers = message.headers
+        event = json.loads(message.data)
+        assert "error" not in event, event
+        self.request = headers[HEADER_REQUEST]
+        piece = "".join(choice["delta"].get("content", "") for choice in event["choices"])
+        event_id = headers[HEADER_EVENT_ID]
+        assert self.pieces.setdefault(event_id, piece) == piece, "the same event twice, with another content"
+        self.final |= HEADER_FINAL in headers

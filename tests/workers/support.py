@@ -1,0 +1,388 @@
+"""A worker's session on a real nats-server, with a mock engine that the test can hold, slow down or break."""
+
+import asyncio
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from configs.bus.connection import Bus, connect
+from configs.bus.log import LogTail
+from configs.bus.publish import Publisher
+from configs.bus.read import Entry
+from configs.detokenize import Detokenizer
+from configs.fold import Progress, replay
+from configs.settings import WorkerSettings
+from infra.broker.server import EmbeddedNats
+from schemas import blocks, done, fleet, jobs, kv, tokens, wire
+from schemas.jobs import Decision, Job
+from schemas.requests import GenerateRequest, Sampling, Stop
+from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, Subjects
+from schemas.tokens import TokenBatch, TokenItem
+from tests.configs.bus_support import eventually
+from workers.engines import mock
+from workers.engines.base import Engine, StepResult
+from workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
+from workers.metrics import Metrics
+from workers.runner import EngineThread, Flush
+from workers.session import Model, Session
+
+MODEL = "m"
+GATEWAY = "gw"
+REVISION = "rev"
+BLOCK = 4
+VOCABULARY = Vocabulary(1000)
+
+_numbers = itertools.count(1)
+
+
+# -- requests -----------------------------------------------------------------------------------------------------
+
+
+def request(
+    prompt: Sequence[int] = (1, 2, 3, 4, 5),
+    max_tokens: int = 8,
+    *,
+    deadline_s: float = 60.0,
+    strings: tuple[str, ...] = (),
+    **options: Any,
+) -> GenerateRequest:
+    """A request with an id of its own; ``options`` are fields of GenerateRequest."""
+    now = time.time_ns()
+    packed = wire.pack_tokens(prompt)
+    fields: dict[str, Any] = {
+        "id": f"r{next(_numbers)}",
+        "model": MODEL,
+        "gateway": GATEWAY,
+        "sampling": GREEDY,
+        "created_ns": now,
+        "deadline_ns": now + int(deadline_s * 1e9),
+    }
+    return GenerateRequest(
+        prompt=packed,
+        stop=Stop(max_tokens=max_tokens, ignore_eos=True, strings=strings),
+        digests=blocks.chain(packed, BLOCK, blocks.root(REVISION)),
+        block_size=BLOCK,
+        **fields | options,
+    )
+
+
+def answer(
+    asked: GenerateRequest, count: int | None = None, choice: int = 0, vocabulary: Vocabulary = VOCABULARY
+) -> list[int]:
+    """What any worker must answer."""
+    prompt = list(wire.unpack_tokens(asked.prompt))
+    count = asked.stop.max_tokens if count is None else count
+    return expected_tokens(prompt, count, vocabulary, sampling=asked.sampling, choice=choice)
+
+
+def ids(packed: bytes) -> list[int]:
+    return list(wire.unpack_tokens(packed))
+
+
+DRAWN = Sampling(temperature=1.0, seed=7)
+
+
+# -- connections and what the logs say ----------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def dial(server: EmbeddedNats, subjects: Subjects, name: str = "test", **options: Any) -> AsyncIterator[Bus]:
+    """A connection whose end would not end the test run; fails if the server closed it."""
+    ended: list[int] = []
+    bus = await connect(
+        server.url("operator"),
+        role="operator",
+        name=name,
+        namespace=subjects.namespace,
+        end_process=ended.append,  # type: ignore[arg-type]
+        **options,
+    )
+    try:
+        yield bus
+    finally:
+        await bus.close()
+    assert not ended
+
+
+class Record:
+    """Everything that is said in a namespace, as it is stored; and the means to say something into it."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus = bus
+        self.batches: list[TokenBatch] = []
+        self.done: list[done.Done] = []
+        self.returned: list[done.Returned] = []
+        self.kv: list[kv.KvBatch] = []
+        self.work: list[Entry] = []
+        self.registrations: list[tuple[str, fleet.Registration | None]] = []
+        s = bus.subjects
+        bucket = s.bucket("workers")
+        follow: tuple[tuple[str, str, Callable[[Entry], None]], ...] = (
+            (s.stream("TOKENS"), s.all("tokens"), lambda e: self.batches.append(tokens.decode(e.data))),
+            (s.stream("DONE"), s.all("done"), lambda e: self.done.append(done.decode(e.data))),
+            (s.stream("DONE"), s.all("returned"), lambda e: self.returned.append(done.decode(e.data))),
+            (s.stream("KV"), s.all("kv"), lambda e: self.kv.append(kv.decode(e.data))),
+            (f"KV_{bucket}", f"$KV.{bucket}.>", self._on_registration),
+        )
+        self._tails = [LogTail(bus, stream, subject, s.live(subject), on) for stream, subject, on in follow]
+
+    async def start(self) -> None:
+        for tail in self._tails:
+            await tail.start()
+
+    async def stop(self) -> None:
+        for tail in self._tails:
+            await tail.stop()
+
+    def _on_registration(self, entry: Entry) -> None:
+        worker = entry.subject.rpartition(".")[2]
+        gone = "KV-Operation" in entry.headers or not entry.data
+        self.registrations.append((worker, None if gone else fleet.decode(entry.data)))
+
+    # what was said
+
+    @property
+    def items(self) -> list[TokenItem]:
+        return [item for batch in self.batches for item in batch.items]
+
+    def progress(self, asked: GenerateRequest) -> list[Progress]:
+        """What a client of the request has seen."""
+        return replay([item for item in self.items if item.request == asked.id], asked.n)
+
+    def streamed(self, asked: GenerateRequest, choice: int = 0) -> list[int]:
+        return ids(self.progress(asked)[choice].tokens)
+
+    def ends(self, asked: GenerateRequest) -> list[done.Done]:
+        return [event for event in self.done if event.request == asked.id]
+
+    async def end(self, asked: GenerateRequest, within_s: float = 15.0) -> done.Done:
+        """The terminal event, and nothing after it in the token stream that a client would wait for."""
+        await eventually(lambda: self.ends(asked), within_s)
+        (event,) = self.ends(asked)
+        await eventually(lambda: all(part.finish is not None for part in self.progress(asked)))
+        return event
+
+    async def has_streamed(self, asked: GenerateRequest, count: int = 1) -> None:
+        await eventually(lambda: len(self.streamed(asked)) >= count)
+
+    async def handed_back(self, asked: GenerateRequest, attempt: int = 1) -> done.Returned:
+        await eventually(lambda: [e for e in self.returned if (e.request, e.attempt) == (asked.id, attempt)])
+        (event,) = [e for e in self.returned if (e.request, e.attempt) == (asked.id, attempt)]
+        return event
+
+    def registered(self, worker: str) -> fleet.Registration | None:
+        found = None
+        for name, registration in self.registrations:
+            if name == worker:
+                found = registration
+        return found
+
+    # saying something
+
+    async def give(
+        self,
+        worker: str,
+        asked: GenerateRequest,
+        attempt: int = 1,
+        *,
+        resume: tuple[bytes, ...] = (),
+        finished: tuple[int, ...] = (),
+        msg_id: str = "",
+    ) -> int:
+        """Publish a job as a router does; its sequence in WORK."""
+        decision = Decision(mode="kv", chosen=worker, router="test", at_ns=time.time_ns())
+        job = Job(msgspec.Raw(wire.encode(asked)), attempt, decision, resume, finished)
+        load = jobs.load_header(
+            len(asked.prompt) // 4, 0, asked.gateway, asked.deadline_ns, asked.priority.value, asked.n
+        )
+        headers = {HEADER_MSG_ID: msg_id or f"{asked.id}:{attempt}", HEADER_LOAD: load}
+        subject = self.bus.subjects.work("aggregated", worker)
+        return int((await self.bus.js.publish(subject, wire.encode(job), headers=headers)).seq)
+
+    async def revoke(self, worker: str, asked: GenerateRequest, attempt: int) -> None:
+        subject = self.bus.subjects.work("aggregated", worker)
+        await self.bus.js.publish(subject, wire.encode(jobs.Revoke(asked.id, attempt)))
+
+    async def settled(self, worker: str) -> None:
+        """Until the worker has acknowledged everything that it was ever given."""
+        deadline = time.monotonic() + 10
+        while True:
+            info = await self.bus.js.consumer_info(self.bus.subjects.stream("WORK"), worker)
+            if not info.num_pending and not info.num_ack_pending:
+                return
+            assert time.monotonic() < deadline, f"{info.num_pending} undelivered, {info.num_ack_pending} unacknowledged"
+            await asyncio.sleep(0.01)
+
+    async def remove_key(self, worker: str) -> None:
+        """As a router does that declares a worker dead."""
+        subject, stream = self.bus.subjects.lease(worker), f"KV_{self.bus.subjects.bucket('workers')}"
+        while True:
+            stored = await self.bus.js.get_last_msg(stream, subject, direct=True)
+            assert stored.seq is not None
+            reply = await self.bus.nc.request(subject, b"", headers=fleet.removal_headers(stored.seq))
+            if b"10071" not in reply.data:  # renewed in between
+                return
+
+
+@contextlib.asynccontextmanager
+async def recording(server: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Record]:
+    async with dial(server, subjects, "record") as bus:
+        record = Record(bus)
+        await record.start()
+        try:
+            yield record
+        finally:
+            await record.stop()
+
+
+# -- an engine in the test's hands --------------------------------------------------------------------------------
+
+
+class Held:
+    """An engine whose steps the test can count, hold and break."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._go = threading.Semaphore(0)
+        self._free = threading.Event()
+        self._free.set()
+        self._closing = False
+        self.steps = 0
+        self.breaks_at: int | None = None
+        self.closes = 0
+
+    def hold(self) -> None:
+        """From now on steps need ``allow``."""
+        self._free.clear()
+
+    def allow(self, steps: int) -> None:
+        for _ in range(steps):
+            self._go.release()
+
+    def release(self) -> None:
+        self._free.set()
+        self._go.release()
+
+    def step(self) -> StepResult:
+        if not self._free.is_set():
+            assert self._go.acquire(timeout=30)
+        if self.steps == self.breaks_at:
+            raise RuntimeError("the device is gone")
+        self.steps += 1
+        return self._engine.step()
+
+    def close(self) -> None:
+        self.closes += 1
+        self._engine.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+def engine(**options: Any) -> Held:
+    """A mock engine of the tests' sizes, without step times."""
+    defaults: dict[str, Any] = {
+        "vocab_size": 1000,
+        "block_size": BLOCK,
+        "total_blocks": 512,
+        "max_model_len": 1000,
+        "speedup": 0,
+    }
+    return Held(mock.build(**defaults | options))
+
+
+class Living:
+    """One worker process in miniature: a connection, an engine thread, one session at a time."""
+
+    def __init__(
+        self, bus: Bus, held: Held, settings: WorkerSettings, detokenizer: Detokenizer | None, model: str
+    ) -> None:
+        self.bus = bus
+        self.engine = held
+        self.settings = settings
+        self.publisher = Publisher(bus)
+        self.metrics = Metrics(CollectorRegistry())
+        self.failures: list[BaseException] = []
+        self.thread = EngineThread(lambda: held, self._deliver, self.failures.append)
+        self.model = Model(model, (), REVISION, detokenizer, "test")
+        self._controls: list[Any] = []
+        self.session: Session
+
+    def _deliver(self, flush: Flush) -> None:
+        self.session.deliver(flush)
+
+    @property
+    def id(self) -> str:
+        return self.session.id
+
+    async def begin(self) -> Session:
+        """A new session; it answers control requests for its dump."""
+        info = self.engine.info
+        self.session = session = Session(
+            self.bus, self.publisher, self.thread, info, self.model, self.settings, self.metrics
+        )
+
+        async def control(message: Any) -> None:
+            page = msgspec.msgpack.decode(message.data).get("page", 0)
+            await message.respond(wire.encode(await session.dump(page)))
+
+        self._controls.append(await self.bus.nc.subscribe(self.bus.subjects.control(session.id), cb=control))
+        await session.open()
+        return session
+
+    async def die(self) -> None:
+        """As if the process were killed: nothing more is said, the lease is left to run out."""
+        for control in self._controls:
+            await control.unsubscribe()
+        await self.session.abandon()
+
+    async def stats(self) -> Any:
+        answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.thread.ask(lambda e: e.stats(), lambda s: loop.call_soon_threadsafe(answered.set_result, s))
+        return await asyncio.wait_for(answered, 10)
+
+    async def frees_everything(self) -> None:
+        """Until no sequence holds a block."""
+        deadline = time.monotonic() + 10
+        while (stats := await self.stats()).used_blocks or stats.running or stats.waiting:
+            assert time.monotonic() < deadline, stats
+            await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def living(
+    server: EmbeddedNats,
+    subjects: Subjects,
+    held: Held | None = None,
+    *,
+    detokenizer: Detokenizer | None = None,
+    model: str = MODEL,
+    **settings: Any,
+) -> AsyncIterator[Living]:
+    """A registered worker."""
+    async with dial(server, subjects, "worker") as bus:
+        made = Living(bus, held or engine(), WorkerSettings(**settings), detokenizer, model)
+        made.thread.start()
+        await made.publisher.open()
+        await asyncio.to_thread(made.thread.wait_ready, 10)
+        try:
+            await made.begin()
+            yield made
+        finally:
+            made.engine.release()
+            made.thread.stop()
+            await made.session.abandon()
+            assert await asyncio.to_thread(made.thread.join, 10)
+            await made.publisher.close()
+        assert made.engine.closes == 1
+
+
+async def all_of(works: Iterable[Awaitable[Any]]) -> list[Any]:
+    return list(await asyncio.gather(*works))
