@@ -144,11 +144,16 @@ class Gateway:
         """
         if self.draining:
             raise ServingError(Code.shutting_down, "this gateway is shutting down; try again", retry_after=1.0)
-        waiting = self._queued + self._accepted_since
-        if waiting >= self.settings.max_queue:
+        limit = self.settings.max_queue
+        if self._queued + self._accepted_since < limit:
+            return
+        # Of those accepted since the last look, some have begun: they are counted only when it matters.
+        unheard = sum(exchange.fold.attempt < 0 for exchange in self._feed.exchanges)
+        waiting = self._queued + min(self._accepted_since, unheard)
+        if waiting >= limit:
             raise ServingError(
                 Code.queue_full,
-                f"{waiting} requests wait for a worker and the limit is {self.settings.max_queue} (--max-queue); "
+                f"{waiting} requests wait for a worker and the limit is {limit} (--max-queue); "
                 "try again later or add workers",
                 retry_after=1.0,
             )

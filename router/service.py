@@ -57,6 +57,7 @@ class Waiting(msgspec.Struct, eq=False):
     attempt: int = 1
     resume: tuple[bytes, ...] = ()
     finished: tuple[int, ...] = ()
+    endings: tuple[Finish, ...] = ()
     reason: str = "new"
     renewed: float = 0.0
 
@@ -232,6 +233,7 @@ class Router:
             decision=decision,
             resume=waiting.resume,
             finished=waiting.finished,
+            endings=waiting.endings,
         )
         self.view.placed(request, attempt, place, cached, keys, now_ns)
         load = jobs.load_header(
@@ -381,6 +383,7 @@ class Router:
             attempt=orphan.attempt + 1,
             resume=tuple(part.tokens for part in orphan.progress),
             finished=tuple(i for i, part in enumerate(orphan.progress) if part.finish is not None),
+            endings=tuple(part.finish for part in orphan.progress if part.finish is not None),
             reason=reason,
         )
         if len(waiting.finished) == request.n:

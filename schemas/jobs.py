@@ -5,6 +5,7 @@ from typing import NamedTuple
 import msgspec
 
 from schemas.requests import GenerateRequest
+from schemas.tokens import Finish
 from schemas.transfer import Encoded, Prefilled
 from schemas.wire import decoder
 
@@ -60,6 +61,7 @@ class Job(msgspec.Struct, frozen=True, omit_defaults=True, tag="job"):
     resume: tuple[bytes, ...] = ()
     finished: tuple[int, ...] = ()  # choices that earlier attempts ended
     route: tuple[Stage, ...] = ()  # disaggregated: the stages after this one
+    endings: tuple[Finish, ...] = ()  # of the choices in ``finished``, in the same order
 
 
 class Revoke(msgspec.Struct, frozen=True, tag="revoke"):

@@ -117,8 +117,9 @@ def topology(s: Subjects) -> Topology:
         ObjectSpec(s.bucket("snapshots"), DAY, GIB),
         ObjectSpec(s.bucket("batches"), 7 * DAY, 4 * GIB),
     )
-    consumers = tuple(
+    routers = (
         ConsumerSpec(s.stream("REQUESTS"), f"router-{c}", f"{s.namespace}.request.*.{c}", ack_wait_s=10)
         for c in ("interactive", "standard", "batch")
-    ) + (ConsumerSpec(s.stream("SUBMIT"), "gateway", s.all("submit"), ack_wait_s=5),)
+    )
+    consumers = (*routers, ConsumerSpec(s.stream("SUBMIT"), "gateway", s.all("submit"), ack_wait_s=5))
     return Topology(streams, buckets, objects, consumers, s)

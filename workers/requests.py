@@ -14,8 +14,6 @@ from schemas.tokens import Finish
 from workers.engines.base import SequenceRequest
 from workers.runner import Choice
 
-FINISHED = Finish("", None)  # stands for a choice that an earlier attempt ended
-
 
 class Active(msgspec.Struct, eq=False):
     """One request that runs here. ``delivery`` is the job's message, acknowledged after the terminal event."""
@@ -60,8 +58,15 @@ def admit(job: Job, request: GenerateRequest, delivery: Any, detokenizer: Detoke
             stream,
         )
         active.choices.append(choice)
-        active.outcomes.append(done.Outcome(resumed.tobytes()) if ended else None)
+        active.outcomes.append(_ended_before(job, index, resumed) if ended else None)
     return active
+
+
+def _ended_before(job: Job, index: int, tokens: "array[int]") -> done.Outcome:
+    """The outcome of a choice that an earlier attempt ended."""
+    place = job.finished.index(index)
+    ending = job.endings[place] if place < len(job.endings) else Finish("")
+    return done.Outcome(tokens.tobytes(), ending.reason, ending.stop)
 
 
 def sequences(active: Active, revision: str) -> list[SequenceRequest]:

@@ -184,6 +184,7 @@ class Session:
             await asyncio.wait(self._finishing, timeout=5.0)
 
     async def _close(self) -> None:
+        await self._puller.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

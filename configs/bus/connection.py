@@ -7,12 +7,14 @@ starts another.
 
 import asyncio
 import os
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
 import nats
 import structlog
 from nats.aio.client import Client
+from nats.errors import SlowConsumerError
 from nats.js import JetStreamContext
 
 from schemas.errors import Code, ServingError
@@ -23,6 +25,8 @@ log = structlog.get_logger("bus")
 
 EXIT_BROKER_LOST = 75  # EX_TEMPFAIL: a supervisor should start the process again
 CONNECT_S = 10.0
+DROPPED_S = 0.25
+SAME_ERROR_S = 5.0
 
 Hook = Callable[[], Awaitable[None]]
 
@@ -58,8 +62,14 @@ class Bus:
             self._recovery.cancel()
         self._recovery = asyncio.create_task(self._recover(), name="bus-recovery")
 
-    async def _recover(self) -> None:
-        for hook in self.on_reconnect:
+    def recover_soon(self) -> None:
+        """Messages were dropped on a link that stands: the same hooks mend that. Once for a burst of drops."""
+        if self._recovery is None or self._recovery.done():
+            self._recovery = asyncio.create_task(self._recover(after=DROPPED_S), name="bus-recovery")
+
+    async def _recover(self, after: float = 0.0) -> None:
+        await asyncio.sleep(after)
+        for hook in list(self.on_reconnect):
             try:
                 await hook()
             except Exception as error:
@@ -99,8 +109,15 @@ async def connect(
     """
     holder: list[Bus] = []
 
+    said: dict[str, Any] = {"error": "", "at": 0.0}
+
     async def on_error(error: Exception) -> None:  # runs in the read loop: must neither block nor raise
-        log.warning("bus_error", error=repr(error)[:500])
+        text, now = repr(error)[:500], time.monotonic()
+        if text != said["error"] or now - said["at"] > SAME_ERROR_S:  # a broker that is away is tried 10 times a second
+            said.update(error=text, at=now)
+            log.warning("bus_error", error=text)
+        if isinstance(error, SlowConsumerError) and holder:
+            holder[0].recover_soon()
 
     async def on_closed() -> None:
         if holder and not holder[0].closing:

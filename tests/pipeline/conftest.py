@@ -59,7 +59,7 @@ def slow(new_deployment: NewDeployment, template: Path) -> Deployment:
 
 @pytest.fixture(scope="session")
 def empty(new_deployment: NewDeployment) -> Deployment:
-    return new_deployment("--workers", "0", "--max-queue", "4", "--router-mode", "direct")
+    return new_deployment("--workers", "0", "--max-queue", "4")
 
 
 @pytest.fixture(scope="session")

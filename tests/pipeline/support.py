@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-from array import array
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
@@ -23,9 +22,9 @@ from configs.bus.read import read
 from infra.explain import Story, story
 from infra.up.deathsig import die_with_parent
 from infra.up.state import State, read_state
-from schemas import fleet
+from schemas import fleet, requests
 from schemas.done import Done
-from schemas.requests import Sampling
+from schemas.requests import GenerateRequest, Sampling
 from workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,8 +39,8 @@ async def until(holds: Callable[[], Any], what: str, within_s: float = 15.0) -> 
     found = None
     try:
         async with asyncio.timeout(within_s):
-            while not (found := await holds()):
-                await asyncio.sleep(0.02)  # the far end is another process
+            while not (found := await holds()):  # noqa: ASYNC110 - the far end is another process
+                await asyncio.sleep(0.02)
     except TimeoutError:
         raise AssertionError(f"not within {within_s:g} s: {what}") from None
     return found
@@ -99,6 +98,17 @@ class Process:
             raise
 
 
+async def _started(processes: list[Process], said: str) -> list[Process]:
+    """Not on the event loop: the broker cuts off who does not answer its pings for 2 s."""
+    await asyncio.gather(*(asyncio.to_thread(process.wait_for, said) for process in processes))
+    return processes
+
+
+async def stopped(processes: Sequence[Process]) -> list[int]:
+    """Stop them at once; their exit statuses."""
+    return list(await asyncio.gather(*(asyncio.to_thread(process.stop) for process in processes)))
+
+
 class Deployment:
     """One ``penstock up``, with ports and data of its own."""
 
@@ -122,13 +132,21 @@ class Deployment:
         """Of its gateways."""
         return self.state.http_urls
 
-    def also(self, role: str, *flags: str, said: str) -> Process:
-        """One more process of a role on this deployment's broker; started once it has said so."""
+    def also(self, role: str, *flags: str) -> Process:
+        """One more process of a role on this deployment's broker."""
         self._extra += 1
-        url = self.state.nats_url
-        more = Process(self.home / f"{role}-{self._extra}.log", role, "--log-format", "json", *flags, nats_url=url)
-        more.wait_for(said)
-        return more
+        log = self.home / f"{role}-{self._extra}.log"
+        return Process(log, role, "--log-format", "json", *flags, nats_url=self.state.nats_url)
+
+    async def also_workers(self, *flags: str, count: int = 1) -> list[Process]:
+        """Further mock workers that take no time; returns when they are registered."""
+        mock = ("--engine", "mock", "--mock-speedup", "0", "--model", str(MODEL))
+        return await _started([self.also("worker", *mock, *flags) for _ in range(count)], "worker_registered")
+
+    async def also_routers(self, *modes: str, flags: Sequence[str] = ()) -> list[Process]:
+        """Further routers; returns when they take requests."""
+        routers = [self.also("router", "--mode", mode, "--name", f"extra-{mode}", *flags) for mode in modes]
+        return await _started(routers, "router_open")
 
     def logs(self, prefix: str = "") -> str:
         return "\n".join(path.read_text(errors="replace") for path in (self.data_dir / "logs").glob(f"{prefix}*.log"))
@@ -247,6 +265,13 @@ async def ending(bus: Bus, request_id: str, within_s: float = 15.0) -> tuple[Sto
     return told, ends[0]
 
 
+async def accepted(bus: Bus, user: str) -> list[GenerateRequest]:
+    """The requests in the log whose body said this "user"."""
+    stream, subject = bus.subjects.stream("REQUESTS"), bus.subjects.all("request")
+    found = [requests.decode(entry.data) async for entry in read(bus, stream, subject)]
+    return [request for request in found if request.user == user]
+
+
 async def registrations(bus: Bus) -> dict[str, fleet.Registration]:
     """The registered workers' latest renewals."""
     bucket = bus.subjects.bucket("workers")
@@ -296,7 +321,3 @@ async def connected(url: str) -> AsyncIterator[tuple[asyncio.StreamReader, async
         writer.close()
         with suppress(OSError):
             await writer.wait_closed()
-
-
-def packed(data: bytes) -> list[int]:
-    return list(array("I", data))

@@ -16,7 +16,6 @@ from schemas import control, wire
 from schemas.subjects import HEADER_EVENT_ID, HEADER_FINAL, HEADER_MSG_ID, HEADER_REPLY_TO, HEADER_REQUEST
 from tests.pipeline.support import Deployment, Event, Oracle, ending, idle_workers, joined, parse_sse, until, words
 
-
 CHAT: dict[str, Any] = {
     "model": "tiny",
     "messages": [{"role": "user", "content": "Where is the harbour?"}],

@@ -61,6 +61,7 @@ JOB = jobs.Job(
     resume=(pack_tokens([4, 5]), b""),
     finished=(1,),
     route=(jobs.Stage("decode", "w-2", 1),),
+    endings=(tokens.Finish("stop", "END", 32),),
 )
 TICKET = transfer.Ticket(
     id="t-1",

@@ -34,6 +34,7 @@ from workers.session import Model, Session
 
 MODEL = "m"
 GATEWAY = "gw"
+GATEWAYS = (GATEWAY, "g1", "g2")
 REVISION = "rev"
 BLOCK = 4
 VOCABULARY = Vocabulary(1000)
@@ -123,14 +124,15 @@ class Record:
         self.registrations: list[tuple[str, fleet.Registration | None]] = []
         s = bus.subjects
         bucket = s.bucket("workers")
+        # Of tokens each gateway by itself: live, all of them together cannot be told from other streams.
+        heard = [(s.stream("TOKENS"), s.tokens(gateway), self._on_tokens) for gateway in GATEWAYS]
         follow: tuple[tuple[str, str, Callable[[Entry], None]], ...] = (
-            (s.stream("TOKENS"), s.all("tokens"), lambda e: self.batches.append(tokens.decode(e.data))),
             (s.stream("DONE"), s.all("done"), lambda e: self.done.append(done.decode(e.data))),
             (s.stream("DONE"), s.all("returned"), lambda e: self.returned.append(done.decode(e.data))),
             (s.stream("KV"), s.all("kv"), lambda e: self.kv.append(kv.decode(e.data))),
             (f"KV_{bucket}", f"$KV.{bucket}.>", self._on_registration),
         )
-        self._tails = [LogTail(bus, stream, subject, s.live(subject), on) for stream, subject, on in follow]
+        self._tails = [LogTail(bus, stream, subject, s.live(subject), on) for stream, subject, on in (*heard, *follow)]
 
     async def start(self) -> None:
         for tail in self._tails:
@@ -139,6 +141,9 @@ class Record:
     async def stop(self) -> None:
         for tail in self._tails:
             await tail.stop()
+
+    def _on_tokens(self, entry: Entry) -> None:
+        self.batches.append(tokens.decode(entry.data))
 
     def _on_registration(self, entry: Entry) -> None:
         worker = entry.subject.rpartition(".")[2]
@@ -377,8 +382,9 @@ async def living(
             yield made
         finally:
             made.engine.release()
+            if not made.failures:
+                await made.session.abandon()
             made.thread.stop()
-            await made.session.abandon()
             assert await asyncio.to_thread(made.thread.join, 10)
             await made.publisher.close()
         assert made.engine.closes == 1

@@ -1,0 +1,583 @@
+"""One registered life of a worker on a real nats-server: what it says about the jobs that it is given."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from configs.bus.connection import Bus
+from configs.detokenize import Detokenizer
+from configs.modeldir import BUNDLED, load_tokenizer
+from infra.broker.server import EmbeddedNats
+from schemas import done, fleet, wire
+from schemas.errors import Code
+from schemas.requests import Sampling
+from schemas.subjects import Subjects
+from schemas.tokens import Finish
+from tests.configs.bus_support import eventually
+from tests.workers.support import DRAWN, Living, Record, answer, engine, ids, living, recording, request
+from workers import session as module
+from workers.engines.mock.executor import Vocabulary
+
+
+@pytest.fixture
+async def record(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[Record]:
+    async with recording(broker, pipeline) as record:
+        yield record
+
+
+@pytest.fixture
+async def worker(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[Living]:
+    async with living(broker, pipeline) as worker:
+        yield worker
+
+
+@pytest.fixture
+async def narrow(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[Living]:
+    """One sequence at a time, and one more taken in advance."""
+    async with living(broker, pipeline, engine(max_running=1)) as worker:
+        yield worker
+
+
+# -- the way of a job ---------------------------------------------------------------------------------------------
+
+
+async def test_a_job_becomes_tokens_then_a_terminal_event_then_an_acknowledgement(
+    record: Record, worker: Living
+) -> None:
+    asked = request(user="ann")
+    before = time.time_ns()
+    await record.give(worker.id, asked)
+    end = await record.end(asked)
+    assert record.streamed(asked) == answer(asked)
+    assert record.progress(asked)[0].finish == Finish("length", None, 0)
+    assert (end.worker, end.attempt, end.code, end.user, end.model) == (worker.id, 1, "", "ann", "m")
+    assert end.choices == (done.Outcome(wire.pack_tokens(answer(asked)), "length"),)
+    assert end.usage == done.Usage(prompt=5, completion=8, cached=0)
+    t = end.timings
+    assert t.created_ns == asked.created_ns
+    assert before <= t.routed_ns <= t.started_ns <= t.first_token_ns <= t.ended_ns <= time.time_ns()
+    await record.settled(worker.id)
+    assert len(record.ends(asked)) == 1
+
+
+async def test_the_prompt_of_an_earlier_request_is_cached_and_counted(record: Record, worker: Living) -> None:
+    prompt = list(range(1, 14))  # three full blocks and a rest
+    first, second = request(prompt), request(prompt)
+    await record.give(worker.id, first)
+    assert (await record.end(first)).usage.cached == 0
+    await record.give(worker.id, second)
+    assert (await record.end(second)).usage.cached == 12
+    finish = record.progress(second)[0].finish
+    assert finish is not None
+    assert finish.cached_tokens == 12
+
+
+async def test_choices_are_drawn_apart_and_end_in_one_event(record: Record, worker: Living) -> None:
+    asked = request(n=3, sampling=DRAWN)
+    await record.give(worker.id, asked)
+    end = await record.end(asked)
+    expected = [answer(asked, choice=choice) for choice in range(3)]
+    assert expected[0] != expected[1]
+    assert [record.streamed(asked, choice) for choice in range(3)] == expected
+    assert [ids(outcome.tokens) for outcome in end.choices] == expected
+    assert end.usage.completion == 24
+
+
+async def test_each_gateway_gets_its_own_requests_only(record: Record, worker: Living) -> None:
+    here, there = request(gateway="g1"), request(gateway="g2")
+    worker.engine.hold()
+    await record.give(worker.id, here)
+    await record.give(worker.id, there)
+    worker.engine.release()
+    await record.end(here)
+    await record.end(there)
+    for gateway, asked in (("g1", here), ("g2", there)):
+        stored = await record.bus.js.get_last_msg(
+            record.bus.subjects.stream("TOKENS"), record.bus.subjects.tokens(gateway), direct=True
+        )
+        assert stored.data is not None
+        assert asked.id.encode() in stored.data
+        assert (here if asked is there else there).id.encode() not in stored.data
+
+
+@pytest.mark.parametrize("cut", [1, 3, 7])
+async def test_a_resumed_request_goes_on_as_if_nothing_had_happened(record: Record, worker: Living, cut: int) -> None:
+    asked = request(n=2, sampling=DRAWN)
+    whole = [answer(asked, choice=choice) for choice in range(2)]
+    resume = (wire.pack_tokens(whole[0][:cut]), b"")
+    await record.give(worker.id, asked, attempt=2, resume=resume)
+    end = await record.end(asked)
+    assert [ids(outcome.tokens) for outcome in end.choices] == whole
+    assert end.attempt == 2
+    assert end.usage.completion == 16
+    firsts = [min(item.first for item in record.items if item.choice == choice) for choice in range(2)]
+    assert firsts == [cut, 0], "what the client has is not streamed again"
+
+
+async def test_a_choice_that_had_ended_stays_ended(record: Record, worker: Living) -> None:
+    asked = request(n=2, sampling=DRAWN)
+    early = wire.pack_tokens(answer(asked, 3))
+    await record.give(worker.id, asked, attempt=2, resume=(early, b""), finished=(0,))
+    await eventually(lambda: record.ends(asked))
+    (end,) = record.ends(asked)
+    assert end.choices[0].tokens == early
+    assert ids(end.choices[1].tokens) == answer(asked, choice=1)
+    assert {item.choice for item in record.items} == {1}
+
+
+async def test_an_attempt_that_died_between_its_last_token_and_its_end_is_ended_without_the_engine(
+    record: Record, worker: Living
+) -> None:
+    asked = request(n=2, sampling=DRAWN)
+    whole = tuple(wire.pack_tokens(answer(asked, choice=choice)) for choice in range(2))
+    await record.give(worker.id, asked, attempt=2, resume=whole)
+    end = await record.end(asked)
+    assert end.choices == tuple(done.Outcome(part, "length") for part in whole)
+    assert worker.engine.steps == 0
+    await record.settled(worker.id)
+
+
+async def test_a_stop_string_ends_the_answer_where_it_appears(
+    broker: EmbeddedNats, pipeline: Subjects, record: Record
+) -> None:
+    tokenizer = load_tokenizer(BUNDLED)
+    size = tokenizer.get_vocab_size()
+    texts = tokenizer.decode_batch([[token] for token in range(size)])
+    silent = {token for token, text in enumerate(texts) if not text or "\ufffd" in text}
+    held = engine(vocab_size=size, excluded=silent)
+    async with living(broker, pipeline, held, detokenizer=Detokenizer(tokenizer)) as worker:
+        expected = answer(request(max_tokens=60), vocabulary=Vocabulary(size, silent))
+        stop = tokenizer.decode(expected)[100:108]
+        length = next(i for i in range(1, 61) if stop in tokenizer.decode(expected[:i]))
+        asked = request(max_tokens=60, strings=("never said", stop))
+        await record.give(worker.id, asked)
+        end = await record.end(asked)
+        assert end.choices == (done.Outcome(wire.pack_tokens(expected[:length]), "stop", stop),)
+        assert record.streamed(asked) == expected[:length]
+        await worker.frees_everything()
+
+        resumed = request(max_tokens=60, strings=(stop,))
+        part = wire.pack_tokens(expected[: length - 1])  # the string is cut in two
+        await record.give(worker.id, resumed, attempt=2, resume=(part,))
+        assert (await record.end(resumed)).choices == end.choices
+
+
+# -- what goes wrong ----------------------------------------------------------------------------------------------
+
+
+async def test_a_request_that_the_engine_refuses_fails_alone(record: Record, worker: Living) -> None:
+    worker.engine.hold()
+    neighbours = [request([i, 2, 3]) for i in range(3)]
+    long, odd = request([1] * 1000, n=2), request([5000])
+    for asked in (neighbours[0], long, neighbours[1], odd, neighbours[2]):
+        await record.give(worker.id, asked)
+    worker.engine.release()
+    for asked in neighbours:
+        assert (await record.end(asked)).code == ""
+        assert record.streamed(asked) == answer(asked)
+    for asked, code in ((long, Code.context_length_exceeded), (odd, Code.invalid_request)):
+        end = await record.end(asked)
+        assert end.code == code
+        assert end.message
+        assert [outcome.reason for outcome in end.choices] == ["error"] * asked.n
+        for part in record.progress(asked):
+            assert part.finish == Finish("error", None, 0, code, end.message)
+    await record.settled(worker.id)
+    assert not worker.failures
+
+
+async def test_an_unreadable_job_is_dropped_and_said_in_the_log(record: Record, worker: Living) -> None:
+    with capture_logs() as logs:
+        subject = record.bus.subjects.work("aggregated", worker.id)
+        await record.bus.js.publish(subject, b"\xc1 not a job")
+        asked = request()
+        await record.give(worker.id, asked)
+        await record.end(asked)
+    assert record.streamed(asked) == answer(asked)
+    assert [entry["event"] for entry in logs if entry["log_level"] == "error"] == ["job_unreadable"]
+    await record.settled(worker.id)
+
+
+async def test_when_the_engine_breaks_every_request_is_given_back(record: Record, narrow: Living) -> None:
+    narrow.engine.hold()
+    running, waiting = request(), request()
+    await record.give(narrow.id, running)
+    narrow.engine.allow(1)
+    await record.has_streamed(running)
+    await record.give(narrow.id, waiting)
+    await eventually(lambda: len(narrow.session._active) == 2)
+    narrow.engine.breaks_at = narrow.engine.steps
+    narrow.engine.release()
+    await eventually(lambda: narrow.failures)
+    await narrow.session.fail("engine_error: gone")
+    back = [await record.handed_back(asked) for asked in (running, waiting)]
+    assert [event.poison for event in back] == [True, False]
+    assert {(event.worker, event.attempt, event.reason) for event in back} == {(narrow.id, 1, "engine_error: gone")}
+    await eventually(lambda: record.registrations[-1] == (narrow.id, None))
+    assert not record.done
+
+
+# -- cancellation and deadlines -----------------------------------------------------------------------------------
+
+
+async def is_cancelled(record: Record, worker: Living, *all_asked: Any) -> None:
+    for asked in all_asked:
+        end = await record.end(asked)
+        assert (end.code, end.message) == (Code.cancelled, "gone")
+        assert end.choices[0].tokens == record.progress(asked)[0].tokens
+        finish = record.progress(asked)[0].finish
+        assert finish is not None
+        assert (finish.reason, finish.code) == ("cancelled", Code.cancelled)
+    await record.settled(worker.id)
+    await worker.frees_everything()
+    assert sorted(event.request for event in record.done) == sorted({event.request for event in record.done})
+
+
+async def test_a_cancel_may_come_before_its_job(record: Record, worker: Living) -> None:
+    asked = request()
+    await worker.session.on_cancel(asked.id, "gone")
+    await record.give(worker.id, asked)
+    await is_cancelled(record, worker, asked)
+    assert worker.engine.steps == 0
+
+
+async def test_cancelled_while_it_waits_for_a_slot(record: Record, narrow: Living) -> None:
+    narrow.engine.hold()
+    running, waiting = request(max_tokens=20), request()
+    await record.give(narrow.id, running)
+    narrow.engine.allow(1)
+    await record.has_streamed(running)
+    await record.give(narrow.id, waiting)
+    await eventually(lambda: len(narrow.session._active) == 2)
+    await narrow.session.on_cancel(waiting.id, "gone")
+    await narrow.session.on_cancel(waiting.id, "gone")  # gateways repeat themselves
+    narrow.engine.allow(1)
+    await record.end(waiting)
+    assert record.streamed(waiting) == []
+    narrow.engine.release()
+    assert (await record.end(running)).code == ""
+    await is_cancelled(record, narrow, waiting)
+
+
+async def test_cancelled_while_it_runs(record: Record, worker: Living) -> None:
+    worker.engine.hold()
+    asked, neighbour = request(max_tokens=500), request(max_tokens=20)
+    await record.give(worker.id, asked)
+    await record.give(worker.id, neighbour)
+    worker.engine.allow(2)
+    await record.has_streamed(asked)
+    await worker.session.on_cancel(asked.id, "gone")
+    worker.engine.release()
+    assert (await record.end(neighbour)).code == ""
+    await is_cancelled(record, worker, asked)
+    got = record.streamed(asked)
+    assert 0 < len(got) < 500
+    assert got == answer(asked, len(got))
+    await worker.session.on_cancel(asked.id, "gone")  # too late: it changes nothing
+    await record.settled(worker.id)
+    assert len(record.ends(asked)) == 1
+
+
+async def test_a_deadline_ends_a_running_request_with_what_it_has(record: Record, worker: Living) -> None:
+    worker.engine.hold()
+    asked = request(max_tokens=500, deadline_s=0.5)
+    await record.give(worker.id, asked)
+    worker.engine.allow(1)
+    await record.has_streamed(asked)
+    await eventually(lambda: time.time_ns() > asked.deadline_ns)
+    await eventually(lambda: worker.session._active[asked.id].cancelled is not None)
+    worker.engine.release()
+    end = await record.end(asked)
+    assert end.code == Code.deadline_exceeded
+    assert "deadline" in end.message
+    got = record.streamed(asked)
+    assert ids(end.choices[0].tokens) == got == answer(asked, len(got))
+    assert end.choices[0].reason == "error"
+    await worker.frees_everything()
+    await record.settled(worker.id)
+
+
+async def test_a_request_whose_deadline_passed_on_its_way_is_not_started(record: Record, worker: Living) -> None:
+    asked = request(deadline_s=-1)
+    await record.give(worker.id, asked)
+    assert (await record.end(asked)).code == Code.deadline_exceeded
+    assert worker.engine.steps == 0
+
+
+# -- the same again, and attempts ---------------------------------------------------------------------------------
+
+
+async def test_a_job_that_is_delivered_again_runs_once(record: Record, worker: Living) -> None:
+    worker.engine.hold()
+    asked = request()
+    await record.give(worker.id, asked)
+    await record.give(worker.id, asked, msg_id="again")
+    worker.engine.allow(1)
+    await record.has_streamed(asked)
+    worker.engine.release()
+    await record.end(asked)
+    await record.give(worker.id, asked, msg_id="and again")  # after its end
+    # The first message is not acknowledged by this delivery; that is left to its ack_wait.
+    other = request()
+    await record.give(worker.id, other)
+    await record.end(other)
+    assert sum(len(ids(item.tokens)) for item in record.items if item.request == asked.id) == 8
+    assert len(record.ends(asked)) == 1
+
+
+async def test_a_job_of_an_older_attempt_is_dropped(record: Record, worker: Living) -> None:
+    worker.engine.hold()
+    asked = request()
+    await record.give(worker.id, asked, attempt=3)
+    worker.engine.allow(1)
+    await record.has_streamed(asked)
+    await record.give(worker.id, asked, attempt=2)
+    worker.engine.release()
+    assert (await record.end(asked)).attempt == 3
+    await record.settled(worker.id)  # also the message of the attempt that ran
+    assert {item.attempt for item in record.items} == {3}
+    await record.give(worker.id, asked, attempt=1)
+    await record.settled(worker.id)
+    assert len(record.ends(asked)) == 1
+
+
+async def test_a_newer_attempt_takes_the_place_of_the_one_that_runs(record: Record, worker: Living) -> None:
+    worker.engine.hold()
+    asked = request(max_tokens=20)
+    await record.give(worker.id, asked)
+    worker.engine.allow(1)
+    await record.has_streamed(asked)
+    await record.give(worker.id, asked, attempt=2, resume=(record.progress(asked)[0].tokens,))
+    await eventually(lambda: worker.session._active[asked.id].attempt == 2)
+    worker.engine.release()
+    end = await record.end(asked)
+    assert (end.attempt, ids(end.choices[0].tokens)) == (2, answer(asked))
+    assert record.streamed(asked) == answer(asked)
+    await record.settled(worker.id)
+    await worker.frees_everything()
+
+
+async def test_a_revoked_attempt_is_dropped_without_a_word(record: Record, worker: Living) -> None:
+    worker.engine.hold()
+    asked = request(max_tokens=500)
+    await record.give(worker.id, asked)
+    worker.engine.allow(1)
+    await record.has_streamed(asked)
+    await record.revoke(worker.id, asked, 1)
+    await eventually(lambda: not worker.session._active)
+    worker.engine.release()
+    await worker.frees_everything()
+    await record.give(worker.id, asked, msg_id="late")
+    await record.settled(worker.id)
+    assert not record.ends(asked)
+    assert not record.returned
+    assert record.progress(asked)[0].finish is None
+
+
+async def test_a_long_job_is_not_delivered_again_while_it_runs(
+    broker: EmbeddedNats, pipeline: Subjects, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ACK_WAIT_S", 0.5)
+    async with living(broker, pipeline) as worker:
+        worker.engine.hold()
+        asked = request()
+        await record.give(worker.id, asked)
+        await asyncio.sleep(1.6)  # three times the ack_wait: time itself is what is tested
+        info = await record.bus.js.consumer_info(record.bus.subjects.stream("WORK"), worker.id)
+        assert info.delivered is not None
+        assert (info.delivered.consumer_seq, info.num_ack_pending) == (1, 1)
+        worker.engine.release()
+        await record.end(asked)
+        await record.settled(worker.id)
+
+
+# -- messages -----------------------------------------------------------------------------------------------------
+
+
+async def test_output_that_does_not_fit_one_message_is_split(
+    record: Record, worker: Living, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = 600
+    monkeypatch.setattr(Bus, "max_message", property(lambda bus: limit))
+    worker.engine.hold()
+    asked = [request([i + 1, 2], max_tokens=1) for i in range(40)]
+    for one in asked:
+        await record.give(worker.id, one)
+    await eventually(lambda: len(worker.session._active) == 40)
+    worker.engine.release()
+    for one in asked:
+        await record.end(one)
+        assert record.streamed(one) == answer(one)
+    sizes = [len(wire.encode(batch)) for batch in record.batches]
+    assert max(sizes) <= limit < sum(sizes)
+    assert [batch.seq for batch in record.batches] == list(range(len(sizes)))
+
+
+async def test_logprobs_travel_with_their_tokens(record: Record, worker: Living) -> None:
+    asked = request(sampling=Sampling(temperature=0.0, logprobs=2))
+    await record.give(worker.id, asked)
+    await record.end(asked)
+    for item in record.items:
+        assert item.logprobs is not None
+        assert len(item.logprobs) == len(ids(item.tokens))
+        assert [p.top[0][0] for p in item.logprobs] == ids(item.tokens)
+
+
+async def test_cache_events_are_published_in_one_unbroken_row(record: Record, worker: Living) -> None:
+    for i in range(3):
+        asked = request([i] * 9)
+        await record.give(worker.id, asked)
+        await record.end(asked)
+    await eventually(lambda: len(record.kv) >= 3)
+    assert [batch.seq for batch in record.kv] == list(range(len(record.kv)))
+    assert {(batch.worker, batch.epoch) for batch in record.kv} == {(worker.id, worker.session.epoch)}
+    registration = record.registered(worker.id)
+    assert registration is not None
+    assert registration.kv_events
+    assert registration.epoch == worker.session.epoch
+
+
+async def test_with_events_switched_off_not_one_is_published(
+    broker: EmbeddedNats, pipeline: Subjects, record: Record
+) -> None:
+    async with living(broker, pipeline, publish_events_and_metrics=False) as worker:
+        for i in range(3):
+            asked = request([i] * 9)
+            await record.give(worker.id, asked)
+            await record.end(asked)
+            assert record.streamed(asked) == answer(asked)
+        await eventually(lambda: record.registered(worker.id))
+        registration = record.registered(worker.id)
+        assert registration is not None
+        assert not registration.kv_events
+        info = await record.bus.js.stream_info(record.bus.subjects.stream("KV"))
+        assert info.state.last_seq == 0
+
+
+async def test_a_dump_names_what_the_events_named_in_pages_that_fit(
+    record: Record, worker: Living, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for i in range(4):
+        asked = request([i + 1] * 40)
+        await record.give(worker.id, asked)
+        await record.end(asked)
+    told = {d for batch in record.kv for event in batch.events for d in _digests(event)}
+    monkeypatch.setattr(Bus, "max_message", property(lambda bus: 512))
+    pages = [await worker.session.dump(0)]
+    while pages[-1].next_page:
+        pages.append(await worker.session.dump(pages[-1].next_page))
+    assert len(pages) > 1
+    assert {d for page in pages for event in page.events for d in _digests(event)} == told
+    assert {(page.worker, page.epoch, page.seq) for page in pages} == {
+        (worker.id, worker.session.epoch, record.kv[-1].seq)
+    }
+
+
+def _digests(event: Any) -> list[bytes]:
+    return [event.digests[i : i + 16] for i in range(0, len(event.digests), 16)]
+
+
+# -- leaving ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_draining_worker_ends_what_runs_and_gives_back_the_rest(record: Record, narrow: Living) -> None:
+    narrow.engine.hold()
+    running, *others = [request(max_tokens=20) for _ in range(4)]
+    await record.give(narrow.id, running)
+    narrow.engine.allow(1)
+    await record.has_streamed(running)
+    for asked in others:
+        await record.give(narrow.id, asked)
+    draining = asyncio.create_task(narrow.session.drain(20))
+    for asked in others:  # also those that it had no room for
+        event = await record.handed_back(asked)
+        assert (event.reason, event.poison) == ("draining", False)
+    await eventually(lambda: _state(record, narrow) is fleet.State.draining)
+    late = request()
+    await record.give(narrow.id, late)  # by a router that did not know yet
+    await record.handed_back(late)
+    assert not draining.done()
+    narrow.engine.release()
+    assert (await record.end(running)).code == ""
+    assert record.streamed(running) == answer(running)
+    await asyncio.wait_for(draining, 10)
+    await eventually(lambda: record.registrations[-1] == (narrow.id, None))
+    assert len(record.done) == 1
+    assert not [asked for asked in others if record.streamed(asked)]
+
+
+def _state(record: Record, worker: Living) -> fleet.State | None:
+    registration = record.registered(worker.id)
+    return registration.state if registration is not None else None
+
+
+async def test_what_does_not_end_in_the_drain_time_is_given_back_too(record: Record, worker: Living) -> None:
+    worker.engine.hold()
+    asked = request(max_tokens=500)
+    await record.give(worker.id, asked)
+    worker.engine.allow(1)
+    await record.has_streamed(asked)
+    began = time.monotonic()
+    await worker.session.drain(0.3)
+    assert time.monotonic() - began < 5
+    assert (await record.handed_back(asked)).reason == "draining"
+    await eventually(lambda: record.registrations[-1] == (worker.id, None))
+    assert not record.ends(asked)
+
+
+async def test_a_drain_is_not_held_up_by_a_revoked_request(record: Record, worker: Living) -> None:
+    worker.engine.hold()
+    asked = request(max_tokens=500)
+    await record.give(worker.id, asked)
+    worker.engine.allow(1)
+    await record.has_streamed(asked)
+    draining = asyncio.create_task(worker.session.drain(60))
+    await eventually(lambda: _state(record, worker) is fleet.State.draining)
+    await record.revoke(worker.id, asked, 1)
+    await asyncio.wait_for(draining, 10)
+    assert not record.ends(asked)
+    assert not record.returned
+
+
+async def test_a_worker_that_lost_its_lease_says_nothing_more_and_starts_anew(
+    record: Record, worker: Living, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.engine.hold()
+    asked = request(max_tokens=500)
+    await record.give(worker.id, asked)
+    worker.engine.allow(1)
+    await record.has_streamed(asked)
+    old, said = worker.id, len(record.batches)
+    await record.remove_key(old)
+    await asyncio.wait_for(worker.session.lost.wait(), 10)
+    worker.engine.allow(1)
+    worker.engine.release()
+    await worker.session.abandon()
+    await worker.begin()
+    assert worker.id != old
+    await worker.frees_everything()
+    again = request()
+    await record.give(worker.id, again)
+    assert (await record.end(again)).worker == worker.id
+    assert {batch.worker for batch in record.batches[said:]} == {worker.id}
+    assert not record.ends(asked)
+    assert not record.returned
+    assert [batch.seq for batch in record.kv if batch.worker == worker.id][0] == 0
+    assert record.registered(old) is None
+
+
+async def test_a_job_on_its_way_to_a_lost_worker_is_not_run_by_the_next(record: Record, worker: Living) -> None:
+    """The old session's subscription must be gone: its worker id has no one to speak for it."""
+    old = worker.id
+    await worker.session.abandon()
+    await worker.begin()
+    stray = request()
+    await record.give(old, stray)
+    asked = request()
+    await record.give(worker.id, asked)
+    await record.end(asked)
+    assert [item.request for item in record.items if item.request == stray.id] == []
