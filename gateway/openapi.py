@@ -139,7 +139,10 @@ def _operation(operation: Operation, schema: dict[Any, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {
         "summary": operation.summary,
         "operationId": operation.method + operation.path.translate(str.maketrans("/{}.", "____")),
-        "responses": {str(operation.success): {"description": "success", "content": content}, **_errors(operation.errors, schema)},
+        "responses": {
+            str(operation.success): {"description": "success", "content": content},
+            **_errors(operation.errors, schema),
+        },
     }
     if operation.body is not None:
         out["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema[operation.body]}}}

@@ -32,6 +32,7 @@ SILENT_S = 2.0
 DEADLINE_GRACE_NS = 500_000_000  # the worker's own word on a missed deadline comes first
 LARGE_BODY = 32_768  # bytes; larger ones are tokenised in a thread
 FIND_WINDOW_NS = 10_000_000_000
+JOB_BYTES = 65_536  # what a job adds to its request: the decision and its score table
 
 
 class Gateway:
@@ -164,13 +165,20 @@ class Gateway:
         Raises:
             ServingError: it could not be stored; it will not run.
         """
+        payload = wire.encode(request)
+        limit = self.bus.max_message - JOB_BYTES
+        if len(payload) > limit:
+            raise ServingError(
+                Code.body_too_large,
+                f"the prompt takes {len(payload)} bytes as a message; the broker carries {limit} (max_payload)",
+            )
         exchange = Exchange(request)
         self._feed.watch(exchange)  # before publishing: the first token may overtake the acknowledgement
         self._accepted_since += 1
         try:
             await self._publisher.publish(
                 self.bus.subjects.request(request.model, request.priority.value),
-                wire.encode(request),
+                payload,
                 request.id,
                 timeout=min(10.0, max(0.1, (request.deadline_ns - time.time_ns()) / 1e9)),
             )

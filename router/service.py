@@ -239,12 +239,17 @@ class Router:
         load = jobs.load_header(
             prompt_tokens, cached, request.gateway, request.deadline_ns, request.priority.value, request.n
         )
-        acknowledged = await self._publisher.send(
-            self._bus.subjects.work(registration.role, worker),
-            wire.encode(job),
-            f"{request.id}:{attempt}",
-            headers={HEADER_LOAD: load},
-        )
+        try:
+            acknowledged = await self._publisher.send(
+                self._bus.subjects.work(registration.role, worker),
+                wire.encode(job),
+                f"{request.id}:{attempt}",
+                headers={HEADER_LOAD: load},
+            )
+        except ServingError as failure:  # too large for a message, with all that was streamed so far
+            self.view.fleet.withdraw(request.id, attempt)
+            self._end(waiting, failure.code, failure.message)
+            return
         self._metrics.placed(waiting.reason, cached, prompt_tokens, now_ns - waiting.since_ns)
 
         def stored(future: "asyncio.Future[Ack]") -> None:
@@ -307,9 +312,8 @@ class Router:
             await self._publisher.publish(
                 subjects.tokens(request.gateway), wire.encode(batch), f"{request.id}:{attempt}:end", timeout=TERMINAL_S
             )
-            await self._publisher.publish(
-                subjects.done(request.model), wire.encode(event), request.id, timeout=TERMINAL_S
-            )
+            payload = done.encode_within(event, self._bus.max_message)
+            await self._publisher.publish(subjects.done(request.model), payload, request.id, timeout=TERMINAL_S)
             if waiting.reply:
                 await self._bus.nc.publish(waiting.reply, ACK)
         finally:
@@ -425,9 +429,8 @@ class Router:
             message=failed.message if failed else "",
             user=request.user,
         )
-        await self._publisher.publish(
-            self._bus.subjects.done(request.model), wire.encode(event), request.id, timeout=TERMINAL_S
-        )
+        payload = done.encode_within(event, self._bus.max_message)
+        await self._publisher.publish(self._bus.subjects.done(request.model), payload, request.id, timeout=TERMINAL_S)
 
     # --- upkeep ---
 

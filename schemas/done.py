@@ -6,7 +6,7 @@ attempt only: the worker gives the request back unstarted or unfinished, and a r
 
 import msgspec
 
-from schemas.wire import decoder
+from schemas.wire import decoder, encode
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -62,3 +62,12 @@ class Returned(msgspec.Struct, frozen=True, omit_defaults=True, tag="returned"):
 
 
 decode = decoder(Done | Returned)  # type: ignore[arg-type]
+
+
+def encode_within(event: Done, limit: int) -> bytes:
+    """A terminal event in at most ``limit`` bytes: its tokens, which the token log has too, are left out if need be."""
+    payload = encode(event)
+    if len(payload) <= limit:
+        return payload
+    choices = tuple(msgspec.structs.replace(choice, tokens=b"") for choice in event.choices)
+    return encode(msgspec.structs.replace(event, choices=choices))

@@ -103,16 +103,17 @@ def already_over(choice: Choice, request: GenerateRequest) -> Finish | None:
 def terminal(active: Active, worker: str, now_ns: int) -> done.Done:
     """The terminal event of a request whose choices have all ended, or that was cancelled."""
     request = active.request
-    outcomes = tuple(
-        outcome or done.Outcome(choice.tokens.tobytes(), "cancelled")
-        for outcome, choice in zip(active.outcomes, active.choices, strict=True)
-    )
     code, message = "", ""
     for choice in active.choices:
         if choice.finish is not None and choice.finish.reason in ("error", "cancelled"):
             code, message = choice.finish.code, choice.finish.message
     if active.cancelled is not None:
         code, message = active.cancelled[0].value, active.cancelled[1]
+    reason = "cancelled" if code == Code.cancelled else "error"
+    outcomes = tuple(
+        outcome or done.Outcome(choice.tokens.tobytes(), reason)
+        for outcome, choice in zip(active.outcomes, active.choices, strict=True)
+    )
     return done.Done(
         request=request.id,
         model=request.model,

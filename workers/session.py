@@ -132,7 +132,8 @@ class Session:
         """Finish what runs, give back what has not started, leave."""
         if self._state is not fleet.State.draining:
             self._state = fleet.State.draining
-            await self._puller.stop()
+            # Jobs are still taken, to be given back at once: routers hear of the draining a moment later.
+            await self._puller.top_up()
             await self._lease.update()
             for active in [a for a in self._active.values() if not a.started_ns]:
                 await self._give_back(active, "draining")
@@ -145,13 +146,14 @@ class Session:
             log.warning("drain_timeout", unfinished=len(self._active))
             for active in list(self._active.values()):
                 await self._give_back(active, "draining")
+        await self._puller.close()
         await self._settle()
         await self._lease.release()
         await self._close()
 
     async def fail(self, reason: str) -> None:
         """The engine is broken: give everything back, as poison if it was running, and leave."""
-        await self._puller.stop()
+        await self._puller.close()
         for active in list(self._active.values()):
             await self._give_back(active, reason, poison=bool(active.started_ns))
         await self._settle()
@@ -160,21 +162,22 @@ class Session:
 
     async def abandon(self) -> None:
         """The lease is lost: drop everything without a word; others have taken over."""
-        await self._puller.stop()
+        await self._puller.close()
         await self._lease.abandon()
         self._outbox.drop()
         choices = [choice for active in self._active.values() for choice in active.choices]
         self._active.clear()
-        if choices:
-            dropped = asyncio.Event()
+        # Also without choices: behind this the engine delivers nothing more to this session, so that no flush is left
+        # untaken here and the engine waits for it.
+        dropped = asyncio.Event()
 
-            def tell() -> None:
-                self._loop.call_soon_threadsafe(dropped.set)
+        def tell() -> None:
+            self._loop.call_soon_threadsafe(dropped.set)
 
-            self._engine.cancel(choices, tell)
-            self._engine.taken()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(dropped.wait(), 10)
+        self._engine.cancel(choices, tell)
+        self._engine.taken()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(dropped.wait(), 10)
         await self._close()
         self._engine.new_epoch()
 
@@ -184,7 +187,6 @@ class Session:
             await asyncio.wait(self._finishing, timeout=5.0)
 
     async def _close(self) -> None:
-        await self._puller.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -229,7 +231,8 @@ class Session:
     # --- work in ---
 
     def _room(self) -> int:
-        return self._info.slots + self._queue - len(self._active)
+        taken = len(self._active) if self._state is fleet.State.ready else 0
+        return self._info.slots + self._queue - taken
 
     async def _on_work(self, message: Any) -> None:
         try:
@@ -253,7 +256,9 @@ class Session:
         if self._over.get(request.id, -1) >= job.attempt:
             return True
         running = self._active.get(request.id)
-        if running is not None and running.attempt >= job.attempt:
+        if running is not None and running.attempt > job.attempt:
+            return True
+        if running is not None and running.attempt == job.attempt:
             running.delivery = message  # delivered again, after the broker restarted
             return False
         if running is not None:  # steered here again before this worker heard that it had lost the request
@@ -300,6 +305,7 @@ class Session:
         if active is not None and active.attempt <= revoke.attempt:
             del self._active[revoke.request]
             self._engine.cancel(active.choices)
+            self._idle.set()
             await self._bus.nc.publish(active.delivery.reply, ACK)
 
     async def on_cancel(self, request_id: str, reason: str) -> None:
@@ -401,9 +407,8 @@ class Session:
     async def _tell(self, active: Active) -> None:
         event = terminal(active, self.id, time.time_ns())
         self._metrics.ended(event)
-        await self._publisher.publish(
-            self._bus.subjects.done(event.model), wire.encode(event), event.request, timeout=TERMINAL_S
-        )
+        payload = done.encode_within(event, self._bus.max_message)
+        await self._publisher.publish(self._bus.subjects.done(event.model), payload, event.request, timeout=TERMINAL_S)
         await self._bus.nc.publish(active.delivery.reply, ACK)
         log.debug("request_done", request=event.request, code=event.code, tokens=event.usage.completion)
 

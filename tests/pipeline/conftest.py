@@ -32,6 +32,7 @@ def new_deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NewDepl
         deployment.ask_to_stop()
     statuses = [deployment.stop() for deployment in started]
     assert statuses == [0] * len(started)
+    assert [deployment.killed() for deployment in started] == [[]] * len(started)
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -151,6 +152,10 @@ class Deployment:
     def logs(self, prefix: str = "") -> str:
         return "\n".join(path.read_text(errors="replace") for path in (self.data_dir / "logs").glob(f"{prefix}*.log"))
 
+    def killed(self) -> list[str]:
+        """What its supervisor said of processes that did not end when they were asked to."""
+        return [line for line in self._up.log.read_text(errors="replace").splitlines() if "process_killed" in line]
+
     def ask_to_stop(self) -> None:
         self._up.ask_to_stop()
 
@@ -203,8 +208,8 @@ def words(count: int, seed: int = 0) -> str:
 
 
 def token_prompt(count: int, seed: int) -> list[int]:
-    """A prompt of exactly ``count`` tokens."""
-    return [(seed * 7919 + i * i * 31 + i) % 4000 for i in range(count)]
+    """A prompt of exactly ``count`` tokens that shares no beginning with any other seed's."""
+    return random.Random(seed).choices(range(4000), k=count)
 
 
 # -- streams ------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from schemas import blocks, done, fleet, jobs, kv, tokens, wire
 from schemas.jobs import Decision, Job
 from schemas.requests import GenerateRequest, Sampling, Stop
 from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, Subjects
-from schemas.tokens import TokenBatch, TokenItem
+from schemas.tokens import Finish, TokenBatch, TokenItem
 from tests.configs.bus_support import eventually
 from workers.engines import mock
 from workers.engines.base import Engine, StepResult
@@ -198,17 +198,24 @@ class Record:
         *,
         resume: tuple[bytes, ...] = (),
         finished: tuple[int, ...] = (),
+        endings: tuple[Finish, ...] = (),
         msg_id: str = "",
     ) -> int:
         """Publish a job as a router does; its sequence in WORK."""
         decision = Decision(mode="kv", chosen=worker, router="test", at_ns=time.time_ns())
-        job = Job(msgspec.Raw(wire.encode(asked)), attempt, decision, resume, finished)
+        job = Job(msgspec.Raw(wire.encode(asked)), attempt, decision, resume, finished, endings=endings)
         load = jobs.load_header(
             len(asked.prompt) // 4, 0, asked.gateway, asked.deadline_ns, asked.priority.value, asked.n
         )
         headers = {HEADER_MSG_ID: msg_id or f"{asked.id}:{attempt}", HEADER_LOAD: load}
         subject = self.bus.subjects.work("aggregated", worker)
         return int((await self.bus.js.publish(subject, wire.encode(job), headers=headers)).seq)
+
+    async def say(self, asked: GenerateRequest, attempt: int, said: Sequence[int], choice: int = 0) -> None:
+        """Stream tokens as another worker that ran an attempt from its beginning."""
+        item = TokenItem(asked.id, attempt, choice, 0, wire.pack_tokens(said))
+        batch = wire.encode(TokenBatch("other", 0, 0, (item,)))
+        await self.bus.js.publish(self.bus.subjects.tokens(asked.gateway), batch)
 
     async def revoke(self, worker: str, asked: GenerateRequest, attempt: int) -> None:
         subject = self.bus.subjects.work("aggregated", worker)
@@ -382,7 +389,7 @@ async def living(
             yield made
         finally:
             made.engine.release()
-            if not made.failures:
+            if not all(task.done() for task in made.session._tasks):  # not drained, failed or dead yet
                 await made.session.abandon()
             made.thread.stop()
             assert await asyncio.to_thread(made.thread.join, 10)

@@ -109,22 +109,26 @@ async def test_a_resumed_request_goes_on_as_if_nothing_had_happened(record: Reco
     asked = request(n=2, sampling=DRAWN)
     whole = [answer(asked, choice=choice) for choice in range(2)]
     resume = (wire.pack_tokens(whole[0][:cut]), b"")
+    await record.say(asked, 1, whole[0][:cut])
     await record.give(worker.id, asked, attempt=2, resume=resume)
     end = await record.end(asked)
     assert [ids(outcome.tokens) for outcome in end.choices] == whole
     assert end.attempt == 2
     assert end.usage.completion == 16
-    firsts = [min(item.first for item in record.items if item.choice == choice) for choice in range(2)]
+    assert [record.streamed(asked, choice) for choice in range(2)] == whole
+    again = [item for item in record.items if item.attempt == 2]
+    firsts = [min(item.first for item in again if item.choice == choice) for choice in range(2)]
     assert firsts == [cut, 0], "what the client has is not streamed again"
 
 
 async def test_a_choice_that_had_ended_stays_ended(record: Record, worker: Living) -> None:
     asked = request(n=2, sampling=DRAWN)
     early = wire.pack_tokens(answer(asked, 3))
-    await record.give(worker.id, asked, attempt=2, resume=(early, b""), finished=(0,))
+    ending = Finish("stop", "x")
+    await record.give(worker.id, asked, attempt=2, resume=(early, b""), finished=(0,), endings=(ending,))
     await eventually(lambda: record.ends(asked))
     (end,) = record.ends(asked)
-    assert end.choices[0].tokens == early
+    assert end.choices[0] == done.Outcome(early, "stop", "x")
     assert ids(end.choices[1].tokens) == answer(asked, choice=1)
     assert {item.choice for item in record.items} == {1}
 
@@ -134,6 +138,8 @@ async def test_an_attempt_that_died_between_its_last_token_and_its_end_is_ended_
 ) -> None:
     asked = request(n=2, sampling=DRAWN)
     whole = tuple(wire.pack_tokens(answer(asked, choice=choice)) for choice in range(2))
+    for choice in range(2):
+        await record.say(asked, 1, ids(whole[choice]), choice)
     await record.give(worker.id, asked, attempt=2, resume=whole)
     end = await record.end(asked)
     assert end.choices == tuple(done.Outcome(part, "length") for part in whole)
@@ -162,6 +168,7 @@ async def test_a_stop_string_ends_the_answer_where_it_appears(
 
         resumed = request(max_tokens=60, strings=(stop,))
         part = wire.pack_tokens(expected[: length - 1])  # the string is cut in two
+        await record.say(resumed, 1, ids(part))
         await record.give(worker.id, resumed, attempt=2, resume=(part,))
         assert (await record.end(resumed)).choices == end.choices
 
@@ -311,22 +318,31 @@ async def test_a_request_whose_deadline_passed_on_its_way_is_not_started(record:
 # -- the same again, and attempts ---------------------------------------------------------------------------------
 
 
-async def test_a_job_that_is_delivered_again_runs_once(record: Record, worker: Living) -> None:
-    worker.engine.hold()
-    asked = request()
-    await record.give(worker.id, asked)
-    await record.give(worker.id, asked, msg_id="again")
-    worker.engine.allow(1)
-    await record.has_streamed(asked)
-    worker.engine.release()
-    await record.end(asked)
-    await record.give(worker.id, asked, msg_id="and again")  # after its end
-    # The first message is not acknowledged by this delivery; that is left to its ack_wait.
-    other = request()
-    await record.give(worker.id, other)
-    await record.end(other)
-    assert sum(len(ids(item.tokens)) for item in record.items if item.request == asked.id) == 8
-    assert len(record.ends(asked)) == 1
+async def test_a_job_that_is_delivered_again_runs_once(
+    broker: EmbeddedNats, pipeline: Subjects, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ACK_WAIT_S", 0.3)
+    async with living(broker, pipeline) as worker:
+        monkeypatch.setattr(module, "ACK_WAIT_S", 300)  # the consumer is made; from now on nothing is renewed
+        worker.engine.hold()
+        asked = request()
+        await record.give(worker.id, asked)
+        worker.engine.allow(1)
+        await record.has_streamed(asked)
+        stream = record.bus.subjects.stream("WORK")
+        deliveries = 0
+        while deliveries < 3:
+            info = await record.bus.js.consumer_info(stream, worker.id)
+            assert info.delivered is not None
+            deliveries = info.delivered.consumer_seq or 0
+            await asyncio.sleep(0.02)
+        worker.engine.release()
+        await record.end(asked)
+        await record.settled(worker.id)
+        await record.give(worker.id, asked, msg_id="again")  # after its end
+        await record.settled(worker.id)
+        assert sum(len(ids(item.tokens)) for item in record.items) == 8
+        assert len(record.ends(asked)) == 1
 
 
 async def test_a_job_of_an_older_attempt_is_dropped(record: Record, worker: Living) -> None:
