@@ -3,6 +3,8 @@
 import asyncio
 import signal
 import socket
+from collections.abc import Coroutine
+from typing import Any
 
 import structlog
 import uvicorn
@@ -19,6 +21,8 @@ from gateway.submit import SubmitDoor
 from schemas.errors import ServingError
 
 log = structlog.get_logger("gateway")
+
+STOP_S = 1.0  # for each step of stopping, beyond drain_s
 
 EXIT_OK = 0
 EXIT_CONFIG = 2  # starting again would not help
@@ -89,13 +93,29 @@ async def _serve(settings: GatewaySettings, model: modeldir.ModelDir) -> int:
         await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
         gateway.draining = True
         server.should_exit = True
-        await asyncio.gather(serving, door.close(settings.drain_s))
+        await asyncio.gather(
+            _bounded("http", asyncio.wait([serving]), settings.drain_s + STOP_S),
+            _bounded("submissions", door.close(settings.drain_s), settings.drain_s + STOP_S),
+        )
         stopping.cancel()
+        if serving.done():
+            serving.result()
     finally:
-        await gateway.close()
-        await publisher.close()
+        await _bounded("gateway", gateway.close(), STOP_S)
+        await _bounded("publisher", publisher.close(), STOP_S)
         await bus.close()
     return EXIT_OK
+
+
+async def _bounded(step: str, work: Coroutine[Any, Any, Any], seconds: float) -> None:
+    """One step of stopping. A cancellation can get lost (``asyncio.wait_for`` before Python 3.12), the end must not."""
+    task = asyncio.create_task(work, name=f"stop-{step}")
+    done, _ = await asyncio.wait([task], timeout=seconds)
+    if not done:
+        waiting = {other.get_name(): repr(other.get_coro()) for other in asyncio.all_tasks()}
+        log.error("stop_incomplete", step=step, seconds=seconds, tasks=waiting)
+    elif task.exception() is not None:
+        log.warning("stop_step_failed", step=step, error=repr(task.exception()))
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -44,6 +44,7 @@ ORPHANS_S = 1.0
 SNAPSHOT_S = 10.0
 TERMINAL_S = 600.0
 REMEMBERED = 50_000
+UNKNOWN_S = 30.0  # a return is kept so long for a job that is not known (yet)
 NO_LIMIT = 1 << 30
 
 
@@ -79,6 +80,7 @@ class Router:
         self._held = dict.fromkeys(Priority, 0)
         self._pullers: list[Puller] = []
         self._cancels: OrderedDict[str, str] = OrderedDict()
+        self._given_back: OrderedDict[str, tuple[int, str, float]] = OrderedDict()  # request -> attempt, reason, when
         self._rescuing: set[tuple[str, int]] = set()
         self._ending: set[str] = set()
         self._tasks: set[asyncio.Future[Any]] = set()
@@ -109,7 +111,7 @@ class Router:
 
     async def close(self) -> None:
         for puller in self._pullers:
-            await puller.stop()
+            await puller.drain()  # or what is given back below would come here again
         for task in self._upkeep:
             task.cancel()
         await asyncio.gather(*self._upkeep, return_exceptions=True)
@@ -129,7 +131,10 @@ class Router:
             log.error("request_unreadable", subject=message.subject, error=str(error))
             await self._bus.nc.publish(message.reply, TERM)
             return
-        if self._placed(request.id):  # placed already, its acknowledgement was lost with the broker
+        known = self.view.fleet.request(request.id)
+        if known is not None and not known.echoed:  # placed by us; acknowledged when its job is stored, not before
+            return
+        if known is not None or self.view.fleet.ended(request.id):  # its acknowledgement was lost with the broker
             await self._bus.nc.publish(message.reply, ACK)
             return
         if request.id in self._ending:
@@ -159,13 +164,22 @@ class Router:
         self._held[entry.item.request.priority] -= 1
         return entry.item
 
-    def _placed(self, request_id: str) -> bool:
-        return self.view.fleet.request(request_id) is not None or self.view.fleet.ended(request_id)
+    def _overtaken(self, waiting: Waiting) -> bool:
+        """Whether another replica, that was given the same request, has placed it or seen it end."""
+        known = self.view.fleet.request(waiting.request.id)
+        placed = known is not None and known.echoed and known.attempt >= waiting.attempt
+        if not placed and not self.view.fleet.ended(waiting.request.id):
+            return False
+        if waiting.reply:
+            self._spawn(self._bus.nc.publish(waiting.reply, ACK))
+        return True
 
     async def _place(self, waiting: Waiting) -> bool:
         """Give a request to a worker, or end it; False: it has to wait."""
         request = waiting.request
         now_ns = time.time_ns()
+        if self._overtaken(waiting):
+            return True
         if request.id in self._cancels:
             self._end(waiting, Code.cancelled, self._cancels[request.id])
             return True
@@ -331,7 +345,7 @@ class Router:
             self._cancels.popitem(last=False)
         entry = self._room.remove(request_id)
         if entry is not None:
-            self._end(self._left(entry), Code.cancelled, reason)
+            await self._place(self._left(entry))  # to its end
 
     # --- what dead workers leave behind ---
 
@@ -342,18 +356,35 @@ class Router:
             self._spawn(self._rescue(orphans, "worker_lost"))
 
     def _on_returned(self, event: done.Returned) -> None:
+        reason = f"returned: {event.reason}"[:200]
+        self._given_back[event.request] = (event.attempt, reason, time.monotonic())
+        if len(self._given_back) > REMEMBERED:
+            self._given_back.popitem(last=False)
         entry = self.view.fleet.request(event.request)
         if entry is not None and entry.attempt == event.attempt:
-            self._spawn(self._rescue([entry], f"returned: {event.reason}"[:200]))
+            self._spawn(self._rescue([entry], reason))
+
+    def _still_given_back(self, now: float) -> dict[str, list[Unfinished]]:
+        """By reason: returns that came before their job was known, or whose rescue failed."""
+        found: dict[str, list[Unfinished]] = {}
+        for request_id, (attempt, reason, since) in list(self._given_back.items()):
+            entry = self.view.fleet.request(request_id)
+            if entry is not None and entry.attempt == attempt:
+                found.setdefault(reason, []).append(entry)
+            elif entry is not None or now - since > UNKNOWN_S or self.view.fleet.ended(request_id):
+                del self._given_back[request_id]
+        return found
 
     async def _watch_orphans(self) -> None:
-        """The backstop: unfinished work of workers that are not registered, whoever placed it and whenever."""
+        """The backstop: unfinished work of workers that are not registered or gave it back, whoever placed it."""
         while True:
             await asyncio.sleep(ORPHANS_S)
             try:
                 orphans = self.view.orphans()
                 if orphans:
                     await self._rescue(orphans, "worker_lost")
+                for reason, entries in self._still_given_back(time.monotonic()).items():
+                    await self._rescue(entries, reason)
             except Exception:
                 log.exception("orphan_watch_failed")
 
@@ -453,7 +484,7 @@ class Router:
     async def _sweep_once(self, now_ns: int, now: float) -> None:
         self.view.upkeep(now_ns)
         for entry in self._room.expired(now_ns):
-            self._end(self._left(entry), Code.deadline_exceeded, "the deadline passed before a worker was free")
+            await self._place(self._left(entry))  # to its end
         for entry in self._room:
             waiting = entry.item
             if waiting.reply and now - waiting.renewed > RENEW_S and self._bus.connected:

@@ -15,7 +15,7 @@ from configs.bus.log import LogTail
 from configs.bus.read import Entry
 from configs.settings import RouterSettings
 from router.approximate import ApproximateIndex
-from router.fleet import Fleet, Unfinished
+from router.fleet import Fleet, FleetState, Unfinished
 from router.holders import Place
 from router.index import PrefixIndex
 from router.snapshot import Snapshot, Snapshots
@@ -94,15 +94,16 @@ class View:
             starts = {"done": saved.done_seq, "returned": saved.returned_seq, "work": saved.work_seq}
         else:
             starts = {}
+        # Members before jobs: these are counted in the block size of their worker.
+        if self.index is not None:
+            await self._kv.start(since_ns=now_ns)
+        await self._members.start()
         # Ends before beginnings: a request that is known to be over never counts as unfinished work.
         for name, tail in (("done", self._done), ("returned", self._returned), ("work", self._work)):
             if starts.get(name):
                 await tail.start(after=starts[name])
             else:
                 await tail.start(since_ns=past)
-        if self.index is not None:
-            await self._kv.start(since_ns=now_ns)
-        await self._members.start()
         self._bus.on_reconnect.append(self._on_reconnect)
         self._quiet_since = time.monotonic()
         if self._settings.sys_nats_url:
@@ -112,6 +113,7 @@ class View:
         for task in self._dumps.values():
             task.cancel()
         await asyncio.gather(*self._dumps.values(), return_exceptions=True)
+        await self._members.stop()
         for tail in (self._kv, self._work, self._done, self._returned):
             await tail.stop()
         if self._sys is not None:
@@ -125,7 +127,7 @@ class View:
         positions = (self._work.position, self._done.position, self._returned.position)
         if positions != self._saved and self._bus.connected:
             self._saved = positions
-            await self._snapshots.save(Snapshot(time.time_ns(), *positions, self.fleet.state()))
+            await self._snapshots.save(Snapshot(time.time_ns(), *positions, _logged(self.fleet.state())))
 
     def upkeep(self, now_ns: int) -> None:
         """A few times a second: leases, suspects, deadlines, index cleaning."""
@@ -332,6 +334,14 @@ class View:
             except (NatsError, TimeoutError, msgspec.MsgspecError) as error:
                 log.debug("dump_failed", worker=worker, error=repr(error))
             await asyncio.sleep(DUMP_AGAIN_S)
+
+
+def _logged(state: FleetState) -> FleetState:
+    """Without decisions of this router whose jobs may never be stored."""
+    unfinished = tuple(entry for entry in state.unfinished if entry.echoed)
+    places = {entry.place for entry in unfinished}
+    backlogs = tuple(backlog for backlog in state.backlogs if backlog[:2] in places)
+    return FleetState(unfinished, state.closed, backlogs)
 
 
 class _Client(msgspec.Struct, frozen=True):

@@ -146,7 +146,7 @@ class Session:
             log.warning("drain_timeout", unfinished=len(self._active))
             for active in list(self._active.values()):
                 await self._give_back(active, "draining")
-        await self._puller.close()
+        await self._puller.drain()
         await self._settle()
         await self._lease.release()
         await self._close()

@@ -20,6 +20,7 @@ log = structlog.get_logger("bus")
 
 EXPIRES_S = 30.0
 HEARTBEAT_S = 5.0
+DRAIN_S = 5.0
 ACK = b"+ACK"
 IN_PROGRESS = b"+WPI"
 NAK = b"-NAK"
@@ -81,6 +82,13 @@ class Puller:
             self._watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._watch
+
+    async def drain(self) -> None:
+        """Stop, and return when everything that was on its way has been handed over; nothing comes after it."""
+        await self.stop()
+        if self._sub is not None and not self._bus.nc.is_closed:
+            with contextlib.suppress(NatsError, TimeoutError):
+                await asyncio.wait_for(self._sub.drain(), DRAIN_S)
 
     async def close(self) -> None:
         """Stop, and take nothing more: what the server still sends is delivered again to someone else."""

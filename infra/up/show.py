@@ -1,6 +1,8 @@
 """What ``penstock up`` shows: a line per process while it starts, then how to use what runs."""
 
 import json
+import shutil
+import sys
 import time
 from pathlib import Path
 from types import TracebackType
@@ -77,6 +79,12 @@ Penstock serves {state.model} on {state.http_url} (ready after {seconds:.1f} s)
   NATS              {state.nats_url.rpartition("@")[2]}, namespace {state.namespace}
   logs              {data_dir / "logs"}
   state, passwords  {data_dir / "state.json"}
-  what happened     penstock explain{flag} REQUEST_ID
+  what happened     {_command()} explain{flag} REQUEST_ID
   stop              Ctrl-C
 """
+
+
+def _command() -> str:
+    """How to call ``penstock`` from here: by name if it is on the path, else as this process was called."""
+    called = Path(sys.argv[0])
+    return str(called) if called.name == "penstock" and not shutil.which("penstock") else "penstock"

@@ -249,8 +249,8 @@ def test_each_child_reads_back_the_settings_meant_for_it() -> None:
 
 
 def test_variables_for_what_up_has_no_flag_for_reach_the_children() -> None:
-    environ = planned(UpSettings())["gateway-0"].environ({"PENSTOCK_MAX_QUEUE": "7", "HOME": "/h"})
-    assert environ["PENSTOCK_MAX_QUEUE"] == "7"
+    environ = planned(UpSettings())["gateway-0"].environ({"PENSTOCK_DEFAULT_MAX_TOKENS": "7", "HOME": "/h"})
+    assert environ["PENSTOCK_DEFAULT_MAX_TOKENS"] == "7"
     assert environ["HOME"] == "/h"
     assert environ["PENSTOCK_NATS_URL"] == "nats://gateway:secret@h:1"
 

@@ -147,7 +147,7 @@ async def test_a_body_of_unknown_length_is_cut_off_at_the_limit(http: httpx.Asyn
 
 # -- a thousand malformed bodies ----------------------------------------------------------------------------------
 
-JUNK = [None, True, -1, 1e999, "x", [], {}, [[]], {"a": 1}, [None], 1 << 70, "\ud800", [1, "a"], {"role": 3}]
+JUNK: list[Any] = [None, True, -1, 1e999, "x", [], {}, [[]], {"a": 1}, [None], 1 << 70, "\ud800", [1, "a"], {"role": 3}]
 
 
 def malformed(rng: random.Random) -> bytes:

@@ -251,6 +251,7 @@ async def test_a_thousand_requests_leave_no_task_behind_anywhere(fast: Deploymen
         await until(lambda: idle_workers(bus), "all blocks are free")
         for role, url in watched.items():
             await gauge_is(url, f"penstock_{role}_tasks", before[role][f"penstock_{role}_tasks"])
+        await gauge_is(fast.urls[0], "penstock_gateway_open_requests", 0)
         after = {role: await metrics(url) for role, url in watched.items()}
         assert after["worker"]["penstock_worker_kv_used_blocks"] == 0
         assert after["worker"]["penstock_worker_unsent_bytes"] == 0
@@ -268,7 +269,6 @@ async def test_a_thousand_requests_leave_no_task_behind_anywhere(fast: Deploymen
         assert grown["penstock_worker_request_seconds_count"] > 10
         assert grown['penstock_router_decisions_total{reason="new"}'] > 10
         assert grown["penstock_router_wait_seconds_count"] > 10
-        await gauge_is(fast.urls[0], "penstock_gateway_open_requests", 0)
     finally:
         statuses = await stopped(others)
     assert statuses == [0, 0]

@@ -135,7 +135,7 @@ def test_several_choices_are_separate_answers(client: openai.OpenAI, oracle: Ora
 def test_the_same_seed_gives_the_same_text_and_another_seed_another(client: openai.OpenAI, oracle: Oracle) -> None:
     def ask(seed: int | None) -> str:
         more = {} if seed is None else {"seed": seed}
-        return client.completions.create(**{**TEXT, "temperature": 1.0, **more}).choices[0].text
+        return str(client.completions.create(**{**TEXT, "temperature": 1.0, **more}).choices[0].text)
 
     assert ask(5) == ask(5) == oracle.answer({**TEXT, "temperature": 1.0, "seed": 5}, 12)
     assert ask(5) != ask(6)
@@ -352,7 +352,7 @@ async def test_a_hundred_clients_at_once_each_get_their_own_answer(aclient: open
 
     async def ask(number: int, body: dict[str, Any]) -> str:
         if number % 2:
-            return (await aclient.completions.create(**body)).choices[0].text
+            return str((await aclient.completions.create(**body)).choices[0].text)
         stream = await aclient.completions.create(**body, stream=True)
         return "".join([chunk.choices[0].text async for chunk in stream])
 

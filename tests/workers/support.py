@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -128,7 +128,7 @@ class Record:
         heard = [(s.stream("TOKENS"), s.tokens(gateway), self._on_tokens) for gateway in GATEWAYS]
         follow: tuple[tuple[str, str, Callable[[Entry], None]], ...] = (
             (s.stream("DONE"), s.all("done"), lambda e: self.done.append(done.decode(e.data))),
-            (s.stream("DONE"), s.all("returned"), lambda e: self.returned.append(done.decode(e.data))),
+            (s.stream("DONE"), s.all("returned"), self._on_returned),
             (s.stream("KV"), s.all("kv"), lambda e: self.kv.append(kv.decode(e.data))),
             (f"KV_{bucket}", f"$KV.{bucket}.>", self._on_registration),
         )
@@ -144,6 +144,11 @@ class Record:
 
     def _on_tokens(self, entry: Entry) -> None:
         self.batches.append(tokens.decode(entry.data))
+
+    def _on_returned(self, entry: Entry) -> None:
+        event: done.Done | done.Returned = done.decode(entry.data)
+        assert isinstance(event, done.Returned)
+        self.returned.append(event)
 
     def _on_registration(self, entry: Entry) -> None:
         worker = entry.subject.rpartition(".")[2]
@@ -322,7 +327,7 @@ class Living:
         self.metrics = Metrics(CollectorRegistry())
         self.failures: list[BaseException] = []
         self.thread = EngineThread(lambda: held, self._deliver, self.failures.append)
-        self.model = Model(model, (), REVISION, detokenizer, "test")
+        self.model = Model(model, (), REVISION, detokenizer, bus.nc.options["name"])
         self._controls: list[Any] = []
         self.session: Session
 
@@ -355,9 +360,13 @@ class Living:
         await self.session.abandon()
 
     async def stats(self) -> Any:
-        answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         loop = asyncio.get_running_loop()
-        self.thread.ask(lambda e: e.stats(), lambda s: loop.call_soon_threadsafe(answered.set_result, s))
+        answered: asyncio.Future[Any] = loop.create_future()
+
+        def answer(stats: Any) -> None:
+            loop.call_soon_threadsafe(answered.set_result, stats)
+
+        self.thread.ask(lambda engine: engine.stats(), answer)
         return await asyncio.wait_for(answered, 10)
 
     async def frees_everything(self) -> None:
@@ -379,7 +388,7 @@ async def living(
     **settings: Any,
 ) -> AsyncIterator[Living]:
     """A registered worker."""
-    async with dial(server, subjects, "worker") as bus:
+    async with dial(server, subjects, f"worker-{next(_numbers)}") as bus:
         made = Living(bus, held or engine(), WorkerSettings(**settings), detokenizer, model)
         made.thread.start()
         await made.publisher.open()
@@ -395,7 +404,3 @@ async def living(
             assert await asyncio.to_thread(made.thread.join, 10)
             await made.publisher.close()
         assert made.engine.closes == 1
-
-
-async def all_of(works: Iterable[Awaitable[Any]]) -> list[Any]:
-    return list(await asyncio.gather(*works))

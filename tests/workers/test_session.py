@@ -481,6 +481,7 @@ async def test_a_dump_names_what_the_events_named_in_pages_that_fit(
         asked = request([i + 1] * 40)
         await record.give(worker.id, asked)
         await record.end(asked)
+    await eventually(lambda: record.kv and record.kv[-1].seq == worker.thread._kv_seq - 1)
     told = {d for batch in record.kv for event in batch.events for d in _digests(event)}
     monkeypatch.setattr(Bus, "max_message", property(lambda bus: 512))
     pages = [await worker.session.dump(0)]
@@ -576,13 +577,14 @@ async def test_a_worker_that_lost_its_lease_says_nothing_more_and_starts_anew(
     await worker.begin()
     assert worker.id != old
     await worker.frees_everything()
-    again = request()
+    again = request([6] * 9)
     await record.give(worker.id, again)
     assert (await record.end(again)).worker == worker.id
     assert {batch.worker for batch in record.batches[said:]} == {worker.id}
     assert not record.ends(asked)
     assert not record.returned
-    assert [batch.seq for batch in record.kv if batch.worker == worker.id][0] == 0
+    await eventually(lambda: worker.id in {batch.worker for batch in record.kv})
+    assert next(batch.seq for batch in record.kv if batch.worker == worker.id) == 0
     assert record.registered(old) is None
 
 

@@ -1,0 +1,217 @@
+"""Routers on a real nats-server, and workers that only say what the test tells them to."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from configs.bus.connection import Bus
+from configs.bus.publish import Publisher
+from configs.bus.read import read
+from configs.settings import RouterSettings
+from infra.broker.server import EmbeddedNats
+from router.metrics import Metrics
+from router.service import Router
+from schemas import blocks, done, fleet, jobs, kv, wire
+from schemas.jobs import Job
+from schemas.requests import GenerateRequest
+from schemas.subjects import HEADER_MSG_ID, Subjects
+from tests.configs.bus_support import eventually
+from tests.workers.support import BLOCK, MODEL, Record, dial
+
+
+class Routing:
+    """One router process in miniature."""
+
+    def __init__(self, bus: Bus, settings: RouterSettings) -> None:
+        self.bus = bus
+        self.publisher = Publisher(bus)
+        self.router = Router(bus, self.publisher, settings, Metrics(CollectorRegistry()))
+        self.ended = False
+
+    @property
+    def waiting(self) -> list[str]:
+        return [entry.id for entry in self.router._room]
+
+    @property
+    def unfinished(self) -> dict[str, tuple[int, str]]:
+        """Attempt and worker by request."""
+        return {entry.request: (entry.attempt, entry.worker) for entry in self.router.view.fleet.unfinished()}
+
+    async def knows(self, *workers: str) -> None:
+        await eventually(lambda: set(workers) <= {r.worker for r in self.router.view.fleet.workers()})
+
+    async def close(self) -> None:
+        self.ended = True
+        await self.router.close()
+        await self.publisher.close()
+
+    async def kill(self) -> None:
+        """As if the process were killed: the link breaks, and nothing is said before."""
+        self.ended = True
+        router = self.router
+        self.bus.closing = True
+        await self.bus.nc.close()
+        for puller in router._pullers:
+            await puller.stop()
+        for task in [*router._upkeep, *router._tasks, *router.view._dumps.values()]:
+            task.cancel()
+        await asyncio.gather(*router._upkeep, *router._tasks, return_exceptions=True)
+        await self.publisher.close()
+
+
+@contextlib.asynccontextmanager
+async def routing(server: EmbeddedNats, subjects: Subjects, **settings: Any) -> AsyncIterator[Routing]:
+    """A router that is open."""
+    async with dial(server, subjects, "router") as bus:
+        made = Routing(bus, RouterSettings(**{"seed": 1} | settings))
+        await made.publisher.open()
+        await made.router.open()
+        try:
+            yield made
+        finally:
+            if not made.ended:
+                await made.close()
+
+
+class Stub:
+    """A registered worker that takes jobs and says nothing. Its cache holds what ``store`` put there."""
+
+    def __init__(self, bus: Bus, worker: str, **fields: Any) -> None:
+        self.id = worker
+        self.bus = bus
+        defaults: dict[str, Any] = {"model": MODEL, "slots": 8, "total_blocks": 1000, "max_model_len": 1000, "queue": 0}
+        self.registration = fleet.Registration(
+            worker=worker, role="aggregated", engine="stub", epoch=1, block_size=BLOCK, **defaults | fields
+        )
+        self.cache: list[bytes] = []
+        self.seq = -1
+        self.dumps = 0
+        self._renewing: asyncio.Task[None] | None = None
+        self._control: Any = None
+
+    async def register(self) -> None:
+        self._control = await self.bus.nc.subscribe(self.bus.subjects.control(self.id), cb=self._on_control)
+        await self._write()
+        self._renewing = asyncio.create_task(self._renew())
+
+    async def _write(self) -> None:
+        await self.bus.js.publish(
+            self.bus.subjects.lease(self.id), wire.encode(self.registration), headers={"Nats-TTL": "60"}
+        )
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(fleet.RENEW_S)
+            await self._write()
+
+    async def change(self, **fields: Any) -> None:
+        self.registration = msgspec.structs.replace(self.registration, **fields)
+        await self._write()
+
+    async def stop(self) -> None:
+        """No more renewals; the key stays."""
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.wait([self._renewing])
+            await self._control.unsubscribe()
+            self._renewing = None
+
+    async def _on_control(self, message: Any) -> None:
+        self.dumps += 1
+        events = (kv.Stored(b"".join(self.cache)),) if self.cache else ()
+        await message.respond(wire.encode(kv.KvDump(self.id, self.registration.epoch, self.seq, events)))
+
+    async def store(self, digests: bytes, *, lost: bool = False) -> int:
+        """Add one chain of blocks to the cache and publish the event; ``lost``: it never reaches the stream."""
+        known = self.cache[-1] if self.cache else None
+        self.cache += blocks.split(digests)
+        self.seq += 1
+        batch = kv.KvBatch(self.id, self.registration.epoch, self.seq, (kv.Stored(digests, known),))
+        if lost:
+            return 0
+        return int((await self.bus.js.publish(self.bus.subjects.kv(MODEL, self.id), wire.encode(batch))).seq)
+
+    async def finish(self, asked: GenerateRequest, attempt: int = 1, choices: Sequence[done.Outcome] = ()) -> None:
+        """The terminal event."""
+        event = done.Done(asked.id, asked.model, attempt, self.id, tuple(choices))
+        subject = self.bus.subjects.done(asked.model)
+        await self.bus.js.publish(subject, wire.encode(event), headers={HEADER_MSG_ID: asked.id})
+
+    async def hand_back(self, asked: GenerateRequest, attempt: int = 1, reason: str = "draining") -> None:
+        event = done.Returned(asked.id, asked.model, attempt, self.id, reason)
+        headers = {HEADER_MSG_ID: f"{asked.id}:{attempt}:returned"}
+        await self.bus.js.publish(self.bus.subjects.returned(asked.model), wire.encode(event), headers=headers)
+
+
+class Clients:
+    """What the test publishes as a gateway, and what the routers make of it."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.bus = record.bus
+        self._stubs: list[Stub] = []
+
+    async def stub(self, worker: str = "w1", **fields: Any) -> Stub:
+        stub = Stub(self.bus, worker, **fields)
+        self._stubs.append(stub)
+        await stub.register()
+        return stub
+
+    async def stop(self) -> None:
+        for stub in self._stubs:
+            await stub.stop()
+
+    async def ask(self, *all_asked: GenerateRequest) -> None:
+        for asked in all_asked:
+            subject = self.bus.subjects.request(asked.model, asked.priority.value)
+            await self.bus.js.publish(subject, wire.encode(asked), headers={HEADER_MSG_ID: asked.id})
+
+    async def work(self) -> list[tuple[str, Job]]:
+        """All jobs in WORK, with the worker of each, in order."""
+        s = self.bus.subjects
+        found = []
+        async for entry in read(self.bus, s.stream("WORK"), s.all("work")):
+            job = jobs.decode(entry.data)
+            if isinstance(job, Job):
+                found.append((entry.subject.rpartition(".")[2], job))
+        return found
+
+    async def placed(self, asked: GenerateRequest, attempt: int = 1, within_s: float = 15.0) -> tuple[str, Job]:
+        """The one job of an attempt, once it is there."""
+        deadline = asyncio.get_running_loop().time() + within_s
+        while True:
+            found = [(worker, job) for worker, job in await self.work() if _is(job, asked, attempt)]
+            if found:
+                assert len(found) == 1
+                return found[0]
+            assert asyncio.get_running_loop().time() < deadline, f"attempt {attempt} is not placed"
+            await asyncio.sleep(0.01)
+
+    async def order(self) -> list[str]:
+        """Request ids in the order in which they were placed."""
+        return [wire.decoder(GenerateRequest)(bytes(job.request)).id for _, job in await self.work()]
+
+    async def unacknowledged(self, priority: str = "standard") -> int:
+        """Requests of a class that routers hold."""
+        info = await self.bus.js.consumer_info(self.bus.subjects.stream("REQUESTS"), f"router-{priority}")
+        return int(info.num_ack_pending or 0)
+
+    async def acknowledged(self, count: int, priority: str = "standard") -> None:
+        """Until so many requests of a class were taken out of the log for good."""
+        deadline = asyncio.get_running_loop().time() + 10
+        while True:
+            info = await self.bus.js.consumer_info(self.bus.subjects.stream("REQUESTS"), f"router-{priority}")
+            assert info.delivered is not None
+            done_with = not info.num_ack_pending and (info.delivered.stream_seq or 0) > 0 and not info.num_pending
+            if done_with and (info.delivered.consumer_seq or 0) >= count:
+                return
+            assert asyncio.get_running_loop().time() < deadline, info
+            await asyncio.sleep(0.01)
+
+
+def _is(job: Job, asked: GenerateRequest, attempt: int) -> bool:
+    return job.attempt == attempt and wire.decoder(GenerateRequest)(bytes(job.request)).id == asked.id

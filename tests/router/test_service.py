@@ -1,0 +1,515 @@
+"""Router replicas on a real nats-server: each request is placed once, or ended once, whatever happens to routers."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from configs.bus.pull import ACK, NAK
+from infra.broker.server import EmbeddedNats
+from router.index import PrefixIndex
+from router.service import Router
+from schemas import control, fleet, jobs, kv, wire
+from schemas.blocks import keys_of
+from schemas.errors import Code
+from schemas.requests import GenerateRequest, Priority
+from schemas.subjects import HEADER_LOAD, Subjects
+from schemas.tokens import WHOLE_REQUEST
+from tests.configs.bus_support import eventually
+from tests.router.support import Clients, Routing, routing
+from tests.workers.support import MODEL, Record, answer, living, recording, request
+
+
+@pytest.fixture
+async def record(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[Record]:
+    async with recording(broker, pipeline) as record:
+        yield record
+
+
+@pytest.fixture
+async def clients(record: Record) -> AsyncIterator[Clients]:
+    clients = Clients(record)
+    yield clients
+    await clients.stop()
+
+
+@pytest.fixture
+async def one(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[Routing]:
+    async with routing(broker, pipeline) as one:
+        yield one
+
+
+async def is_ended_by_the_router(record: Record, asked: GenerateRequest, code: Code) -> str:
+    """Exactly one terminal event and one item for all choices; its message."""
+    end = await record.end(asked)
+    assert (end.code, end.worker) == (code, "")
+    (item,) = [item for item in record.items if item.request == asked.id]
+    assert item.choice == WHOLE_REQUEST
+    assert item.finish is not None
+    assert (item.finish.code, item.finish.message) == (code, end.message)
+    assert item.finish.reason == ("cancelled" if code is Code.cancelled else "error")
+    return end.message
+
+
+# -- placing ------------------------------------------------------------------------------------------------------
+
+
+async def test_requests_wait_for_the_first_worker(clients: Clients, one: Routing) -> None:
+    asked = request()
+    await clients.ask(asked)
+    await eventually(lambda: one.waiting == [asked.id])
+    assert await clients.work() == []
+    assert await clients.unacknowledged() == 1
+    await clients.stub("w1")
+    worker, job = await clients.placed(asked)
+    assert worker == "w1"
+    assert job.decision.waited_ns > 0
+    assert bytes(job.request) == wire.encode(asked), "the request travels as it was stored"
+    await clients.acknowledged(1)
+    assert one.unfinished == {asked.id: (1, "w1")}
+
+
+async def test_a_job_tells_why_its_worker_was_chosen(clients: Clients, one: Routing) -> None:
+    asked = request(list(range(1, 14)))  # three full blocks
+    warm, cold = await clients.stub("warm"), await clients.stub("cold")
+    await one.knows("warm", "cold")
+    kv_seq = await warm.store(asked.digests[:32])
+    await eventually(lambda: one.router.view.positions()[0] >= kv_seq)
+    await clients.ask(asked)
+    worker, job = await clients.placed(asked)
+    decision = job.decision
+    assert (worker, decision.chosen, decision.mode, decision.reason) == (warm.id, warm.id, "kv", "new")
+    assert (decision.router, decision.prompt_blocks, decision.kv_seq) == (one.router.id, 3, kv_seq)
+    assert [(c.worker, c.overlap_blocks, c.slots) for c in decision.candidates] == [(warm.id, 2, 8), (cold.id, 0, 8)]
+    assert decision.candidates[0].score < decision.candidates[1].score
+    stored = await clients.bus.js.get_last_msg(
+        clients.bus.subjects.stream("WORK"), clients.bus.subjects.work("aggregated", worker), direct=True
+    )
+    load = jobs.read_load_header((stored.headers or {})[HEADER_LOAD])
+    assert load == jobs.LoadHeader(13, 8, asked.gateway, asked.deadline_ns, "standard", 1)
+
+    await eventually(lambda: one.router.view.positions()[1] == 1)
+    await warm.finish(asked)
+    await eventually(lambda: one.router.view.positions()[2] == 1)
+    after = request()
+    await clients.ask(after)
+    _, job = await clients.placed(after)
+    assert (job.decision.kv_seq, job.decision.work_seq, job.decision.done_seq) == (kv_seq, 1, 1)
+
+
+async def test_a_class_takes_no_more_out_of_the_log_than_its_room(
+    broker: EmbeddedNats, pipeline: Subjects, clients: Clients
+) -> None:
+    async with routing(broker, pipeline, waiting_room=5) as one:
+        asked = [request(priority=priority) for priority in (Priority.standard, Priority.batch) for _ in range(20)]
+        await clients.ask(*asked)
+        await eventually(lambda: len(one.waiting) == 10)
+        await asyncio.sleep(0.3)  # three sweeps more
+        assert len(one.waiting) == 10
+        assert [await clients.unacknowledged(c) for c in ("standard", "batch", "interactive")] == [5, 5, 0]
+        urgent = request(priority=Priority.interactive)
+        await clients.ask(urgent)  # not behind the full rooms of other classes
+        await eventually(lambda: urgent.id in one.waiting)
+        await clients.stub("w1", slots=100)
+        for each in (*asked, urgent):
+            await clients.placed(each)
+        await clients.acknowledged(20)
+        await clients.acknowledged(20, "batch")
+        assert one.waiting == []
+
+
+async def test_a_freed_slot_goes_to_the_highest_class(clients: Clients, one: Routing) -> None:
+    worker = await clients.stub("w1", slots=1)
+    await one.knows("w1")
+    first = request()
+    await clients.ask(first)
+    await clients.placed(first)
+    later = [request(priority=p) for p in (Priority.batch, Priority.standard, Priority.interactive)]
+    for asked in later:
+        await clients.ask(asked)
+    await eventually(lambda: len(one.waiting) == 3)
+    expected = [first, *reversed(later)]
+    for asked in expected:
+        await clients.placed(asked)
+        assert len(await clients.work()) == expected.index(asked) + 1
+        await worker.finish(asked)
+    assert await clients.order() == [asked.id for asked in expected]
+
+
+async def test_requests_for_a_model_without_workers_hold_up_nobody(clients: Clients, one: Routing) -> None:
+    missing, present = request(model="other"), request()
+    await clients.ask(missing)
+    await eventually(lambda: one.waiting == [missing.id])
+    await clients.stub("w1", slots=1)
+    await clients.ask(present)
+    await clients.placed(present)
+    assert one.waiting == [missing.id]
+
+
+async def test_an_unreadable_request_is_dropped_and_said_in_the_log(clients: Clients, one: Routing) -> None:
+    await clients.stub("w1")
+    with capture_logs() as logs:
+        await clients.bus.js.publish(clients.bus.subjects.request(MODEL, "standard"), b"\xc1")
+        asked = request()
+        await clients.ask(asked)
+        await clients.placed(asked)
+    assert "request_unreadable" in [entry["event"] for entry in logs]
+    await clients.acknowledged(2)
+
+
+async def test_without_cache_events_past_decisions_stand_for_them(
+    broker: EmbeddedNats, pipeline: Subjects, clients: Clients
+) -> None:
+    async with routing(broker, pipeline, kv_events=False) as one:
+        stubs = {name: await clients.stub(name) for name in ("w1", "w2", "w3")}
+        await one.knows(*stubs)
+        prompts = [[i] * 41 for i in range(3)]
+        homes = []
+        for prompt in prompts:
+            asked = request(prompt)
+            await clients.ask(asked)
+            homes.append((await clients.placed(asked))[0])
+        for prompt, home in zip(prompts, homes, strict=True):
+            asked = request(prompt)
+            await clients.ask(asked)
+            worker, job = await clients.placed(asked)
+            assert worker == home
+            assert job.decision.candidates[0].overlap_blocks == 10
+        assert sum(stub.dumps for stub in stubs.values()) == 0
+
+
+# -- requests that routers end ------------------------------------------------------------------------------------
+
+
+async def test_a_deadline_in_the_waiting_room_ends_the_request_once(
+    record: Record, clients: Clients, one: Routing
+) -> None:
+    asked = request(deadline_s=0.3, n=2)
+    await clients.ask(asked)
+    message = await is_ended_by_the_router(record, asked, Code.deadline_exceeded)
+    assert "deadline" in message
+    assert time.time_ns() >= asked.deadline_ns
+    await clients.acknowledged(1)
+    await clients.stub("w1")
+    other = request()
+    await clients.ask(other)
+    await clients.placed(other)
+    assert await clients.order() == [other.id]
+    assert len(record.ends(asked)) == 1
+
+
+async def test_cancelled_while_it_waits(
+    broker: EmbeddedNats, pipeline: Subjects, record: Record, clients: Clients, one: Routing
+) -> None:
+    async with routing(broker, pipeline) as other:
+        asked, kept = request(), request()
+        await clients.ask(asked, kept)
+        await eventually(lambda: len(one.waiting + other.waiting) == 2)
+        for _ in range(2):  # gateways repeat themselves
+            for routing_ in (one, other):
+                await routing_.router.on_cancel(asked.id, "gone")
+        assert await is_ended_by_the_router(record, asked, Code.cancelled) == "gone"
+        assert one.waiting + other.waiting == [kept.id]
+        await clients.stub("w1")
+        await clients.placed(kept)
+        await clients.acknowledged(2)
+        assert await clients.order() == [kept.id]
+
+
+async def test_a_cancel_may_overtake_its_request(record: Record, clients: Clients, one: Routing) -> None:
+    await clients.stub("w1")
+    await one.knows("w1")
+    asked = request()
+    await one.router.on_cancel(asked.id, "gone")
+    await clients.ask(asked)
+    await is_ended_by_the_router(record, asked, Code.cancelled)
+    assert await clients.work() == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "code"),
+    [(900, 200, Code.context_length_exceeded), (450, 8, Code.out_of_blocks)],
+)
+async def test_what_no_worker_can_ever_run_is_ended_at_once(
+    record: Record, clients: Clients, one: Routing, prompt: int, max_tokens: int, code: Code
+) -> None:
+    await clients.stub("w1", total_blocks=100)
+    await one.knows("w1")
+    asked = request([1] * prompt, max_tokens)
+    await clients.ask(asked)
+    await is_ended_by_the_router(record, asked, code)
+    await clients.acknowledged(1)
+
+
+async def test_direct_mode_goes_to_the_named_worker_or_nowhere(
+    broker: EmbeddedNats, pipeline: Subjects, record: Record, clients: Clients
+) -> None:
+    async with routing(broker, pipeline, mode="direct") as one:
+        for name in ("w1", "w2"):
+            await clients.stub(name, name=f"name-of-{name}")
+        await one.knows("w1", "w2")
+        known, by_name, unknown, unnamed = (request(worker=w) for w in ("w2", "name-of-w1", "w9", ""))
+        await clients.ask(known, by_name, unknown, unnamed)
+        assert (await clients.placed(known))[0] == "w2"
+        assert (await clients.placed(by_name))[0] == "w1"
+        for asked in (unknown, unnamed):
+            await is_ended_by_the_router(record, asked, Code.invalid_request)
+        await clients.acknowledged(4)
+
+
+async def test_a_job_that_fits_no_message_ends_its_request(
+    record: Record, clients: Clients, one: Routing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await clients.stub("w1")
+    await one.knows("w1")
+    asked = request([1] * 400)
+    monkeypatch.setattr(type(one.bus), "max_message", property(lambda bus: 1000))
+    await clients.ask(asked)
+    await is_ended_by_the_router(record, asked, Code.body_too_large)
+    assert one.unfinished == {}
+
+
+# -- several replicas, and the end of one -------------------------------------------------------------------------
+
+
+async def test_replicas_place_every_request_once_and_agree(
+    broker: EmbeddedNats, pipeline: Subjects, clients: Clients
+) -> None:
+    async with routing(broker, pipeline, seed=1) as one, routing(broker, pipeline, seed=2) as two:
+        stubs = [await clients.stub(f"w{i}", slots=50) for i in range(3)]
+        for each in (one, two):
+            await each.knows(*(stub.id for stub in stubs))
+        for i, stub in enumerate(stubs):
+            for _ in range(3):
+                await stub.store(request([i] * 40).digests if not stub.cache else request([9, i] * 20).digests)
+        asked = [request([i % 7] * 30) for i in range(80)]
+        await clients.ask(*asked)
+        for each_asked in asked:
+            await clients.placed(each_asked)
+        assert sorted(await clients.order()) == sorted(each_asked.id for each_asked in asked)
+        await clients.acknowledged(80)
+        assert {job.decision.router for _, job in await clients.work()} == {one.router.id, two.router.id}
+        for each_asked in asked[:30]:
+            await stubs[0].finish(each_asked)
+        await eventually(lambda: len(one.unfinished) == len(two.unfinished) == 50)
+        assert one.unfinished == two.unfinished
+        for each in (one, two):
+            assert all(entry.echoed for entry in each.router.view.fleet.unfinished())
+        assert one.router.view.index is not None
+        assert two.router.view.index is not None
+        assert one.router.view.index.stats.blocks > 0
+        await eventually(lambda: one.router.view.positions() == two.router.view.positions())
+        assert one.router.view.index.checksum() == two.router.view.index.checksum()
+
+
+async def test_a_router_that_dies_before_its_acknowledgement_does_not_double_the_request(
+    broker: EmbeddedNats, pipeline: Subjects, clients: Clients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await clients.stub("w1")
+    swallowed: list[str] = []
+    asked = request()
+    async with routing(broker, pipeline) as one:
+        await one.knows("w1")
+        publish = one.bus.nc.publish
+
+        async def forgetful(subject: str, payload: bytes = b"", *args: Any, **more: Any) -> None:
+            if payload == ACK:
+                swallowed.append(subject)
+            else:
+                await publish(subject, payload, *args, **more)
+
+        monkeypatch.setattr(one.bus.nc, "publish", forgetful)
+        await clients.ask(asked)
+        await clients.placed(asked)
+        await eventually(lambda: swallowed)
+        await one.kill()
+    async with routing(broker, pipeline) as two:
+        assert two.unfinished == {asked.id: (1, "w1")}
+        assert await clients.unacknowledged() == 1
+        await clients.bus.nc.publish(swallowed[0], NAK)  # as its ack_wait would do
+        await clients.acknowledged(2)
+        assert len(await clients.work()) == 1
+
+
+async def test_a_request_is_not_acknowledged_while_its_job_is_on_the_way(
+    clients: Clients, one: Routing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second delivery must not be taken for placed before the job is stored, or it dies with this router."""
+    await clients.stub("w1")
+    await one.knows("w1")
+    on_the_way: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    async def send(*args: Any, **more: Any) -> "asyncio.Future[Any]":
+        return on_the_way
+
+    monkeypatch.setattr(one.publisher, "send", send)
+    asked = request()
+    await clients.ask(asked)
+    await eventually(lambda: asked.id in one.unfinished)
+    said: list[bytes] = []
+
+    async def heard(message: Any) -> None:
+        said.append(message.data)
+
+    reply = clients.bus.nc.new_inbox()
+    await clients.bus.nc.subscribe(reply, cb=heard)
+    await clients.bus.nc.flush()
+    await one.router._on_request(SimpleNamespace(data=wire.encode(asked), subject="again", reply=reply))
+    await one.bus.nc.publish(reply, b"end")
+    await eventually(lambda: said)
+    assert said == [b"end"]
+    on_the_way.cancel()
+
+
+async def test_what_waits_in_a_closing_router_is_taken_by_another_at_once(
+    broker: EmbeddedNats, pipeline: Subjects, clients: Clients
+) -> None:
+    asked = [request() for _ in range(20)]
+    async with routing(broker, pipeline) as one:
+        await clients.ask(*asked)
+        await eventually(lambda: len(one.waiting) == 20)
+        await one.close()
+        async with routing(broker, pipeline) as two:
+            await eventually(lambda: len(two.waiting) == 20, 5)  # less than the ack_wait of 10 s
+    await clients.stub("w1", slots=100)
+    async with routing(broker, pipeline):
+        for each in asked:
+            await clients.placed(each)
+    assert len(await clients.work()) == 20
+
+
+async def test_a_copy_that_waited_here_does_not_end_a_request_that_ran_elsewhere(
+    record: Record, clients: Clients, one: Routing
+) -> None:
+    """Two replicas may hold one request; what the log says of it goes before what this one remembers."""
+    asked = request(deadline_s=1.0)
+    await clients.ask(asked)
+    await eventually(lambda: one.waiting == [asked.id])
+    await record.give("w9", asked)  # by another replica
+    other = await clients.stub("w9", model="elsewhere")
+    await other.finish(asked)
+    await eventually(lambda: one.waiting == [], 10)
+    await clients.acknowledged(1)
+    assert record.items == []
+    assert len(record.ends(asked)) == 1
+    assert len(await clients.work()) == 1
+
+
+@pytest.mark.parametrize("snapshot", [False, True])
+async def test_a_router_that_starts_knows_the_loads_from_the_logs(
+    broker: EmbeddedNats, pipeline: Subjects, clients: Clients, snapshot: bool
+) -> None:
+    stub = await clients.stub("w1")
+    asked = [request([i] * 20) for i in range(6)]
+    async with routing(broker, pipeline) as one:
+        await one.knows("w1")
+        await clients.ask(*asked[:4])
+        for each in asked[:4]:
+            await clients.placed(each)
+        await stub.finish(asked[0])
+        await eventually(lambda: len(one.unfinished) == 3)
+        await eventually(lambda: all(e.echoed for e in one.router.view.fleet.unfinished()))
+        if snapshot:
+            # One more is decided here and not stored: no later router may believe in it.
+            ghost = request()
+            one.router.view.placed(ghost, 1, ("w2", 0), 0, keys_of(ghost.digests), time.time_ns())
+            await one.router.view.save()
+            one.router.view.fleet.withdraw(ghost.id, 1)
+        await clients.ask(*asked[4:])
+        for each in asked[4:]:
+            await clients.placed(each)
+        await stub.finish(asked[1])
+        await eventually(lambda: len(one.unfinished) == 4)
+        loads = one.router.view.fleet.load(("w1", 0), 0)
+        async with routing(broker, pipeline) as two:
+            assert two.unfinished == one.unfinished == {each.id: (1, "w1") for each in asked[2:]}
+            again = two.router.view.fleet.load(("w1", 0), 0)
+            assert (again.requests, again.active_blocks) == (loads.requests, loads.active_blocks) == (4, 20)
+
+
+# -- the index ----------------------------------------------------------------------------------------------------
+
+
+def index_of(router: Router) -> PrefixIndex:
+    assert router.view.index is not None
+    return router.view.index
+
+
+async def test_a_gap_in_the_cache_events_is_closed_by_a_dump(clients: Clients, one: Routing) -> None:
+    stub = await clients.stub("w1")
+    await one.knows("w1")
+    prompts = [request([i] * 41) for i in range(3)]
+    index = index_of(one.router)
+    await eventually(lambda: stub.dumps == 1)
+    await stub.store(prompts[0].digests)
+    await eventually(lambda: index.held(("w1", 0)) == 10)
+    await stub.store(prompts[1].digests, lost=True)
+    await stub.store(prompts[2].digests)
+    await eventually(lambda: index.held(("w1", 0)) == 30)
+    assert stub.dumps == 2
+    assert index.awaiting_dump() == []
+    whole = PrefixIndex(1000)
+    pages = [await _dump(clients, "w1")]
+    assert whole.load_dump(pages)
+    assert index.checksum() == whole.checksum()
+
+
+async def _dump(clients: Clients, worker: str) -> Any:
+    reply = await clients.bus.nc.request(clients.bus.subjects.control(worker), wire.encode(control.DumpKv()), timeout=5)
+    return kv.decode_dump(reply.data)
+
+
+async def test_a_router_that_comes_late_learns_a_worker_by_its_dump(
+    broker: EmbeddedNats, pipeline: Subjects, record: Record, clients: Clients
+) -> None:
+    async with living(broker, pipeline) as worker, routing(broker, pipeline) as early:
+        await early.knows(worker.id)
+        for i in range(3):
+            asked = request([i] * 41)
+            await clients.ask(asked)
+            await record.end(asked)
+            assert record.streamed(asked) == answer(asked)
+        async with routing(broker, pipeline) as late:
+            await eventually(lambda: index_of(late.router).held((worker.id, 0)) > 0)
+            for i in range(3, 6):
+                asked = request([i] * 41)
+                await clients.ask(asked)
+                await record.end(asked)
+            held = len({d for event in (await worker.session.dump(0)).events for d in _names(event)})
+            both = [index_of(each.router) for each in (early, late)]
+            await eventually(lambda: [index.held((worker.id, 0)) for index in both] == [held, held])
+            await eventually(lambda: both[0].checksum() == both[1].checksum())
+            assert held >= 60
+
+
+def _names(event: Any) -> list[bytes]:
+    return [event.digests[i : i + 16] for i in range(0, len(event.digests), 16)]
+
+
+async def test_a_worker_that_leaves_takes_its_blocks_out_of_the_index(
+    record: Record, clients: Clients, one: Routing
+) -> None:
+    stub = await clients.stub("w1")
+    await one.knows("w1")
+    await stub.store(request([1] * 41).digests)
+    await eventually(lambda: index_of(one.router).held(("w1", 0)) == 10)
+    await stub.stop()
+    await record.remove_key("w1")
+    await eventually(lambda: not one.router.view.fleet.workers())
+    assert index_of(one.router).held(("w1", 0)) == 0
+
+
+async def test_a_draining_worker_is_given_nothing_more(clients: Clients, one: Routing) -> None:
+    stub = await clients.stub("w1")
+    await one.knows("w1")
+    await stub.change(state=fleet.State.draining)
+    await eventually(lambda: one.router.view.fleet.workers()[0].state is fleet.State.draining)
+    asked = request()
+    await clients.ask(asked)
+    await eventually(lambda: one.waiting == [asked.id])
+    await clients.stub("w2")
+    assert (await clients.placed(asked))[0] == "w2"

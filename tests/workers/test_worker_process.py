@@ -1,0 +1,184 @@
+"""A whole worker process: in this process where only its logic is asked, in one of its own for signals."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from configs.modeldir import BUNDLED
+from configs.settings import WorkerSettings
+from infra.broker.server import EmbeddedNats
+from schemas import control, fleet, wire
+from schemas.subjects import Subjects
+from tests.configs.bus_support import eventually
+from tests.pipeline.support import Oracle, Process
+from tests.workers.support import Held, Record, answer, engine, ids, recording, request
+from workers import main as module
+from workers.engines.base import Engine
+
+MODEL = "tiny"
+
+
+@pytest.fixture
+async def record(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[Record]:
+    async with recording(broker, pipeline) as record:
+        yield record
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "RENEW_S", 0.05)
+
+
+class Served:
+    """``_Worker.serve`` as a task, with an engine in the test's hands."""
+
+    def __init__(
+        self, broker: EmbeddedNats, record: Record, held: Held, monkeypatch: pytest.MonkeyPatch, drain_s: float = 20.0
+    ) -> None:
+        def build(settings: WorkerSettings, path: Path) -> Engine:
+            return held
+
+        monkeypatch.setattr(module, "build_engine", build)
+        self.record = record
+        self.engine = held
+        settings = WorkerSettings(
+            nats_url=broker.url("operator"),
+            namespace=record.bus.subjects.namespace,
+            engine="mock",
+            model=str(BUNDLED),
+            served_model_name=MODEL,
+            name="w",
+            drain_s=drain_s,
+        )
+        self.worker = module._Worker(settings)
+        self.task = asyncio.create_task(self.worker.serve())
+
+    async def registered(self, *, other_than: str = "") -> str:
+        """The id of the life that is registered."""
+
+        def found() -> str:
+            known = [worker for worker, registration in self.record.registrations if registration is not None]
+            return known[-1] if known and known[-1] != other_than else ""
+
+        await eventually(lambda: found() or self.task.done())
+        return found()
+
+    async def status(self) -> int:
+        self.engine.release()
+        return await asyncio.wait_for(self.task, 20)
+
+
+async def test_a_broken_engine_ends_the_process_in_good_order(
+    broker: EmbeddedNats, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = engine(max_running=1)
+    served = Served(broker, record, held, monkeypatch)
+    worker = await served.registered()
+    held.hold()
+    running, waiting = request(model=MODEL), request(model=MODEL)
+    await record.give(worker, running)
+    held.allow(1)
+    await record.has_streamed(running)
+    await record.give(worker, waiting)
+    held.breaks_at = held.steps
+    assert await served.status() == module.EXIT_ENGINE == 70
+    back = [await record.handed_back(asked) for asked in (running, waiting)]
+    assert [event.poison for event in back] == [True, False]
+    assert all("the device is gone" in event.reason for event in back)
+    await eventually(lambda: record.registrations[-1] == (worker, None))
+    assert held.closes == 1
+    assert not record.done
+
+
+async def test_a_drain_order_is_answered_and_ends_the_process(
+    broker: EmbeddedNats, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = engine()
+    served = Served(broker, record, held, monkeypatch)
+    worker = await served.registered()
+    held.hold()
+    asked = request(model=MODEL)
+    await record.give(worker, asked)
+    held.allow(1)
+    await record.has_streamed(asked)
+    subject = record.bus.subjects.control(worker)
+    reply = await record.bus.nc.request(subject, wire.encode(control.Drain()), timeout=5)
+    assert control.decode_ok(reply.data) == control.Ok()
+    assert await served.status() == module.EXIT_OK
+    assert ids((await record.end(asked)).choices[0].tokens) == answer(asked)
+    await eventually(lambda: record.registrations[-1] == (worker, None))
+    assert held.closes == 1
+
+
+async def test_a_cancel_message_reaches_the_session(
+    broker: EmbeddedNats, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = engine()
+    served = Served(broker, record, held, monkeypatch)
+    worker = await served.registered()
+    held.hold()
+    asked = request(model=MODEL, max_tokens=500)
+    await record.give(worker, asked)
+    held.allow(1)
+    await record.has_streamed(asked)
+    await record.bus.nc.publish(record.bus.subjects.cancel, wire.encode(control.Cancel(asked.id, "gone")))
+    await record.bus.nc.request(record.bus.subjects.control(worker), wire.encode(control.DumpKv(1)), timeout=5)
+    held.release()
+    assert (await record.end(asked)).code == "cancelled"
+    await record.bus.nc.request(record.bus.subjects.control(worker), wire.encode(control.Drain()), timeout=5)
+    assert await served.status() == module.EXIT_OK
+
+
+async def test_after_losing_its_lease_the_process_goes_on_under_a_new_name(
+    broker: EmbeddedNats, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = engine()
+    served = Served(broker, record, held, monkeypatch)
+    old = await served.registered()
+    held.hold()
+    asked = request(model=MODEL, max_tokens=500)
+    await record.give(old, asked)
+    held.allow(1)
+    await record.has_streamed(asked)
+    said = len(record.batches)
+    session = served.worker._session
+    assert session is not None
+    await record.remove_key(old)
+    await asyncio.wait_for(session.lost.wait(), 10)
+    held.release()
+    new = await served.registered(other_than=old)
+    assert new != old
+    again = request(model=MODEL)
+    await record.give(new, again)
+    assert (await record.end(again)).worker == new
+    assert {batch.worker for batch in record.batches[said:]} == {new}
+    assert not record.ends(asked)
+    assert not record.returned
+    await record.bus.nc.request(record.bus.subjects.control(new), wire.encode(control.Drain()), timeout=5)
+    assert await served.status() == module.EXIT_OK
+    assert held.closes == 1
+
+
+async def test_sigterm_during_a_stream_ends_it_properly(
+    broker: EmbeddedNats, record: Record, pipeline: Subjects, tmp_path: Path
+) -> None:
+    process = Process(
+        tmp_path / "worker.log",
+        *("worker", "--engine", "mock", "--model", str(BUNDLED), "--namespace", pipeline.namespace),
+        *("--log-format", "json", "--log-level", "debug", "--served-model-name", MODEL),
+        nats_url=broker.url("operator"),
+    )
+    await asyncio.to_thread(process.wait_for, "worker_registered")
+    worker = record.registrations[-1][0]
+    asked = request(model=MODEL, max_tokens=150)  # about a second
+    await record.give(worker, asked)
+    await record.has_streamed(asked)
+    assert not record.ends(asked)
+    assert await asyncio.to_thread(process.stop) == 0
+    end = await record.end(asked)
+    assert (end.code, end.choices[0].reason) == ("", "length")
+    assert ids(end.choices[0].tokens) == record.streamed(asked) == answer(asked, vocabulary=Oracle().vocabulary)
+    await eventually(lambda: record.registrations[-1] == (worker, None))
+    assert "drain_timeout" not in process.log.read_text()
