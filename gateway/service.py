@@ -138,6 +138,14 @@ class Gateway:
             return prepare(body, target, now_ns=now_ns, request_id=request_id)
         return await asyncio.to_thread(prepare, body, target, now_ns=now_ns, request_id=request_id)
 
+    def has_room(self) -> bool:
+        """Whether a request would be taken now."""
+        try:
+            self.check_room()
+        except ServingError:
+            return False
+        return True
+
     def check_room(self) -> None:
         """
         Raises:
@@ -159,9 +167,11 @@ class Gateway:
                 retry_after=1.0,
             )
 
-    async def submit(self, request: GenerateRequest) -> Exchange:
+    async def submit(self, request: GenerateRequest, *, owner: bool = True) -> Exchange:
         """Put a request into the log; returns when it is durable.
 
+        Args:
+            owner: nobody else knows of the request: if its acceptance is not confirmed it is cancelled.
         Raises:
             ServingError: it could not be stored; it will not run.
         """
@@ -176,16 +186,24 @@ class Gateway:
         self._feed.watch(exchange)  # before publishing: the first token may overtake the acknowledgement
         self._accepted_since += 1
         try:
-            await self._publisher.publish(
+            ack = await self._publisher.publish(
                 self.bus.subjects.request(request.model, request.priority.value),
                 payload,
                 request.id,
                 timeout=min(10.0, max(0.1, (request.deadline_ns - time.time_ns()) / 1e9)),
             )
         except BaseException:
-            # It may be stored all the same (the acknowledgement was lost): nobody wants the answer any more.
-            self.leave(exchange, "the acceptance was not confirmed")
+            # It may be stored all the same (the acknowledgement was lost).
+            if owner:
+                self.leave(exchange, "the acceptance was not confirmed")
+            else:
+                self.detach(exchange)
             raise
+        if ack.duplicate:  # sent again by us, or a submission that another gateway had taken before it died
+            stored = await self.find(request.id)
+            if stored.gateway != self.id:
+                self.detach(exchange)
+                return await self.attach(stored)
         return exchange
 
     def leave(self, exchange: Exchange, reason: str = "the client disconnected") -> None:

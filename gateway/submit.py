@@ -28,6 +28,8 @@ from schemas.subjects import HEADER_EVENT_ID, HEADER_FINAL, HEADER_REPLY_TO, HEA
 log = structlog.get_logger("gateway")
 
 MAX_OPEN = 256
+ELSEWHERE = NAK + b' {"delay": 50000000}'  # ns
+LATER = NAK + b' {"delay": 1000000000}'
 RENEW_S = 1.5  # the consumer's ack_wait is 5 s
 OLD_S = 60.0
 MAX_REPLY = 512  # characters of a reply subject; the server cuts whoever sends a line of more than 4,096
@@ -86,7 +88,8 @@ class SubmitDoor:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def _room(self) -> int:
-        return 0 if self._gateway.draining else MAX_OPEN - len(self._tasks)
+        """None while the queue is full: submissions are durable where they are, and wait there."""
+        return MAX_OPEN - len(self._tasks) if self._gateway.has_room() else 0
 
     async def _on_message(self, message: Any) -> None:
         sequence = message.metadata.sequence.stream
@@ -123,7 +126,7 @@ class SubmitDoor:
     async def _serve(self, message: Any, sequence: int) -> None:
         headers = message.headers or {}
         if self._elsewhere(message.subject):
-            await self._nc.publish(message.reply, NAK + b' {"delay": 50000000}')
+            await self._nc.publish(message.reply, ELSEWHERE)
             return
         reply_to = headers.get(HEADER_REPLY_TO, "")
         if not self._may_answer(reply_to):
@@ -138,8 +141,9 @@ class SubmitDoor:
             code = await self._answer(message, request_id, stored_ns, reply_to)
         except ServingError as error:
             code = error.code.value
-            if error.code is Code.shutting_down:
-                return  # not acknowledged: another gateway takes it
+            if error.code in (Code.shutting_down, Code.queue_full):  # not the end of it: another gateway, or later
+                await self._nc.publish(message.reply, LATER if error.code is Code.queue_full else NAK)
+                return
             await self._send(reply_to, _json(error_body(error)), "", final=True, request_id=request_id)
         except Exception as error:  # not again and again from one gateway to the next
             code = Code.internal.value
@@ -162,7 +166,7 @@ class SubmitDoor:
             exchange = await self._known(request_id)
         if exchange is None:
             prepared: Prepared = await gateway.prepare(kind.endpoint, message.data, request_id)
-            exchange = await gateway.submit(prepared.request)
+            exchange = await gateway.submit(prepared.request, owner=False)
         try:
             if kind.stream:
                 return await self._stream(exchange, reply_to, kind.include_usage)

@@ -8,6 +8,8 @@ import time
 
 import msgspec
 import structlog
+from nats.errors import Error as NatsError
+from nats.js.errors import NotFoundError
 
 from configs.bus.connection import Bus
 from configs.bus.publish import Publisher
@@ -16,6 +18,7 @@ from configs.fold import Progress, replay
 from schemas import jobs, requests, tokens, wire
 from schemas.errors import Code, ServingError
 from schemas.requests import GenerateRequest
+from schemas.subjects import HEADER_MSG_ID
 from schemas.tokens import WHOLE_REQUEST, TokenBatch, TokenItem
 
 log = structlog.get_logger("router")
@@ -58,14 +61,22 @@ async def _load_job(bus: Bus, orphan: Orphan) -> bool:
     """The job as it was published, from its place in WORK."""
     if not orphan.work_seq:
         return False
-    stream, subject = bus.subjects.stream("WORK"), bus.subjects.all("work")
-    async for entry in read(bus, stream, subject, after=orphan.work_seq - 1, until_seq=orphan.work_seq):
-        job = jobs.decode(entry.data)
-        if isinstance(job, jobs.Job) and entry.headers.get("Nats-Msg-Id") == f"{orphan.request_id}:{orphan.attempt}":
+    stream = bus.subjects.stream("WORK")
+    try:
+        message = await bus.js.get_msg(stream, orphan.work_seq, direct=True)
+        job = jobs.decode(message.data or b"")
+        named = (message.headers or {}).get(HEADER_MSG_ID) == f"{orphan.request_id}:{orphan.attempt}"
+        if named and isinstance(job, jobs.Job):
             orphan.raw = bytes(job.request)
             orphan.request = requests.decode(orphan.raw)
             return True
-    log.error("job_not_found", request=orphan.request_id, seq=orphan.work_seq)
+        log.error("job_not_found", request=orphan.request_id, seq=orphan.work_seq)
+    except NotFoundError:
+        log.error("job_not_found", request=orphan.request_id, seq=orphan.work_seq)
+    except msgspec.MsgspecError as error:  # of a newer version, perhaps; the others must not wait for it
+        log.error("job_unreadable", request=orphan.request_id, seq=orphan.work_seq, error=str(error))
+    except (NatsError, TimeoutError) as error:
+        raise ServingError(Code.broker_unavailable, f"stream {stream} did not answer ({error!r})") from None
     return False
 
 
@@ -86,15 +97,20 @@ async def _read_progress(bus: Bus, gateway: str, group: list[Orphan], until_seq:
     since = min(orphan.request.created_ns for orphan in group if orphan.request is not None) - CLOCK_SKEW_NS
     stream, subject = bus.subjects.stream("TOKENS"), bus.subjects.tokens(gateway)
     async for entry in read(bus, stream, subject, since_ns=since, until_seq=until_seq):
-        for item in tokens.decode(entry.data).items:
+        try:
+            items = tokens.decode(entry.data).items
+        except msgspec.MsgspecError as error:
+            log.error("token_batch_unreadable", subject=subject, seq=entry.seq, error=str(error))
+            continue
+        for item in items:
             if item.request in wanted:
                 wanted[item.request].append(item)
     for orphan in group:
         assert orphan.request is not None
-        items = wanted[orphan.request_id]
-        if not any(item.attempt == orphan.attempt + 1 for item in items):
+        found = wanted[orphan.request_id]
+        if not any(item.attempt == orphan.attempt + 1 for item in found):
             raise ServingError(Code.broker_unavailable, f"the fence of {orphan.request_id} cannot be read back yet")
-        orphan.progress = replay(items, orphan.request.n)
+        orphan.progress = replay(found, orphan.request.n)
 
 
 __all__ = ["Orphan", "recover"]

@@ -175,11 +175,14 @@ async def test_a_deployment_without_workers_is_alive_but_not_ready(empty_http: h
     assert [reason for reason in ready.json()["reasons"] if "no worker serves 'tiny'" in reason]
 
 
-async def submitted(deployment: Deployment, body: dict[str, Any]) -> list[Msg]:
-    """The answer by way of NATS."""
+async def submitted(deployment: Deployment, body: dict[str, Any]) -> Msg:
+    """The answer by way of NATS, however long it takes."""
     nc = await nats.connect(deployment.state.client_nats_url)
     try:
-        return await Submitter(nc).ask(body)
+        inbox = nc.new_inbox()
+        sub = await nc.subscribe(inbox)
+        await Submitter(nc).submit(body, inbox)
+        return await sub.next_msg(timeout=60)
     finally:
         await nc.close()
 
@@ -205,8 +208,7 @@ async def test_requests_wait_for_a_worker_within_the_queues_limit(
         error = refused.json()["error"]
         assert (error["code"], error["type"]) == ("queue_full", "rate_limit_error")
         assert "limit is 4 (--max-queue)" in error["message"]
-    [message] = await submitted(empty, text_body(81, user="refused"))
-    assert json.loads(message.data)["error"]["code"] == "queue_full"
+    submission = asyncio.create_task(submitted(empty, text_body(83, max_tokens=5, user="submitted")))
     assert (await empty_http.get(f"/v1/requests/{waiting_id}")).json()["state"] == "queued"
 
     assert (await empty_http.delete(f"/v1/requests/{cancelled_id}")).status_code == 202
@@ -223,6 +225,8 @@ async def test_requests_wait_for_a_worker_within_the_queues_limit(
     try:
         answer = await waits
         assert answer.json()["choices"][0]["text"] == oracle.answer(text_body(80), 5)
+        answer_by_nats = json.loads((await submission).data)  # it waited in its own stream
+        assert answer_by_nats["choices"][0]["text"] == oracle.answer(text_body(83), 5)
         assert (await empty_http.get("/health/ready")).status_code == 200
         await gauge_is(url, "penstock_gateway_queued_requests", 0)
         for _ in range(20):  # one after another: nobody waits, however many come within a moment

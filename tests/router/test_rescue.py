@@ -12,10 +12,10 @@ from configs.bus.read import read
 from infra.broker.server import EmbeddedNats
 from router import service, view
 from router.rescue import Orphan, recover
-from schemas import done, tokens, wire
+from schemas import done, jobs, tokens, wire
 from schemas.errors import Code, ServingError
 from schemas.requests import GenerateRequest
-from schemas.subjects import Subjects
+from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, Subjects
 from schemas.tokens import WHOLE_REQUEST, Finish, TokenBatch, TokenItem
 from tests.configs.bus_support import eventually
 from tests.router.support import Clients, Routing, Stub, routing
@@ -385,3 +385,24 @@ async def test_recover_fences_first_and_leaves_out_what_has_no_job(
     stream, subject = record.bus.subjects.stream("TOKENS"), record.bus.subjects.tokens(GATEWAY)
     said = [item async for entry in read(record.bus, stream, subject) for item in tokens.decode(entry.data).items]
     assert [(item.attempt, item.choice, item.tokens) for item in said[1:]] == [(2, WHOLE_REQUEST, b"")]
+
+
+async def test_one_unreadable_message_keeps_no_other_request_from_its_rescue(
+    record: Record, clients: Clients, one: Routing
+) -> None:
+    asked = request()
+    stub = await on(clients, one, "w1", asked)
+    odd = request()
+    subjects = record.bus.subjects
+    load = jobs.load_header(5, 0, GATEWAY, odd.deadline_ns, "standard", 1)
+    headers = {HEADER_MSG_ID: f"{odd.id}:1", HEADER_LOAD: load}
+    await record.bus.js.publish(subjects.work("aggregated", "w1"), b"\xc1 not a job", headers=headers)
+    await eventually(lambda: odd.id in one.unfinished)
+    stream, subject = subjects.stream("TOKENS"), subjects.tokens("g9")
+    far = Orphan(asked.id, 1, "w1", "g9", one.router.view.fleet.request(asked.id).seq)  # type: ignore[union-attr]
+    await record.bus.js.publish(subject, b"\xc1 not tokens")
+    assert len(await recover(one.bus, one.publisher, "r", [far])) == 1
+    assert len([entry async for entry in read(record.bus, stream, subject)]) == 2
+    await lose(clients, stub)
+    await clients.stub("w2")
+    assert (await clients.placed(asked, 2))[0] == "w2"

@@ -588,14 +588,27 @@ async def test_a_worker_that_lost_its_lease_says_nothing_more_and_starts_anew(
     assert record.registered(old) is None
 
 
-async def test_a_job_on_its_way_to_a_lost_worker_is_not_run_by_the_next(record: Record, worker: Living) -> None:
-    """The old session's subscription must be gone: its worker id has no one to speak for it."""
-    old = worker.id
-    await worker.session.abandon()
+async def test_a_job_that_reaches_a_worker_while_it_gives_up_its_name_is_not_run(
+    record: Record, worker: Living
+) -> None:
+    """Its output would come under the next name, and nobody would end it."""
+    worker.engine.hold()
+    running, stray = request(max_tokens=500), request()
+    await record.give(worker.id, running)
+    worker.engine.allow(1)
+    await record.has_streamed(running)
+    old = worker.session
+    giving_up = asyncio.create_task(old.abandon())
+    await eventually(lambda: not old._active)
+    await record.give(old.id, stray)
+    await record.bus.js.consumer_info(record.bus.subjects.stream("WORK"), old.id)  # the server has dealt with it
+    await worker.bus.nc.flush()
+    worker.engine.release()
+    await giving_up
     await worker.begin()
-    stray = request()
-    await record.give(old, stray)
     asked = request()
     await record.give(worker.id, asked)
     await record.end(asked)
-    assert [item.request for item in record.items if item.request == stray.id] == []
+    assert old._active == {}
+    assert [item for item in record.items if item.request == stray.id] == []
+    await worker.frees_everything()
