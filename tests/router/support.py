@@ -171,13 +171,14 @@ class Clients:
             await self.bus.js.publish(subject, wire.encode(asked), headers={HEADER_MSG_ID: asked.id})
 
     async def work(self) -> list[tuple[str, Job]]:
-        """All jobs in WORK, with the worker of each, in order."""
+        """All readable jobs in WORK, with the worker of each, in order."""
         s = self.bus.subjects
         found = []
         async for entry in read(self.bus, s.stream("WORK"), s.all("work")):
-            job = jobs.decode(entry.data)
-            if isinstance(job, Job):
-                found.append((entry.subject.rpartition(".")[2], job))
+            with contextlib.suppress(msgspec.MsgspecError):
+                job = jobs.decode(entry.data)
+                if isinstance(job, Job):
+                    found.append((entry.subject.rpartition(".")[2], job))
         return found
 
     async def placed(self, asked: GenerateRequest, attempt: int = 1, within_s: float = 15.0) -> tuple[str, Job]:
