@@ -36,9 +36,7 @@ def run(settings: GatewaySettings) -> int:
 
     try:
         path = modeldir.resolve(settings.model)
-        model = modeldir.load(
-            path, name=settings.served_model_name.split(",")[0], chat_template=settings.chat_template
-        )
+        model = modeldir.load(path, name=settings.served_model_name.split(",")[0], chat_template=settings.chat_template)
     except modeldir.ModelError as error:
         log.error("start_failed", error=str(error))
         return EXIT_CONFIG

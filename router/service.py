@@ -21,6 +21,7 @@ from configs.bus.connection import Bus
 from configs.bus.publish import Ack, Publisher
 from configs.bus.pull import ACK, IN_PROGRESS, NAK, TERM, Puller
 from configs.settings import RouterSettings
+from router import ends
 from router.fleet import Unfinished
 from router.holders import Place, keys_view
 from router.metrics import Metrics
@@ -34,7 +35,7 @@ from schemas.errors import Code, ServingError
 from schemas.jobs import Decision, Job
 from schemas.requests import GenerateRequest, Priority
 from schemas.subjects import HEADER_LOAD
-from schemas.tokens import WHOLE_REQUEST, Finish, TokenBatch, TokenItem
+from schemas.tokens import Finish, TokenBatch
 
 log = structlog.get_logger("router")
 
@@ -305,29 +306,14 @@ class Router:
     async def _tell_end(self, waiting: Waiting, code: Code, message: str) -> None:
         """Terminal token item, terminal event, acknowledgement: in this order, each stored before the next."""
         request, attempt = waiting.request, waiting.attempt
-        reason = "cancelled" if code is Code.cancelled else "error"
-        finish = Finish(reason, None, 0, code.value, message)
-        item = TokenItem(request.id, attempt, WHOLE_REQUEST, 0, b"", finish)
-        batch = TokenBatch(self.id, 0, 0, (item,))
-        resumed = [wire.unpack_tokens(part) for part in waiting.resume]
-        event = done.Done(
-            request=request.id,
-            model=request.model,
-            attempt=attempt,
-            choices=tuple(done.Outcome(part, reason) for part in waiting.resume),
-            usage=done.Usage(len(request.prompt) // 4, sum(map(len, resumed))),
-            timings=done.Timings(created_ns=request.created_ns, ended_ns=time.time_ns()),
-            code=code.value,
-            message=message,
-            user=request.user,
-        )
+        batch = TokenBatch(self.id, 0, 0, (ends.last_item(request, attempt, code, message),))
+        event = ends.refused(request, attempt, waiting.resume, code, message, time.time_ns())
         subjects = self._bus.subjects
         try:
             await self._publisher.publish(
                 subjects.tokens(request.gateway), wire.encode(batch), f"{request.id}:{attempt}:end", timeout=TERMINAL_S
             )
-            payload = done.encode_within(event, self._bus.max_message)
-            await self._publisher.publish(subjects.done(request.model), payload, request.id, timeout=TERMINAL_S)
+            await self._tell_done(event)
             if waiting.reply:
                 await self._bus.nc.publish(waiting.reply, ACK)
         finally:
@@ -335,6 +321,10 @@ class Router:
         self.view.fleet.finished(request.id)
         self._metrics.ended.labels(code.value).inc()
         log.info("request_ended_by_router", request=request.id, code=code.value)
+
+    async def _tell_done(self, event: done.Done) -> None:
+        payload = done.encode_within(event, self._bus.max_message)
+        await self._publisher.publish(self._bus.subjects.done(event.model), payload, event.request, timeout=TERMINAL_S)
 
     async def on_cancel(self, request_id: str, reason: str) -> None:
         """A client gave up. If the request waits here it ends now; else its worker hears the same message."""
@@ -422,7 +412,9 @@ class Router:
             reason=reason,
         )
         if len(waiting.finished) == request.n:
-            await self._tell_completed(orphan)
+            await self._tell_done(
+                ends.completed(request, orphan.attempt, orphan.worker, orphan.progress, time.time_ns())
+            )
         elif waiting.attempt > self._settings.max_attempts:
             self._end(
                 waiting,
@@ -433,35 +425,6 @@ class Router:
             log.info("request_steered_again", request=request.id, attempt=waiting.attempt, reason=reason)
             self.view.fleet.returned(orphan.request_id, orphan.attempt)
             await self._place(waiting)
-
-    async def _tell_completed(self, orphan: Orphan) -> None:
-        """All tokens were streamed, only the terminal event is missing."""
-        request = orphan.request
-        assert request is not None
-        finishes = [part.finish for part in orphan.progress]
-        failed = next((f for f in finishes if f is not None and f.reason in ("error", "cancelled")), None)
-        event = done.Done(
-            request=request.id,
-            model=request.model,
-            attempt=orphan.attempt,
-            worker=orphan.worker,
-            choices=tuple(
-                done.Outcome(part.tokens, part.finish.reason, part.finish.stop)
-                for part in orphan.progress
-                if part.finish is not None
-            ),
-            usage=done.Usage(
-                len(request.prompt) // 4,
-                sum(len(part.tokens) // 4 for part in orphan.progress),
-                max((f.cached_tokens for f in finishes if f is not None), default=0),
-            ),
-            timings=done.Timings(created_ns=request.created_ns, ended_ns=time.time_ns()),
-            code=failed.code if failed else "",
-            message=failed.message if failed else "",
-            user=request.user,
-        )
-        payload = done.encode_within(event, self._bus.max_message)
-        await self._publisher.publish(self._bus.subjects.done(request.model), payload, request.id, timeout=TERMINAL_S)
 
     # --- upkeep ---
 

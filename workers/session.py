@@ -23,20 +23,21 @@ from configs.bus.publish import Publisher
 from configs.bus.pull import ACK, IN_PROGRESS, TERM, Puller
 from configs.detokenize import Detokenizer
 from configs.settings import WorkerSettings
-from schemas import done, fleet, jobs, kv, requests, wire
+from schemas import done, fleet, jobs, kv, requests
 from schemas.errors import Code, ServingError
-from schemas.tokens import WHOLE_REQUEST, Finish, TokenBatch, TokenItem
+from schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
+from workers.dump import Dumper
 from workers.engines.base import EngineInfo, EngineStats, RequestError
 from workers.lease import Lease
 from workers.metrics import Metrics
 from workers.outbox import Outbox
-from workers.requests import Active, admit, already_over, sequences, terminal
+from workers.report import Reporter
+from workers.requests import Active, admit, already_over, sequences
 from workers.runner import Choice, EngineThread, Flush
 
 log = structlog.get_logger("worker")
 
 ACK_WAIT_S = 30.0
-TERMINAL_S = 600.0  # how long a terminal event is tried; the broker may be away
 REMEMBERED = 20_000
 QUEUE_SHARE = 0.25  # jobs taken beyond the slots, so that a freed slot has work at once
 
@@ -68,7 +69,6 @@ class Session:
         self.epoch = time.time_ns()
         self.lost = asyncio.Event()
         self._bus = bus
-        self._publisher = publisher
         self._engine = engine
         self._info = info
         self._model = model
@@ -83,12 +83,12 @@ class Session:
         self._state = fleet.State.ready
         self._flushes: asyncio.Queue[Flush] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
-        self._batch_seq = 0
-        self._picture: tuple[list[list[kv.KvEvent]], int] = ([[]], -1)
         self._idle = asyncio.Event()
         self._queue = max(1, int(info.slots * QUEUE_SHARE))
         self._lease = Lease(bus, self.id, self._registration, self._on_lost, self._on_regained)
         self._outbox = Outbox(bus, self._lease.trusted)
+        self._report = Reporter(bus, publisher, self._outbox, self.id, self.epoch, metrics)
+        self._dumper = Dumper(engine, self.id, self.epoch)
         self._puller = Puller(bus, bus.subjects.stream("WORK"), self.id, self._on_work, self._room)
 
     # --- life ---
@@ -337,7 +337,6 @@ class Session:
         self._loop.call_soon_threadsafe(self._flushes.put_nowait, flush)
 
     async def _publish_flushes(self) -> None:
-        subjects = self._bus.subjects
         while True:
             flush = await self._flushes.get()
             try:
@@ -345,29 +344,15 @@ class Session:
                     await self._end_early(flush.active)
                     continue
                 for gateway, items in flush.items.items():
-                    await self._send_items(subjects.tokens(gateway), tuple(items))
+                    await self._report.items(gateway, tuple(items))
                 if flush.events and self._settings.publish_events_and_metrics:
-                    batch = kv.KvBatch(self.id, self.epoch, flush.seq, tuple(flush.events))
-                    await self._outbox.send(
-                        subjects.kv(self._model.name, self.id), wire.encode(batch), f"{self.id}:kv:{flush.seq}"
-                    )
+                    await self._report.events(self._model.name, flush.seq, tuple(flush.events))
                 self._account(flush)
             except Exception:
                 log.exception("flush_failed")
             finally:
                 if not isinstance(flush, _Ended):
                     self._engine.taken()
-
-    async def _send_items(self, subject: str, items: tuple[TokenItem, ...]) -> None:
-        """Publish items; several messages if they are too large for one."""
-        payload = wire.encode(TokenBatch(self.id, self.epoch, self._batch_seq, items))
-        if len(payload) > self._bus.max_message and len(items) > 1:
-            half = len(items) // 2
-            await self._send_items(subject, items[:half])
-            await self._send_items(subject, items[half:])
-            return
-        seq, self._batch_seq = self._batch_seq, self._batch_seq + 1
-        await self._outbox.send(subject, payload, f"{self.id}:{seq}")
 
     def _account(self, flush: Flush) -> None:
         for choice in flush.started:
@@ -402,15 +387,7 @@ class Session:
         """All choices ended: the terminal event, and after its acknowledgement the job's."""
         self._active.pop(active.request.id, None)
         self._remember(active.request.id, active.attempt)
-        self._spawn(self._tell(active))
-
-    async def _tell(self, active: Active) -> None:
-        event = terminal(active, self.id, time.time_ns())
-        self._metrics.ended(event)
-        payload = done.encode_within(event, self._bus.max_message)
-        await self._publisher.publish(self._bus.subjects.done(event.model), payload, event.request, timeout=TERMINAL_S)
-        await self._bus.nc.publish(active.delivery.reply, ACK)
-        log.debug("request_done", request=event.request, code=event.code, tokens=event.usage.completion)
+        self._spawn(self._report.done(active))
 
     async def _finish_choice(self, active: Active, choice: Choice, finish: Finish) -> None:
         """End a choice that the engine does not run."""
@@ -418,7 +395,7 @@ class Session:
         active.outcomes[choice.index] = done.Outcome(choice.tokens.tobytes(), finish.reason, finish.stop)
         request = active.request
         item = TokenItem(request.id, active.attempt, choice.index, len(choice.tokens), b"", finish)
-        await self._send_items(self._bus.subjects.tokens(request.gateway), (item,))
+        await self._report.items(request.gateway, (item,))
 
     async def _end(self, active: Active, code: Code, message: str) -> None:
         """End a request that does not run (any more) with an error."""
@@ -426,7 +403,7 @@ class Session:
         reason = "cancelled" if code is Code.cancelled else "error"
         finish = Finish(reason, None, active.cached, code.value, message)
         item = TokenItem(request.id, active.attempt, WHOLE_REQUEST, 0, b"", finish)
-        await self._send_items(self._bus.subjects.tokens(request.gateway), (item,))
+        await self._report.items(request.gateway, (item,))
         active.cancelled = (code, message)
         self._finish(active)
 
@@ -441,18 +418,7 @@ class Session:
             return
         self._remember(request.id, active.attempt)
         self._engine.cancel(active.choices)
-        event = done.Returned(request.id, request.model, active.attempt, self.id, reason, poison)
-
-        async def tell() -> None:
-            await self._publisher.publish(
-                self._bus.subjects.returned(request.model),
-                wire.encode(event),
-                f"{request.id}:{active.attempt}:returned",
-                timeout=TERMINAL_S,
-            )
-            await self._bus.nc.publish(active.delivery.reply, ACK)
-
-        self._spawn(tell())
+        self._spawn(self._report.returned(active, reason, poison))
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
@@ -491,22 +457,8 @@ class Session:
         self._metrics.observe(stats, self._outbox.unsent_bytes)
 
     async def dump(self, page: int) -> kv.KvDump:
-        """The cache's names, in pages that fit a message. Page 0 takes the picture, the others show the rest of it."""
-        if page == 0:
-            self._picture = await self._take_picture()
-        pages, seq = self._picture
-        more = page + 1 if page + 1 < len(pages) else 0
-        return kv.KvDump(self.id, self.epoch, seq, tuple(pages[page]) if page < len(pages) else (), next_page=more)
-
-    async def _take_picture(self) -> tuple[list[list[kv.KvEvent]], int]:
-        future: asyncio.Future[tuple[list[kv.KvEvent], int]] = self._loop.create_future()
-
-        def answer(events: list[kv.KvEvent], seq: int) -> None:
-            self._loop.call_soon_threadsafe(_resolve, future, (events, seq))
-
-        self._engine.dump(answer)
-        events, seq = await asyncio.wait_for(future, 5.0)
-        return _pages(events, self._bus.max_message // 2), seq
+        """A page of the cache's names."""
+        return await self._dumper.page(page, self._bus.max_message // 2)
 
 
 class _Ended(Flush):
@@ -517,21 +469,3 @@ class _Ended(Flush):
     def __init__(self, active: Active) -> None:
         super().__init__()
         self.active = active
-
-
-def _resolve(future: "asyncio.Future[Any]", value: Any) -> None:
-    if not future.done():
-        future.set_result(value)
-
-
-def _pages(events: list[kv.KvEvent], limit_bytes: int) -> list[list[kv.KvEvent]]:
-    pages: list[list[kv.KvEvent]] = [[]]
-    size = 0
-    for event in events:
-        cost = 64 + len(getattr(event, "digests", b""))
-        if size + cost > limit_bytes and pages[-1]:
-            pages.append([])
-            size = 0
-        pages[-1].append(event)
-        size += cost
-    return pages
