@@ -69,9 +69,7 @@ class ServingError(Exception):
         retry_after: seconds after which a retry makes sense, if known.
     """
 
-    def __init__(
-        self, code: Code, message: str, *, param: str | None = None, retry_after: float | None = None
-    ) -> None:
+    def __init__(self, code: Code, message: str, *, param: str | None = None, retry_after: float | None = None) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
