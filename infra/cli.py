@@ -6,6 +6,7 @@ Nothing but the chosen sub-command's own modules is imported, so that a gateway 
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -52,6 +53,8 @@ class StreamsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; the exit status."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # what is said must be read at once, also in a pipe or a file
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help", "help"):
         print(usage())

@@ -80,13 +80,17 @@ def test_streams_apply_explains_why_it_cannot(broker: EmbeddedNats) -> None:
 
 def test_the_broker_runs_in_the_foreground_until_sigterm(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "infra.cli", "nats", "--data-dir", str(tmp_path), "--nats-port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        said = process.stdout.readline()
-        assert "nats-server on 127.0.0.1:" in said
-        pid = int((tmp_path / "nats.pid").read_text())
-        os.kill(pid, 0)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 0
+    environ = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
+        try:
+            assert process.stdout is not None
+            said = process.stdout.readline()
+            assert "nats-server on 127.0.0.1:" in said
+            pid = int((tmp_path / "nats.pid").read_text())
+            os.kill(pid, 0)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=30) == 0
+        finally:
+            process.kill()  # or leaving the block would wait for ever
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
