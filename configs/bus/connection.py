@@ -8,7 +8,7 @@ starts another.
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, NoReturn
 
 import nats
@@ -25,6 +25,7 @@ log = structlog.get_logger("bus")
 
 EXIT_BROKER_LOST = 75  # EX_TEMPFAIL: a supervisor should start the process again
 CONNECT_S = 10.0
+CLOSE_S = 3.0
 DROPPED_S = 0.25
 SAME_ERROR_S = 5.0
 
@@ -80,12 +81,21 @@ class Bus:
         self.closing = True
         if self._recovery is not None:
             self._recovery.cancel()
-        try:
-            if self.connected:
-                await asyncio.wait_for(self.nc.flush(timeout=2), 3)
-            await asyncio.wait_for(self.nc.close(), 3)
-        except Exception as error:  # also uvloop's "handler is closed" when the link is already down
-            log.debug("close_failed", error=repr(error))
+        if self.connected:
+            await _bounded(self.nc.flush(timeout=2))
+        await _bounded(self.nc.close())
+
+
+async def _bounded(step: Coroutine[Any, Any, None]) -> None:
+    """Wait for a step at most ``CLOSE_S``. Not ``wait_for``, which waits for ever for a step that ignores its end."""
+    task = asyncio.ensure_future(step)
+    await asyncio.wait([task], timeout=CLOSE_S)
+    if not task.done():
+        task.cancel()
+        log.warning("close_incomplete")
+    elif not task.cancelled() and task.exception() is not None:
+        # also uvloop's "handler is closed" when the link is already down
+        log.debug("close_failed", error=repr(task.exception()))
 
 
 async def connect(
