@@ -13,7 +13,10 @@ from configs.chat_template import ChatTemplate, TemplateError
 from configs.detokenize import Detokenizer
 from schemas.requests import Sampling
 
-BUNDLED = Path(__file__).parent / "models" / "tiny"
+BUNDLED = ("demo", "tiny")
+MODELS = Path(__file__).parent / "models"  # bundled ones, known by their names
+DEMO = MODELS / "demo"  # trained: answers
+TINY = MODELS / "tiny"  # random weights, but a long context and common words in few tokens: for the mock engine
 
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -50,7 +53,7 @@ class ModelDir:
 
 
 def resolve(model: str, *, weights: bool = False) -> Path:
-    """The directory of a model: a path as it is, "" the bundled model, else a Hugging Face id.
+    """The directory of a model: a path as it is, "" the demo model, the name of a bundled one, else a hub id.
 
     Args:
         weights: also fetch the weights of a Hugging Face model; without, its configuration and tokenizer only.
@@ -58,10 +61,12 @@ def resolve(model: str, *, weights: bool = False) -> Path:
         ModelError: neither a directory nor available under that id.
     """
     if not model:
-        return BUNDLED
+        return DEMO
     path = Path(model).expanduser()
     if path.is_dir():
         return path
+    if model in BUNDLED:
+        return MODELS / model
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ModelError(f"model {model!r} is not a directory; name a directory or a Hugging Face id 'owner/name'")
     from huggingface_hub import snapshot_download

@@ -88,7 +88,9 @@ class NatsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``penstock up``."""
 
-    model: Annotated[str, about("model directory or Hugging Face id; default: the bundled tiny model")] = ""
+    model: Annotated[
+        str, about("model directory or Hugging Face id; default: the bundled demo model (mock engine: tiny)")
+    ] = ""
     served_model_name: Annotated[str, about("name clients use; default: the directory's name")] = ""
     engine: Annotated[Literal["native", "mock"], about("what computes")] = "native"
     workers: Annotated[int, Meta(ge=0, description="worker processes")] = 1

@@ -37,6 +37,9 @@ COMMANDS = {
     "explain": Command("what happened to a request, and why", "infra.explain:run"),
     "bench http": Command("load an OpenAI URL and measure", "infra.bench.http:run", "infra.bench.http:Settings"),
     "bench index": Command("measure the router's core", "infra.bench.index:main", NOTHING),
+    "eval demo": Command(
+        "how often the demo model is right, asked through a gateway", "infra.eval.demo:run", "infra.eval.demo:Settings"
+    ),
     "version": Command("print the versions of what runs", "infra.cli:version"),
 }
 

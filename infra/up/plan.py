@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from configs import modeldir
 from configs.flags import PREFIX, flags_of, to_argv, to_environ
 from configs.settings import Common, GatewaySettings, RouterSettings, UpSettings, WorkerSettings
 
@@ -37,7 +38,11 @@ def plan(up: UpSettings, *, ports: list[int], url: Callable[[str], str], sys_url
         url: from a role to its NATS URL.
     """
     common = {"namespace": up.namespace, "log_format": up.log_format, "log_level": up.log_level}
-    model = {"model": up.model, "served_model_name": up.served_model_name}
+    # The mock engine has no use for weights, but for a long context.
+    model = {
+        "model": up.model or str(modeldir.TINY if up.engine == "mock" else modeldir.DEMO),
+        "served_model_name": up.served_model_name,
+    }
     children: list[Planned] = []
 
     def add(role: str, name: str, kind: Callable[..., Common], **settings: object) -> None:

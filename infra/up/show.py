@@ -62,7 +62,8 @@ class Board:
 
 def curl_line(http_url: str, model: str) -> str:
     """A command that asks the deployment something."""
-    body = {"model": model, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32, "stream": True}
+    question = {"role": "user", "content": "What is 347 + 586?"}
+    body = {"model": model, "messages": [question], "max_tokens": 64, "stream": True}
     quoted = json.dumps(body).replace("'", "'\\''")
     return f"curl -N {http_url}/v1/chat/completions -H 'content-type: application/json' -d '{quoted}'"
 

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from configs.detokenize import Detokenizer
-from configs.modeldir import BUNDLED, load_tokenizer
+from configs.modeldir import TINY, load_tokenizer
 from schemas import blocks, done, wire
 from schemas.errors import Code
 from schemas.jobs import Decision, Job
@@ -91,7 +91,7 @@ def test_a_resumed_choice_that_had_reached_its_end_is_recognised() -> None:
 
 @pytest.mark.parametrize(("min_tokens", "over"), [(0, True), (100, False)])
 def test_a_resumed_choice_that_had_completed_a_stop_string_is_recognised(min_tokens: int, over: bool) -> None:
-    tokenizer = load_tokenizer(BUNDLED)
+    tokenizer = load_tokenizer(TINY)
     asked = request(n=1, stop=Stop(max_tokens=50, min_tokens=min_tokens, strings=("END",)))
     ids = tokenizer.encode("so the END", add_special_tokens=False).ids
     state = active(asked, resume=(wire.pack_tokens(ids),), detokenizer=Detokenizer(tokenizer))

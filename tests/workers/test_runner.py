@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from configs.detokenize import Detokenizer
-from configs.modeldir import BUNDLED, load_tokenizer
+from configs.modeldir import TINY, load_tokenizer
 from schemas import blocks, kv, wire
 from schemas.requests import Sampling, Stop
 from schemas.tokens import TokenItem
@@ -262,7 +262,7 @@ def test_what_a_cancel_leaves_behind_is_still_handed_over(harness: Callable[...,
 
 
 def test_a_stop_string_ends_generation(harness: Callable[..., Harness]) -> None:
-    tokenizer = load_tokenizer(BUNDLED)
+    tokenizer = load_tokenizer(TINY)
     detokenizer = Detokenizer(tokenizer)
     vocabulary = Vocabulary(256)
     prompt = [1, 2, 3]

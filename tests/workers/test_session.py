@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 from configs.bus.connection import Bus
 from configs.detokenize import Detokenizer
-from configs.modeldir import BUNDLED, load_tokenizer
+from configs.modeldir import TINY, load_tokenizer
 from infra.broker.server import EmbeddedNats
 from schemas import done, fleet, wire
 from schemas.errors import Code
@@ -150,7 +150,7 @@ async def test_an_attempt_that_died_between_its_last_token_and_its_end_is_ended_
 async def test_a_stop_string_ends_the_answer_where_it_appears(
     broker: EmbeddedNats, pipeline: Subjects, record: Record
 ) -> None:
-    tokenizer = load_tokenizer(BUNDLED)
+    tokenizer = load_tokenizer(TINY)
     size = tokenizer.get_vocab_size()
     texts = tokenizer.decode_batch([[token] for token in range(size)])
     silent = {token for token, text in enumerate(texts) if not text or "\ufffd" in text}

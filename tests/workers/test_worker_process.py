@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.modeldir import BUNDLED
+from configs.modeldir import TINY
 from configs.settings import WorkerSettings
 from infra.broker.server import EmbeddedNats
 from schemas import control, fleet, wire
@@ -47,7 +47,7 @@ class Served:
             nats_url=broker.url("operator"),
             namespace=record.bus.subjects.namespace,
             engine="mock",
-            model=str(BUNDLED),
+            model=str(TINY),
             served_model_name=MODEL,
             name="w",
             drain_s=drain_s,
@@ -166,7 +166,7 @@ async def test_sigterm_during_a_stream_ends_it_properly(
 ) -> None:
     process = Process(
         tmp_path / "worker.log",
-        *("worker", "--engine", "mock", "--model", str(BUNDLED), "--namespace", pipeline.namespace),
+        *("worker", "--engine", "mock", "--model", str(TINY), "--namespace", pipeline.namespace),
         *("--log-format", "json", "--log-level", "debug", "--served-model-name", MODEL),
         nats_url=broker.url("operator"),
     )

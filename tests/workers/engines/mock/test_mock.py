@@ -169,7 +169,7 @@ def test_a_step_without_work_is_empty() -> None:
 
 def test_a_mock_of_a_model_has_its_limits_and_answers_in_text() -> None:
     settings = WorkerSettings(engine="mock", kv_blocks=50, max_running=7, mock_speedup=0, prefix_cache=False)
-    engine, model = from_settings(settings, modeldir.BUNDLED), modeldir.load(modeldir.BUNDLED)
+    engine, model = from_settings(settings, modeldir.TINY), modeldir.load(modeldir.TINY)
     info = engine.info
     assert (info.total_blocks, info.slots, info.block_size, info.kv_events) == (50, 7, 32, False)
     assert (info.vocab_size, info.max_model_len) == (model.vocab_size, model.max_model_len)
@@ -184,5 +184,5 @@ def test_a_mock_of_a_model_has_its_limits_and_answers_in_text() -> None:
 
 def test_settings_may_shorten_the_model_and_quiet_its_events() -> None:
     settings = WorkerSettings(engine="mock", max_model_len=100, publish_events_and_metrics=False)
-    info = from_settings(settings, modeldir.BUNDLED).info
+    info = from_settings(settings, modeldir.TINY).info
     assert (info.max_model_len, info.total_blocks, info.kv_events) == (100, DEFAULT_BLOCKS, False)

@@ -1,0 +1,71 @@
+"""How often a draft model guesses the demo model's next tokens: ``python -m infra.demo_model.draft MODEL DRAFT``.
+
+The demo model's own greedy answers to held-out questions are the truth; both have the same tokenizer.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from infra.demo_model.mix import TASKS, cases
+from infra.demo_model.score import greedy
+from infra.demo_model.template import prompt
+
+GUESSES = 4  # per step of the demo model
+
+
+def hits(draft: Any, asked: list[int], answer: list[int]) -> list[bool]:
+    """Whether the draft guesses each token of the answer, given all before it."""
+    tokens = torch.tensor([asked + answer], device=draft.device)
+    with torch.inference_mode():
+        guesses = draft(tokens, logits_to_keep=len(answer) + 1).logits[0, :-1].argmax(-1)
+    return [guess == token for guess, token in zip(guesses.tolist(), answer, strict=True)]
+
+
+def tokens_per_step(found: list[bool], guesses: int = GUESSES) -> float:
+    """Tokens that one step of the large model yields when so many guesses are checked at a time."""
+    steps = place = 0
+    while place < len(found):
+        right = 0
+        while right < guesses and place + right < len(found) and found[place + right]:
+            right += 1
+        place += right + 1
+        steps += 1
+    return len(found) / max(1, steps)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("draft", type=Path)
+    parser.add_argument("--count", type=int, default=100, help="questions per task")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(options.model / "tokenizer.json"))
+    model, draft = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(device).eval()
+        for path in (options.model, options.draft)
+    )
+    table: dict[str, dict[str, float]] = {}
+    for task in TASKS:
+        asked = [
+            tokenizer.encode(prompt(sample.messages, sample.tools), add_special_tokens=False)
+            for sample in cases(task, options.count, options.seed)
+        ]
+        rows = [hits(draft, ids, answer) for ids, answer in zip(asked, greedy(model, tokenizer, asked), strict=True)]
+        share = sum(map(sum, rows)) / sum(map(len, rows))
+        table[task] = {"acceptance": round(share, 4), "tokens_per_step": round(sum(map(len, rows)) / sum(
+            len(row) / tokens_per_step(row) for row in rows), 2)}  # fmt: skip
+        print(f"{task:12} {table[task]}", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

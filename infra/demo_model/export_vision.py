@@ -1,0 +1,150 @@
+"""A checkpoint → the model with eyes, a LLaVA: ``python -m infra.demo_model.export_vision WORK OUT``."""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import CLIPVisionConfig, GenerationConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+from infra.demo_model.export import TOKENIZER, config_of, write_json
+from infra.demo_model.template import END, IMAGE, STOP, TEMPLATE
+from infra.demo_model.vision import MEAN, PATCH, SIDE, STD, TOKENS
+
+
+def export(work: Path, out: Path) -> None:
+    """Write everything that AutoProcessor and LlavaForConditionalGeneration need."""
+    out.mkdir(parents=True, exist_ok=True)
+    shape = json.loads((work / "state.json").read_text(encoding="utf-8"))["shape"]
+    tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
+    stop, end, image = (int(tokenizer.token_to_id(text) or 0) for text in (STOP, END, IMAGE))
+    text_config = config_of(shape, stop, end)
+    config = LlavaConfig(
+        text_config=LlamaConfig(**{key: value for key, value in text_config.items() if key != "rope_theta"}),
+        vision_config=CLIPVisionConfig(
+            hidden_size=shape["eyes"],
+            intermediate_size=3 * shape["eyes"],
+            num_hidden_layers=shape["eye_layers"],
+            num_attention_heads=shape["eye_heads"],
+            image_size=SIDE,
+            patch_size=PATCH,
+            projection_dim=shape["hidden"],
+            hidden_act="gelu",
+        ),
+        image_token_index=image,
+        image_seq_length=TOKENS,
+        projector_hidden_act="gelu",
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="default",
+        tie_word_embeddings=True,
+        dtype=torch.bfloat16,
+        pad_token_id=end,
+        eos_token_id=stop,
+    )
+    model = LlavaForConditionalGeneration(config).to(torch.bfloat16)
+    wanted = set(model.state_dict())
+    ours = renamed(load_file(work / "weights.safetensors"), wanted)
+    for name in wanted - set(ours):  # the class token's way out, which LLaVA does not use
+        if "post_layernorm" not in name and name != "lm_head.weight" and "position_ids" not in name:
+            raise ValueError(f"nothing trained for {name}")
+    model.load_state_dict(ours, strict=False)
+    model.tie_weights()
+    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=[stop, end], pad_token_id=end)
+    model.save_pretrained(out)
+    file = out / "model.safetensors"
+    save_file({hub_name(name): weight for name, weight in load_file(file).items()}, file, metadata={"format": "pt"})
+    for name in TOKENIZER:
+        shutil.copyfile(work / name, out / name)
+    special = json.loads((out / "tokenizer_config.json").read_text(encoding="utf-8"))
+    write_json(out / "tokenizer_config.json", {**special, "image_token": IMAGE, "processor_class": "LlavaProcessor"})
+    pictures = {
+        "crop_size": {"height": SIDE, "width": SIDE},
+        "do_center_crop": True,
+        "do_convert_rgb": True,
+        "do_normalize": True,
+        "do_rescale": True,
+        "do_resize": True,
+        "image_mean": [MEAN] * 3,
+        "image_processor_type": "CLIPImageProcessor",
+        "image_std": [STD] * 3,
+        "resample": 3,
+        "rescale_factor": 1 / 255,
+        "size": {"height": SIDE, "width": SIDE},
+    }
+    write_json(out / "preprocessor_config.json", {**pictures, "processor_class": "LlavaProcessor"})
+    processor = {
+        "image_token": IMAGE,
+        "num_additional_image_tokens": 1,
+        "patch_size": PATCH,
+        "processor_class": "LlavaProcessor",
+        "vision_feature_select_strategy": "default",
+    }
+    write_json(out / "processor_config.json", processor)
+    (out / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")  # where processors look
+    for path in out.iterdir():
+        path.chmod(0o644)
+
+
+def renamed(weights: dict[str, Tensor], wanted: set[str]) -> dict[str, Tensor]:
+    """Ours by transformers' names, whose prefixes differ between its versions."""
+    found: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        ending = name
+        if name.startswith("model."):
+            ending = name.removeprefix("model")
+            holder = "language_model"
+        elif name.startswith("projector."):
+            ending, holder = name.removeprefix("projector"), "multi_modal_projector"
+        else:
+            ending, holder = _tower(name.removeprefix("vision.")), "vision_tower"
+        matches = [each for each in wanted if each.endswith(ending) and holder in each]
+        if len(matches) != 1:
+            raise ValueError(f"{name} is {matches or 'nothing'} there")
+        found[matches[0]] = weight
+    return found
+
+
+def hub_name(name: str) -> str:
+    """As LLaVA's checkpoints on the hub have it, which every program reads; transformers 5 writes it shorter."""
+    long = "vision_tower.vision_model."
+    return name if name.startswith(long) else name.replace("vision_tower.", long, 1)
+
+
+def _tower(name: str) -> str:
+    if name.startswith("layers."):
+        _, number, rest = name.split(".", 2)
+        group = {"q_proj": "self_attn.", "k_proj": "self_attn.", "v_proj": "self_attn.", "out_proj": "self_attn."}
+        group |= {"fc1": "mlp.", "fc2": "mlp."}
+        return f".encoder.layers.{number}.{group.get(rest.partition('.')[0], '')}{rest}"
+    return f".{name}" if name.startswith("pre_layrnorm") else f".embeddings.{name}"
+
+
+def answers(model: Any, tokenizer: Any, samples: list[Any], new: int = 80) -> list[str]:
+    """Greedy answers to questions about pictures, in order; the pictures resized as in training."""
+    from infra.demo_model.template import prompt
+    from infra.demo_model.vision import pixels
+
+    device = model.device
+    rows = [tokenizer.encode(prompt(sample.messages), add_special_tokens=False) for sample in samples]
+    longest = max(map(len, rows))
+    pad = tokenizer.convert_tokens_to_ids(END)
+    tokens = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=device)
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device)
+    pictures = torch.stack([torch.from_numpy(pixels(sample.scene).copy()) for sample in samples]).to(device)
+    values = ((pictures.float() / 255 - MEAN) / STD).to(model.dtype)
+    with torch.inference_mode():
+        output = model.generate(input_ids=tokens, attention_mask=mask, pixel_values=values, max_new_tokens=new)
+    return [tokenizer.decode(row).partition(STOP)[0] for row in output[:, longest:].tolist()]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("out", type=Path)
+    arguments = parser.parse_args()
+    export(arguments.work, arguments.out)

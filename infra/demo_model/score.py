@@ -1,0 +1,75 @@
+"""Held-out accuracy without a server, through transformers: ``python -m infra.demo_model.score MODEL``.
+
+For use while training; what counts is ``penstock eval demo``, which asks a running gateway.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from infra.demo_model.mix import TASKS, cases
+from infra.demo_model.sample import Sample, right, valid_json
+from infra.demo_model.template import END, STOP, prompt
+
+_BATCH_TOKENS = 400_000
+
+
+def answers(model: Any, tokenizer: PreTrainedTokenizerFast, samples: list[Sample], new: int = 640) -> list[str]:
+    """Greedy answers, in the samples' order."""
+    asked = [tokenizer.encode(prompt(sample.messages, sample.tools), add_special_tokens=False) for sample in samples]
+    found = greedy(model, tokenizer, asked, new)
+    return [tokenizer.decode(ids, skip_special_tokens=False).removesuffix(STOP) for ids in found]
+
+
+def greedy(model: Any, tokenizer: PreTrainedTokenizerFast, asked: list[list[int]], new: int = 640) -> list[list[int]]:
+    """The tokens that follow each prompt, the end token included."""
+    stop, pad = tokenizer.convert_tokens_to_ids([STOP, END])
+    order = sorted(range(len(asked)), key=lambda i: len(asked[i]))
+    found: list[list[int]] = [[] for _ in asked]
+    while order:
+        longest = len(asked[order[-1]])
+        batch = [order.pop() for _ in range(min(len(order), max(1, _BATCH_TOKENS // (longest + new))))]
+        rows = [asked[i] for i in batch]
+        tokens = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=model.device)
+        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device)
+        with torch.inference_mode():
+            output = model.generate(tokens, attention_mask=mask, max_new_tokens=new)
+        for i, row in zip(batch, output[:, longest:].tolist(), strict=True):
+            found[i] = row[: row.index(stop) + 1] if stop in row else row
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--count", type=int, default=400, help="questions per task")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--wrong", type=int, default=4, help="wrong answers to show per task")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(options.model / "tokenizer.json"))
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16).to(device).eval()
+    table: dict[str, float] = {}
+    for task in TASKS:
+        samples = cases(task, options.count, options.seed)
+        texts = answers(model, tokenizer, samples)
+        good = [right(sample, text) for sample, text in zip(samples, texts, strict=True)]
+        table[task] = sum(good) / len(good)
+        if task == "json":
+            valid = [valid_json(sample, text) for sample, text in zip(samples, texts, strict=True)]
+            table["json valid"] = sum(valid) / len(valid)
+        print(f"{task:12} {table[task]:.4f}", flush=True)
+        wrong = [(s, t) for s, t, ok in zip(samples, texts, good, strict=True) if not ok][: options.wrong]
+        for sample, text in wrong:
+            print(f"    {sample.messages[-1][1][-120:]!r} -> {text[:160]!r}, not {sample.want!r}")
+    if options.json:
+        options.json.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Is what comes out right? Evaluations through a running deployment."""
