@@ -4,7 +4,7 @@ A block is ``block_size`` tokens. Its digest covers every token before it, so eq
 prefixes. Digests travel packed, 16 bytes each; routers key their index by the first 8 (``key_of``).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from struct import Struct
 
 from blake3 import blake3
@@ -51,6 +51,20 @@ def chain(
             parent = blake3(parent + tokens[start : start + width]).digest(DIGEST_BYTES)
             digests.append(parent)
     return b"".join(digests)
+
+
+def media_extra(spans: Iterable[tuple[int, int, bytes]], block_size: int) -> dict[int, bytes]:
+    """``extra`` of ``chain``: which media lie in which block.
+
+    Args:
+        spans: (position of its first placeholder token, placeholder tokens, blake3 of the raw bytes) per medium, in
+            order.
+    """
+    extra: dict[int, bytes] = {}
+    for position, tokens, digest in spans:
+        for block in range(position // block_size, -(-(position + tokens) // block_size)):
+            extra[block] = extra.get(block, b"") + digest
+    return extra
 
 
 def split(digests: bytes) -> list[bytes]:

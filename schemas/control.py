@@ -2,6 +2,7 @@
 
 import msgspec
 
+from schemas.transfer import Endpoint
 from schemas.wire import decoder
 
 
@@ -23,17 +24,40 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
 
 
 class Release(msgspec.Struct, frozen=True, omit_defaults=True, tag="release"):
-    """Free blocks pinned for a hand-over. Answered with Ok."""
+    """The reader needs the pinned blocks of a ticket no longer. Answered with Ok."""
 
     ticket: str
+    reader: str = ""
+
+
+class Push(msgspec.Struct, frozen=True, omit_defaults=True, tag="push"):
+    """Write blocks of a ticket into mine: where reading is slow or dangerous (TCP). Answered with Pushed, when done."""
+
+    ticket: str
+    reader: str
+    endpoint: Endpoint  # of the reader
+    take: bytes  # positions in the ticket, packed u32
+    blocks: bytes  # where they go, packed u32
+    timeout_s: float
+
+
+class Pushed(msgspec.Struct, frozen=True, omit_defaults=True):
+    """``cause`` is empty when everything has arrived. ``settled``: nothing will be written any more."""
+
+    cause: str = ""
+    message: str = ""
+    bytes: int = 0
+    seconds: float = 0.0
+    settled: bool = True
 
 
 class Ok(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str = ""
 
 
-WorkerControl = DumpKv | Drain | Release
+WorkerControl = DumpKv | Drain | Release | Push
 
 decode_cancel = decoder(Cancel)
 decode_worker = decoder(WorkerControl)  # type: ignore[arg-type, var-annotated]
 decode_ok = decoder(Ok)
+decode_pushed = decoder(Pushed)

@@ -4,6 +4,7 @@ import enum
 
 import msgspec
 
+from schemas.transfer import Endpoint
 from schemas.wire import decoder
 
 LEASE_S = 3.0
@@ -40,12 +41,13 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     kv_events: bool = True
     load: Load = Load()
     dp_size: int = 1
-    transfer: bytes = b""  # the agent's metadata, for workers that hand over KV
+    transfer: Endpoint | None = None  # of workers that hand over blocks
     host: str = ""
     pid: int = 0
     name: str = ""  # the same across restarts
     queue: int = 0  # jobs it takes beyond its slots
     connection: str = ""  # name of its broker connection, as in disconnect events
+    vision: bool = False  # turns images into embeddings itself
 
 
 def removal_headers(revision: int) -> dict[str, str]:

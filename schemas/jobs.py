@@ -22,6 +22,15 @@ class Candidate(msgspec.Struct, frozen=True, omit_defaults=True):
     score: float = 0.0
     excluded: str = ""  # why it was not scored: "full", "draining", "too_small", ...
     rank: int = 0  # attention data-parallel rank
+    role: str = ""  # the stage it was looked at for; "": the whole request
+
+
+class Stage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One stop on a route slip."""
+
+    role: str  # of the worker: "encode", "prefill", "decode", "aggregated"
+    worker: str
+    rank: int = 0
 
 
 class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -39,14 +48,8 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
     done_seq: int = 0
     rank: int = 0
     reason: str = ""  # "new", "worker_lost", "returned", ...
-
-
-class Stage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One stop on a route slip."""
-
-    role: str  # "encode", "prefill", "decode", "aggregated"
-    worker: str
-    rank: int = 0
+    route: tuple[Stage, ...] = ()  # all stages, the chosen one first; empty: one worker does everything
+    how: str = ""  # why split or not, in words
 
 
 class Job(msgspec.Struct, frozen=True, omit_defaults=True, tag="job"):
@@ -78,10 +81,21 @@ decode_job = decoder(Job)
 
 
 def load_header(
-    prompt_tokens: int, cached_tokens: int, gateway: str, deadline_ns: int, priority: str, n: int = 1
+    prompt_tokens: int,
+    cached_tokens: int,
+    gateway: str,
+    deadline_ns: int,
+    priority: str,
+    n: int = 1,
+    route: tuple[Stage, ...] = (),
 ) -> str:
-    """The ``Penstock-Load`` header of a job: what other routers fold without reading its body."""
-    return f"{prompt_tokens} {cached_tokens} {gateway} {deadline_ns} {priority} {n}"
+    """The ``Penstock-Load`` header of a message in WORK: what routers fold without reading its body.
+
+    Args:
+        route: what is left of it, the receiving stage first.
+    """
+    stages = ",".join(f"{stage.role}:{stage.worker}:{stage.rank}" for stage in route) or "-"
+    return f"{prompt_tokens} {cached_tokens} {gateway} {deadline_ns} {priority} {n} {stages}"
 
 
 class LoadHeader(NamedTuple):
@@ -93,6 +107,7 @@ class LoadHeader(NamedTuple):
     deadline_ns: int
     priority: str
     n: int = 1
+    route: tuple[Stage, ...] = ()
 
 
 def read_load_header(text: str) -> LoadHeader:
@@ -105,7 +120,14 @@ def read_load_header(text: str) -> LoadHeader:
     if len(parts) < 5:
         raise ValueError(f"{text!r} is not a load header")
     n = int(parts[5]) if len(parts) > 5 else 1
-    return LoadHeader(int(parts[0]), int(parts[1]), parts[2], int(parts[3]), parts[4], n)
+    stages = parts[6] if len(parts) > 6 else "-"
+    route = () if stages == "-" else tuple(map(_stage, stages.split(",")))
+    return LoadHeader(int(parts[0]), int(parts[1]), parts[2], int(parts[3]), parts[4], n, route)
+
+
+def _stage(text: str) -> Stage:
+    role, worker, rank = text.split(":")
+    return Stage(role, worker, int(rank))
 
 
 __all__ = [

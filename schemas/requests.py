@@ -55,8 +55,8 @@ class Stop(msgspec.Struct, frozen=True, omit_defaults=True):
 class Media(msgspec.Struct, frozen=True, omit_defaults=True):
     """One image in the object store; its placeholder tokens start at ``position`` of the prompt."""
 
-    digest: bytes  # blake3 of the raw bytes, also the object's name in hex
-    kind: str
+    digest: bytes  # blake3 of the raw bytes, 32 bytes; in hex the object's name
+    kind: str  # media type ("image/png", ...), or "embedding": a safetensors file of one (tokens, hidden) tensor
     bytes: int
     position: int = 0
     tokens: int = 0

@@ -99,6 +99,7 @@ def topology(s: Subjects) -> Topology:
             description="jobs with the decisions behind them",
         ),
         stream("KV", "kv", age=HOUR, size=GIB, live=live("kv"), description="KV-cache events"),
+        stream("HANDOFF", "handoff", age=HOUR, size=GIB // 4, description="ledger of blocks handed between workers"),
         stream("TOKENS", "tokens", age=HOUR, size=4 * GIB, live=live("tokens"), description="token output"),
         StreamSpec(
             s.stream("DONE"),

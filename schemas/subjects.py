@@ -56,6 +56,9 @@ class Subjects:
     def returned(self, model: str) -> str:
         return f"{self.namespace}.returned.{token(model)}"
 
+    def handoff(self, worker: str) -> str:
+        return f"{self.namespace}.handoff.{worker}"
+
     def control(self, worker: str) -> str:
         return f"{self.namespace}.ctl.{worker}"
 

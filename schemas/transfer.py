@@ -1,58 +1,105 @@
-"""Hand-over between stages: what lies where, under which lease. Never pickled descriptors.
+"""Hand-over between stages: what lies where, under which lease. Never pickled descriptors, never the bulk itself.
 
-Sent only by disaggregated workers.
+A worker that owns blocks pins them under a lease and sends a ``Ticket``; whoever gets it moves the blocks over the
+transfer backend (NIXL) and tells the owner. Everything that happens to a ticket is a line of the ledger (``HandOff``).
 """
 
 import msgspec
 
+from schemas.wire import decoder
+
+
+class Memory(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One pool of equal blocks in one worker's memory."""
+
+    base: int  # address of block 0
+    block_bytes: int
+    blocks: int
+    kind: str = "cpu"  # or "cuda"
+    device: int = 0
+    generations: int = 0  # address of one u32 per block, counted up when the block gets a new owner; 0: there are none
+    layout: str = ""  # what a block holds (dtype, shape); blocks move only between equal layouts
+
+
+class Endpoint(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How to reach the pools of one incarnation of a worker."""
+
+    agent: str  # never used again by another incarnation
+    backend: str  # "nixl", "loopback"
+    version: str = ""  # of the backend
+    pools: dict[str, Memory] = {}  # by name: "kv", "embeds"
+    metadata: bytes = b""  # of the backend
+    digest: bytes = b""  # blake3 of ``metadata``, 16 bytes: it is checked before the backend loads it
+    host: str = ""  # boot id and PID namespace: where equal, one process can copy from the other's memory
+    rdma: bool = False
+    address: str = ""  # host name, for people
+
 
 class Ticket(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Pinned blocks of one request in the pool of ``worker``; void when generation or lease has passed."""
+    """Pinned blocks of one request; void once the lease has passed or a block's generation has changed."""
 
-    id: str
-    worker: str
-    agent: str  # transfer agent, its name carries the worker's incarnation
-    generation: int
+    id: str  # "<request>:<attempt>:<stage that reads>"
+    worker: str  # who owns the blocks
+    endpoint: Endpoint
+    pool: str
+    blocks: bytes  # ids, packed u32, in the order of what they hold
+    generations: bytes  # of these blocks, packed u32
     lease_ns: int  # Unix time after which the blocks may be reused
-    base: int  # address of the pool
-    block_bytes: int
-    blocks: tuple[int, ...]
-    device: int = 0
-    memory: str = "cpu"  # "cpu" or "cuda"
-    metadata: bytes = b""  # of the agent, if the reader may not have it
 
 
 class Encoded(msgspec.Struct, frozen=True, omit_defaults=True, tag="encoded"):
-    """Embeddings of a request's media are ready to be read."""
+    """Embeddings of a request's media are ready to be read, in the order of its media."""
 
     request: str
     attempt: int
     job: msgspec.Raw  # the Job for the receiving stage
     ticket: Ticket
-    shape: tuple[int, ...]
-    dtype: str
+    started_ns: int = 0  # when its encoding began
 
 
 class Prefilled(msgspec.Struct, frozen=True, omit_defaults=True, tag="prefilled"):
-    """The prompt's KV is ready to be read, and the first token was streamed."""
+    """The KV of the prompt's full blocks is ready to be read, and the first token of each choice was streamed.
+
+    The first tokens are in ``resume`` of the job. All choices share the prompt's blocks.
+    """
 
     request: str
     attempt: int
     job: msgspec.Raw
     ticket: Ticket
-    first_tokens: tuple[bytes, ...] = ()  # per choice, packed u32
+    cached: int = 0  # prompt tokens that prefill found in its cache
+    started_ns: int = 0
+    first_token_ns: int = 0
     opaque: bytes = b""  # engine-owned hand-over state (TensorRT-LLM)
 
 
 class HandOff(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line of the hand-off ledger."""
+    """One line of the hand-off ledger.
+
+    The owner says "offered", "released" and "expired"; the reader "leased" (it has begun), "read", "failed",
+    "quarantined" (its blocks cannot be used until the backend is known to have let go of them) and "settled".
+    """
 
     ticket: str
-    request: str
-    state: str  # "offered", "leased", "read", "released", "failed", "expired"
-    source: str
+    state: str
+    source: str  # the owner
     target: str
     at_ns: int
     blocks: int = 0
     bytes: int = 0
-    error: str = ""
+    seconds: float = 0.0
+    cause: str = ""  # of a failure: "peer_lost", "timeout", "stale", "refused", "unavailable", "cancelled", ...
+    message: str = ""
+    lease_ns: int = 0  # with "offered"
+    pool: str = ""
+
+
+class HandOffs(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one worker has to say of hand-offs, in order."""
+
+    worker: str
+    events: tuple[HandOff, ...]
+
+
+OPEN_STATES = frozenset({"offered", "leased", "read", "failed"})  # the owner still holds the blocks
+decode_ledger = decoder(HandOffs)

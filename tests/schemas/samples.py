@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from schemas import control, done, fleet, jobs, kv, requests, tokens, transfer
-from schemas.wire import decoder, encode, pack_tokens
+from schemas.wire import encode, pack_tokens
 
 REQUEST = requests.GenerateRequest(
     id="01932c07-a4b8-7000-8000-0123456789ab",
@@ -45,7 +45,7 @@ DECISION = jobs.Decision(
     chosen="w-1",
     router="r-1",
     at_ns=1_700_000_000_000_000_002,
-    candidates=(jobs.Candidate("w-1", 3, 4, 5, 6, 7, 0.25, "full", 1),),
+    candidates=(jobs.Candidate("w-1", 3, 4, 5, 6, 7, 0.25, "full", 1, "prefill"),),
     prompt_blocks=8,
     waited_ns=9,
     kv_seq=10,
@@ -53,6 +53,8 @@ DECISION = jobs.Decision(
     done_seq=12,
     rank=1,
     reason="worker_lost",
+    route=(jobs.Stage("prefill", "w-1"), jobs.Stage("decode", "w-2", 1)),
+    how="split",
 )
 JOB = jobs.Job(
     request=msgspec.Raw(encode(REQUEST)),
@@ -63,19 +65,27 @@ JOB = jobs.Job(
     route=(jobs.Stage("decode", "w-2", 1),),
     endings=(tokens.Finish("stop", "END", 32),),
 )
+ENDPOINT = transfer.Endpoint(
+    agent="w-1/3",
+    backend="nixl",
+    version="1.5.1",
+    pools={"kv": transfer.Memory(2**47, 2 << 20, 100, "cuda", 1, 2**46, "float32(8,2)")},
+    metadata=b"meta",
+    digest=b"\x05" * 16,
+    host="boot/pid",
+    rdma=True,
+    address="h",
+)
 TICKET = transfer.Ticket(
     id="t-1",
     worker="w-1",
-    agent="w-1/3",
-    generation=3,
+    endpoint=ENDPOINT,
+    pool="kv",
+    blocks=pack_tokens([1, 2]),
+    generations=pack_tokens([3, 4]),
     lease_ns=1_700_000_000_000_000_003,
-    base=2**47,
-    block_bytes=2 << 20,
-    blocks=(1, 2),
-    device=1,
-    memory="cuda",
-    metadata=b"meta",
 )
+HAND_OFF = transfer.HandOff("t-1", "failed", "w-1", "w-2", 7, 8, 9, 0.5, "timeout", "late", 10, "kv")
 EVENTS: tuple[kv.KvEvent, ...] = (
     kv.Stored(bytes(range(32)), parent=b"\x01" * 16, group=1, tier=2),
     kv.Removed(b"\x02" * 16, group=1, tier=2),
@@ -102,14 +112,14 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
     "request": (REQUEST, requests.decode),
     "job": (JOB, jobs.decode),
     "revoke": (jobs.Revoke(REQUEST.id, 2), jobs.decode),
-    "encoded": (transfer.Encoded(REQUEST.id, 2, msgspec.Raw(encode(1)), TICKET, (2, 8), "bfloat16"), jobs.decode),
+    "encoded": (transfer.Encoded(REQUEST.id, 2, msgspec.Raw(encode(1)), TICKET, 5), jobs.decode),
     "prefilled": (
-        transfer.Prefilled(REQUEST.id, 2, msgspec.Raw(encode(1)), TICKET, (pack_tokens([1]),), b"opaque"),
+        transfer.Prefilled(REQUEST.id, 2, msgspec.Raw(encode(1)), TICKET, 4, 5, 6, b"opaque"),
         jobs.decode,
     ),
     "handoff": (
-        transfer.HandOff("t-1", REQUEST.id, "read", "w-1", "w-2", 7, 8, 9, "late"),
-        decoder(transfer.HandOff),
+        transfer.HandOffs("w-2", (HAND_OFF,)),
+        transfer.decode_ledger,
     ),
     "tokens": (TOKENS, tokens.decode),
     "kv": (kv.KvBatch("w-1", 5, 6, EVENTS, rank=1), kv.decode),
@@ -147,18 +157,24 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
             kv_events=False,
             load=fleet.Load(1, 2, 3, 4),
             dp_size=2,
-            transfer=b"meta",
+            transfer=ENDPOINT,
             host="h",
             pid=1,
             name="n",
             queue=3,
             connection="worker-1",
+            vision=True,
         ),
         fleet.decode,
     ),
     "cancel": (control.Cancel(REQUEST.id, "gone"), control.decode_cancel),
     "dump_kv": (control.DumpKv(page=3), control.decode_worker),
     "drain": (control.Drain(), control.decode_worker),
-    "release": (control.Release("t-1"), control.decode_worker),
+    "release": (control.Release("t-1", "w-2"), control.decode_worker),
+    "push": (
+        control.Push("t-1", "w-2", ENDPOINT, pack_tokens([0]), pack_tokens([9]), 1.5),
+        control.decode_worker,
+    ),
+    "pushed": (control.Pushed("timeout", "late", 8, 0.5, False), control.decode_pushed),
     "ok": (control.Ok("no such ticket"), control.decode_ok),
 }

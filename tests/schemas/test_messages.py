@@ -32,6 +32,8 @@ def parts(value: Any) -> list[msgspec.Struct]:
     """A message and all messages inside it."""
     if isinstance(value, msgspec.Struct):
         return [value, *(part for name in value.__struct_fields__ for part in parts(getattr(value, name)))]
+    if isinstance(value, dict):
+        return [part for item in value.values() for part in parts(item)]
     if isinstance(value, tuple):
         return [part for item in value for part in parts(item)]
     return []
@@ -74,7 +76,8 @@ def widen(raw: Any) -> Any:
     """The same message from a later version: more map fields, more array elements, at each level."""
     if isinstance(raw, dict):
         if all(isinstance(key, str) for key in raw):
-            return {key: widen(value) for key, value in raw.items()} | {"a_later_field": [1, {"deep": b"x"}]}
+            wider = {key: value if key == "pools" else widen(value) for key, value in raw.items()}
+            return wider | {"a_later_field": [1, {"deep": b"x"}]}
         return raw
     return raw
 

@@ -144,10 +144,15 @@ def test_priorities_are_served_in_their_order() -> None:
 
 def test_a_load_header_comes_back_and_grows_at_its_end() -> None:
     header = jobs.load_header(10, 4, "gw-1", 99, Priority.batch, 3)
-    assert jobs.read_load_header(header + " later") == (10, 4, "gw-1", 99, "batch", 3)
+    assert jobs.read_load_header(header + " later") == (10, 4, "gw-1", 99, "batch", 3, ())
+    route = (jobs.Stage("prefill", "p-1"), jobs.Stage("decode", "d-1", 2))
+    header = jobs.load_header(10, 4, "gw-1", 99, Priority.batch, 3, route)
+    assert jobs.read_load_header(header + " later").route == route
     assert jobs.read_load_header("10 4 gw-1 99 batch").n == 1
     with pytest.raises(ValueError):
         jobs.read_load_header("10 4 gw-1")
+    with pytest.raises(ValueError):
+        jobs.read_load_header("10 4 gw-1 99 batch 3 prefill")
 
 
 def test_leases_outlive_several_renewals() -> None:

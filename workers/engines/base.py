@@ -3,6 +3,7 @@
 Everything here is synchronous and used from one thread, the engine's. No NATS, no torch.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
 
@@ -11,6 +12,7 @@ import msgspec
 from schemas.kv import KvEvent
 from schemas.requests import Sampling, Stop
 from schemas.tokens import Logprob
+from schemas.transfer import Memory
 
 
 class RequestError(Exception):
@@ -41,6 +43,29 @@ class EngineInfo(msgspec.Struct, frozen=True):
     dp_size: int = 1
 
 
+class MediaSpan(NamedTuple):
+    """Where the embeddings of one medium go: in place of ``tokens`` placeholder tokens from ``position`` on."""
+
+    position: int
+    tokens: int
+    digest: bytes  # blake3 of the raw bytes
+    slots: Seq[int] = ()  # of the embedding pool, see VisionEngine; held by the caller until the sequence has ended
+
+
+class Reservation(msgspec.Struct, eq=False):
+    """Blocks held for a prompt whose KV comes from elsewhere; shared by the sequences of its choices.
+
+    ``blocks[:have]`` were in the cache, the others and ``tails`` are to be filled. Once all ``users`` have started
+    (or were dropped) it is let go of.
+    """
+
+    digests: list[bytes]  # of the prompt's full blocks
+    blocks: list[int]
+    have: int
+    tails: list[int]  # for the prompt's last block, if it is not full: one copy for each choice, which goes on in it
+    users: int = 1
+
+
 class SequenceRequest(msgspec.Struct):
     """One choice of one request. ``key`` identifies it to the caller; the engine only hands it back."""
 
@@ -52,6 +77,10 @@ class SequenceRequest(msgspec.Struct):
     generated: Seq[int] = ()  # tokens of earlier attempts: context, and counted as output
     digests: Seq[bytes] = ()  # of the prompt's full blocks, if the caller has them
     root: bytes = b""  # parent of the first block
+    extra: Mapping[int, bytes] = {}  # hashes of the media in a block, by block position; part of its name
+    media: Seq[MediaSpan] = ()
+    hold: bool = False  # when it has ended, its prompt's blocks stay held until ``drop``: see ``Held``
+    reservation: Reservation | None = None  # adopted: nothing of its prompt is computed here
 
 
 class Output(NamedTuple):
@@ -82,12 +111,21 @@ class Started(NamedTuple):
     cached_tokens: int
 
 
+class Held(NamedTuple):
+    """A sequence with ``hold`` has ended: the blocks of its prompt, and their generations at this time."""
+
+    key: object
+    blocks: list[int]
+    generations: list[int]
+
+
 class StepResult(NamedTuple):
     outputs: list[Output]
     events: list[KvEvent]  # in the order they happened
     started: list[Started]
     failures: list[Failure]
     computed_tokens: int  # scheduled in this step, prompt and decode
+    held: Seq[Held] = ()
 
 
 class EngineStats(msgspec.Struct, frozen=True):
@@ -96,6 +134,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     used_blocks: int  # referenced by running sequences
     cached_blocks: int  # unreferenced, still reusable
     free_blocks: int  # neither
+    pinned_blocks: int = 0  # of the used ones: held for a hand-over, in either direction
     preemptions: int = 0
     hit_tokens: int = 0  # prompt tokens taken from the cache, since start
     prompt_tokens: int = 0  # prompt tokens admitted, since start
@@ -126,9 +165,76 @@ class Engine(Protocol):
             EngineError: nothing more can be expected of this engine.
         """
 
+    @property
+    def blocked(self) -> bool:
+        """``step`` cannot go on before blocks that are held for a hand-over come free."""
+
     def stats(self) -> EngineStats: ...
 
     def dump(self) -> list[KvEvent]:
         """All names in the prefix cache as ``Stored`` events, parents before children."""
 
+    # Hand-over of KV blocks; an engine without ``memory`` is never asked.
+
+    def memory(self) -> dict[str, Memory]:
+        """Pools that other workers may read and write, by name; they stay where they are until ``close``."""
+
+    def drop(self, key: object) -> bool:
+        """Let go of the blocks of a ``Held``; False: unknown (already let go of)."""
+
+    def reserve(self, digests: Seq[bytes], tails: int, users: int) -> Reservation | None:
+        """Hold blocks for the KV of these names, found or to be filled; None: there is no room now."""
+
+    def adopt(self, reservation: Reservation) -> None:
+        """The blocks have been filled: they enter the cache. They stay held until the reservation is let go of."""
+
+    def let_go(self, reservation: Reservation) -> None:
+        """Release a reservation (adopted or not) that no sequence was given."""
+
     def close(self) -> None: ...
+
+
+class MediaReservation(msgspec.Struct, eq=False):
+    """Slots of the embedding pool held for media, in their order. ``have``: what was in the cache already."""
+
+    digests: list[bytes]
+    slots: list[list[int]]
+    have: list[bool]
+
+
+class VisionEngine(Protocol):
+    """What an engine that knows images offers besides; an encode worker's engine offers little else.
+
+    Embeddings lie in the pool "embeds" of ``memory()``: slots of a fixed number of rows (one per placeholder token).
+    A medium with more tokens takes several slots. ``prepare`` may be called from any thread, the rest from the
+    engine's only.
+    """
+
+    slot_tokens: int  # placeholder tokens that one slot holds
+
+    def prepare(self, raw: bytes, kind: str) -> object:
+        """Decode one medium into what ``encode`` takes.
+
+        Raises:
+            RequestError: it cannot be decoded, or is of a kind or shape that the model does not take.
+        """
+
+    def media_reserve(self, media: Seq[tuple[bytes, int]]) -> MediaReservation | None:
+        """Hold slots for (digest, tokens) each, found or to be filled; None: there is no room now."""
+
+    def encode(self, reservation: MediaReservation, prepared: Mapping[int, object]) -> None:
+        """Compute the embeddings of media (by their number in the reservation) into their slots; adopts them.
+
+        Raises:
+            RequestError: a medium does not fit its slots.
+            EngineError: the device is lost.
+        """
+
+    def media_adopt(self, reservation: MediaReservation) -> None:
+        """All slots are filled (by a transfer): their digests can be found from now on."""
+
+    def media_let_go(self, reservation: MediaReservation) -> None:
+        """Release the slots; what was adopted stays findable until its slot is needed."""
+
+    def media_generations(self, reservation: MediaReservation) -> list[int]:
+        """Of all slots, flattened in order; they change when a slot gets a new owner."""

@@ -8,6 +8,7 @@ blocks last first, so that leaves are evicted before their parents; while it run
 ancestors it holds itself; a copy that nobody holds gives its name to a copy that somebody does.
 """
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -20,6 +21,10 @@ class BlockManager:
     Args:
         prefix_cache: False: nothing gets a name, nothing is ever found.
         kv_events: False: ``take_events`` stays empty.
+
+    Attributes:
+        generations: one u32 per block, counted up whenever it is given out anew. Whoever copies a block to elsewhere
+            compares it afterwards: equal means that nobody can have written over it in the meantime.
     """
 
     def __init__(self, total_blocks: int, *, prefix_cache: bool = True, kv_events: bool = True) -> None:
@@ -28,6 +33,7 @@ class BlockManager:
         self.total_blocks = total_blocks
         self.prefix_cache = prefix_cache
         self.kv_events = kv_events and prefix_cache
+        self.generations = array("I", bytes(4 * total_blocks))  # other processes read it: it never moves
         self._holders = [0] * total_blocks
         self._names: list[bytes | None] = [None] * total_blocks
         self._parents: list[bytes | None] = [None] * total_blocks  # of the name; None: a prompt starts here
@@ -83,6 +89,13 @@ class BlockManager:
             table.append(self._take_one())
         return table
 
+    def share(self, table: list[int]) -> list[int]:
+        """A second table of the same held blocks, to be released by itself."""
+        for block in table:
+            assert self._holders[block], f"block {block} is not held"
+            self._holders[block] += 1
+        return list(table)
+
     def grow(self, table: list[int]) -> bool:
         """Append one empty block; False: all blocks are held."""
         if not self._unused and not self._idle:
@@ -102,6 +115,7 @@ class BlockManager:
             if self.kv_events:
                 self._removed.append(name)
         self._holders[block] = 1
+        self.generations[block] = (self.generations[block] + 1) & 0xFFFFFFFF
         return block
 
     def name(self, table: list[int], digests: list[bytes], start: int, stop: int, *, leaving: bool = False) -> int:

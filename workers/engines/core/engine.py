@@ -1,8 +1,13 @@
 """An ``Engine`` made of a scheduler and something that computes its plans."""
 
+from collections.abc import Sequence as Seq
+
+import msgspec
+
 from schemas.errors import Code
 from schemas.kv import KvEvent
-from workers.engines.base import EngineInfo, EngineStats, RequestError, SequenceRequest, StepResult
+from schemas.transfer import Memory
+from workers.engines.base import EngineInfo, EngineStats, RequestError, Reservation, SequenceRequest, StepResult
 from workers.engines.core.scheduler import Scheduler
 from workers.engines.core.sequence import Executor, Sampled
 
@@ -49,6 +54,31 @@ class ScheduledEngine:
 
     def dump(self) -> list[KvEvent]:
         return self._scheduler.blocks.dump()
+
+    @property
+    def blocked(self) -> bool:
+        return self._scheduler.blocked
+
+    def memory(self) -> dict[str, Memory]:
+        """The executor's pools; that of the KV with the block manager's generations."""
+        pools = self._executor.memory()
+        generations, _ = self._scheduler.blocks.generations.buffer_info()
+        return {
+            name: msgspec.structs.replace(pool, generations=generations) if name == "kv" else pool
+            for name, pool in pools.items()
+        }
+
+    def drop(self, key: object) -> bool:
+        return self._scheduler.drop(key)
+
+    def reserve(self, digests: Seq[bytes], tails: int, users: int) -> Reservation | None:
+        return self._scheduler.reserve(digests, tails, users)
+
+    def adopt(self, reservation: Reservation) -> None:
+        self._scheduler.adopt(reservation)
+
+    def let_go(self, reservation: Reservation) -> None:
+        self._scheduler.let_go(reservation)
 
     def close(self) -> None:
         self._executor.close()

@@ -15,7 +15,17 @@ from schemas.blocks import chain, extend, split
 from schemas.errors import Code
 from schemas.tokens import Logprob
 from schemas.wire import pack_tokens
-from workers.engines.base import EngineStats, Failure, Output, RequestError, SequenceRequest, Started, StepResult
+from workers.engines.base import (
+    EngineStats,
+    Failure,
+    Held,
+    Output,
+    RequestError,
+    Reservation,
+    SequenceRequest,
+    Started,
+    StepResult,
+)
 from workers.engines.core.blocks import BlockManager
 from workers.engines.core.sequence import Sampled, Sequence, Slot
 
@@ -65,6 +75,9 @@ class Scheduler:
         self._prompt_tokens = 0
         self._started: list[Started] = []
         self._failures: list[Failure] = []
+        self._held: list[Held] = []  # not yet told
+        self._holds: dict[object, list[int]] = {}  # blocks of ended sequences, kept for a hand-over
+        self._reserved = 0  # blocks in reservations
 
     # -- between steps ---------------------------------------------------------------------------------------
 
@@ -95,6 +108,10 @@ class Scheduler:
             stops=stops,
             stoppable=len(prompt) + stop.min_tokens,
             limit=min(len(prompt) + stop.max_tokens, self._max_model_len, self._pool_tokens + 1),
+            extra=request.extra,
+            media=request.media,
+            hold=request.hold,
+            reservation=request.reservation,
         )
 
     def _check(self, request: SequenceRequest, prompt_len: int, known: int) -> None:
@@ -126,10 +143,12 @@ class Scheduler:
         size = self._block_size
         digests = list(request.digests)
         if len(digests) != len(prompt) // size:  # none given, or of another block size
-            digests = split(chain(pack_tokens(prompt), size, request.root))
+            digests = split(chain(pack_tokens(prompt), size, request.root, request.extra))
         if len(tokens) // size > len(digests):
             parent = digests[-1] if digests else request.root
-            digests += split(chain(pack_tokens(tokens[len(digests) * size :]), size, parent))
+            done = len(digests)  # the prompt's last block, not full, may end with a medium
+            extra = {block - done: media for block, media in request.extra.items() if block >= done}
+            digests += split(chain(pack_tokens(tokens[done * size :]), size, parent, extra))
         return digests
 
     def cancel(self, key: object) -> bool:
@@ -142,10 +161,58 @@ class Scheduler:
             self._let_go(sequence)
         else:
             del self._waiting[key]
+            self._unreserve(sequence)
         return True
 
+    def _unreserve(self, sequence: Sequence) -> None:
+        reservation, sequence.reservation = sequence.reservation, None
+        if reservation is not None:
+            reservation.users -= 1
+            if not reservation.users:
+                self.let_go(reservation)
+
+    def drop(self, key: object) -> bool:
+        """Let go of the blocks that an ended sequence left held."""
+        table = self._holds.pop(key, None)
+        if table is None:
+            return False
+        self.blocks.release(table)
+        return True
+
+    def reserve(self, digests: Seq[bytes], tails: int, users: int) -> Reservation | None:
+        """Hold the blocks of a prompt whose KV comes from elsewhere; None: there is no room.
+
+        Room means: what runs can still grow by a block each. A reservation cannot be preempted.
+        """
+        hits = self.blocks.match(digests, len(digests))
+        fresh = len(digests) - len(hits) + tails
+        if fresh + len(self.running) > self.blocks.available:
+            return None
+        table = self.blocks.take(hits, fresh)
+        if table is None:
+            return None
+        full = len(digests)
+        self._reserved += len(table)
+        return Reservation(list(digests), table[:full], len(hits), table[full:], users)
+
+    def adopt(self, reservation: Reservation) -> None:
+        """The blocks of a reservation are filled; sequences with this prompt find them."""
+        if self.blocks.prefix_cache:
+            self.blocks.name(reservation.blocks, reservation.digests, reservation.have, len(reservation.blocks))
+
+    def let_go(self, reservation: Reservation) -> None:
+        table = reservation.blocks + reservation.tails
+        self._reserved -= len(table)
+        self.blocks.release(table)
+        reservation.blocks, reservation.tails = [], []
+
+    @property
+    def blocked(self) -> bool:
+        """Sequences wait, none runs: every other block is held for a hand-over. Only its end helps."""
+        return bool(self._waiting) and not self.running
+
     def has_work(self) -> bool:
-        return bool(self._by_key or self._failures or self._started or self.blocks.has_events)
+        return bool(self._by_key or self._failures or self._started or self._held or self.blocks.has_events)
 
     def stats(self) -> EngineStats:
         blocks = self.blocks
@@ -155,6 +222,7 @@ class Scheduler:
             used_blocks=blocks.used_blocks,
             cached_blocks=blocks.cached_blocks,
             free_blocks=blocks.free_blocks,
+            pinned_blocks=self._reserved + sum(map(len, self._holds.values())),
             preemptions=self._preemptions,
             hit_tokens=self._hit_tokens,
             prompt_tokens=self._prompt_tokens,
@@ -188,8 +256,7 @@ class Scheduler:
     def _grow(self, sequence: Sequence) -> bool:
         """One more block, at the cost of newer sequences; False: this one had to go itself."""
         while not self.blocks.grow(sequence.blocks):
-            newest = self.running.pop()
-            assert self.running, "a sequence that outgrows the pool ends in commit"
+            newest = self.running.pop()  # the last one is ``sequence`` itself: then the rest of the pool is pinned
             self._let_go(newest)
             newest.computed = newest.named = 0
             self._waiting[newest.key] = newest
@@ -206,13 +273,20 @@ class Scheduler:
             known = len(sequence.tokens)
             # Never all that is known: the last token must be computed, for its logits.
             hits = blocks.match(sequence.digests, (known - 1) // size)
-            table = blocks.take(hits, -(-known // size) - len(hits))
-            if table is None:
-                assert self.running, "submit refuses what does not fit into an empty pool"
+            tail = self._tail(sequence, hits)
+            table = blocks.take(hits, -(-known // size) - len(hits) - len(tail))
+            if table is None:  # what runs ends and makes room, or a hand-over does
                 return
             del waiting[key]
             cached = len(hits) * size
+            if tail:
+                assert sequence.reservation is not None
+                table[len(hits) : len(hits)] = tail
+                sequence.reservation.tails.pop()
+                self._reserved -= 1
+                cached = sequence.prompt_len
             sequence.blocks = table
+            self._unreserve(sequence)
             sequence.computed = cached
             sequence.named = len(hits)
             sequence.arrived = self._admitted
@@ -227,6 +301,14 @@ class Scheduler:
             now = min(known - cached, budget)
             plan.append(Slot(sequence, cached, now, cached + now == known))
             budget -= now
+
+    @staticmethod
+    def _tail(sequence: Sequence, hits: list[int]) -> list[int]:
+        """The prompt's last block as it was handed over; of use only behind all blocks before it."""
+        reservation = sequence.reservation
+        if reservation is None or len(hits) != len(reservation.blocks):
+            return []
+        return reservation.tails[-1:]
 
     def commit(self, plan: list[Slot], sampled: Seq[Sampled]) -> StepResult:
         """Take in what was computed. ``sampled``: one per slot with ``samples``, in plan order."""
@@ -256,15 +338,26 @@ class Scheduler:
                 continue
             ended = True
             del self._by_key[sequence.key]
+            if sequence.hold:
+                self._hold(sequence)
             self._let_go(sequence)
         if ended:
             self.running = [sequence for sequence in self.running if sequence.blocks]
-        started, failures = self._started, self._failures
+        started, failures, held = self._started, self._failures, self._held
         if started:
             self._started = []
         if failures:
             self._failures = []
-        return StepResult(outputs, self.blocks.take_events(), started, failures, total)
+        if held:
+            self._held = []
+        return StepResult(outputs, self.blocks.take_events(), started, failures, total, held)
+
+    def _hold(self, sequence: Sequence) -> None:
+        """Keep the prompt's blocks beyond the sequence's end."""
+        table = self.blocks.share(sequence.blocks[: -(-sequence.prompt_len // self._block_size)])
+        self._holds[sequence.key] = table
+        generations = self.blocks.generations
+        self._held.append(Held(sequence.key, table, [generations[block] for block in table]))
 
     def _at_limit(self, sequence: Sequence, token: int, logprob: Logprob | None) -> Output:
         length = len(sequence.tokens)
@@ -285,12 +378,13 @@ class Scheduler:
         while len(digests) < full:
             done = len(digests)
             parent = digests[-1] if digests else sequence.root
-            digests.append(extend(parent, pack_tokens(sequence.tokens[done * size : (done + 1) * size])))
+            tokens = pack_tokens(sequence.tokens[done * size : (done + 1) * size])
+            digests.append(extend(parent, tokens, sequence.extra.get(done, b"")))
         sequence.named = self.blocks.name(sequence.blocks, digests, sequence.named, full, leaving=leaving)
 
     def _let_go(self, sequence: Sequence) -> None:
         if self.blocks.prefix_cache:
-            self._name(sequence, leaving=True)
+            self._name(sequence, leaving=sequence.key not in self._holds)  # held blocks stay longer than their release
         self.blocks.release(sequence.blocks)
         sequence.blocks = []
 

@@ -1,11 +1,15 @@
 """What the scheduler and an executor know of one sequence, and the plan of one step that passes between them."""
 
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
 
 import msgspec
 
 from schemas.requests import Sampling, Stop
 from schemas.tokens import Logprob
+from schemas.transfer import Memory
+from workers.engines.base import MediaSpan, Reservation
 
 
 class Sequence(msgspec.Struct, eq=False):
@@ -29,6 +33,10 @@ class Sequence(msgspec.Struct, eq=False):
     stops: frozenset[int] = frozenset()  # EOS and stop ids that end it once more than ``stop.min_tokens`` are out
     stoppable: int = 0  # ``tokens`` must be longer than this for a stop id to count
     limit: int = 0  # length of ``tokens`` at which it ends: "length", or more than the pool holds
+    extra: Mapping[int, bytes] = {}  # hashes of the media in a block, by block position
+    media: Seq[MediaSpan] = ()
+    hold: bool = False  # see SequenceRequest
+    reservation: Reservation | None = None
 
     @property
     def output_len(self) -> int:
@@ -62,5 +70,8 @@ class Executor(Protocol):
         Raises:
             EngineError: the device is lost.
         """
+
+    def memory(self) -> dict[str, Memory]:
+        """Pools that other processes may read and write, without generations; empty: none."""
 
     def close(self) -> None: ...
