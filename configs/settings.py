@@ -37,6 +37,14 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
     default_deadline_s: Annotated[Seconds, about("life of a request that names no deadline")] = 600.0
     max_queue: Annotated[Positive, about("accepted but unrouted requests beyond which clients get 429")] = 4096
     block_size: Annotated[Positive, about("tokens per KV block when no worker is registered yet")] = 32
+    max_media_bytes: Annotated[Positive, about("largest image or embedding file, as sent or fetched")] = 20 << 20
+    max_image_pixels: Annotated[Positive, about("largest image, width x height")] = 40_000_000
+    max_images: Annotated[Positive, about("images per request")] = 16
+    media_timeout_s: Annotated[Seconds, about("for fetching one image")] = 10.0
+    allowed_local_media_path: Annotated[str, about("folder below which files may be named; empty: none may")] = ""
+    allow_private_media_addresses: Annotated[
+        bool, about("fetch images from any address and port, also of this machine and its network")
+    ] = False
     drain_s: Annotated[Seconds, about("on SIGTERM, how long open answers may go on")] = 30.0
 
 
@@ -57,12 +65,15 @@ class RouterSettings(Common, frozen=True, kw_only=True):
 
 
 class WorkerSettings(Common, frozen=True, kw_only=True):
-    role: Annotated[Literal["aggregated"], about("which stage of the pipeline")] = "aggregated"
+    role: Annotated[
+        Literal["aggregated", "prefill", "decode", "encode"], about("which stage of the pipeline")
+    ] = "aggregated"
     engine: Annotated[Literal["native", "mock"], about("what computes")] = "native"
     model: Annotated[str, about("model directory or Hugging Face id")] = ""
     served_model_name: Annotated[str, about("name in the pipeline; default: the directory's name")] = ""
     block_size: Annotated[Positive, about("tokens per KV block")] = 32
     kv_blocks: Annotated[int, Meta(ge=0, description="blocks in the pool; 0: from free memory")] = 0
+    embed_slots: Annotated[int, Meta(ge=0, description="images whose embeddings are kept; 0: 256, or memory's tenth")] = 0
     max_running: Annotated[Positive, about("sequences per step")] = 256
     max_batched_tokens: Annotated[Positive, about("tokens computed per step")] = 8192
     max_model_len: Annotated[int, Meta(ge=0, description="prompt + output; 0: the model's own limit")] = 0
@@ -72,6 +83,11 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], about("of weights and KV")] = "auto"
     threads: Annotated[int, Meta(ge=0, description="CPU threads of the native engine; 0: torch decides")] = 0
     mock_speedup: Annotated[float, Meta(ge=0, description="mock engine: times faster than life; 0: no waiting")] = 1.0
+    transfer: Annotated[
+        Literal["auto", "nixl", "none"], about("how blocks move to other workers; auto: nixl for all roles that need it")
+    ] = "auto"
+    handoff_lease_s: Annotated[Seconds, about("how long blocks are kept for the next stage")] = 30.0
+    transfer_timeout_s: Annotated[Seconds, about("longest transfer of one request's blocks")] = 5.0
     drain_s: Annotated[Seconds, about("on SIGTERM, how long running requests may go on")] = 30.0
     metrics_port: Annotated[int, Meta(ge=0, le=65535, description="Prometheus port; 0: none")] = 0
 
@@ -93,7 +109,12 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = ""
     served_model_name: Annotated[str, about("name clients use; default: the directory's name")] = ""
     engine: Annotated[Literal["native", "mock"], about("what computes")] = "native"
-    workers: Annotated[int, Meta(ge=0, description="worker processes")] = 1
+    workers: Annotated[
+        int, Meta(ge=-1, description="workers that do everything; -1: 1, or 0 beside --prefill and --decode")
+    ] = -1
+    prefill: Annotated[int, Meta(ge=0, description="workers that compute prompts and hand their KV to others")] = 0
+    decode: Annotated[int, Meta(ge=0, description="workers that go on from there, and take short prompts whole")] = 0
+    encode: Annotated[int, Meta(ge=0, description="workers that turn images into embeddings")] = 0
     gateways: Annotated[Positive, about("gateway processes, on consecutive ports")] = 1
     routers: Annotated[Positive, about("router processes")] = 1
     router_mode: Annotated[
@@ -110,8 +131,20 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     kv_blocks: Annotated[int, Meta(ge=0, description="blocks per worker; 0: from free memory")] = 0
     max_running: Annotated[Positive, about("sequences per worker and step")] = 256
     max_queue: Annotated[Positive, about("accepted but unrouted requests beyond which clients get 429")] = 4096
+    max_media_bytes: Annotated[Positive, about("largest image or embedding file, as sent or fetched")] = 20 << 20
+    max_image_pixels: Annotated[Positive, about("largest image, width x height")] = 40_000_000
+    max_images: Annotated[Positive, about("images per request")] = 16
+    media_timeout_s: Annotated[Seconds, about("for fetching one image")] = 10.0
+    allowed_local_media_path: Annotated[str, about("folder below which files may be named; empty: none may")] = ""
+    allow_private_media_addresses: Annotated[
+        bool, about("fetch images from any address and port, also of this machine and its network")
+    ] = False
     mock_speedup: Annotated[float, Meta(ge=0, description="mock engine: times faster than life; 0: no waiting")] = 1.0
     threads: Annotated[int, Meta(ge=0, description="CPU threads per native worker; 0: cores / workers")] = 0
+    handoff_lease_s: Annotated[Seconds, about("how long blocks are kept for the next stage")] = 30.0
+    local_prefill_tokens: Annotated[
+        int, Meta(ge=0, description="prompts with no more left to compute stay on their decode worker")
+    ] = 256
     log_format: Annotated[Literal["auto", "text", "json"], about("auto: text on a terminal, else json")] = "auto"
     log_level: Annotated[Literal["debug", "info", "warning", "error"], about("least severe level logged")] = "info"
     ready_s: Annotated[Seconds, about("how long to wait for readiness before giving up")] = 120.0

@@ -35,6 +35,7 @@ COMMANDS = {
     "router": Command("run a router", "router.main:run", "RouterSettings"),
     "worker": Command("run a worker", "workers.main:run", "WorkerSettings"),
     "explain": Command("what happened to a request, and why", "infra.explain:run"),
+    "leases": Command("blocks that workers hold for each other right now", "infra.leases:run"),
     "bench http": Command("load an OpenAI URL and measure", "infra.bench.http:run", "infra.bench.http:Settings"),
     "bench index": Command("measure the router's core", "infra.bench.index:main", NOTHING),
     "eval demo": Command(

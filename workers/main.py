@@ -24,12 +24,16 @@ from configs.settings import WorkerSettings
 from schemas import control, wire
 from schemas.errors import ServingError
 from schemas.subjects import Subjects
-from workers.engines.base import Engine, EngineError
+from schemas.transfer import Endpoint
+from workers.engines.base import Engine, EngineError, VisionEngine
 from workers.metrics import Metrics
 from workers.runner import EngineThread, Flush
 from workers.session import Model, Session
+from workers.transfer.base import Transport, TransportUnavailable
 
 log = structlog.get_logger("worker")
+
+MAX_ORDERS = 64
 
 EXIT_OK = 0
 EXIT_ENGINE = 70  # EX_SOFTWARE: the engine failed
@@ -47,7 +51,7 @@ def run(settings: WorkerSettings) -> int:
     try:
         status: int = uvloop.run(_Worker(settings).serve())
         return status
-    except (modeldir.ModelError, EngineError, ValueError) as error:
+    except (modeldir.ModelError, EngineError, TransportUnavailable, ValueError) as error:
         log.error("start_failed", error=str(error))
         return EXIT_CONFIG
     except ServingError as error:
@@ -69,6 +73,7 @@ class _Worker:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._stop.set)
+        _check(settings)
         path = modeldir.resolve(settings.model, weights=settings.engine == "native")
         described = modeldir.load(path, name=settings.served_model_name.split(",")[0])
 
@@ -87,9 +92,12 @@ class _Worker:
             skip_subject_validation=True,
         )
         publisher = Publisher(bus)
+        transport: Transport | None = None
         try:
             await publisher.open()
             built = await asyncio.to_thread(engine.wait_ready)
+            transport = await self._transport(engine, built, connection, loop)
+            vision = _eyes(built)
             self._metrics.load_time.set(built.info.load_seconds)
             self._metrics.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
             if settings.metrics_port and settings.publish_events_and_metrics:
@@ -100,17 +108,53 @@ class _Worker:
             await app.start()
             try:
                 return await self._sessions(
-                    bus, lambda: Session(bus, publisher, engine, built.info, model, settings, self._metrics)
+                    bus,
+                    lambda: Session(
+                        bus, publisher, engine, built.info, model, settings, self._metrics, transport, vision
+                    ),
                 )
             finally:
                 bus.closing = True  # stopping FastStream closes the connection
                 with contextlib.suppress(Exception):
                     await asyncio.wait_for(app.stop(), 5)
         finally:
+            if transport is not None:  # before the memory that it registered goes
+                await asyncio.to_thread(transport.close)
             engine.stop()
             await asyncio.to_thread(engine.join, 10.0)
             await publisher.close()
             await bus.close()
+
+    async def _transport(
+        self, engine: EngineThread, built: Engine, name: str, loop: asyncio.AbstractEventLoop
+    ) -> Transport | None:
+        """How blocks move to and from other workers; None: this one works alone.
+
+        Raises:
+            TransportUnavailable: it is needed and cannot be opened.
+        """
+        settings = self._settings
+        if settings.transfer == "none" or (settings.role == "aggregated" and _eyes(built) is None):
+            return None
+
+        def renewed(endpoint: Endpoint) -> None:
+            log.warning("transfer_agent_renewed", agent=endpoint.agent)
+            asyncio.run_coroutine_threadsafe(self._renewed(), loop)
+
+        from workers.transfer import open_transport
+
+        pools = await asyncio.wrap_future(engine.call(lambda engine: engine.memory()))
+        try:
+            return await asyncio.to_thread(open_transport, settings.transfer, name, pools, on_renewed=renewed)
+        except TransportUnavailable as error:
+            if settings.role != "aggregated":
+                raise
+            log.warning("no_transfer", error=str(error), action="images are encoded here")
+            return None
+
+    async def _renewed(self) -> None:
+        if self._session is not None:
+            await self._session.renewed()
 
     async def _sessions(self, bus: Bus, make: Callable[[], Session]) -> int:
         """Live one session after another until told to stop or the engine breaks."""
@@ -156,7 +200,8 @@ class _Worker:
         async def order(message: NatsMessage) -> bytes:
             return await self._obey(session, message.body)
 
-        subscriber = self._broker.subscriber(bus.subjects.control(session.id), decoder=raw)
+        # Several at once: a push of blocks takes as long as its transfer.
+        subscriber = self._broker.subscriber(bus.subjects.control(session.id), decoder=raw, max_workers=MAX_ORDERS)
         subscriber(order)
         await subscriber.start()
         return subscriber
@@ -168,7 +213,9 @@ class _Worker:
         if isinstance(order, control.Drain):
             self._stop.set()
             return wire.encode(control.Ok())
-        return wire.encode(control.Ok(error="this worker pins no blocks"))
+        if isinstance(order, control.Push):
+            return wire.encode(await session.push(order))
+        return wire.encode(session.release(order))
 
     def _deliver(self, flush: Flush) -> None:
         session = self._session
@@ -176,17 +223,39 @@ class _Worker:
             session.deliver(flush)
 
 
+def _check(settings: WorkerSettings) -> None:
+    """
+    Raises:
+        ValueError: settings that contradict each other.
+    """
+    if settings.role in ("prefill", "decode"):
+        if not settings.prefix_cache:
+            raise ValueError(f"--role {settings.role} hands KV over under the names of the prefix cache; leave it on")
+        if settings.transfer == "none":
+            raise ValueError(f"--role {settings.role} needs a transfer backend; use --transfer auto")
+    elif settings.role == "encode" and settings.transfer == "none":
+        raise ValueError("--role encode needs a transfer backend for its embeddings; use --transfer auto")
+
+
+def _eyes(engine: Engine) -> VisionEngine | None:
+    """The engine, if its model takes images."""
+    return engine if getattr(engine, "slot_tokens", 0) else None  # type: ignore[return-value]
+
+
 def build_engine(settings: WorkerSettings, path: Path) -> Engine:
     """The engine that the settings name, built in the thread that will run it."""
     began = time.monotonic()
+    engine: Engine
     if settings.engine == "mock":
         from workers.engines import mock
 
-        engine = mock.from_settings(settings, path)
+        build = mock.encoder_from_settings if settings.role == "encode" else mock.from_settings
+        engine = build(settings, path)
     else:
         from workers.engines import native
 
-        engine = native.from_settings(settings, path)
+        make = native.encoder_from_settings if settings.role == "encode" else native.from_settings
+        engine = make(settings, path)
     log.info("engine_ready", engine=settings.engine, seconds=round(time.monotonic() - began, 2))
     return engine
 

@@ -3,6 +3,7 @@
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from schemas.done import Done
+from schemas.transfer import HandOff
 from workers.engines.base import EngineStats
 
 
@@ -25,6 +26,32 @@ class Metrics:
         self.prompt = Gauge("penstock_worker_prompt_tokens", "prompt tokens admitted", registry=registry)
         self.unsent = Gauge("penstock_worker_unsent_bytes", "output the broker could not take yet", registry=registry)
         self.tasks = Gauge("penstock_worker_tasks", "asyncio tasks, counted when asked", registry=registry)
+
+        self.leases = Gauge("penstock_handoff_open_leases", "blocks of ours promised to others", registry=registry)
+        self.pinned = Gauge("penstock_handoff_pinned_blocks", "blocks held under those leases", registry=registry)
+        self.states = Counter("penstock_handoff_events", "lines of the ledger", ["state"], registry=registry)
+        self.moved = Counter("penstock_handoff_read_bytes", "taken over from other workers", registry=registry)
+        self.moving = Histogram(
+            "penstock_handoff_read_seconds",
+            "time to take over the blocks of one request",
+            registry=registry,
+            buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5),
+        )
+        self.failed = Counter("penstock_handoff_failures", "hand-offs that failed", ["cause"], registry=registry)
+        self.quarantined = Gauge("penstock_handoff_quarantined_blocks", "unusable for now", registry=registry)
+
+    def handed(self, line: HandOff) -> None:
+        """One line of the ledger."""
+        self.states.labels(line.state).inc()
+        if line.state == "read":
+            self.moved.inc(line.bytes)
+            self.moving.observe(line.seconds)
+        elif line.state == "failed":
+            self.failed.labels(line.cause).inc()
+        elif line.state == "quarantined":
+            self.quarantined.inc(line.blocks)
+        elif line.state == "settled":
+            self.quarantined.dec(line.blocks)
 
     def observe(self, stats: EngineStats, unsent_bytes: int) -> None:
         self.running.set(stats.running)

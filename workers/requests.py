@@ -8,10 +8,10 @@ import msgspec
 from configs.detokenize import Detokenizer
 from schemas import blocks, done, wire
 from schemas.errors import Code
-from schemas.jobs import Job
-from schemas.requests import GenerateRequest
+from schemas.jobs import Job, Stage
+from schemas.requests import GenerateRequest, Stop
 from schemas.tokens import Finish
-from workers.engines.base import SequenceRequest
+from workers.engines.base import Held, MediaReservation, MediaSpan, Reservation, SequenceRequest
 from workers.runner import Choice
 
 
@@ -29,15 +29,32 @@ class Active(msgspec.Struct, eq=False):
     cached: int = 0
     renewed: float = 0.0  # monotonic time of the last in-progress sign
     cancelled: tuple[Code, str] | None = None
+    route: tuple[Stage, ...] = ()  # the stages after this worker
+    job: Job | None = None
+    held: Held | None = None  # a prefill stage: the prompt's blocks, for the next worker
+    media: MediaReservation | None = None
+    leaving: bool = False  # it is being handed to the next stage
 
     @property
     def ended(self) -> bool:
         return all(outcome is not None for outcome in self.outcomes)
 
+    @property
+    def computed(self) -> bool:
+        """Every choice has ended or was handed over."""
+        return all(o is not None or c.handed for o, c in zip(self.outcomes, self.choices, strict=True))
+
+    @property
+    def holder(self) -> Choice | None:
+        """The choice whose sequence keeps the prompt's blocks at the end of a prefill stage."""
+        if not self.route:
+            return None
+        return next((c for c, o in zip(self.choices, self.outcomes, strict=True) if o is None or c.handed), None)
+
 
 def admit(job: Job, request: GenerateRequest, delivery: Any, detokenizer: Detokenizer | None) -> Active:
     """Build the state of a request; choices that an earlier attempt ended are already outcomes."""
-    active = Active(request, job.attempt, delivery, [], [], job.decision.at_ns)
+    active = Active(request, job.attempt, delivery, [], [], job.decision.at_ns, route=job.route, job=job)
     for index in range(request.n):
         resumed = wire.unpack_tokens(job.resume[index]) if index < len(job.resume) else array("I")
         ended = index in job.finished
@@ -57,6 +74,8 @@ def admit(job: Job, request: GenerateRequest, delivery: Any, detokenizer: Detoke
             request.sampling.logprobs is not None,
             stream,
         )
+        if job.route:
+            choice.max_tokens = request.stop.max_tokens
         active.choices.append(choice)
         active.outcomes.append(_ended_before(job, index, resumed) if ended else None)
     return active
@@ -69,26 +88,78 @@ def _ended_before(job: Job, index: int, tokens: "array[int]") -> done.Outcome:
     return done.Outcome(tokens.tobytes(), ending.reason, ending.stop)
 
 
-def sequences(active: Active, revision: str) -> list[SequenceRequest]:
-    """What the engine is asked to run: one sequence per choice that is still open."""
+def prompt_digests(request: GenerateRequest, revision: str, block_size: int) -> list[bytes]:
+    """Names of the prompt's full blocks."""
+    if request.block_size == block_size and request.digests:
+        return blocks.split(request.digests)
+    root = blocks.root(revision, request.lora, request.salt)
+    return blocks.split(blocks.chain(request.prompt, block_size, root, media_extra(request, block_size)))
+
+
+def media_extra(request: GenerateRequest, block_size: int) -> dict[int, bytes]:
+    """Hashes of the media in each block, by block position."""
+    if not request.media:
+        return {}
+    return blocks.media_extra(((m.position, m.tokens, m.digest) for m in request.media), block_size)
+
+
+def sequences(
+    active: Active, revision: str, block_size: int, reservation: Reservation | None = None
+) -> list[SequenceRequest]:
+    """What the engine is asked to run: one sequence per choice that is still open.
+
+    In a prefill stage each ends after one new token, and one of them keeps the prompt's blocks.
+    """
     request = active.request
     prompt = wire.unpack_tokens(request.prompt)
-    digests = blocks.split(request.digests)
+    digests = blocks.split(request.digests) if request.block_size == block_size else []
     root = blocks.root(revision, request.lora, request.salt)
+    extra = media_extra(request, block_size)
+    slots = active.media.slots if active.media is not None else [()] * len(request.media)
+    media = [
+        MediaSpan(each.position, each.tokens, each.digest, of)
+        for each, of in zip(request.media, slots, strict=True)
+    ]
+    holder = active.holder
     return [
         SequenceRequest(
             key=choice,
             prompt=prompt,
             sampling=request.sampling,
-            stop=request.stop,
+            stop=_one_more(request.stop, choice) if active.route else request.stop,
             choice=choice.index,
             generated=choice.tokens[:],
             digests=digests,
             root=root,
+            extra=extra,
+            media=media,
+            hold=choice is holder,
+            reservation=reservation,
         )
         for choice, outcome in zip(active.choices, active.outcomes, strict=True)
         if outcome is None
     ]
+
+
+def _one_more(stop: Stop, choice: Choice) -> Stop:
+    return msgspec.structs.replace(stop, max_tokens=min(stop.max_tokens, len(choice.tokens) + 1))
+
+
+def next_job(active: Active) -> Job:
+    """The job of the stage after this one: it goes on behind what was generated here."""
+    assert active.job is not None
+    finished, endings = [], []
+    for choice, outcome in zip(active.choices, active.outcomes, strict=True):
+        if outcome is not None:
+            finished.append(choice.index)
+            endings.append(choice.finish or Finish(outcome.reason, outcome.stop))
+    return msgspec.structs.replace(
+        active.job,
+        resume=tuple(choice.tokens.tobytes() for choice in active.choices),
+        finished=tuple(finished),
+        endings=tuple(endings),
+        route=active.route[1:],
+    )
 
 
 def already_over(choice: Choice, request: GenerateRequest) -> Finish | None:

@@ -5,23 +5,27 @@ more steps. While the loop has not taken the last flush, steps go on and gather,
 the engine waits, so that neither memory nor latency grows when the broker is slow.
 """
 
+import concurrent.futures
 import queue
 import threading
 import time
 from array import array
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
 from configs.detokenize import TextStream
 from schemas import kv, wire
 from schemas.tokens import Finish, Logprob, TokenItem
-from workers.engines.base import Engine, RequestError, SequenceRequest
+from workers.engines.base import Engine, Held, RequestError, SequenceRequest
 
 log = structlog.get_logger("engine")
 
+T = TypeVar("T")
+
 MAX_AHEAD = 64
+BLOCKED_S = 0.005  # an engine that waits for blocks held for others looks again after this
 MIN_FLUSH_S = 0.002  # an engine faster than this is a mock; each message costs the gateway a wake-up per request
 
 
@@ -36,8 +40,10 @@ class Choice:
         "finish",
         "first",
         "gateway",
+        "handed",
         "index",
         "logprobs",
+        "max_tokens",
         "owner",
         "request_id",
         "started_ns",
@@ -72,17 +78,20 @@ class Choice:
         self.cached = 0
         self.dirty = False
         self.started_ns = 0
+        self.max_tokens = 0  # of a prefill stage, whose engine stops earlier: what the client allows; 0: no such stage
+        self.handed = False  # the engine is done with it, and another worker goes on
 
 
 class Flush:
     """What one or more steps brought: token items by gateway, ended choices, KV batches."""
 
-    __slots__ = ("ended", "events", "items", "seq", "started")
+    __slots__ = ("ended", "events", "held", "items", "seq", "started")
 
     def __init__(self) -> None:
         self.items: dict[str, list[TokenItem]] = {}
-        self.ended: list[Choice] = []
+        self.ended: list[Choice] = []  # also those that are handed over
         self.started: list[Choice] = []
+        self.held: list[Held] = []
         self.events: list[kv.KvEvent] = []
         self.seq = 0  # of the KV batch that holds ``events``
 
@@ -117,6 +126,7 @@ class EngineThread:
         self._dirty: list[Choice] = []
         self._ended: list[Choice] = []
         self._started: list[Choice] = []
+        self._held: list[Held] = []
         self._events: list[kv.KvEvent] = []
         self._kv_seq = 0
         self._in_flight = 0  # flushes that were delivered and not yet taken
@@ -150,6 +160,8 @@ class EngineThread:
             except RequestError as error:
                 for request in done:
                     engine.cancel(request.key)
+                if requests[0].reservation is not None:  # the others shared it
+                    engine.let_go(requests[0].reservation)
                 refused(error)
 
         self._put(run)
@@ -169,6 +181,23 @@ class EngineThread:
     def ask(self, question: Callable[[Engine], Any], answer: Callable[[Any], None]) -> None:
         """Run ``question`` between two steps and hand its result to ``answer``, in the thread."""
         self._put(lambda engine: answer(question(engine)))
+
+    def call(self, question: Callable[[Engine], T]) -> "concurrent.futures.Future[T]":
+        """Run ``question`` between two steps. A RequestError is its answer; any other exception ends the engine too."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def run(engine: Engine) -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(question(engine))
+            except BaseException as error:
+                future.set_exception(error)
+                if not isinstance(error, RequestError):
+                    raise
+
+        self._put(run)
+        return future
 
     def dump(self, answer: Callable[[list[kv.KvEvent], int], None]) -> None:
         """The cached names, and the sequence of the last KV batch that they include (-1: none)."""
@@ -237,12 +266,19 @@ class EngineThread:
             elif working and self._ahead < MAX_AHEAD:
                 self._absorb(engine)
                 self._ahead += 1
+                if engine.blocked:
+                    self._pause()
                 if not self._in_flight and self._clock() >= self._flush_due:
                     self._flush()
             elif self._in_flight:
                 self._wait()
             else:
                 self._flush()
+
+    def _pause(self) -> None:
+        with self._wake:
+            if self._commands.empty():
+                self._wake.wait(BLOCKED_S)
 
     def _wait(self) -> None:
         """Until everything delivered was taken, or a command came: that must not wait behind a broker that is away."""
@@ -253,9 +289,11 @@ class EngineThread:
     def _absorb(self, engine: Engine) -> None:
         """One step; per-token work."""
         choice: Any
-        outputs, events, started, failures, _ = engine.step()
+        outputs, events, started, failures, _, held = engine.step()
         if events:
             self._events += events
+        if held:
+            self._held += held
         if started:
             now = self._wall_ns()
             for choice, cached in started:
@@ -273,7 +311,10 @@ class EngineThread:
             if choice.stream is not None and self._stops(engine, choice, token, finish):
                 continue
             if finish:
-                choice.finish = Finish(finish, stop_token, choice.cached)
+                if finish == "length" and len(choice.tokens) + len(choice.buffer) < choice.max_tokens:
+                    choice.handed = True
+                else:
+                    choice.finish = Finish(finish, stop_token, choice.cached)
                 self._ended.append(choice)
         for choice, code, message in failures:
             if choice.finish is not None:  # its last token completed a stop string
@@ -298,7 +339,7 @@ class EngineThread:
         return True
 
     def _gathered(self) -> bool:
-        return bool(self._dirty or self._ended or self._events or self._started)
+        return bool(self._dirty or self._ended or self._events or self._started or self._held)
 
     def _flush(self) -> None:
         """Hand over what was gathered."""
@@ -312,6 +353,7 @@ class EngineThread:
             flush.items.setdefault(choice.gateway, []).append(_item(choice))
         flush.ended, self._ended = self._ended, []
         flush.started, self._started = self._started, []
+        flush.held, self._held = self._held, []
         self._dirty.clear()
         if self._events:
             flush.events, self._events = self._events, []

@@ -24,16 +24,20 @@ from configs.bus.pull import ACK, IN_PROGRESS, TERM, Puller
 from configs.detokenize import Detokenizer
 from configs.settings import WorkerSettings
 from schemas import done, fleet, jobs, kv, requests
+from schemas.control import Ok, Push, Pushed, Release
 from schemas.errors import Code, ServingError
 from schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
+from schemas.transfer import Encoded, Prefilled
 from workers.dump import Dumper
-from workers.engines.base import EngineInfo, EngineStats, RequestError
+from workers.engines.base import Engine, EngineInfo, EngineStats, MediaReservation, RequestError, Reservation, VisionEngine
 from workers.lease import Lease
 from workers.metrics import Metrics
 from workers.outbox import Outbox
 from workers.report import Reporter
 from workers.requests import Active, admit, already_over, sequences
 from workers.runner import Choice, EngineThread, Flush
+from workers.stages import Stages
+from workers.transfer.base import Transport
 
 log = structlog.get_logger("worker")
 
@@ -64,6 +68,8 @@ class Session:
         model: Model,
         settings: WorkerSettings,
         metrics: Metrics,
+        transport: Transport | None = None,
+        vision: VisionEngine | None = None,
     ) -> None:
         self.id = f"{settings.name or 'worker'}-{secrets.token_hex(4)}"
         self.epoch = time.time_ns()
@@ -89,6 +95,23 @@ class Session:
         self._outbox = Outbox(bus, self._lease.trusted)
         self._report = Reporter(bus, publisher, self._outbox, self.id, self.epoch, metrics)
         self._dumper = Dumper(engine, self.id, self.epoch)
+        self._transport = transport
+        self._vision = vision
+        self._moving: set[asyncio.Future[Any]] = set()  # stages under way between workers
+        self._stages = Stages(
+            self,
+            bus,
+            publisher,
+            self._outbox,
+            engine,
+            info,
+            transport,
+            vision,
+            model.name,
+            model.revision,
+            settings,
+            metrics,
+        )
         self._puller = Puller(bus, bus.subjects.stream("WORK"), self.id, self._on_work, self._room)
 
     # --- life ---
@@ -112,6 +135,7 @@ class Session:
             asyncio.create_task(self._publish_flushes(), name="flushes"),
             asyncio.create_task(self._housekeeping(), name="housekeeping"),
         ]
+        await self._stages.open()
         await self._puller.start()
         await self._lease.acquire()
         log.info("worker_registered", worker=self.id, model=self._model.name, slots=self._info.slots)
@@ -136,16 +160,16 @@ class Session:
             await self._puller.top_up()
             await self._lease.update()
             for active in [a for a in self._active.values() if not a.started_ns]:
-                await self._give_back(active, "draining")
+                await self.give_back(active, "draining")
         try:
             async with asyncio.timeout(timeout):
-                while self._active or self._finishing:
+                while self._active or self._finishing or self._stages.open_leases:
                     self._idle.clear()
                     await self._idle.wait()
         except TimeoutError:
             log.warning("drain_timeout", unfinished=len(self._active))
             for active in list(self._active.values()):
-                await self._give_back(active, "draining")
+                await self.give_back(active, "draining")
         await self._puller.drain()
         await self._settle()
         await self._lease.release()
@@ -155,7 +179,7 @@ class Session:
         """The engine is broken: give everything back, as poison if it was running, and leave."""
         await self._puller.close()
         for active in list(self._active.values()):
-            await self._give_back(active, reason, poison=bool(active.started_ns))
+            await self.give_back(active, reason, poison=bool(active.started_ns))
         await self._settle()
         await self._lease.release()
         await self._close()
@@ -165,8 +189,10 @@ class Session:
         await self._puller.close()
         await self._lease.abandon()
         self._outbox.drop()
-        choices = [choice for active in self._active.values() for choice in active.choices]
-        self._active.clear()
+        for active in list(self._active.values()):
+            self._remove(active)
+        if self._moving:  # bounded by the transfer's own time; nothing may go on in the next session's name
+            await asyncio.wait(self._moving, timeout=self._settings.transfer_timeout_s + 1.0)
         # Also without choices: behind this the engine delivers nothing more to this session, so that no flush is left
         # untaken here and the engine waits for it.
         dropped = asyncio.Event()
@@ -174,7 +200,7 @@ class Session:
         def tell() -> None:
             self._loop.call_soon_threadsafe(dropped.set)
 
-        self._engine.cancel(choices, tell)
+        self._engine.cancel([], tell)
         self._engine.taken()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(dropped.wait(), 10)
@@ -187,9 +213,10 @@ class Session:
             await asyncio.wait(self._finishing, timeout=5.0)
 
     async def _close(self) -> None:
-        for task in self._tasks:
+        await self._stages.close()
+        for task in (*self._tasks, *self._moving):
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, *self._moving, return_exceptions=True)
         while not self._flushes.empty():
             self._flushes.get_nowait()
             self._engine.taken()
@@ -226,7 +253,13 @@ class Session:
             name=self._settings.name,
             queue=self._queue,
             connection=self._model.connection,
+            transfer=self._transport.endpoint if self._transport is not None else None,
+            vision=self._vision is not None,
         )
+
+    async def renewed(self) -> None:
+        """The transfer agent was made anew: say how it is reached now."""
+        await self._lease.update()
 
     # --- work in ---
 
@@ -237,22 +270,26 @@ class Session:
     async def _on_work(self, message: Any) -> None:
         try:
             work = jobs.decode(message.data)
-            request = requests.decode(work.request) if isinstance(work, jobs.Job) else None
+            job = work if isinstance(work, jobs.Job) else None
+            if isinstance(work, Prefilled | Encoded):
+                job = jobs.decode_job(work.job)
+            request = requests.decode(job.request) if job is not None else None
         except msgspec.MsgspecError as error:
             log.error("job_unreadable", error=str(error))
             await self._bus.nc.publish(message.reply, TERM)
             return
         if isinstance(work, jobs.Revoke):
             await self._revoke(work)
-        elif request is not None and isinstance(work, jobs.Job):
-            if not await self._on_job(work, request, message):
+        elif job is not None and request is not None:
+            arrived = work if isinstance(work, Prefilled | Encoded) else None
+            if not await self._on_job(job, request, message, arrived):
                 return
-        else:
-            log.error("stage_unknown", kind=type(work).__name__, role=self._settings.role)
         await self._bus.nc.publish(message.reply, ACK)
 
-    async def _on_job(self, job: jobs.Job, request: requests.GenerateRequest, message: Any) -> bool:
-        """Start a job; True: its message needs no more than an acknowledgement."""
+    async def _on_job(
+        self, job: jobs.Job, request: requests.GenerateRequest, message: Any, arrived: Prefilled | Encoded | None = None
+    ) -> bool:
+        """Start a job, or what the stage before made of it; True: its message needs no more than an acknowledgement."""
         if self._over.get(request.id, -1) >= job.attempt:
             return True
         running = self._active.get(request.id)
@@ -272,7 +309,7 @@ class Session:
             return False
         if self._state is fleet.State.draining:
             self._active[request.id] = active
-            await self._give_back(active, "draining")
+            await self.give_back(active, "draining")
             return False
         if request.id in self._cancels:
             await self._end(active, Code.cancelled, self._cancels[request.id])
@@ -287,9 +324,77 @@ class Session:
                 await self._finish_choice(active, choice, finish)
         if active.ended:
             self._finish(active)
-            return False
-        self._engine.submit(sequences(active, self._model.revision), lambda error: self._refuse(active, error))
+        else:
+            self._begin(active, arrived)
         return False
+
+    def _begin(self, active: Active, arrived: Prefilled | Encoded | None) -> None:
+        if self._settings.role == "encode":
+            self._move(self._stages.encode(active))
+        elif isinstance(arrived, Prefilled):
+            self._move(self._stages.take_over(active, arrived))
+        elif active.request.media:
+            self._move(self._stages.see(active, arrived))
+        else:
+            self.compute(active)
+
+    # --- for stages ---
+
+    def current(self, active: Active) -> bool:
+        """It is still this worker's to run."""
+        return self._active.get(active.request.id) is active and active.cancelled is None
+
+    def trusted(self) -> bool:
+        """This worker may speak."""
+        return self._lease.trusted()
+
+    def compute(self, active: Active, reservation: Reservation | None = None) -> None:
+        """Give a request to the engine, with the KV that was brought here for it."""
+        asked = sequences(active, self._model.revision, self._info.block_size, reservation)
+        if reservation is not None:
+            self._engine.call(lambda engine: engine.adopt(reservation))
+        self._engine.submit(asked, lambda error: self._refuse(active, error))
+
+    async def end(self, active: Active, code: Code, message: str) -> None:
+        """End a request that this worker still has."""
+        if self._active.get(active.request.id) is active:
+            await self._end(active, code, message)
+
+    def passed_on(self, active: Active) -> None:
+        """The next stage has it."""
+        self._remember(active.request.id, active.attempt)
+        self._remove(active, cancel=False, drop=False)  # the lease holds the blocks
+
+    def release(self, order: Release) -> Ok:
+        return self._stages.release(order)
+
+    async def push(self, order: Push) -> Pushed:
+        return await self._stages.push(order)
+
+    def _move(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._moving.add(task)
+        task.add_done_callback(self._moved)
+
+    def _moved(self, task: "asyncio.Future[Any]") -> None:
+        self._moving.discard(task)
+        self._idle.set()
+        if not task.cancelled() and task.exception() is not None:
+            log.error("stage_failed", error=repr(task.exception()), exc_info=task.exception())
+
+    def _remove(self, active: Active, *, cancel: bool = True, drop: bool = True) -> None:
+        """This worker has no more to do with a request: the engine lets go of all that is kept for it."""
+        if self._active.get(active.request.id) is active:
+            del self._active[active.request.id]
+        self._idle.set()
+        if cancel:
+            self._engine.cancel(active.choices)
+        holder, media = active.holder, active.media
+        if holder is not None and drop:
+            self._engine.call(lambda engine: engine.drop(holder))
+        if media is not None:
+            active.media = None
+            self._engine.call(lambda engine: _let_go(engine, media))
 
     def _refuse(self, active: Active, error: RequestError) -> None:
         """In the engine thread: the engine takes none of the request's sequences."""
@@ -303,9 +408,7 @@ class Session:
         self._remember(revoke.request, revoke.attempt)
         active = self._active.get(revoke.request)
         if active is not None and active.attempt <= revoke.attempt:
-            del self._active[revoke.request]
-            self._engine.cancel(active.choices)
-            self._idle.set()
+            self._remove(active)
             await self._bus.nc.publish(active.delivery.reply, ACK)
 
     async def on_cancel(self, request_id: str, reason: str) -> None:
@@ -321,8 +424,8 @@ class Session:
 
     def _stop_early(self, active: Active, code: Code, message: str) -> None:
         """End a running request at the next step border."""
-        if active.cancelled is not None:
-            return
+        if active.cancelled is not None or active.leaving:
+            return  # the next stage hears of it too
         active.cancelled = (code, message)
 
         def dropped() -> None:  # engine thread; what was generated until now was handed over before
@@ -372,20 +475,30 @@ class Session:
                         if active_now is not None and not active_now.first_token_ns:
                             active_now.first_token_ns = now
             self._metrics.tokens.inc(tokens)
+        for held in flush.held:
+            choice = held.key  # type: ignore[assignment]
+            active = choice.owner
+            assert isinstance(active, Active)
+            active.held = held
         for choice in flush.ended:
             active = choice.owner
             assert isinstance(active, Active)
             finish = choice.finish
-            assert finish is not None
-            active.outcomes[choice.index] = done.Outcome(choice.tokens.tobytes(), finish.reason, finish.stop)
-            if active.ended and self._active.get(active.request.id) is active:
+            if finish is not None:
+                active.outcomes[choice.index] = done.Outcome(choice.tokens.tobytes(), finish.reason, finish.stop)
+            if not active.computed or active.leaving or not self.current(active):
+                continue
+            if active.ended:
                 self._finish(active)
+            else:
+                active.leaving = True
+                self._move(self._stages.hand_over(active))
 
     # --- ends ---
 
     def _finish(self, active: Active) -> None:
         """All choices ended: the terminal event, and after its acknowledgement the job's."""
-        self._active.pop(active.request.id, None)
+        self._remove(active, cancel=False)
         self._remember(active.request.id, active.attempt)
         self._spawn(self._report.done(active))
 
@@ -411,13 +524,13 @@ class Session:
         if self._active.get(active.request.id) is active and active.cancelled is not None:
             await self._end(active, *active.cancelled)
 
-    async def _give_back(self, active: Active, reason: str, poison: bool = False) -> None:
+    async def give_back(self, active: Active, reason: str, poison: bool = False) -> None:
         """This attempt ends here; a router steers the request again, from the tokens already streamed."""
         request = active.request
-        if self._active.pop(request.id, None) is None:
+        if self._active.get(request.id) is not active:
             return
         self._remember(request.id, active.attempt)
-        self._engine.cancel(active.choices)
+        self._remove(active)
         self._spawn(self._report.returned(active, reason, poison))
 
     def _spawn(self, work: Any) -> None:
@@ -450,6 +563,7 @@ class Session:
                 if now - active.renewed > ACK_WAIT_S / 3 and self._bus.connected:
                     active.renewed = now
                     await self._bus.nc.publish(active.delivery.reply, IN_PROGRESS)
+            self._stages.sweep(now)
             self._engine.ask(lambda engine: engine.stats(), self._stats_arrived)
 
     def _stats_arrived(self, stats: EngineStats) -> None:
@@ -469,3 +583,7 @@ class _Ended(Flush):
     def __init__(self, active: Active) -> None:
         super().__init__()
         self.active = active
+
+
+def _let_go(engine: Engine, media: MediaReservation) -> None:
+    engine.media_let_go(media)  # type: ignore[attr-defined]  # only an engine with eyes made one

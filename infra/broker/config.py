@@ -82,13 +82,14 @@ def permissions(role: str, s: Subjects) -> Permissions | None:
             consumer = tuple(f"$JS.API.CONSUMER.{verb}.{work}.>" for verb in ("CREATE", "DELETE", "MSG.NEXT"))
             return Permissions(
                 publish=(
-                    *(s.all("tokens"), s.all("done"), s.all("returned"), s.all("kv")),
+                    *(s.all("tokens"), s.all("done"), s.all("returned"), s.all("kv"), s.all("handoff")),
+                    *(s.all("work"), s.all("ctl")),  # to the next stage, and to the owner of its blocks
                     f"$KV.{s.bucket('workers')}.>",
                     *look,
                     *("$JS.API.DIRECT.GET.>", *consumer, f"$JS.ACK.{work}.>"),
                     *_object_read(s.bucket("media")),
                 ),
-                subscribe=(inbox, f"{s.namespace}.ctl.*", s.cancel),
+                subscribe=(inbox, f"{s.namespace}.ctl.*", s.cancel, s.live(f"$KV.{s.bucket('workers')}.>")),
                 respond=True,
             )
         case "client":

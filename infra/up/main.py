@@ -23,7 +23,7 @@ from infra.broker.main import apply_at, connect_operator
 from infra.broker.server import EmbeddedNats, ServerFailed, is_free
 from infra.up.fleet import registered
 from infra.up.http import base_url, get, reachable
-from infra.up.plan import Planned, plan
+from infra.up.plan import Planned, plan, workers_of
 from infra.up.process import Process
 from infra.up.show import Board, welcome
 from infra.up.signals import Stop
@@ -170,7 +170,7 @@ class Deployment:
 
     async def _look(self, nc: Client, waiting: dict[str, str]) -> None:
         """Take out of ``waiting`` who is ready; note what the others say."""
-        workers = {name for name in waiting if name.startswith("worker-")}
+        workers = {name for name in waiting if not name.startswith("gateway-")}
         for name in (await registered(nc, self.subjects)) & workers if workers else ():
             del waiting[name]
             self._board.ready(name)
@@ -179,7 +179,7 @@ class Deployment:
             if name not in waiting:
                 continue
             status, body = await get(reachable(self.settings.http_host), port, "/health/ready")
-            if status == 200 or (status and not self.settings.workers):
+            if status == 200 or (status and not any(workers_of(self.settings).values())):
                 del waiting[name]
                 self._board.ready(name, f"ready on port {port}")
             elif status:

@@ -7,6 +7,10 @@ from configs import modeldir
 from configs.flags import PREFIX, flags_of, to_argv, to_environ
 from configs.settings import Common, GatewaySettings, RouterSettings, UpSettings, WorkerSettings
 
+MEDIA = (
+    *("max_media_bytes", "max_image_pixels", "max_images", "media_timeout_s"),
+    *("allowed_local_media_path", "allow_private_media_addresses"),
+)
 SECRET = ("nats_url", "sys_nats_url")  # they hold passwords: passed by environment, which ps does not show to others
 
 
@@ -49,23 +53,35 @@ def plan(up: UpSettings, *, ports: list[int], url: Callable[[str], str], sys_url
         children.append(Planned(name, role, kind(name=name, nats_url=url(role), **common, **settings)))
 
     # Workers first: they take longest to start.
-    threads = up.threads or (max(1, cores // max(1, up.workers)) if up.engine == "native" else 0)
-    for index in range(up.workers):
-        add(
-            "worker",
-            f"worker-{index}",
-            WorkerSettings,
-            **model,
-            engine=up.engine,
-            block_size=up.block_size,
-            kv_blocks=up.kv_blocks,
-            max_running=up.max_running,
-            mock_speedup=up.mock_speedup,
-            threads=threads,
-            drain_s=up.drain_s,
-        )
+    roles = workers_of(up)
+    computing = sum(count for role, count in roles.items() if role != "encode")
+    threads = up.threads or (max(1, cores // max(1, computing)) if up.engine == "native" else 0)
+    for role, count in roles.items():
+        for index in range(count):
+            add(
+                "worker",
+                f"{'worker' if role == 'aggregated' else role}-{index}",
+                WorkerSettings,
+                **model,
+                role=role,
+                engine=up.engine,
+                block_size=up.block_size,
+                kv_blocks=up.kv_blocks,
+                max_running=up.max_running,
+                mock_speedup=up.mock_speedup,
+                threads=threads,
+                handoff_lease_s=up.handoff_lease_s,
+                drain_s=up.drain_s,
+            )
     for index in range(up.routers):
-        add("router", f"router-{index}", RouterSettings, mode=up.router_mode, sys_nats_url=sys_url)
+        add(
+            "router",
+            f"router-{index}",
+            RouterSettings,
+            mode=up.router_mode,
+            local_prefill_tokens=up.local_prefill_tokens,
+            sys_nats_url=sys_url,
+        )
     for index, port in enumerate(ports):
         add(
             "gateway",
@@ -78,5 +94,13 @@ def plan(up: UpSettings, *, ports: list[int], url: Callable[[str], str], sys_url
             block_size=up.block_size,
             max_queue=up.max_queue,
             drain_s=up.drain_s,
+            **{name: getattr(up, name) for name in MEDIA},
         )
     return children
+
+
+def workers_of(up: UpSettings) -> dict[str, int]:
+    """How many workers of each role."""
+    split = up.prefill + up.decode > 0
+    whole = up.workers if up.workers >= 0 else 0 if split else 1
+    return {"aggregated": whole, "prefill": up.prefill, "decode": up.decode, "encode": up.encode}

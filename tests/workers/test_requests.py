@@ -51,7 +51,7 @@ def active(
 def test_a_new_request_becomes_one_sequence_per_choice() -> None:
     asked = request(sampling=Sampling(logprobs=1))
     state = active(asked)
-    made = sequences(state, "rev")
+    made = sequences(state, "rev", state.request.block_size)
     assert [s.choice for s in made] == [0, 1]
     for sequence, choice in zip(made, state.choices, strict=True):
         assert sequence.key is choice
@@ -66,7 +66,7 @@ def test_a_new_request_becomes_one_sequence_per_choice() -> None:
 
 def test_a_resumed_choice_goes_on_behind_what_was_streamed_and_a_finished_one_is_not_run() -> None:
     state = active(request(), resume=(wire.pack_tokens([7, 8]), wire.pack_tokens([9])), finished=(1,))
-    (only,) = sequences(state, "rev")
+    (only,) = sequences(state, "rev", state.request.block_size)
     assert list(only.generated) == [7, 8]
     assert state.choices[0].first == 2, "the next token is numbered behind the streamed ones"
     assert state.outcomes[0] is None
@@ -79,7 +79,7 @@ def test_a_resumed_choice_goes_on_behind_what_was_streamed_and_a_finished_one_is
 def test_a_request_whose_choices_all_ended_is_over_before_it_runs() -> None:
     state = active(request(n=1), resume=(b"",), finished=(0,))
     assert state.ended
-    assert sequences(state, "rev") == []
+    assert sequences(state, "rev", state.request.block_size) == []
 
 
 def test_a_resumed_choice_that_had_reached_its_end_is_recognised() -> None:

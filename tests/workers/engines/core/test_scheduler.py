@@ -499,3 +499,166 @@ def test_any_history_ends_with_the_tokens_of_an_uninterrupted_run(
         assert tokens[number] == expected_tokens(prompt, count, VOCABULARY)
         if ends[number] == "length":
             assert count == min(wanted[number], 24 - len(prompt))
+
+
+# -- hand-over ----------------------------------------------------------------------------------------------------
+
+
+def names(prompt: list[int]) -> list[bytes]:
+    return split(chain(pack_tokens(prompt), 4, ROOT))
+
+
+def test_blocks_of_a_held_sequence_outlive_it_until_they_are_dropped() -> None:
+    bench = Bench(total_blocks=8)
+    prompt = list(range(10, 20))  # two full blocks and a half one
+    bench.scheduler.submit(request("a", prompt, max_tokens=1, hold=True, root=ROOT))
+    result = bench.step()
+    (held,) = result.held
+    assert (held.key, len(held.blocks)) == ("a", 3)
+    assert held.generations == [bench.blocks.generations[block] for block in held.blocks]
+    assert bench.scheduler.stats().pinned_blocks == bench.scheduler.stats().used_blocks == 3
+    check_pool(bench.blocks, [held.blocks])
+    assert bench.scheduler.drop("a")
+    assert not bench.scheduler.drop("a")
+    assert bench.scheduler.stats().pinned_blocks == bench.blocks.used_blocks == 0
+    check_pool(bench.blocks, [])
+
+
+def test_a_generation_changes_when_a_block_gets_a_new_owner_and_only_then() -> None:
+    bench = Bench(total_blocks=3)
+    bench.scheduler.submit(request("a", list(range(10, 20)), max_tokens=1, hold=True, root=ROOT))
+    (held,) = bench.step().held
+    bench.scheduler.drop("a")
+    assert held.generations == [bench.blocks.generations[block] for block in held.blocks]
+    bench.scheduler.submit(request("b", list(range(30, 40)), max_tokens=1))
+    bench.step()
+    assert all(bench.blocks.generations[b] != g for b, g in zip(held.blocks, held.generations, strict=True))
+
+
+def test_an_adopted_prompt_is_not_computed_and_each_choice_goes_on_in_its_own_last_block() -> None:
+    bench = Bench()
+    prompt = list(range(10, 20))
+    reservation = bench.scheduler.reserve(names(prompt), tails=2, users=2)
+    assert reservation is not None
+    assert (reservation.have, len(reservation.blocks), len(reservation.tails)) == (0, 2, 2)
+    tails = list(reservation.tails)
+    bench.scheduler.adopt(reservation)
+    for choice in range(2):
+        bench.scheduler.submit(
+            request(choice, prompt, root=ROOT, choice=choice, generated=[7], reservation=reservation)
+        )
+    result = bench.step()
+    assert bench.shape == [(0, 10, 1, True), (1, 10, 1, True)]
+    assert [event for event in result.events if isinstance(event, Stored)][0].digests == b"".join(names(prompt))
+    tables = [sequence.blocks for sequence in bench.scheduler.running]
+    assert sorted(table[2] for table in tables) == sorted(tails)
+    assert tables[0][:2] == tables[1][:2] == [slot.sequence.blocks[0:2] for slot in bench.plan][0]
+    assert bench.scheduler.stats().pinned_blocks == 0
+    bench.finish()
+    check_pool(bench.blocks, [])
+
+
+def test_a_reservation_takes_what_the_cache_has_and_leaves_room_for_what_runs() -> None:
+    bench = Bench(total_blocks=8)
+    prompt = list(range(10, 22))
+    bench.scheduler.submit(request("warm", prompt, max_tokens=1, root=ROOT))
+    bench.finish()
+    reservation = bench.scheduler.reserve(names(prompt), tails=0, users=1)
+    assert reservation is not None
+    assert reservation.have == 3
+    bench.scheduler.let_go(reservation)
+    bench.scheduler.submit(request("runs", [1] * 15, max_tokens=100))
+    bench.step()  # holds four blocks of eight
+    assert bench.scheduler.reserve(names(list(range(50, 66))), tails=0, users=1) is None, "what runs could not grow"
+    assert bench.scheduler.reserve(names(list(range(50, 62))), tails=0, users=1) is not None
+
+
+def test_a_pool_full_of_pinned_blocks_waits_and_goes_on_when_they_come_free() -> None:
+    bench = Bench(total_blocks=4)
+    bench.scheduler.submit(request("a", list(range(10, 25)), max_tokens=1, hold=True, root=ROOT))
+    assert bench.step().held
+    bench.scheduler.submit(request("b", [5] * 8, max_tokens=3))
+    for _ in range(3):
+        assert bench.step().computed_tokens == 0
+        assert bench.scheduler.blocked
+    bench.scheduler.drop("a")
+    assert [item.token for item in bench.finish()["b"]] == [108, 109, 110]  # type: ignore[union-attr]
+
+
+def test_the_only_running_sequence_waits_too_if_all_other_blocks_are_pinned() -> None:
+    bench = Bench(total_blocks=4)
+    bench.scheduler.submit(request("a", list(range(10, 18)), max_tokens=1, hold=True, root=ROOT))
+    bench.step()
+    bench.scheduler.submit(request("b", [5] * 7, max_tokens=6))
+    for _ in range(4):
+        bench.step()
+    assert bench.scheduler.blocked
+    bench.scheduler.drop("a")
+    assert len(bench.finish()["b"]) >= 3
+
+
+def test_a_cancelled_sequence_lets_go_of_its_reservation_and_so_does_one_that_never_came() -> None:
+    bench = Bench()
+    prompt = list(range(10, 20))
+    reservation = bench.scheduler.reserve(names(prompt), tails=2, users=2)
+    assert reservation is not None
+    bench.scheduler.adopt(reservation)
+    for choice in range(2):
+        bench.scheduler.submit(request(choice, prompt, root=ROOT, generated=[7], reservation=reservation))
+    bench.scheduler.cancel(0)
+    assert bench.scheduler.stats().pinned_blocks == 4
+    bench.scheduler.cancel(1)
+    assert bench.scheduler.stats().pinned_blocks == bench.blocks.used_blocks == 0
+    unused = bench.scheduler.reserve(names(prompt), tails=1, users=1)
+    assert unused is not None
+    bench.scheduler.let_go(unused)
+    bench.scheduler.let_go(unused)
+    assert bench.blocks.used_blocks == 0
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_hand_overs_leak_nothing_whatever_happens(data: st.DataObject) -> None:
+    bench = Bench(total_blocks=data.draw(st.integers(6, 24)), max_batched_tokens=data.draw(st.sampled_from([3, 16, 64])))
+    scheduler, mirror = bench.scheduler, Mirror()
+    held: list[object] = []
+    reserved: list[object] = []
+    prompts = [[base] * 3 + list(range(base, base + size)) for base in (10, 40, 70) for size in (2, 5, 9)]
+    for number in range(data.draw(st.integers(5, 30))):
+        prompt = data.draw(st.sampled_from(prompts))
+        match data.draw(st.sampled_from(["hold", "drop", "reserve", "use", "let_go", "cancel", "step", "step"])):
+            case "hold":
+                scheduler.submit(request(number, prompt, max_tokens=1, hold=True, root=ROOT))
+            case "drop" if held:
+                assert scheduler.drop(held.pop())
+            case "reserve":
+                users = data.draw(st.integers(1, 2))
+                found = scheduler.reserve(names(prompt), users if len(prompt) % 4 else 0, users)
+                if found is not None:
+                    reserved.append((found, prompt))
+            case "use" if reserved:
+                found, prompt = reserved.pop()  # type: ignore[misc]
+                if data.draw(st.booleans()):
+                    scheduler.adopt(found)
+                for user in range(found.users):
+                    key = (number, user)
+                    scheduler.submit(request(key, prompt, root=ROOT, generated=[7], reservation=found))
+            case "let_go" if reserved:
+                scheduler.let_go(reserved.pop()[0])  # type: ignore[index]
+            case "cancel":
+                scheduler.cancel(data.draw(st.sampled_from([*scheduler._by_key, None])))
+            case _:
+                result = bench.step()
+                mirror.apply(list(result.events))
+                held += [one.key for one in result.held]
+        tables = [s.blocks for s in scheduler.running] + list(scheduler._holds.values())
+        waiting = {id(s.reservation): s.reservation for s in scheduler._waiting.values() if s.reservation is not None}
+        tables += [r.blocks + r.tails for r in waiting.values()] + [r.blocks + r.tails for r, _ in reserved]  # type: ignore[misc, has-type]
+        check_pool(bench.blocks, tables)
+    for key in list(scheduler._by_key):
+        scheduler.cancel(key)
+    for key in list(scheduler._holds):
+        scheduler.drop(key)
+    for found, _ in reserved:  # type: ignore[misc, assignment]
+        scheduler.let_go(found)
+    assert scheduler.stats().pinned_blocks == bench.blocks.used_blocks == 0

@@ -1,0 +1,47 @@
+"""A request's media: from the object store, checked, decoded in a small pool of threads."""
+
+import asyncio
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from blake3 import blake3
+
+from configs.bus import objects
+from configs.bus.connection import Bus
+from schemas.errors import Code
+from schemas.requests import Media
+from workers.engines.base import RequestError, VisionEngine
+
+DECODERS = 2  # one decoded image can take 160 MB (40 M pixels)
+
+
+class MediaLoader:
+    """``close`` waits for what is being decoded."""
+
+    def __init__(self, bus: Bus, vision: VisionEngine) -> None:
+        self._bus = bus
+        self._vision = vision
+        self._pool = ThreadPoolExecutor(DECODERS, thread_name_prefix="media")
+
+    async def load(self, media: Mapping[int, Media]) -> dict[int, object]:
+        """Each medium in the form that the engine encodes.
+
+        Raises:
+            RequestError: one cannot be decoded, or is not what its name says.
+            ServingError: the object store does not answer, or has it no more.
+        """
+        numbers = list(media)
+        prepared = await asyncio.gather(*(self._one(media[number]) for number in numbers))
+        return dict(zip(numbers, prepared, strict=True))
+
+    async def _one(self, medium: Media) -> object:
+        raw = await objects.get(self._bus, self._bus.subjects.bucket("media"), medium.digest.hex(), medium.bytes)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._prepare, raw, medium)
+
+    def _prepare(self, raw: bytes, medium: Media) -> object:
+        if blake3(raw).digest() != medium.digest:
+            raise RequestError(Code.invalid_request, f"object {medium.digest.hex()} is not what its name says")
+        return self._vision.prepare(raw, medium.kind)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
