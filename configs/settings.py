@@ -55,6 +55,10 @@ class RouterSettings(Common, frozen=True, kw_only=True):
     overlap_weight: Annotated[float, Meta(ge=0, description="credit of one cached block against one queued")] = 1.0
     prefill_weight: Annotated[float, Meta(ge=0, description="cost of one block still to be computed")] = 1.0
     temperature: Annotated[float, Meta(ge=0, description="0: best score wins; above: softmax over scores")] = 0.0
+    transfer_weight: Annotated[float, Meta(ge=0, description="cost of moving blocks between workers; 0: none")] = 1.0
+    local_prefill_tokens: Annotated[
+        int, Meta(ge=0, description="prompt tokens that a decode worker computes itself, at most")
+    ] = 256
     waiting_room: Annotated[Positive, about("requests held ready while the fleet is full or empty")] = 512
     max_attempts: Annotated[Positive, about("tries of one request before it fails with worker_lost")] = 4
     kv_events: Annotated[bool, about("fold the workers' KV events; off: guess from past decisions")] = True
@@ -65,15 +69,17 @@ class RouterSettings(Common, frozen=True, kw_only=True):
 
 
 class WorkerSettings(Common, frozen=True, kw_only=True):
-    role: Annotated[
-        Literal["aggregated", "prefill", "decode", "encode"], about("which stage of the pipeline")
-    ] = "aggregated"
+    role: Annotated[Literal["aggregated", "prefill", "decode", "encode"], about("which stage of the pipeline")] = (
+        "aggregated"
+    )
     engine: Annotated[Literal["native", "mock"], about("what computes")] = "native"
     model: Annotated[str, about("model directory or Hugging Face id")] = ""
     served_model_name: Annotated[str, about("name in the pipeline; default: the directory's name")] = ""
     block_size: Annotated[Positive, about("tokens per KV block")] = 32
     kv_blocks: Annotated[int, Meta(ge=0, description="blocks in the pool; 0: from free memory")] = 0
-    embed_slots: Annotated[int, Meta(ge=0, description="images whose embeddings are kept; 0: 256, or memory's tenth")] = 0
+    embed_slots: Annotated[
+        int, Meta(ge=0, description="images whose embeddings are kept; 0: 256, or memory's tenth")
+    ] = 0
     max_running: Annotated[Positive, about("sequences per step")] = 256
     max_batched_tokens: Annotated[Positive, about("tokens computed per step")] = 8192
     max_model_len: Annotated[int, Meta(ge=0, description="prompt + output; 0: the model's own limit")] = 0
@@ -84,10 +90,14 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
     threads: Annotated[int, Meta(ge=0, description="CPU threads of the native engine; 0: torch decides")] = 0
     mock_speedup: Annotated[float, Meta(ge=0, description="mock engine: times faster than life; 0: no waiting")] = 1.0
     transfer: Annotated[
-        Literal["auto", "nixl", "none"], about("how blocks move to other workers; auto: nixl for all roles that need it")
+        Literal["auto", "nixl", "none"],
+        about("how blocks move to other workers; auto: nixl for all roles that need it"),
     ] = "auto"
     handoff_lease_s: Annotated[Seconds, about("how long blocks are kept for the next stage")] = 30.0
     transfer_timeout_s: Annotated[Seconds, about("longest transfer of one request's blocks")] = 5.0
+    quarantine_s: Annotated[
+        Seconds, about("after a transfer that timed out, how long its blocks wait before the agent is made anew")
+    ] = 10.0
     drain_s: Annotated[Seconds, about("on SIGTERM, how long running requests may go on")] = 30.0
     metrics_port: Annotated[int, Meta(ge=0, le=65535, description="Prometheus port; 0: none")] = 0
 

@@ -145,7 +145,9 @@ class _Worker:
 
         pools = await asyncio.wrap_future(engine.call(lambda engine: engine.memory()))
         try:
-            return await asyncio.to_thread(open_transport, settings.transfer, name, pools, on_renewed=renewed)
+            return await asyncio.to_thread(
+                open_transport, settings.transfer, name, pools, on_renewed=renewed, quarantine_s=settings.quarantine_s
+            )
         except TransportUnavailable as error:
             if settings.role != "aggregated":
                 raise

@@ -35,7 +35,7 @@ class MediaLoader:
         return dict(zip(numbers, prepared, strict=True))
 
     async def _one(self, medium: Media) -> object:
-        raw = await objects.get(self._bus, self._bus.subjects.bucket("media"), medium.digest.hex(), medium.bytes)
+        raw = await objects.get(self._bus, "media", medium.digest.hex(), limit=medium.bytes)
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._prepare, raw, medium)
 
     def _prepare(self, raw: bytes, medium: Media) -> object:

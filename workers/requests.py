@@ -31,7 +31,8 @@ class Active(msgspec.Struct, eq=False):
     cancelled: tuple[Code, str] | None = None
     route: tuple[Stage, ...] = ()  # the stages after this worker
     job: Job | None = None
-    held: Held | None = None  # a prefill stage: the prompt's blocks, for the next worker
+    holder: Choice | None = None  # a prefill stage: the choice whose sequence keeps the prompt's blocks at its end
+    held: Held | None = None  # and these are they, for the next worker
     media: MediaReservation | None = None
     leaving: bool = False  # it is being handed to the next stage
 
@@ -43,13 +44,6 @@ class Active(msgspec.Struct, eq=False):
     def computed(self) -> bool:
         """Every choice has ended or was handed over."""
         return all(o is not None or c.handed for o, c in zip(self.outcomes, self.choices, strict=True))
-
-    @property
-    def holder(self) -> Choice | None:
-        """The choice whose sequence keeps the prompt's blocks at the end of a prefill stage."""
-        if not self.route:
-            return None
-        return next((c for c, o in zip(self.choices, self.outcomes, strict=True) if o is None or c.handed), None)
 
 
 def admit(job: Job, request: GenerateRequest, delivery: Any, detokenizer: Detokenizer | None) -> Active:
@@ -120,7 +114,9 @@ def sequences(
         MediaSpan(each.position, each.tokens, each.digest, of)
         for each, of in zip(request.media, slots, strict=True)
     ]
-    holder = active.holder
+    open_ = [choice for choice, outcome in zip(active.choices, active.outcomes, strict=True) if outcome is None]
+    if active.route and open_:
+        active.holder = open_[0]
     return [
         SequenceRequest(
             key=choice,
@@ -133,11 +129,10 @@ def sequences(
             root=root,
             extra=extra,
             media=media,
-            hold=choice is holder,
+            hold=choice is active.holder,
             reservation=reservation,
         )
-        for choice, outcome in zip(active.choices, active.outcomes, strict=True)
-        if outcome is None
+        for choice in open_
     ]
 
 

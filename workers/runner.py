@@ -17,6 +17,7 @@ import structlog
 
 from configs.detokenize import TextStream
 from schemas import kv, wire
+from schemas.errors import Code
 from schemas.tokens import Finish, Logprob, TokenItem
 from workers.engines.base import Engine, Held, RequestError, SequenceRequest
 
@@ -42,6 +43,7 @@ class Choice:
         "gateway",
         "handed",
         "index",
+        "lacking",
         "logprobs",
         "max_tokens",
         "owner",
@@ -79,6 +81,7 @@ class Choice:
         self.dirty = False
         self.started_ns = 0
         self.max_tokens = 0  # of a prefill stage, whose engine stops earlier: what the client allows; 0: no such stage
+        self.lacking = ""  # what came from elsewhere and is gone, so that this worker cannot go on
         self.handed = False  # the engine is done with it, and another worker goes on
 
 
@@ -318,6 +321,10 @@ class EngineThread:
                 self._ended.append(choice)
         for choice, code, message in failures:
             if choice.finish is not None:  # its last token completed a stop string
+                continue
+            if code == Code.transfer_failed:  # no fault of the request: another worker can go on
+                choice.lacking = message
+                self._ended.append(choice)
                 continue
             choice.finish = Finish("error", None, choice.cached, code, message)
             self._ended.append(choice)

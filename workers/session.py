@@ -484,6 +484,9 @@ class Session:
             active = choice.owner
             assert isinstance(active, Active)
             finish = choice.finish
+            if choice.lacking:
+                self._spawn(self.give_back(active, choice.lacking))
+                continue
             if finish is not None:
                 active.outcomes[choice.index] = done.Outcome(choice.tokens.tobytes(), finish.reason, finish.stop)
             if not active.computed or active.leaving or not self.current(active):

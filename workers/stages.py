@@ -104,7 +104,9 @@ class Stages:
         self._peers: Peers | None = None
         if transport is not None:
             self._owner = Owner(engine, transport, self._ledger, host.id, settings.handoff_lease_s, metrics)
-            self._reader = Reader(bus, transport, self._ledger, host.id, settings.transfer_timeout_s)
+            self._reader = Reader(
+                bus, transport, self._ledger, host.id, settings.transfer_timeout_s, settings.quarantine_s
+            )
             self._peers = Peers(bus, transport, host.id, model, settings.role, self._peer_lost)
 
     # --- life ---
@@ -316,9 +318,13 @@ class Stages:
     async def _slots(self, active: Active) -> MediaReservation | None:
         """Slots for all media, kept in ``active.media``; None: the request was ended."""
         media = [(medium.digest, medium.tokens) for medium in active.request.media]
-        reservation = await self._room(
-            active, active.request.deadline_ns, lambda engine: _vision(engine).media_reserve(media)
-        )
+        try:
+            reservation = await self._room(
+                active, active.request.deadline_ns, lambda engine: _vision(engine).media_reserve(media)
+            )
+        except RequestError as error:
+            await self._host.end(active, Code(error.code), error.message)
+            return None
         if reservation is None:
             return None  # its deadline, a cancellation: whoever ended it has said so
         if not self._host.current(active):

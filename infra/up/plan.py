@@ -49,8 +49,8 @@ def plan(up: UpSettings, *, ports: list[int], url: Callable[[str], str], sys_url
     }
     children: list[Planned] = []
 
-    def add(role: str, name: str, kind: Callable[..., Common], **settings: object) -> None:
-        children.append(Planned(name, role, kind(name=name, nats_url=url(role), **common, **settings)))
+    def add(process: str, name: str, kind: Callable[..., Common], /, **settings: object) -> None:
+        children.append(Planned(name, process, kind(name=name, nats_url=url(process), **common, **settings)))
 
     # Workers first: they take longest to start.
     roles = workers_of(up)

@@ -14,16 +14,17 @@ from prometheus_client import CollectorRegistry
 from configs.bus.connection import Bus, connect
 from configs.bus.log import LogTail
 from configs.bus.publish import Publisher
-from configs.bus.read import Entry
+from configs.bus.read import Entry, read
 from configs.detokenize import Detokenizer
 from configs.fold import Progress, replay
 from configs.settings import WorkerSettings
 from infra.broker.server import EmbeddedNats
-from schemas import blocks, done, fleet, jobs, kv, tokens, wire
-from schemas.jobs import Decision, Job
+from schemas import blocks, control, done, fleet, jobs, kv, tokens, transfer, wire
+from schemas.jobs import Decision, Job, Stage
 from schemas.requests import GenerateRequest, Sampling, Stop
 from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, Subjects
 from schemas.tokens import Finish, TokenBatch, TokenItem
+from schemas.transfer import HandOff
 from tests.configs.bus_support import eventually
 from workers.engines import mock
 from workers.engines.base import Engine, StepResult
@@ -31,6 +32,7 @@ from workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
 from workers.metrics import Metrics
 from workers.runner import EngineThread, Flush
 from workers.session import Model, Session
+from workers.transfer import Network, Transport, open_transport
 
 MODEL = "m"
 GATEWAY = "gw"
@@ -63,11 +65,11 @@ def request(
         "sampling": GREEDY,
         "created_ns": now,
         "deadline_ns": now + int(deadline_s * 1e9),
+        "digests": blocks.chain(packed, BLOCK, blocks.root(REVISION)),
     }
     return GenerateRequest(
         prompt=packed,
         stop=Stop(max_tokens=max_tokens, ignore_eos=True, strings=strings),
-        digests=blocks.chain(packed, BLOCK, blocks.root(REVISION)),
         block_size=BLOCK,
         **fields | options,
     )
@@ -193,6 +195,30 @@ class Record:
                 found = registration
         return found
 
+    async def told(self, asked: GenerateRequest) -> list[HandOff]:
+        """The ledger's lines about a request, as they happened."""
+        lines: list[HandOff] = []
+        subjects = self.bus.subjects
+        async for entry in read(self.bus, subjects.stream("HANDOFF"), subjects.all("handoff")):
+            lines += [e for e in transfer.decode_ledger(entry.data).events if e.ticket.startswith(f"{asked.id}:")]
+        return sorted(lines, key=lambda line: line.at_ns)
+
+    async def states(self, asked: GenerateRequest, *wanted: str) -> list[str]:
+        """States in the ledger, in order, once all of ``wanted`` are among them."""
+        deadline = time.monotonic() + 15
+        while True:
+            states = [line.state for line in await self.told(asked)]
+            if set(wanted) <= set(states):
+                return states
+            assert time.monotonic() < deadline, states
+            await asyncio.sleep(0.02)
+
+    async def failure(self, asked: GenerateRequest) -> str:
+        """Why a hand-over failed."""
+        await self.states(asked, "failed")
+        (failed,) = [line for line in await self.told(asked) if line.state == "failed"]
+        return failed.cause
+
     # saying something
 
     async def give(
@@ -205,15 +231,17 @@ class Record:
         finished: tuple[int, ...] = (),
         endings: tuple[Finish, ...] = (),
         msg_id: str = "",
+        role: str = "aggregated",
+        route: tuple[Stage, ...] = (),
     ) -> int:
-        """Publish a job as a router does; its sequence in WORK."""
+        """Publish a job as a router does; its sequence in WORK. ``route``: the stages after this worker."""
         decision = Decision(mode="kv", chosen=worker, router="test", at_ns=time.time_ns())
-        job = Job(msgspec.Raw(wire.encode(asked)), attempt, decision, resume, finished, endings=endings)
+        job = Job(msgspec.Raw(wire.encode(asked)), attempt, decision, resume, finished, route, endings)
         load = jobs.load_header(
             len(asked.prompt) // 4, 0, asked.gateway, asked.deadline_ns, asked.priority.value, asked.n
         )
         headers = {HEADER_MSG_ID: msg_id or f"{asked.id}:{attempt}", HEADER_LOAD: load}
-        subject = self.bus.subjects.work("aggregated", worker)
+        subject = self.bus.subjects.work(role, worker)
         return int((await self.bus.js.publish(subject, wire.encode(job), headers=headers)).seq)
 
     async def say(self, asked: GenerateRequest, attempt: int, said: Sequence[int], choice: int = 0) -> None:
@@ -222,8 +250,8 @@ class Record:
         batch = wire.encode(TokenBatch("other", 0, 0, (item,)))
         await self.bus.js.publish(self.bus.subjects.tokens(asked.gateway), batch)
 
-    async def revoke(self, worker: str, asked: GenerateRequest, attempt: int) -> None:
-        subject = self.bus.subjects.work("aggregated", worker)
+    async def revoke(self, worker: str, asked: GenerateRequest, attempt: int, role: str = "aggregated") -> None:
+        subject = self.bus.subjects.work(role, worker)
         await self.bus.js.publish(subject, wire.encode(jobs.Revoke(asked.id, attempt)))
 
     async def settled(self, worker: str) -> None:
@@ -318,9 +346,19 @@ class Living:
     """One worker process in miniature: a connection, an engine thread, one session at a time."""
 
     def __init__(
-        self, bus: Bus, held: Held, settings: WorkerSettings, detokenizer: Detokenizer | None, model: str
+        self,
+        bus: Bus,
+        held: Held,
+        settings: WorkerSettings,
+        detokenizer: Detokenizer | None,
+        model: str,
+        network: Network | None = None,
     ) -> None:
         self.bus = bus
+        self.transport: Transport | None = None
+        if network is not None:
+            agent = f"agent-{next(_numbers)}"
+            self.transport = open_transport("loopback", agent, held.memory(), network=network, quarantine_s=2.0)
         self.engine = held
         self.settings = settings
         self.publisher = Publisher(bus)
@@ -342,14 +380,23 @@ class Living:
         """A new session; it answers control requests for its dump."""
         info = self.engine.info
         self.session = session = Session(
-            self.bus, self.publisher, self.thread, info, self.model, self.settings, self.metrics
+            *(self.bus, self.publisher, self.thread, info, self.model, self.settings, self.metrics, self.transport),
+            self.engine if getattr(self.engine, "slot_tokens", 0) else None,  # type: ignore[arg-type]
         )
 
-        async def control(message: Any) -> None:
-            page = msgspec.msgpack.decode(message.data).get("page", 0)
-            await message.respond(wire.encode(await session.dump(page)))
+        async def obey(message: Any) -> None:
+            order = control.decode_worker(message.data)
+            if isinstance(order, control.DumpKv):
+                await message.respond(wire.encode(await session.dump(order.page)))
+            elif isinstance(order, control.Push):
+                pushing = asyncio.create_task(session.push(order))
+                pushing.add_done_callback(
+                    lambda task: asyncio.ensure_future(message.respond(wire.encode(task.result())))
+                )
+            elif isinstance(order, control.Release):
+                await message.respond(wire.encode(session.release(order)))
 
-        self._controls.append(await self.bus.nc.subscribe(self.bus.subjects.control(session.id), cb=control))
+        self._controls.append(await self.bus.nc.subscribe(self.bus.subjects.control(session.id), cb=obey))
         await session.open()
         return session
 
@@ -385,11 +432,12 @@ async def living(
     *,
     detokenizer: Detokenizer | None = None,
     model: str = MODEL,
+    network: Network | None = None,
     **settings: Any,
 ) -> AsyncIterator[Living]:
-    """A registered worker."""
+    """A registered worker; with a ``network`` it hands blocks over in it."""
     async with dial(server, subjects, f"worker-{next(_numbers)}") as bus:
-        made = Living(bus, held or engine(), WorkerSettings(**settings), detokenizer, model)
+        made = Living(bus, held or engine(), WorkerSettings(**settings), detokenizer, model, network)
         made.thread.start()
         await made.publisher.open()
         await asyncio.to_thread(made.thread.wait_ready, 10)
@@ -400,6 +448,8 @@ async def living(
             made.engine.release()
             if not all(task.done() for task in made.session._tasks):  # not drained, failed or dead yet
                 await made.session.abandon()
+            if made.transport is not None:
+                await asyncio.to_thread(made.transport.close)
             made.thread.stop()
             assert await asyncio.to_thread(made.thread.join, 10)
             await made.publisher.close()

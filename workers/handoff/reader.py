@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import itertools
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from schemas import control, wire
 from schemas.control import Push, Pushed, Release
 from schemas.transfer import HandOff, Ticket
 from workers.handoff.ledger import Ledger
-from workers.transfer.base import QUARANTINE_S, TransferError, Transport
+from workers.transfer.base import TransferError, Transport
 from workers.transfer.path import path_between
 
 log = structlog.get_logger("handoff")
@@ -29,12 +30,15 @@ GRACE_S = 0.5  # an owner answers a push so much later than its transfer's own t
 class Reader:
     """Used from the event loop. ``open`` before use."""
 
-    def __init__(self, bus: Bus, transport: Transport, ledger: Ledger, worker: str, timeout_s: float) -> None:
+    def __init__(
+        self, bus: Bus, transport: Transport, ledger: Ledger, worker: str, timeout_s: float, quarantine_s: float
+    ) -> None:
         self._bus = bus
         self._transport = transport
         self._ledger = ledger
         self._worker = worker
         self._timeout_s = timeout_s
+        self._quarantine_s = quarantine_s
         self._inbox = bus.nc.new_inbox()
         self._numbers = itertools.count()
         self._asked: dict[str, tuple[str, asyncio.Future[Pushed]]] = {}  # by reply subject: owner, answer
@@ -127,21 +131,18 @@ class Reader:
         return pushed.bytes, time.monotonic() - began
 
     async def _await_settled(
-        self,
-        reply: str,
-        answer: "asyncio.Future[Pushed] | None",
-        settled: "concurrent.futures.Future[None]",
+        self, reply: str, answer: "asyncio.Future[Pushed] | None", settled: "concurrent.futures.Future[None]"
     ) -> None:
+        """Until the owner says that it writes no more, or our agent, and with it whatever writes here, is gone."""
         try:
-            if answer is not None:
-                pushed = await asyncio.wait_for(answer, QUARANTINE_S)
-                if pushed.settled:
-                    return
+            over = False
+            if answer is None:
+                await asyncio.sleep(self._quarantine_s)
             else:
-                await asyncio.sleep(QUARANTINE_S)
-            await asyncio.wrap_future(self._transport.renew())
-        except TimeoutError:
-            await asyncio.wrap_future(self._transport.renew())
+                with contextlib.suppress(TimeoutError):
+                    over = (await asyncio.wait_for(answer, self._quarantine_s)).settled
+            if not over:
+                await asyncio.wrap_future(self._transport.renew())
         finally:
             self._asked.pop(reply, None)
             settled.set_result(None)

@@ -1,0 +1,233 @@
+"""Prefill and decode as separate pools, over real NIXL: the same answers, the KV moved, nothing left behind.
+
+The mock engine checks every block that it did not compute itself, so a right answer means that the right bytes came.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from configs.bus.connection import Bus, connect
+from configs.bus.read import read
+from infra.leases import Lease, is_open, leases
+from schemas import jobs, wire
+from schemas.jobs import Job
+from schemas.subjects import HEADER_MSG_ID
+from schemas.transfer import Prefilled
+from tests.pipeline.conftest import NewDeployment
+from tests.pipeline.support import Deployment, Oracle, ending, idle_workers, parse_sse, token_prompt, until
+
+BLOCK = 32
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def split(new_deployment: NewDeployment) -> Deployment:
+    """One prefill and two decode workers; prompts above 64 tokens are worth a transfer."""
+    return new_deployment("--mock-speedup", "0", "--prefill", "1", "--decode", "2", "--local-prefill-tokens", "64")
+
+
+@pytest.fixture
+async def split_bus(split: Deployment) -> AsyncIterator[Bus]:
+    bus = await connect(split.state.nats_url, role="client", name="test")
+    yield bus
+    await bus.close()
+
+
+@pytest.fixture
+async def split_http(split: Deployment) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=split.urls[0], trust_env=False, timeout=30) as made:
+        yield made
+
+
+def body(prompt: list[int], **more: Any) -> dict[str, Any]:
+    return {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": 6, **more}
+
+
+async def ask(http: httpx.AsyncClient, asked: dict[str, Any]) -> httpx.Response:
+    answer = await http.post("/v1/completions", json=asked)
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+async def stages(bus: Bus, request_id: str) -> list[str]:
+    """Roles of the workers that got a message of the request, in stream order."""
+    subjects = bus.subjects
+    found = []
+    async for entry in read(bus, subjects.stream("WORK"), subjects.all("work")):
+        if entry.headers.get(HEADER_MSG_ID, "").startswith(request_id):
+            found.append(entry.subject.split(".")[2])
+    return found
+
+
+async def tickets(bus: Bus, request_id: str) -> list[Lease]:
+    return [lease for ticket, lease in (await leases(bus, time.time_ns())).items() if ticket.startswith(request_id)]
+
+
+async def read_ticket(bus: Bus, request_id: str) -> Lease:
+    """The one hand-over of a request, once its blocks were let go of."""
+
+    async def released() -> list[Lease]:
+        return [lease for lease in await tickets(bus, request_id) if lease.ended]
+
+    (lease,) = await until(released, "the lease ends")
+    return lease
+
+
+async def nothing_held(bus: Bus) -> bool:
+    now = time.time_ns()
+    return await idle_workers(bus) and not any(is_open(lease, now) for lease in (await leases(bus, now)).values())
+
+
+def request_id(answer: httpx.Response) -> str:
+    return str(answer.headers["x-request-id"])
+
+
+@pytest.mark.parametrize("tokens", [65, 96, 97, 127, 128, 129, 1000])
+async def test_the_answer_is_that_of_one_worker_wherever_the_prompt_ends_in_its_last_block(
+    split_http: httpx.AsyncClient, split_bus: Bus, oracle: Oracle, tokens: int
+) -> None:
+    asked = body(token_prompt(tokens, 5000 + tokens))
+    answer = await ask(split_http, asked)
+    assert answer.json()["choices"][0]["text"] == oracle.answer(asked, 6)
+    assert await stages(split_bus, request_id(answer)) == ["prefill", "decode"]
+    lease = await read_ticket(split_bus, request_id(answer))
+    assert lease.offer.blocks == -(-tokens // BLOCK)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"temperature": 1.0, "seed": 11},
+        {"temperature": 1.0, "seed": 12, "n": 3},
+        {"n": 2, "max_tokens": 40},
+        {"logprobs": 2},
+        {"max_tokens": 1},
+        {"min_tokens": 3, "max_tokens": 4},
+    ],
+    ids=str,
+)
+async def test_every_option_gives_the_same_as_on_one_worker(
+    split_http: httpx.AsyncClient, split_bus: Bus, oracle: Oracle, more: dict[str, Any]
+) -> None:
+    asked = body(token_prompt(300, hash(str(more)) % 10_000), **more)
+    answer = (await ask(split_http, asked)).json()
+    assert len(answer["choices"]) == more.get("n", 1)
+    for choice in answer["choices"]:
+        assert choice["text"] == oracle.answer(asked, asked["max_tokens"], choice["index"])
+        assert choice["finish_reason"] == "length"
+        if "logprobs" in more:
+            assert len(choice["logprobs"]["tokens"]) == asked["max_tokens"]
+    assert answer["usage"] == {
+        **answer["usage"],
+        "prompt_tokens": 300,
+        "completion_tokens": asked["max_tokens"] * more.get("n", 1),
+    }
+
+
+async def test_a_stop_string_that_begins_in_the_first_token_ends_the_answer(
+    split_http: httpx.AsyncClient, oracle: Oracle
+) -> None:
+    prompt = token_prompt(200, 77)
+    text = oracle.answer(body(prompt), 12)
+    for start, stop in ((0, text[: len(text) // 3]), (2, text[2 : len(text) // 2])):
+        answer = (await ask(split_http, body(prompt, max_tokens=12, stop=[stop]))).json()
+        assert answer["choices"][0]["text"] == text[: text.index(stop)]
+        assert answer["choices"][0]["finish_reason"] == "stop", start
+
+
+async def test_a_stream_has_every_token_once_and_the_first_comes_from_prefill(
+    split_http: httpx.AsyncClient, split_bus: Bus, oracle: Oracle
+) -> None:
+    asked = body(token_prompt(500, 78), stream=True, max_tokens=20)
+    answer = await ask(split_http, asked)
+    text = "".join(
+        event.body["choices"][0]["text"] for event in parse_sse(answer.content) if event.data != "[DONE]"
+    )
+    assert text == oracle.answer(asked, 20)
+    told, done = await ending(split_bus, request_id(answer))
+    assert done.worker.startswith("decode")
+    assert done.timings.created_ns < done.timings.started_ns < done.timings.first_token_ns < done.timings.ended_ns
+
+
+async def test_prompts_with_little_to_compute_stay_on_their_decode_worker(
+    split_http: httpx.AsyncClient, split_bus: Bus, oracle: Oracle
+) -> None:
+    short = await ask(split_http, body(token_prompt(60, 79)))
+    assert await stages(split_bus, request_id(short)) == ["decode"]
+    asked = body(token_prompt(600, 80))
+    first = await ask(split_http, asked)
+    assert await stages(split_bus, request_id(first)) == ["prefill", "decode"]
+
+    async def local() -> bool:
+        again = await ask(split_http, asked)
+        assert again.json()["choices"][0]["text"] == oracle.answer(asked, 6)
+        return await stages(split_bus, request_id(again)) == ["decode"]
+
+    await until(local, "the decode worker is known to hold the adopted prompt")
+
+
+async def test_only_blocks_that_the_decode_worker_lacks_are_read(
+    split_http: httpx.AsyncClient, split_bus: Bus, oracle: Oracle
+) -> None:
+    prompt = token_prompt(640, 81)
+    first = await ask(split_http, body(prompt[:320]))
+    told, _ = await ending(split_bus, request_id(first))
+    decode = told.jobs[0].route[-1].worker
+
+    async def partly() -> bool:
+        longer = await ask(split_http, body(prompt + token_prompt(64, int(time.time_ns() % 1_000_000))))
+        told, _ = await ending(split_bus, request_id(longer))
+        if not told.jobs[0].route or told.jobs[0].route[-1].worker != decode:
+            return False
+        lease = await read_ticket(split_bus, request_id(longer))
+        assert lease.last.state == "released"
+        return lease.offer.blocks == 22
+
+    await until(partly, "a longer prompt goes to the same pair")
+
+
+async def test_the_bulk_does_not_pass_the_broker(split_http: httpx.AsyncClient, split_bus: Bus) -> None:
+    answer = await ask(split_http, body(token_prompt(3000, 82)))
+    lease = await read_ticket(split_bus, request_id(answer))
+    assert lease.offer.bytes == lease.offer.blocks * 64
+    subjects = split_bus.subjects
+    async for entry in read(split_bus, subjects.stream("WORK"), subjects.all("work")):
+        if entry.headers.get(HEADER_MSG_ID, "") == f"{request_id(answer)}:1:decode":
+            message = jobs.decode(entry.data)
+            assert isinstance(message, Prefilled)
+            job = jobs.decode_job(message.job)
+            assert isinstance(job, Job)
+            assert [len(wire.unpack_tokens(part)) for part in job.resume] == [1]
+            assert len(entry.data) < 3000 * 4 + 16 * 94 + 8 * 94 + 4096, "tokens, names, blocks, generations and little else"
+            return
+    raise AssertionError("no Prefilled in the log")
+
+
+async def test_many_at_once_all_end_right_and_leave_nothing_behind(
+    split_http: httpx.AsyncClient, split_bus: Bus, oracle: Oracle
+) -> None:
+    asked = [body(token_prompt(70 + 13 * number, 9000 + number), max_tokens=10) for number in range(60)]
+    answers = await asyncio.gather(*(ask(split_http, each) for each in asked))
+    for each, answer in zip(asked, answers, strict=True):
+        assert answer.json()["choices"][0]["text"] == oracle.answer(each, 10)
+    await until(lambda: nothing_held(split_bus), "all blocks are free and all leases closed")
+
+
+async def test_a_cancelled_request_frees_both_sides(split: Deployment, split_bus: Bus) -> None:
+    asked = body(token_prompt(2000, 83), max_tokens=20_000, stream=True, ignore_eos=True)
+    async with (
+        httpx.AsyncClient(base_url=split.urls[0], trust_env=False, timeout=30) as http,
+        http.stream("POST", "/v1/completions", json=asked) as answer,
+    ):
+        lines = answer.aiter_lines()
+        for _ in range(8):
+            await anext(lines)
+        name = request_id(answer)  # type: ignore[arg-type]
+    _, done = await ending(split_bus, name)
+    assert done.code == "cancelled"
+    await until(lambda: nothing_held(split_bus), "all blocks are free and all leases closed")
