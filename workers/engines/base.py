@@ -50,6 +50,7 @@ class MediaSpan(NamedTuple):
     tokens: int
     digest: bytes  # blake3 of the raw bytes
     slots: Seq[int] = ()  # of the embedding pool, see VisionEngine; held by the caller until the sequence has ended
+    # Without slots, the sequence lives on KV from elsewhere (``reservation``) and fails if it loses that.
 
 
 class Reservation(msgspec.Struct, eq=False):
@@ -210,7 +211,7 @@ class VisionEngine(Protocol):
     engine's only.
     """
 
-    slot_tokens: int  # placeholder tokens that one slot holds
+    slot_tokens: int  # placeholder tokens that one slot holds; 0: the model takes no images, all else here is refused
 
     def prepare(self, raw: bytes, kind: str) -> object:
         """Decode one medium into what ``encode`` takes.
@@ -220,7 +221,11 @@ class VisionEngine(Protocol):
         """
 
     def media_reserve(self, media: Seq[tuple[bytes, int]]) -> MediaReservation | None:
-        """Hold slots for (digest, tokens) each, found or to be filled; None: there is no room now."""
+        """Hold slots for (digest, tokens) each, found or to be filled; None: there is no room now.
+
+        Raises:
+            RequestError: there can never be.
+        """
 
     def encode(self, reservation: MediaReservation, prepared: Mapping[int, object]) -> None:
         """Compute the embeddings of media (by their number in the reservation) into their slots; adopts them.

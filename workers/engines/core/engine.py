@@ -1,5 +1,6 @@
-"""An ``Engine`` made of a scheduler and something that computes its plans."""
+"""Engines made of a scheduler and something that computes its plans, of eyes that embed images, or of both."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 import msgspec
@@ -7,30 +8,150 @@ import msgspec
 from schemas.errors import Code
 from schemas.kv import KvEvent
 from schemas.transfer import Memory
-from workers.engines.base import EngineInfo, EngineStats, RequestError, Reservation, SequenceRequest, StepResult
+from workers.engines.base import (
+    EngineInfo,
+    EngineStats,
+    Failure,
+    MediaReservation,
+    MediaSpan,
+    RequestError,
+    Reservation,
+    SequenceRequest,
+    StepResult,
+)
+from workers.engines.core.embeddings import EmbeddingCache, Eyes
 from workers.engines.core.scheduler import Scheduler
-from workers.engines.core.sequence import Executor, Sampled
+from workers.engines.core.sequence import Executor, Sampled, Slot
+
+ABSENT = "the embeddings of an image are not on this worker"
+BLIND = "this model takes text only; send the request without images, or to a model that takes them"
 
 
-class ScheduledEngine:
-    """Implements ``workers.engines.base.Engine``; owns ``executor`` and closes it."""
+class Sighted:
+    """Implements ``workers.engines.base.VisionEngine``. Without eyes ``slot_tokens`` is 0 and all media are refused."""
 
-    def __init__(self, info: EngineInfo, scheduler: Scheduler, executor: Executor) -> None:
+    def __init__(self, eyes: Eyes | None) -> None:
+        self._eyes = eyes
+        self._embeddings = None if eyes is None else EmbeddingCache(eyes.slots, eyes.slot_tokens)
+        self.slot_tokens = 0 if eyes is None else eyes.slot_tokens
+
+    def _look(self) -> tuple[Eyes, EmbeddingCache]:
+        if self._eyes is None or self._embeddings is None:
+            raise RequestError(Code.invalid_request, BLIND)
+        return self._eyes, self._embeddings
+
+    def prepare(self, raw: bytes, kind: str) -> object:
+        """Decode one medium; from any thread.
+
+        Raises:
+            RequestError: it cannot be decoded, or the model does not take it.
+        """
+        return self._look()[0].prepare(raw, kind)
+
+    def media_reserve(self, media: Seq[tuple[bytes, int]]) -> MediaReservation | None:
+        """Hold slots for (digest, tokens) each; None: there is no room now.
+
+        Raises:
+            RequestError: there can never be.
+        """
+        _, cache = self._look()
+        if any(tokens < 1 for _, tokens in media):
+            raise RequestError(Code.invalid_request, "a medium takes at least one token of the prompt")
+        needed = cache.needed(media)
+        if needed > cache.total_slots:
+            raise RequestError(
+                Code.out_of_blocks,
+                f"the media take {needed} embedding slots of {cache.slot_tokens} tokens; this worker has "
+                f"{cache.total_slots} (embed_slots)",
+            )
+        return cache.reserve(media)
+
+    def encode(self, reservation: MediaReservation, prepared: Mapping[int, object]) -> None:
+        """Compute media (by their number in the reservation) into their slots, and adopt them.
+
+        Raises:
+            RequestError: a medium has another number of tokens than was reserved; nothing was computed.
+            EngineError: the device is lost.
+        """
+        eyes, cache = self._look()
+        for number, medium in prepared.items():
+            given, wanted = eyes.tokens(medium), cache.tokens(reservation, number)
+            if given != wanted:
+                raise RequestError(
+                    Code.invalid_request,
+                    f"medium {number} has {given} tokens, the prompt has places for {wanted} of it",
+                )
+        eyes.fill([(reservation.slots[number], medium) for number, medium in prepared.items()])
+        cache.adopt(reservation, prepared)
+
+    def media_adopt(self, reservation: MediaReservation) -> None:
+        self._look()[1].adopt(reservation)
+
+    def media_let_go(self, reservation: MediaReservation) -> None:
+        self._look()[1].let_go(reservation)
+
+    def media_generations(self, reservation: MediaReservation) -> list[int]:
+        return self._look()[1].generations_of(reservation)
+
+    def _embeds(self) -> dict[str, Memory]:
+        """The embedding pool by its name, or nothing."""
+        if self._eyes is None or self._embeddings is None:
+            return {}
+        generations, _ = self._embeddings.generations.buffer_info()
+        return {"embeds": msgspec.structs.replace(self._eyes.memory(), generations=generations)}
+
+    def _check_media(self, media: Seq[MediaSpan], prompt: int, adopted: bool) -> None:
+        """That every medium lies in the prompt, after the one before, and in slots that exist.
+
+        Args:
+            adopted: the prompt's KV came from elsewhere, so that its embeddings need not be here.
+        """
+        _, cache = self._look()
+        free = 0
+        for position, tokens, _, slots in media:
+            if position < free or tokens < 1 or position + tokens > prompt:
+                raise RequestError(
+                    Code.invalid_request,
+                    f"a medium cannot take {tokens} tokens from position {position} on: {free} to {prompt} are free",
+                )
+            free = position + tokens
+            if not slots:
+                if not adopted:
+                    raise RequestError(Code.transfer_failed, ABSENT)
+                continue
+            if len(slots) != -(-tokens // cache.slot_tokens):
+                raise RequestError(
+                    Code.invalid_request, f"a medium of {tokens} tokens came with {len(slots)} embedding slots"
+                )
+            if not 0 <= min(slots) <= max(slots) < cache.total_slots:
+                raise RequestError(Code.invalid_request, f"there are only {cache.total_slots} embedding slots")
+
+
+class ScheduledEngine(Sighted):
+    """Implements ``workers.engines.base.Engine`` and ``VisionEngine``; owns ``executor`` and ``eyes``, closes both."""
+
+    def __init__(self, info: EngineInfo, scheduler: Scheduler, executor: Executor, eyes: Eyes | None = None) -> None:
+        super().__init__(eyes)
         self.info = info
         self._scheduler = scheduler
         self._executor = executor
+        self._may_miss = False  # a sequence was taken without its embeddings
 
     def submit(self, request: SequenceRequest) -> None:
         """Queue one sequence.
 
         Raises:
-            RequestError: it can never run here (too long, unknown token ids, nothing to generate).
+            RequestError: it can never run here (too long, unknown token ids, nothing to generate, media whose
+                embeddings are not here).
         """
         highest = max(max(request.prompt, default=0), max(request.generated, default=0))
         if highest >= self.info.vocab_size:
             raise RequestError(
                 Code.invalid_request, f"token id {highest} is outside the vocabulary of {self.info.vocab_size}"
             )
+        if request.media:
+            self._check_media(request.media, len(request.prompt), request.reservation is not None)
+            self._may_miss = self._may_miss or not all(span.slots for span in request.media)
         self._scheduler.submit(request)
 
     def cancel(self, key: object) -> bool:
@@ -46,8 +167,17 @@ class ScheduledEngine:
             EngineError: the executor is broken; so is this engine.
         """
         plan = self._scheduler.schedule()
+        missing = [slot for slot in plan if _misses(slot)] if self._may_miss else []
+        if missing:
+            plan = [slot for slot in plan if slot not in missing]
+            for slot in missing:
+                self._scheduler.cancel(slot.sequence.key)
         sampled: list[Sampled] = self._executor.execute(plan) if plan else []
-        return self._scheduler.commit(plan, sampled)
+        result = self._scheduler.commit(plan, sampled)
+        if missing:
+            failures = [Failure(slot.sequence.key, Code.transfer_failed, ABSENT) for slot in missing]
+            result = result._replace(failures=result.failures + failures)
+        return result
 
     def stats(self) -> EngineStats:
         return self._scheduler.stats()
@@ -60,13 +190,12 @@ class ScheduledEngine:
         return self._scheduler.blocked
 
     def memory(self) -> dict[str, Memory]:
-        """The executor's pools; that of the KV with the block manager's generations."""
-        pools = self._executor.memory()
+        """Each pool with the generations of its owner."""
         generations, _ = self._scheduler.blocks.generations.buffer_info()
+        pools = self._executor.memory()
         return {
-            name: msgspec.structs.replace(pool, generations=generations) if name == "kv" else pool
-            for name, pool in pools.items()
-        }
+            name: msgspec.structs.replace(pool, generations=generations) for name, pool in pools.items()
+        } | self._embeds()
 
     def drop(self, key: object) -> bool:
         return self._scheduler.drop(key)
@@ -82,3 +211,78 @@ class ScheduledEngine:
 
     def close(self) -> None:
         self._executor.close()
+        if self._eyes is not None:
+            self._eyes.close()
+
+
+def _misses(slot: Slot) -> bool:
+    """Its KV came from elsewhere, was lost to a preemption, and cannot be computed again: there are no embeddings."""
+    end = slot.start + slot.count
+    return any(
+        not slots and position < end and position + tokens > slot.start
+        for position, tokens, _, slots in slot.sequence.media
+    )
+
+
+class EncodeEngine(Sighted):
+    """The engine of an encode worker: a ``VisionEngine`` with as much of ``Engine`` as every worker asks for.
+
+    Its blocks, in ``info`` and ``stats``, are slots of the embedding pool.
+    """
+
+    def __init__(self, info: EngineInfo, eyes: Eyes) -> None:
+        super().__init__(eyes)
+        self.info = info
+
+    def submit(self, request: SequenceRequest) -> None:
+        """Refused.
+
+        Raises:
+            RequestError: always.
+        """
+        raise RequestError(Code.unsupported, "an encode worker generates nothing; submit to another worker")
+
+    def cancel(self, key: object) -> bool:
+        return False
+
+    def has_work(self) -> bool:
+        return False
+
+    def step(self) -> StepResult:
+        return StepResult([], [], [], [], 0)
+
+    @property
+    def blocked(self) -> bool:
+        return False
+
+    def stats(self) -> EngineStats:
+        _, cache = self._look()
+        return EngineStats(
+            running=0,
+            waiting=0,
+            used_blocks=cache.used_slots,
+            cached_blocks=cache.cached_slots,
+            free_blocks=cache.free_slots,
+        )
+
+    def dump(self) -> list[KvEvent]:
+        return []
+
+    def memory(self) -> dict[str, Memory]:
+        return self._embeds()
+
+    def drop(self, key: object) -> bool:
+        return False
+
+    def reserve(self, digests: Seq[bytes], tails: int, users: int) -> Reservation | None:
+        return None
+
+    def adopt(self, reservation: Reservation) -> None:
+        """There is nothing to adopt: ``reserve`` gives nothing."""
+
+    def let_go(self, reservation: Reservation) -> None:
+        """There is nothing to let go of: ``reserve`` gives nothing."""
+
+    def close(self) -> None:
+        eyes, _ = self._look()
+        eyes.close()

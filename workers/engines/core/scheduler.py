@@ -343,13 +343,9 @@ class Scheduler:
             self._let_go(sequence)
         if ended:
             self.running = [sequence for sequence in self.running if sequence.blocks]
-        started, failures, held = self._started, self._failures, self._held
-        if started:
-            self._started = []
-        if failures:
-            self._failures = []
-        if held:
-            self._held = []
+        started, self._started = self._started, []
+        failures, self._failures = self._failures, []
+        held, self._held = self._held, []
         return StepResult(outputs, self.blocks.take_events(), started, failures, total, held)
 
     def _hold(self, sequence: Sequence) -> None:

@@ -1,4 +1,4 @@
-"""The mock engine: real scheduler, block manager and KV events, no model, simulated step time."""
+"""The mock engine: real scheduler, block manager, KV events and memory; no model, simulated step time."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -9,11 +9,13 @@ from configs.detokenize import REPLACEMENT
 from configs.settings import WorkerSettings
 from workers.engines.base import EngineInfo
 from workers.engines.core.blocks import BlockManager
-from workers.engines.core.engine import ScheduledEngine
+from workers.engines.core.engine import EncodeEngine, ScheduledEngine
 from workers.engines.core.scheduler import Scheduler
 from workers.engines.mock.executor import MockExecutor, Vocabulary
+from workers.engines.mock.memory import BLOCK_BYTES, MockBlocks, MockEyes
 
 DEFAULT_BLOCKS = 16_384
+DEFAULT_SLOTS = 256
 
 
 def build(
@@ -30,6 +32,9 @@ def build(
     kv_events: bool = True,
     speedup: float = 1.0,
     sleep: Callable[[float], None] = time.sleep,
+    memory_block_bytes: int = 0,
+    image_tokens: int = 0,
+    embed_slots: int = 0,
 ) -> ScheduledEngine:
     """A mock engine.
 
@@ -38,6 +43,9 @@ def build(
         excluded: ids never drawn, such as special tokens.
         total_blocks: in the pool; 0: the default.
         speedup: how much faster than life a step is; 0: it takes no time.
+        memory_block_bytes: of each KV block, which then holds a checksum of what it stands for; 0: no memory.
+        image_tokens: placeholder tokens of an image; 0: a model without eyes.
+        embed_slots: images whose embeddings are kept; 0: the default.
 
     Raises:
         ValueError: a size below 1, or every id is excluded.
@@ -53,8 +61,15 @@ def build(
         max_model_len=max_model_len,
         eos_token_ids=eos,
     )
+    eyes = MockEyes(embed_slots or DEFAULT_SLOTS, image_tokens) if image_tokens else None
+    pool = MockBlocks(blocks.total_blocks, block_size, memory_block_bytes, eyes) if memory_block_bytes else None
     executor = MockExecutor(
-        Vocabulary(vocab_size, excluded), blocks.total_blocks * block_size, speedup=speedup, sleep=sleep
+        Vocabulary(vocab_size, excluded),
+        blocks.total_blocks * block_size,
+        speedup=speedup,
+        sleep=sleep,
+        blocks=pool,
+        eyes=eyes,
     )
     info = EngineInfo(
         name="mock",
@@ -67,7 +82,32 @@ def build(
         kv_events=blocks.kv_events,
         load_seconds=time.perf_counter() - started,
     )
-    return ScheduledEngine(info, scheduler, executor)
+    return ScheduledEngine(info, scheduler, executor, eyes)
+
+
+def build_encoder(
+    *,
+    image_tokens: int,
+    embed_slots: int = 0,
+    vocab_size: int,
+    eos_token_ids: Iterable[int] = (),
+    block_size: int = 32,
+    max_running: int = 256,
+    max_model_len: int = 131_072,
+) -> EncodeEngine:
+    """The mock of an encode worker's engine; arguments as of ``build``."""
+    eyes = MockEyes(embed_slots or DEFAULT_SLOTS, image_tokens)
+    info = EngineInfo(
+        name="mock",
+        block_size=block_size,
+        total_blocks=eyes.slots,
+        slots=max_running,
+        max_model_len=max_model_len,
+        vocab_size=vocab_size,
+        eos_token_ids=tuple(eos_token_ids),
+        kv_events=False,
+    )
+    return EncodeEngine(info, eyes)
 
 
 def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine:
@@ -90,6 +130,29 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine:
         prefix_cache=settings.prefix_cache,
         kv_events=settings.publish_events_and_metrics,
         speedup=settings.mock_speedup,
+        memory_block_bytes=0 if settings.role == "aggregated" else BLOCK_BYTES,
+        image_tokens=0 if model.vision is None else model.vision.image_tokens,
+        embed_slots=settings.embed_slots,
+    )
+
+
+def encoder_from_settings(settings: WorkerSettings, path: Path) -> EncodeEngine:
+    """A mock of what encodes the images of the model in ``path``.
+
+    Raises:
+        modeldir.ModelError: the directory cannot be used, or the model takes no images.
+    """
+    model = modeldir.load(path)
+    if model.vision is None:
+        raise modeldir.ModelError(f"{path} needs no encode worker: {model.no_vision}")
+    return build_encoder(
+        image_tokens=model.vision.image_tokens,
+        embed_slots=settings.embed_slots,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        block_size=settings.block_size,
+        max_running=settings.max_running,
+        max_model_len=settings.max_model_len or model.max_model_len,
     )
 
 
@@ -102,4 +165,4 @@ def _without_text(model: modeldir.ModelDir) -> Iterator[int]:
             yield token
 
 
-__all__ = ["DEFAULT_BLOCKS", "build", "from_settings"]
+__all__ = ["DEFAULT_BLOCKS", "DEFAULT_SLOTS", "build", "build_encoder", "encoder_from_settings", "from_settings"]

@@ -1,4 +1,4 @@
-"""The mock's model: the next token is a checksum of all tokens before it.
+"""The mock's model: the next token is a checksum of all tokens before it, and of the media among them.
 
 So any worker continues a sequence as any other would have, wherever it was cut, and a test can tell.
 """
@@ -7,13 +7,16 @@ import math
 import struct
 import time
 from array import array
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
+from collections.abc import Sequence as Seq
 from zlib import crc32
 
 from schemas.requests import Sampling
 from schemas.tokens import Logprob
+from schemas.transfer import Memory
 from schemas.wire import pack_tokens
-from workers.engines.core.sequence import Sampled, Slot
+from workers.engines.core.sequence import Sampled, Sequence, Slot
+from workers.engines.mock.memory import MockBlocks, MockEyes, seen
 from workers.engines.mock.timing import step_seconds
 
 GREEDY = Sampling(temperature=0.0)
@@ -67,8 +70,14 @@ def seed_state(sampling: Sampling, choice: int) -> int:
     return crc32(struct.pack("<QI", sampling.seed, choice)) if sampling.temperature > 0 else 0
 
 
+def start_state(sampling: Sampling, choice: int, media: int | None) -> int:
+    """As ``seed_state``; ``media``: what ``memory.seen`` makes of the sequence's embeddings, None: it has none."""
+    state = seed_state(sampling, choice)
+    return state if media is None else crc32(_pack(media), state)
+
+
 def expected_tokens(
-    tokens: Sequence[int],
+    tokens: Seq[int],
     count: int,
     vocabulary: Vocabulary,
     *,
@@ -76,13 +85,15 @@ def expected_tokens(
     choice: int = 0,
     barred: Collection[int] = (),
     barred_tokens: int = 0,
+    media: Seq[bytes] = (),
 ) -> list[int]:
     """The ``count`` tokens that follow ``tokens``, without any engine.
 
     Args:
         barred: ids that cannot be drawn yet (EOS and stop ids below ``min_tokens``), for the first ``barred_tokens``.
+        media: embeddings of the media in the prompt, in order: ``memory.embedding`` of each one's raw bytes.
     """
-    state = crc32(pack_tokens(tokens), seed_state(sampling, choice))
+    state = crc32(pack_tokens(tokens), start_state(sampling, choice, seen(media) if media else None))
     found = []
     for position in range(count):
         token = vocabulary.token(state, barred if position < barred_tokens else ())
@@ -98,6 +109,8 @@ class MockExecutor:
         capacity: of the KV pool, tokens.
         speedup: how much faster than life a step is; 0: it takes no time.
         sleep: waits so many seconds.
+        blocks: memory that is read and written as a model's would be; None: there is none.
+        eyes: they belong to the engine.
     """
 
     def __init__(
@@ -107,15 +120,22 @@ class MockExecutor:
         *,
         speedup: float = 1.0,
         sleep: Callable[[float], None] = time.sleep,
+        blocks: MockBlocks | None = None,
+        eyes: MockEyes | None = None,
     ) -> None:
         self._vocabulary = vocabulary
         self._capacity = capacity
+        self._blocks = blocks
+        self._eyes = eyes
+        self._admitted = 0  # sequences with a smaller ``arrived`` have been here since their admission
         self._speedup = speedup
         self._sleep = sleep
 
     def execute(self, plan: list[Slot]) -> list[Sampled]:
         if self._speedup:
             self._sleep(step_seconds(plan, self._capacity) / self._speedup)
+        if self._blocks is not None:
+            self._remember(self._blocks, plan)
         sampled: list[Sampled] = []
         allowed = self._vocabulary.allowed
         count = len(allowed)
@@ -124,7 +144,8 @@ class MockExecutor:
                 continue
             state = sequence.state  # checksum of everything known; tokens are never taken back
             if not isinstance(state, int):
-                state = crc32(pack_tokens(sequence.tokens), seed_state(sequence.sampling, sequence.choice))
+                media = self._seen(sequence) if sequence.media else None
+                state = crc32(pack_tokens(sequence.tokens), start_state(sequence.sampling, sequence.choice, media))
             token = allowed[state % count]
             if token in sequence.stops and len(sequence.tokens) < sequence.stoppable:
                 token = self._vocabulary.token(state, sequence.stops)
@@ -134,5 +155,26 @@ class MockExecutor:
             sampled.append(_tuple(Sampled, (token, logprob)))
         return sampled
 
+    def _remember(self, blocks: MockBlocks, plan: list[Slot]) -> None:
+        for sequence, start, _, _ in plan:  # reads come before all writes, as nobody may read what this step writes
+            if sequence.arrived >= self._admitted:
+                self._admitted = sequence.arrived + 1
+                if start:
+                    blocks.check(sequence, start)
+        for sequence, start, count, _ in plan:
+            blocks.write(sequence, start, start + count)
+
+    def _seen(self, sequence: Sequence) -> int:
+        """A model sees images through its KV; without any, we look into the embeddings themselves."""
+        if self._blocks is not None:
+            return self._blocks.seen(sequence)
+        assert self._eyes is not None
+        return seen([self._eyes.read(span.slots) for span in sequence.media])
+
+    def memory(self) -> dict[str, Memory]:
+        return {} if self._blocks is None else {"kv": self._blocks.memory()}
+
     def close(self) -> None:
-        """Nothing is held."""
+        """Give the memory back."""
+        if self._blocks is not None:
+            self._blocks.close()

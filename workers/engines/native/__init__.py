@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from configs.settings import WorkerSettings
-from workers.engines.core.engine import ScheduledEngine
+from workers.engines.core.engine import EncodeEngine, ScheduledEngine
 
 
 def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine:
@@ -22,4 +22,21 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine:
         device=settings.device,
         dtype=settings.dtype,
         threads=settings.threads,
+        embed_slots=settings.embed_slots,
+    )
+
+
+def encoder_from_settings(settings: WorkerSettings, path: Path) -> EncodeEngine:
+    """The engine of an encode worker's process; raises as ``build_encoder`` does."""
+    from workers.engines.native.encoder import build_encoder
+
+    return build_encoder(
+        str(path),
+        block_size=settings.block_size,
+        max_running=settings.max_running,
+        max_model_len=settings.max_model_len,
+        device=settings.device,
+        dtype=settings.dtype,
+        threads=settings.threads,
+        embed_slots=settings.embed_slots,
     )

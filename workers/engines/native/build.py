@@ -8,9 +8,9 @@ from workers.engines.base import EngineError, EngineInfo
 from workers.engines.core.blocks import BlockManager
 from workers.engines.core.engine import ScheduledEngine
 from workers.engines.core.scheduler import Scheduler
-from workers.engines.native.executor import TorchExecutor, out_of_memory
-from workers.engines.native.model import Model, ModelError, load
-from workers.engines.native.pool import Pool, blocks_that_fit
+from workers.engines.native.executor import TorchExecutor
+from workers.engines.native.model import Model, ModelError, eyes, load
+from workers.engines.native.pool import Pool, blocks_that_fit, out_of_memory
 
 
 def build(
@@ -26,6 +26,7 @@ def build(
     device: str = "auto",
     dtype: str = "auto",
     threads: int = 0,
+    embed_slots: int = 0,
 ) -> ScheduledEngine:
     """Load a model and make its engine; the first step finds everything in place.
 
@@ -35,6 +36,7 @@ def build(
         max_model_len: 0: what the model was made for.
         device: "auto": CUDA if there is one.
         threads: of torch on a CPU, for this process; 0: torch decides.
+        embed_slots: pictures whose embeddings are kept, if the model sees; 0: 256, or fewer where memory is short.
 
     Raises:
         ModelError: the model cannot be served here; the text says what to change.
@@ -44,9 +46,10 @@ def build(
     started = time.perf_counter()
     if threads > 0:
         torch.set_num_threads(threads)
-    where = _device(device)
+    where = find_device(device)
     try:
         loaded = load(model, device=where, dtype=dtype)
+        sight = eyes(model, loaded.forward, embed_slots) if loaded.sees else None
         limit = _model_len(max_model_len, loaded.max_positions)
         pool = _pool(loaded, kv_blocks, block_size, limit)
     except torch.OutOfMemoryError as error:
@@ -71,10 +74,15 @@ def build(
         kv_events=blocks.kv_events,
         load_seconds=time.perf_counter() - started,
     )
-    return ScheduledEngine(info, scheduler, TorchExecutor(loaded, pool))
+    return ScheduledEngine(info, scheduler, TorchExecutor(loaded, pool, sight), sight)
 
 
-def _device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
+    """What "auto", "cpu" or "cuda" stands for.
+
+    Raises:
+        EngineError: there is no such device.
+    """
     has_cuda = torch.cuda.is_available()
     if name == "cuda" and not has_cuda:
         raise EngineError("device is cuda, but torch finds no CUDA device; use --device cpu or fix the driver")

@@ -4,20 +4,27 @@ from collections.abc import Iterator
 
 import torch
 
+from schemas.transfer import Memory
 from workers.engines.base import EngineError
 from workers.engines.core.sequence import Sampled, Slot
 from workers.engines.native.attention import ReferenceAttention, Span
-from workers.engines.native.model import Model
-from workers.engines.native.pool import Pool
+from workers.engines.native.model import Embeddings, Model
+from workers.engines.native.pool import Pool, out_of_memory
 from workers.engines.native.sampler import sample
+from workers.engines.native.vision import TorchEyes
 
 
 class TorchExecutor:
-    """``Executor`` over a loaded model and a pool. Owns both; used from one thread."""
+    """``Executor`` over a loaded model and a pool. Owns both; used from one thread.
 
-    def __init__(self, model: Model, pool: Pool) -> None:
+    Args:
+        eyes: of the model, if it has any; they belong to the engine.
+    """
+
+    def __init__(self, model: Model, pool: Pool, eyes: TorchEyes | None = None) -> None:
         self._model: Model | None = model
         self._pool: Pool | None = pool
+        self._eyes = eyes
 
     def execute(self, plan: list[Slot]) -> list[Sampled]:
         assert self._model is not None, "closed"
@@ -37,19 +44,48 @@ class TorchExecutor:
         tokens: list[int] = []
         positions: list[int] = []
         rows: list[int] = []
+        seen: list[tuple[int, int]] = []
         for slot in plan:
             end = slot.start + slot.count
+            if slot.sequence.media:
+                seen += self._seen(slot, len(tokens))
             tokens += slot.sequence.tokens[slot.start : end]
             positions += range(slot.start, end)
             if slot.samples:
                 rows.append(len(tokens) - 1)
         inputs, places, last = (torch.tensor(n, device=self._model.device) for n in (tokens, positions, rows or [0]))
-        logits = self._model.logits(inputs, places, last, ReferenceAttention(self._pool, _spans(plan)))
-        return sample(logits, [slot.sequence for slot in plan if slot.samples]) if rows else []
+        paged = ReferenceAttention(self._pool, _spans(plan))
+        logits = self._model.logits(inputs, places, last, paged, self._embeddings(seen) if seen else None)
+        if rows:  # brings tokens to the host, so what was written before is there
+            return sample(logits, [slot.sequence for slot in plan if slot.samples])
+        if self._model.device.type == "cuda":  # blocks get their names now, and whoever knows a name may read
+            torch.cuda.synchronize(self._model.device)
+        return []
+
+    def _seen(self, slot: Slot, row: int) -> Iterator[tuple[int, int]]:
+        """For each placeholder token of a slot: its row in the batch, from ``row`` on, and its place in the pool."""
+        assert self._eyes is not None
+        size = self._eyes.slot_tokens
+        end = slot.start + slot.count
+        for position, tokens, _, slots in slot.sequence.media:
+            for at in range(max(position, slot.start), min(position + tokens, end)):
+                part, offset = divmod(at - position, size)
+                yield row + at - slot.start, slots[part] * size + offset
+
+    def _embeddings(self, seen: list[tuple[int, int]]) -> Embeddings:
+        assert self._model is not None
+        assert self._eyes is not None
+        rows, places = (torch.tensor(column, device=self._model.device) for column in zip(*seen, strict=True))
+        return Embeddings(rows, self._eyes.take(places))
+
+    def memory(self) -> dict[str, Memory]:
+        """The pool of KV blocks."""
+        assert self._pool is not None, "closed"
+        return {"kv": self._pool.memory()}
 
     def close(self) -> None:
         """Give weights and pool back."""
-        self._model = self._pool = None
+        self._model = self._pool = self._eyes = None
 
 
 def _spans(plan: list[Slot]) -> Iterator[Span]:
@@ -57,10 +93,3 @@ def _spans(plan: list[Slot]) -> Iterator[Span]:
     for slot in plan:
         yield Span(row, slot.start, slot.count, slot.sequence.blocks)
         row += slot.count
-
-
-def out_of_memory(error: Exception) -> str:
-    return (
-        "out of memory: lower max_batched_tokens (activations), max_running (logits) or kv_blocks (the pool) "
-        f"({str(error).strip().splitlines()[0]})"
-    )

@@ -9,15 +9,15 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging as transformers_logging
 
 from workers.engines.base import EngineError
-from workers.engines.native import attention
+from workers.engines.native import attention, vision
 from workers.engines.native.pool import KvShape, Pool
 
 PAGED_LAYERS = {"full_attention", "sliding_attention"}
@@ -30,19 +30,34 @@ class ModelError(EngineError):
     """This model cannot be served here; the text says what to change."""
 
 
+class Embeddings(NamedTuple):
+    """What stands in a batch instead of the embeddings of some of its tokens."""
+
+    rows: Tensor  # (n,) int64, of the batch
+    values: Tensor  # (n, hidden) in the model's dtype
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     """A loaded model. ``forward`` is transformers' own; tokens of all sequences lie in one row."""
 
-    forward: Any  # (input_ids, position_ids, use_cache, logits_to_keep, paged) -> output with ``logits``
+    forward: Any  # (input_ids or inputs_embeds, position_ids, use_cache, logits_to_keep, paged) -> with ``logits``
     shape: KvShape
     dtype: torch.dtype
     device: torch.device
     vocab_size: int
     max_positions: int
     eos_token_ids: tuple[int, ...]
+    sees: bool = False  # ``forward`` has a vision tower, too
 
-    def logits(self, tokens: Tensor, positions: Tensor, rows: Tensor, paged: attention.Paged) -> Tensor:
+    def logits(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        paged: attention.Paged,
+        embeddings: Embeddings | None = None,
+    ) -> Tensor:
         """Run the model over one packed batch.
 
         Args:
@@ -50,8 +65,15 @@ class Model:
             rows: (n,) int64, those whose logits are wanted.
         Returns: (n, vocab_size) in the model's dtype.
         """
+        words = tokens.unsqueeze(0)
+        if embeddings is None:
+            inputs = {"input_ids": words}
+        else:
+            mixed = self.forward.get_input_embeddings()(words)
+            mixed[0, embeddings.rows] = embeddings.values
+            inputs = {"inputs_embeds": mixed}
         output = self.forward(
-            input_ids=tokens.unsqueeze(0),
+            **inputs,
             position_ids=positions.unsqueeze(0),
             use_cache=False,
             logits_to_keep=rows,
@@ -86,15 +108,10 @@ def load(model: str, *, device: torch.device, dtype: str = "auto") -> Model:
     """
     attention.register()
     config = _config(model)
-    kind = "float32" if dtype == "auto" and device.type == "cpu" else dtype
-    try:
-        with _quiet():
-            loaded = AutoModelForCausalLM.from_pretrained(
-                model, config=config, dtype=kind, attn_implementation=attention.NAME, trust_remote_code=False
-            )
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot load {model!r}: {_first_line(error)}") from error
-    loaded = loaded.to(device).eval().requires_grad_(False)
+    sees = config.model_type in vision.KINDS
+    loader = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    paged = {"text_config": attention.NAME} if sees else attention.NAME  # the tower keeps transformers' own
+    loaded = weights(loader, model, config, device=device, dtype=dtype, attn_implementation=paged)
     shape, vocab_size = _inspect(loaded, device)
     made = Model(
         forward=loaded,
@@ -102,26 +119,71 @@ def load(model: str, *, device: torch.device, dtype: str = "auto") -> Model:
         dtype=loaded.dtype,
         device=device,
         vocab_size=vocab_size,
-        max_positions=_max_positions(config.get_text_config()),
-        eos_token_ids=_eos_token_ids(loaded),
+        max_positions=max_positions(config.get_text_config()),
+        eos_token_ids=end_tokens(loaded),
+        sees=sees,
     )
     _verify(made)
     return made
 
 
-def _config(model: str) -> Any:
-    """The configuration, refused before gigabytes of weights are read if it cannot work."""
+def weights(loader: Any, model: str, config: Any, *, device: torch.device, dtype: str, **options: Any) -> Any:
+    """A model by one of transformers' classes, ready to compute.
+
+    Raises:
+        ModelError: files are missing or do not match.
+    """
+    kind = "float32" if dtype == "auto" and device.type == "cpu" else dtype
     try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        with _quiet():
+            loaded = loader.from_pretrained(model, config=config, dtype=kind, trust_remote_code=False, **options)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot load {model!r}: {first_line(error)}") from error
+    return loaded.to(device).eval().requires_grad_(False)
+
+
+def eyes(model: str, loaded: Any, slots: int) -> vision.TorchEyes:
+    """The eyes of a loaded model.
+
+    Args:
+        slots: of the embedding pool; 0: the default.
+    Raises:
+        ModelError: its image processor or tower cannot be used.
+        EngineError: there is no memory for the pool.
+    """
+    try:
+        return vision.TorchEyes(loaded, vision.processor(model), slots)
+    except vision.Blind as error:
+        raise ModelError(f"{model!r} cannot see: {first_line(error)}") from error
+
+
+def configuration(model: str) -> Any:
+    """The content of config.json.
+
+    Raises:
+        ModelError: it is missing or malformed.
+    """
+    try:
+        return AutoConfig.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
             f"no usable config.json for {model!r}: name a directory with config.json and *.safetensors, or a "
-            f"Hugging Face id that is in the local cache or can be downloaded ({_first_line(error)})"
+            f"Hugging Face id that is in the local cache or can be downloaded ({first_line(error)})"
         ) from error
+
+
+def _config(model: str) -> Any:
+    """The configuration, refused before gigabytes of weights are read if it cannot work."""
+    config = configuration(model)
     kind = config.model_type
     if config.is_encoder_decoder:
         raise ModelError(f"{kind} is an encoder-decoder; the native engine serves decoder-only models")
-    architecture = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    sees = kind in vision.KINDS
+    loader = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    architecture = loader._model_mapping.get(type(config), None)
+    reason = vision.refusal(config)
+    if reason and (sees or (architecture is None and type(config) in AutoModelForImageTextToText._model_mapping)):
+        raise ModelError(f"{reason}; choose another model or engine")
     if architecture is None:
         raise ModelError(f"transformers has no causal language model for {kind}; choose a decoder-only checkpoint")
     if not architecture.is_backend_compatible():
@@ -148,7 +210,7 @@ def _inspect(model: Any, device: torch.device) -> tuple[KvShape, int]:
     except (attention.Unsupported, TypeError, RuntimeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        raise ModelError(f"{name} cannot be paged: {_first_line(error)}; choose another model or engine") from error
+        raise ModelError(f"{name} cannot be paged: {first_line(error)}; choose another model or engine") from error
     layers = model.config.get_text_config().num_hidden_layers
     if sorted(probe.layers) != list(range(layers)):
         raise ModelError(
@@ -177,17 +239,18 @@ def _verify(model: Model, tokens: int = 12) -> None:
         for start, stop in ((0, tokens - 1), (tokens - 1, tokens)):
             paged = attention.ReferenceAttention(pool, [attention.Span(0, start, stop - start, [1, 0])])
             ours.append(model.logits(words[start:stop], places[start:stop], places[: stop - start], paged))
-        model.forward.set_attn_implementation("eager")
+        language = model.forward.get_decoder() if model.sees else model.forward
+        language.set_attn_implementation("eager")
         try:
             theirs = model.forward(input_ids=words[None], use_cache=False).logits[0].float()
         finally:
-            model.forward.set_attn_implementation(attention.NAME)
+            language.set_attn_implementation(attention.NAME)
     apart = (torch.cat(ours).float() - theirs).norm(dim=-1) / theirs.norm(dim=-1)
     if not float(apart.median()) < ROUNDING:  # the median: an expert's near-tie may throw off a single row
         raise ModelError(f"{name} computes attention in a way that cannot be paged; choose another model or engine")
 
 
-def _max_positions(config: Any) -> int:
+def max_positions(config: Any) -> int:
     """How far positions may go without the length of one sequence changing the rotation of another."""
     limit = int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -198,7 +261,7 @@ def _max_positions(config: Any) -> int:
     return limit
 
 
-def _eos_token_ids(model: Any) -> tuple[int, ...]:
+def end_tokens(model: Any) -> tuple[int, ...]:
     for source in (model.generation_config, model.config, model.config.get_text_config()):
         ids = getattr(source, "eos_token_id", None)
         if ids is not None:
@@ -206,7 +269,7 @@ def _eos_token_ids(model: Any) -> tuple[int, ...]:
     return ()
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 

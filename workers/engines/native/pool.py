@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from schemas.transfer import Memory
+
 GIB = 1 << 30
 CPU_SHARE = 0.25  # of free memory: a laptop has other things to do
 CPU_LIMIT_BYTES = 4 * GIB
@@ -43,7 +45,7 @@ class Pool:
         self.block_size = block_size
         self.block_bytes = shape.block_bytes(block_size, dtype)
         size = (blocks, shape.layers, 2, block_size, shape.kv_heads, shape.head_dim)
-        self.data = _zeros(size, dtype, device)
+        self.data = zeros(size, dtype, device)
 
     def write(self, layer: int, blocks: Tensor, offsets: Tensor, key: Tensor, value: Tensor) -> None:
         """Store new tokens.
@@ -74,8 +76,21 @@ class Pool:
         if blocks:
             self.data.index_fill_(0, torch.tensor(blocks, device=self.data.device), 0)
 
+    def memory(self) -> Memory:
+        """Where other processes find the blocks."""
+        kind, device = location(self.data.device)
+        sizes = ",".join(map(str, self.data.shape[1:]))
+        return Memory(
+            base=self.data.data_ptr(),
+            block_bytes=self.block_bytes,
+            blocks=self.blocks,
+            kind=kind,
+            device=device,
+            layout=f"{dtype_name(self.data.dtype)}({sizes})",
+        )
 
-def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+
+def zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros, never empty(): a masked position still meets its weight 0, and 0 x NaN is NaN.
 
     On a CPU they are pages of the system that take no memory until a block is first used.
@@ -84,6 +99,25 @@ def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
         return torch.zeros(size, dtype=dtype, device=device)
     pages = mmap.mmap(-1, math.prod(size) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype).view(size)
+
+
+def location(device: torch.device) -> tuple[str, int]:
+    """Kind and index of a device, as in ``Memory``."""
+    if device.type == "cuda" and device.index is None:
+        return device.type, torch.cuda.current_device()
+    return device.type, device.index or 0
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def out_of_memory(error: Exception) -> str:
+    """What to change when memory did not suffice."""
+    return (
+        "out of memory: lower max_batched_tokens (activations), max_running (logits) or kv_blocks (the pool) "
+        f"({str(error).strip().splitlines()[0]})"
+    )
 
 
 def blocks_that_fit(block_bytes: int, wanted: int, device: torch.device) -> int:

@@ -1,0 +1,221 @@
+"""Blocks and embeddings of one engine, copied byte by byte into another's pools, give the answers of one engine."""
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from schemas.blocks import chain, root, split
+from schemas.errors import Code
+from schemas.requests import Sampling
+from schemas.transfer import Memory
+from schemas.wire import pack_tokens
+from tests.workers.engines.native.models import drain, request, run, tokens
+from tests.workers.engines.native.pictures import DIRECTORY, asking, encoded, expected, media, prompt
+from workers.engines.base import Held, Output, RequestError, SequenceRequest
+from workers.engines.core.engine import EncodeEngine, ScheduledEngine
+from workers.engines.native.build import build
+from workers.engines.native.encoder import build_encoder
+from workers.engines.native.model import ModelError
+
+DEMO = DIRECTORY.parent / "demo"
+ROOT = root("revision")
+LONG = tuple((7 + i * i * 13 + i * 5) % 1270 for i in range(530))
+SIZE = 32
+
+
+def demo(**options: Any) -> ScheduledEngine:
+    return build(str(DEMO), **{"kv_blocks": 64, "block_size": SIZE, "device": "cpu", **options})
+
+
+def seeing(**options: Any) -> ScheduledEngine:
+    return build(str(DIRECTORY), **{"kv_blocks": 64, "block_size": SIZE, "device": "cpu", "embed_slots": 8, **options})
+
+
+def copy(source: Memory, target: Memory, blocks: Sequence[int], into: Sequence[int]) -> None:
+    """What a transfer does."""
+    assert source.layout == target.layout
+    assert source.block_bytes == target.block_bytes
+    for mine, theirs in zip(blocks, into, strict=True):
+        assert 0 <= mine < source.blocks
+        assert 0 <= theirs < target.blocks
+        size = source.block_bytes
+        ctypes.memmove(target.base + theirs * size, source.base + mine * size, size)
+
+
+def generations(memory: Memory) -> list[int]:
+    return list((ctypes.c_uint32 * memory.blocks).from_address(memory.generations))
+
+
+def prefilled(engine: ScheduledEngine, item: SequenceRequest) -> tuple[Held, int]:
+    """Compute the prompt and one token; the prompt's blocks stay held."""
+    item.hold = True
+    engine.submit(item)
+    results = drain(engine)
+    (held,) = (held for result in results for held in result.held)
+    (output,) = (output for result in results for output in result.outputs)
+    assert output.finish == "length"
+    return held, output.token
+
+
+def handed_over(
+    source: ScheduledEngine, target: ScheduledEngine, held: Held, digests: list[bytes], tail: bool
+) -> SequenceRequest:
+    """The held blocks in the target's pool, adopted; a request to be filled in."""
+    reservation = target.reserve(digests, int(tail), 1)
+    assert reservation is not None
+    mine, theirs = source.memory()["kv"], target.memory()["kv"]
+    into = reservation.blocks + reservation.tails
+    copy(mine, theirs, held.blocks[reservation.have :], into[reservation.have :])
+    assert [generations(mine)[block] for block in held.blocks] == held.generations
+    target.adopt(reservation)
+    assert source.drop(held.key)
+    item = request(0, (1,), 1)
+    item.reservation = reservation
+    return item
+
+
+@pytest.mark.parametrize("length", [530, 512, 20])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(temperature=0), Sampling(temperature=0.9, seed=7)], ids=["greedy", "seed"]
+)
+def test_a_prompt_prefilled_elsewhere_goes_on_as_if_here(length: int, sampling: Sampling) -> None:
+    words = LONG[:length]
+    (whole,) = tokens(run(demo(), [request(0, words, 16, sampling)])).values()
+    source, target = demo(), demo(kv_blocks=48)
+    run(source, [request("before", LONG[5:150], 3)])  # block numbers differ between the two
+    held, first = prefilled(source, request(0, words, 1, sampling, root=ROOT))
+    assert first == whole[0]
+    digests = split(chain(pack_tokens(array("I", words)), SIZE, ROOT))
+    item = handed_over(source, target, held, digests, length % SIZE > 0)
+    more = request(0, words, 16, sampling, root=ROOT, digests=digests, generated=[first], reservation=item.reservation)
+    target.submit(more)
+    results = drain(target)
+    assert [output.token for result in results for output in result.outputs] == whole[1:]
+    assert results[0].started[0].cached_tokens == length
+    assert results[0].computed_tokens == 1  # nothing of the prompt
+    assert (target.stats().pinned_blocks, source.stats().pinned_blocks) == (0, 0)
+
+
+def test_memory_is_where_the_blocks_are() -> None:
+    engine = demo(kv_blocks=5)
+    memory = engine.memory()["kv"]
+    executor: Any = engine._executor
+    assert (memory.blocks, memory.kind, memory.device) == (5, "cpu", 0)
+    assert memory.layout == f"float32(8,2,{SIZE},2,64)"
+    assert memory.block_bytes == 8 * 2 * SIZE * 2 * 64 * 4
+    run(engine, [request(0, LONG[:40], 4)])
+    for block in range(5):
+        bytes_there = ctypes.string_at(memory.base + block * memory.block_bytes, memory.block_bytes)
+        assert bytes_there == executor._pool.data[block].numpy().tobytes()
+    assert sum(generations(memory)) == 2
+
+
+@pytest.fixture(scope="module")
+def encoder() -> EncodeEngine:
+    return build_encoder(str(DIRECTORY), device="cpu", embed_slots=5)
+
+
+def test_embeddings_of_an_encode_worker_are_those_of_the_whole_model(encoder: EncodeEngine) -> None:
+    numbers = (1, 2)
+    engine, done = seeing(), encoded(encoder, numbers)
+    there = engine.media_reserve(media(numbers))
+    assert there is not None
+    source, target = encoder.memory()["embeds"], engine.memory()["embeds"]
+    for mine, theirs in zip(done.slots, there.slots, strict=True):
+        copy(source, target, mine, theirs)
+    before = encoder.media_generations(done)
+    assert before == [generations(source)[slot] for slots in done.slots for slot in slots]
+    engine.media_adopt(there)
+    encoder.media_let_go(done)
+    requests = [
+        asking(number, prompt(1), [slots], [number]) for number, slots in zip(numbers, there.slots, strict=True)
+    ]
+    assert tokens(run(engine, requests)) == {number: expected(prompt(1), (number,)) for number in numbers}
+    again = engine.media_reserve(media(numbers))
+    assert again is not None
+    assert again.have == [True, True]
+
+
+def test_an_encode_worker_holds_no_language_model_and_generates_nothing(encoder: EncodeEngine) -> None:
+    eyes: Any = encoder._eyes
+    names = {name.split(".")[1] for name, _ in eyes._model.named_parameters()}
+    assert names == {"vision_tower", "multi_modal_projector"}
+    assert set(encoder.memory()) == {"embeds"}
+    assert (encoder.has_work(), encoder.blocked, encoder.dump(), encoder.cancel(0)) == (False, False, [], False)
+    assert not encoder.step().outputs
+    info = encoder.info
+    assert (info.name, info.block_size, info.total_blocks, info.kv_events) == ("native", 32, 5, False)
+    assert (info.max_model_len, info.vocab_size, info.eos_token_ids) == (8192, 1280, (1278, 1276))
+    with pytest.raises(RequestError) as caught:
+        encoder.submit(request(0, (1,), 1))
+    assert caught.value.code == Code.unsupported
+    used = encoder.stats().used_blocks
+    reservation = encoded(encoder, (3,))
+    assert encoder.stats().used_blocks == used + 1
+    encoder.media_let_go(reservation)
+    assert encoder.stats().used_blocks == used
+
+
+def test_a_text_model_has_nothing_to_encode() -> None:
+    with pytest.raises(ModelError, match="images of llama models are not supported, only those of llava"):
+        build_encoder(str(DEMO), device="cpu")
+
+
+def test_pictures_prefilled_elsewhere_go_on_without_their_embeddings() -> None:
+    source, target = seeing(), seeing()
+    words, whole = prompt(1), expected(prompt(1), (1,))
+    reservation = encoded(source, (1,))
+    item = asking(0, words, reservation.slots, [1], count=1, root=ROOT)
+    held, first = prefilled(source, item)
+    digests = split(chain(pack_tokens(array("I", words)), SIZE, ROOT, item.extra))
+    shell = handed_over(source, target, held, digests, True)
+    more = asking(0, words, [()], [1], root=ROOT, generated=[first], reservation=shell.reservation)
+    target.submit(more)
+    assert [output.token for result in drain(target) for output in result.outputs] == whole[1:]
+
+
+def test_pictures_that_are_lost_with_their_blocks_end_the_sequence_alone() -> None:
+    """Preempted behind adopted blocks, which are evicted: it cannot be computed again."""
+    source, target = seeing(), seeing(kv_blocks=7, prefix_cache=True)
+    words = prompt(1)
+    reservation = encoded(source, (1,))
+    item = asking("seen", words, reservation.slots, [1], count=1, root=ROOT)
+    held, first = prefilled(source, item)
+    digests = split(chain(pack_tokens(array("I", words)), SIZE, ROOT, item.extra))
+    target.submit(request("other", LONG[:90], 100))
+    outputs: list[Output] = list(target.step().outputs)
+    shell = handed_over(source, target, held, digests, True)
+    target.submit(
+        asking("seen", words, [()], [1], count=60, root=ROOT, generated=[first], reservation=shell.reservation)
+    )
+    failures = []
+    while target.has_work():
+        result = target.step()
+        outputs += result.outputs
+        failures += result.failures
+    (failure,) = failures
+    assert (failure.key, failure.code) == ("seen", Code.transfer_failed)
+    assert target.stats().preemptions > 0
+    (whole,) = tokens(run(seeing(), [request("other", LONG[:90], 100)])).values()
+    assert [output.token for output in outputs if output.key == "other"] == whole
+
+
+def test_whole_models_and_encode_workers_have_the_same_layout_and_other_dtypes_another(encoder: EncodeEngine) -> None:
+    assert encoder.memory()["embeds"].layout == seeing().memory()["embeds"].layout == "float32(64,256)"
+    other = build_encoder(str(DIRECTORY), device="cpu", dtype="bfloat16", embed_slots=1)
+    assert other.memory()["embeds"].layout == "bfloat16(64,256)"
+    reservation = encoded(other, (1,))
+    eyes: Any = other._eyes
+    assert torch.isfinite(eyes.data[reservation.slots[0]]).all()
+
+
+def test_closing_gives_the_memory_back() -> None:
+    engine = seeing()
+    engine.media_let_go(encoded(engine, (1,)))
+    engine.close()
+    with pytest.raises(AssertionError, match="closed"):
+        engine.memory()

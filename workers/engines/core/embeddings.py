@@ -1,0 +1,179 @@
+"""Which slots of the embedding pool hold which medium. Knows digests, not pixels; every operation is O(1) per slot.
+
+A medium owns whole slots. While somebody holds it they stay; afterwards they stay findable, least recently used first
+to go, until their room is needed. Two may fill the same medium at once, each into slots of its own: whoever is done
+first gives it its name, the other's slots go when they are let go of.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+import msgspec
+
+from schemas.transfer import Memory
+from workers.engines.base import MediaReservation
+
+Key = tuple[bytes, int]  # digest, tokens: what is in the slots depends on both
+
+
+class Eyes(Protocol):
+    """The model side: what computes embeddings and keeps them, in slots 0 .. ``slots`` - 1."""
+
+    slots: int
+    slot_tokens: int
+
+    def prepare(self, raw: bytes, kind: str) -> object:
+        """As ``VisionEngine.prepare``."""
+
+    def tokens(self, prepared: object) -> int:
+        """Placeholder tokens that a prepared medium takes."""
+
+    def fill(self, media: Seq[tuple[list[int], object]]) -> None:
+        """Compute (slots, prepared medium) each. When it returns, other processes see the result.
+
+        Raises:
+            EngineError: the device is lost.
+        """
+
+    def memory(self) -> Memory:
+        """The pool, without generations."""
+
+    def close(self) -> None: ...
+
+
+class _Entry(msgspec.Struct, eq=False):
+    """One medium in its slots."""
+
+    key: Key
+    slots: list[int]
+    holders: int = 0
+    named: bool = False  # can be found; set once the slots are filled
+
+
+class EmbeddingCache:
+    """The pool: ``slots`` ids, each of a medium that is held, of one that can only be found again, or unused.
+
+    Attributes:
+        generations: one u32 per slot, counted up whenever it is given out anew. It never moves.
+    """
+
+    def __init__(self, slots: int, slot_tokens: int) -> None:
+        if slots < 1 or slot_tokens < 1:
+            raise ValueError(f"a pool needs slots and tokens in them, not {slots} of {slot_tokens}")
+        self.total_slots = slots
+        self.slot_tokens = slot_tokens
+        self.generations = array("I", bytes(4 * slots))
+        self._unused = list(range(slots - 1, -1, -1))  # taken from the end
+        self._named: dict[Key, _Entry] = {}
+        self._idle: OrderedDict[Key, _Entry] = OrderedDict()  # named and not held, first to go first
+        self._idle_slots = 0
+        self._owner: list[_Entry | None] = [None] * slots
+
+    @property
+    def used_slots(self) -> int:
+        """Of media that somebody holds."""
+        return self.total_slots - len(self._unused) - self._idle_slots
+
+    @property
+    def cached_slots(self) -> int:
+        """Of media that nobody holds, but that can be found."""
+        return self._idle_slots
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._unused)
+
+    def needed(self, media: Iterable[Key]) -> int:
+        """Slots that (digest, tokens) each take together; the same medium counts once."""
+        return sum(self._slots_of(tokens) for _, tokens in set(media))
+
+    def _slots_of(self, tokens: int) -> int:
+        return -(-tokens // self.slot_tokens)
+
+    def reserve(self, media: Seq[Key]) -> MediaReservation | None:
+        """Hold slots for (digest, tokens) each; None: there is no room now.
+
+        A medium that is named twice gets one set of slots; only the first of the two has to be filled.
+
+        Raises:
+            ValueError: a medium has no tokens.
+        """
+        if any(tokens < 1 for _, tokens in media):
+            raise ValueError("a medium has at least one token")
+        fresh = [key for key in dict.fromkeys(media) if key not in self._named]
+        revived = sum(len(self._idle[key].slots) for key in set(media) if key in self._idle)
+        if self.needed(fresh) > len(self._unused) + self._idle_slots - revived:
+            return None
+        for key in media:  # before anything is evicted
+            if key in self._named:
+                self._hold(self._named[key])
+        made = {key: self._take(key) for key in fresh}
+        have, slots = [], []
+        for key in media:
+            entry = self._named.get(key) or made[key]
+            have.append(entry.named or entry.holders > 0)
+            if not entry.named:
+                entry.holders += 1
+            slots.append(list(entry.slots))
+        return MediaReservation([digest for digest, _ in media], slots, have)
+
+    def _hold(self, entry: _Entry) -> None:
+        if not entry.holders:
+            del self._idle[entry.key]
+            self._idle_slots -= len(entry.slots)
+        entry.holders += 1
+
+    def _take(self, key: Key) -> _Entry:
+        count = self._slots_of(key[1])
+        while len(self._unused) < count:
+            _, oldest = self._idle.popitem(last=False)
+            self._idle_slots -= len(oldest.slots)
+            del self._named[oldest.key]
+            self._free(oldest)
+        entry = _Entry(key, [self._unused.pop() for _ in range(count)])
+        for slot in entry.slots:
+            self._owner[slot] = entry
+            self.generations[slot] = (self.generations[slot] + 1) & 0xFFFFFFFF
+        return entry
+
+    def _free(self, entry: _Entry) -> None:
+        for slot in reversed(entry.slots):
+            self._owner[slot] = None
+            self._unused.append(slot)
+
+    def adopt(self, reservation: MediaReservation, numbers: Iterable[int] | None = None) -> None:
+        """These media (by their number in the reservation; None: all) are filled and can be found from now on."""
+        for number in range(len(reservation.slots)) if numbers is None else numbers:
+            entry = self._entry(reservation, number)
+            if self._named.setdefault(entry.key, entry) is entry:
+                entry.named = True
+
+    def let_go(self, reservation: MediaReservation) -> None:
+        """Release the slots; a second time does nothing."""
+        for number in range(len(reservation.slots)):
+            entry = self._entry(reservation, number)
+            entry.holders -= 1
+            if entry.holders:
+                continue
+            if entry.named:
+                self._idle[entry.key] = entry
+                self._idle_slots += len(entry.slots)
+            else:
+                self._free(entry)
+        reservation.slots = []
+
+    def tokens(self, reservation: MediaReservation, number: int) -> int:
+        """What a medium was reserved for."""
+        return self._entry(reservation, number).key[1]
+
+    def generations_of(self, reservation: MediaReservation) -> list[int]:
+        """Of all slots, flattened in order."""
+        return [self.generations[slot] for slots in reservation.slots for slot in slots]
+
+    def _entry(self, reservation: MediaReservation, number: int) -> _Entry:
+        entry = self._owner[reservation.slots[number][0]]
+        assert entry is not None and entry.holders, "a reservation that was let go of"  # noqa: PT018
+        return entry

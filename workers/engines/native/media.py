@@ -1,0 +1,102 @@
+"""From the raw bytes of one medium to what a vision tower takes. The bytes are a stranger's: everything is bounded."""
+
+import io
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image, ImageOps
+from safetensors.torch import load
+from torch import Tensor
+
+from schemas.errors import Code
+from workers.engines.base import RequestError
+
+IMAGES = frozenset({"image/png", "image/jpeg", "image/webp", "image/gif"})
+EMBEDDING = "embedding"
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # Pillow's other decoders are never reached
+MAX_PIXELS = 50_000_000  # width x height; decoded, three bytes each
+MAX_ASPECT = 100  # a picture of one row would be resized to one of enormous width
+
+
+@dataclass(frozen=True, slots=True)
+class Pixels:
+    """A picture as the vision tower wants it."""
+
+    data: Tensor  # (channels, height, width) float32
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Embeddings that somebody else computed."""
+
+    data: Tensor  # (tokens, hidden) in the model's dtype
+
+
+def picture(raw: bytes) -> Image.Image:
+    """The first frame of an image file, upright, as RGB.
+
+    Raises:
+        RequestError: it is none, is truncated, or too large.
+    """
+    try:
+        file = Image.open(io.BytesIO(raw), formats=FORMATS)
+        _check_size(*file.size)
+        file.load()
+    except RequestError:
+        raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise _refused(f"an image has more than {MAX_PIXELS:,} pixels; send a smaller one") from error
+    except Exception as error:  # decoders raise whatever a broken file makes them stumble over
+        reason = str(error) if isinstance(error, OSError) and "truncated" in str(error) else "it cannot be decoded"
+        raise _refused(f"an image is no PNG, JPEG, WebP or GIF file that can be read: {reason}") from error
+    image: Image.Image = file
+    try:
+        image = ImageOps.exif_transpose(file)
+    except Exception:
+        pass  # a broken EXIF block says nothing of the picture
+    try:
+        if "transparency" in image.info:  # converted in one go, some palettes come with a warning
+            image = image.convert("RGBA")
+        return image.convert("RGB")
+    except Exception as error:
+        raise _refused("an image has colours that cannot be converted to RGB") from error
+
+
+def _check_size(width: int, height: int) -> None:
+    if width * height > MAX_PIXELS:
+        raise _refused(f"an image has {width} x {height} pixels; at most {MAX_PIXELS:,} are taken")
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        raise _refused(f"an image has {width} x {height} pixels; one side may be {MAX_ASPECT} times the other at most")
+
+
+def pixels(image: Image.Image, processor: Any) -> Pixels:
+    """What the model's own image processor makes of a picture."""
+    data: Tensor = processor(images=image, return_tensors="pt")["pixel_values"][0]
+    return Pixels(data)
+
+
+def rows(raw: bytes, hidden: int, dtype: torch.dtype) -> Rows:
+    """Embeddings from a safetensors file with one tensor of (tokens, hidden).
+
+    Raises:
+        RequestError: it is something else, or holds what is not a finite number.
+    """
+    try:
+        tensors = list(load(raw).values())
+    except Exception as error:  # of the file format's own type, or of json, utf-8, shapes
+        raise _refused("an embedding is no safetensors file that can be read") from error
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    if len(tensors) != 1 or tensors[0].dim() != 2 or not tensors[0].is_floating_point():
+        raise _refused(f"an embedding is one tensor of floats of shape (tokens, {hidden}), not {shapes}")
+    (data,) = tensors
+    if not len(data) or data.shape[1] != hidden:
+        raise _refused(f"an embedding for this model has the shape (tokens, {hidden}), not {shapes[0]}")
+    data = data.to(dtype)
+    if not bool(torch.isfinite(data).all()):
+        raise _refused(f"an embedding holds values that are not finite as {str(dtype).removeprefix('torch.')}")
+    return Rows(data)
+
+
+def _refused(message: str) -> RequestError:
+    return RequestError(Code.invalid_request, message)

@@ -1,0 +1,193 @@
+"""The eyes of a model: image processor, vision tower, projector, and the pool in which their embeddings lie.
+
+How many tokens a picture takes is not read from the configuration but asked from the model, with a blank picture.
+"""
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoImageProcessor, LlavaForConditionalGeneration
+
+from schemas.errors import Code
+from schemas.transfer import Memory
+from workers.engines.base import EngineError, RequestError
+from workers.engines.native import media
+from workers.engines.native.pool import dtype_name, free_bytes, location, out_of_memory, zeros
+
+KINDS = frozenset({"llava"})  # model types whose images we embed
+TOWERS = frozenset({"clip_vision_model", "siglip_vision_model"})  # of one picture size, hence of one number of tokens
+DEFAULT_SLOTS = 256
+MEMORY_SHARE = 0.1  # of what is free
+BATCH = 16  # pictures in one pass through the tower
+
+
+class Blind(Exception):
+    """This model's images cannot be embedded; the text says why."""
+
+
+class TorchEyes:
+    """Implements ``workers.engines.core.embeddings.Eyes``.
+
+    Args:
+        model: has ``get_image_features``.
+        slots: of the pool; 0: ``DEFAULT_SLOTS``, or fewer where memory is short.
+
+    Attributes:
+        data: the pool, (slots, slot_tokens, hidden).
+
+    Raises:
+        Blind: the model does not make of a picture what we expect.
+        EngineError: there is no memory for the pool.
+    """
+
+    def __init__(self, model: Any, processor: Any, slots: int = 0) -> None:
+        self._model = model
+        self._processor = processor
+        self._dtype: torch.dtype = model.dtype
+        self._device: torch.device = model.device
+        self._shape, features = self._blank()
+        self.slot_tokens, self._hidden = (int(size) for size in features.shape)
+        self._slot_bytes = features.numel() * self._dtype.itemsize
+        free = free_bytes(self._device)
+        self.slots = slots or max(1, min(DEFAULT_SLOTS, int(free * MEMORY_SHARE) // self._slot_bytes))
+        if self.slots * self._slot_bytes > free:
+            raise EngineError(
+                f"no memory is left for {self.slots} embedding slots of {self._slot_bytes} bytes on {self._device}; "
+                "lower embed_slots"
+            )
+        self.data = zeros((self.slots, self.slot_tokens, self._hidden), self._dtype, self._device)
+
+    def _blank(self) -> tuple[torch.Size, Tensor]:
+        """Shape of a picture for the tower, which must be the same for all, and the embeddings of a blank one."""
+        try:
+            blanks = [media.pixels(Image.new("RGB", size), self._processor) for size in ((64, 64), (90, 40))]
+            with torch.inference_mode():
+                features, _ = self._features(blanks)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise Blind(f"its image processor or vision tower fails on a blank picture: {error}") from error
+        if features.dim() != 2:
+            raise Blind(f"it embeds a picture as a tensor of shape {tuple(features.shape)}, not (tokens, hidden)")
+        return blanks[0].data.shape, features
+
+    def _features(self, pictures: list[media.Pixels]) -> list[Tensor]:
+        """One (tokens, hidden) each."""
+        pixels = torch.stack([picture.data for picture in pictures]).to(self._device, self._dtype)
+        return list(self._model.get_image_features(pixel_values=pixels).pooler_output)
+
+    def prepare(self, raw: bytes, kind: str) -> object:
+        """Decode one medium.
+
+        Args:
+            kind: "image/png" and the like, or "embedding": safetensors with one tensor (tokens, hidden).
+
+        Raises:
+            RequestError: it is broken, too large, or of another kind or shape.
+        """
+        if kind in media.IMAGES:
+            pixels = media.pixels(media.picture(raw), self._processor)
+            if pixels.data.shape != self._shape:  # it would fail together with others, in the tower
+                raise RequestError(
+                    Code.invalid_request,
+                    f"an image became a tensor of {tuple(pixels.data.shape)}, this model takes {tuple(self._shape)}",
+                )
+            return pixels
+        if kind == media.EMBEDDING:
+            return media.rows(raw, self._hidden, self._dtype)
+        kinds = ", ".join(sorted(media.IMAGES))
+        raise RequestError(Code.invalid_request, f"media of kind {kind!r} are not taken, only {kinds}")
+
+    def tokens(self, prepared: object) -> int:
+        return len(prepared.data) if isinstance(prepared, media.Rows) else self.slot_tokens
+
+    def fill(self, batch: Seq[tuple[list[int], object]]) -> None:
+        """Embed each medium into its slots.
+
+        Raises:
+            EngineError: the device is lost.
+        """
+        pictures = [(slots, medium) for slots, medium in batch if isinstance(medium, media.Pixels)]
+        try:
+            with torch.inference_mode():
+                for slots, medium in batch:
+                    if isinstance(medium, media.Rows):
+                        self._write(slots, medium.data)
+                for at in range(0, len(pictures), BATCH):
+                    part = pictures[at : at + BATCH]
+                    features = self._features([medium for _, medium in part])
+                    for (slots, _), one in zip(part, features, strict=True):
+                        self._write(slots, one)
+                if self._device.type == "cuda":  # other processes read the pool
+                    torch.cuda.synchronize(self._device)
+        except torch.OutOfMemoryError as error:
+            raise EngineError(out_of_memory(error)) from error
+        except RuntimeError as error:  # torch has no narrower type for a lost device
+            raise EngineError(f"encoding images failed on {self._device}: {error}") from error
+
+    def _write(self, slots: list[int], rows: Tensor) -> None:
+        for number, slot in enumerate(slots):
+            part = rows[number * self.slot_tokens : (number + 1) * self.slot_tokens]
+            self.data[slot, : len(part)] = part
+
+    def take(self, places: Tensor) -> Tensor:
+        """Embeddings out of the pool.
+
+        Args:
+            places: (n,) int64, slot x slot_tokens + row.
+        Returns: (n, hidden)
+        """
+        return self.data.view(-1, self._hidden).index_select(0, places)
+
+    def memory(self) -> Memory:
+        kind, device = location(self._device)
+        return Memory(
+            base=self.data.data_ptr(),
+            block_bytes=self._slot_bytes,
+            blocks=self.slots,
+            kind=kind,
+            device=device,
+            layout=f"{dtype_name(self._dtype)}({self.slot_tokens},{self._hidden})",
+        )
+
+    def close(self) -> None:
+        """Give tower and pool back."""
+        self._model = None
+        self.data = torch.empty(0)
+
+
+def refusal(config: Any) -> str:
+    """Why images of this model cannot be embedded; "": they can."""
+    if config.model_type not in KINDS:
+        return f"images of {config.model_type} models are not supported, only those of {', '.join(sorted(KINDS))}"
+    tower = config.vision_config.model_type
+    if tower not in TOWERS:
+        return f"a {tower} vision tower is not supported, only {', '.join(sorted(TOWERS))}"
+    return ""
+
+
+def processor(model: str) -> Any:
+    """The model's image processor, on Pillow.
+
+    Raises:
+        Blind: preprocessor_config.json is missing or malformed.
+    """
+    try:
+        return AutoImageProcessor.from_pretrained(model, backend="pil", trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise Blind(f"no usable preprocessor_config.json: {error}") from error
+
+
+class LlavaTower(LlavaForConditionalGeneration):  # type: ignore[misc]  # transformers is not followed by mypy
+    """Vision tower and projector of a LLaVA checkpoint, without its language model."""
+
+    _tied_weights_keys: dict[str, str] = {}
+    _keys_to_ignore_on_load_unexpected = [r"language_model", r"lm_head"]
+
+    def __init__(self, config: AutoConfig) -> None:
+        super().__init__(config)  # without memory: from_pretrained does it on the "meta" device
+        self.model.language_model = nn.Identity()
+        self.lm_head = nn.Identity()
