@@ -37,6 +37,14 @@ COMMANDS = {
     "explain": Command("what happened to a request, and why", "infra.explain:run"),
     "leases": Command("blocks that workers hold for each other right now", "infra.leases:run"),
     "bench http": Command("load an OpenAI URL and measure", "infra.bench.http:run", "infra.bench.http:Settings"),
+    "bench handoff": Command(
+        "measure the transport of KV blocks against bare NIXL",
+        "infra.bench.handoff:run",
+        "infra.bench.handoff:Settings",
+    ),
+    "bench split": Command(
+        "what a hand-over between workers costs", "infra.bench.split:run", "infra.bench.split:Settings"
+    ),
     "bench index": Command("measure the router's core", "infra.bench.index:main", NOTHING),
     "eval demo": Command(
         "how often the demo model is right, asked through a gateway", "infra.eval.demo:run", "infra.eval.demo:Settings"
