@@ -1,4 +1,4 @@
-"""What a model directory says of itself: tokenizer, chat template, limits, end tokens, revision; no weights."""
+"""What a model directory says of itself: tokenizer, chat template, limits, end tokens, images, revision; no weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from configs.chat_template import ChatTemplate, TemplateError
 from configs.detokenize import Detokenizer
 from schemas.requests import Sampling
 
-BUNDLED = ("demo", "tiny")
+BUNDLED = ("demo", "demo-vision", "tiny")
 MODELS = Path(__file__).parent / "models"  # bundled ones, known by their names
 DEMO = MODELS / "demo"  # trained: answers
 TINY = MODELS / "tiny"  # random weights, but a long context and common words in few tokens: for the mock engine
@@ -30,6 +30,23 @@ class ModelError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Vision:
+    """How images stand in a prompt of this model.
+
+    Attributes:
+        image_token: the chat template writes it once per image.
+        image_token_id: its id, which the prompt has once per embedding.
+        image_tokens: embeddings per image, whatever its size.
+        hidden: width of an embedding; 0: config.json leaves it to the architecture's default.
+    """
+
+    image_token: str
+    image_token_id: int
+    image_tokens: int
+    hidden: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelDir:
     """One model, as gateways and workers see it. Lengths in tokens.
 
@@ -38,6 +55,8 @@ class ModelDir:
         max_model_len: prompt + output.
         vocab_size: width of the logits; token ids of requests are below it.
         sampling: the model's own defaults, from generation_config.json.
+        vision: None: images cannot be given.
+        no_vision: why not.
     """
 
     path: Path
@@ -50,6 +69,8 @@ class ModelDir:
     detokenizer: Detokenizer
     template: ChatTemplate | None
     sampling: Sampling
+    vision: Vision | None = None
+    no_vision: str = ""
 
 
 def resolve(model: str, *, weights: bool = False) -> Path:
@@ -93,6 +114,11 @@ def load(path: Path, *, name: str = "", chat_template: str = "") -> ModelDir:
     generation = _json(path / "generation_config.json")
     special = _json(path / "tokenizer_config.json")
     tokenizer = load_tokenizer(path)
+    vision, no_vision = None, ""
+    try:
+        vision = _vision(path, config, special, tokenizer)
+    except _NoVision as reason:
+        no_vision = str(reason)
     return ModelDir(
         path=path,
         name=name or _name(path),
@@ -104,6 +130,8 @@ def load(path: Path, *, name: str = "", chat_template: str = "") -> ModelDir:
         detokenizer=Detokenizer(tokenizer),
         template=_template(path, special, chat_template),
         sampling=_sampling(path, generation),
+        vision=vision,
+        no_vision=no_vision,
     )
 
 
@@ -227,6 +255,52 @@ def _template_source(path: Path, special: Mapping[str, Any], override: str) -> t
         named = {entry.get("name"): entry.get("template") for entry in value}
         value = named.get("default", next(iter(named.values()), None))
     return file, value
+
+
+class _NoVision(Exception):
+    """Images of this model cannot be taken; the text says why."""
+
+
+def _vision(path: Path, config: Mapping[str, Any], special: Mapping[str, Any], tokenizer: Tokenizer) -> Vision:
+    """Of models in LLaVA form: every image becomes the same number of embeddings, without tokens around them.
+
+    Raises:
+        _NoVision: it is no such model, or its files contradict each other.
+    """
+    kind, tower = config.get("model_type"), config.get("vision_config")
+    if kind != "llava":
+        what = "is not one whose images Penstock takes" if tower or "vision" in str(kind) else "takes no images"
+        raise _NoVision(f"model type {kind!r} {what}")
+    if not isinstance(tower, dict):
+        raise _NoVision("config.json has no vision_config")
+    processor = _json(path / "processor_config.json")
+    tokens = _image_tokens(path, config, tower, processor)
+    token_id = next((i for key in ("image_token_id", "image_token_index") if isinstance(i := config.get(key), int)), -1)
+    text = next((_token_text(t) for source in (processor, special) if (t := source.get("image_token"))), None)
+    text = text or (tokenizer.id_to_token(token_id) if token_id >= 0 else None)
+    if text is None or tokenizer.token_to_id(text) != token_id:
+        raise _NoVision(f"image token {text!r} and its id {token_id} in config.json do not fit tokenizer.json")
+    return Vision(text, token_id, tokens, int(_of_text(config, "hidden_size") or 0))
+
+
+def _image_tokens(path: Path, config: Mapping[str, Any], tower: Mapping[str, Any], processor: Mapping[str, Any]) -> int:
+    """Embeddings per image: the tower's patches, and its class token if that is kept."""
+    side, patch = tower.get("image_size"), tower.get("patch_size")
+    if not isinstance(side, int) or not isinstance(patch, int) or not 0 < patch <= side:
+        raise _NoVision(f"config.json has vision_config with image_size {side} and patch_size {patch}")
+    images = _json(path / "preprocessor_config.json") or processor.get("image_processor") or {}
+    size = images.get("crop_size") if images.get("do_center_crop", True) else images.get("size")
+    size = {"height": size, "width": size} if isinstance(size, int) else size
+    if isinstance(size, dict) and (size.get("height", side), size.get("width", side)) != (side, side):
+        raise _NoVision(f"preprocessor_config.json makes images of {size}, the vision tower sees {side} pixels")
+    # only CLIP's towers have a class token; "default" leaves out what comes first, for it is meant to be one
+    extra = processor.get("num_additional_image_tokens", int(tower.get("model_type") == "clip_vision_model"))
+    first = int(config.get("vision_feature_select_strategy", "default") == "default")
+    tokens = (side // patch) ** 2 + extra - first
+    said = config.get("image_seq_length", tokens)
+    if said != tokens:
+        raise _NoVision(f"config.json has image_seq_length {said}, its vision tower makes {tokens} embeddings")
+    return int(tokens)
 
 
 def _sampling(path: Path, generation: Mapping[str, Any]) -> Sampling:

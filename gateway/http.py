@@ -85,6 +85,7 @@ class _Api:
             "created": gateway.started_ns // 1_000_000_000,
             "owned_by": "penstock",
             "max_model_len": gateway.model.max_model_len,
+            "input_modalities": ["text"] if gateway.model.vision is None else ["text", "image"],
         }
 
     async def models(self, request: Request) -> Response:

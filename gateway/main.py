@@ -4,6 +4,7 @@ import asyncio
 import signal
 import socket
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -39,6 +40,10 @@ def run(settings: GatewaySettings) -> int:
         model = modeldir.load(path, name=settings.served_model_name.split(",")[0], chat_template=settings.chat_template)
     except modeldir.ModelError as error:
         log.error("start_failed", error=str(error))
+        return EXIT_CONFIG
+    folder = settings.allowed_local_media_path
+    if folder and not Path(folder).is_dir():
+        log.error("start_failed", error=f"--allowed-local-media-path {folder}: not a folder")
         return EXIT_CONFIG
     try:
         status: int = uvloop.run(_serve(settings, model))

@@ -20,6 +20,7 @@ class Metrics:
         self.output = Counter("penstock_gateway_output_tokens", "output tokens delivered", registry=registry)
         self.cached = Counter("penstock_gateway_cached_tokens", "prompt tokens reused by workers", registry=registry)
         self.cancelled = Counter("penstock_gateway_cancelled", "requests left by their client", registry=registry)
+        self.media = Counter("penstock_gateway_media", "images and embedding files taken", ["kind"], registry=registry)
         self.open = Gauge("penstock_gateway_open_requests", "requests being answered", registry=registry)
         self.queued = Gauge("penstock_gateway_queued_requests", "accepted and not placed yet", registry=registry)
         self.tasks = Gauge("penstock_gateway_tasks", "asyncio tasks, counted when asked", registry=registry)

@@ -5,11 +5,13 @@ honoured is refused with the field's name and its limit, never silently dropped.
 """
 
 import re
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
+from gateway import media
 from schemas.errors import Code, ServingError
 from schemas.requests import Priority
 from schemas.streams import LONGEST_DEADLINE_S
@@ -71,11 +73,22 @@ class Body(Struct, frozen=True, kw_only=True):
     worker: Annotated[str, Meta(pattern=_WORKER, description="run here only")] | None = None
 
 
+class MediaUrl(Struct, frozen=True):
+    """Where an image (PNG, JPEG, WebP, GIF) or an embedding file (safetensors) is: data:, http(s):, file: or a path."""
+
+    url: str
+    detail: Annotated[
+        Literal["auto", "low", "high"] | None, Meta(description="every image takes the same number of tokens")
+    ] = None
+
+
 class Part(Struct, frozen=True):
-    """One part of a message's content; only type "text" is served."""
+    """One part of a message's content: "text", "image_url" or "input_image", or "image_embeds"."""
 
     type: str
     text: str | None = None
+    image_url: MediaUrl | str | None = None
+    image_embeds: MediaUrl | str | None = None
 
 
 class FunctionCall(Struct, frozen=True):
@@ -131,6 +144,8 @@ class TextBody(Body, frozen=True, kw_only=True):
     suffix: str | None = None
 
 
+# by type of part, the field that says where the medium is
+_MEDIA = {"image_url": "image_url", "input_image": "image_url", "image_embeds": "image_embeds"}
 _AT = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`$")
 
 _chat = msgspec.json.Decoder(ChatBody).decode
@@ -195,10 +210,11 @@ def prompt_of(body: TextBody) -> str | list[int]:
 
 
 def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as chat templates expect them: text content as one string, tool arguments as objects.
+    """Messages as chat templates expect them: text content as one string, with images a list of typed parts, tool
+    arguments as objects.
 
     Raises:
-        ServingError: a part of the content is not text, or tool arguments are not a JSON object.
+        ServingError: a part of the content is not served, or tool arguments are not a JSON object.
     """
     return [
         {"role": message.role, "content": message.content}
@@ -208,12 +224,26 @@ def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     ]
 
 
+def media_parts(messages: list[ChatMessage]) -> list[media.Part]:
+    """The images and embedding files of messages that ``template_messages`` took, in their order."""
+    found = []
+    for number, message in enumerate(messages):
+        if not isinstance(message.content, list):
+            continue
+        for i, part in enumerate(message.content):
+            if name := _MEDIA.get(part.type):
+                value: MediaUrl | str = getattr(part, name)
+                url = value if isinstance(value, str) else value.url
+                found.append(media.Part(f"messages[{number}].content[{i}].{name}", url, name == "image_embeds"))
+    return found
+
+
 def _template_message(number: int, message: ChatMessage) -> dict[str, Any]:
     where = f"messages[{number}]"
     content = message.content
     if content is None and not (message.role == "assistant" and message.tool_calls):
         raise invalid(f"{where}.content", f"{where}.content is missing")
-    out: dict[str, Any] = {"role": message.role, "content": _joined(where, content)}
+    out: dict[str, Any] = {"role": message.role, "content": _content(where, message.role, content)}
     for key in ("name", "tool_call_id", "reasoning_content"):
         if (value := getattr(message, key)) is not None:
             out[key] = value
@@ -222,15 +252,31 @@ def _template_message(number: int, message: ChatMessage) -> dict[str, Any]:
     return out
 
 
-def _joined(where: str, content: str | list[Part] | None) -> str:
+def _content(where: str, role: str, content: str | list[Part] | None) -> str | list[dict[str, str]]:
     if content is None or isinstance(content, str):
         return content or ""
     for i, part in enumerate(content):
-        if part.type != "text":
-            raise unsupported(f"{where}.content[{i}].type", f"content parts of type {part.type!r}; only 'text' is")
-        if part.text is None:
-            raise invalid(f"{where}.content[{i}].text", f"{where}.content[{i}].text is missing")
-    return "\n".join(part.text or "" for part in content)
+        if part.type == "text":
+            if part.text is None:
+                raise invalid(f"{where}.content[{i}].text", f"{where}.content[{i}].text is missing")
+        elif name := _MEDIA.get(part.type):
+            field = f"{where}.content[{i}].{name}"
+            if getattr(part, name) is None:
+                raise invalid(field, f"{field} is missing")
+            if role not in ("user", "tool"):
+                raise unsupported(field, f"images in {role} messages; put them into user messages")
+        else:
+            what = f"content parts of type {part.type[:40]!r}; there are 'text', 'image_url' and 'image_embeds'"
+            raise unsupported(f"{where}.content[{i}].type", what)
+    if all(part.type == "text" for part in content):
+        return "\n".join(part.text or "" for part in content)
+    parts: list[dict[str, str]] = []
+    for is_text, run in groupby(content, lambda part: part.type == "text"):
+        if is_text:  # in one: templates would join them without a break, and make words that nobody wrote
+            parts.append({"type": "text", "text": "\n".join(part.text or "" for part in run)})
+        else:
+            parts += [{"type": "image"} for _ in run]
+    return parts
 
 
 def _template_call(where: str, call: ToolCall) -> dict[str, Any]:

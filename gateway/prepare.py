@@ -1,30 +1,35 @@
 """An HTTP body becomes a GenerateRequest: parse, render the template, tokenise, check lengths, name blocks.
 
-Pure but for the random seed; blocking for as long as tokenisation takes (about 1 ms per 1,000 tokens), so callers
-with an event loop run large bodies in a thread.
+Pure but for random numbers; blocking for as long as tokenisation takes (about 1 ms per 1,000 tokens), so callers
+with an event loop run large bodies in a thread. A conversation with images needs two steps: its ``Draft`` names the
+media, and ``finish`` takes them once they are stored.
 """
 
 import secrets
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
 
 from configs.chat_template import TemplateError
-from configs.modeldir import ModelDir
+from configs.modeldir import ModelDir, Vision
+from gateway.media import Part
 from gateway.openai import (
     Body,
     ChatBody,
     TextBody,
     invalid,
+    media_parts,
     parse_chat,
     parse_text,
     prompt_of,
     template_messages,
     unsupported,
 )
-from schemas.blocks import chain, root
+from schemas.blocks import chain, media_extra, root
 from schemas.errors import Code, ServingError
 from schemas.ids import new_request_id
-from schemas.requests import GenerateRequest, Priority, Sampling, Stop
+from schemas.requests import GenerateRequest, Media, Priority, Sampling, Stop
 from schemas.wire import pack_tokens
 
 T = TypeVar("T")
@@ -46,6 +51,7 @@ class Target(NamedTuple):
         gateway: whose token subject gets the answer.
         max_model_len: prompt + output in tokens, if the fleet's limit is below the model's; 0: the model's.
         revision: of the workers' weights, if they say another one than the model directory; "": the directory's.
+        max_images: images and embedding files per request.
     """
 
     model: ModelDir
@@ -56,6 +62,7 @@ class Target(NamedTuple):
     default_deadline_s: float = 600.0
     max_model_len: int = 0
     revision: str = ""
+    max_images: int = 16
 
     @property
     def limit(self) -> int:
@@ -73,6 +80,23 @@ class Prepared(NamedTuple):
     include_usage: bool
 
 
+class Draft(NamedTuple):
+    """A conversation with images, checked as far as it can be without them.
+
+    Attributes:
+        tokens: the prompt, with one placeholder per medium.
+        media: what to load, in the order of the placeholders.
+        deadline_s: from ``now_ns`` on.
+    """
+
+    body: ChatBody
+    tokens: list[int]
+    media: list[Part]
+    now_ns: int
+    request_id: str | None
+    deadline_s: float
+
+
 def random_seed() -> int:
     return secrets.randbits(63)
 
@@ -84,19 +108,54 @@ def prepare_chat(
     now_ns: int,
     request_id: str | None = None,
     seed: Callable[[], int] = random_seed,
-) -> Prepared:
-    """A chat completion body, ready to be published.
+) -> Prepared | Draft:
+    """A chat completion body, ready to be published, or waiting for its media.
 
     Raises:
         ServingError: the body cannot be served; names the field and the limit.
     """
     body = parse_chat(data)
     _check_model(body.model, target)
-    text = _render(body, target.model)
-    tokens = _encode(text, target, special=False)
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    max_tokens = body.max_completion_tokens or body.max_tokens
-    return _request(body, CHAT, tokens, max_tokens, logprobs, target, now_ns, request_id, seed)
+    messages = template_messages(body.messages)
+    media = media_parts(body.messages)
+    vision = target.model.vision
+    if vision is None and not media:
+        tokens = _encode(_render(body, messages, target.model), target, special=False)
+        return _request(body, CHAT, tokens, target, now_ns, request_id, seed)
+    if vision is None:
+        raise unsupported(media[0].field, f"images: {target.model.no_vision}")
+    tokens = _tokens_with_images(body, messages, media, vision, target)
+    if not media:
+        return _request(body, CHAT, tokens, target, now_ns, request_id, seed)
+    # as long as it will be at least, so that nothing is fetched for a prompt without room
+    fewest = sum(1 if part.embedding else vision.image_tokens for part in media)
+    _output_limit(len(tokens) - len(media) + fewest, _max_tokens(body), target)
+    return Draft(body, tokens, media, now_ns, request_id, _deadline_s(body, target))
+
+
+def finish(draft: Draft, media: Sequence[Media], target: Target, *, seed: Callable[[], int] = random_seed) -> Prepared:
+    """The request of a draft whose media are stored: each placeholder becomes as many as its medium has tokens.
+
+    Args:
+        media: in the order of ``draft.media``; positions are set here.
+    Raises:
+        ServingError: it has become too long.
+    """
+    vision = target.model.vision
+    assert vision is not None
+    total = len(draft.tokens) - len(media) + sum(medium.tokens for medium in media)
+    _output_limit(total, _max_tokens(draft.body), target)
+    tokens: list[int] = []
+    placed = []
+    start = 0
+    for medium in media:
+        at = draft.tokens.index(vision.image_token_id, start)
+        tokens += draft.tokens[start:at]
+        placed.append(msgspec.structs.replace(medium, position=len(tokens)))
+        tokens += [vision.image_token_id] * medium.tokens
+        start = at + 1
+    tokens += draft.tokens[start:]
+    return _request(draft.body, CHAT, tokens, target, draft.now_ns, draft.request_id, seed, tuple(placed))
 
 
 def prepare_text(
@@ -119,7 +178,10 @@ def prepare_text(
         prompt = _encode(prompt, target, special=True)
     elif max(prompt, default=0) >= target.model.vocab_size:
         raise invalid("prompt", f"prompt has token id {max(prompt)}; ids are below {target.model.vocab_size}")
-    return _request(body, TEXT, prompt, body.max_tokens, body.logprobs, target, now_ns, request_id, seed)
+    vision = target.model.vision
+    if vision is not None and vision.image_token_id in prompt:
+        raise invalid("prompt", f"prompt has the image token {vision.image_token!r}; images go into chat completions")
+    return _request(body, TEXT, prompt, target, now_ns, request_id, seed)
 
 
 def _check_model(name: str, target: Target) -> None:
@@ -130,7 +192,7 @@ def _check_model(name: str, target: Target) -> None:
         )
 
 
-def _render(body: ChatBody, model: ModelDir) -> str:
+def _render(body: ChatBody, messages: list[dict[str, Any]], model: ModelDir) -> str:
     if model.template is None:
         raise unsupported(
             "messages", f"model {model.name!r} has no chat template; use /v1/completions or start with --chat-template"
@@ -140,9 +202,66 @@ def _render(body: ChatBody, model: ModelDir) -> str:
         raise invalid("chat_template_kwargs", f"chat_template_kwargs cannot set {sorted(taken)}")
     tools = body.tools if body.tool_choice != "none" else None
     try:
-        return model.template.render(template_messages(body.messages), tools, **variables)
+        return model.template.render(messages, tools, **variables)
     except TemplateError as error:
         raise invalid("messages", f"the model's chat template refuses these messages: {str(error)[:300]}") from None
+
+
+def _tokens_with_images(
+    body: ChatBody, messages: list[dict[str, Any]], media: Sequence[Part], vision: Vision, target: Target
+) -> list[int]:
+    """The prompt of a model that sees: with one placeholder per medium, and none that a client wrote.
+
+    The image token's text in a message would become the token. Such a text is cut in two by a mark that nobody can
+    know before, and the pieces are tokenised apart: it stays text, read as it was written.
+
+    Raises:
+        ServingError: too many media; the template does not write one placeholder for each.
+    """
+    if len(media) > target.max_images:
+        raise invalid(
+            media[target.max_images].field,
+            f"the request has {len(media)} images, and the limit is {target.max_images} (--max-images)",
+        )
+    token = vision.image_token
+    text = _render(body, messages, target.model)
+    given = (messages, body.tools, body.chat_template_kwargs)
+    if text.count(token) == len(media) and not (media and _holds(given, token)):
+        tokens = _encode(text, target, special=False)
+    else:
+        mark = secrets.token_hex(16)
+        messages, tools, variables = _replaced(list(given), token, token[:1] + mark + token[1:])
+        body = msgspec.structs.replace(body, tools=tools, chat_template_kwargs=variables)
+        tokens = []
+        for piece in _render(body, messages, target.model).split(mark):
+            if len(tokens) >= target.limit:
+                raise _too_long(f"at least {len(tokens)} tokens", target.limit)
+            tokens += _encode(piece, target, special=False)
+    if (found := tokens.count(vision.image_token_id)) != len(media):
+        raise invalid(
+            media[0].field if media else "messages",
+            f"the model's chat template writes {found} image placeholders for {len(media)} images; give images in user "
+            "messages, or start with another --chat-template",
+        )
+    return tokens
+
+
+def _holds(value: Any, text: str) -> bool:
+    """Whether a text is anywhere in a JSON value."""
+    if isinstance(value, str):
+        return text in value
+    if isinstance(value, dict):
+        return any(text in key or _holds(inner, text) for key, inner in value.items())
+    return isinstance(value, list | tuple) and any(_holds(inner, text) for inner in value)
+
+
+def _replaced(value: Any, old: str, new: str) -> Any:
+    """A JSON value with a text replaced wherever it is."""
+    if isinstance(value, str):
+        return value.replace(old, new)
+    if isinstance(value, dict):
+        return {key.replace(old, new): _replaced(inner, old, new) for key, inner in value.items()}
+    return [_replaced(inner, old, new) for inner in value] if isinstance(value, list) else value
 
 
 def _encode(text: str, target: Target, *, special: bool) -> list[int]:
@@ -174,36 +293,52 @@ def _too_long(what: str, limit: int) -> ServingError:
     )
 
 
+def _max_tokens(body: ChatBody | TextBody) -> int | None:
+    return (body.max_completion_tokens or body.max_tokens) if isinstance(body, ChatBody) else body.max_tokens
+
+
+def _deadline_s(body: Body, target: Target) -> float:
+    asked = [seconds for seconds in (body.timeout_s, body.deadline_s) if seconds is not None]
+    return min(asked, default=target.default_deadline_s)
+
+
+def _logprobs(body: ChatBody | TextBody) -> int | None:
+    if isinstance(body, ChatBody):
+        return (body.top_logprobs or 0) if body.logprobs else None
+    return body.logprobs
+
+
 def _request(
     body: ChatBody | TextBody,
     endpoint: str,
     tokens: list[int],
-    max_tokens: int | None,
-    logprobs: int | None,
     target: Target,
     now_ns: int,
     request_id: str | None,
     seed: Callable[[], int],
+    media: tuple[Media, ...] = (),
 ) -> Prepared:
     model = target.model
     prompt = pack_tokens(tokens)
     salt = body.cache_salt or ""
-    deadline_s = min(body.timeout_s or target.default_deadline_s, body.deadline_s or target.default_deadline_s)
+    deadline_s = _deadline_s(body, target)
+    extra = media_extra(((m.position, m.tokens, m.digest) for m in media), target.block_size) if media else None
     request = GenerateRequest(
         id=request_id or new_request_id(now_ns),
         model=target.names[0],
         gateway=target.gateway,
         prompt=prompt,
-        stop=_stop(body, _output_limit(len(tokens), max_tokens, target), model),
+        stop=_stop(body, _output_limit(len(tokens), _max_tokens(body), target), model),
         created_ns=now_ns,
         deadline_ns=now_ns + int(deadline_s * 1e9),
-        digests=chain(prompt, target.block_size, root(target.revision or model.revision, salt=salt)),
+        digests=chain(prompt, target.block_size, root(target.revision or model.revision, salt=salt), extra),
         block_size=target.block_size,
-        sampling=_sampling(body, logprobs, model, seed),
+        sampling=_sampling(body, _logprobs(body), model, seed),
         n=body.n or 1,
         priority=body.priority or _TIERS.get(body.service_tier or "", Priority.standard),
         user=body.user or "",
         salt=salt,
+        media=media,
         worker=body.worker or "",
         endpoint=endpoint,
         stops_shown=bool(body.include_stop_str_in_output),

@@ -130,6 +130,7 @@ class ModelCard(Struct, frozen=True):
     object: Literal["model"] = "model"
     root: str | None = None
     max_model_len: int | None = None
+    input_modalities: tuple[Literal["text", "image"], ...] = ("text",)
 
 
 class ModelList(Struct, frozen=True):

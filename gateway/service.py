@@ -14,9 +14,10 @@ from configs.bus.publish import Publisher
 from configs.bus.read import read
 from configs.modeldir import ModelDir
 from configs.settings import GatewaySettings
+from gateway.attachments import Attachments
 from gateway.exchange import CLOCK_SKEW_NS, Exchange, TokenFeed
 from gateway.metrics import Metrics
-from gateway.prepare import CHAT, Prepared, Target, prepare_chat, prepare_text
+from gateway.prepare import CHAT, Draft, Prepared, Target, finish, prepare_chat, prepare_text
 from schemas import control, done, fleet, requests, wire
 from schemas.errors import Code, ServingError
 from schemas.ids import time_of
@@ -31,6 +32,7 @@ CANCEL_AGAIN_S = 1.0
 SILENT_S = 2.0
 DEADLINE_GRACE_NS = 500_000_000  # the worker's own word on a missed deadline comes first
 LARGE_BODY = 32_768  # bytes; larger ones are tokenised in a thread
+LARGE_PROMPT = 8_192  # tokens; longer ones with images get their block names in a thread
 FIND_WINDOW_NS = 10_000_000_000
 JOB_BYTES = 65_536  # what a job adds to its request: the decision and its score table
 
@@ -55,6 +57,7 @@ class Gateway:
         self._others: dict[str, TokenFeed] = {}
         self._opening = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
+        self._attachments = Attachments(bus, settings, metrics)
         self._target = self._make_target()
         self._queued = 0  # accepted and not yet taken by a router, at the last look
         self._accepted_since = 0
@@ -122,6 +125,7 @@ class Gateway:
             default_deadline_s=self.settings.default_deadline_s,
             max_model_len=max((w.max_model_len for w in workers), default=0),
             revision=workers[0].revision if workers else "",
+            max_images=self.settings.max_images,
         )
 
     # --- in ---
@@ -135,8 +139,23 @@ class Gateway:
         prepare = prepare_chat if endpoint == CHAT else prepare_text
         target, now_ns = self._target, time.time_ns()
         if len(body) <= LARGE_BODY:
-            return prepare(body, target, now_ns=now_ns, request_id=request_id)
-        return await asyncio.to_thread(prepare, body, target, now_ns=now_ns, request_id=request_id)
+            prepared = prepare(body, target, now_ns=now_ns, request_id=request_id)
+        else:
+            prepared = await asyncio.to_thread(prepare, body, target, now_ns=now_ns, request_id=request_id)
+        return await self._illustrated(prepared, target) if isinstance(prepared, Draft) else prepared
+
+    async def _illustrated(self, draft: Draft, target: Target) -> Prepared:
+        """A draft with its media loaded and stored."""
+        assert target.model.vision is not None
+        left_s = draft.deadline_s - (time.time_ns() - draft.now_ns) / 1e9
+        try:
+            async with asyncio.timeout(left_s):
+                media = await self._attachments.load(draft.media, target.model.vision, left_s)
+        except TimeoutError:
+            raise ServingError(Code.deadline_exceeded, "the images did not arrive before the deadline") from None
+        if len(draft.tokens) <= LARGE_PROMPT:
+            return finish(draft, media, target)
+        return await asyncio.to_thread(finish, draft, media, target)
 
     def has_room(self) -> bool:
         """Whether a request would be taken now."""

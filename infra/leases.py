@@ -9,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from configs.bus.connection import Bus, connect
 from configs.bus.read import read
@@ -81,7 +80,6 @@ async def leases(bus: Bus, now_ns: int) -> dict[str, Lease]:
 
 def show(found: dict[str, Lease], now_ns: int, console: Console, *, everything: bool = False) -> int:
     """Print open leases, or all tickets; returns how many are open."""
-    table = Table("ticket", "pool", "from", "to", "blocks", "MB", "state", "age s", "lease s", "cause")
     opened = 0
     for ticket, lease in found.items():
         holds = is_open(lease, now_ns)
@@ -89,20 +87,15 @@ def show(found: dict[str, Lease], now_ns: int, console: Console, *, everything: 
         if not holds and not everything:
             continue
         offer, last = lease.offer, lease.last
-        table.add_row(
-            ticket,
-            offer.pool,
-            offer.source,
-            offer.target,
-            str(offer.blocks),
-            f"{offer.bytes / 1e6:.1f}",
-            f"quarantined ({lease.quarantined})" if lease.quarantined else last.state,
-            f"{(now_ns - offer.at_ns) / 1e9:.1f}",
-            f"{(offer.lease_ns - now_ns) / 1e9:.1f}" if holds else "",
-            last.cause,
+        state = f"quarantined, {lease.quarantined} blocks" if lease.quarantined else last.state
+        left = f", lease ends in {(offer.lease_ns - now_ns) / 1e9:.1f} s" if holds and not lease.ended else ""
+        console.print(f"[bold]{ticket}[/]  {offer.source} → {offer.target}", highlight=False, soft_wrap=True)
+        console.print(
+            f"  {offer.pool} {offer.blocks} blocks, {offer.bytes / 1e6:.1f} MB: {state}"
+            f"{f' ({last.cause})' if last.cause else ''}, {(now_ns - offer.at_ns) / 1e9:.1f} s ago{left}",
+            highlight=False,
+            soft_wrap=True,
         )
-    if table.row_count:
-        console.print(table)
     console.print(f"{opened} open leases; {len(found)} hand-offs in the last hour")
     return opened
 

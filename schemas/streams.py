@@ -114,7 +114,8 @@ def topology(s: Subjects) -> Topology:
     workers = s.bucket("workers")
     buckets = (BucketSpec(workers, live=(f"$KV.{workers}.>", s.live(f"$KV.{workers}.>"))),)
     objects = (
-        ObjectSpec(s.bucket("media"), HOUR, 4 * GIB),
+        # A request that names an object may be as old as the object's half life, and then run this long.
+        ObjectSpec(s.bucket("media"), 2 * HOUR + 5 * MINUTE, 4 * GIB),
         ObjectSpec(s.bucket("snapshots"), DAY, GIB),
         ObjectSpec(s.bucket("batches"), 7 * DAY, 4 * GIB),
     )

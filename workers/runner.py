@@ -34,6 +34,7 @@ class Choice:
     """One sequence as its worker sees it; the engine's ``key``. Touched by the engine thread after submission."""
 
     __slots__ = (
+        "adopted",
         "attempt",
         "buffer",
         "cached",
@@ -81,6 +82,7 @@ class Choice:
         self.dirty = False
         self.started_ns = 0
         self.max_tokens = 0  # of a prefill stage, whose engine stops earlier: what the client allows; 0: no such stage
+        self.adopted = -1  # its prompt came from elsewhere, where so many of its tokens had been cached
         self.lacking = ""  # what came from elsewhere and is gone, so that this worker cannot go on
         self.handed = False  # the engine is done with it, and another worker goes on
 
@@ -300,7 +302,7 @@ class EngineThread:
         if started:
             now = self._wall_ns()
             for choice, cached in started:
-                choice.cached = cached
+                choice.cached = cached if choice.adopted < 0 else choice.adopted
                 choice.started_ns = now
                 self._started.append(choice)
         dirty = self._dirty

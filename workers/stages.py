@@ -231,6 +231,8 @@ class Stages:
             if reservation is not None:
                 self._let_go(reservation)
         elif reservation is not None or not active.request.media:
+            for choice in active.choices if reservation is not None else ():
+                choice.adopted = prefilled.cached
             self._host.compute(active, reservation)
         else:
             await self.see(active, None)

@@ -3,11 +3,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from configs.chat_template import ChatTemplate, TemplateError
-from configs.modeldir import ModelError, load, resolve, revision
+from configs.modeldir import MODELS, ModelDir, ModelError, Vision, load, resolve, revision
 from schemas.requests import Sampling
 from tests.tiny_model import CHATML, write
 
@@ -161,3 +162,87 @@ def test_reading_a_model_directory_does_not_import_torch(tmp_path: Path) -> None
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env, timeout=60)
     assert done.stdout.split() == ["False", "True"]
+
+
+LLAVA: dict[str, Any] = {
+    "model_type": "llava",
+    "image_token_index": 1,
+    "text_config": {"hidden_size": 48},
+    "vision_config": {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14},
+}
+
+
+def sees(path: Path, *, processor: dict[str, Any] | None = None, images: Any = None, **config: Any) -> ModelDir:
+    edit(write(path) / "config.json", **{**LLAVA, **config})
+    if processor is not None:
+        edit(path / "processor_config.json", **processor)
+    if images is not None:
+        edit(path / "preprocessor_config.json", **images)
+    return load(path)
+
+
+def test_the_bundled_model_that_sees_says_how() -> None:
+    assert resolve("demo-vision") == MODELS / "demo-vision"
+    assert load(resolve("demo-vision")).vision == Vision("<image>", 1279, 64, 256)
+
+
+def test_a_model_that_does_not_see_says_why(tmp_path: Path) -> None:
+    model = load(write(tmp_path))
+    assert (model.vision, model.no_vision) == (None, "model type 'llama' takes no images")
+    other = sees(tmp_path / "b", model_type="qwen2_5_vl")
+    assert other.vision is None
+    assert "'qwen2_5_vl' is not one whose images" in other.no_vision
+
+
+CLIP, SIGLIP = "clip_vision_model", "siglip_vision_model"
+
+
+@pytest.mark.parametrize(
+    ("tower", "strategy", "processor", "tokens"),
+    [
+        (CLIP, None, None, 576),
+        (CLIP, "default", {"num_additional_image_tokens": 1}, 576),
+        (CLIP, "full", None, 577),
+        (CLIP, "full", {"num_additional_image_tokens": 1}, 577),
+        (SIGLIP, "full", None, 576),
+        (SIGLIP, "full", {"num_additional_image_tokens": 0}, 576),
+    ],
+)
+def test_tokens_per_image_follow_from_the_patches(
+    tmp_path: Path, tower: str, strategy: str | None, processor: dict[str, Any] | None, tokens: int
+) -> None:
+    config = {"vision_config": {**LLAVA["vision_config"], "model_type": tower}}
+    if strategy:
+        config["vision_feature_select_strategy"] = strategy
+    model = sees(tmp_path, processor=processor, image_seq_length=tokens, **config)
+    assert model.vision == Vision("<|im_start|>", 1, tokens, 48), model.no_vision
+
+
+CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"image_seq_length": 577}, "image_seq_length 577, its vision tower makes 576"),
+    ({"processor": {"num_additional_image_tokens": 3}, "image_seq_length": 576}, "makes 578"),
+    ({"images": {"crop_size": {"height": 224, "width": 224}}}, "the vision tower sees 336"),
+    ({"images": {"crop_size": 224}}, "the vision tower sees 336"),
+    ({"images": {"do_center_crop": False, "size": {"height": 224, "width": 224}}}, "the vision tower sees 336"),
+    ({"image_token_index": 10_000}, "do not fit tokenizer.json"),
+    ({"image_token_index": None}, "do not fit tokenizer.json"),
+    ({"processor": {"image_token": "<picture>"}}, "'<picture>' and its id 1"),
+    ({"vision_config": {}}, "image_size None"),
+    ({"vision_config": {"image_size": 10, "patch_size": 0}}, "patch_size 0"),
+    ({"vision_config": None}, "no vision_config"),
+]
+
+
+@pytest.mark.parametrize(("files", "reason"), CONTRADICTIONS)
+def test_files_that_contradict_each_other_give_no_vision_but_a_reason(
+    tmp_path: Path, files: dict[str, Any], reason: str
+) -> None:
+    model = sees(tmp_path, **files)
+    assert model.vision is None
+    assert reason in model.no_vision
+
+
+def test_a_processor_that_agrees_is_taken(tmp_path: Path) -> None:
+    images = {"do_center_crop": True, "crop_size": {"height": 336, "width": 336}, "size": {"shortest_edge": 336}}
+    model = sees(tmp_path, images=images, processor={"image_token": {"content": "<|im_start|>"}}, text_config={})
+    assert model.vision == Vision("<|im_start|>", 1, 576, 0)

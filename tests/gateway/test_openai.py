@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.openai import ChatBody, parse_chat, parse_text, prompt_of, template_messages
+from gateway.media import Part
+from gateway.openai import ChatBody, media_parts, parse_chat, parse_text, prompt_of, template_messages
 from schemas.errors import Code, ServingError
 from schemas.requests import Priority
 
@@ -84,7 +85,8 @@ UNSUPPORTED: list[tuple[str, Any, str]] = [
     ("function_call", "auto", "functions"),
     ("response_format", {"type": "json_object"}, "response_format"),
     ("modalities", ["text", "audio"], "modalities"),
-    ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages"),
+    ("messages", [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "x"}}]}], "messages"),
+    ("messages", [{"role": "system", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages"),
 ]
 
 
@@ -239,3 +241,31 @@ def test_no_body_raises_anything_but_a_serving_error(fields: dict[str, Any], who
         prompt_of(parse_text(encoded))
     except ServingError:
         pass
+
+
+def test_images_are_collected_in_their_order_and_text_between_them_is_kept() -> None:
+    def at(url: str) -> dict[str, Any]:
+        return {"type": "image_url", "image_url": {"url": url}}
+
+    def said(text: str) -> dict[str, Any]:
+        return {"type": "text", "text": text}
+
+    body = chat(
+        messages=[
+            {"role": "user", "content": [at("a"), said("x"), said("y"), at("b"), at("c")]},
+            {"role": "user", "content": "plain"},
+            {"role": "user", "content": [said("z"), {"type": "image_embeds", "image_embeds": "d"}]},
+        ]
+    )
+    image = {"type": "image"}
+    assert [message["content"] for message in template_messages(body.messages)] == [
+        [image, said("x\ny"), image, image],
+        "plain",
+        [said("z"), image],
+    ]
+    assert media_parts(body.messages) == [
+        Part("messages[0].content[0].image_url", "a"),
+        Part("messages[0].content[3].image_url", "b"),
+        Part("messages[0].content[4].image_url", "c"),
+        Part("messages[2].content[1].image_embeds", "d", embedding=True),
+    ]

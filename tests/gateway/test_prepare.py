@@ -238,3 +238,13 @@ def test_all_but_the_tokenisation_of_a_long_prompt_is_fast(
         best = min(best, time.thread_time() - start - spent)
     assert done.prompt_tokens > 100_000
     assert best < 0.02
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [({}, 600), ({"timeout_s": 3000}, 3000), ({"deadline_s": 5}, 5), ({"timeout_s": 9, "deadline_s": 3000}, 9)],
+)
+def test_a_deadline_is_what_the_client_names_or_the_default(
+    target: Target, asked: dict[str, float], expected: int
+) -> None:
+    assert chat(target, **asked).request.deadline_ns - NOW == expected * 10**9

@@ -39,7 +39,7 @@ def test_what_a_reader_says_may_be_stored_before_the_offer() -> None:
     assert not is_open(lease, NOW)
 
 
-def test_the_table_names_who_holds_what_for_whom() -> None:
+def test_the_list_names_who_holds_what_for_whom() -> None:
     out = io.StringIO()
     console = Console(file=out, width=200)
     found = fold([line("offered", bytes=32_000_000), line("offered", ticket="old"), line("released", 1, ticket="old")])

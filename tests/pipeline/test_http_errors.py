@@ -98,6 +98,10 @@ async def test_a_bad_value_is_refused_with_its_field_and_limit(
         ({"tools": [{"type": "function"}], "tool_choice": "required"}, "tool_choice"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content[0].image_url",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": ""}}]}]},
             "messages[0].content[0].type",
         ),
     ],

@@ -131,6 +131,7 @@ async def test_a_prompt_that_decode_knows_already_is_not_moved_again(record: Rec
     await give(record, pair, second)
     end = await record.end(second)
     assert end.usage.cached == 24, "the last block is computed for its logits"
+    assert [part.finish.cached_tokens for part in record.progress(first) if part.finish] == [0], "brought, not cached"
     states = await record.states(second, "released")
     assert states == ["offered", "released"]
 

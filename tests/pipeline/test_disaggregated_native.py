@@ -1,0 +1,178 @@
+"""Encode, prefill and decode apart on the native engine: the same answers as from one worker, text and images.
+
+The reference for each answer is the same request given to the prefill worker by name, which then does all of it.
+"""
+
+import asyncio
+import base64
+import time
+from collections.abc import AsyncIterator
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+
+from configs.bus.connection import Bus, connect
+from infra.demo_model import vision
+from infra.leases import is_open, leases
+from schemas.jobs import Stage
+from tests.pipeline.conftest import NewDeployment
+from tests.pipeline.support import Deployment, ending, idle_workers, until
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def apart(new_deployment: NewDeployment) -> Deployment:
+    return new_deployment(
+        *("--engine", "native", "--model", "demo-vision", "--threads", "1", "--kv-blocks", "600"),
+        *("--prefill", "1", "--decode", "1", "--encode", "1", "--local-prefill-tokens", "16"),
+    )
+
+
+@pytest.fixture
+async def apart_bus(apart: Deployment) -> AsyncIterator[Bus]:
+    bus = await connect(apart.state.nats_url, role="client", name="test")
+    yield bus
+    await bus.close()
+
+
+@pytest.fixture
+async def http(apart: Deployment) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=apart.urls[0], trust_env=False, timeout=60) as made:
+        yield made
+
+
+def picture(seed: int) -> str:
+    return "data:image/png;base64," + base64.b64encode(vision.png(vision.scene(Random(seed), True))).decode()
+
+
+def body(*parts: str | dict[str, Any], **more: Any) -> dict[str, Any]:
+    """A question; strings that are data URLs become images."""
+    content = [
+        part
+        if isinstance(part, dict)
+        else {"type": "image_url", "image_url": {"url": part}}
+        if part.startswith("data:")
+        else {"type": "text", "text": part}
+        for part in parts
+    ]
+    return {"messages": [{"role": "user", "content": content}], "model": "demo-vision", "max_tokens": 24, **more}
+
+
+async def ask(http: httpx.AsyncClient, asked: dict[str, Any]) -> tuple[str, Any]:
+    answer = await http.post("/v1/chat/completions", json=asked)
+    assert answer.status_code == 200, answer.text
+    return answer.headers["x-request-id"], answer.json()
+
+
+def roles(route: tuple[Stage, ...]) -> list[str]:
+    return [stage.role for stage in route]
+
+
+async def both(http: httpx.AsyncClient, bus: Bus, asked: dict[str, Any], *, salt: str) -> tuple[Any, Any, list[str]]:
+    """The answer of one worker, that of several, and their roles. The salt keeps the two from sharing a cache."""
+    _, whole = await ask(http, {**asked, "worker": "prefill-0", "cache_salt": salt + "w"})
+    request, split = await ask(http, {**asked, "cache_salt": salt})
+    told, _ = await ending(bus, request)
+    return whole, split, roles(told.jobs[0].decision.route)
+
+
+def shown(answer: Any) -> Any:
+    """What a client sees, without ids and times."""
+    usage = {key: answer["usage"][key] for key in ("prompt_tokens", "completion_tokens")}
+    return [{**choice, "logprobs": _rounded(choice.get("logprobs"))} for choice in answer["choices"]], usage
+
+
+def _rounded(logprobs: Any) -> Any:
+    """Chunks of another size give logits that differ in the last bits."""
+    if not logprobs:
+        return logprobs
+    return [(each["token"], round(each["logprob"], 2)) for each in logprobs["content"]]
+
+
+ROOMS = " ".join(f"The code of room {number} is {number * 37 % 1000}." for number in range(90))
+
+
+@pytest.mark.parametrize(
+    ("asked", "wanted"),
+    [
+        (body("What is 347 + 586?"), "933"),
+        (body("Spell the word harbour.", stop=["b-o"]), "h-a-r-"),
+        (body("Reverse the word lantern.", logprobs=True, top_logprobs=2), "nretnal"),
+        (body("How do I start a worker?", temperature=0.8, seed=3, n=3), ""),
+        (body(f"{ROOMS} What is the code of room 33?", max_tokens=40), "221"),
+    ],
+    ids=["greedy", "stop", "logprobs", "seeded choices", "long context"],
+)
+async def test_text_is_the_same_from_two_workers_as_from_one(
+    http: httpx.AsyncClient, apart_bus: Bus, asked: dict[str, Any], wanted: str
+) -> None:
+    whole, split, route = await both(http, apart_bus, {"temperature": 0, **asked}, salt=wanted + "t")
+    assert route == ["prefill", "decode"]
+    assert shown(split) == shown(whole)
+    assert wanted in split["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        body(picture(1), "What color is the shape?"),
+        body(picture(2), picture(3), "How many shapes are there?", temperature=0.9, seed=5, n=2),
+        body("Look at this.", picture(4), "What do you see?", max_tokens=60),
+        body(picture(5), "?" * 3, stop=["is"], logprobs=True),
+    ],
+    ids=["one", "two, seeded", "in the middle", "stop and logprobs"],
+)
+async def test_images_are_seen_alike_through_three_workers_and_in_one(
+    http: httpx.AsyncClient, apart_bus: Bus, asked: dict[str, Any]
+) -> None:
+    whole, split, route = await both(http, apart_bus, {"temperature": 0, **asked}, salt="i")
+    assert route == ["encode", "prefill", "decode"]
+    assert shown(split) == shown(whole)
+
+
+async def test_images_share_cached_blocks_with_themselves_only(http: httpx.AsyncClient, apart_bus: Bus) -> None:
+    first = body(picture(11), "What do you see?", temperature=0, max_tokens=60)
+    other = body(picture(12), "What do you see?", temperature=0, max_tokens=60)
+    _, one = await ask(http, first)
+    _, two = await ask(http, other)
+    assert two["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert one["choices"][0]["message"]["content"] != two["choices"][0]["message"]["content"]
+
+    async def from_the_cache() -> bool:
+        _, again = await ask(http, first)
+        assert again["choices"] == one["choices"]
+        return bool(again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64)
+
+    await until(from_the_cache, "the second time it comes from the cache")
+
+
+async def test_prefix_hits_on_either_side_or_both_change_nothing(http: httpx.AsyncClient, apart_bus: Bus) -> None:
+    question = body(f"{ROOMS} What is the code of room 12?", temperature=0, max_tokens=40)
+    _, cold = await ask(http, {**question, "cache_salt": "p"})
+    # Prefill alone holds the longer beginning, then both do.
+    await ask(http, {**question, "worker": "prefill-0", "max_tokens": 1, "cache_salt": "q"})
+    for _ in range(3):
+        _, warm = await ask(http, {**question, "cache_salt": "q"})
+        assert shown(warm) == shown(cold)
+    _, again = await ask(http, {**question, "cache_salt": "p"})
+    assert shown(again) == shown(cold)
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 1000
+
+
+async def test_all_at_once_leave_nothing_held(http: httpx.AsyncClient, apart_bus: Bus) -> None:
+    asked = [body(picture(number % 4), f"How many shapes are there? {number}", temperature=0) for number in range(12)]
+    asked += [body(f"What is {number} + {3 * number}?", temperature=0) for number in range(12)]
+    answers = await asyncio.gather(*(ask(http, each) for each in asked))
+    for number, (_, answer) in enumerate(answers[12:]):
+        assert str(4 * number) in answer["choices"][0]["message"]["content"]
+
+    async def nothing_held() -> bool:
+        now = time.time_ns()
+        return await idle_workers(apart_bus) and not any(
+            is_open(lease, now) for lease in (await leases(apart_bus, now)).values()
+        )
+
+    await until(nothing_held, "all blocks are free and all leases closed")
