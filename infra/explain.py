@@ -2,8 +2,10 @@
 
 import argparse
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -14,12 +16,22 @@ from configs.bus.read import read
 from schemas import done, jobs, requests
 from schemas.errors import ServingError
 from schemas.ids import time_of
-from schemas.jobs import Decision, Job
+from schemas.jobs import Decision, Job, Revoke, WorkMessage
 from schemas.requests import GenerateRequest
 from schemas.subjects import HEADER_MSG_ID
+from schemas.transfer import Encoded, HandOff, Prefilled, decode_ledger
 
 SKEW_NS = 2_000_000_000
 CONNECT_S = 3.0  # somebody is waiting at a terminal
+
+
+class Given(NamedTuple):
+    """One message in WORK: what a worker was told, and when the server stored it."""
+
+    worker: str
+    role: str
+    at_ns: int
+    message: WorkMessage
 
 
 class Story:
@@ -27,8 +39,14 @@ class Story:
 
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
-        self.jobs: list[Job] = []
+        self.work: list[Given] = []
+        self.ledger: list[HandOff] = []
         self.ends: list[done.Done | done.Returned] = []
+
+    @property
+    def jobs(self) -> list[Job]:
+        """As the routers published them."""
+        return [given.message for given in self.work if isinstance(given.message, Job)]
 
 
 async def story(bus: Bus, request_id: str) -> Story:
@@ -51,15 +69,30 @@ async def story(bus: Bus, request_id: str) -> Story:
             found.ends.append(done.decode(entry.data))
             if isinstance(found.ends[-1], done.Done):
                 break
-    until_ns = found.ends[-1].timings.ended_ns + SKEW_NS if found.ends and isinstance(found.ends[-1], done.Done) else 0
+    ended_ns = found.ends[-1].timings.ended_ns if found.ends and isinstance(found.ends[-1], done.Done) else 0
+    until_ns = ended_ns + SKEW_NS if ended_ns else 0
     async for entry in read(bus, subjects.stream("WORK"), subjects.all("work"), since_ns=since):
         if entry.headers.get(HEADER_MSG_ID, "").startswith(request_id):
-            work = jobs.decode(entry.data)
-            if isinstance(work, Job):
-                found.jobs.append(work)
+            role, worker = entry.subject.split(".")[-2:]
+            found.work.append(Given(worker, role, entry.time_ns, jobs.decode(entry.data)))
         elif until_ns and entry.time_ns > until_ns:
             break
+    if any(isinstance(given.message, Encoded | Prefilled) for given in found.work):
+        found.ledger = await _ledger(bus, request_id, since, until_ns)
     return found
+
+
+async def _ledger(bus: Bus, request_id: str, since: int, until_ns: int) -> list[HandOff]:
+    """What the workers say of this request's tickets; nothing if there is no such stream."""
+    subjects, found = bus.subjects, []
+    with contextlib.suppress(ServingError):
+        async for entry in read(bus, subjects.stream("HANDOFF"), subjects.all("handoff"), since_ns=since):
+            if until_ns and entry.time_ns > until_ns:
+                break
+            with contextlib.suppress(msgspec.MsgspecError):
+                events = decode_ledger(entry.data).events
+                found += [event for event in events if event.ticket.startswith(request_id)]
+    return sorted(found, key=lambda event: event.at_ns)
 
 
 def show(told: Story, console: Console) -> None:
@@ -72,12 +105,72 @@ def show(told: Story, console: Console) -> None:
         f"prompt {len(request.prompt) // 4} tokens ({len(request.digests) // 16} full blocks of {request.block_size}), "
         f"at most {request.stop.max_tokens} out, n={request.n}"
     )
-    for job in told.jobs:
-        _show_decision(job, job.decision, console)
+    for given in told.work:
+        message = given.message
+        if isinstance(message, Job):
+            _show_decision(message, message.decision, console)
+        elif isinstance(message, Revoke):
+            console.print(f"attempt {message.attempt}: {given.worker} was told to drop it")
+        else:
+            _show_hand_over(message, given, console)
+            _show_ledger([event for event in told.ledger if event.ticket == message.ticket.id], message, console)
+    if any(job.route for job in told.jobs):
+        _show_stages(told, console)
     for end in told.ends:
         _show_end(end, request, console)
     if not told.jobs:
         console.print("no router has placed it yet")
+
+
+def _show_hand_over(message: Encoded | Prefilled, given: Given, console: Console) -> None:
+    """The ticket under which a worker offers what it has made to the next one."""
+    ticket = message.ticket
+    blocks = len(ticket.blocks) // 4
+    pool = ticket.endpoint.pools.get(ticket.pool)
+    size = f" ({blocks * pool.block_bytes / 2**20:.2f} MiB)" if pool is not None else ""
+    what = "embeddings" if isinstance(message, Encoded) else "KV"
+    left = (ticket.lease_ns - given.at_ns) / 1e9
+    console.print(
+        f"\nattempt {message.attempt}: {ticket.worker} hands {what} to {given.role} {given.worker}: "
+        f"ticket {ticket.id}, {blocks} blocks{size} of pool {ticket.pool} over {ticket.endpoint.backend}, "
+        f"lease of {left:.1f} s"
+    )
+
+
+def _show_ledger(events: Sequence[HandOff], message: Encoded | Prefilled, console: Console) -> None:
+    start = events[0].at_ns if events else 0
+    for event in events:
+        amount = f", {event.blocks} blocks, {event.bytes / 2**20:.2f} MiB" if event.bytes or event.blocks else ""
+        took = f" in {event.seconds * 1e3:.1f} ms" if event.seconds else ""
+        why = f": {event.cause} {event.message}".rstrip() if event.cause else ""
+        console.print(f"  +{(event.at_ns - start) / 1e6:.1f} ms {event.state}{amount}{took}{why}")
+
+
+def _show_stages(told: Story, console: Console) -> None:
+    """When each stage got the request, and how long it had it: from what is stored in WORK, and the end."""
+    ended = next((end.timings.ended_ns for end in told.ends if isinstance(end, done.Done)), 0)
+    table = Table("attempt", "stage", "worker", "given", "began", "first token", "handed on")
+    given = [each for each in told.work if not isinstance(each.message, Revoke)]
+    for position, each in enumerate(given):
+        assert not isinstance(each.message, Revoke)
+        attempt = each.message.attempt
+        after = next((other for other in given[position + 1 :] if _attempt(other) == attempt), None)
+        began = first = 0
+        if after is not None and isinstance(after.message, Encoded | Prefilled):
+            began = after.message.started_ns
+            first = after.message.first_token_ns if isinstance(after.message, Prefilled) else 0
+        until = after.at_ns if after is not None else ended if position == len(given) - 1 else 0
+        marks = [_since(told.request, at) for at in (each.at_ns, began, first, until)]
+        table.add_row(str(attempt), each.role, each.worker, *marks)
+    console.print(table)
+
+
+def _attempt(given: Given) -> int:
+    return given.message.attempt
+
+
+def _since(request: GenerateRequest, at_ns: int) -> str:
+    return f"+{(at_ns - request.created_ns) / 1e6:.1f} ms" if at_ns else ""
 
 
 def _show_decision(job: Job, decision: Decision, console: Console) -> None:
@@ -90,19 +183,34 @@ def _show_decision(job: Job, decision: Decision, console: Console) -> None:
     console.print(
         f"index at KV sequence {decision.kv_seq}, load at WORK {decision.work_seq} / DONE {decision.done_seq}"
     )
+    route = decision.route or (jobs.Stage("", decision.chosen, decision.rank),)
+    if decision.route:
+        console.print("route: " + " → ".join(f"{stage.role} {_place(stage.worker, stage.rank)}" for stage in route))
+    if decision.how:
+        console.print(f"why: {decision.how}")
     table = Table("worker", "score", "overlap blocks", "active blocks", "prefill tokens", "running", "excluded")
+    roles = any(candidate.role for candidate in decision.candidates)
+    if roles:
+        table.add_column("stage")
+    places = {(stage.worker, stage.rank) for stage in route}
     for candidate in decision.candidates:
-        chosen = candidate.worker == decision.chosen
+        chosen = (candidate.worker, candidate.rank) in places
+        name = _place(candidate.worker, candidate.rank)
         table.add_row(
-            f"[bold green]{candidate.worker}[/]" if chosen else candidate.worker,
+            f"[bold green]{name}[/]" if chosen else name,
             "" if candidate.excluded else f"{candidate.score:.2f}",
             f"{candidate.overlap_blocks}/{decision.prompt_blocks}",
             str(candidate.active_blocks),
             str(candidate.prefill_tokens),
             f"{candidate.running}/{candidate.slots}",
             candidate.excluded,
+            *([candidate.role or "all"] if roles else ()),
         )
     console.print(table)
+
+
+def _place(worker: str, rank: int) -> str:
+    return f"{worker}/{rank}" if rank else worker
 
 
 def _show_end(end: done.Done | done.Returned, request: GenerateRequest, console: Console) -> None:

@@ -4,48 +4,90 @@ Registrations come from the lease bucket; load is folded from WORK (a request wa
 (it ended, or was given back). The two streams have no common order and both repeat messages, so every step is
 idempotent, and an end may come before its beginning. A router also admits its own decisions at once, before
 their echo in the log.
+
+A disaggregated request has a route: the stage that has it now, and later ones. It counts at every one of them, since
+they all will have to take it; each message to a later stage moves it on. Which message of an attempt is the newest is
+told by the number of stages left, not by the order in which they are heard.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from router.holders import Place
+from schemas.blocks import DEFAULT_BLOCK_SIZE
 from schemas.fleet import Registration, State
+from schemas.jobs import Stage
 
 CLOSED_REMEMBERED = 65_536  # ended requests remembered, so that a late WORK echo does not revive them
 PREFILL_TOKENS_PER_S = 20_000.0
+ENCODE = "encode"  # the role that computes no part of a prompt
 _FOR_EVER = 1 << 62
 
 
 class Unfinished(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One request that a worker was given and has not ended."""
+    """One request that was given to a worker and has not ended."""
 
     request: str
     attempt: int
-    worker: str
+    worker: str  # who has it now
     prompt_tokens: int
     cached_tokens: int
-    blocks: int  # that its prompt takes beyond the cached ones
+    blocks: int  # that its prompt takes beyond the cached ones, at the worker that computes it
     deadline_ns: int
     rank: int = 0
     n: int = 1  # sequences
     gateway: str = ""
     priority: str = ""
     echoed: bool = False  # seen in the log, not only decided here
-    seq: int = 0  # of its job in WORK, once seen
+    seq: int = 0  # of its newest message in WORK, once seen
+    role: str = ""  # of ``worker``
+    later: tuple[Stage, ...] = ()  # the stages after this one
+    prompt_blocks: int = 0  # all of its prompt, as a worker takes them that is handed the KV
+    handed: bool = False  # its prompt was computed by an earlier stage
 
     @property
     def place(self) -> Place:
         return (self.worker, self.rank)
 
     @property
+    def stages(self) -> tuple[Stage, ...]:
+        """What is left of its route, the worker that has it now first."""
+        return (Stage(self.role, self.worker, self.rank), *self.later)
+
+    @property
     def uncached_tokens(self) -> int:
         return max(0, self.prompt_tokens - self.cached_tokens)
 
+    def shares(self) -> list["Share"]:
+        """What it costs at each stage that is left: a function of this entry alone, so that nothing leaks."""
+        if not self.later and not self.handed and self.role != ENCODE:
+            return [Share((self.worker, self.rank), self.n, self.blocks, self.uncached_tokens)]
+        found, computed = [], self.handed
+        for stage in self.stages:
+            place = (stage.worker, stage.rank)
+            if stage.role == ENCODE:
+                found.append(Share(place, 1, 0, 0))
+            elif computed:
+                found.append(Share(place, self.n, self.prompt_blocks, 0))
+            else:
+                found.append(Share(place, self.n, self.blocks, self.uncached_tokens))
+                computed = True
+        return found
+
+
+class Share(NamedTuple):
+    """What one request costs at one place."""
+
+    place: Place
+    sequences: int
+    blocks: int
+    uncached: int  # prompt tokens to compute
+
 
 class Load(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one place has to do."""
+    """What one place has to do, what is on its way there included."""
 
     requests: int = 0
     sequences: int = 0
@@ -85,10 +127,10 @@ class _Work:
         self.backlog = 0.0
         self.at_ns = 0
 
-    def change(self, entry: Unfinished, sign: int) -> None:
-        self.sequences += sign * entry.n
-        self.blocks += sign * entry.blocks
-        self.uncached += sign * entry.uncached_tokens
+    def change(self, share: Share, sign: int) -> None:
+        self.sequences += sign * share.sequences
+        self.blocks += sign * share.blocks
+        self.uncached += sign * share.uncached
 
     def prefill_tokens(self, now_ns: int, tokens_per_s: float) -> float:
         drained = max(0, now_ns - self.at_ns) * tokens_per_s / 1e9
@@ -107,6 +149,7 @@ class Fleet:
         self._rate = prefill_tokens_per_s
         self._registrations: dict[str, Registration] = {}
         self._requests: dict[str, Unfinished] = {}
+        self._shares: dict[str, list[Share]] = {}  # of what is in ``_requests``
         self._work: dict[Place, _Work] = {}
         self._closed: dict[str, int] = {}  # request -> highest attempt that has ended, oldest first
 
@@ -121,7 +164,8 @@ class Fleet:
     def lost(self, worker: str) -> list[Unfinished]:
         """A worker left or its lease ended: it is offered no more. Returns what must be steered again.
 
-        Those requests stay known until a later attempt is admitted, they end, or they expire.
+        That is what it has now, and what was to come to it from other stages. Those requests stay known until a later
+        attempt is admitted, they end, or they expire.
         """
         self._registrations.pop(worker, None)
         return self.unfinished_of(worker)
@@ -184,29 +228,38 @@ class Fleet:
         priority: str = "",
         echo: bool = False,
         seq: int = 0,
+        role: str = "",
+        route: Sequence[Stage] = (),
+        handed: bool = False,
     ) -> bool:
-        """A request was given to a worker; a later attempt takes it from the earlier one.
+        """A request was given to a worker; a later attempt takes it from the earlier one, a later stage moves it on.
 
         Args:
             echo: read from the log, which is right where this router had decided something else.
-            seq: of the job in WORK, if read from there.
+            seq: of the message in WORK, if read from there.
+            role: of the worker.
+            route: what is left of it, ``worker`` first; it tells the rank and the role. Empty: there is one stage.
+            handed: the worker gets the prompt's KV and computes none of it.
 
-        Returns: False: nothing changed (known, overtaken by a later attempt, or already ended).
+        Returns: False: nothing changed (known, overtaken by a later attempt or stage, or already ended).
         """
         if self._closed.get(request, -1) >= attempt:
             return False
+        later = tuple(route[1:])
+        if route:
+            role, rank = route[0].role, route[0].rank
         old = self._requests.get(request)
         if old is not None:
-            if old.attempt > attempt or (old.attempt == attempt and (old.echoed or not echo)):
+            if old.attempt > attempt:
                 return False
-            if (old.attempt, old.worker) == (attempt, worker):  # the echo of our own decision, which knows more
-                self._requests[request] = self._work[old.place].requests[request] = msgspec.structs.replace(
-                    old, echoed=True, seq=seq
-                )
-                return False
+            if old.attempt == attempt:
+                if not echo or (old.echoed and len(old.later) <= len(later)):
+                    return False
+                if (old.place, old.later) == ((worker, rank), later):  # the echo of our own decision
+                    self._replace(msgspec.structs.replace(old, echoed=True, seq=seq))
+                    return False
             self._drop(old)
-        registration = self._registrations.get(worker)
-        block_size = registration.block_size if registration else 32
+        block_size = self._block_size(role, worker, later)
         entry = Unfinished(
             request,
             attempt,
@@ -221,6 +274,10 @@ class Fleet:
             priority,
             echo,
             seq,
+            role,
+            later,
+            -(-prompt_tokens // block_size),
+            handed,
         )
         self._add(entry, now_ns)
         return True
@@ -260,13 +317,12 @@ class Fleet:
         return list(self._requests.values())
 
     def unfinished_of(self, worker: str) -> list[Unfinished]:
-        """What ``worker`` (registered or not) was given and has not ended, oldest first, rank by rank."""
-        places = sorted(place for place in self._work if place[0] == worker)
-        return [entry for place in places for entry in self._work[place].requests.values()]
+        """What ``worker`` (registered or not) has to do, now or at a later stage: oldest first, rank by rank."""
+        return self._at(sorted(place for place in self._work if place[0] == worker))
 
     def orphans(self) -> list[Unfinished]:
-        """Requests whose worker is not registered."""
-        return [e for p, work in self._work.items() if p[0] not in self._registrations for e in work.requests.values()]
+        """Requests that have a worker before them that is not registered: this attempt cannot come to an end."""
+        return self._at(place for place in self._work if place[0] not in self._registrations)
 
     def expire(self, now_ns: int, margin_ns: int = 0) -> list[Unfinished]:
         """Drop and return requests whose deadline passed ``margin_ns`` ago: their end was missed."""
@@ -280,7 +336,7 @@ class Fleet:
 
     def state(self) -> FleetState:
         """The folded load, to be stored together with the positions in WORK and DONE that it stands at."""
-        backlogs = tuple((*place, work.backlog, work.at_ns) for place, work in self._work.items())
+        backlogs = tuple((*place, work.backlog, work.at_ns) for place, work in sorted(self._work.items()))
         return FleetState(tuple(self._requests.values()), tuple(self._closed.items()), backlogs)
 
     @classmethod
@@ -298,24 +354,47 @@ class Fleet:
         for entry in state.unfinished:
             fleet._add(entry, 0)
         for worker, rank, tokens, at_ns in state.backlogs:
-            work = fleet._work[worker, rank]
-            work.backlog, work.at_ns = tokens, at_ns
+            if (work := fleet._work.get((worker, rank))) is not None:
+                work.backlog, work.at_ns = tokens, at_ns
         return fleet
 
+    def _at(self, places: Iterable[Place]) -> list[Unfinished]:
+        found = {name: entry for place in places for name, entry in self._work[place].requests.items()}
+        return list(found.values())
+
+    def _block_size(self, role: str, worker: str, later: Sequence[Stage]) -> int:
+        """Of the worker that computes the prompt."""
+        computing = next((stage.worker for stage in later), worker) if role == ENCODE else worker
+        registration = self._registrations.get(computing)
+        return registration.block_size if registration else DEFAULT_BLOCK_SIZE
+
     def _add(self, entry: Unfinished, now_ns: int) -> None:
-        work = self._work.setdefault(entry.place, _Work())
-        left = work.prefill_tokens(now_ns, self._rate)
-        work.backlog, work.at_ns = left + entry.uncached_tokens, max(now_ns, work.at_ns)
-        work.requests[entry.request] = self._requests[entry.request] = entry
-        work.change(entry, +1)
+        self._requests[entry.request] = entry
+        shares = self._shares[entry.request] = entry.shares()
+        for share in shares:
+            work = self._work.get(share.place)
+            if work is None:
+                work = self._work[share.place] = _Work()
+            left = work.prefill_tokens(now_ns, self._rate)
+            work.backlog, work.at_ns = left + share.uncached, max(now_ns, work.at_ns)
+            work.requests[entry.request] = entry
+            work.change(share, +1)
+
+    def _replace(self, entry: Unfinished) -> None:
+        """With what costs the same."""
+        self._requests[entry.request] = entry
+        for share in self._shares[entry.request]:
+            self._work[share.place].requests[entry.request] = entry
 
     def _drop(self, entry: Unfinished) -> None:
         del self._requests[entry.request]
-        work = self._work[entry.place]
-        del work.requests[entry.request]
-        work.change(entry, -1)
-        if not work.requests:
-            del self._work[entry.place]
+        for share in self._shares.pop(entry.request):
+            work = self._work.get(share.place)
+            if work is not None:  # a malformed route may name a place twice
+                work.requests.pop(entry.request, None)
+                work.change(share, -1)
+                if not work.requests:
+                    del self._work[share.place]
 
     def _close(self, request: str, attempt: int) -> None:
         self._closed.pop(request, None)

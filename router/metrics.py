@@ -9,6 +9,7 @@ class Metrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
         self.decisions = Counter("penstock_router_decisions", "jobs published", ["reason"], registry=registry)
+        self.routes = Counter("penstock_router_routes", "jobs by kind of route", ["kind", "encode"], registry=registry)
         self.overlap = Counter("penstock_router_overlap_tokens", "prompt tokens a worker held", registry=registry)
         self.prompt = Counter("penstock_router_prompt_tokens", "prompt tokens placed", registry=registry)
         self.wait = Histogram(
@@ -21,8 +22,11 @@ class Metrics:
         self.blocks = Gauge("penstock_router_index_blocks", "names in the index", registry=registry)
         self.tasks = Gauge("penstock_router_tasks", "asyncio tasks, counted when asked", registry=registry)
 
-    def placed(self, reason: str, cached_tokens: int, prompt_tokens: int, waited_ns: int) -> None:
+    def placed(
+        self, reason: str, kind: str, encode: bool, cached_tokens: int, prompt_tokens: int, waited_ns: int
+    ) -> None:
         self.decisions.labels(reason.partition(":")[0]).inc()
+        self.routes.labels(kind, "yes" if encode else "no").inc()
         self.overlap.inc(cached_tokens)
         self.prompt.inc(prompt_tokens)
         self.wait.observe(waited_ns / 1e9)

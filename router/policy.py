@@ -1,72 +1,136 @@
-"""Which worker a request goes to: filter, score, pick. A pure function of the fleet, the overlaps and the rng.
+"""Which workers a request goes to: filter, score, pick. A pure function of the fleet, the overlaps and the rng.
 
-Score in mode "kv", in blocks of prompt work, lowest wins:
+A request needs a *home*, where it decodes. An aggregated worker does everything; a decode worker computes a prompt
+itself if little of it is left to compute, and else is paired with a prefill worker. If one of these two pools is
+empty, the other does everything. Media go through an encode worker first, if there is one.
 
-    score = prefill_weight · max(0, (A + P) / B − overlap_weight · C)  +  D + U
+Score of a home in mode "kv", in blocks of prompt work, lowest wins:
+
+    alone    prefill_weight · max(0, (A + P) / B − overlap_weight · C)  +  D + U
+    paired   the first term at the prefill worker, and its D, and way · M, then D + U
 
 A: prompt tokens that the worker has yet to compute for others; P: this prompt's tokens; B: its block size;
-C: leading prompt blocks that the worker holds; D: prompt blocks that its unfinished requests had to compute;
-U: blocks that this prompt would add to them. The first term is how long the first token takes, the second how
-much the worker's batch and cache are burdened for as long as the request lives.
+C: leading prompt blocks that the worker holds; D: prompt blocks of its unfinished requests that it had to compute or
+was handed; U: blocks that this prompt would add to them; M: blocks to be moved; way: see ``pairs``. The first term is
+how long the first token takes, D + U how much the worker's batch and cache are burdened for as long as the request
+lives. D of a prefill worker is what it has not yet been seen to finish.
 """
 
 from collections.abc import Mapping, Sequence
 from math import exp
 from random import Random
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
-from router.fleet import Member, serves
+from router import encoders
+from router.fit import (
+    Ask,
+    Mode,
+    Need,
+    Weights,
+    burden,
+    busy,
+    common_reason,
+    excluded,
+    explained,
+    prefill_cost,
+    score,
+    uncached_tokens,
+    verdict,
+)
+from router.fleet import ENCODE, Member
 from router.holders import Place
+from router.pairs import Partners, way
 from schemas.errors import Code
-from schemas.fleet import State
-from schemas.jobs import Candidate
+from schemas.fleet import Registration
+from schemas.jobs import Candidate, Stage
 
-Mode = Literal["kv", "round_robin", "random", "least_loaded", "direct"]
+Kind = Literal["aggregated", "local", "split"]
 
 STORED_CANDIDATES = 16
 TIE = 1e-6  # scores closer than this are equal
 
 
-class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the policy must know of a request. Sizes in tokens; ``prompt_blocks`` full blocks."""
-
-    model: str
-    prompt_tokens: int
-    max_tokens: int
-    prompt_blocks: int = 0
-    n: int = 1
-    role: str = "aggregated"
-    worker: str = ""  # this one and no other: a worker's id or name
-    avoid: frozenset[str] = frozenset()  # workers that failed this request; taken only if nobody else is left
-
-
-class Weights(msgspec.Struct, frozen=True):
-    """Of the terms of the score; ``temperature`` above 0 draws by softmax over scores scaled to 0..1."""
-
-    overlap: float = 1.0
-    prefill: float = 1.0
-    temperature: float = 0.0
-
-
 class Choice(msgspec.Struct, frozen=True):
-    """The answer. Without ``chosen``: why, and whether waiting can help (``code`` empty) or not."""
+    """The answer. Without ``route``: why, and whether waiting can help (``code`` empty) or not."""
 
-    chosen: Place | None
+    route: tuple[Stage, ...]  # all stages
     candidates: tuple[Candidate, ...]
-    overlap_blocks: int = 0
+    overlap_blocks: int = 0  # at the worker that computes the prompt
     reason: str = ""
     code: Code | None = None
+    how: str = ""  # why this kind of route, in words
+    kind: Kind = "aggregated"  # "local": a worker of a disaggregated pool does everything
+
+    @property
+    def chosen(self) -> Place | None:
+        """Who gets the request first."""
+        return (self.route[0].worker, self.route[0].rank) if self.route else None
+
+    @property
+    def computing(self) -> str:
+        """The worker that computes the prompt; there is a route."""
+        return next(stage.worker for stage in self.route if stage.role != ENCODE)
 
 
-# Why a worker was not scored, and the error of a request for which no worker is left but such.
-_HOPELESS = {
-    "too_long": Code.context_length_exceeded,
-    "too_small": Code.out_of_blocks,
-    "unknown_worker": Code.invalid_request,
-    "worker_not_named": Code.invalid_request,
-}
+class _Homes(NamedTuple):
+    """Who can be the home, column by column. ``moved``: blocks from a prefill worker; -1: it does everything itself."""
+
+    members: list[Member]
+    scores: list[float]
+    moved: list[int]
+
+
+class _Case:
+    """One decision: what is asked, and how to weigh and pick."""
+
+    def __init__(
+        self, ask: Ask, overlaps: Mapping[Place, int], mode: Mode, weights: Weights, rng: Random, turn: int
+    ) -> None:
+        self.ask = ask
+        self.overlaps = overlaps
+        self.mode = mode
+        self.weights = weights
+        self._rng = rng
+        self._turn = turn
+
+    def overlap(self, member: Member) -> int:
+        return self.overlaps.get(member.place, 0)
+
+    def prefill(self, member: Member) -> float:
+        if self.mode != "kv":
+            return busy(member)
+        return prefill_cost(self.ask, member, self.overlap(member), self.weights) + member.load.active_blocks
+
+    def pick(self, scores: Sequence[float]) -> int:
+        if self.mode == "round_robin":
+            return self._turn % len(scores)
+        if self.mode == "random":
+            return self._rng.randrange(len(scores))
+        return _pick(scores, self.weights.temperature, self._rng)
+
+    def trusted(self, members: list[Member]) -> list[Member]:
+        """Without those that failed this request, unless nobody else is left."""
+        if not self.ask.avoid:
+            return members
+        return [member for member in members if member.place[0] not in self.ask.avoid] or members
+
+    def line(self, member: Member, score: float, why: str = "", stage: str = "") -> Candidate:
+        load = member.load
+        worker, rank = member.place
+        return Candidate(
+            worker,
+            self.overlap(member),
+            load.active_blocks,
+            int(load.prefill_tokens),
+            load.sequences,
+            member.registration.slots,
+            score,
+            why,
+            rank,
+            stage,
+        )
 
 
 def choose(
@@ -78,7 +142,7 @@ def choose(
     rng: Random,
     turn: int = 0,
 ) -> Choice:
-    """Pick a place for one request.
+    """Pick the places for one request.
 
     Args:
         members: all places, in the order of ``Fleet.members``.
@@ -86,66 +150,227 @@ def choose(
         turn: requests placed before this one; round robin goes by it.
     """
     if mode == "direct" and not ask.worker:
-        return _refusal("worker_not_named", [])
-    open_, shut = [], []
-    for member in members:
-        why = excluded(ask, member)
-        if why:
-            if why != "other_model":
-                shut.append(_candidate(member, overlaps.get(member.place, 0), 0.0, why))
-        else:
-            open_.append(member)
-    if ask.avoid and len(open_) > 1:
-        open_ = [member for member in open_ if member.place[0] not in ask.avoid] or open_
-    if not open_:
-        if ask.worker and not any(ask.worker in (m.place[0], m.registration.name) for m in members):
-            return _refusal("unknown_worker", shut)
-        return _refusal(_common_reason(shut), shut)
-    scores = [score(ask, member, overlaps.get(member.place, 0), mode, weights) for member in open_]
-    if mode == "round_robin":
-        at = turn % len(open_)
-    elif mode == "random":
-        at = rng.randrange(len(open_))
-    else:
-        at = _pick(scores, weights.temperature, rng)
-    chosen = open_[at]
-    return Choice(
-        chosen.place, _table(open_, scores, at, overlaps, shut), min(ask.prompt_blocks, overlaps.get(chosen.place, 0))
+        return _refusal("worker_not_named", ())
+    case = _Case(ask, overlaps, mode, weights, rng, turn)
+    return _with_media(case, members) if ask.medium else _place(case, members)
+
+
+# Media
+
+
+def _with_media(case: _Case, members: Sequence[Member]) -> Choice:
+    """An encode worker in front of somebody who can take what it makes; without one, somebody with eyes."""
+    ask = case.ask
+    if any(member.registration.vision and ask.names(member.registration) for member in members):
+        return _place(case, members, _sight)
+    anybody = msgspec.structs.replace(ask, worker="")
+    pool = [(m, excluded(anybody, m)) for m in members if m.registration.role == ENCODE and m.registration.transfer]
+    open_ = case.trusted([member for member, why in pool if not why])
+    if open_:
+        encoder, note = _encoder(case, open_)
+        choice = _place(case, members, _reading_from(encoder.registration))
+        if choice.reason != "no_transfer":
+            return _behind(case, encoder, note, open_, choice) if choice.route else choice
+    elif any(why == "full" for _, why in pool):
+        return _refusal("full", tuple(case.line(member, 0.0, why, ENCODE) for member, why in pool))
+    return _place(case, members, _sight)
+
+
+def _encoder(case: _Case, open_: list[Member]) -> tuple[Member, str]:
+    if case.mode in ("kv", "direct"):
+        chosen, preferred = encoders.pick(case.ask.medium, open_)
+        return chosen, "" if preferred else ", as the preferred one has too much to do"
+    return open_[case.pick([busy(member) for member in open_])], ""
+
+
+def _behind(case: _Case, encoder: Member, note: str, open_: list[Member], choice: Choice) -> Choice:
+    """``choice`` with an encode worker in front."""
+    others = [case.line(member, busy(member), "", ENCODE) for member in open_ if member is not encoder]
+    stages = len(choice.route)
+    lines = (case.line(encoder, busy(encoder), "", ENCODE), *choice.candidates[:stages], *others[:3])
+    how = f"media through {encoder.place[0]}{note}"
+    return msgspec.structs.replace(
+        choice,
+        route=(Stage(ENCODE, *encoder.place), *choice.route),
+        candidates=(*lines, *choice.candidates[stages:])[:STORED_CANDIDATES],
+        how=f"{choice.how}; {how}" if choice.how else how,
     )
 
 
-def excluded(ask: Ask, member: Member) -> str:
-    """Why ``member`` cannot take the request now; empty: it can."""
-    registration = member.registration
-    if not serves(registration, ask.model):
-        return "other_model"
-    if registration.role != ask.role:
-        return "other_role"
-    if ask.worker and ask.worker != registration.worker and ask.worker != registration.name:
-        return "not_asked_for"
-    if ask.prompt_tokens + ask.max_tokens > registration.max_model_len:
-        return "too_long"
-    if ask.prompt_tokens >= registration.total_blocks * registration.block_size:
-        return "too_small"
-    if registration.state is not State.ready:
-        return "draining"
-    if member.load.sequences and ask.n > member.room:
-        return "full"
-    return ""
+def _reading_from(encoder: Registration) -> Need:
+    assert encoder.transfer is not None
+    backend, pool = encoder.transfer.backend, encoder.transfer.pools.get("embeds")
+
+    def need(registration: Registration) -> str:
+        endpoint = registration.transfer
+        if endpoint is None or endpoint.backend != backend:
+            return "no_transfer"
+        own = endpoint.pools.get("embeds")
+        return "no_transfer" if own is not None and pool is not None and own.layout != pool.layout else ""
+
+    return need
 
 
-def score(ask: Ask, member: Member, overlap: int, mode: Mode, weights: Weights) -> float:
-    """The cost of sending the request to ``member``; see the top of this module."""
-    load = member.load
-    if mode != "kv":
-        return load.sequences / max(1, member.registration.slots)
-    size = member.registration.block_size
-    overlap = min(overlap, ask.prompt_blocks)
-    prefill = (load.prefill_tokens + ask.prompt_tokens) / size - weights.overlap * overlap
-    return weights.prefill * max(0.0, prefill) + load.active_blocks + ask.prompt_tokens // size - overlap
+def _sight(registration: Registration) -> str:
+    """A worker that has a pool for embeddings waits for an encode worker: there will be one (again)."""
+    if registration.vision:
+        return ""
+    return (
+        "no_encoder" if registration.transfer is not None and "embeds" in registration.transfer.pools else "no_vision"
+    )
 
 
-def _pick(scores: list[float], temperature: float, rng: Random) -> int:
+# Prompt and answer
+
+
+class _Fleet(NamedTuple):
+    """The places of a model by what they can do for the request."""
+
+    open: dict[str, list[Member]]  # by role
+    shut: list[tuple[Member, str]]  # and why
+
+    def full(self, role: str) -> list[Member]:
+        return [member for member, why in self.shut if why == "full" and member.registration.role == role]
+
+    def pool(self, role: str) -> bool:
+        """Whether anybody of a role will ever take the request."""
+        return bool(self.open[role] or (self.shut and self.full(role)))
+
+
+def _place(case: _Case, members: Sequence[Member], need: Need | None = None) -> Choice:
+    """The worker that does everything, or the pair."""
+    fleet = _sorted(case.ask, members, need)
+    decodes = fleet.pool("decode")
+    candidates = fleet.open["aggregated"]
+    if decodes:
+        candidates = candidates + fleet.open["decode"]
+    if case.ask.worker or not decodes:
+        candidates = candidates + fleet.open["prefill"]
+        partners = None
+    else:
+        partners = _partners(case, fleet)
+    homes = _homes(case, case.trusted(candidates), partners, fleet.shut)
+    if not homes.members:
+        return _nobody(case, members, fleet.shut)
+    at = case.pick(homes.scores)
+    if homes.moved and homes.moved[at] >= 0:
+        assert partners is not None
+        return _paired(case, at, homes, partners, fleet.shut)
+    return _alone(case, at, homes, partners, fleet)
+
+
+def _sorted(ask: Ask, members: Sequence[Member], need: Need | None) -> _Fleet:
+    open_: dict[str, list[Member]] = {"aggregated": [], "prefill": [], "decode": []}
+    shut: list[tuple[Member, str]] = []
+    for member in members:
+        why = excluded(ask, member, need)
+        pool = open_.get(member.registration.role)
+        if pool is None:
+            if why == "encode_only":
+                shut.append((member, why))
+        elif not why:
+            pool.append(member)
+        elif why != "other_model":
+            shut.append((member, why))
+    return _Fleet(open_, shut)
+
+
+def _partners(case: _Case, fleet: _Fleet) -> Partners | None:
+    """The prefill workers, if any will ever take the request."""
+    if not fleet.pool("prefill"):
+        return None
+    weight = case.weights.transfer if case.mode == "kv" else 0.0
+    return Partners(case.trusted(fleet.open["prefill"]), fleet.full("prefill"), case.prefill, weight)
+
+
+def _homes(case: _Case, members: list[Member], partners: Partners | None, shut: list[tuple[Member, str]]) -> _Homes:
+    """Every member with its score; decode workers that need a prefill worker which is full go to ``shut``."""
+    ask, mode, weights, overlaps = case.ask, case.mode, case.weights, case.overlaps
+    if partners is None:
+        return _Homes(members, [score(ask, m, overlaps.get(m.place, 0), mode, weights) for m in members], [])
+    homes = _Homes([], [], [])
+    for member in members:
+        overlap, moved, cost = overlaps.get(member.place, 0), -1, None
+        alone = member.registration.role != "decode"
+        if not alone and uncached_tokens(ask, member, overlap) > weights.local_prefill_tokens:
+            moved = ask.prompt_blocks - min(overlap, ask.prompt_blocks)
+            cost = partners.cheapest(member.registration, moved)
+            if cost is None and partners.will_be(member.registration):
+                shut.append((member, "prefill_full"))
+                continue
+        if cost is None:
+            moved, cost = -1, score(ask, member, overlap, mode, weights)
+        else:
+            cost = cost + burden(ask, member, overlap) if mode == "kv" else busy(member)
+        homes.members.append(member)
+        homes.scores.append(cost)
+        homes.moved.append(moved)
+    return homes
+
+
+def _alone(case: _Case, at: int, homes: _Homes, partners: Partners | None, fleet: _Fleet) -> Choice:
+    member = homes.members[at]
+    role = member.registration.role
+    return Choice(
+        (Stage(role, *member.place),),
+        _table(case, [case.line(member, homes.scores[at])], at, homes, partners, fleet.shut),
+        min(case.ask.prompt_blocks, case.overlap(member)),
+        how=_why_alone(case, at, homes, fleet),
+        kind="aggregated" if role == "aggregated" else "local",
+    )
+
+
+def _paired(case: _Case, at: int, homes: _Homes, partners: Partners, shut: list[tuple[Member, str]]) -> Choice:
+    target, moved, prompt_blocks = homes.members[at], homes.moved[at], case.ask.prompt_blocks
+    scored = partners.of(target.registration, moved)
+    source, cost = scored[case.pick([each.cost for each in scored])]
+    lines = [case.line(source, cost, "", "prefill"), case.line(target, homes.scores[at], "", "decode")]
+    return Choice(
+        (Stage("prefill", *source.place), Stage("decode", *target.place)),
+        _table(case, lines, at, homes, partners, shut),
+        min(prompt_blocks, case.overlap(source)),
+        how=f"split: {moved} of {prompt_blocks} blocks to compute, worth a transfer "
+        + way(source.registration, target.registration),
+        kind="split",
+    )
+
+
+def _why_alone(case: _Case, at: int, homes: _Homes, fleet: _Fleet) -> str:
+    """In words; nothing where there is nothing to choose."""
+    if case.ask.worker:
+        return "the request names its worker"
+    decodes, prefills = fleet.pool("decode"), fleet.pool("prefill")
+    if not decodes and not prefills:
+        return ""
+    role = homes.members[at].registration.role
+    if role == "prefill" or not decodes:
+        return "no decode worker"
+    if role == "aggregated":
+        others = [s for m, s in zip(homes.members, homes.scores, strict=True) if m.registration.role != role]
+        if not others:
+            return "aggregated: no other place has room"
+        return f"aggregated: score {homes.scores[at]:.1f}, the best other place {min(others):.1f}"
+    if not prefills:
+        return "no prefill worker"
+    tokens = uncached_tokens(case.ask, homes.members[at], case.overlap(homes.members[at]))
+    limit = case.weights.local_prefill_tokens
+    if tokens <= limit:
+        return f"local: {tokens} tokens to compute, limit {limit}"
+    return "no prefill worker that it can take blocks from"
+
+
+def _nobody(case: _Case, members: Sequence[Member], shut: list[tuple[Member, str]]) -> Choice:
+    lines = tuple(case.line(member, 0.0, why) for member, why in shut[:STORED_CANDIDATES])
+    if case.ask.worker and not any(case.ask.names(member.registration) for member in members):
+        return _refusal("unknown_worker", lines)
+    return _refusal(common_reason({why for _, why in shut}), lines)
+
+
+def _refusal(reason: str, lines: tuple[Candidate, ...]) -> Choice:
+    return Choice((), lines[:STORED_CANDIDATES], 0, reason, verdict(reason))
+
+
+def _pick(scores: Sequence[float], temperature: float, rng: Random) -> int:
     best = min(scores)
     if temperature <= 0:
         ties = [at for at, value in enumerate(scores) if value - best <= TIE]
@@ -157,40 +382,40 @@ def _pick(scores: list[float], temperature: float, rng: Random) -> int:
 
 
 def _table(
-    members: Sequence[Member], scores: list[float], at: int, overlaps: Mapping[Place, int], shut: list[Candidate]
+    case: _Case,
+    lines: list[Candidate],
+    at: int,
+    homes: _Homes,
+    partners: Partners | None,
+    shut: list[tuple[Member, str]],
 ) -> tuple[Candidate, ...]:
-    """The score table: the chosen first, then the best, then the excluded; at most ``STORED_CANDIDATES``."""
+    """The score table: the chosen, the best other homes and prefill workers, the excluded; cut to what is stored."""
+    members, scores, moved = homes
+    others = []
+    if partners is not None:
+        chosen = (lines[0].worker, lines[0].rank)
+        others = sorted([each for each in partners.scored if each.member.place != chosen], key=lambda each: each.cost)
     order = sorted(range(len(members)), key=scores.__getitem__)
     order.remove(at)
-    shown = [at, *order[: STORED_CANDIDATES - 1]]
-    lines = [_candidate(members[i], overlaps.get(members[i].place, 0), scores[i], "") for i in shown]
-    return (*lines, *shut[: STORED_CANDIDATES - len(lines)])
+    room = STORED_CANDIDATES - len(lines)
+    for i in order[: max(room - len(others), (room + 1) // 2)]:
+        lines.append(case.line(members[i], scores[i], "", "decode" if moved and moved[i] >= 0 else ""))
+    for each in others[: STORED_CANDIDATES - len(lines)]:
+        lines.append(case.line(each.member, each.cost, "", "prefill"))
+    for member, why in shut[: STORED_CANDIDATES - len(lines)]:
+        role = member.registration.role
+        lines.append(case.line(member, 0.0, why, "" if role == "aggregated" else role))
+    return tuple(lines)
 
 
-def _candidate(member: Member, overlap: int, score: float, excluded: str) -> Candidate:
-    load = member.load
-    worker, rank = member.place
-    return Candidate(
-        worker,
-        overlap,
-        load.active_blocks,
-        int(load.prefill_tokens),
-        load.sequences,
-        member.registration.slots,
-        score,
-        excluded,
-        rank,
-    )
-
-
-def _refusal(reason: str, shut: list[Candidate]) -> Choice:
-    return Choice(None, tuple(shut[:STORED_CANDIDATES]), 0, reason, _HOPELESS.get(reason))
-
-
-def _common_reason(shut: list[Candidate]) -> str:
-    """Why nobody is left: what may pass comes first, since then waiting helps."""
-    reasons = {candidate.excluded for candidate in shut}
-    for reason in ("full", "draining", "too_small", "too_long"):
-        if reason in reasons:
-            return reason
-    return "no_worker"
+__all__ = [
+    "STORED_CANDIDATES",
+    "Ask",
+    "Choice",
+    "Mode",
+    "Weights",
+    "choose",
+    "excluded",
+    "explained",
+    "score",
+]

@@ -27,13 +27,13 @@ CLOCK_SKEW_NS = 2_000_000_000
 
 
 class Orphan(msgspec.Struct):
-    """An attempt whose worker is lost. The last three fields are filled by ``recover``."""
+    """An attempt that cannot come to its end. The last three fields are filled by ``recover``."""
 
     request_id: str
     attempt: int
     worker: str
     gateway: str
-    work_seq: int  # of its job in WORK
+    work_seq: int  # of its job, or of its newest hand-over, in WORK
     raw: bytes = b""
     request: GenerateRequest | None = None
     progress: list[Progress] = []
@@ -58,15 +58,16 @@ async def recover(bus: Bus, publisher: Publisher, router: str, orphans: list[Orp
 
 
 async def _load_job(bus: Bus, orphan: Orphan) -> bool:
-    """The job as it was published, from its place in WORK."""
+    """The job as it was published, or handed over between stages, from its place in WORK."""
     if not orphan.work_seq:
         return False
     stream = bus.subjects.stream("WORK")
     try:
         message = await bus.js.get_msg(stream, orphan.work_seq, direct=True)
-        job = jobs.decode(message.data or b"")
-        named = (message.headers or {}).get(HEADER_MSG_ID) == f"{orphan.request_id}:{orphan.attempt}"
-        if named and isinstance(job, jobs.Job):
+        work = jobs.decode(message.data or b"")
+        named = (message.headers or {}).get(HEADER_MSG_ID, "").split(":")[:2]
+        if named == [orphan.request_id, str(orphan.attempt)] and not isinstance(work, jobs.Revoke):
+            job = work if isinstance(work, jobs.Job) else jobs.decode_job(bytes(work.job))
             orphan.raw = bytes(job.request)
             orphan.request = requests.decode(orphan.raw)
             return True

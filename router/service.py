@@ -7,6 +7,7 @@ it had placed are in WORK.
 
 import asyncio
 import functools
+import heapq
 import random
 import secrets
 import time
@@ -22,10 +23,10 @@ from configs.bus.publish import Ack, Publisher
 from configs.bus.pull import ACK, IN_PROGRESS, NAK, TERM, Puller
 from configs.settings import RouterSettings
 from router import ends
-from router.fleet import Unfinished
-from router.holders import Place, keys_view
+from router.fleet import ENCODE, Unfinished
+from router.holders import keys_view
 from router.metrics import Metrics
-from router.policy import Ask, Choice, Weights, choose
+from router.policy import Ask, Choice, Weights, choose, explained
 from router.rescue import Orphan, recover
 from router.view import View
 from router.waiting import Waiting as Entry
@@ -63,6 +64,11 @@ class Waiting(msgspec.Struct, eq=False):
     reason: str = "new"
     renewed: float = 0.0
 
+    @property
+    def resumed_tokens(self) -> int:
+        """Of the choices that go on; each has its own."""
+        return sum(len(part) // 4 for i, part in enumerate(self.resume) if i not in self.finished)
+
 
 class Router:
     """``open`` it, then it works by itself; ``close`` gives unplaced requests back."""
@@ -73,10 +79,23 @@ class Router:
         self._publisher = publisher
         self._settings = settings
         self._metrics = metrics
-        self._weights = Weights(settings.overlap_weight, settings.prefill_weight, settings.temperature)
+        self._weights = Weights(
+            settings.overlap_weight,
+            settings.prefill_weight,
+            settings.temperature,
+            settings.transfer_weight,
+            settings.local_prefill_tokens,
+        )
         self._rng = random.Random(settings.seed or None)
         self._turn = 0
-        self.view = View(bus, settings, on_change=self._pump_soon, on_returned=self._on_returned, on_lost=self._on_lost)
+        self.view = View(
+            bus,
+            settings,
+            on_change=self._pump_soon,
+            on_returned=self._on_returned,
+            on_lost=self._on_lost,
+            on_stranded=self._on_stranded,
+        )
         self._room: WaitingRoom[Waiting] = WaitingRoom(NO_LIMIT)  # what enters from the log is limited by class
         self._held = dict.fromkeys(Priority, 0)
         self._pullers: list[Puller] = []
@@ -156,10 +175,16 @@ class Router:
             rank=request.priority.rank,
             arrived_ns=request.created_ns,
             deadline_ns=request.deadline_ns,
-            lane=f"{request.model} {request.worker}",
+            lane=self._lane(request),
         )
         if entered:
             self._held[request.priority] += 1
+
+    def _lane(self, request: GenerateRequest) -> str:
+        """Requests that wait for the same workers: others must not wait behind them."""
+        long = len(request.prompt) // 4 > self._settings.local_prefill_tokens
+        kind = "media" if request.media else "long" if long else "short"
+        return f"{request.model} {request.worker} {kind}"
 
     def _left(self, entry: Entry[Waiting]) -> Waiting:
         self._held[entry.item.request.priority] -= 1
@@ -188,26 +213,28 @@ class Router:
             self._end(waiting, Code.deadline_exceeded, "the deadline passed before a worker was free")
             return True
         keys = keys_view(request.digests)
-        choice = self._choose(request, keys, now_ns)
+        choice = self._choose(waiting, keys, now_ns)
         if choice.code is not None:
-            self._end(waiting, choice.code, f"no worker can ever run this request: {choice.reason}")
+            self._end(waiting, choice.code, f"no worker can ever run this request: {explained(choice.reason)}")
             return True
-        if choice.chosen is None:
+        if not choice.route:
             self._wait(waiting)
             return False
-        await self._dispatch(waiting, choice, choice.chosen, keys, now_ns)
+        await self._dispatch(waiting, choice, keys, now_ns)
         return True
 
-    def _choose(self, request: GenerateRequest, keys: Sequence[int], now_ns: int) -> Choice:
-        tokens = len(request.prompt) // 4
+    def _choose(self, waiting: Waiting, keys: Sequence[int], now_ns: int) -> Choice:
+        request = waiting.request
         ask = Ask(
             request.model,
-            tokens,
+            len(request.prompt) // 4,
             request.stop.max_tokens,
             prompt_blocks=len(keys),
             n=request.n,
             worker=request.worker,
             avoid=self.view.suspects(),
+            resumed_tokens=waiting.resumed_tokens,
+            medium=request.media[0].digest if request.media else b"",
         )
         self._turn += 1
         return choose(
@@ -220,17 +247,17 @@ class Router:
             self._turn,
         )
 
-    async def _dispatch(self, waiting: Waiting, choice: Choice, place: Place, keys: Sequence[int], now_ns: int) -> None:
-        """Publish the job; the request is acknowledged only after the job is stored."""
-        request, attempt, worker = waiting.request, waiting.attempt, place[0]
-        registration = self.view.fleet.worker(worker)
-        assert registration is not None
+    async def _dispatch(self, waiting: Waiting, choice: Choice, keys: Sequence[int], now_ns: int) -> None:
+        """Publish the job to its first worker; the request is acknowledged only after the job is stored."""
+        request, attempt, route, first = waiting.request, waiting.attempt, choice.route, choice.route[0]
+        computing = self.view.fleet.worker(choice.computing)
+        assert computing is not None
         prompt_tokens = len(request.prompt) // 4
-        cached = choice.overlap_blocks * registration.block_size
+        cached = choice.overlap_blocks * computing.block_size
         kv_seq, work_seq, done_seq = self.view.positions()
         decision = Decision(
             mode=self._settings.mode,
-            chosen=worker,
+            chosen=first.worker,
             router=self.id,
             at_ns=now_ns,
             candidates=choice.candidates,
@@ -239,8 +266,10 @@ class Router:
             kv_seq=kv_seq,
             work_seq=work_seq,
             done_seq=done_seq,
-            rank=place[1],
+            rank=first.rank,
             reason=waiting.reason,
+            route=route if len(route) > 1 else (),
+            how=choice.how,
         )
         job = Job(
             request=msgspec.Raw(waiting.raw),
@@ -249,14 +278,21 @@ class Router:
             resume=waiting.resume,
             finished=waiting.finished,
             endings=waiting.endings,
+            route=route[1:],
         )
-        self.view.placed(request, attempt, place, cached, keys, now_ns)
+        self.view.placed(request, attempt, route, cached, keys, now_ns)
         load = jobs.load_header(
-            prompt_tokens, cached, request.gateway, request.deadline_ns, request.priority.value, request.n
+            prompt_tokens,
+            cached,
+            request.gateway,
+            request.deadline_ns,
+            request.priority.value,
+            request.n,
+            route if len(route) > 1 or first.rank else (),
         )
         try:
             acknowledged = await self._publisher.send(
-                self._bus.subjects.work(registration.role, worker),
+                self._bus.subjects.work(first.role, first.worker),
                 wire.encode(job),
                 f"{request.id}:{attempt}",
                 headers={HEADER_LOAD: load},
@@ -265,7 +301,9 @@ class Router:
             self.view.fleet.withdraw(request.id, attempt)
             self._end(waiting, failure.code, failure.message)
             return
-        self._metrics.placed(waiting.reason, cached, prompt_tokens, now_ns - waiting.since_ns)
+        self._metrics.placed(
+            waiting.reason, choice.kind, first.role == ENCODE, cached, prompt_tokens, now_ns - waiting.since_ns
+        )
 
         def stored(future: "asyncio.Future[Ack]") -> None:
             if future.cancelled():
@@ -288,12 +326,18 @@ class Router:
             self._spawn(self._pump())
 
     async def _pump(self) -> None:
-        """Place who waits, in each lane until one finds no room."""
+        """Place who waits: who is next of all lanes first, and in each lane until one finds no room."""
         self._pump_due = False
-        for lane in self._room.lanes if self.view.any_room() else ():
-            while (entry := self._room.pop_best(lane)) is not None:
-                if not await self._place(self._left(entry)):
-                    break
+        lanes = self._room.lanes if self.view.any_room() else []
+        heads = [entry for lane in lanes if (entry := self._room.peek(lane)) is not None]
+        heapq.heapify(heads)
+        while heads:
+            lane = heapq.heappop(heads).lane
+            entry = self._room.pop_best(lane)
+            if entry is not None and await self._place(self._left(entry)):
+                following = self._room.peek(lane)
+                if following is not None:
+                    heapq.heappush(heads, following)
         for puller in self._pullers:
             await puller.top_up()
 
@@ -344,6 +388,10 @@ class Router:
         self._metrics.lost.inc()
         if orphans:
             self._spawn(self._rescue(orphans, "worker_lost"))
+
+    def _on_stranded(self, entry: Unfinished) -> None:
+        """An attempt is at a worker, or goes to one, that is known to be gone."""
+        self._spawn(self._rescue([entry], "worker_lost"))
 
     def _on_returned(self, event: done.Returned) -> None:
         reason = f"returned: {event.reason}"[:200]
@@ -400,6 +448,8 @@ class Router:
         entry = self.view.fleet.request(orphan.request_id)
         if entry is None or entry.attempt != orphan.attempt:
             return  # its terminal event or another router's decision came in the meantime
+        if reason == "worker_lost":
+            await self._revoke(entry)
         waiting = Waiting(
             request,
             orphan.raw,
@@ -425,6 +475,21 @@ class Router:
             log.info("request_steered_again", request=request.id, attempt=waiting.attempt, reason=reason)
             self.view.fleet.returned(orphan.request_id, orphan.attempt)
             await self._place(waiting)
+
+    async def _revoke(self, entry: Unfinished) -> None:
+        """Spare a worker that lives the rest of an attempt that is void, since another one of its route is lost."""
+        holder = self.view.fleet.worker(entry.worker)
+        if holder is None or not entry.later:
+            return
+        try:
+            stored = await self._publisher.send(
+                self._bus.subjects.work(holder.role, holder.worker),
+                wire.encode(jobs.Revoke(entry.request, entry.attempt)),
+                f"{entry.request}:{entry.attempt}:revoke",
+            )
+            stored.add_done_callback(lambda future: future.cancelled() or future.exception())
+        except ServingError as error:  # it costs that worker some time, and nobody an answer
+            log.warning("attempt_not_revoked", request=entry.request, worker=entry.worker, error=error.message)
 
     # --- upkeep ---
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,12 +16,13 @@ from configs.bus.log import LogTail
 from configs.bus.read import Entry
 from configs.settings import RouterSettings
 from router.approximate import ApproximateIndex
-from router.fleet import Fleet, FleetState, Unfinished
+from router.fleet import ENCODE, Fleet, FleetState, Unfinished
 from router.holders import Place
 from router.index import PrefixIndex
 from router.snapshot import Snapshot, Snapshots
 from schemas import control, done, fleet, jobs, kv, wire
 from schemas.errors import ServingError
+from schemas.jobs import Stage
 from schemas.requests import GenerateRequest
 from schemas.streams import LONGEST_DEADLINE_S
 from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID
@@ -31,6 +33,7 @@ SUSPECT_S = 0.4  # a worker whose connection broke has this long to come back
 SETTLE_S = fleet.LEASE_S + 0.5
 DUMP_AGAIN_S = 1.0
 SWEEP_BLOCKS = 20_000
+REMEMBERED = 1024  # workers that left
 OVERDUE_NS = 30_000_000_000  # a request this long past its deadline ended without our hearing of it
 
 
@@ -41,6 +44,7 @@ class View:
         on_change: room may have come free.
         on_returned: a worker gave an attempt back.
         on_lost: a member is gone, and leaves these requests.
+        on_stranded: a request came to a worker, or goes to one, that is gone.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class View:
         on_change: Callable[[], None],
         on_returned: Callable[[done.Returned], None],
         on_lost: Callable[[str, str, list[Unfinished]], None],
+        on_stranded: Callable[[Unfinished], None],
     ) -> None:
         subjects = bus.subjects
         self._bus = bus
@@ -58,6 +63,7 @@ class View:
         self._on_change = on_change
         self._on_returned_attempt = on_returned
         self._on_member_lost = on_lost
+        self._on_stranded = on_stranded
         self.fleet = Fleet()
         self.index: PrefixIndex | None = PrefixIndex(settings.max_index_blocks) if settings.kv_events else None
         self._guess = None if settings.kv_events else ApproximateIndex(settings.max_index_blocks)
@@ -74,6 +80,7 @@ class View:
         self._suspects: dict[str, float] = {}  # connection name -> when it broke
         self._dumps: dict[str, asyncio.Task[None]] = {}
         self._loaded: set[str] = set()  # workers whose cache the index knows
+        self._gone: OrderedDict[str, None] = OrderedDict()  # workers that were registered, the last to leave last
         self._sys: Bus | None = None
         self._quiet_since = time.monotonic()
         self._snapshots = Snapshots(bus, settings.name)
@@ -164,30 +171,38 @@ class View:
         )
 
     def placed(
-        self, request: GenerateRequest, attempt: int, place: Place, cached: int, keys: Sequence[int], now_ns: int
+        self,
+        request: GenerateRequest,
+        attempt: int,
+        route: Sequence[Stage],
+        cached: int,
+        keys: Sequence[int],
+        now_ns: int,
     ) -> None:
-        """Count a decision before its echo from the log arrives."""
+        """Count a decision, at all stages of its route, before its echo from the log arrives."""
         self.fleet.admitted(
             request.id,
             attempt,
-            place[0],
+            route[0].worker,
             prompt_tokens=len(request.prompt) // 4,
             cached_tokens=cached,
             deadline_ns=request.deadline_ns,
             now_ns=now_ns,
             n=request.n,
-            rank=place[1],
             gateway=request.gateway,
             priority=request.priority.value,
+            route=route,
         )
         if self._guess is not None:
-            self._guess.record(place, keys, now_ns / 1e9)
+            for stage in route:
+                if stage.role != ENCODE:
+                    self._guess.record((stage.worker, stage.rank), keys, now_ns / 1e9)
 
     def any_room(self) -> bool:
         return any(self.fleet.room(r.worker, rank) for r in self.fleet.workers() for rank in range(r.dp_size))
 
     def orphans(self) -> list[Unfinished]:
-        """Unfinished requests of workers that are not registered, once all had the time to register (again)."""
+        """Unfinished requests with a worker before them that is not registered, once all had the time to register."""
         settled = time.monotonic() - self._quiet_since > SETTLE_S
         return self.fleet.orphans() if settled and self._bus.connected else []
 
@@ -200,18 +215,21 @@ class View:
     def _on_work(self, entry: Entry) -> None:
         header = entry.headers.get(HEADER_LOAD)
         if header is None:
-            return  # a revocation, or a later stage's message
+            return  # a revocation
+        role, worker = entry.subject.split(".")[-2:]
         try:
             load = jobs.read_load_header(header)
-            request_id, _, attempt = entry.headers.get(HEADER_MSG_ID, "").rpartition(":")
-            number = int(attempt)
+            request_id, number, *stage = entry.headers.get(HEADER_MSG_ID, "").split(":")
+            attempt = int(number)
+            if load.route and load.route[0].worker != worker:
+                raise ValueError("another worker's route")
         except ValueError:
             log.warning("work_header_unreadable", seq=entry.seq)
             return
-        self.fleet.admitted(
+        moved = self.fleet.admitted(
             request_id,
-            number,
-            entry.subject.rpartition(".")[2],
+            attempt,
+            worker,
             prompt_tokens=load.prompt_tokens,
             cached_tokens=load.cached_tokens,
             deadline_ns=load.deadline_ns,
@@ -221,7 +239,14 @@ class View:
             priority=load.priority,
             echo=True,
             seq=entry.seq,
+            role=role,
+            route=load.route,
+            handed=stage == ["decode"],  # only prefill workers hand over to decode workers, but for a few tokens
         )
+        if moved and any(stage.worker in self._gone for stage in load.route or (Stage(role, worker),)):
+            stranded = self.fleet.request(request_id)
+            if stranded is not None and self._bus.connected:
+                self._on_stranded(stranded)
 
     def _on_done(self, entry: Entry) -> None:
         self.fleet.finished(entry.headers.get(HEADER_MSG_ID, ""))
@@ -252,6 +277,7 @@ class View:
     def _joined(self, member: Member) -> None:
         registration = member.registration
         self.fleet.put(registration)
+        self._gone.pop(registration.worker, None)
         self._suspects.pop(registration.connection, None)
         if self.index is not None and registration.kv_events and registration.worker not in self._loaded:
             self._ask_for_dump(registration.worker)
@@ -260,6 +286,9 @@ class View:
     def _left(self, member: Member, why: str) -> None:
         worker = member.registration.worker
         orphans = self.fleet.lost(worker)
+        self._gone[worker] = None
+        if len(self._gone) > REMEMBERED:
+            self._gone.popitem(last=False)
         if self.index is not None:
             self.index.forget(worker)
             self._loaded.discard(worker)
@@ -313,6 +342,14 @@ class View:
             self._dumps[worker] = task
             task.add_done_callback(lambda _: self._dumps.pop(worker, None))
 
+    def _load(self, pages: Sequence[kv.KvDump]) -> bool:
+        """A worker's dump has the pages of one rank after those of another; False: some rank needs a newer one."""
+        assert self.index is not None
+        whole = True
+        for part in _by_rank(pages):
+            whole &= self.index.load_dump(part)
+        return whole
+
     async def _dump(self, worker: str) -> None:
         """Ask until the worker's cache is known, or it is gone."""
         assert self.index is not None
@@ -327,7 +364,7 @@ class View:
                     page = pages[-1].next_page
                     if not page:
                         break
-                if self.index.load_dump(pages):
+                if self._load(pages):
                     self._loaded.add(worker)
                     log.info("index_loaded", worker=worker, seq=pages[0].seq)
                     return
@@ -336,10 +373,17 @@ class View:
             await asyncio.sleep(DUMP_AGAIN_S)
 
 
+def _by_rank(pages: Sequence[kv.KvDump]) -> list[list[kv.KvDump]]:
+    found: dict[int, list[kv.KvDump]] = {}
+    for page in pages:
+        found.setdefault(page.rank, []).append(page)
+    return list(found.values())
+
+
 def _logged(state: FleetState) -> FleetState:
     """Without decisions of this router whose jobs may never be stored."""
     unfinished = tuple(entry for entry in state.unfinished if entry.echoed)
-    places = {entry.place for entry in unfinished}
+    places = {share.place for entry in unfinished for share in entry.shares()}
     backlogs = tuple(backlog for backlog in state.backlogs if backlog[:2] in places)
     return FleetState(unfinished, state.closed, backlogs)
 

@@ -187,7 +187,7 @@ class Stages:
         request = active.request
         load = jobs.load_header(
             len(request.prompt) // 4,
-            active.cached,
+            active.cached if isinstance(message, Prefilled) else _expected_cached(active),
             request.gateway,
             request.deadline_ns,
             request.priority.value,
@@ -380,6 +380,14 @@ class Stages:
             return False
         reservation.have = [True] * len(reservation.have)
         return self._host.current(active)
+
+
+def _expected_cached(active: Active) -> int:
+    """Prompt tokens that the router expects the next stage to have cached; it said so when it placed the request."""
+    try:
+        return jobs.read_load_header(active.delivery.headers[HEADER_LOAD]).cached_tokens
+    except (KeyError, TypeError, ValueError):
+        return 0
 
 
 def _ticket_id(active: Active, stage: Stage) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -15,10 +16,11 @@ from configs.settings import RouterSettings
 from infra.broker.server import EmbeddedNats
 from router.metrics import Metrics
 from router.service import Router
-from schemas import blocks, done, fleet, jobs, kv, wire
+from schemas import blocks, control, done, fleet, jobs, kv, wire
 from schemas.jobs import Job
 from schemas.requests import GenerateRequest
-from schemas.subjects import HEADER_MSG_ID, Subjects
+from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, Subjects
+from schemas.transfer import Encoded, Endpoint, Memory, Prefilled, Ticket
 from tests.configs.bus_support import eventually
 from tests.workers.support import BLOCK, MODEL, Record, dial
 
@@ -85,13 +87,18 @@ class Stub:
         self.bus = bus
         defaults: dict[str, Any] = {"model": MODEL, "slots": 8, "total_blocks": 1000, "max_model_len": 1000, "queue": 0}
         self.registration = fleet.Registration(
-            worker=worker, role="aggregated", engine="stub", epoch=1, block_size=BLOCK, **defaults | fields
+            worker=worker, engine="stub", epoch=1, block_size=BLOCK, **{"role": "aggregated"} | defaults | fields
         )
-        self.cache: list[bytes] = []
-        self.seq = -1
+        ranks = range(self.registration.dp_size)
+        self.caches: list[list[bytes]] = [[] for _ in ranks]
+        self.seqs = [-1 for _ in ranks]
         self.dumps = 0
         self._renewing: asyncio.Task[None] | None = None
         self._control: Any = None
+
+    @property
+    def cache(self) -> list[bytes]:
+        return self.caches[0]
 
     async def register(self) -> None:
         self._control = await self.bus.nc.subscribe(self.bus.subjects.control(self.id), cb=self._on_control)
@@ -121,16 +128,22 @@ class Stub:
             self._renewing = None
 
     async def _on_control(self, message: Any) -> None:
-        self.dumps += 1
-        events = (kv.Stored(b"".join(self.cache)),) if self.cache else ()
-        await message.respond(wire.encode(kv.KvDump(self.id, self.registration.epoch, self.seq, events)))
+        """One page per rank."""
+        rank = control.decode_worker(message.data).page
+        self.dumps += not rank
+        cache = self.caches[rank]
+        events = (kv.Stored(b"".join(cache)),) if cache else ()
+        following = (rank + 1) % len(self.caches)
+        dump = kv.KvDump(self.id, self.registration.epoch, self.seqs[rank], events, rank, following)
+        await message.respond(wire.encode(dump))
 
-    async def store(self, digests: bytes, *, lost: bool = False) -> int:
+    async def store(self, digests: bytes, *, lost: bool = False, rank: int = 0) -> int:
         """Add one chain of blocks to the cache and publish the event; ``lost``: it never reaches the stream."""
-        known = self.cache[-1] if self.cache else None
-        self.cache += blocks.split(digests)
-        self.seq += 1
-        batch = kv.KvBatch(self.id, self.registration.epoch, self.seq, (kv.Stored(digests, known),))
+        cache = self.caches[rank]
+        known = cache[-1] if cache else None
+        cache += blocks.split(digests)
+        self.seqs[rank] += 1
+        batch = kv.KvBatch(self.id, self.registration.epoch, self.seqs[rank], (kv.Stored(digests, known),), rank)
         if lost:
             return 0
         return int((await self.bus.js.publish(self.bus.subjects.kv(MODEL, self.id), wire.encode(batch))).seq)
@@ -145,6 +158,36 @@ class Stub:
         event = done.Returned(asked.id, asked.model, attempt, self.id, reason)
         headers = {HEADER_MSG_ID: f"{asked.id}:{attempt}:returned"}
         await self.bus.js.publish(self.bus.subjects.returned(asked.model), wire.encode(event), headers=headers)
+
+    async def hand_over(self, job: Job, resume: tuple[bytes, ...] = ()) -> int:
+        """Give a job that has further stages to the next of them, as a worker does that has done its own."""
+        asked = wire.decoder(GenerateRequest)(bytes(job.request))
+        target, later = job.route[0], job.route[1:]
+        onward = msgspec.structs.replace(job, route=later, resume=resume or job.resume)
+        ticket_id = f"{asked.id}:{job.attempt}:{target.role}"
+        held = wire.pack_tokens(range(len(asked.digests) // 16))
+        pool = "embeds" if self.registration.role == "encode" else "kv"
+        assert self.registration.transfer is not None
+        ticket = Ticket(ticket_id, self.id, self.registration.transfer, pool, held, held, asked.deadline_ns)
+        raw = msgspec.Raw(wire.encode(onward))
+        message = (Encoded if pool == "embeds" else Prefilled)(
+            asked.id, job.attempt, raw, ticket, started_ns=time.time_ns()
+        )
+        load = jobs.load_header(
+            len(asked.prompt) // 4, 0, asked.gateway, asked.deadline_ns, asked.priority.value, asked.n, job.route
+        )
+        headers = {HEADER_MSG_ID: ticket_id, HEADER_LOAD: load}
+        subject = self.bus.subjects.work(target.role, target.worker)
+        return int((await self.bus.js.publish(subject, wire.encode(message), headers=headers)).seq)
+
+
+def endpoint(
+    host: str = "", *, rdma: bool = False, backend: str = "nixl", layout: str = "x", **pools: Memory
+) -> Endpoint:
+    """Where a worker's pools are said to be."""
+    return Endpoint(
+        f"agent@{host}", backend, pools={"kv": Memory(0, 100, 10, layout=layout), **pools}, host=host, rdma=rdma
+    )
 
 
 class Clients:
@@ -180,6 +223,21 @@ class Clients:
                 if isinstance(job, Job):
                     found.append((entry.subject.rpartition(".")[2], job))
         return found
+
+    async def header(self, asked: GenerateRequest, attempt: int = 1) -> jobs.LoadHeader:
+        """Of a job in WORK."""
+        s = self.bus.subjects
+        async for entry in read(self.bus, s.stream("WORK"), s.all("work")):
+            if entry.headers.get(HEADER_MSG_ID) == f"{asked.id}:{attempt}":
+                return jobs.read_load_header(entry.headers[HEADER_LOAD])
+        raise AssertionError("no such job")
+
+    async def revoked(self) -> list[tuple[str, jobs.Revoke]]:
+        """All revocations in WORK, with the worker of each."""
+        s = self.bus.subjects
+        entries = [entry async for entry in read(self.bus, s.stream("WORK"), s.all("work"))]
+        found = [(entry.subject.rpartition(".")[2], jobs.decode(entry.data)) for entry in entries]
+        return [(worker, message) for worker, message in found if isinstance(message, jobs.Revoke)]
 
     async def placed(self, asked: GenerateRequest, attempt: int = 1, within_s: float = 15.0) -> tuple[str, Job]:
         """The one job of an attempt, once it is there."""

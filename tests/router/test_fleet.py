@@ -8,14 +8,15 @@ from hypothesis import strategies as st
 
 from router.fleet import CLOSED_REMEMBERED, Fleet, FleetState, Load
 from schemas.fleet import Registration, State
+from schemas.jobs import Stage
 
 SECOND = 1_000_000_000
 WORKERS = ("a", "b")
 
 
-def registered(worker: str, **more: object) -> Registration:
+def registered(worker: str, role: str = "aggregated", **more: object) -> Registration:
     fields: dict[str, object] = {"slots": 4, "queue": 2, "total_blocks": 100, "max_model_len": 4096, "block_size": 32}
-    return Registration(worker, "m", "aggregated", "mock", 1, **(fields | more))  # type: ignore[arg-type]
+    return Registration(worker, "m", role, "mock", 1, **(fields | more))  # type: ignore[arg-type]
 
 
 def fleet(rate: float = 1000.0) -> Fleet:
@@ -157,3 +158,115 @@ def test_a_worker_is_found_by_alias_with_one_member_per_rank() -> None:
     assert f.total_room("m") == 12
     f.put(registered("w", state=State.draining))
     assert f.total_room("m") == f.room("w") == 0
+
+
+# -- routes -------------------------------------------------------------------------------------------------------
+
+E = Stage("encode", "e")
+P, Q = Stage("prefill", "p"), Stage("prefill", "q")
+D, C = Stage("decode", "d"), Stage("decode", "c")
+ROUTES = {1: (E, P, D), 2: (Q, D), 3: (P, C), 4: (D,), 5: (E, Stage("aggregated", "a", 3))}  # by attempt
+PLACES = [(worker, rank) for worker in "epqdca" for rank in (0, 3)]
+STAGED = st.integers(1, 5).flatmap(
+    lambda attempt: st.tuples(st.just("work"), st.just("rs"), st.just(attempt), st.integers(1, len(ROUTES[attempt])))
+)
+STAGED_END = st.tuples(st.sampled_from(["done", "returned"]), st.just("rs"), st.integers(1, 5), st.just(0))
+Step = tuple[str, str, int, int]
+
+
+def heard(f: Fleet, step: Step) -> None:
+    """One message of the log: to the stage that has so many stages left, itself included."""
+    kind, names, attempt, left = step
+    for request in names:
+        if kind == "done" and request == "r":
+            f.finished(request)
+        elif kind == "returned":
+            f.returned(request, attempt)
+        elif kind == "work":
+            route = ROUTES[attempt][len(ROUTES[attempt]) - left :]
+            handed = route[0].role == "decode" and len(ROUTES[attempt]) > 1
+            admit(f, request, attempt, route[0].worker, route=route, handed=handed, echo=True, seq=10 * attempt - left)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(STAGED | STAGED_END, max_size=16), st.randoms(use_true_random=False))
+def test_order_and_repetition_do_not_matter_for_requests_with_stages(events: list[Step], rng: random.Random) -> None:
+    shuffled = events + (rng.choices(events, k=4) if events else [])
+    rng.shuffle(shuffled)
+    one, two = fleet(), fleet()
+    for f, log in ((one, events), (two, shuffled)):
+        for step in log:
+            heard(f, step)
+    assert {e.request: e for e in one.unfinished()} == {e.request: e for e in two.unfinished()}
+    for place in PLACES:
+        first, second = one.load(place, 0), two.load(place, 0)
+        assert (first.requests, first.sequences, first.active_blocks) == (
+            second.requests,
+            second.sequences,
+            second.active_blocks,
+        )
+        owed = [share for e in one.unfinished() for share in e.shares() if share.place == place]
+        assert first.sequences == sum(share.sequences for share in owed)
+        assert first.active_blocks == sum(share.blocks for share in owed)
+        assert first.prefill_tokens <= sum(share.uncached for share in owed)
+    again = Fleet.restore(msgspec.msgpack.decode(msgspec.msgpack.encode(one.state()), type=FleetState))
+    assert again.state() == one.state()
+    for entry in one.unfinished():
+        assert entry.seq == 10 * entry.attempt - 1 - len(entry.later)
+        assert all(entry in one.unfinished_of(stage.worker) for stage in entry.stages)
+        one.finished(entry.request)
+    assert all(one.load(place, 0) == Load() for place in PLACES), "nothing leaks"
+    assert one.state().backlogs == ()
+
+
+def test_a_request_counts_at_every_stage_that_is_before_it() -> None:
+    f = fleet()
+    for worker, role in (("e", "encode"), ("p", "prefill"), ("d", "decode")):
+        f.put(registered(worker, role=role))
+    admit(f, "r", worker="e", route=(E, P, D), n=2, cached_tokens=32)
+    assert f.load(("e", 0), 0) == Load(1, 1, 0, 0.0)
+    assert f.load(("p", 0), 0) == Load(1, 2, 3, 68.0)
+    assert f.load(("d", 0), 0) == Load(1, 2, 4, 0.0), "all of its blocks, and none of its prefill"
+    assert f.room("d") == 4
+    assert not admit(f, "r", worker="e", route=(E, P, D), n=2, cached_tokens=32, echo=True, seq=5)
+    assert admit(f, "r", worker="p", route=(P, D), n=2, cached_tokens=32, echo=True, seq=6)
+    assert f.load(("e", 0), 0) == Load()
+    assert f.load(("p", 0), 0) == Load(1, 2, 3, 68.0)
+    assert admit(f, "r", worker="d", route=(D,), n=2, handed=True, echo=True, seq=9)
+    assert f.load(("p", 0), 0) == Load()
+    assert f.load(("d", 0), 0) == Load(1, 2, 4, 0.0)
+    assert not admit(f, "r", worker="p", route=(P, D), n=2, echo=True, seq=6), "an echo that is late"
+    entry = f.request("r")
+    assert entry is not None
+    assert (entry.worker, entry.seq, entry.later, entry.role) == ("d", 9, (), "decode")
+
+
+def test_whoever_loses_a_later_worker_loses_the_attempt_and_an_earlier_one_does_not_matter() -> None:
+    f = fleet()
+    for worker, role in (("p", "prefill"), ("d", "decode"), ("c", "decode")):
+        f.put(registered(worker, role=role))
+    admit(f, "r", worker="p", route=(P, D), echo=True)
+    admit(f, "s", worker="p", route=(P, C), echo=True)
+    assert [e.request for e in f.lost("d")] == ["r"]
+    assert [e.request for e in f.orphans()] == ["r"]
+    admit(f, "s", worker="c", route=(C,), handed=True, echo=True)
+    assert [e.request for e in f.lost("p")] == ["r"]
+    assert [e.request for e in f.orphans()] == ["r"], "once, though both its workers are gone"
+    admit(f, "r", 2, worker="c", route=(C,))
+    assert f.orphans() == []
+
+
+def test_the_log_overrules_another_route_however_long() -> None:
+    f = fleet()
+    admit(f, "r", worker="d", route=(D,))
+    assert admit(f, "r", worker="p", route=(P, C), echo=True)
+    assert f.load(("d", 0), 0) == Load()
+    assert [e.request for e in f.unfinished_of("c")] == ["r"]
+
+
+def test_another_rank_of_the_same_worker_is_another_place() -> None:
+    f = Fleet()
+    f.put(registered("w", dp_size=4))
+    admit(f, "r", worker="w", route=(Stage("aggregated", "w", 1),))
+    assert admit(f, "r", worker="w", route=(Stage("aggregated", "w", 3),), echo=True)
+    assert [f.load(("w", rank), 0).requests for rank in range(4)] == [0, 0, 0, 1]

@@ -16,6 +16,7 @@ from router.service import Router
 from schemas import control, fleet, jobs, kv, wire
 from schemas.blocks import keys_of
 from schemas.errors import Code
+from schemas.jobs import Stage
 from schemas.requests import GenerateRequest, Priority
 from schemas.subjects import HEADER_LOAD, Subjects
 from schemas.tokens import WHOLE_REQUEST
@@ -416,7 +417,7 @@ async def test_a_router_that_starts_knows_the_loads_from_the_logs(
         if snapshot:
             # One more is decided here and not stored: no later router may believe in it.
             ghost = request()
-            one.router.view.placed(ghost, 1, ("w2", 0), 0, keys_of(ghost.digests), time.time_ns())
+            one.router.view.placed(ghost, 1, (Stage("aggregated", "w2"),), 0, keys_of(ghost.digests), time.time_ns())
             await one.router.view.save()
             one.router.view.fleet.withdraw(ghost.id, 1)
         await clients.ask(*asked[4:])

@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -204,11 +205,11 @@ class Record:
         return sorted(lines, key=lambda line: line.at_ns)
 
     async def states(self, asked: GenerateRequest, *wanted: str) -> list[str]:
-        """States in the ledger, in order, once all of ``wanted`` are among them."""
+        """States in the ledger, in order, once all of ``wanted`` are among them, each as often as it is named."""
         deadline = time.monotonic() + 15
         while True:
             states = [line.state for line in await self.told(asked)]
-            if set(wanted) <= set(states):
+            if Counter(wanted) <= Counter(states):
                 return states
             assert time.monotonic() < deadline, states
             await asyncio.sleep(0.02)

@@ -1,0 +1,103 @@
+"""``penstock explain`` of a request with several stages: its route, the reason, the hand-overs, what was given up."""
+
+import io
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+from rich.console import Console
+
+from infra.broker.server import EmbeddedNats
+from infra.explain import show, story
+from schemas import jobs, wire
+from schemas.ids import new_request_id
+from schemas.requests import Media
+from schemas.subjects import HEADER_MSG_ID, Subjects
+from schemas.transfer import HandOff, HandOffs, Memory
+from tests.configs.bus_support import eventually
+from tests.router.support import Clients, endpoint, routing
+from tests.workers.support import Record, recording, request
+
+
+@pytest.fixture
+async def record(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[Record]:
+    async with recording(broker, pipeline) as record:
+        yield record
+
+
+async def test_the_story_of_a_request_with_three_stages_and_two_attempts(
+    broker: EmbeddedNats, pipeline: Subjects, record: Record
+) -> None:
+    clients = Clients(record)
+    bus, place = record.bus, endpoint("h", embeds=Memory(0, 3 << 20, 10))
+    async with routing(broker, pipeline) as one:
+        roles = {"e1": "encode", "p1": "prefill", "d1": "decode"}
+        stubs = {name: await clients.stub(name, role=role, transfer=place) for name, role in roles.items()}
+        await one.knows(*roles)
+        media = (Media(b"i" * 32, "image/png", 1000, 2, 4),)
+        asked = request(list(range(1, 402)), id=new_request_id(), media=media)
+        await clients.ask(asked)
+        _, job = await clients.placed(asked)
+        await stubs["e1"].hand_over(job)
+        await eventually(lambda: one.unfinished == {asked.id: (1, "p1")})
+        stubs["d2"] = await clients.stub("d2", role="decode", transfer=place)
+        await one.knows("d2")
+        await stubs["d1"].stop()
+        await record.remove_key("d1")
+        _, again = await clients.placed(asked, 2)
+        await stubs["e1"].hand_over(again)
+        onward = jobs.Job(again.request, 2, again.decision, route=again.route[1:])
+        await stubs["p1"].hand_over(onward)
+        ticket, now = f"{asked.id}:2:decode", time.time_ns()
+        ledger = (
+            HandOff(ticket, "offered", "p1", "d2", now, 100),
+            HandOff(ticket, "read", "p1", "d2", now + 2_000_000, 100, 10_000, 0.0015),
+            HandOff("another", "offered", "p1", "d2", now, 100),
+        )
+        await bus.js.publish(bus.subjects.handoff("p1"), wire.encode(HandOffs("p1", ledger)))
+        await eventually(lambda: one.unfinished == {asked.id: (2, "d2")})
+        await stubs["d2"].finish(asked, 2)
+        told = await story(bus, asked.id)
+        out = io.StringIO()
+        show(told, Console(file=out, width=200))
+        said = out.getvalue()
+    await clients.stop()
+    assert [job.attempt for job in told.jobs] == [1, 2]
+    for line in (
+        "route: encode e1 → prefill p1 → decode d1",
+        "route: encode e1 → prefill p1 → decode d2",
+        "why: split: 100 of 100 blocks to compute, worth a transfer on the same host; media through e1",
+        f"attempt 1: e1 hands embeddings to prefill p1: ticket {asked.id}:1:prefill, 100 blocks (300.00 MiB) of pool ",
+        "attempt 1: p1 was told to drop it",
+        f"attempt 2: p1 hands KV to decode d2: ticket {ticket}, 100 blocks (0.01 MiB) of pool kv over nixl, lease of",
+        "+0.0 ms offered, 100 blocks",
+        "+2.0 ms read, 100 blocks, 0.01 MiB in 1.5 ms",
+    ):
+        assert line in said, said
+    assert "another" not in said
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in said.splitlines() if line.startswith("│")]
+    stages = [row[:3] for row in rows if len(row) == 7]
+    expected = [("1", "encode", "e1"), ("1", "prefill", "p1")]
+    expected += [("2", "encode", "e1"), ("2", "prefill", "p1"), ("2", "decode", "d2")]
+    assert stages == [list(row) for row in expected]
+    assert {row[7] for row in rows if len(row) == 8} == {"encode", "prefill", "decode"}
+
+
+async def test_a_request_of_one_stage_is_told_as_before(
+    broker: EmbeddedNats, pipeline: Subjects, record: Record
+) -> None:
+    clients = Clients(record)
+    async with routing(broker, pipeline) as one:
+        await clients.stub("w1")
+        await one.knows("w1")
+        asked = request(id=new_request_id())
+        await clients.ask(asked)
+        await clients.placed(asked)
+        out = io.StringIO()
+        show(await story(record.bus, asked.id), Console(file=out, width=200))
+    await clients.stop()
+    said = out.getvalue()
+    assert "in mode kv chose w1" in said
+    for word in ("route:", "why:", "stage", "hands"):
+        assert word not in said
+    assert HEADER_MSG_ID not in said

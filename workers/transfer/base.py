@@ -1,0 +1,119 @@
+"""Moving blocks between the pools of two workers: the interface, its errors, its figures.
+
+Knows no NATS and no engine. A transport owns one thread and one agent; every call returns a
+``concurrent.futures.Future`` at once. What cannot be undone here, and therefore shapes the interface:
+
+- a posted transfer cannot be cancelled. After a timeout its blocks stay in quarantine until the transfer has ended or
+  its agent is gone; ``TransferError.settled`` says when they may be used again;
+- nothing outside knows what a block holds. A read names the generations it expects, and they are compared with the
+  owner's *after* the bytes have arrived;
+- a peer that stands still never becomes an error by itself, so every transfer has a deadline.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Literal, NamedTuple, Protocol, TypeAlias
+
+from schemas.transfer import Endpoint
+
+Cause: TypeAlias = Literal["peer_lost", "timeout", "stale", "refused", "unavailable"]
+CAUSES: tuple[Cause, ...] = ("peer_lost", "timeout", "stale", "refused", "unavailable")
+TIMEOUT_S = 5.0
+QUARANTINE_S = 10.0
+
+
+def at_once() -> "Future[None]":
+    """A future that is already done."""
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
+
+
+class TransferError(Exception):
+    """The bytes did not arrive, or must not be used.
+
+    ``cause`` is one of: "peer_lost" (the peer ended or cannot be reached; another may serve), "timeout", "stale" (the
+    blocks have another owner by now), "refused" (these blocks can never move: wrong layout, ids, version, metadata),
+    "unavailable" (this transport is closed or broken).
+
+    ``settled`` is done when the *local* blocks of the transfer may be used again. After a failed write the peer's
+    blocks are a matter of their own: what has left this process is still written there (``Transport.drained``).
+    """
+
+    def __init__(self, cause: Cause, message: str, settled: "Future[None] | None" = None) -> None:
+        super().__init__(message)
+        self.cause: Cause = cause
+        self.message = message
+        self.settled = at_once() if settled is None else settled
+
+    def __str__(self) -> str:
+        return f"{self.cause}: {self.message}"
+
+
+class TransportUnavailable(Exception):
+    """No transport can be opened here; the text says what to install or what failed."""
+
+
+class Moved(NamedTuple):
+    bytes: int
+    seconds: float  # from the call to the last byte, the generation check included
+
+
+class TransportStats(NamedTuple):
+    live: int  # transfers under way, those that wait included
+    quarantined_transfers: int
+    quarantined_blocks: int
+    peers: int  # loaded into the agent
+    transfers: int  # that ended well
+    bytes_read: int
+    bytes_written: int
+    seconds: float  # of those that ended well, summed
+    failures: dict[str, int]  # by cause
+    renewals: int  # how often the agent was made anew
+
+
+class Transport(Protocol):
+    """Thread-safe; futures complete in the transport's own thread, so their callbacks must be short."""
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """What peers need to reach this worker. Changes when the agent is renewed."""
+
+    def read(
+        self,
+        peer: Endpoint,
+        pool: str,
+        remote: Sequence[int],
+        local: Sequence[int],
+        *,
+        generations: Sequence[int] = (),
+        timeout: float = TIMEOUT_S,
+    ) -> "Future[Moved]":
+        """Copy the peer's blocks ``remote`` into the blocks ``local`` of the pool of that name.
+
+        With ``generations``, one per block: fails with "stale" unless they are still the owner's when all bytes are
+        here. The future cannot be cancelled and fails with ``TransferError`` only.
+        """
+
+    def write(
+        self, peer: Endpoint, pool: str, local: Sequence[int], remote: Sequence[int], *, timeout: float = TIMEOUT_S
+    ) -> "Future[Moved]":
+        """Copy the blocks ``local`` into the peer's blocks ``remote``, which it has offered for this."""
+
+    def connect(self, peer: Endpoint, *, timeout: float = TIMEOUT_S) -> "Future[None]":
+        """Open the connection, so that the first transfer need not; done when bytes have passed. Idempotent."""
+
+    def drained(self) -> "Future[None]":
+        """Done when nothing more can come from writers that have ended by now; only then are offered blocks free.
+
+        What a writer has sent before it ended may still lie in the kernels of both hosts, for a few seconds. A writer
+        that reports the end of its write, good or by ``settled`` without a renewal, leaves nothing behind.
+        """
+
+    def forget(self, agent: str) -> None:
+        """That agent has ended: its transfers fail at once; what was posted stays in quarantine until it ends."""
+
+    def stats(self) -> TransportStats: ...
+
+    def close(self) -> None:
+        """Fail what is under way and end the thread; waits a bounded time."""
