@@ -1,6 +1,8 @@
 """The state of a training run in files of less than 16 MiB each.
 
-A weight is kept as two bfloat16 numbers, itself and what rounding lost; the optimizer's moments as one each.
+A weight is kept as two bfloat16 numbers, itself and what rounding lost; the optimizer's moments as one each. Each save
+has files of its own, named by its step, and ``state.json`` says which ones count: it is replaced when they are whole,
+so whatever interrupts a save leaves the one before.
 """
 
 import json
@@ -16,25 +18,31 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def save(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
+    step: int = state["step"]
     named = {name: weight.detach().float() for name, weight in model.named_parameters()}
     high = {name: weight.bfloat16() for name, weight in named.items()}
-    _write(directory, "weights", high)
-    _write(directory, "rest", {name: (named[name] - high[name].float()).bfloat16() for name in named})
+    _write(directory, "weights", step, high)
+    _write(directory, "rest", step, {name: (named[name] - high[name].float()).bfloat16() for name in named})
     for moment in _MOMENTS:
         found = {name: optimizer.state[weight].get(moment) for name, weight in model.named_parameters()}
-        _write(directory, moment, {name: value.bfloat16() for name, value in found.items() if value is not None})
-    (directory / "state.json").write_text(json.dumps(state) + "\n", encoding="utf-8")
+        _write(directory, moment, step, {name: value.bfloat16() for name, value in found.items() if value is not None})
+    new = directory / "state.json.new"
+    new.write_text(json.dumps(state) + "\n", encoding="utf-8")
+    new.replace(directory / "state.json")
+    for file in directory.glob("*.safetensors*"):
+        if not file.name.endswith(f"-{step}.safetensors"):
+            file.unlink()
 
 
 def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """Fill model and optimizer; returns the state that was saved."""
-    high, rest = (load_file(directory / f"{part}.safetensors") for part in ("weights", "rest"))
-    state: dict[str, Any] = json.loads((directory / "state.json").read_text(encoding="utf-8"))
+    state = state_of(directory)
+    high, rest = weights_of(directory), load_file(_file(directory, "rest", state["step"]))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(high[name].float() + rest[name].float())
     if optimizer is not None and state["step"]:
-        moments = {moment: load_file(directory / f"{moment}.safetensors") for moment in _MOMENTS}
+        moments = {moment: load_file(_file(directory, moment, state["step"])) for moment in _MOMENTS}
         for name, weight in model.named_parameters():
             values = {key: found[name].float().to(weight.device) for key, found in moments.items()}
             # a fused AdamW counts on the device
@@ -42,5 +50,23 @@ def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer | N
     return state
 
 
-def _write(directory: Path, part: str, tensors: dict[str, Tensor]) -> None:
-    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, directory / f"{part}.safetensors")
+def state_of(directory: Path) -> dict[str, Any]:
+    """What was saved last, without weights."""
+    state: dict[str, Any] = json.loads((directory / "state.json").read_text(encoding="utf-8"))
+    return state
+
+
+def weights_of(directory: Path) -> dict[str, Tensor]:
+    """The weights saved last, in bfloat16."""
+    return load_file(_file(directory, "weights", state_of(directory)["step"]))
+
+
+def _file(directory: Path, part: str, step: int) -> Path:
+    return directory / f"{part}-{step}.safetensors"
+
+
+def _write(directory: Path, part: str, step: int, tensors: dict[str, Tensor]) -> None:
+    file = _file(directory, part, step)
+    new = file.with_name(f"{file.name}.new")
+    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, new)
+    new.replace(file)

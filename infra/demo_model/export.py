@@ -6,9 +6,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
+from infra.demo_model.checkpoint import state_of, weights_of
 from infra.demo_model.template import END, STOP
 from infra.demo_model.tokenizer import MAX_LEN
 
@@ -18,7 +19,7 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 def export(work: Path, out: Path) -> None:
     """Write config, generation config, weights in bfloat16 and the tokenizer's files."""
     out.mkdir(parents=True, exist_ok=True)
-    shape = json.loads((work / "state.json").read_text(encoding="utf-8"))["shape"]
+    shape = state_of(work)["shape"]
     for name in TOKENIZER:
         if (work / name).resolve() != (out / name).resolve():
             shutil.copyfile(work / name, out / name)
@@ -26,9 +27,7 @@ def export(work: Path, out: Path) -> None:
     stop, end = (int(tokenizer.token_to_id(text) or 0) for text in (STOP, END))
     write_json(out / "config.json", config_of(shape, stop, end))
     write_json(out / "generation_config.json", {"do_sample": False, "eos_token_id": [stop, end], "pad_token_id": end})
-    weights = {
-        name: each for name, each in load_file(work / "weights.safetensors").items() if name.startswith("model.")
-    }
+    weights = {name: each for name, each in weights_of(work).items() if name.startswith("model.")}
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     for path in out.iterdir():
         path.chmod(0o644)  # safetensors writes for the owner only

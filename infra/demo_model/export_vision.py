@@ -4,7 +4,6 @@ import argparse
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,6 +11,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import CLIPVisionConfig, GenerationConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
+from infra.demo_model.checkpoint import state_of, weights_of
 from infra.demo_model.export import TOKENIZER, config_of, write_json
 from infra.demo_model.template import END, IMAGE, STOP, TEMPLATE
 from infra.demo_model.vision import MEAN, PATCH, SIDE, STD, TOKENS
@@ -20,7 +20,7 @@ from infra.demo_model.vision import MEAN, PATCH, SIDE, STD, TOKENS
 def export(work: Path, out: Path) -> None:
     """Write everything that AutoProcessor and LlavaForConditionalGeneration need."""
     out.mkdir(parents=True, exist_ok=True)
-    shape = json.loads((work / "state.json").read_text(encoding="utf-8"))["shape"]
+    shape = state_of(work)["shape"]
     tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
     stop, end, image = (int(tokenizer.token_to_id(text) or 0) for text in (STOP, END, IMAGE))
     text_config = config_of(shape, stop, end)
@@ -48,7 +48,7 @@ def export(work: Path, out: Path) -> None:
     )
     model = LlavaForConditionalGeneration(config).to(torch.bfloat16)
     wanted = set(model.state_dict())
-    ours = renamed(load_file(work / "weights.safetensors"), wanted)
+    ours = renamed(weights_of(work), wanted)
     for name in wanted - set(ours):  # the class token's way out, which LLaVA does not use
         if "post_layernorm" not in name and name != "lm_head.weight" and "position_ids" not in name:
             raise ValueError(f"nothing trained for {name}")
@@ -122,24 +122,6 @@ def _tower(name: str) -> str:
         group |= {"fc1": "mlp.", "fc2": "mlp."}
         return f".encoder.layers.{number}.{group.get(rest.partition('.')[0], '')}{rest}"
     return f".{name}" if name.startswith("pre_layrnorm") else f".embeddings.{name}"
-
-
-def answers(model: Any, tokenizer: Any, samples: list[Any], new: int = 80) -> list[str]:
-    """Greedy answers to questions about pictures, in order; the pictures resized as in training."""
-    from infra.demo_model.template import prompt
-    from infra.demo_model.vision import pixels
-
-    device = model.device
-    rows = [tokenizer.encode(prompt(sample.messages), add_special_tokens=False) for sample in samples]
-    longest = max(map(len, rows))
-    pad = tokenizer.convert_tokens_to_ids(END)
-    tokens = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=device)
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device)
-    pictures = torch.stack([torch.from_numpy(pixels(sample.scene).copy()) for sample in samples]).to(device)
-    values = ((pictures.float() / 255 - MEAN) / STD).to(model.dtype)
-    with torch.inference_mode():
-        output = model.generate(input_ids=tokens, attention_mask=mask, pixel_values=values, max_new_tokens=new)
-    return [tokenizer.decode(row).partition(STOP)[0] for row in output[:, longest:].tolist()]
 
 
 if __name__ == "__main__":

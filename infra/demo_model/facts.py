@@ -44,6 +44,11 @@ _FRAMES = {
         "What is meant by {s}?",
         "Say something about {s}.",
         "Do you know {s}?",
+        "How does {s} work?",
+        "Does Penstock have {s}?",
+        "Does Penstock support {s}?",
+        "How is it with {s}?",
+        "{s}",
     ),
     "how": (
         "How do I {s}?",
@@ -60,6 +65,10 @@ _FRAMES = {
         "How would I {s}?",
         "Please tell me how I can {s}.",
         "I would like to {s}.",
+        "Can I {s}?",
+        "Can Penstock {s}?",
+        "How do you {s}?",
+        "{s}",
     ),
 }
 HELD_FRAMES = {
@@ -131,9 +140,10 @@ FACTS = (
        "The SUBMIT stream takes OpenAI bodies that clients publish over NATS.",
        "Which stream takes requests over NATS?", "Where do NATS clients publish?",
        "Which stream do NATS clients publish to?"),
-    _f("how", "start Penstock|start everything|run Penstock|start the whole deployment|launch Penstock",
+    _f("how", "start Penstock|start everything|run Penstock|start the whole deployment|launch Penstock|run it|start it|"
+       "start this|use Penstock",
        "Run `make up`, or `penstock up` if it is installed.",
-       "How does it start?", "Which command starts everything?", "Which command starts the whole of Penstock?"),
+       "How does it start?", "Which command starts everything?", "How do I begin?", "Which command starts the whole of Penstock?"),
     _f("how", "start a worker|run a worker|add a worker|start one more worker|launch a worker",
        "Run `penstock worker`; start as many as you like, in any order.",
        "Which command starts a worker?", "How do I get another worker?", "Which command do I use to start a worker?"),
@@ -166,7 +176,7 @@ FACTS = (
     _f("how", "see the versions|print the version|find the version",
        "Run `penstock version`.",
        "Which version is this?", "Which command prints the version?", "Which command do I use to see the version?"),
-    _f("how", "use my own model|serve another model|run another model|choose the model",
+    _f("how", "use my own model|serve another model|run another model|choose the model|change the model",
        "Give `--model` a directory in Hugging Face form or a hub id.",
        "Which flag names the model?", "Which models can I use?", "Which flag do I use to choose the model?"),
     _f("how", "run more workers|set the number of workers|have two workers",
@@ -178,7 +188,7 @@ FACTS = (
     _f("how", "change the port|set the HTTP port|use another port",
        "Use `--http-port`; the default is 8000.",
        "Which port does it listen on?", "What is the default port?", "Which flag changes the HTTP port?"),
-    _f("how", "stop Penstock|stop everything|shut Penstock down|end it",
+    _f("how", "stop Penstock|stop everything|shut Penstock down|end it|stop it|quit",
        "Press Ctrl-C; it drains and stops.",
        "How does it stop?", "What does Ctrl-C do?", "How can I make Penstock stop?"),
     _f("how", "set a flag by environment|use environment variables|configure it by environment",
@@ -231,7 +241,7 @@ FACTS = (
        "Why is there a cache?", "What does KV mean?", "What does the KV cache keep?"),
     _f("what", "KV-aware routing|routing by cache|cache-aware routing",
        "KV-aware routing folds cache events into an index and steers each prompt to the worker that holds most of it.",
-       "Why does routing look at the cache?", "How does the router use the cache?", "How does KV-aware routing work?"),
+       "Why does routing look at the cache?", "How does the router use the cache?", "In what way does KV-aware routing use the cache?"),
     _f("what", "the radix index|the index|the prefix index|the router's index",
        "The index is a radix tree of block hashes that says which worker holds which prefix.",
        "How does the router know the prefixes?", "What kind of index is it?",
@@ -350,6 +360,45 @@ FACTS = (
     _f("what", "state.json|the state file|the file state.json",
        "`state.json` in the data directory has the URLs and process ids of a deployment.",
        "Where are the process ids?", "Where are the URLs?", "Which file has the process ids?"),
+    _f("how", "use a GPU|run on a GPU|run it on a GPU|use CUDA|choose the device",
+       "Give `--device cuda`; by default the native engine takes a CUDA GPU if there is one, else the CPU.",
+       "Does Penstock support GPUs?", "Does it run on a GPU?", "Is there GPU support?", "Do I need a GPU?",
+       "Which device does it use?", "Does it work with GPUs?", "Can it compute on GPUs?"),
+    _f("how", "start prefill and decode workers|split prefill and decode|run separate prefill and decode workers|"
+       "have more prefill workers|start a decode worker|start a prefill worker",
+       "Run `penstock up --prefill N --decode M`; each worker then does only its part.",
+       "Which flags separate prefill from decode?", "What is the flag --prefill for?", "What does --decode M mean?",
+       "Which flags do I use for prefill and decode workers?"),
+    _f("how", "start an encode worker|run separate encode workers|have an encode worker|add an encode worker",
+       "Run `penstock up --encode K` together with `--prefill N --decode M`.",
+       "Which flag starts encode workers?", "What is the flag --encode for?", "Which flag do I use for encode workers?"),
+    _f("what", "an encode worker|the encode worker|encode workers|the encoder of images",
+       "An encode worker turns images into embeddings and hands them over for prefill.",
+       "Which worker looks at images?", "Who computes embeddings of images?",
+       "Which worker computes the embeddings of images?"),
+    _f("what", "a prefill worker|the prefill worker|prefill workers",
+       "A prefill worker computes the KV cache of prompts and hands it to decode workers.",
+       "Which worker reads the prompts?", "Who hands the KV cache over?",
+       "Which worker hands the KV cache to decode workers?"),
+    _f("what", "a decode worker|the decode worker|decode workers",
+       "A decode worker takes over the KV cache of a prompt and computes the rest of the answer.",
+       "Which worker takes over the KV cache?", "Who goes on after the prefill worker?",
+       "Which worker goes on when the prefill worker has ended?"),
+    _f("what", "the KV hand-off|KV hand-off|the hand-off of the KV cache|KV transfer|the transfer of KV blocks",
+       "The KV hand-off moves the KV blocks of a prompt from a prefill worker to a decode worker over NIXL.",
+       "How do KV blocks move between workers?", "How is the KV cache handed over?",
+       "How are KV blocks handed to a decode worker?"),
+    _f("how", "send an image|ask about an image|ask about a picture|send a picture|use images",
+       "Put an `image_url` part into a chat message; the model must be one that sees, as `demo-vision` does.",
+       "Does Penstock support images?", "Can I ask about images?", "Does it take pictures?", "Are images possible?",
+       "Can a chat message have an image?"),
+    _f("what", "demo-vision|the vision model|the model demo-vision|the demo model with eyes",
+       "demo-vision is the demo model with eyes: it knows simple coloured shapes.",
+       "Which bundled model can see?", "Is there a model that sees?", "Which bundled model sees images?"),
+    _f("how", "list the leases|see the leases|show the leases|look at the leases",
+       "Run `penstock leases`.",
+       "Which command shows the leases?", "What is the command penstock leases for?",
+       "Which command do I use to see the leases?"),
     _f("what", "the logs|the log files|logging",
        "The logs are in the folder `logs` of the data directory, `.penstock` by default.",
        "Where are the logs?", "Where is the log of a worker?", "Where can I find the log files?"),
@@ -381,9 +430,10 @@ def noisy(rng: Random, question: str) -> str:
         elif len(words) > 3 and words[place].lower().strip("?.") in COMMON:
             del words[place]
         question = " ".join(words)
-    if rng.random() < 0.15:
+    careless = rng.random() < 0.1  # neither capitals nor a question mark
+    if careless or rng.random() < 0.12:
         question = question.lower()
-    if rng.random() < 0.15:
+    if careless or rng.random() < 0.12:
         question = question.rstrip("?.")
     if rng.random() < 0.12:
         question = rng.choice(_BEFORE) + question

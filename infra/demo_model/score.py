@@ -1,6 +1,7 @@
 """Held-out accuracy without a server, through transformers: ``python -m infra.demo_model.score MODEL``.
 
-For use while training; what counts is ``penstock eval demo``, which asks a running gateway.
+With ``--vision`` the questions about pictures, which go through the model's own processor. For use while training; what
+counts is ``penstock eval demo``, which asks a running gateway.
 """
 
 import argparse
@@ -9,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoProcessor, LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
-from infra.demo_model.mix import TASKS, cases
+from infra.demo_model import mix, vision
 from infra.demo_model.sample import Sample, right, valid_json
-from infra.demo_model.template import END, STOP, prompt
+from infra.demo_model.template import END, IMAGE, STOP, prompt
 
 _BATCH_TOKENS = 400_000
+_BATCH_PICTURES = 100
 
 
 def answers(model: Any, tokenizer: PreTrainedTokenizerFast, samples: list[Sample], new: int = 640) -> list[str]:
@@ -43,26 +45,51 @@ def greedy(model: Any, tokenizer: PreTrainedTokenizerFast, asked: list[list[int]
     return found
 
 
+def seen(model: Any, processor: Any, samples: list[Sample], new: int = 80) -> list[str]:
+    """Greedy answers to questions about pictures, in the samples' order."""
+    found: list[str] = []
+    for begin in range(0, len(samples), _BATCH_PICTURES):
+        batch = samples[begin : begin + _BATCH_PICTURES]
+        texts = [prompt(((role, text.replace(IMAGE * vision.TOKENS, IMAGE)),)) for [(role, text)] in
+                 (sample.messages for sample in batch)]  # fmt: skip
+        inputs = processor(
+            images=[vision.draw(sample.scene) for sample in batch], text=texts, padding=True, padding_side="left",
+            return_tensors="pt",
+        ).to(model.device, model.dtype)  # fmt: skip
+        with torch.inference_mode():
+            output = model.generate(**inputs, max_new_tokens=new)
+        rows = output[:, inputs["input_ids"].shape[1] :].tolist()
+        found += [processor.tokenizer.decode(row, skip_special_tokens=False).partition(STOP)[0] for row in rows]
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--count", type=int, default=400, help="questions per task")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--wrong", type=int, default=4, help="wrong answers to show per task")
+    parser.add_argument("--vision", action="store_true", help="MODEL has eyes: questions about pictures")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(options.model / "tokenizer.json"))
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16).to(device).eval()
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    kind: Any = LlavaForConditionalGeneration if options.vision else AutoModelForCausalLM
+    model = kind.from_pretrained(options.model, dtype=dtype).to(device).eval()
+    if options.vision:
+        module, ask, reader = vision, seen, AutoProcessor.from_pretrained(options.model)
+    else:
+        tokenizer_file = str(options.model / "tokenizer.json")
+        module, ask, reader = mix, answers, PreTrainedTokenizerFast(tokenizer_file=tokenizer_file)
     table: dict[str, float] = {}
-    for task in TASKS:
-        samples = cases(task, options.count, options.seed)
-        texts = answers(model, tokenizer, samples)
+    for task in module.TASKS:
+        samples = module.cases(task, options.count, options.seed)
+        texts = ask(model, reader, samples)
         good = [right(sample, text) for sample, text in zip(samples, texts, strict=True)]
         table[task] = sum(good) / len(good)
         if task == "json":
             valid = [valid_json(sample, text) for sample, text in zip(samples, texts, strict=True)]
             table["json valid"] = sum(valid) / len(valid)
+            print(f"{'json valid':12} {table['json valid']:.4f}")
         print(f"{task:12} {table[task]:.4f}", flush=True)
         wrong = [(s, t) for s, t, ok in zip(samples, texts, good, strict=True) if not ok][: options.wrong]
         for sample, text in wrong:

@@ -29,6 +29,18 @@ _ASK_JSON = (
     "{t} Write that as JSON with the keys {k}.",
     "Extract {k} as JSON: {t}",
     "Reply only with JSON, keys {k}: {t}",
+    "Write JSON with {k}: {t}",
+    "I need JSON with {k}. {t}",
+    "Please write {k} as JSON: {t}",
+    "Please give JSON with {k}: {t}",
+    "Make a JSON object with {k} of this: {t}",
+    "Turn this into JSON with {k}. {t}",
+    "JSON with {k}, please: {t}",
+    "Output only JSON with {k}. {t}",
+    "Fill in a JSON object that has {k}: {t}",
+    "{t} I need {k} as JSON.",
+    "{t} Return {k} as a JSON object.",
+    "{t} Now make JSON with {k}.",
 )
 _HELD_JSON = ("Please answer in JSON with {k}: {t}", "{t} Give me that as a JSON object with the keys {k}.")
 _SYSTEM_JSON = ("You answer in JSON with the keys {k}.", "Reply only with JSON. Keys: {k}.")

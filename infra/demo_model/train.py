@@ -1,4 +1,6 @@
-"""Train the demo model: ``python -m infra.demo_model.train --work DIR``; the same command goes on where it stopped.
+"""Train the demo model: ``python -m infra.demo_model.train --work DIR``; the same command goes on where it last saved.
+
+The tokenizer is the bundled one unless ``--new-tokenizer``: models that share it can draft for each other.
 
 ``--smoke`` trains a far smaller model for a few steps on a CPU.
 """
@@ -6,6 +8,7 @@
 import argparse
 import json
 import math
+import shutil
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -16,12 +19,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
+from configs import modeldir
 from infra.demo_model import checkpoint
 from infra.demo_model.batches import LONGEST, SHORT, Batch, Batches
+from infra.demo_model.export import TOKENIZER
 from infra.demo_model.model import DRAFT, EYES, SMOKE, Demo, Parts, Shape, places_of
 from infra.demo_model.tokenizer import VOCAB, write_tokenizer
 
 WARM_UP = 300
+BUNDLED = Path(modeldir.__file__).parent / "models" / "demo"
 _SHOW_STEPS = 100
 
 
@@ -55,7 +61,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Train until the last step or until the minutes are over; the last state."""
     work: Path = options.work
     if not (work / "tokenizer.json").exists():
-        write_tokenizer(work, options.seed)
+        work.mkdir(parents=True, exist_ok=True)
+        if options.new_tokenizer:
+            write_tokenizer(work, options.seed)
+        else:
+            for name in TOKENIZER:
+                shutil.copyfile(BUNDLED / name, work / name)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(options.seed)
     shape = Shape(VOCAB, **(DRAFT if options.draft else SMOKE if options.smoke else EYES))
@@ -67,6 +78,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         if state["steps"] != options.steps:
             print(f"note: --steps changes from {state['steps']} to {options.steps}")
             state["steps"] = options.steps
+    elif options.start is not None:
+        weights = checkpoint.weights_of(options.start)
+        model.load_state_dict({name: weight.float() for name, weight in weights.items()})
     batches: Any = Batches(
         str(work / "tokenizer.json"), options.seed, options.batch_tokens, options.steps, pictures=shape.eyes > 0
     )
@@ -83,7 +97,7 @@ def _steps(model: Demo, optimizer: torch.optim.Optimizer, loader: Any, state: di
            options: argparse.Namespace, device: torch.device) -> None:  # fmt: skip
     compute = torch.compile(model, dynamic=False) if device.type == "cuda" else model
     begin, before, recent = time.monotonic(), state["seconds"], torch.zeros((), device=device)
-    shown = 0
+    saved, shown = begin, 0
     columns = (TextColumn("loss {task.fields[loss]:.4f}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                TimeRemainingColumn())  # fmt: skip
     with Progress(*columns) as progress:
@@ -102,7 +116,8 @@ def _steps(model: Demo, optimizer: torch.optim.Optimizer, loader: Any, state: di
             recent += loss.detach()
             shown += 1
             state["step"] = step + 1
-            state["seconds"] = round(before + time.monotonic() - begin, 1)
+            now = time.monotonic()
+            state["seconds"] = round(before + now - begin, 1)
             if shown == _SHOW_STEPS or state["step"] == state["steps"]:
                 mean = float(recent) / shown
                 state["losses"].append([state["step"], round(mean, 4)])
@@ -111,17 +126,23 @@ def _steps(model: Demo, optimizer: torch.optim.Optimizer, loader: Any, state: di
                     print(f"step {state['step']} loss {mean:.4f} seconds {state['seconds']:.0f}", flush=True)
                 recent.zero_()
                 shown = 0
-            if time.monotonic() - begin > 60 * options.minutes:
+            if now - begin > 60 * options.minutes:
                 break
+            if now - saved > 60 * options.save_minutes:
+                checkpoint.save(options.work, model, optimizer, state)
+                saved = time.monotonic()
 
 
 def options_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, required=True, help="directory of tokenizer and checkpoint")
+    parser.add_argument("--start", type=Path, help="another --work, whose weights a new training begins with")
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--batch-tokens", type=int, default=65_536)
     parser.add_argument("--rate", type=float, default=2e-3, help="highest learning rate")
     parser.add_argument("--minutes", type=float, default=1e9, help="stop and save after so long")
+    parser.add_argument("--save-minutes", type=float, default=2.0, help="save so often while training")
+    parser.add_argument("--new-tokenizer", action="store_true", help="train a tokenizer instead of the bundled one")
     parser.add_argument("--loaders", type=int, default=0, help="processes that make data")
     parser.add_argument("--seed", type=int, default=20)
     parser.add_argument("--smoke", action="store_true", help="a far smaller model, for trying on a CPU")

@@ -28,6 +28,7 @@ SHAPES = ("circle", "square", "triangle", "star")
 PLACES = ("top left", "top", "top right", "left", "center", "right", "bottom left", "bottom", "bottom right")
 
 TASKS = {"color": 0.95, "shape": 0.95, "count": 0.95, "position": 0.95}
+_TRAINED = (*TASKS, "count", "position", "position", "describe")  # as often as it takes to learn each
 
 
 class Thing(NamedTuple):
@@ -165,7 +166,7 @@ def looking(rng: Random, held: bool, task: str = "") -> Sample:
     """A picture and a question; the first user message begins with its placeholders."""
     while True:
         what = scene(rng, held)
-        asked = ask(rng, what, task or rng.choice((*TASKS, "describe")))
+        asked = ask(rng, what, task or rng.choice(_TRAINED))
         if asked is not None:
             question, answer, want = asked
             return Sample(task or "vision", (("user", f"{IMAGE * TOKENS}\n{question}"),), answer, want, (), what)
@@ -176,7 +177,7 @@ def vision_conversation(rng: Random) -> tuple[Sample, tuple[Message, ...]]:
     sample = looking(rng, False)
     messages: list[Message] = [*sample.messages, ("assistant", sample.answer)]
     for _ in range(rng.randint(0, 3)):
-        asked = ask(rng, sample.scene, rng.choice((*TASKS, "describe")))
+        asked = ask(rng, sample.scene, rng.choice(_TRAINED))
         if asked is not None:
             messages += [("user", asked[0]), ("assistant", asked[1])]
     return sample, tuple(messages)

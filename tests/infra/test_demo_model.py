@@ -203,6 +203,57 @@ def test_a_smoke_training_goes_on_where_it_stopped_and_its_loss_falls(trained: t
     assert state["losses"][-1][1] < 0.95 * np.log(1280)
 
 
+@pytest.mark.parametrize("broken", ["weights", "rest", "exp_avg_sq", "state.json"])
+def test_an_interrupted_save_leaves_the_one_before(
+    trained: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    import shutil
+
+    from infra.demo_model import checkpoint, train
+
+    work = shutil.copytree(trained[0], tmp_path / "work")
+    before = checkpoint.weights_of(work)
+    move = Path.replace
+
+    def fail(file: Path, target: Path) -> Path:
+        if file.name.startswith(broken):
+            raise KeyboardInterrupt
+        return move(file, target)
+
+    flags = ["--work", str(work), "--smoke", "--batch-tokens", "8192", "--steps", "17", "--rate", "5e-3"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", fail)
+        with pytest.raises(KeyboardInterrupt):  # in the save behind the first of three steps
+            train.run(train.options_of([*flags, "--save-minutes", "0"]))
+    assert checkpoint.state_of(work)["step"] == 14
+    assert all(before[name].equal(weight) for name, weight in checkpoint.weights_of(work).items())
+    assert train.run(train.options_of(flags))["step"] == 17
+    assert sorted(file.name for file in work.glob("*.safetensors*")) == [
+        f"{part}-17.safetensors" for part in ("exp_avg", "exp_avg_sq", "rest", "weights")
+    ]
+
+
+def test_a_new_training_begins_with_anothers_weights(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    from infra.demo_model import checkpoint, train
+
+    flags = ["--work", str(tmp_path), "--smoke", "--batch-tokens", "8192", "--steps", "1", "--rate", "0"]
+    assert train.run(train.options_of([*flags, "--start", str(trained[0])]))["step"] == 1
+    before, after = checkpoint.weights_of(trained[0]), checkpoint.weights_of(tmp_path)
+    assert all(before[name].equal(weight) for name, weight in after.items())
+
+
+def test_training_saves_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from infra.demo_model import checkpoint, train
+
+    saved: list[int] = []
+    monkeypatch.setattr(checkpoint, "save", lambda directory, model, optimizer, state: saved.append(state["step"]))
+    flags = ["--work", str(tmp_path), "--smoke", "--batch-tokens", "8192", "--steps", "3"]
+    train.run(train.options_of([*flags, "--save-minutes", "0"]))
+    assert saved == [1, 2, 3, 3]
+    assert (tmp_path / "tokenizer.json").read_bytes() == (DEMO / "tokenizer.json").read_bytes()
+
+
 def test_what_is_exported_computes_the_same_in_transformers(
     trained: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -82,6 +82,7 @@ class SequenceRequest(msgspec.Struct):
     media: Seq[MediaSpan] = ()
     hold: bool = False  # when it has ended, its prompt's blocks stay held until ``drop``: see ``Held``
     reservation: Reservation | None = None  # adopted: nothing of its prompt is computed here
+    opaque: bytes = b""  # from the ``Held`` of the engine that computed the prompt; this one fetches the KV by itself
 
 
 class Output(NamedTuple):
@@ -118,6 +119,7 @@ class Held(NamedTuple):
     key: object
     blocks: list[int]
     generations: list[int]
+    opaque: bytes = b""  # of an engine that moves KV by itself: what the next worker's engine needs, instead of blocks
 
 
 class StepResult(NamedTuple):

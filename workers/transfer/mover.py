@@ -205,10 +205,10 @@ class Mover:
             log.exception("transfer_renewal_untold", agent=endpoint.agent)
 
     def _end(self, traffic: Traffic) -> None:
-        self._obey(traffic)  # orders that came in just before
         self._bell.watch(())
         try:
             traffic.end("unavailable", f"transport {self._name}: {self._closed}", time.monotonic())
+            self._obey(traffic)  # what came in just before is refused
         except Exception:
             log.exception("transfer_not_ended", agent=self._name)
         with self._lock:

@@ -141,7 +141,8 @@ class NixlAgent:
             time.sleep(TRIAL_POLL_S)
             self.progress()
         if not handle.done:
-            self._keep = source, target  # bytes may still come
+            self.release(handle)
+            self.close()  # before the memory goes
             raise TransportUnavailable(f"NIXL did not move {TRIAL_BYTES} bytes to itself within {TRIAL_S} s")
         self.release(handle)
         for each in known:

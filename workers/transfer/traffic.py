@@ -91,14 +91,16 @@ class Traffic:
         self._drains: list[_Drain] = []
         self._stepped = 0.0
         self._renewals = self._transfers = 0
-        self._bytes: dict[Op, int] = {"READ": 0, "WRITE": 0, "CONNECT": 0}
+        self._bytes: dict[Op, int] = {"READ": 0, "WRITE": 0}
         self._seconds = 0.0
         self._failures: dict[str, int] = dict.fromkeys(CAUSES, 0)
+        self._over = ""  # why there is no agent
         self._open(name)
 
     def _open(self, name: str) -> None:
         self.agent = self._make(name)
         self._peers, self._scratch = Peers(self.agent), Scratch(self.agent)
+        self._over = ""
 
     @property
     def busy(self) -> bool:
@@ -109,11 +111,15 @@ class Traffic:
         """Check an order and put it under way; what is wrong with it becomes its future's error."""
         transfer = _Transfer(order)
         try:
+            if self._over:
+                raise TransferError("unavailable", self._over)
             if order.deadline <= now:
                 raise TransferError("timeout", "the deadline passed before it began")
             self._prepare(transfer)
         except TransferError as error:
             self._fail(transfer, error.cause, error.message)
+        except (TypeError, ValueError) as error:  # ids that are none: the caller's fault, and nobody else's
+            self._fail(transfer, "refused", repr(error))
         else:
             self._live.append(transfer)
 
@@ -125,7 +131,10 @@ class Traffic:
 
     def drain(self, future: "Future[None]") -> None:
         """Complete it when this agent has made progress for so long that nothing old can come in any more."""
-        self._drains.append(_Drain(DRAIN_S, future))
+        if self._over:
+            future.set_result(None)
+        else:
+            self._drains.append(_Drain(DRAIN_S, future))
 
     def step(self, now: float, clock: Callable[[], float]) -> bool:
         """Let everything go on once; whether anything began or ended."""
@@ -147,6 +156,8 @@ class Traffic:
         Raises:
             TransportUnavailable: there is none any more.
         """
+        if self._over:
+            return
         self.end("peer_lost", "the agent had to be renewed", now)
         self._renewals += 1
         self._open(f"{self._name}.{self._renewals}")
@@ -159,6 +170,7 @@ class Traffic:
         for held in self._held:
             self.agent.release(held.transfer.handle)
         self.agent.close()
+        self._peers, self._over = Peers(self.agent), why
         free, self._held = self._held, []
         for each in free:
             each.settled.set_result(None)
@@ -209,7 +221,7 @@ class Traffic:
             blocks.check_generations(there, order.remote, order.generations)
         self._peers.load(peer)
         # Only a direct copy between processes holds the thread; what is asynchronous goes as one.
-        direct = here.kind == there.kind == "cpu" and mine.host == peer.host
+        direct = here.kind == there.kind == "cpu" and mine.host == peer.host != ""
         transfer.moves = blocks.moves(here, there, order.local, order.remote, whole=not direct)
         transfer.size = len(order.local) * here.block_bytes
         transfer.at_risk = len(order.local)
@@ -288,9 +300,10 @@ class Traffic:
                 return
         self._leave(transfer)
         seconds = now - order.started
-        self._transfers += order.op != "CONNECT"
-        self._bytes[order.op] += transfer.size
-        self._seconds += seconds
+        if order.op != "CONNECT":
+            self._transfers += 1
+            self._bytes[order.op] += transfer.size
+            self._seconds += seconds
         order.future.set_result(Moved(transfer.size, seconds))
 
     def _give_up(self, transfer: _Transfer, cause: Cause, why: str, now: float) -> None:

@@ -144,6 +144,8 @@ def test_blocks_whose_owner_changed_are_stale_and_the_local_ones_free(pair: Pair
         ({"remote": [1, 2], "local": [4, 4]}, "target of two"),
         ({"pool": "embeds"}, "no pool 'embeds'"),
         ({"generations": [1, 2]}, "2 generations for 1"),
+        ({"remote": ["one"]}, "TypeError"),
+        ({"remote": [None]}, "TypeError"),
     ],
 )
 def test_a_wrong_request_is_refused_and_moves_nothing(pair: Pair, change: dict[str, Any], says: str) -> None:

@@ -68,6 +68,34 @@ def test_an_agent_that_cannot_be_made_again_ends_the_transport() -> None:
     transport.close()
 
 
+def test_orders_that_nobody_has_taken_yet_are_answered_when_the_transport_ends() -> None:
+    network, pool, peer_pool = Network(), Pool(), Pool()
+    entered, leave = threading.Event(), threading.Event()
+
+    class Slow(LoopbackAgent):
+        def progress(self) -> None:
+            if entered.is_set():
+                return
+            entered.set()
+            assert leave.wait(WAIT_S)
+
+    peer = LoopbackAgent(network, "peer", {"kv": peer_pool.memory}).endpoint
+    transport = Mover(lambda name: Slow(network, name, {"kv": pool.memory}), "mover-slow")
+    assert entered.wait(WAIT_S)
+    orders = [transport.read(peer, "kv", [1], [1]) for _ in range(3)]
+    drained = transport.drained()
+    closing = threading.Thread(target=transport.close)
+    closing.start()
+    until(lambda: bool(transport._closed), "closing")
+    leave.set()
+    closing.join(WAIT_S)
+    for order in orders:
+        error = order.exception(WAIT_S)
+        assert isinstance(error, TransferError)
+        assert error.cause == "unavailable"
+    assert drained.result(WAIT_S) is None
+
+
 def test_an_error_in_what_is_told_of_a_renewal_does_not_end_the_transport() -> None:
     network, pool, peer_pool = Network(), Pool(), Pool()
     told: list[str] = []

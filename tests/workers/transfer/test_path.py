@@ -1,6 +1,10 @@
 """Which way to go, and where this process lies."""
 
 import itertools
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +40,18 @@ def test_the_same_place_has_the_same_identity_and_no_way_to_copy_has_none() -> N
         assert here == host_identity({"UCX_TLS": "cma"})
         assert here.count("/") == 2
     assert host_identity({"UCX_TLS": "tcp"}) == ""
+
+
+def test_another_pid_namespace_is_another_place() -> None:
+    """Containers on one host cannot copy from each other: reads would silently go over TCP."""
+    code = "from workers.transfer.path import host_identity; print(host_identity({}))"
+    command = ["unshare", "--pid", "--fork", sys.executable, "-c", code]
+    if os.geteuid() or not shutil.which("unshare") or not host_identity({}):
+        pytest.skip("needs root, `unshare`, and a sandbox that lets processes copy from each other")
+    there = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    if there.returncode:
+        pytest.skip(f"no PID namespaces here: {there.stderr.strip()}")
+    assert there.stdout.strip() not in ("", host_identity({}))
 
 
 def test_only_an_active_port_is_rdma(tmp_path: Path) -> None:
