@@ -11,6 +11,7 @@ from schemas.errors import Code
 from schemas.jobs import Job, Stage
 from schemas.requests import GenerateRequest, Stop
 from schemas.tokens import Finish
+from schemas.transfer import Ticket
 from workers.engines.base import Held, MediaReservation, MediaSpan, Reservation, SequenceRequest
 from workers.runner import Choice
 
@@ -34,6 +35,7 @@ class Active(msgspec.Struct, eq=False):
     holder: Choice | None = None  # a prefill stage: the choice whose sequence keeps the prompt's blocks at its end
     held: Held | None = None  # and these are they, for the next worker
     media: MediaReservation | None = None
+    fetching: Ticket | None = None  # what its engine fetches by itself, until it has begun to run
     leaving: bool = False  # it is being handed to the next stage
 
     @property
@@ -98,7 +100,7 @@ def media_extra(request: GenerateRequest, block_size: int) -> dict[int, bytes]:
 
 
 def sequences(
-    active: Active, revision: str, block_size: int, reservation: Reservation | None = None
+    active: Active, revision: str, block_size: int, reservation: Reservation | None = None, opaque: bytes = b""
 ) -> list[SequenceRequest]:
     """What the engine is asked to run: one sequence per choice that is still open.
 
@@ -111,8 +113,7 @@ def sequences(
     extra = media_extra(request, block_size)
     slots = active.media.slots if active.media is not None else [()] * len(request.media)
     media = [
-        MediaSpan(each.position, each.tokens, each.digest, of)
-        for each, of in zip(request.media, slots, strict=True)
+        MediaSpan(each.position, each.tokens, each.digest, of) for each, of in zip(request.media, slots, strict=True)
     ]
     open_ = [choice for choice, outcome in zip(active.choices, active.outcomes, strict=True) if outcome is None]
     if active.route and open_:
@@ -131,6 +132,7 @@ def sequences(
             media=media,
             hold=choice is active.holder,
             reservation=reservation,
+            opaque=opaque,
         )
         for choice in open_
     ]

@@ -27,9 +27,17 @@ from schemas import done, fleet, jobs, kv, requests
 from schemas.control import Ok, Push, Pushed, Release
 from schemas.errors import Code, ServingError
 from schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
-from schemas.transfer import Encoded, Prefilled
+from schemas.transfer import Encoded, Endpoint, Memory, Prefilled
 from workers.dump import Dumper
-from workers.engines.base import Engine, EngineInfo, EngineStats, MediaReservation, RequestError, Reservation, VisionEngine
+from workers.engines.base import (
+    Engine,
+    EngineInfo,
+    EngineStats,
+    MediaReservation,
+    RequestError,
+    Reservation,
+    VisionEngine,
+)
 from workers.lease import Lease
 from workers.metrics import Metrics
 from workers.outbox import Outbox
@@ -253,9 +261,18 @@ class Session:
             name=self._settings.name,
             queue=self._queue,
             connection=self._model.connection,
-            transfer=self._transport.endpoint if self._transport is not None else None,
+            transfer=self._endpoint(),
             vision=self._vision is not None,
         )
+
+    def _endpoint(self) -> Endpoint | None:
+        """How other workers reach this one's blocks; of engines that move KV by themselves only who fits whom."""
+        if self._transport is not None:
+            return self._transport.endpoint
+        if not self._info.handover:
+            return None
+        layout = {"kv": Memory(0, 0, 0, layout=self._info.handover)}
+        return Endpoint(self.id, self._info.name, pools=layout, address=socket.gethostname())
 
     async def renewed(self) -> None:
         """The transfer agent was made anew: say how it is reached now."""
@@ -348,9 +365,9 @@ class Session:
         """This worker may speak."""
         return self._lease.trusted()
 
-    def compute(self, active: Active, reservation: Reservation | None = None) -> None:
-        """Give a request to the engine, with the KV that was brought here for it."""
-        asked = sequences(active, self._model.revision, self._info.block_size, reservation)
+    def compute(self, active: Active, reservation: Reservation | None = None, opaque: bytes = b"") -> None:
+        """Give a request to the engine, with the KV that was brought here for it, or with what it needs to fetch it."""
+        asked = sequences(active, self._model.revision, self._info.block_size, reservation, opaque)
         if reservation is not None:
             self._engine.call(lambda engine: engine.adopt(reservation))
         self._engine.submit(asked, lambda error: self._refuse(active, error))
@@ -480,6 +497,11 @@ class Session:
             active = choice.owner
             assert isinstance(active, Active)
             active.held = held
+        for choice in flush.started:
+            active = choice.owner
+            assert isinstance(active, Active)
+            if active.fetching is not None:
+                self._stages.fetched(active)
         for choice in flush.ended:
             active = choice.owner
             assert isinstance(active, Active)

@@ -60,7 +60,7 @@ class Host(Protocol):
     def trusted(self) -> bool:
         """This worker may speak."""
 
-    def compute(self, active: Active, reservation: Reservation | None = None) -> None:
+    def compute(self, active: Active, reservation: Reservation | None = None, opaque: bytes = b"") -> None:
         """Give it to the engine."""
 
     async def end(self, active: Active, code: Code, message: str) -> None: ...
@@ -102,11 +102,12 @@ class Stages:
         self._owner: Owner | None = None
         self._reader: Reader | None = None
         self._peers: Peers | None = None
-        if transport is not None:
+        if transport is not None or info.handover:
             self._owner = Owner(engine, transport, self._ledger, host.id, settings.handoff_lease_s, metrics)
             self._reader = Reader(
                 bus, transport, self._ledger, host.id, settings.transfer_timeout_s, settings.quarantine_s
             )
+        if transport is not None:
             self._peers = Peers(bus, transport, host.id, model, settings.role, self._peer_lost)
 
     # --- life ---
@@ -116,13 +117,16 @@ class Stages:
         Raises:
             ServingError: the workers bucket cannot be read.
         """
-        if self._reader is not None and self._peers is not None:
+        if self._reader is not None:
             await self._reader.open()
+        if self._peers is not None:
             await self._peers.start()
 
     def sweep(self, now: float) -> None:
-        if self._owner is not None and self._peers is not None:
+        """A few times a second: leases and peers whose time is over."""
+        if self._owner is not None:
             self._owner.sweep(now)
+        if self._peers is not None:
             self._peers.sweep()
 
     @property
@@ -178,6 +182,7 @@ class Stages:
             active.cached,
             active.started_ns,
             active.first_token_ns,
+            held.opaque,
         )
         await self._pass_on(active, stage, message, ticket)
 
@@ -195,7 +200,7 @@ class Stages:
             active.route,
         )
         try:
-            while not self._host.trusted():  # somebody else may have the request by now
+            while not self._host.trusted():  # noqa: ASYNC110 - somebody else may have the request by now
                 await asyncio.sleep(TRUST_AGAIN_S)
             await self._publisher.publish(
                 self._bus.subjects.work(stage.role, stage.worker),
@@ -221,6 +226,12 @@ class Stages:
         active.cached = prefilled.cached
         active.started_ns = prefilled.started_ns
         active.first_token_ns = prefilled.first_token_ns
+        if prefilled.opaque and self._reader is not None and time.time_ns() < prefilled.ticket.lease_ns:
+            active.fetching = prefilled.ticket
+            for choice in active.choices:
+                choice.adopted = prefilled.cached
+            self._host.compute(active, opaque=prefilled.opaque)
+            return
         reservation: Reservation | None = None
         try:
             reservation = await self._bring_kv(active, prefilled.ticket)
@@ -236,6 +247,13 @@ class Stages:
             self._host.compute(active, reservation)
         else:
             await self.see(active, None)
+
+    def fetched(self, active: Active) -> None:
+        """The engine has taken over what the one before kept for it."""
+        ticket, active.fetching = active.fetching, None
+        if ticket is not None and self._reader is not None:
+            self._reader.took(ticket, 0.0)
+            self._reader.release(ticket)
 
     async def _bring_kv(self, active: Active, ticket: Ticket) -> Reservation | None:
         """None: there is no room, or the transfer failed."""
@@ -295,11 +313,13 @@ class Stages:
         slots = [slot for of in reservation.slots for slot in of]
         stage = active.route[0]
 
-        def drop(engine: Engine) -> object:
-            return _vision(engine).media_let_go(reservation)
+        def drop(engine: Engine) -> None:
+            _vision(engine).media_let_go(reservation)
 
         ticket = self._owner.offer(_ticket_id(active, stage), stage.worker, "embeds", slots, generations, drop)
-        message = Encoded(active.request.id, active.attempt, msgspec.Raw(wire.encode(next_job(active))), ticket, active.started_ns)
+        message = Encoded(
+            active.request.id, active.attempt, msgspec.Raw(wire.encode(next_job(active))), ticket, active.started_ns
+        )
         await self._pass_on(active, stage, message, ticket)
 
     async def see(self, active: Active, encoded: Encoded | None) -> None:
@@ -338,7 +358,9 @@ class Stages:
     async def _bring_embeddings(
         self, active: Active, ticket: Ticket, reservation: MediaReservation
     ) -> MediaReservation | None:
-        positions, local, at = [], [], 0
+        positions: list[int] = []
+        local: list[int] = []
+        at = 0
         for slots, have in zip(reservation.slots, reservation.have, strict=True):
             if not have:
                 positions += range(at, at + len(slots))

@@ -146,11 +146,9 @@ async def test_a_stream_has_every_token_once_and_the_first_comes_from_prefill(
 ) -> None:
     asked = body(token_prompt(500, 78), stream=True, max_tokens=20)
     answer = await ask(split_http, asked)
-    text = "".join(
-        event.body["choices"][0]["text"] for event in parse_sse(answer.content) if event.data != "[DONE]"
-    )
+    text = "".join(event.body["choices"][0]["text"] for event in parse_sse(answer.content) if event.data != "[DONE]")
     assert text == oracle.answer(asked, 20)
-    told, done = await ending(split_bus, request_id(answer))
+    _, done = await ending(split_bus, request_id(answer))
     assert done.worker.startswith("decode")
     assert done.timings.created_ns < done.timings.started_ns < done.timings.first_token_ns < done.timings.ended_ns
 
@@ -204,7 +202,9 @@ async def test_the_bulk_does_not_pass_the_broker(split_http: httpx.AsyncClient, 
             job = jobs.decode_job(message.job)
             assert isinstance(job, Job)
             assert [len(wire.unpack_tokens(part)) for part in job.resume] == [1]
-            assert len(entry.data) < 3000 * 4 + 16 * 94 + 8 * 94 + 4096, "tokens, names, blocks, generations and little else"
+            assert len(entry.data) < 3000 * 4 + 16 * 94 + 8 * 94 + 4096, (
+                "tokens, names, blocks, generations and little else"
+            )
             return
     raise AssertionError("no Prefilled in the log")
 

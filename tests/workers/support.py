@@ -403,8 +403,8 @@ class Living:
 
     async def die(self) -> None:
         """As if the process were killed: nothing more is said, the lease is left to run out."""
-        for control in self._controls:
-            await control.unsubscribe()
+        for subscription in self._controls:
+            await subscription.unsubscribe()
         await self.session.abandon()
 
     async def stats(self) -> Any:

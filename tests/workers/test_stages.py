@@ -350,10 +350,13 @@ async def test_a_request_cancelled_before_during_and_after_the_hand_over_leaves_
     pair.network.resume(pair.prefill.transport.endpoint.agent)
 
     after = request(list(range(300, 330)), max_tokens=900)
+    pair.decode.engine.hold()
+    pair.decode.engine.allow(30)
     await give(record, pair, after)
     await record.has_streamed(after, 20)
     for living_ in (pair.prefill, pair.decode):
         await living_.session.on_cancel(after.id, "gone")
+    pair.decode.engine.release()
     assert (await record.end(after)).code == Code.cancelled
     await pair.free()
 

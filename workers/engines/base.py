@@ -41,6 +41,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     kv_events: bool
     load_seconds: float = 0.0
     dp_size: int = 1
+    handover: str = ""  # of engines that move KV between workers by themselves: who can, has the same text here
 
 
 class MediaSpan(NamedTuple):

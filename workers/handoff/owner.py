@@ -8,7 +8,7 @@ import structlog
 
 from schemas import wire
 from schemas.control import Ok, Push, Pushed, Release
-from schemas.transfer import Ticket
+from schemas.transfer import Endpoint, Ticket
 from workers.engines.base import Engine
 from workers.handoff.ledger import Ledger
 from workers.handoff.pins import Pin, Pins
@@ -23,7 +23,13 @@ class Owner:
     """Used from the event loop. Every lease ends by its time at the latest, whatever the others do."""
 
     def __init__(
-        self, engine: EngineThread, transport: Transport, ledger: Ledger, worker: str, lease_s: float, metrics: Metrics
+        self,
+        engine: EngineThread,
+        transport: Transport | None,
+        ledger: Ledger,
+        worker: str,
+        lease_s: float,
+        metrics: Metrics,
     ) -> None:
         self._engine = engine
         self._transport = transport
@@ -45,8 +51,11 @@ class Owner:
         generations: Sequence[int],
         drop: Callable[[Engine], object],
     ) -> Ticket:
-        """Issue a ticket for blocks that the engine holds; ``drop`` makes it let go of them."""
-        endpoint = self._transport.endpoint
+        """Issue a ticket for blocks that the engine holds; ``drop`` makes it let go of them.
+
+        Without blocks it is a lease on what an engine keeps for another one, which fetches it by itself.
+        """
+        endpoint = self._transport.endpoint if self._transport is not None else Endpoint(self._worker, "engine")
         ticket = Ticket(
             ticket_id,
             self._worker,
@@ -56,7 +65,7 @@ class Owner:
             wire.pack_tokens(list(generations)),
             time.time_ns() + int(self._lease_s * 1e9),
         )
-        size = endpoint.pools[pool].block_bytes
+        size = endpoint.pools[pool].block_bytes if blocks else 0
         self._pins.add(Pin(ticket_id, pool, target, list(blocks), size, time.monotonic() + self._lease_s, drop))
         self._tickets[ticket_id] = ticket
         self._ledger.note(ticket, "offered", target, blocks=len(blocks), bytes=len(blocks) * size)
@@ -83,7 +92,7 @@ class Owner:
     async def push(self, order: Push) -> Pushed:
         """Write blocks of a ticket into the reader's."""
         pin = self._pins.get(order.ticket)
-        if pin is None:
+        if pin is None or self._transport is None:
             return Pushed("stale", "no such ticket: it was released, or its lease passed")
         take = wire.unpack_tokens(order.take)
         into = wire.unpack_tokens(order.blocks)

@@ -1,4 +1,4 @@
-"""The other workers with a transfer endpoint: connections are warm before they are needed, and the dead are forgotten."""
+"""The other workers that blocks move to and from: connections are warm before they are needed, the dead forgotten."""
 
 from collections.abc import Callable
 
@@ -55,15 +55,20 @@ class Peers:
             return
         if known is not None and known.agent == endpoint.agent:
             return  # a renewal
-        if registration.role not in PARTNERS.get(self._role, ()) or endpoint.backend != self._transport.endpoint.backend:
+        if (
+            registration.role not in PARTNERS.get(self._role, ())
+            or endpoint.backend != self._transport.endpoint.backend
+        ):
             return
         if known is not None:
             self._transport.forget(known.agent)
         self._agents[registration.worker] = endpoint
         self._transport.connect(endpoint).add_done_callback(
-            lambda future: log.info("peer_connected", worker=registration.worker)
-            if future.exception() is None
-            else log.warning("peer_not_connected", worker=registration.worker, error=str(future.exception()))
+            lambda future: (
+                log.info("peer_connected", worker=registration.worker)
+                if future.exception() is None
+                else log.warning("peer_not_connected", worker=registration.worker, error=str(future.exception()))
+            )
         )
 
     def _left(self, member: Member, why: str) -> None:

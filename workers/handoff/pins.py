@@ -55,7 +55,7 @@ class Pins:
         return [(pin, self._unless_pushing(pin) is not None) for pin in late]
 
     def pushed(self, pin: Pin) -> Pin | None:
-        """A transfer out of the blocks has ended; the pin if its lease ended meanwhile and nothing reads it any more."""
+        """A transfer out of the blocks has ended; the pin if its lease ended too and nothing else reads them."""
         pin.pushing -= 1
         if pin.pushing or pin.ticket not in self._ended:
             return None

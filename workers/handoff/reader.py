@@ -31,7 +31,7 @@ class Reader:
     """Used from the event loop. ``open`` before use."""
 
     def __init__(
-        self, bus: Bus, transport: Transport, ledger: Ledger, worker: str, timeout_s: float, quarantine_s: float
+        self, bus: Bus, transport: Transport | None, ledger: Ledger, worker: str, timeout_s: float, quarantine_s: float
     ) -> None:
         self._bus = bus
         self._transport = transport
@@ -64,13 +64,16 @@ class Reader:
             TransferError: they are not filled; ``settled`` says when they may be used for anything else.
         """
         self._ledger.note(ticket, "leased", self._worker, blocks=len(positions))
+        transport = self._transport
         try:
             if time.time_ns() > ticket.lease_ns:
                 raise TransferError("stale", "the lease had passed before the blocks could be read")
-            if path_between(self._transport.endpoint, ticket.endpoint) == "read":
-                moved, seconds = await self._read(ticket, positions, local)
+            if transport is None:
+                raise TransferError("unavailable", "this worker has no transfer backend")
+            if path_between(transport.endpoint, ticket.endpoint) == "read":
+                moved, seconds = await self._read(transport, ticket, positions, local)
             else:
-                moved, seconds = await self._ask_for_push(ticket, positions, local)
+                moved, seconds = await self._ask_for_push(transport, ticket, positions, local)
         except TransferError as error:
             self._ledger.note(
                 ticket, "failed", self._worker, blocks=len(positions), cause=error.cause, message=error.message
@@ -81,10 +84,16 @@ class Reader:
             raise
         self._ledger.note(ticket, "read", self._worker, blocks=len(positions), bytes=moved, seconds=seconds)
 
-    async def _read(self, ticket: Ticket, positions: Sequence[int], local: Sequence[int]) -> tuple[int, float]:
+    def took(self, ticket: Ticket, seconds: float) -> None:
+        """An engine has fetched what a ticket without blocks stands for."""
+        self._ledger.note(ticket, "read", self._worker, seconds=seconds)
+
+    async def _read(
+        self, transport: Transport, ticket: Ticket, positions: Sequence[int], local: Sequence[int]
+    ) -> tuple[int, float]:
         blocks, generations = wire.unpack_tokens(ticket.blocks), wire.unpack_tokens(ticket.generations)
         moved = await asyncio.wrap_future(
-            self._transport.read(
+            transport.read(
                 ticket.endpoint,
                 ticket.pool,
                 [blocks[p] for p in positions],
@@ -95,11 +104,13 @@ class Reader:
         )
         return moved.bytes, moved.seconds
 
-    async def _ask_for_push(self, ticket: Ticket, positions: Sequence[int], local: Sequence[int]) -> tuple[int, float]:
+    async def _ask_for_push(
+        self, transport: Transport, ticket: Ticket, positions: Sequence[int], local: Sequence[int]
+    ) -> tuple[int, float]:
         order = Push(
             ticket.id,
             self._worker,
-            self._transport.endpoint,
+            transport.endpoint,
             wire.pack_tokens(list(positions)),
             wire.pack_tokens(list(local)),
             self._timeout_s,
@@ -114,24 +125,28 @@ class Reader:
             pushed = await asyncio.wait_for(asyncio.shield(answer), self._timeout_s + GRACE_S)
         except (NatsError, TimeoutError) as error:
             # It may write at any later time: only its own word, or a new agent of ours, ends that.
-            self._spawn(self._await_settled(reply, answer, settled))
+            self._spawn(self._await_settled(transport, reply, answer, settled))
             raise TransferError("timeout", f"the owner did not answer: {error!r}", settled) from None
         except asyncio.CancelledError:
-            self._spawn(self._await_settled(reply, answer, settled))
+            self._spawn(self._await_settled(transport, reply, answer, settled))
             raise
         if pushed.cause:
             if pushed.settled:
                 settled.set_result(None)
                 del self._asked[reply]
             else:
-                self._spawn(self._await_settled(reply, None, settled))
+                self._spawn(self._await_settled(transport, reply, None, settled))
             cause: Any = pushed.cause
             raise TransferError(cause, pushed.message, settled)
         del self._asked[reply]
         return pushed.bytes, time.monotonic() - began
 
     async def _await_settled(
-        self, reply: str, answer: "asyncio.Future[Pushed] | None", settled: "concurrent.futures.Future[None]"
+        self,
+        transport: Transport,
+        reply: str,
+        answer: "asyncio.Future[Pushed] | None",
+        settled: "concurrent.futures.Future[None]",
     ) -> None:
         """Until the owner says that it writes no more, or our agent, and with it whatever writes here, is gone."""
         try:
@@ -142,7 +157,7 @@ class Reader:
                 with contextlib.suppress(TimeoutError):
                     over = (await asyncio.wait_for(answer, self._quarantine_s)).settled
             if not over:
-                await asyncio.wrap_future(self._transport.renew())
+                await asyncio.wrap_future(transport.renew())
         finally:
             self._asked.pop(reply, None)
             settled.set_result(None)
