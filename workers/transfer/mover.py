@@ -23,7 +23,7 @@ log = structlog.get_logger("transfer")
 NAP_S = (0.000_05, 0.001)  # between two looks at what is under way: short while something happens, then longer
 HOT_S = 0.01  # so long after bytes of a peer came in, more are expected
 HOT_NAP_S = 0.000_5
-IDLE_S = 0.01  # otherwise; a peer's first bytes end it early
+IDLE_S = 0.02  # otherwise; a peer's first bytes end it early
 CLOSE_S = 5.0
 
 

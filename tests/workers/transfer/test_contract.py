@@ -169,6 +169,15 @@ def test_a_peer_that_does_not_fit_is_refused_and_the_right_one_still_taken(own: 
     assert own.reader.pool.values([1]) == [[2]]
 
 
+def test_truncated_metadata_never_reach_the_agent(own: Pair) -> None:
+    """NIXL would refuse the name for the rest of its life."""
+    right = own.owner.transport.endpoint
+    wrong = msgspec.structs.replace(right, metadata=right.metadata[:-9])
+    error = failure(own.reader.transport.connect(wrong))
+    assert (error.cause, "damaged" in str(error)) == ("refused", True)
+    own.reader.transport.connect(right).result(WAIT_S)
+
+
 @pytest.mark.parametrize(("field", "value"), [("layout", "bfloat16 (4,)"), ("block_bytes", BLOCK_BYTES // 2)])
 def test_blocks_of_another_layout_are_refused(pair: Pair, field: str, value: Any) -> None:
     right = pair.owner.transport.endpoint
