@@ -238,3 +238,23 @@ def test_a_connection_that_died_unnoticed_is_opened_again_once(world: World, mon
     world.steps(0.2)
     assert failure(second).cause == "peer_lost"
     assert len(tried) == 5
+
+
+def test_buffers_of_checks_that_stalled_are_used_again(world: World) -> None:
+    assert isinstance(world.traffic.agent, LoopbackAgent)
+    known = []
+    for now in range(5):
+        order = world.order(now=float(now))
+        world.steps(now + 0.1, number=1)
+        world.network.stall("peer")
+        world.steps(now + 0.2)
+        world.steps(now + 0.9999)
+        world.traffic.forget("nobody", now + 0.9999)
+        if now % 2:
+            world.steps(now + 1.0)
+            assert failure(order).cause == "timeout"
+        world.network.resume("peer")
+        world.steps(now + 1.0)
+        assert world.traffic.stats().quarantined_transfers == 0
+        known.append(len(world.traffic.agent._memory))
+    assert known == known[:1] * 5
