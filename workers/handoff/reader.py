@@ -157,7 +157,8 @@ class Reader:
                 with contextlib.suppress(TimeoutError):
                     over = (await asyncio.wait_for(answer, self._quarantine_s)).settled
             if not over:
-                await asyncio.wrap_future(transport.renew())
+                transport.renew()
+                await asyncio.wrap_future(transport.drained())
         finally:
             self._asked.pop(reply, None)
             settled.set_result(None)

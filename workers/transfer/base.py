@@ -110,6 +110,9 @@ class Transport(Protocol):
         that reports the end of its write, good or by ``settled`` without a renewal, leaves nothing behind.
         """
 
+    def renew(self) -> None:
+        """Close the agent and make another: the only end of a write whose writer stands still. Peers lose the old one."""
+
     def forget(self, agent: str) -> None:
         """That agent has ended: its transfers fail at once; what was posted stays in quarantine until it ends."""
 
