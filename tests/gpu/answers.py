@@ -1,0 +1,54 @@
+"""The bundled models on a GPU answer as on the CPU: run by hand on a machine with an NVIDIA GPU.
+
+python -m tests.gpu.answers
+"""
+
+from random import Random
+
+from configs import modeldir
+from infra.demo_model import vision
+from schemas.requests import Sampling, Stop
+from workers.engines.base import MediaSpan, SequenceRequest
+from workers.engines.core.engine import ScheduledEngine
+from workers.engines.native.build import build
+
+QUESTIONS = ("What is 347 + 586?", "Spell the word harbour.", "How do I start a worker?")
+
+
+def answer(made: ScheduledEngine, model: modeldir.ModelDir, question: str, picture: bytes | None = None) -> str:
+    content = question if picture is None else f"{model.vision.image_token * model.vision.image_tokens}\n{question}"  # type: ignore[union-attr]
+    assert model.template is not None
+    text = model.template.render([{"role": "user", "content": content}], None)
+    tokens = model.tokenizer.encode(text, add_special_tokens=False).ids
+    media, slots = [], None
+    if picture is not None:
+        assert model.vision is not None
+        slots = made.media_reserve([(picture[:32], model.vision.image_tokens)])
+        assert slots is not None
+        made.encode(slots, {0: made.prepare(picture, "image/png")})
+        at = tokens.index(model.vision.image_token_id)
+        media = [MediaSpan(at, model.vision.image_tokens, picture[:32], slots.slots[0])]
+    made.submit(SequenceRequest("key", tokens, Sampling(temperature=0.0), Stop(40), media=media))
+    ids = []
+    while made.has_work():
+        ids += [output.token for output in made.step().outputs]
+    if slots is not None:
+        made.media_let_go(slots)
+    return str(model.tokenizer.decode(ids))
+
+
+def main() -> None:
+    for name in ("demo", "demo-vision"):
+        path = modeldir.resolve(name)
+        model = modeldir.load(path)
+        engines = [build(str(path), device=device, kv_blocks=200) for device in ("cpu", "cuda")]
+        pictures = [vision.looking(Random(seed), True) for seed in range(6)] if model.vision else []
+        asked = [(question, None) for question in QUESTIONS]
+        asked += [(each.messages[0][1].rpartition("\n")[2], vision.png(each.scene)) for each in pictures]
+        for question, picture in asked:
+            here, there = (answer(made, model, question, picture) for made in engines)
+            print(f"{name}: {question} -> {there}" + ("" if here == there else f"   (CPU: {here})"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Prefill on one GPU, decode on another, an 8B-shaped Llama with random weights: run by hand on two NVIDIA GPUs.
+
+    pip install nixl-cu13==1.5.1        (or nixl-cu12, as torch's CUDA is)
+    python -m tests.gpu.split --json split.json
+
+Two processes with a native engine each. The first computes a prompt, holds its blocks and tells the second which they
+are; the second reserves blocks, reads them over NIXL, adopts them and goes on. Measured from the end of the prefill
+step: when the blocks have arrived, when the first decode step begins, when it ends. A pipe stands for the broker,
+whose part (a stored message, delivered) is measured elsewhere. The answer must be that of one engine alone.
+"""
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from schemas.blocks import chain, root, split
+from schemas.requests import Sampling, Stop
+from schemas.wire import pack_tokens
+from workers.engines.base import SequenceRequest
+from workers.engines.core.engine import ScheduledEngine
+from workers.engines.native import attention
+from workers.engines.native.build import build
+from workers.transfer import open_transport
+
+PROMPT, BLOCK, NEW = 4096, 32, 16
+ROOT = root("gpu")
+SHAPE = LlamaConfig(
+    vocab_size=128_256,
+    hidden_size=4096,
+    intermediate_size=14_336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    max_position_embeddings=8192,
+    rope_theta=500_000.0,
+    eos_token_id=128_001,
+)
+
+
+def engine(folder: Path, device: int) -> ScheduledEngine:
+    """The 8B-shaped model with the same random weights on every GPU."""
+    torch.cuda.set_device(device)
+
+    def made(*_: Any, **__: Any) -> Any:
+        torch.manual_seed(1)
+        config = LlamaConfig.from_pretrained(folder)
+        with torch.device("cuda"):
+            torch.set_default_dtype(torch.bfloat16)
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+            torch.set_default_dtype(torch.float32)
+        return model
+
+    with mock.patch.object(AutoModelForCausalLM, "from_pretrained", made):
+        return build(str(folder), block_size=BLOCK, kv_blocks=1024, device="cuda", dtype="bfloat16")
+
+
+def prompt(number: int) -> list[int]:
+    return torch.randint(16, 128_000, (PROMPT,), generator=torch.Generator().manual_seed(number)).tolist()
+
+
+def request(key: object, tokens: list[int], new: int, **more: Any) -> SequenceRequest:
+    stop = Stop(max_tokens=new, ignore_eos=True)
+    return SequenceRequest(key, tokens, Sampling(temperature=0.0), stop, root=ROOT, **more)
+
+
+def finish(made: ScheduledEngine, asked: SequenceRequest) -> tuple[list[int], list[Any]]:
+    """All tokens of one sequence, and what it left held."""
+    made.submit(asked)
+    tokens, held = [], []
+    while made.has_work():
+        result = made.step()
+        tokens += [output.token for output in result.outputs]
+        held += result.held
+    return tokens, held
+
+
+def _prefill(pipe: Connection, folder: Path) -> None:
+    made = engine(folder, 0)
+    transport = open_transport("nixl", f"prefill-{time.time_ns()}", made.memory())
+    finish(made, request("warm", prompt(10_000), 1))
+    pipe.send(transport.endpoint)
+    while (number := pipe.recv()) is not None:
+        began = time.monotonic()
+        tokens, held = finish(made, request(number, prompt(number), 1, hold=True))
+        pipe.send((time.monotonic(), time.monotonic() - began, tokens, held[0].blocks, held[0].generations))
+        pipe.recv()
+        made.drop(number)
+    transport.close()
+    made.close()
+
+
+def measure(rounds: int, folder: Path) -> dict[str, Any]:
+    context = multiprocessing.get_context("spawn")
+    pipe, other = context.Pipe()
+    process = context.Process(target=_prefill, args=(other, folder), daemon=True)
+    process.start()
+    made = engine(folder, 1 if torch.cuda.device_count() > 1 else 0)
+    transport = open_transport("nixl", f"decode-{time.time_ns()}", made.memory())
+    finish(made, request("warm", prompt(10_001), NEW))
+    assert pipe.poll(300)
+    peer = pipe.recv()
+    transport.connect(peer).result()
+    rows = []
+    for number in range(rounds + 2):
+        pipe.send(number)
+        ended, prefill_s, first, blocks, generations = pipe.recv()
+        tokens = prompt(number)
+        digests = split(chain(pack_tokens(tokens), BLOCK, ROOT))
+        reservation = made.reserve(digests, 0, 1)
+        assert reservation is not None
+        heard = time.monotonic()
+        moved = transport.read(peer, "kv", blocks, reservation.blocks, generations=generations).result()
+        arrived = time.monotonic()
+        made.adopt(reservation)
+        made.submit(request(number, tokens, NEW, generated=first, reservation=reservation))
+        begins = time.monotonic()
+        result = made.step()
+        ends = time.monotonic()
+        assert result.computed_tokens == 1, "nothing of the prompt is computed here"
+        answer = first + [result.outputs[0].token]
+        steps = []
+        while made.has_work():
+            at = time.monotonic()
+            answer += [output.token for output in made.step().outputs]
+            steps.append(time.monotonic() - at)
+        pipe.send("taken")
+        if number == 0:  # alone: another salt, so that nothing is found in the cache
+            alone, _ = finish(
+                made,
+                SequenceRequest("alone", tokens, Sampling(temperature=0.0), Stop(NEW, ignore_eos=True), root=root("x")),
+            )
+            same = sum(a == b for a, b in zip(answer, alone, strict=True))
+        if number > 1:
+            rows.append(
+                {
+                    "prefill_ms": prefill_s * 1e3,
+                    "told_ms": (heard - ended) * 1e3,
+                    "arrived_ms": (arrived - ended) * 1e3,
+                    "transfer_gb_per_s": moved.bytes / moved.seconds / 1e9,
+                    "first_step_begins_ms": (begins - ended) * 1e3,
+                    "first_step_ends_ms": (ends - ended) * 1e3,
+                    "decode_step_ms": statistics.median(steps) * 1e3,
+                }
+            )
+    pipe.send(None)
+    process.join(60)
+    transport.close()
+    figures = {name: round(statistics.median(row[name] for row in rows), 3) for name in rows[0]}
+    return figures | {"equal_tokens": f"{same} of {NEW}", "bytes": moved.bytes, "rounds": rounds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--folder", type=Path, default=Path("8b-shaped"))
+    parser.add_argument("--json", default="")
+    options = parser.parse_args()
+    SHAPE.num_hidden_layers = options.layers
+    SHAPE.save_pretrained(options.folder)
+    figures = measure(options.rounds, options.folder)
+    print(json.dumps(figures, indent=2))
+    if options.json:
+        Path(options.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
