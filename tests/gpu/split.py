@@ -126,7 +126,7 @@ def measure(rounds: int, folder: Path) -> dict[str, Any]:
         result = made.step()
         ends = time.monotonic()
         assert result.computed_tokens == 1, "nothing of the prompt is computed here"
-        answer = first + [result.outputs[0].token]
+        answer = [*first, result.outputs[0].token]
         steps = []
         while made.has_work():
             at = time.monotonic()

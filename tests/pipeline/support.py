@@ -56,9 +56,9 @@ def free_port() -> int:
 class Process:
     """A ``penstock`` command in a process that ends with the tests, whatever happens to them."""
 
-    def __init__(self, log: Path, *argv: str, nats_url: str = "") -> None:
+    def __init__(self, log: Path, *argv: str, nats_url: str = "", **variables: str) -> None:
         environ = {key: value for key, value in os.environ.items() if not key.startswith("PENSTOCK_")}
-        environ |= {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
+        environ |= {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"} | variables
         if nats_url:
             environ["PENSTOCK_NATS_URL"] = nats_url
         self.log = log
@@ -86,6 +86,10 @@ class Process:
     def ask_to_stop(self) -> None:
         self._asked = True
         self._process.send_signal(signal.SIGTERM)
+
+    def wait(self) -> int:
+        """Until it ends by itself; the exit status."""
+        return self._process.wait(STOP_S)
 
     def stop(self) -> int:
         """SIGTERM, unless that was sent; the exit status."""
@@ -169,8 +173,8 @@ class Deployment:
 class Oracle:
     """What every worker must answer, computed from the mock's definition without an engine."""
 
-    def __init__(self) -> None:
-        self.model = modeldir.load(MODEL)
+    def __init__(self, path: Path = MODEL) -> None:
+        self.model = modeldir.load(path)
         tokenizer = self.model.tokenizer
         texts = tokenizer.decode_batch([[token] for token in range(self.model.vocab_size)])
         silent = {token for token, text in enumerate(texts) if not text or "\ufffd" in text}

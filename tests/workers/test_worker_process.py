@@ -182,3 +182,41 @@ async def test_sigterm_during_a_stream_ends_it_properly(
     assert ids(end.choices[0].tokens) == record.streamed(asked) == answer(asked, vocabulary=Oracle().vocabulary)
     await eventually(lambda: record.registrations[-1] == (worker, None))
     assert "drain_timeout" not in process.log.read_text()
+
+
+def ended(broker: EmbeddedNats, home: Path, *flags: str, **environ: str) -> tuple[int, str]:
+    """Exit status and last words of a mock worker that cannot start."""
+    process = Process(
+        home / "worker.log",
+        *("worker", "--engine", "mock", "--model", str(TINY), "--log-format", "json", *flags),
+        nats_url=broker.url("operator"),
+        **environ,
+    )
+    return process.wait(), process.log.read_text(errors="replace")
+
+
+def test_a_worker_whose_transfer_backend_is_broken_does_not_start_and_says_why(
+    broker: EmbeddedNats, tmp_path: Path
+) -> None:
+    status, said = ended(broker, tmp_path, "--role", "prefill", UCX_TLS="no_such_transport")
+    assert status == module.EXIT_CONFIG
+    assert "start_failed" in said
+    assert "NIXL" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--role", "decode", "--no-prefix-cache"), "prefix cache"),
+        (("--role", "prefill", "--transfer", "none"), "--transfer auto"),
+        (("--role", "encode", "--transfer", "none"), "--transfer auto"),
+        (("--role", "encode"), "needs no encode worker"),
+    ],
+    ids=str,
+)
+def test_roles_that_cannot_work_are_refused_with_the_way_out(
+    broker: EmbeddedNats, tmp_path: Path, flags: tuple[str, ...], words: str
+) -> None:
+    status, said = ended(broker, tmp_path, *flags)
+    assert status == module.EXIT_CONFIG
+    assert words in said
