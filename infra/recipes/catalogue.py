@@ -1,0 +1,146 @@
+"""What recipes there are: files of engine arguments with a header in their leading comment.
+
+A recipe is a plain TensorRT-LLM options file, so it also works with ``trtllm-serve``: its header is YAML behind ``#``.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Meta, Struct
+
+from configs.engine_args.rules import Context, Role
+from configs.engine_args.schema import EngineArgs
+from configs.engine_args.shapes import Shape, shape_of
+from configs.engine_args.tree import BadArguments, Tree, decode, parse_yaml
+
+FOLDER = Path(__file__).resolve().parents[2] / "configs" / "recipes"
+GIB = 1 << 30
+
+# Memory as the driver reports it, and whether TensorRT-LLM's Blackwell kernels run.
+GPUS: Mapping[str, tuple[float, bool]] = {
+    "H100": (79.6, False),
+    "H200": (140.4, False),
+    "B200": (179.0, True),
+    "GB200": (185.0, True),
+}
+
+
+class Header(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a recipe says of itself.
+
+    Attributes:
+        set: recipes of one set serve together.
+        gpus: of this engine, on all ``nodes``.
+        devices: where several engines share a node, the GPUs of this one.
+        longest_prompt: in tokens; prompts above it are not meant for this set.
+        draft: the draft model, if it has one of its own.
+        container: arguments that its container needs.
+        rows: of the requirements that it answers.
+    """
+
+    title: str
+    model: str
+    engine: Literal["trtllm"]
+    backend: Literal["pytorch", "_autodeploy"]
+    role: Role
+    set: str
+    gpus: Annotated[int, Meta(ge=1)]
+    gpu: Literal["H100", "H200", "B200", "GB200"]
+    use: str
+    rows: tuple[str, ...]
+    nodes: Annotated[int, Meta(ge=1)] = 1
+    devices: str = ""
+    longest_prompt: Annotated[int, Meta(ge=1)] | None = None
+    draft: str = ""
+    modality: Literal["text", "multimodal"] = "text"
+    container: tuple[str, ...] = ()
+
+
+class Recipe(NamedTuple):
+    name: str
+    header: Header | None  # None: a file of somebody's own
+    tree: Tree
+    args: EngineArgs
+    text: str
+
+    @property
+    def role(self) -> Role:
+        return self.header.role if self.header else "aggregated"
+
+    @property
+    def model(self) -> str:
+        return (self.header.model if self.header else "") or self.args.model or ""
+
+
+def parse(name: str, text: str) -> Recipe:
+    """A recipe, or any file of engine arguments: then without header.
+
+    Raises:
+        BadArguments: header or arguments are not what they should be; each problem names its key.
+    """
+    tree = parse_yaml(text)
+    return Recipe(name, header_of(text), tree, decode(tree), text)
+
+
+def header_of(text: str) -> Header | None:
+    """The header in the leading comment; None: it has none.
+
+    Raises:
+        BadArguments: it has one, with wrong keys or values.
+    """
+    lines = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line.removeprefix("#").removeprefix(" "))
+    if not any(line.startswith("engine:") for line in lines):
+        return None
+    try:
+        return msgspec.convert(parse_yaml("\n".join(lines)), Header)
+    except msgspec.ValidationError as error:
+        raise BadArguments([f"header: {error}"]) from error
+
+
+def load(folder: Path = FOLDER) -> dict[str, Recipe]:
+    """All recipes of a folder by name, sorted.
+
+    Raises:
+        BadArguments: one of them is malformed; the problem names it.
+    """
+    found = {}
+    for path in sorted(folder.glob("*.yaml")):
+        try:
+            found[path.stem] = parse(path.stem, path.read_text(encoding="utf-8"))
+        except BadArguments as error:
+            raise BadArguments(f"{path.name}: {problem}" for problem in error.problems) from error
+    return found
+
+
+def known_shape(model: str, folder: Path = FOLDER) -> Shape | None:
+    """The sizes of a model whose config.json is kept beside the recipes; None: it is not."""
+    path = folder / "models" / f"{model.replace('/', '--')}.json"
+    if "/" not in model or not path.is_file():
+        return None
+    config: dict[str, Any] = msgspec.json.decode(path.read_bytes())
+    return shape_of(config, model=model)
+
+
+def context_of(recipe: Recipe) -> Context:
+    """The circumstances that a recipe is written for."""
+    header = recipe.header
+    if header is None:
+        return Context(shape=known_shape(recipe.model))
+    memory, blackwell = GPUS[header.gpu]
+    return Context(
+        role=header.role,
+        model_len=recipe.args.max_seq_len,
+        longest_prompt=header.longest_prompt,
+        gpus=header.gpus,
+        nodes=header.nodes,
+        gpu_bytes=int(memory * GIB),
+        blackwell=blackwell,
+        shape=known_shape(header.model),
+        draft_bytes=0,
+    )

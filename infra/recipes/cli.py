@@ -1,0 +1,184 @@
+"""``penstock recipe list|show|check``: the shell around the catalogue and the advisor."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+
+from configs.engine_args.memory import GIB
+from configs.engine_args.rules import Context, Role
+from configs.engine_args.shapes import Shape, UnknownShape, shape_of
+from configs.engine_args.tree import BadArguments
+from infra.recipes.advise import advise, between, failed, lines, told_of
+from infra.recipes.catalogue import FOLDER, GPUS, Recipe, context_of, known_shape, load, parse
+from infra.recipes.command import worker_command
+from infra.recipes.tables import hardware
+
+OK, REFUSED, USAGE = 0, 1, 2
+
+
+def run_list(argv: Sequence[str]) -> int:
+    """Print all recipes."""
+    argparse.ArgumentParser(prog="penstock recipe list", description="recipes that come with penstock").parse_args(argv)
+    rows = [("recipe", "role", "GPUs", "model", "title")]
+    for name, recipe in load().items():
+        if recipe.header:
+            rows.append((name, recipe.role, hardware(recipe), recipe.header.model, recipe.header.title))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    return OK
+
+
+def run_show(argv: Sequence[str]) -> int:
+    """Print a recipe and the commands of its set."""
+    parser = argparse.ArgumentParser(prog="penstock recipe show", description="a recipe, and how to run it")
+    parser.add_argument("name", help="as in `penstock recipe list`")
+    parser.add_argument("--model", default="", help="directory of the model, instead of its id")
+    args = parser.parse_args(argv)
+    recipes = load()
+    recipe = recipes.get(args.name.removesuffix(".yaml"))
+    if recipe is None or recipe.header is None:
+        return _refuse(f"no recipe {args.name!r}; there are {', '.join(recipes)}")
+    print(recipe.text.rstrip())
+    for one in recipes.values():
+        if one.header and one.header.set == recipe.header.set:
+            path = str(FOLDER / f"{one.name}.yaml")
+            container = f"  (container: {' '.join(one.header.container)})" if one.header.container else ""
+            print(f"\n# {one.header.title}{container}\n{worker_command(one, path, model=args.model)}")
+    return OK
+
+
+def run_check(argv: Sequence[str]) -> int:
+    """Check files, alone and against each other; the exit status is 1 if one would be refused."""
+    args = _check_parser().parse_args(argv)
+    told = []
+    for given in args.files:
+        role, name = _role_of(given)
+        try:
+            recipe = _open(name)
+            told.append((recipe, _context(recipe, args, role)))
+        except (BadArguments, UnknownShape, OSError, UnicodeDecodeError) as error:
+            problems = error.problems if isinstance(error, BadArguments) else (str(error),)
+            for problem in problems:
+                print(f"{name}: error {problem}", file=sys.stderr)
+            return REFUSED
+    refused = False
+    for recipe, context in told:
+        advice = advise(recipe, context)
+        refused |= failed(advice.findings)
+        print("\n".join(lines(advice)))
+    if len(told) > 1:
+        found = between(told)
+        refused |= failed(found)
+        print("\n".join(["between them", *(line for each in found for line in told_of(each))]))
+        if not found:
+            print("  they agree")
+    return REFUSED if refused else OK
+
+
+def _check_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="penstock recipe check", description="engine arguments: what would fail, and what would only be slow"
+    )
+    parser.add_argument("files", nargs="+", metavar="[ROLE=]FILE", help="YAML of engine arguments, or a recipe's name")
+    parser.add_argument("--role", choices=get_args(Role), help="default: the recipe's, else aggregated")
+    parser.add_argument("--model", help="model directory, for its sizes (default: the recipe's model)")
+    parser.add_argument("--model-len", type=_positive, metavar="N", help="longest prompt + output, in tokens")
+    parser.add_argument("--longest-prompt", type=_positive, metavar="N", help="in tokens (default: --model-len)")
+    parser.add_argument("--gpus", type=_positive, metavar="N", help="GPUs of the engine, on all nodes")
+    parser.add_argument("--nodes", type=_positive, metavar="N")
+    parser.add_argument("--gpu", choices=tuple(GPUS), help="kind of GPU")
+    parser.add_argument("--gpu-memory-gib", type=float, metavar="X", help="memory of one GPU")
+    parser.add_argument("--block-size", type=_positive, metavar="N", help="tokens per block of the pipeline")
+    parser.add_argument("--draft-tokens", type=int, metavar="N", help="proposed so far, from a worker's metrics")
+    parser.add_argument("--accepted-tokens", type=int, metavar="N", help="accepted of those")
+    parser.add_argument("--logits-processors", action="store_true", help="requests may ask for logits processors")
+    parser.add_argument("--trtllm-version", metavar="V")
+    parser.add_argument("--container-version", metavar="V", help="of NVIDIA's runtime container")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+def _role_of(given: str) -> tuple[str | None, str]:
+    """``prefill=a.yaml`` is a file and its role."""
+    role, equals, name = given.partition("=")
+    return (role, name) if equals and role in get_args(Role) else (None, given)
+
+
+def _open(name: str) -> Recipe:
+    """A file, or a recipe of ours by name."""
+    path = Path(name)
+    ours = FOLDER / f"{name}.yaml"
+    if not path.is_file() and ours.is_file():
+        path = ours
+    return parse(path.stem, path.read_text(encoding="utf-8"))
+
+
+def _context(recipe: Recipe, args: argparse.Namespace, role: str | None) -> Context:
+    """The recipe's own circumstances, with what the command line says laid over them."""
+    base = context_of(recipe)
+    over: dict[str, object] = {}
+    for field, given in (
+        ("role", role or args.role), ("model_len", args.model_len),
+        ("longest_prompt", args.longest_prompt or args.model_len),
+        ("gpus", args.gpus), ("nodes", args.nodes), ("router_block_size", args.block_size),
+        ("version", args.trtllm_version), ("container", args.container_version),
+    ):  # fmt: skip
+        if given is not None:
+            over[field] = given
+    if args.gpu:
+        over["gpu_bytes"], over["blackwell"] = int(GPUS[args.gpu][0] * GIB), GPUS[args.gpu][1]
+    if args.gpu_memory_gib:
+        over["gpu_bytes"] = int(args.gpu_memory_gib * GIB)
+    if args.model:
+        over["shape"] = _shape(args.model)
+    if args.draft_tokens is not None and args.accepted_tokens is not None:
+        over["accepted"] = (args.draft_tokens, args.accepted_tokens)
+    over["logits_processors"] = args.logits_processors
+    draft = recipe.args.speculative_config.draft_model if recipe.args.speculative_config else None
+    if draft:
+        directory = Path(draft).expanduser()
+        if directory.is_dir():
+            over["draft"] = _shape(draft)
+            over["draft_bytes"] = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+        elif _local(draft):
+            over["missing"] = frozenset([draft])
+    balancer = recipe.args.moe_config.load_balancer
+    if isinstance(balancer, str) and not Path(balancer).is_file():
+        over["missing"] = frozenset([*(over.get("missing") or ()), balancer])  # type: ignore[misc]
+    return msgspec.structs.replace(base, **over)
+
+
+def _local(name: str) -> bool:
+    """A path, not an id "owner/name"."""
+    return name.startswith((".", "/", "~")) or name.count("/") != 1
+
+
+def _shape(model: str) -> Shape:
+    """
+    Raises:
+        OSError: no directory with a config.json, and no model that is known by this name.
+    """
+    known = known_shape(model)
+    if known is not None:
+        return known
+    config = Path(model).expanduser() / "config.json"
+    try:
+        return shape_of(msgspec.json.decode(config.read_bytes(), type=dict), model=model)
+    except msgspec.DecodeError as error:
+        raise UnknownShape(f"{config} is not JSON: {error}") from error
+
+
+def _refuse(message: str) -> int:
+    print(f"penstock recipe: {message}", file=sys.stderr)
+    return USAGE

@@ -1,0 +1,78 @@
+"""Recipes as tables: for the terminal, and for configs/recipes/README.md, which is made from them."""
+
+from collections.abc import Iterable, Mapping
+
+from configs.engine_args.memory import GIB, Memory, estimate
+from configs.engine_args.rules import RULES
+from infra.recipes.catalogue import Recipe, context_of
+
+BEGIN, END = "<!-- made by `python -m infra.recipes.readme`: {} -->", "<!-- end: {} -->"
+MIB = 1 << 20
+
+
+def memory_of(recipe: Recipe) -> Memory | None:
+    """The estimate for the GPU that a recipe is written for; None: its model's sizes are not known."""
+    context = context_of(recipe)
+    if context.shape is None or context.gpu_bytes is None:
+        return None
+    length = recipe.args.max_seq_len or context.shape.max_len
+    return estimate(recipe.args, context.shape, context.gpu_bytes, length=length)
+
+
+def hardware(recipe: Recipe) -> str:
+    header = recipe.header
+    if header is None:
+        return "-"
+    nodes = f", {header.nodes} nodes" if header.nodes > 1 else ""
+    return f"{header.gpus} x {header.gpu}{nodes}"
+
+
+def overview(recipes: Mapping[str, Recipe]) -> list[tuple[str, ...]]:
+    """Name, model, role, hardware, purpose; a head line first."""
+    rows: list[tuple[str, ...]] = [("recipe", "model", "role", "GPUs", "for")]
+    for name, recipe in recipes.items():
+        if recipe.header:
+            rows.append((name, recipe.header.model, recipe.role, hardware(recipe), recipe.header.use))
+    return rows
+
+
+def memory(recipes: Mapping[str, Recipe]) -> list[tuple[str, ...]]:
+    """The estimate of each recipe, of one GPU."""
+    rows: list[tuple[str, ...]] = [
+        ("recipe", "GPU, GiB", "weights, GiB", "reserve, GiB", "buffer, GiB", "KV pool, GiB", "KV per token, KiB",
+         "context, tokens", "contexts", "blocks")
+    ]  # fmt: skip
+    for name, recipe in recipes.items():
+        found = memory_of(recipe)
+        if found is None or recipe.role == "encode":
+            continue
+        sizes = [f"{size / GIB:.1f}" for size in (found.gpu, found.weights, found.reserve, found.buffer, found.pool)]
+        per_token = f"{found.kv_per_token / 1024:.1f}"
+        counts = (found.length, found.sequences, found.blocks)
+        rows.append((name, *sizes, per_token, *(f"{count}" for count in counts)))
+    return rows
+
+
+def rules() -> list[tuple[str, ...]]:
+    return [("rule", "what must hold", "rows"), *((r.number, r.about, ", ".join(r.rows)) for r in RULES)]
+
+
+def markdown(rows: Iterable[tuple[str, ...]]) -> str:
+    head, *body = rows
+    lines = [head, tuple("---" for _ in head), *body]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+def refreshed(text: str, recipes: Mapping[str, Recipe]) -> str:
+    """A README with its tables made anew.
+
+    Raises:
+        ValueError: it lacks a table's marks.
+    """
+    for name, rows in (("recipes", overview(recipes)), ("memory", memory(recipes)), ("rules", rules())):
+        begin, end = BEGIN.format(name), END.format(name)
+        if begin not in text or end not in text:
+            raise ValueError(f"no marks for the table {name!r}")
+        before, rest = text.split(begin, 1)
+        text = f"{before}{begin}\n\n{markdown(rows)}\n\n{end}{rest.split(end, 1)[1]}"
+    return text
