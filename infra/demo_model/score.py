@@ -76,14 +76,13 @@ def main() -> None:
     kind: Any = LlavaForConditionalGeneration if options.vision else AutoModelForCausalLM
     model = kind.from_pretrained(options.model, dtype=dtype).to(device).eval()
     if options.vision:
-        module, ask, reader = vision, seen, AutoProcessor.from_pretrained(options.model)
+        reader: Any = AutoProcessor.from_pretrained(options.model)
     else:
-        tokenizer_file = str(options.model / "tokenizer.json")
-        module, ask, reader = mix, answers, PreTrainedTokenizerFast(tokenizer_file=tokenizer_file)
+        reader = PreTrainedTokenizerFast(tokenizer_file=str(options.model / "tokenizer.json"))
     table: dict[str, float] = {}
-    for task in module.TASKS:
-        samples = module.cases(task, options.count, options.seed)
-        texts = ask(model, reader, samples)
+    for task in vision.TASKS if options.vision else mix.TASKS:
+        samples = (vision if options.vision else mix).cases(task, options.count, options.seed)
+        texts = (seen if options.vision else answers)(model, reader, samples)
         good = [right(sample, text) for sample, text in zip(samples, texts, strict=True)]
         table[task] = sum(good) / len(good)
         if task == "json":
