@@ -171,10 +171,10 @@ async def test_what_will_not_live_as_long_as_a_request_is_asked_for_again(bus: B
     own = Attachments(bus, settings_for(), Metrics(CollectorRegistry()), clock=lambda: clock[0])
     part = Part("f", data_url(PNG))
     await own.load([part], VISION, 600)
-    clock[0] += 4200  # of two hours and five minutes
-    await own.load([part], VISION, 3000)
+    clock[0] += 200  # of two hours and five minutes
+    await own.load([part], VISION, 7000)
     assert len(uploads) == 1
-    await own.load([part], VISION, 3500)
+    await own.load([part], VISION, 7300)
     assert len(uploads) == 2
 
 
