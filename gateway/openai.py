@@ -21,6 +21,8 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_LOGPROBS = 20
 MAX_MESSAGES = 16_384
+MAX_PROCESSORS = 8
+MAX_PROCESSOR_BYTES = 65_536  # arguments of all logits processors of a request, as JSON
 
 _U32 = (1 << 32) - 1
 # one token of a subject; not "$", which in Python also matches before a last line break
@@ -40,6 +42,13 @@ class StreamOptions(Struct, frozen=True):
     """``include_usage``: one more chunk before [DONE], with the usage of the whole request."""
 
     include_usage: bool | None = None
+
+
+class Processor(Struct, frozen=True, forbid_unknown_fields=True):
+    """A logits processor by the name under which workers registered it, and the arguments of its constructor."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=64)]
+    args: dict[str, Any] | None = None
 
 
 class Body(Struct, frozen=True, kw_only=True):
@@ -71,6 +80,9 @@ class Body(Struct, frozen=True, kw_only=True):
     deadline_s: Annotated[Duration, Meta(description="another name of timeout_s; the shorter one holds")] | None = None
     cache_salt: Annotated[Name, Meta(description="requests with different salts share no KV cache")] | None = None
     worker: Annotated[str, Meta(pattern=_WORKER, description="run here only")] | None = None
+    logits_processors: (
+        Annotated[list[Processor], Meta(max_length=MAX_PROCESSORS, description="edit the logits, in this order")] | None
+    ) = None
 
 
 class MediaUrl(Struct, frozen=True):
@@ -159,7 +171,7 @@ def parse_chat(data: bytes) -> ChatBody:
     Raises:
         ServingError: invalid_request or unsupported, with the field.
     """
-    body: ChatBody = _parse(_chat, data)
+    body: ChatBody = parse(_chat, data)
     if body.functions or body.function_call is not None:
         raise unsupported("functions", "functions and function_call are not served; use tools")
     if body.response_format is not None and body.response_format.type != "text":
@@ -180,7 +192,7 @@ def parse_text(data: bytes) -> TextBody:
     Raises:
         ServingError: invalid_request or unsupported, with the field.
     """
-    body: TextBody = _parse(_text, data)
+    body: TextBody = parse(_text, data)
     if body.echo:
         raise unsupported("echo", "echo is not served")
     if body.suffix:
@@ -298,7 +310,7 @@ def unsupported(field: str, what: str) -> ServingError:
     return ServingError(Code.unsupported, f"not supported: {what}", param=field)
 
 
-def _parse(decode: Any, data: bytes) -> Any:
+def parse(decode: Any, data: bytes) -> Any:
     try:
         return decode(data)
     except msgspec.ValidationError as error:

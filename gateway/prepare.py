@@ -15,6 +15,7 @@ from configs.chat_template import TemplateError
 from configs.modeldir import ModelDir, Vision
 from gateway.media import Part
 from gateway.openai import (
+    MAX_PROCESSOR_BYTES,
     Body,
     ChatBody,
     TextBody,
@@ -29,7 +30,7 @@ from gateway.openai import (
 from schemas.blocks import chain, media_extra, root
 from schemas.errors import Code, ServingError
 from schemas.ids import new_request_id
-from schemas.requests import GenerateRequest, Media, Priority, Sampling, Stop
+from schemas.requests import GenerateRequest, LogitsProcessor, Media, Priority, Sampling, Stop
 from schemas.wire import pack_tokens
 
 T = TypeVar("T")
@@ -37,9 +38,9 @@ T = TypeVar("T")
 CHAT = "chat"
 TEXT = "text"
 
-_SEED_MASK = (1 << 63) - 1
+SEED_MASK = (1 << 63) - 1
 _OWN_VARIABLES = {"messages", "tools", "documents", "conversations", "chat_template", "add_generation_prompt"}
-_TIERS = {"flex": Priority.batch, "priority": Priority.interactive}
+TIERS = {"flex": Priority.batch, "priority": Priority.interactive}
 _PROBE_CHARS_PER_TOKEN = 16  # text above this ratio is probed by its start before all of it is tokenised
 
 
@@ -52,6 +53,7 @@ class Target(NamedTuple):
         max_model_len: prompt + output in tokens, if the fleet's limit is below the model's; 0: the model's.
         revision: of the workers' weights, if they say another one than the model directory; "": the directory's.
         max_images: images and embedding files per request.
+        processors: logits processors that some worker has; None: no worker is known.
     """
 
     model: ModelDir
@@ -63,6 +65,7 @@ class Target(NamedTuple):
     max_model_len: int = 0
     revision: str = ""
     max_images: int = 16
+    processors: frozenset[str] | None = None
 
     @property
     def limit(self) -> int:
@@ -333,9 +336,9 @@ def _request(
         deadline_ns=now_ns + int(deadline_s * 1e9),
         digests=chain(prompt, target.block_size, root(target.revision or model.revision, salt=salt), extra),
         block_size=target.block_size,
-        sampling=_sampling(body, _logprobs(body), model, seed),
+        sampling=_sampling(body, _logprobs(body), target, seed),
         n=body.n or 1,
-        priority=body.priority or _TIERS.get(body.service_tier or "", Priority.standard),
+        priority=body.priority or TIERS.get(body.service_tier or "", Priority.standard),
         user=body.user or "",
         salt=salt,
         media=media,
@@ -384,8 +387,9 @@ def _stop(body: Body, max_tokens: int, model: ModelDir) -> Stop:
     )
 
 
-def _sampling(body: Body, logprobs: int | None, model: ModelDir, seed: Callable[[], int]) -> Sampling:
+def _sampling(body: Body, logprobs: int | None, target: Target, seed: Callable[[], int]) -> Sampling:
     """The client's values over the model's own defaults."""
+    model = target.model
     own = model.sampling
     bias = body.logit_bias or {}
     if bias and max(bias) >= model.vocab_size:
@@ -395,13 +399,37 @@ def _sampling(body: Body, logprobs: int | None, model: ModelDir, seed: Callable[
         top_p=_given(body.top_p, own.top_p),
         top_k=max(_given(body.top_k, own.top_k), 0),
         min_p=_given(body.min_p, own.min_p),
-        seed=(seed() if body.seed is None else body.seed) & _SEED_MASK,
+        seed=(seed() if body.seed is None else body.seed) & SEED_MASK,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         repetition_penalty=_given(body.repetition_penalty, own.repetition_penalty),
         logit_bias=bias,
         logprobs=logprobs,
+        logits_processors=_processors(body, target) if body.logits_processors else (),
     )
+
+
+def _processors(body: Body, target: Target) -> tuple[LogitsProcessor, ...]:
+    """What workers are told of the processors; the arguments stay as the client wrote them.
+
+    Raises:
+        ServingError: no worker has it, or the arguments are too many.
+    """
+    made = []
+    for i, each in enumerate(body.logits_processors or ()):
+        if target.processors is not None and each.name not in target.processors:
+            known = ", ".join(sorted(target.processors)) or "none"
+            raise invalid(
+                f"logits_processors[{i}].name",
+                f"logits processor {each.name!r} is registered on no worker; registered: {known}",
+            )
+        made.append(LogitsProcessor(each.name, msgspec.json.encode(each.args) if each.args else b""))
+    if (size := sum(len(each.args) for each in made)) > MAX_PROCESSOR_BYTES:
+        raise invalid(
+            "logits_processors",
+            f"the arguments of logits_processors take {size} bytes as JSON; the limit is {MAX_PROCESSOR_BYTES}",
+        )
+    return tuple(made)
 
 
 def _given(value: T | None, default: T) -> T:

@@ -17,7 +17,9 @@ from configs.settings import GatewaySettings
 from gateway.attachments import Attachments
 from gateway.exchange import CLOCK_SKEW_NS, Exchange, TokenFeed
 from gateway.metrics import Metrics
+from gateway.pictures import PATHS, prepare_picture
 from gateway.prepare import CHAT, Draft, Prepared, Target, finish, prepare_chat, prepare_text
+from gateway.studios import ROLE, Studios
 from schemas import control, done, fleet, requests, wire
 from schemas.errors import Code, ServingError
 from schemas.ids import time_of
@@ -49,6 +51,7 @@ class Gateway:
         self.settings = settings
         self.metrics = metrics
         self.names = tuple(n for n in settings.served_model_name.split(",") if n) or (model.name,)
+        self.studios = Studios()
         self.fleet = FleetWatch(bus, joined=self._joined, left=self._left)
         self.started_ns = time.time_ns()
         self.draining = False
@@ -105,13 +108,17 @@ class Gateway:
         return reasons
 
     def _serves(self, member: Member) -> bool:
+        if member.registration.role == ROLE:
+            return False
         return member.registration.model == self.names[0] or self.names[0] in member.registration.aliases
 
     def _joined(self, member: Member) -> None:
+        self.studios.put(member.registration)
         self._target = self._make_target()
 
     def _left(self, member: Member, why: str) -> None:
         log.info("worker_left", worker=member.registration.worker, why=why)
+        self.studios.left(member.registration.worker)
         self._target = self._make_target()
 
     def _make_target(self) -> Target:
@@ -126,6 +133,7 @@ class Gateway:
             max_model_len=max((w.max_model_len for w in workers), default=0),
             revision=workers[0].revision if workers else "",
             max_images=self.settings.max_images,
+            processors=frozenset(name for w in workers for name in w.logits_processors) if workers else None,
         )
 
     # --- in ---
@@ -136,6 +144,16 @@ class Gateway:
             ServingError: the body cannot be served, or the queue is full.
         """
         self.check_room()
+        if endpoint in PATHS:
+            return prepare_picture(
+                endpoint,
+                body,
+                self.studios.known,
+                gateway=self.id,
+                default_deadline_s=self.settings.default_deadline_s,
+                now_ns=time.time_ns(),
+                request_id=request_id,
+            )
         prepare = prepare_chat if endpoint == CHAT else prepare_text
         target, now_ns = self._target, time.time_ns()
         if len(body) <= LARGE_BODY:

@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from router.fleet import ENCODE, Member, serves
+from router.fleet import DIFFUSION, ENCODE, Member, serves
 from schemas.errors import Code
 from schemas.fleet import Registration, State
 
@@ -27,6 +27,8 @@ class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
     avoid: frozenset[str] = frozenset()  # workers that failed this request; taken only if nobody else is left
     resumed_tokens: int = 0  # of earlier attempts: to be computed as the prompt is
     medium: bytes = b""  # digest of its first medium; empty: it has none
+    picture: str = ""  # "image" or "video", if it asks for one; else for tokens
+    processors: frozenset[str] = frozenset()  # logits processors that it names
 
     def names(self, registration: Registration) -> bool:
         """Whether the request asks for this very worker."""
@@ -49,10 +51,12 @@ class Weights(msgspec.Struct, frozen=True):
 # Why a worker was not scored. First what may pass: then waiting helps, whatever is wrong with the other workers.
 _PASSING = ("full", "prefill_full", "draining", "no_encoder")
 _HOPELESS = {
+    "other_kind": (Code.invalid_request, "the worker that it names makes something else"),
     "no_transfer": (Code.unsupported, "nobody can be handed what encode workers make of images"),
     "too_small": (Code.out_of_blocks, "its prompt is larger than any worker's cache"),
     "too_long": (Code.context_length_exceeded, "prompt and max_tokens exceed every worker's max_model_len"),
     "no_vision": (Code.unsupported, "no worker takes images: start an encode worker, or one whose model has vision"),
+    "no_processor": (Code.invalid_request, "no worker has all the logits processors that it names"),
     "encode_only": (Code.invalid_request, "the worker that it names only encodes media"),
     "unknown_worker": (Code.invalid_request, "the worker that it names is not registered"),
     "worker_not_named": (Code.invalid_request, "in routing mode direct a request has to name its worker"),
@@ -81,6 +85,8 @@ def excluded(ask: Ask, member: Member, need: Need | None = None) -> str:
         return "other_model"
     if ask.worker and not ask.names(registration):
         return "not_asked_for"
+    if ask.picture or registration.role == DIFFUSION:
+        return _excluded_from_pictures(ask, member)
     if registration.role == ENCODE:
         if ask.worker:
             return "encode_only"
@@ -89,6 +95,8 @@ def excluded(ask: Ask, member: Member, need: Need | None = None) -> str:
         return "" if member.room else "full"
     if need is not None and (why := need(registration)):
         return why
+    if ask.processors and not ask.processors.issubset(registration.logits_processors):
+        return "no_processor"
     if ask.prompt_tokens + ask.max_tokens > registration.max_model_len:
         return "too_long"
     if ask.prompt_tokens >= registration.total_blocks * registration.block_size:
@@ -98,6 +106,16 @@ def excluded(ask: Ask, member: Member, need: Need | None = None) -> str:
     if member.load.sequences and ask.n > member.room:
         return "full"
     return ""
+
+
+def _excluded_from_pictures(ask: Ask, member: Member) -> str:
+    registration = member.registration
+    made = registration.diffusion.kind if registration.role == DIFFUSION and registration.diffusion else ""
+    if made != ask.picture:
+        return "other_kind" if ask.worker else "other_model"
+    if registration.state is not State.ready:
+        return "draining"
+    return "" if member.room else "full"
 
 
 def score(ask: Ask, member: Member, overlap: int, mode: Mode, weights: Weights) -> float:

@@ -1,6 +1,7 @@
 """Decisions: a golden score table, and what no decision may ever do."""
 
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -24,6 +25,8 @@ def member(worker: str, *, load: Load = IDLE, rank: int = 0, **more: object) -> 
 
 
 ASK = Ask("m", prompt_tokens=330, max_tokens=100, prompt_blocks=10)
+EDITED = Ask("m", 1, 1, processors=frozenset({"x", "y"}))
+EDITING: dict[str, Any] = {"logits_processors": ("x", "y", "z")}
 
 
 def test_golden_score_table() -> None:
@@ -125,6 +128,8 @@ def test_temperature_prefers_the_better_without_always_taking_it() -> None:
         ([member("a", max_model_len=100)], ASK, "kv", "too_long", Code.context_length_exceeded),
         ([member("a")], ASK, "direct", "worker_not_named", Code.invalid_request),
         ([member("a")], Ask("m", 1, 1, worker="b"), "direct", "unknown_worker", Code.invalid_request),
+        ([member("a", logits_processors=("x",))], EDITED, "kv", "no_processor", Code.invalid_request),
+        ([member("a"), member("b", **EDITING, load=Load(4, 4))], EDITED, "kv", "full", None),
     ],
 )
 def test_a_refusal_says_why_and_whether_waiting_helps(
@@ -139,6 +144,13 @@ def test_direct_finds_a_worker_by_id_or_name_and_no_other() -> None:
     for wanted in ("b", "named"):
         ask = Ask("m", 1, 1, worker=wanted)
         assert choose(ask, members, {}, "direct", Weights(), Random(0)).chosen == ("b", 0)
+
+
+def test_only_a_worker_with_all_the_logits_processors_is_taken() -> None:
+    busy = member("b", load=Load(3, 3, 500), **EDITING)
+    members = [member("a", logits_processors=("x",)), busy, member("c")]
+    assert choose(EDITED, members, {}, "kv", Weights(), Random(0)).chosen == busy.place
+    assert choose(ASK, members, {}, "kv", Weights(), Random(0)).chosen != busy.place
 
 
 def test_an_empty_worker_takes_a_request_wider_than_its_slots_and_a_busy_one_does_not() -> None:

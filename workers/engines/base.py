@@ -42,6 +42,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     load_seconds: float = 0.0
     dp_size: int = 1
     handover: str = ""  # of engines that move KV between workers by themselves: who can, has the same text here
+    logits_processors: tuple[str, ...] = ()  # names that ``Sampling.logits_processors`` may have
 
 
 class MediaSpan(NamedTuple):
@@ -142,6 +143,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     preemptions: int = 0
     hit_tokens: int = 0  # prompt tokens taken from the cache, since start
     prompt_tokens: int = 0  # prompt tokens admitted, since start
+    logits_errors: int = 0  # calls of logits processors that failed, since start
 
 
 class Engine(Protocol):

@@ -22,6 +22,7 @@ from workers.engines.base import (
 from workers.engines.core.embeddings import EmbeddingCache, Eyes
 from workers.engines.core.scheduler import Scheduler
 from workers.engines.core.sequence import Executor, Sampled, Slot
+from workers.engines.logits.registry import Registry
 
 ABSENT = "the embeddings of an image are not on this worker"
 BLIND = "this model takes text only; send the request without images, or to a model that takes them"
@@ -128,10 +129,22 @@ class Sighted:
 
 
 class ScheduledEngine(Sighted):
-    """Implements ``workers.engines.base.Engine`` and ``VisionEngine``; owns ``executor`` and ``eyes``, closes both."""
+    """Implements ``workers.engines.base.Engine`` and ``VisionEngine``; owns ``executor`` and ``eyes``, closes both.
 
-    def __init__(self, info: EngineInfo, scheduler: Scheduler, executor: Executor, eyes: Eyes | None = None) -> None:
+    Args:
+        processors: that requests may name; None: none, they are refused.
+    """
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        scheduler: Scheduler,
+        executor: Executor,
+        eyes: Eyes | None = None,
+        processors: Registry | None = None,
+    ) -> None:
         super().__init__(eyes)
+        self._processors = processors or Registry()
         self.info = info
         self._scheduler = scheduler
         self._executor = executor
@@ -142,7 +155,7 @@ class ScheduledEngine(Sighted):
 
         Raises:
             RequestError: it can never run here (too long, unknown token ids, nothing to generate, media whose
-                embeddings are not here).
+                embeddings are not here, a logits processor that is not registered or refuses its arguments).
         """
         highest = max(max(request.prompt, default=0), max(request.generated, default=0))
         if highest >= self.info.vocab_size:
@@ -152,7 +165,7 @@ class ScheduledEngine(Sighted):
         if request.media:
             self._check_media(request.media, len(request.prompt), request.reservation is not None)
             self._may_miss = self._may_miss or not all(span.slots for span in request.media)
-        self._scheduler.submit(request)
+        self._scheduler.submit(request, self._processors.chain(request))
 
     def cancel(self, key: object) -> bool:
         return self._scheduler.cancel(key)
@@ -180,7 +193,7 @@ class ScheduledEngine(Sighted):
         return result
 
     def stats(self) -> EngineStats:
-        return self._scheduler.stats()
+        return msgspec.structs.replace(self._scheduler.stats(), logits_errors=self._processors.faults.count)
 
     def dump(self) -> list[KvEvent]:
         return self._scheduler.blocks.dump()

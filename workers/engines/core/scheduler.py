@@ -10,6 +10,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
 
 from schemas.blocks import chain, extend, split
 from schemas.errors import Code
@@ -28,6 +29,9 @@ from workers.engines.base import (
 )
 from workers.engines.core.blocks import BlockManager
 from workers.engines.core.sequence import Sampled, Sequence, Slot
+
+if TYPE_CHECKING:
+    from workers.engines.logits.apply import Chain
 
 _tuple = tuple.__new__  # a named tuple's own __new__ costs twice as much, and these are made per token
 
@@ -81,8 +85,8 @@ class Scheduler:
 
     # -- between steps ---------------------------------------------------------------------------------------
 
-    def submit(self, request: SequenceRequest) -> None:
-        """Queue one sequence.
+    def submit(self, request: SequenceRequest, processors: "Chain | None" = None) -> None:
+        """Queue one sequence, with what edits its logits.
 
         Raises:
             RequestError: it can never run here; the message names the limit.
@@ -112,6 +116,7 @@ class Scheduler:
             media=request.media,
             hold=request.hold,
             reservation=request.reservation,
+            processors=processors,
         )
 
     def _check(self, request: SequenceRequest, prompt_len: int, known: int) -> None:

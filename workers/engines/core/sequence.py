@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
@@ -10,6 +10,9 @@ from schemas.requests import Sampling, Stop
 from schemas.tokens import Logprob
 from schemas.transfer import Memory
 from workers.engines.base import MediaSpan, Reservation
+
+if TYPE_CHECKING:
+    from workers.engines.logits.apply import Chain
 
 
 class Sequence(msgspec.Struct, eq=False):
@@ -37,6 +40,7 @@ class Sequence(msgspec.Struct, eq=False):
     media: Seq[MediaSpan] = ()
     hold: bool = False  # see SequenceRequest
     reservation: Reservation | None = None
+    processors: "Chain | None" = None  # of its logits
 
     @property
     def output_len(self) -> int:

@@ -4,10 +4,11 @@ from pathlib import Path
 
 from configs.settings import WorkerSettings
 from workers.engines.core.engine import EncodeEngine, ScheduledEngine
+from workers.engines.logits.flags import from_settings as processors
 
 
 def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine:
-    """The engine of a worker process; raises as ``build`` does."""
+    """The engine of a worker process; raises as ``build`` does, and ProcessorError for its flags."""
     from workers.engines.native.build import build
 
     return build(
@@ -23,6 +24,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine:
         dtype=settings.dtype,
         threads=settings.threads,
         embed_slots=settings.embed_slots,
+        processors=processors(settings, path),
     )
 
 

@@ -8,6 +8,7 @@ from workers.engines.base import EngineError, EngineInfo
 from workers.engines.core.blocks import BlockManager
 from workers.engines.core.engine import ScheduledEngine
 from workers.engines.core.scheduler import Scheduler
+from workers.engines.logits import Registry
 from workers.engines.native.executor import TorchExecutor
 from workers.engines.native.model import Model, ModelError, eyes, load
 from workers.engines.native.pool import Pool, blocks_that_fit, out_of_memory
@@ -27,6 +28,7 @@ def build(
     dtype: str = "auto",
     threads: int = 0,
     embed_slots: int = 0,
+    processors: Registry | None = None,
 ) -> ScheduledEngine:
     """Load a model and make its engine; the first step finds everything in place.
 
@@ -37,6 +39,7 @@ def build(
         device: "auto": CUDA if there is one.
         threads: of torch on a CPU, for this process; 0: torch decides.
         embed_slots: pictures whose embeddings are kept, if the model sees; 0: 256, or fewer where memory is short.
+        processors: of logits, that requests may name; None: none.
 
     Raises:
         ModelError: the model cannot be served here; the text says what to change.
@@ -73,8 +76,9 @@ def build(
         eos_token_ids=loaded.eos_token_ids,
         kv_events=blocks.kv_events,
         load_seconds=time.perf_counter() - started,
+        logits_processors=() if processors is None else processors.names,
     )
-    return ScheduledEngine(info, scheduler, TorchExecutor(loaded, pool, sight), sight)
+    return ScheduledEngine(info, scheduler, TorchExecutor(loaded, pool, sight), sight, processors)
 
 
 def find_device(name: str) -> torch.device:

@@ -2,7 +2,8 @@
 
 A draw is a pure function of (seed, choice, output position) and the logits: noise is a hash, not the state of a
 generator, so a sequence continues alike alone, in any batch, after preemption and on another worker. Order of the
-steps as in vLLM: bias and forbidden tokens, penalties, temperature, min_p, top_k, top_p.
+steps: logits processors, whose result counts as the model's own, as in TensorRT-LLM; then as in vLLM bias and forbidden
+tokens, penalties, temperature, min_p, top_k, top_p.
 """
 
 from collections.abc import Sequence as Seq
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from schemas.tokens import Logprob
 from workers.engines.core.sequence import Sampled, Sequence
+from workers.engines.logits import apply
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15  # constants of SplitMix64, doi:10.1145/2660193.2660195
@@ -36,7 +38,7 @@ def sample(logits: Tensor, sequences: Seq[Sequence]) -> list[Sampled]:
     Args:
         logits: (len(sequences), vocab), any float type; not changed.
     """
-    raw = logits.float()
+    raw = process(logits.float(), sequences)
     shaped = shape(raw, sequences)
     tokens = shaped.argmax(dim=-1)
     random = [row for row, sequence in enumerate(sequences) if sequence.sampling.temperature > 0]
@@ -47,10 +49,23 @@ def sample(logits: Tensor, sequences: Seq[Sequence]) -> list[Sampled]:
     return [Sampled(token, logprobs.get(row)) for row, token in enumerate(tokens.tolist())]
 
 
+def process(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
+    """Logits as the sequences' own processors leave them; the same tensor if there are none."""
+    chains = [(row, s, s.processors) for row, s in enumerate(sequences) if s.processors is not None]
+    if not chains:
+        return logits
+    logits = logits.clone()
+    edits = [e for row, s, chain in chains for e in apply.run(chain, apply.ReadOnly(s.tokens), logits[row])]
+    apply.account(edits)
+    return logits
+
+
 def shape(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
     """Logits with bias, tokens that would end an answer too soon, and penalties; the same tensor if nobody asked."""
     biases = [(row, token, bias) for row, s in enumerate(sequences) for token, bias in s.sampling.logit_bias.items()]
     early = [(row, token, _NEVER) for row, s in enumerate(sequences) if _too_short(s) for token in s.stops]
+    if early:
+        early = _without_only_choices(logits, early, sequences)
     penalised = [row for row, s in enumerate(sequences) if _has_penalty(s)]
     if not (biases or early or penalised):
         return logits
@@ -174,7 +189,10 @@ def _signed(value: int) -> int:
 
 
 def _logprobs(logits: Tensor, tokens: Tensor, sequences: Seq[Sequence]) -> dict[int, Logprob]:
-    """By row, for those who asked: of the model's own distribution, before bias, penalties and temperature."""
+    """By row, for those who asked: of the distribution before bias, penalties and temperature, without the impossible.
+
+    The chosen token is possible, unless nothing else was left to be forbidden.
+    """
     asked = [(row, s.sampling.logprobs) for row, s in enumerate(sequences) if s.sampling.logprobs is not None]
     if not asked:
         return {}
@@ -183,11 +201,32 @@ def _logprobs(logits: Tensor, tokens: Tensor, sequences: Seq[Sequence]) -> dict[
     chosen = logprobs.gather(-1, tokens[rows, None]).squeeze(-1).tolist()
     best = logprobs.topk(min(max(k for _, k in asked), logits.shape[-1]), dim=-1)
     return {
-        row: Logprob(logprob, tuple(zip(ids[:k], values[:k], strict=True)))
+        row: Logprob(logprob, _possible(ids[:k], values[:k]))
         for (row, k), logprob, ids, values in zip(
             asked, chosen, best.indices.tolist(), best.values.tolist(), strict=True
         )
     }
+
+
+def _possible(ids: list[int], values: list[float]) -> tuple[tuple[int, float], ...]:
+    """Pairs, the best first, without those that a logits processor excluded: minus infinity has no JSON."""
+    if values and values[-1] == _NEVER:
+        return tuple((token, value) for token, value in zip(ids, values, strict=True) if value != _NEVER)
+    return tuple(zip(ids, values, strict=True))
+
+
+def _without_only_choices(
+    logits: Tensor, early: list[tuple[int, int, float]], sequences: Seq[Sequence]
+) -> list[tuple[int, int, float]]:
+    """Bans of stop ids, but not in rows whose processors left nothing else to draw."""
+    rows = [row for row, s in enumerate(sequences) if s.processors is not None and _too_short(s)]
+    stuck = set()
+    for row in rows:
+        others = logits[row].clone()
+        _add(others[None], [(0, token, _NEVER) for token in sequences[row].stops])
+        if others.max() == _NEVER:
+            stuck.add(row)
+    return [ban for ban in early if ban[0] not in stuck] if stuck else early
 
 
 def _too_short(sequence: Sequence) -> bool:

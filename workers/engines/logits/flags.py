@@ -1,0 +1,47 @@
+"""The registry that a worker's flags ask for."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from configs import modeldir
+from configs.settings import WorkerSettings
+from schemas.requests import LogitsProcessor
+from workers.engines.logits.registry import Facts, ProcessorError, Registry
+
+_EXAMPLES = "workers.engines.logits.examples"
+EXAMPLES = (
+    f"temperature={_EXAMPLES}:Temperature",
+    f"forced_text={_EXAMPLES}:ForcedText",
+    f"allowed_tokens={_EXAMPLES}:AllowedTokens",
+)
+
+
+class Given(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One processor in ``--apply-logits-processors``, written as in a request."""
+
+    name: str
+    args: dict[str, Any] = {}
+
+
+def from_settings(settings: WorkerSettings, path: Path) -> Registry:
+    """The examples, and what the flags name, for the model in ``path``.
+
+    Raises:
+        ProcessorError: see ``Registry``.
+        modeldir.ModelError: the directory cannot be used.
+    """
+    model = modeldir.load(path)
+    facts = Facts(model.vocab_size, model.eos_token_ids, model.tokenizer)
+    return Registry((*EXAMPLES, *settings.logits_processor), facts, _always(settings.apply_logits_processors))
+
+
+def _always(text: str) -> tuple[LogitsProcessor, ...]:
+    try:
+        given = msgspec.json.decode(text, type=list[Given]) if text else []
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ProcessorError(
+            f'--apply-logits-processors: {error}; write [{{"name": "temperature", "args": {{"temperature": 0.7}}}}]'
+        ) from error
+    return tuple(LogitsProcessor(each.name, msgspec.json.encode(each.args)) for each in given)
