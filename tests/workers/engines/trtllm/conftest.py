@@ -1,0 +1,141 @@
+"""TensorRT-LLM's stand-in, importable while a test module runs, and engines on it that end with their test."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from configs import modeldir
+from configs.settings import WorkerSettings
+from schemas.requests import Sampling, Stop
+from schemas.tokens import Logprob
+from tests import standins
+from workers.engines.base import Engine, Failure, Held, Output, SequenceRequest, StepResult
+
+MODEL = modeldir.DEMO
+BLOCK = 16
+LIMIT = 512
+GREEDY = Sampling(temperature=0.0)
+BOUND_S = 30.0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def standin() -> Iterator[None]:
+    with standins.installed():
+        yield
+
+
+@pytest.fixture
+def quirks(standin: None) -> Iterator[Any]:
+    """How the stand-in behaves where nobody is sure; as before after the test."""
+    from tensorrt_llm._standin import variant
+
+    before = dict(vars(variant.QUIRKS))
+    yield variant.QUIRKS
+    vars(variant.QUIRKS).update(before)
+
+
+@pytest.fixture(scope="session")
+def vocabulary() -> modeldir.ModelDir:
+    return modeldir.load(MODEL)
+
+
+@pytest.fixture
+def make(standin: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Engines from settings; those that a test left open are closed, and no thread stays behind."""
+    from workers.engines import trtllm
+
+    monkeypatch.setenv("TENSORRT_LLM_STANDIN_KV", str(tmp_path))
+    threads = set(threading.enumerate())
+    made: list[Engine] = []
+
+    def build(**options: Any) -> Any:
+        defaults: dict[str, Any] = {
+            "engine": "trtllm",
+            "model": str(MODEL),
+            "block_size": BLOCK,
+            "max_model_len": LIMIT,
+            "max_running": 8,
+            "kv_blocks": 128,
+        }
+        engine = trtllm.from_settings(WorkerSettings(**defaults | options), MODEL)
+        made.append(engine)
+        return engine
+
+    yield build
+    for engine in made:
+        engine.close()
+    deadline = time.monotonic() + 10
+    while (left := {t for t in threading.enumerate() if t.is_alive()} - threads) and time.monotonic() < deadline:
+        for thread in left:
+            thread.join(0.1)
+    assert not left, "threads outlive their engine"
+
+
+class Told:
+    """Everything that steps brought, by key."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepResult] = []
+        self.outputs: dict[object, list[Output]] = {}
+        self.cached: dict[object, int] = {}
+        self.failures: dict[object, Failure] = {}
+        self.held: dict[object, Held] = {}
+        self.events: list[Any] = []
+
+    def add(self, result: StepResult) -> None:
+        self.steps.append(result)
+        for output in result.outputs:
+            self.outputs.setdefault(output.key, []).append(output)
+        self.cached |= dict(result.started)
+        self.failures |= {failure.key: failure for failure in result.failures}
+        self.held |= {held.key: held for held in result.held}
+        self.events += result.events
+
+    def tokens(self, key: object) -> list[int]:
+        return [output.token for output in self.outputs.get(key, [])]
+
+    def ended(self, key: object) -> bool:
+        outputs = self.outputs.get(key)
+        return key in self.failures or bool(outputs and outputs[-1].finish)
+
+    def finish(self, key: object) -> str:
+        return self.outputs[key][-1].finish
+
+    def logprobs(self, key: object) -> list[Logprob | None]:
+        return [output.logprob for output in self.outputs[key]]
+
+
+def until(engine: Engine, done: Callable[[Told], bool], told: Told | None = None) -> Told:
+    """Step until that is so."""
+    told = told or Told()
+    deadline = time.monotonic() + BOUND_S
+    while not done(told):
+        assert time.monotonic() < deadline, "it does not come"
+        told.add(engine.step())
+    return told
+
+
+def run(engine: Engine, *requests: SequenceRequest) -> Told:
+    """Submit and step until all have ended."""
+    for request in requests:
+        engine.submit(request)
+    return until(engine, lambda told: all(told.ended(request.key) for request in requests))
+
+
+def ask(key: object, prompt: Any, max_tokens: int = 8, sampling: Sampling = GREEDY, **more: Any) -> SequenceRequest:
+    """``more``: fields of SequenceRequest or of Stop."""
+    stop = {name: more.pop(name) for name in ("min_tokens", "token_ids", "ignore_eos") if name in more}
+    return SequenceRequest(key, prompt, sampling, Stop(max_tokens, **stop), **more)

@@ -1,0 +1,203 @@
+"""Arguments: who wins, what is dropped, what is refused and how to put it right."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from configs.engine_args import BadArguments
+from configs.engine_args.rules import Context
+from workers.engines.trtllm.args import Wanted, defaults, encoder, layout, prune, resolve
+
+PLAIN = Wanted("aggregated", "pytorch", 32, 64, 8000, 4096)
+
+
+def wanted(**changes: Any) -> Wanted:
+    return PLAIN._replace(**changes)
+
+
+def resolved(yaml: str = "", json: str = "", context: Context | None = None, **changes: Any) -> Any:
+    want = wanted(**changes)
+    context = context or Context(role=want.role, model_len=want.max_model_len, router_block_size=32)  # type: ignore[arg-type]
+    return resolve(want, yaml, json, context=context)
+
+
+def test_the_json_wins_over_the_yaml_and_that_over_ours_at_every_depth() -> None:
+    found = resolved(
+        "max_batch_size: 32\nkv_cache_config: {free_gpu_memory_fraction: 0.5, host_cache_size: 1000}\n",
+        '{"kv_cache_config": {"host_cache_size": 2000}}',
+    ).tree
+    assert found["max_batch_size"] == 32
+    assert found["max_num_tokens"] == 8000 // 32 * 32
+    kv = found["kv_cache_config"]
+    assert (kv["free_gpu_memory_fraction"], kv["host_cache_size"], kv["tokens_per_block"]) == (0.5, 2000, 32)
+
+
+def test_what_nobody_mentions_is_left_to_the_engine() -> None:
+    tree = resolved().tree
+    assert "backend" not in tree
+    assert "tensor_parallel_size" not in tree
+    assert "cuda_graph_config" not in tree
+    assert "cache_transceiver_config" not in tree
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_roles_that_hand_over_get_a_transceiver_with_room_for_the_longest_prompt(role: str) -> None:
+    tree = resolved(role=role, max_model_len=4090, handoff_s=12.5).tree
+    assert tree["cache_transceiver_config"] == {
+        "backend": "NIXL",
+        "max_tokens_in_buffer": 4096,
+        "kv_transfer_timeout_ms": 12500,
+    }
+    assert tree.get("disable_overlap_scheduler", False) is (role == "prefill")
+
+
+def test_the_buffer_follows_a_longer_sequence_that_the_file_asks_for() -> None:
+    found = resolve(wanted(role="decode"), "max_seq_len: 8000").tree
+    assert found["cache_transceiver_config"]["max_tokens_in_buffer"] == 8000
+
+
+@pytest.mark.parametrize(("asked", "given"), [("DEFAULT", "NIXL"), ("UCX", "UCX")])
+def test_the_default_transport_is_named(asked: str, given: str) -> None:
+    tree = resolved(f"cache_transceiver_config: {{backend: {asked}}}", role="decode").tree
+    assert tree["cache_transceiver_config"]["backend"] == given
+    assert tree["cache_transceiver_config"]["max_tokens_in_buffer"] == 4096
+
+
+def test_kv_events_are_on_with_the_prefix_cache_and_can_be_switched_off() -> None:
+    assert resolved().kv_events
+    assert resolved().tree["kv_cache_config"]["event_buffer_max_size"] == 100_000
+    assert not resolved(publish=False).kv_events
+    assert not resolved(prefix_cache=False).kv_events
+    assert not resolved("kv_cache_config: {event_buffer_max_size: 0}").kv_events
+    with capture_logs() as lines:
+        off = resolved("kv_cache_config: {enable_block_reuse: false}")
+    assert not off.kv_events
+    assert [line["event"] for line in lines if line["event"] == "kv_events_off"] == ["kv_events_off"]
+
+
+@pytest.mark.parametrize(
+    ("role", "yaml", "says"),
+    [
+        ("decode", "cache_transceiver_config: {max_tokens_in_buffer: 64}", "max_tokens_in_buffer"),
+        ("prefill", "cache_transceiver_config: {max_tokens_in_buffer: null}", "max_tokens_in_buffer"),
+        ("prefill", "disable_overlap_scheduler: false", "overlap scheduler"),
+        ("prefill", "max_beam_width: 2", "one beam"),
+        ("decode", "cache_transceiver_config: null", "cache_transceiver_config"),
+        ("aggregated", "kv_cache_config: {tokens_per_block: 64}", "tokens_per_block"),
+        ("aggregated", "max_batchsize: 3", "did you mean max_batch_size"),
+        ("aggregated", "kv_cache_config: {fraction: 0.5}", "kv_cache_config.fraction"),
+        ("aggregated", "scheduler_config: {dynamic_batch_config: {enable_batch_size_tuning: true}}", "dynamic_batch"),
+        ("aggregated", "speculative_config: {decoding_type: Eagle, max_draft_len: 3}", "speculative_model"),
+        ("aggregated", "speculative_config: {decoding_type: Medusa}", "TensorRT engines only"),
+        ("aggregated", "pytorch_backend_config: {}", "top level"),
+        ("aggregated", "backend: _autodeploy", "--trtllm-backend"),
+        ("aggregated", "backend: tensorrt", "none of pytorch"),
+        ("aggregated", "- 1", "mapping"),
+        ("aggregated", "a: [", "YAML"),
+        ("decode", "max_num_tokens: 100", "multiple"),
+    ],
+)
+def test_what_would_dead_lock_or_fail_later_is_refused_with_its_fix(role: str, yaml: str, says: str) -> None:
+    with pytest.raises(BadArguments) as error:
+        resolved(yaml, role=role)
+    assert says in str(error.value)
+
+
+def test_a_draft_model_that_is_not_there_is_refused() -> None:
+    speculation = "speculative_config: {decoding_type: Eagle, max_draft_len: 3, speculative_model: ./gone}"
+    with pytest.raises(BadArguments, match=r"no directory \./gone.*fetch"):
+        resolved(speculation, context=Context(missing=frozenset({"./gone"})))
+
+
+@pytest.mark.parametrize("json", ["{", "[1]", "nonsense", '{"a" 1}'])
+def test_overrides_that_are_no_json_are_refused(json: str) -> None:
+    with pytest.raises(BadArguments):
+        resolved(json=json)
+
+
+def test_what_is_ours_to_set_is_dropped_with_a_warning() -> None:
+    with capture_logs() as lines:
+        tree = resolved("num_postprocess_workers: 4\nreasoning_parser: deepseek-r1\nmodel: other\n").tree
+    assert not tree.keys() & {"num_postprocess_workers", "reasoning_parser", "model"}
+    dropped = [line["key"] for line in lines if line["event"] == "engine_argument_dropped"]
+    assert sorted(dropped) == ["model", "num_postprocess_workers", "reasoning_parser"]
+
+
+def test_keys_of_a_newer_release_are_handed_on() -> None:
+    found = resolve(wanted(), "sleep_config: {level: 1}", newer=["sleep_config"])
+    assert found.tree["sleep_config"] == {"level": 1}
+
+
+def test_guided_decoding_brings_the_tokenizer_back() -> None:
+    assert resolved().tree["skip_tokenizer_init"]
+    assert not resolved("guided_decoding_backend: xgrammar").tree["skip_tokenizer_init"]
+
+
+# --- AutoDeploy
+
+
+def test_autodeploy_loses_what_it_does_not_take_with_one_warning_each() -> None:
+    yaml = (
+        "tensor_parallel_size: 2\npipeline_parallel_size: 2\nenable_attention_dp: true\nmoe_expert_parallel_size: -1\n"
+    )
+    with capture_logs() as lines:
+        tree = resolved(yaml, backend="autodeploy").tree
+    assert tree["backend"] == "_autodeploy"
+    assert tree["world_size"] == 4
+    assert not tree.keys() & {"tensor_parallel_size", "pipeline_parallel_size", "enable_attention_dp"}
+    warned = [line["key"] for line in lines if line["event"] == "engine_argument_dropped"]
+    assert sorted(warned) == ["enable_attention_dp", "pipeline_parallel_size", "tensor_parallel_size"]
+
+
+def test_autodeploy_keeps_its_own_keys_and_a_world_size_that_was_named() -> None:
+    tree = resolved("world_size: 8\ncompile_backend: torch-cudagraph\n", backend="autodeploy").tree
+    assert (tree["world_size"], tree["compile_backend"]) == (8, "torch-cudagraph")
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["a", "max_batch_size", "cp_config", "gpus_per_node", "world_size"]), st.integers(2, 9)
+    )
+)
+def test_pruning_keeps_exactly_what_is_known(tree: dict[str, Any]) -> None:
+    kept = prune(tree, known={"max_batch_size", "world_size"})
+    assert kept == {key: value for key, value in tree.items() if key in ("max_batch_size", "world_size")} | {
+        "backend": "_autodeploy"
+    }
+    assert prune(kept, known={"max_batch_size", "world_size"}) == kept
+
+
+# --- others
+
+
+def test_an_encoder_gets_only_what_it_needs() -> None:
+    tree = defaults(wanted(role="encode", tensor_parallel_size=2)) | {"trust_remote_code": True}
+    assert encoder(tree) == {
+        "tensor_parallel_size": 2,
+        "trust_remote_code": True,
+        "max_batch_size": 64,
+        "max_num_tokens": 8000,
+    }
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "kv_cache_config: {dtype: fp8}",
+        "kv_cache_config: {max_attention_window: [512, 512, 4096]}",
+        "kv_cache_config: {sink_token_length: 4}",
+        "dtype: float16",
+    ],
+)
+def test_caches_of_another_shape_have_another_fingerprint(change: str) -> None:
+    assert resolved(change).layout != resolved().layout
+
+
+def test_what_does_not_change_a_block_does_not_change_the_fingerprint() -> None:
+    one = resolved("kv_cache_config: {max_attention_window: [4096]}")
+    assert one.layout == resolved("kv_cache_config: {max_attention_window: [4096, 4096]}").layout
+    assert resolved("max_batch_size: 8", role="prefill").layout == resolved(role="decode").layout
+    assert layout(one.args) == one.layout

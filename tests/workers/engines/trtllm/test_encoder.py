@@ -1,0 +1,86 @@
+"""The encode role: pictures through MultimodalEncoder into our embedding pool."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from configs import modeldir
+from configs.settings import WorkerSettings
+from tests.workers.engines.trtllm.conftest import MODEL
+from workers.engines.base import EngineError, RequestError
+from workers.engines.core.engine import EncodeEngine
+from workers.engines.trtllm import encoder_from_settings
+
+VISION = modeldir.MODELS / "demo-vision"
+
+
+def settings(**options: Any) -> WorkerSettings:
+    return WorkerSettings(engine="trtllm", role="encode", model=str(VISION), **options)
+
+
+@pytest.fixture
+def engine(standin: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("TENSORRT_LLM_STANDIN_KV", str(tmp_path))
+    built = encoder_from_settings(settings(embed_slots=4), VISION)
+    yield built
+    built.close()
+
+
+def png(color: str) -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (48, 32), color).save(out, "PNG")
+    return out.getvalue()
+
+
+def test_only_what_an_encoder_needs_is_given_to_it(engine: EncodeEngine) -> None:
+    args = engine._eyes._encoder.args  # type: ignore[union-attr]
+    assert args.mm_encoder_only
+    assert args.kv_cache_config.event_buffer_max_size == 0
+    assert args.enable_chunked_prefill is False
+
+
+def test_a_picture_becomes_what_the_model_itself_makes_of_it(engine: EncodeEngine) -> None:
+    vision = modeldir.load(VISION).vision
+    assert vision is not None
+    assert engine.slot_tokens == vision.image_tokens
+    reservation = engine.media_reserve([(b"r" * 32, vision.image_tokens), (b"b" * 32, vision.image_tokens)])
+    assert reservation is not None
+    engine.encode(reservation, {n: engine.prepare(png(color), "image/png") for n, color in enumerate(["red", "blue"])})
+    eyes: Any = engine._eyes
+    wanted = eyes._encoder._model.embed([Image.new("RGB", (48, 32), color) for color in ("red", "blue")])
+    for slots, rows in zip(reservation.slots, wanted, strict=True):
+        torch.testing.assert_close(eyes.data[slots[0]], rows)
+    memory = engine.memory()["embeds"]
+    assert (memory.blocks, memory.block_bytes) == (4, wanted[0].numel() * 4)
+    engine.media_let_go(reservation)
+    again = engine.media_reserve([(b"r" * 32, vision.image_tokens)])
+    assert again is not None
+    assert again.have == [True]
+
+
+def test_broken_pictures_and_other_kinds_are_refused(engine: EncodeEngine) -> None:
+    for raw, kind in ((b"nothing", "image/png"), (png("red"), "video/mp4"), (b"nothing", "embedding")):
+        with pytest.raises(RequestError):
+            engine.prepare(raw, kind)
+
+
+def test_an_encoder_that_fails_is_the_engines_end(engine: EncodeEngine, monkeypatch: Any) -> None:
+    eyes: Any = engine._eyes
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(eyes._encoder, "generate", fail)
+    reservation = engine.media_reserve([(b"r" * 32, engine.slot_tokens)])
+    assert reservation is not None
+    with pytest.raises(EngineError, match="CUDA error"):
+        engine.encode(reservation, {0: engine.prepare(png("red"), "image/png")})
+
+
+def test_a_model_that_takes_no_pictures_needs_no_encoder(standin: None) -> None:
+    with pytest.raises(modeldir.ModelError, match="needs no encode worker"):
+        encoder_from_settings(settings(), MODEL)

@@ -1,0 +1,454 @@
+"""The engine on the stand-in: requests, their ends and aborts, errors, events, statistics, the end of it all."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from configs import modeldir
+from schemas import blocks, wire
+from schemas.errors import Code
+from schemas.kv import Cleared, Removed, Stored
+from schemas.requests import Sampling
+from tests.workers.engines.trtllm.conftest import BLOCK, LIMIT, MODEL, Told, ask, run, until
+from workers.engines.base import Engine, EngineError, RequestError
+from workers.engines.native.build import build as native_engine
+from workers.engines.trtllm import engine as shell
+from workers.engines.trtllm import follow
+
+Make = Callable[..., Any]
+
+TEXT = "The broker keeps every request in an ordered log, and the router reads the log to steer the next request. "
+
+
+@pytest.fixture(scope="session")
+def prompt(vocabulary: modeldir.ModelDir) -> list[int]:
+    tokens: list[int] = vocabulary.tokenizer.encode(TEXT * 2).ids
+    assert len(tokens) > 3 * BLOCK
+    return tokens
+
+
+@pytest.fixture(scope="session")
+def expected(prompt: list[int]) -> list[int]:
+    """What our own engine goes on with, greedily."""
+    engine = native_engine(str(MODEL), device="cpu", dtype="float32", max_model_len=LIMIT, kv_blocks=64)
+    told = run(engine, ask("a", prompt, 24, ignore_eos=True))
+    engine.close()
+    return told.tokens("a")
+
+
+def names(vocabulary: modeldir.ModelDir, tokens: Sequence[int], salt: str = "") -> list[bytes]:
+    root = blocks.root(vocabulary.revision, salt=salt)
+    return blocks.split(blocks.chain(wire.pack_tokens(tokens), BLOCK, root))
+
+
+# --- answers
+
+
+def test_it_answers_what_our_own_engine_answers(make: Make, prompt: list[int], expected: list[int]) -> None:
+    engine = make()
+    told = run(engine, ask("a", prompt, 24, ignore_eos=True), ask("b", prompt[:40], 5))
+    assert told.tokens("a") == expected
+    assert told.finish("a") == "length"
+    assert len(told.tokens("b")) <= 5
+    assert not engine.has_work() or not engine.step().outputs
+
+
+def test_several_tokens_at_once_and_few_at_the_end_are_each_told_once(
+    make: Make, prompt: list[int], expected: list[int]
+) -> None:
+    engine = make(override_engine_args='{"stream_interval": 7}')
+    told = run(engine, ask("a", prompt, 24, ignore_eos=True))
+    assert told.tokens("a") == expected
+    assert max(len(step.outputs) for step in told.steps) > 1
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_the_stop_token_is_told_and_ends_it(
+    make: Make, quirks: Any, prompt: list[int], expected: list[int], shown: bool
+) -> None:
+    quirks.eos_in_token_ids = shown
+    engine = make()
+    stop = expected[3]
+    told = run(engine, ask("a", prompt, 24, token_ids=(stop,), ignore_eos=True))
+    end = expected.index(stop) + 1
+    assert told.tokens("a") == expected[:end]
+    assert (told.finish("a"), told.outputs["a"][-1].stop_token) == ("stop", stop)
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_so_is_the_end_token(make: Make, quirks: Any, prompt: list[int], shown: bool) -> None:
+    """A bias makes it the only token."""
+    quirks.eos_in_token_ids = shown
+    engine = make()
+    eos = engine.info.eos_token_ids[0]
+    told = run(engine, ask("a", prompt, 9, Sampling(temperature=0.0, logit_bias={eos: 100.0})))
+    assert (told.tokens("a"), told.finish("a"), told.outputs["a"][-1].stop_token) == ([eos], "stop", eos)
+
+
+def test_an_answer_that_began_elsewhere_goes_on_where_it_stopped(
+    make: Make, prompt: list[int], expected: list[int]
+) -> None:
+    engine = make()
+    told = run(engine, ask("a", prompt, 24, ignore_eos=True, generated=expected[:10]))
+    assert told.tokens("a") == expected[10:]
+
+
+def test_it_ends_where_the_model_does(make: Make, prompt: list[int]) -> None:
+    engine = make(max_model_len=len(prompt) + 4)
+    told = run(engine, ask("a", prompt, 100, ignore_eos=True))
+    assert len(told.tokens("a")) == 4
+    assert told.finish("a") == "length"
+
+
+def test_every_token_comes_with_its_logarithm_and_the_best(make: Make, prompt: list[int]) -> None:
+    engine = make()
+    told = run(
+        engine,
+        ask("a", prompt, 6, Sampling(temperature=0.0, logprobs=3), ignore_eos=True),
+        ask("b", prompt, 6, Sampling(temperature=0.0, logprobs=0), ignore_eos=True),
+    )
+    for output in told.outputs["a"]:
+        assert output.logprob is not None
+        assert len(output.logprob.top) == 3
+        assert output.logprob.top[0] == (output.token, output.logprob.logprob)
+    assert [value.top for value in told.logprobs("b") if value] == [()] * 6
+    values = [[value.logprob for value in told.logprobs(key) if value] for key in "ab"]
+    assert values[0] == pytest.approx(values[1], abs=1e-3)
+
+
+def test_samples_follow_their_seed(make: Make, prompt: list[int]) -> None:
+    engine = make()
+    asked = [
+        ask((seed, n), prompt, 12, Sampling(seed=seed), choice=n % 2, ignore_eos=True)
+        for seed in (1, 2)
+        for n in range(4)
+    ]
+    told = run(engine, *asked)
+    for seed in (1, 2):
+        assert told.tokens((seed, 0)) == told.tokens((seed, 2))
+        assert told.tokens((seed, 1)) == told.tokens((seed, 3))
+    assert len({tuple(told.tokens(request.key)) for request in asked}) == 4
+
+
+def test_a_second_prompt_finds_the_first_ones_blocks_and_tenants_find_nothing(make: Make, prompt: list[int]) -> None:
+    engine = make()
+    tenant = blocks.root("rev", salt="tenant")
+    assert run(engine, ask("a", prompt, 2)).cached == {"a": 0}
+    assert run(engine, ask("b", prompt, 2)).cached["b"] >= len(prompt) // BLOCK * BLOCK - BLOCK
+    assert run(engine, ask("c", prompt, 2, root=tenant)).cached == {"c": 0}
+    assert engine.stats().hit_tokens > 0
+    assert engine.stats().prompt_tokens == 3 * len(prompt)
+
+
+# --- refusals and errors
+
+
+@pytest.mark.parametrize(
+    ("request_", "code"),
+    [
+        (ask("a", []), Code.invalid_request),
+        (ask("a", [99_999]), Code.invalid_request),
+        (ask("a", [5], generated=[99_999]), Code.invalid_request),
+        (ask("a", [5], 2, generated=[5, 5]), Code.invalid_request),
+        (ask("a", [5] * LIMIT), Code.context_length_exceeded),
+        (ask("a", [5], 2, Sampling(logit_bias={99_999: 1.0})), Code.invalid_request),
+    ],
+)
+def test_what_can_never_run_is_refused_at_once(make: Make, request_: Any, code: Code) -> None:
+    engine = make()
+    with pytest.raises(RequestError) as error:
+        engine.submit(request_)
+    assert error.value.code == code
+    assert not engine.has_work()
+
+
+def test_without_chunks_a_prompt_longer_than_a_step_is_refused(make: Make) -> None:
+    engine = make(
+        max_batched_tokens=64,
+        max_model_len=64,
+        override_engine_args='{"enable_chunked_prefill": false, "max_seq_len": 64, "max_num_tokens": 64}',
+    )
+    assert engine._options.prompt_limit == 64
+
+
+def test_a_request_error_fails_its_request_and_no_other(make: Make, prompt: list[int], monkeypatch: Any) -> None:
+    from tensorrt_llm.executor.utils import RequestError as Theirs
+
+    engine = make()
+    real = engine._follower._llm.generate_async
+    errors = {5: Theirs("prompt should not exceed max_num_tokens"), 6: ValueError("bad"), 7: NotImplementedError("no")}
+
+    def generate_async(inputs: Any, **more: Any) -> Any:
+        if len(inputs) in errors:
+            raise errors[len(inputs)]
+        return real(inputs, **more)
+
+    monkeypatch.setattr(engine._follower._llm, "generate_async", generate_async)
+    told = run(engine, ask("a", prompt, 4), *(ask(n, prompt[:n], 4) for n in errors))
+    assert {key: failure.code for key, failure in told.failures.items()} == {
+        5: Code.context_length_exceeded,
+        6: Code.invalid_request,
+        7: Code.unsupported,
+    }
+    assert told.tokens("a")
+    assert run(engine, ask("b", prompt, 2)).tokens("b")
+
+
+def test_a_request_error_on_the_way_fails_its_request_and_no_other(make: Make, prompt: list[int]) -> None:
+    from tensorrt_llm._standin import hooks
+    from tensorrt_llm.executor.result import ErrorResponse
+
+    engine = make()
+    hooks.hold(engine._follower._llm)
+    engine.submit(ask("a", prompt, 8, ignore_eos=True))
+    engine.submit(ask("b", prompt, 8, ignore_eos=True))
+    live = engine._live["a"]
+    while live.result is None:
+        engine.step()
+    live.result._inbox.put(ErrorResponse("this one cannot go on"))
+    told = until(engine, lambda told: told.ended("a"))
+    hooks.free(engine._follower._llm)
+    until(engine, lambda told: told.ended("b"), told)
+    assert told.failures["a"].code == Code.engine_error
+    assert len(told.tokens("b")) == 8
+
+
+def test_any_other_error_is_the_engines_end(make: Make, prompt: list[int]) -> None:
+    from tensorrt_llm._standin import hooks
+
+    engine = make()
+    hooks.hold(engine._follower._llm)
+    engine.submit(ask("a", prompt, 100, ignore_eos=True))
+    while engine._live["a"].result is None:
+        engine.step()
+    hooks.die(engine._follower._llm)
+    hooks.free(engine._follower._llm)
+    with pytest.raises(EngineError, match="illegal memory access"):
+        until(engine, lambda told: False)
+    with pytest.raises(EngineError):
+        engine.submit(ask("b", prompt, 2))
+
+
+@pytest.mark.parametrize("method", ["get_kv_cache_events_async", "get_stats_async"])
+def test_an_error_in_reading_events_is_raised_before_the_next_generation(
+    make: Make, prompt: list[int], monkeypatch: Any, method: str
+) -> None:
+    engine = make()
+
+    def broken(timeout: float = 2) -> Any:
+        raise OSError("the queue is gone")
+
+    run(engine, ask("a", prompt, 2))
+    monkeypatch.setattr(engine._follower._llm, method, broken)
+    deadline = time.monotonic() + 10
+    while engine._broken is None and time.monotonic() < deadline:
+        engine._facts.get(timeout=10)
+    with pytest.raises(EngineError, match="the queue is gone"):
+        engine.submit(ask("b", prompt, 2))
+
+
+# --- aborts
+
+
+def idle(llm: Any) -> None:
+    """Wait until the stand-in runs nothing."""
+    from tensorrt_llm._standin import hooks
+
+    deadline = time.monotonic() + 10
+    while (found := hooks.counts(llm))["running"] + found["waiting"]:
+        assert time.monotonic() < deadline, found
+
+
+def test_a_cancelled_sequence_says_nothing_more_and_is_aborted(make: Make, prompt: list[int]) -> None:
+    engine = make()
+    llm = engine._follower._llm
+    engine.submit(ask("a", prompt, 400, ignore_eos=True))
+    engine.submit(ask("b", prompt, 20, ignore_eos=True))
+    told = until(engine, lambda told: len(told.tokens("a")) > 2)
+    assert engine.cancel("a")
+    before = len(told.tokens("a"))
+    until(engine, lambda told: told.ended("b"), told)
+    assert len(told.tokens("a")) == before
+    assert len(told.tokens("b")) == 20
+    idle(llm)
+    assert not engine.cancel("a")
+    assert engine.stats().running == engine.stats().waiting == 0
+    engine.submit(ask("a", prompt, 2))  # its key is free again
+
+
+def test_so_is_one_that_has_not_begun(make: Make, prompt: list[int]) -> None:
+    from tensorrt_llm._standin import hooks
+
+    engine = make()
+    llm = engine._follower._llm
+    hooks.hold(llm)
+    for n in range(5):
+        engine.submit(ask(n, prompt, 400, ignore_eos=True))
+        assert engine.cancel(n)
+    hooks.free(llm)
+    idle(llm)
+    assert not engine.step().outputs
+
+
+def test_an_abort_that_is_not_answered_leaves_nothing_behind(
+    make: Make, quirks: Any, prompt: list[int], monkeypatch: Any
+) -> None:
+    quirks.abort_answers = False
+    monkeypatch.setattr(follow, "ABORT_S", 0.05)
+    engine = make()
+    engine.submit(ask("a", prompt, 400, ignore_eos=True))
+    until(engine, lambda told: bool(told.tokens("a")))
+    task = engine._live["a"].task
+    engine.cancel("a")
+    deadline = time.monotonic() + 10
+    while not task.done():
+        assert time.monotonic() < deadline
+        engine.step()
+
+
+# --- waiting
+
+
+def test_a_step_waits_but_not_long_and_never_spins(make: Make, prompt: list[int]) -> None:
+    from tensorrt_llm._standin import hooks
+
+    engine = make(publish_events_and_metrics=False)
+    llm = engine._follower._llm
+    hooks.hold(llm)
+    engine.submit(ask("a", prompt, 4))
+    began, cpu, steps = time.monotonic(), time.thread_time(), 40
+    for _ in range(steps):
+        assert engine.step() == ([], [], [], [], 0, [])
+    spent = time.monotonic() - began
+    assert steps * shell.WAIT_S * 0.9 <= spent < 20 * steps * shell.WAIT_S
+    assert time.thread_time() - cpu < spent / 2
+    hooks.free(llm)
+    until(engine, lambda told: told.ended("a"))
+
+
+def test_a_long_silence_is_said(make: Make, prompt: list[int], monkeypatch: Any) -> None:
+    from structlog.testing import capture_logs
+    from tensorrt_llm._standin import hooks
+
+    monkeypatch.setattr(shell, "SILENT_S", 0.01)
+    engine = make(publish_events_and_metrics=False)
+    hooks.hold(engine._follower._llm)
+    engine.submit(ask("a", prompt, 4))
+    with capture_logs() as lines:
+        for _ in range(5):
+            engine.step()
+    assert "engine_silent" in {line["event"] for line in lines}
+    hooks.free(engine._follower._llm)
+
+
+# --- events and statistics
+
+
+def test_blocks_are_told_under_our_names(make: Make, prompt: list[int], vocabulary: modeldir.ModelDir) -> None:
+    engine = make()
+    wanted = names(vocabulary, prompt)
+    told = run(engine, ask("a", prompt, 1))
+    until(engine, lambda told: len(stored(told)) >= len(wanted), told)
+    assert stored(told) == wanted
+    dumped = [event for event in engine.dump() if isinstance(event, Stored)]
+    assert [name for event in dumped for name in blocks.split(event.digests)] == wanted
+    assert engine.stats().cached_blocks == len(wanted)
+
+
+def stored(told: Told) -> list[bytes]:
+    return [name for event in told.events if isinstance(event, Stored) for name in blocks.split(event.digests)]
+
+
+def test_what_is_evicted_is_told(make: Make, prompt: list[int], vocabulary: modeldir.ModelDir) -> None:
+    engine = make(kv_blocks=0, override_engine_args=f'{{"kv_cache_config": {{"max_tokens": {BLOCK * 12}}}}}')
+    told = run(engine, ask("a", prompt, 1))
+    others = [[token % 900 + 20 for token in range(n, n + 9 * BLOCK)] for n in range(0, 600, 100)]
+    for n, other in enumerate(others):
+        engine.submit(ask(n, other, 1))
+        until(engine, lambda told, n=n: told.ended(n), told)  # type: ignore[misc]
+    until(engine, lambda told: names(vocabulary, prompt)[0] in removed(told), told)
+
+
+def removed(told: Told) -> list[bytes]:
+    return [name for event in told.events if isinstance(event, Removed) for name in blocks.split(event.digests)]
+
+
+def test_lost_events_clear_what_routers_know(make: Make, prompt: list[int]) -> None:
+    from tensorrt_llm._standin import hooks
+
+    engine = make()
+    told = run(engine, ask("a", prompt, 1))
+    until(engine, lambda told: bool(stored(told)), told)
+    hooks.tell(engine._follower._llm, {"type": "removed", "block_hashes": []}, skip=2)
+    until(engine, lambda told: Cleared() in told.events, told)
+    assert engine.dump() == []
+
+
+def test_nothing_is_read_before_the_first_request_and_each_queue_by_one_reader_after(
+    make: Make, prompt: list[int], monkeypatch: Any
+) -> None:
+    engine = make()
+    llm = engine._follower._llm
+    asked: list[str] = []
+    real = llm.get_kv_cache_events_async
+
+    def counted(timeout: float = 2) -> Any:
+        asked.append(threading.current_thread().name)
+        return real(timeout)
+
+    monkeypatch.setattr(llm, "get_kv_cache_events_async", counted)
+    engine._loop.run(nothing(), 5)
+    assert asked == []
+    told = run(engine, ask("a", prompt, 1))
+    assert [task.get_name() for task in engine._loop._tasks].count("kv events") == 1
+    run(engine, ask("b", prompt, 1))
+    assert [task.get_name() for task in engine._loop._tasks].count("kv events") == 1
+    until(engine, lambda told: bool(asked), told)
+    assert set(asked) == {"trtllm"}
+
+
+async def nothing() -> None:
+    """A turn of the loop."""
+
+
+def test_switched_off_it_reads_and_tells_nothing(make: Make, prompt: list[int]) -> None:
+    engine = make(publish_events_and_metrics=False)
+    told = run(engine, ask("a", prompt, 8, ignore_eos=True))
+    assert told.events == []
+    assert not engine.info.kv_events
+    assert not {task.get_name() for task in engine._loop._tasks} & {"kv events", "statistics"}
+
+
+def test_the_engines_own_metrics_come_beside_ours(make: Make, prompt: list[int]) -> None:
+    from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+
+    for theirs in [c for c, of in REGISTRY._collector_to_names.items() if any(n.startswith("trtllm") for n in of)]:
+        REGISTRY.unregister(theirs)  # of an engine of another test: there is one per process
+    engine = make()
+    registry = CollectorRegistry()
+    (collector,) = engine.collectors()
+    registry.register(collector)
+    run(engine, ask("a", prompt, 8, ignore_eos=True))
+    deadline = time.monotonic() + 10
+    while b"trtllm_request_success_total{" not in (text := generate_latest(registry)):
+        assert time.monotonic() < deadline, text.decode()
+        engine.step()
+    until(engine, lambda told: b"trtllm_kv_cache_max_blocks" in generate_latest(registry))
+    assert b"python_info" not in text
+
+
+# --- the end
+
+
+def test_closing_ends_what_runs_and_may_be_done_twice(make: Make, prompt: list[int]) -> None:
+    engine: Engine = make()
+    for n in range(4):
+        engine.submit(ask(n, prompt, 400, ignore_eos=True))
+    until(engine, lambda told: bool(told.outputs))
+    began = time.monotonic()
+    engine.close()
+    engine.close()
+    assert time.monotonic() - began < 5

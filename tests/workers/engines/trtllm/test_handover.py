@@ -1,0 +1,135 @@
+"""One engine computes the prompt, another goes on: TensorRT-LLM moves the KV, ours carry its state."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from schemas.requests import Sampling
+from tests.workers.engines.trtllm.conftest import BLOCK, GREEDY, Told, ask, run, until
+from workers.engines.base import SequenceRequest
+from workers.engines.trtllm import follow
+
+Make = Callable[..., Any]
+PROMPT = [100 + (7 * n) % 300 for n in range(3 * BLOCK + 5)]
+
+
+def prefilled(engine: Any, key: str = "p", sampling: Sampling = GREEDY, **more: Any) -> tuple[list[int], bytes]:
+    """First token and state."""
+    generated = more.get("generated", ())
+    told = run(engine, ask(key, PROMPT, len(generated) + 1, sampling, hold=True, ignore_eos=True, **more))
+    assert told.finish(key) == "length"
+    held = told.held[key]
+    assert (held.blocks, held.generations) == ([], [])
+    return told.tokens(key), held.opaque
+
+
+def went_on(engine: Any, first: list[int], opaque: bytes, **more: Any) -> Told:
+    before = [*more.pop("generated", ()), *first]
+    return run(engine, ask("d", PROMPT, 12, generated=before, opaque=opaque, ignore_eos=True, **more))
+
+
+@pytest.fixture
+def whole(make: Make) -> list[int]:
+    """The answer of an engine that does everything."""
+    return run(make(), ask("a", PROMPT, 12, ignore_eos=True)).tokens("a")
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+def test_the_answer_is_that_of_one_engine(make: Make, quirks: Any, whole: list[int], repeats: bool) -> None:
+    quirks.decode_repeats_first = repeats
+    prefill, decode = make(role="prefill"), make(role="decode")
+    assert prefill.info.handover == decode.info.handover != ""
+    first, opaque = prefilled(prefill)
+    told = went_on(decode, first, opaque)
+    assert first + told.tokens("d") == whole
+    assert told.cached["d"] > 0  # it computed nothing of the prompt
+    again = run(decode, ask("e", PROMPT, 12, ignore_eos=True, generated=first, opaque=prefilled(prefill, "q")[1]))
+    assert first + again.tokens("e") == whole
+
+
+def test_what_was_generated_before_is_part_of_the_prompt(make: Make, whole: list[int]) -> None:
+    prefill, decode = make(role="prefill"), make(role="decode")
+    first, opaque = prefilled(prefill, generated=whole[:4])
+    assert first == whole[4:5]
+    assert went_on(decode, first, opaque, generated=whole[:4]).tokens("d") == whole[5:]
+
+
+def test_the_blocks_of_a_held_prompt_are_counted_until_it_is_dropped(make: Make) -> None:
+    prefill = make(role="prefill")
+    prefilled(prefill)
+    assert prefill.stats().pinned_blocks == 4
+    assert prefill.drop("p")
+    assert not prefill.drop("p")
+    assert prefill.stats().pinned_blocks == 0
+
+
+def test_only_one_choice_takes_the_state_over_and_the_others_compute(make: Make, whole: list[int]) -> None:
+    prefill, decode = make(role="prefill"), make(role="decode")
+    first, opaque = prefilled(prefill)
+    told = run(
+        decode,
+        *(ask(n, PROMPT, 12, ignore_eos=True, generated=first, opaque=opaque, choice=n) for n in range(3)),
+    )
+    assert [first + told.tokens(n) for n in range(3)] == [whole] * 3
+
+
+@pytest.mark.parametrize("damage", ["bytes", "tokens", "layout"])
+def test_a_state_that_cannot_be_used_costs_a_prompt_not_a_request(make: Make, whole: list[int], damage: str) -> None:
+    prefill, decode = make(role="prefill"), make(role="decode")
+    first, opaque = prefilled(prefill)
+    if damage == "bytes":
+        opaque = opaque[:-9]
+    elif damage == "layout":
+        opaque = opaque.replace(b"trtllm:", b"other:")
+    else:
+        first = whole[:3]  # of another attempt, which had more (and ends with the same token)
+        assert first[-1] == first[0]
+    told = went_on(decode, first, opaque)
+    assert first + told.tokens("d") == whole
+
+
+def test_a_transfer_that_fails_is_told_as_such(make: Make, tmp_path: Any) -> None:
+    prefill, decode = make(role="prefill"), make(role="decode")
+    first, opaque = prefilled(prefill)
+    for file in tmp_path.iterdir():
+        file.unlink()
+    told = went_on(decode, first, opaque)
+    assert told.failures["d"].code in ("transfer_failed", "engine_error")
+
+
+def test_a_cancel_while_kv_is_fetched_waits_for_that(make: Make, monkeypatch: Any) -> None:
+    from tensorrt_llm._standin import hooks
+
+    prefill, decode = make(role="prefill"), make(role="decode")
+    first, opaque = prefilled(prefill)
+    llm = decode._follower._llm
+    aborted: list[int] = []
+    hooks.hold(llm)
+    request: SequenceRequest = ask("d", PROMPT, 400, generated=first, opaque=opaque, ignore_eos=True)
+    decode.submit(request)
+    live = decode._live["d"]
+    while live.result is None:
+        decode.step()
+    monkeypatch.setattr(live.result, "abort", lambda: aborted.append(1))
+    monkeypatch.setattr(follow, "ABORT_S", 0.1)
+    assert decode.cancel("d")
+    for _ in range(5):
+        decode.step()
+    assert aborted == []
+    hooks.free(llm)
+    until(decode, lambda told: bool(aborted))
+    assert aborted == [1]
+
+
+def test_an_answer_that_ends_with_its_first_token_is_over(make: Make, whole: list[int]) -> None:
+    prefill = make(role="prefill")
+    told = run(prefill, ask("p", PROMPT, 1, hold=True, token_ids=(whole[0],), ignore_eos=True))
+    assert (told.tokens("p"), told.finish("p")) == (whole[:1], "stop")
+
+
+def test_choices_that_hold_nothing_get_their_first_token_the_ordinary_way(make: Make, whole: list[int]) -> None:
+    prefill = make(role="prefill")
+    told = run(prefill, ask("h", PROMPT, 1, hold=True), ask("o", PROMPT, 1))
+    assert told.tokens("h") == told.tokens("o") == whole[:1]
+    assert set(told.held) == {"h"}

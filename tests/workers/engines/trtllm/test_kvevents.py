@@ -1,0 +1,368 @@
+"""The engine's events under its own hashes come out as ours: always closed, never more than the engine holds."""
+
+import random
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schemas import blocks
+from schemas.kv import Cleared, KvEvent, Removed, Stored
+from workers.engines.trtllm.kvevents import Roots, Translator, signed, unsigned
+
+SIZE = 4
+ROOT = blocks.root("rev")
+TENANT = blocks.root("rev", salt="tenant")
+GLOBAL, SLIDING = 32768, 512
+
+
+class Source:
+    """Events of one rank, numbered."""
+
+    def __init__(self, rank: int | None = None, window: int | None = GLOBAL) -> None:
+        self._ids = count()
+        self._rank = rank
+        self.window = window
+
+    def event(self, data: dict[str, Any], window: int | None = None, skip: int = 0) -> dict[str, Any]:
+        for _ in range(skip):
+            next(self._ids)
+        event: dict[str, Any] = {"event_id": next(self._ids), "data": data}
+        if self.window is not None:
+            event["window_size"] = window or self.window
+        if self._rank is not None:
+            event["attention_dp_rank"] = self._rank
+        return event
+
+    def created(self, window: int | None = None) -> dict[str, Any]:
+        return self.event({"type": "created", "num_blocks_per_cache_level": [10, 0]}, window)
+
+    def stored(
+        self, hashes: Sequence[int], tokens: Sequence[int], parent: int | None = None, **more: Any
+    ) -> dict[str, Any]:
+        """Blocks of ``SIZE`` tokens, the last one of what is left."""
+        each = [
+            {
+                "type": "stored_block",
+                "block_hash": value,
+                "tokens": [
+                    {"type": "unique_token", "token_id": token, "token_extra_id": 0}
+                    for token in tokens[at * SIZE : (at + 1) * SIZE]
+                ],
+                "cache_level": 0,
+                "priority": 35,
+                "mm_keys": [],
+            }
+            for at, value in enumerate(hashes)
+        ]
+        return self.event({"type": "stored", "parent_hash": parent, "blocks": each}, **more)
+
+    def removed(self, *hashes: int, **more: Any) -> dict[str, Any]:
+        return self.event({"type": "removed", "block_hashes": list(hashes)}, **more)
+
+    def moved(self, value: int, level: int) -> dict[str, Any]:
+        diff = {"type": "event_diff", "new_value": level, "old_value": 1 - level}
+        return self.event({"type": "updated", "block_hash": value, "cache_level": diff, "priority": None})
+
+
+def names(tokens: Sequence[int], root: bytes = ROOT) -> list[bytes]:
+    return blocks.split(blocks.chain(array("I", tokens).tobytes(), SIZE, root))
+
+
+def translator(root: bytes = ROOT) -> Translator:
+    return Translator(SIZE, Roots(SIZE, root))
+
+
+class Index:
+    """A reader's fold, which checks that names come behind their parents and go before them."""
+
+    def __init__(self) -> None:
+        self.parents: dict[bytes, bytes | None] = {}
+        self.host: set[bytes] = set()
+
+    def fold(self, events: Sequence[KvEvent]) -> None:
+        for event in events:
+            if isinstance(event, Cleared):
+                self.parents.clear()
+                self.host.clear()
+                continue
+            digests = blocks.split(event.digests)
+            if event.tier:
+                (self.host.update if isinstance(event, Stored) else self.host.difference_update)(digests)
+            elif isinstance(event, Stored):
+                parent = event.parent
+                for digest in digests:
+                    assert parent is None or parent in self.parents, "a name without its parent"
+                    assert digest not in self.parents, "a name told twice"
+                    self.parents[digest] = parent
+                    parent = digest
+            else:
+                for digest in digests:
+                    assert digest not in self.parents.values(), "a name whose children are still there"
+                    del self.parents[digest]
+
+
+TOKENS = list(range(100, 100 + 3 * SIZE))
+
+
+def test_a_prompt_becomes_one_event_with_our_names() -> None:
+    source, ours = Source(), translator()
+    events = ours.feed(
+        [source.created(), source.stored([11, 12], TOKENS[: 2 * SIZE]), source.stored([13], TOKENS[2 * SIZE :], 12)]
+    )
+    assert events == [Stored(b"".join(names(TOKENS)))]
+    assert ours.feed([source.removed(13)]) == [Removed(names(TOKENS)[2])]
+    assert ours.dump() == [Stored(b"".join(names(TOKENS)[:2]))]
+
+
+@given(st.integers(0, 2**64 - 1))
+def test_hashes_may_come_signed_or_unsigned(value: int) -> None:
+    assert -(2**63) <= signed(value) < 2**63
+    assert unsigned(signed(value)) == value
+    source, ours = Source(), translator()
+    ours.feed([source.stored([value], TOKENS[:SIZE])])
+    assert ours.feed([source.removed(signed(value))]) == [Removed(names(TOKENS)[0])]
+
+
+@pytest.mark.parametrize("value", [0, 2**63 - 1, 2**63, 2**64 - 1])
+def test_the_corners_of_64_bits(value: int) -> None:
+    assert unsigned(signed(value)) == value
+
+
+def test_windows_other_than_the_largest_are_dropped_once_it_is_known() -> None:
+    source, ours = Source(), translator()
+    early = ours.feed([source.stored([1], TOKENS[:SIZE], window=SLIDING)])
+    assert early == [Stored(names(TOKENS)[0])]
+    assert ours.feed([source.created(SLIDING)]) == []
+    assert ours.feed([source.created(GLOBAL)]) == [Cleared()]  # what was told was of a window that forgets
+    assert ours.window == GLOBAL
+    assert ours.feed([source.stored([1], TOKENS[:SIZE], window=SLIDING), source.removed(1, window=SLIDING)]) == []
+    assert ours.feed([source.stored([1], TOKENS[:SIZE])]) == [Stored(names(TOKENS)[0])]
+    assert ours.counts.filtered == 2
+
+
+def test_dropped_windows_still_count_in_the_sequence() -> None:
+    source, ours = Source(), translator()
+    ours.feed([source.created(SLIDING), source.created(GLOBAL), source.stored([1], TOKENS[:SIZE])])
+    ours.feed([source.stored([5], TOKENS[:SIZE], window=SLIDING), source.stored([2], TOKENS[SIZE : 2 * SIZE], 1)])
+    assert ours.counts.gaps == 0
+    assert ours.names == 2
+
+
+def test_partial_blocks_are_remembered_until_they_go_and_never_told() -> None:
+    source, ours = Source(), translator()
+    events = ours.feed([source.stored([1, 2, 3], TOKENS[: SIZE + 2])])
+    assert events == [Stored(names(TOKENS)[0])]
+    assert ours.counts.partial == 1
+    assert ours.feed([source.removed(2)]) == []
+    assert ours.feed([source.stored([4], TOKENS[SIZE : 2 * SIZE], 1)]) == [Stored(names(TOKENS)[1], names(TOKENS)[0])]
+
+
+def test_lost_events_void_what_is_known() -> None:
+    source, ours = Source(), translator()
+    ours.feed([source.created(), source.stored([1], TOKENS[:SIZE])])
+    events = ours.feed([source.stored([9], TOKENS[SIZE : 2 * SIZE], 1, skip=1)])
+    assert events == [Cleared()]  # and its parent is not known any more
+    assert (ours.counts.gaps, ours.counts.orphans, ours.names) == (1, 1, 0)
+    assert ours.feed([source.stored([1], TOKENS[:SIZE])]) == [Stored(names(TOKENS)[0])]
+
+
+def test_ranks_are_numbered_apart_and_a_name_stays_while_one_of_them_has_it() -> None:
+    first, second, ours = Source(0), Source(1), translator()
+    assert ours.feed([first.stored([1], TOKENS[:SIZE]), second.stored([71], TOKENS[:SIZE])]) == [
+        Stored(names(TOKENS)[0])
+    ]
+    assert ours.feed([first.removed(1)]) == []
+    assert ours.feed([second.removed(71)]) == [Removed(names(TOKENS)[0])]
+    ours.feed([first.stored([1], TOKENS[:SIZE]), second.stored([72], TOKENS[4 : 4 + SIZE])])
+    events = ours.feed([first.removed(skip=3)])
+    assert events == [Removed(names(TOKENS)[0])]  # the other rank lost nothing
+    assert ours.names == 1
+
+
+def test_a_cache_made_anew_is_empty() -> None:
+    source, ours = Source(), translator()
+    ours.feed([source.created(), source.stored([1], TOKENS[:SIZE])])
+    assert ours.feed([source.created()]) == [Cleared()]
+    assert ours.dump() == []
+
+
+def test_blocks_in_host_memory_are_told_as_such_and_do_not_make_a_prompt_cheap() -> None:
+    source, ours = Source(), translator()
+    first, second, _ = names(TOKENS)
+    ours.feed([source.stored([1, 2], TOKENS[: 2 * SIZE])])
+    assert ours.feed([source.moved(1, 1)]) == [Removed(second + first), Stored(first, None, tier=1)]
+    assert ours.feed([source.moved(1, 1)]) == []
+    assert ours.feed([source.moved(1, 0)]) == [Removed(first, tier=1), Stored(first + second)]
+
+
+@pytest.mark.parametrize("level", [None, {"type": "event_diff", "new_value": None, "old_value": 0}])
+def test_updates_without_a_difference_are_nothing(level: object) -> None:
+    source, ours = Source(), translator()
+    ours.feed([source.stored([1], TOKENS[:SIZE])])
+    update = {"type": "updated", "block_hash": 1, "cache_level": level, "priority": {"new_value": 40, "old_value": 35}}
+    assert ours.feed([source.event(update)]) == []
+    assert ours.counts.malformed == 0
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        {"type": "strange"},
+        {"type": "stored", "blocks": [{}]},
+        {"type": "stored", "blocks": [{"block_hash": 5, "tokens": [{"token_id": -1}] * SIZE}]},
+        {"type": "stored", "blocks": [{"block_hash": 5, "tokens": list(range(SIZE + 1))}]},
+        {"type": "removed", "block_hashes": None},
+        None,
+    ],
+)
+def test_malformed_events_are_counted_and_nothing_else_is_lost(data: Any) -> None:
+    source, ours = Source(), translator()
+    events = ours.feed([source.event(data), source.stored([1], TOKENS[:SIZE]), {"event_id": "x"}])
+    assert events == [Stored(names(TOKENS)[0])]
+    assert ours.counts.malformed == 2
+    assert ours.counts.gaps == 0
+
+
+def test_tenants_get_names_of_their_own_and_equal_beginnings_none() -> None:
+    roots = Roots(SIZE, ROOT)
+    ours, source = Translator(SIZE, roots), Source()
+    other = list(range(500, 500 + SIZE))
+    roots.learn(TOKENS, ROOT)
+    roots.learn(other, TENANT)
+    events = ours.feed([source.stored([1], TOKENS[:SIZE]), source.stored([2], other)])
+    assert events == [Stored(names(TOKENS)[0]), Stored(names(other, TENANT)[0])]
+    roots.learn(TOKENS, TENANT)
+    assert ours.feed([source.stored([3], TOKENS[:SIZE])]) == []
+    assert ours.counts.ambiguous == 1
+    assert ours.feed([source.stored([4], TOKENS[SIZE : 2 * SIZE], 3)]) == []  # nor has what hangs below it
+
+
+def test_first_blocks_are_remembered_up_to_a_number() -> None:
+    roots = Roots(SIZE, ROOT, remembered=2)
+    for start in range(0, 12, SIZE):
+        roots.learn(list(range(start, start + SIZE)), TENANT)
+    found = [roots.of(array("I", range(start, start + SIZE)).tobytes()) for start in range(0, 12, SIZE)]
+    assert found == [None, TENANT, TENANT]
+
+
+def test_media_are_part_of_a_name_if_they_are_ours() -> None:
+    digest = bytes(range(32))
+    roots = Roots(SIZE, ROOT)
+    roots.learn(TOKENS, ROOT, [digest])
+    source, ours = Source(), Translator(SIZE, roots)
+
+    def seen(value: int, digest: bytes) -> list[KvEvent]:
+        event = source.stored([value], TOKENS[:SIZE])
+        event["data"]["blocks"][0]["mm_keys"] = [{"type": "mm_key", "hash": digest.hex(), "start_offset": 0}]
+        return ours.feed([event])
+
+    assert seen(1, digest) == [Stored(blocks.extend(ROOT, array("I", TOKENS[:SIZE]).tobytes(), digest))]
+    assert seen(2, bytes(32)) == []
+
+
+# --- against a plain model of the engine's cache ---------------------------------------------------------------------
+
+
+class Cache:
+    """A reuse tree of one rank that evicts leaves, moves blocks to the host and back, and loses events."""
+
+    def __init__(self, rng: random.Random, rank: int) -> None:
+        self.rng = rng
+        self.source = Source(rank)
+        self.blocks: dict[int, tuple[int | None, bytes, int]] = {}  # hash -> parent, name, level
+        self.partial: list[int] = []
+        self.hashes = count(rank << 32)
+
+    def store(self) -> Iterator[dict[str, Any]]:
+        """A prompt of few possible tokens, so that prompts share beginnings."""
+        tokens = [self.rng.randrange(2) for _ in range(self.rng.randrange(1, 6 * SIZE))]
+        parent: int | None = None
+        at = 0
+        for digest in names(tokens):
+            known = [value for value, (_, name, _) in self.blocks.items() if name == digest]
+            if not known:
+                break
+            parent = known[0]
+            at += 1
+        if at == len(names(tokens)):
+            return
+        rest = tokens[at * SIZE :]
+        values = [next(self.hashes) for _ in range(-(-len(rest) // SIZE))]
+        yield self.source.stored(values, rest, parent)
+        for value, digest in zip(values, names(tokens)[at:], strict=False):
+            self.blocks[value] = (parent, digest, 0)
+            parent = value
+        self.partial += values[len(rest) // SIZE :]
+
+    def evict(self) -> Iterator[dict[str, Any]]:
+        parents = {parent for parent, _, _ in self.blocks.values()}
+        leaves = sorted(value for value in self.blocks if value not in parents)
+        if leaves:
+            value = self.rng.choice(leaves)
+            del self.blocks[value]
+            yield self.source.removed(value)
+        if self.partial and self.rng.random() < 0.5:
+            yield self.source.removed(self.partial.pop())
+
+    def move(self) -> Iterator[dict[str, Any]]:
+        if self.blocks:
+            value = self.rng.choice(sorted(self.blocks))
+            parent, digest, level = self.blocks[value]
+            self.blocks[value] = (parent, digest, 1 - level)
+            yield self.source.moved(value, 1 - level)
+
+    def device(self) -> set[bytes]:
+        """Names on the device whose ancestors are, too."""
+        found: set[int] = set()
+        for value, (parent, _, level) in sorted(self.blocks.items()):
+            if level == 0 and (parent is None or parent in found):
+                found.add(value)
+        return {self.blocks[value][1] for value in found}
+
+    def host(self) -> set[bytes]:
+        return {digest for _, digest, level in self.blocks.values() if level}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 3), st.integers(1, 7))
+def test_the_fold_of_what_is_told_is_what_the_engine_holds(seed: int, ranks: int, batch: int) -> None:
+    rng = random.Random(seed)
+    caches = [Cache(rng, rank) for rank in range(ranks)]
+    ours, index = translator(), Index()
+    pending: list[dict[str, Any]] = [cache.source.created() for cache in caches]
+    for _ in range(60):
+        cache = rng.choice(caches)
+        pending += rng.choice([cache.store, cache.store, cache.evict, cache.move])()
+        if len(pending) >= batch:
+            index.fold(ours.feed(pending))
+            pending.clear()
+            assert set(index.parents) == set().union(*(cache.device() for cache in caches))
+    index.fold(ours.feed(pending))
+    again = Index()
+    again.fold(ours.dump())
+    assert again.parents == index.parents
+    assert again.host == index.host == set().union(*(cache.host() for cache in caches))
+    assert ours.names == len(index.parents)
+    assert ours.counts.orphans == ours.counts.malformed == ours.counts.gaps == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 2), st.floats(0.02, 0.3))
+def test_with_events_lost_it_is_never_more(seed: int, ranks: int, loss: float) -> None:
+    rng = random.Random(seed)
+    caches = [Cache(rng, rank) for rank in range(ranks)]
+    ours, index = translator(), Index()
+    for _ in range(80):
+        cache = rng.choice(caches)
+        for event in rng.choice([cache.store, cache.evict, cache.move])():
+            if rng.random() >= loss:
+                index.fold(ours.feed([event]))
+    for cache in caches:  # one more, so that a loss at the very end is seen
+        index.fold(ours.feed([cache.source.event({"type": "removed", "block_hashes": []})]))
+    assert set(index.parents) <= set().union(*(cache.device() for cache in caches))

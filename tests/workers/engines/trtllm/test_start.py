@@ -1,0 +1,246 @@
+"""From settings to an engine: what is asked of TensorRT-LLM, what is refused, and that nothing stays behind."""
+
+import functools
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from configs import modeldir
+from configs.engine_args import BadArguments
+from configs.settings import WorkerSettings
+from tests import standins
+from tests.workers.engines.trtllm.conftest import BLOCK, LIMIT, MODEL, ask, run, until
+from workers.engines.base import EngineError
+from workers.engines.trtllm import api, build, from_settings
+from workers.main import build_engine
+
+Make = Callable[..., Any]
+PROMPT = [100 + n for n in range(BLOCK)]
+
+
+def settings(**options: Any) -> WorkerSettings:
+    return WorkerSettings(engine="trtllm", model=str(MODEL), block_size=BLOCK, max_model_len=LIMIT, **options)
+
+
+def test_without_the_package_the_error_says_what_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    if standins.real("tensorrt_llm"):
+        pytest.skip("it is installed")
+    with pytest.raises(
+        EngineError, match=r"pip install 'tensorrt_llm==1\.2\.1' --extra-index-url https://pypi\.nvidia"
+    ):
+        from_settings(settings(), MODEL)
+
+
+def test_the_worker_builds_it_by_its_name(standin: None) -> None:
+    engine = build_engine(settings(), MODEL)
+    assert engine.info.name == "trtllm"
+    engine.close()
+
+
+def test_facts_come_from_the_model_and_the_running_engine(make: Make, vocabulary: modeldir.ModelDir) -> None:
+    info = make(kv_blocks=77).info
+    assert (info.block_size, info.max_model_len, info.slots, info.total_blocks) == (BLOCK, LIMIT, 8, 77)
+    assert (info.vocab_size, info.eos_token_ids) == (vocabulary.vocab_size, vocabulary.eos_token_ids)
+    assert info.load_seconds > 0
+    assert info.handover == ""
+    assert info.dp_size == 1
+
+
+def test_attention_dp_makes_ranks_with_slots_of_their_own(make: Make, quirks: Any) -> None:
+    quirks.gpus = 2
+    engine = make(tensor_parallel_size=2, override_engine_args='{"enable_attention_dp": true}')
+    assert (engine.info.dp_size, engine.info.slots) == (2, 16)
+    told = run(engine, *(ask(n, PROMPT, 3, ignore_eos=True) for n in range(6)))
+    assert all(len(told.tokens(n)) == 3 for n in range(6))
+
+
+@pytest.mark.parametrize("backend", ["pytorch", "autodeploy"])
+def test_both_back_ends_are_built(make: Make, backend: str) -> None:
+    engine = make(trtllm_backend=backend)
+    args = engine._follower._llm.args
+    assert args.backend == (None if backend == "pytorch" else "_autodeploy")
+    assert len(run(engine, ask("a", PROMPT, 3, ignore_eos=True)).tokens("a")) == 3
+
+
+def test_files_and_overrides_reach_the_engine(make: Make, tmp_path: Path) -> None:
+    file = tmp_path / "extra.yaml"
+    file.write_text("max_batch_size: 4\nkv_cache_config: {free_gpu_memory_fraction: 0.4}\n")
+    engine = make(extra_engine_args=str(file), override_engine_args='{"kv_cache_config": {"host_cache_size": 4096}}')
+    args = engine._follower._llm.args
+    assert (args.max_batch_size, engine.info.slots) == (4, 4)
+    kv = args.kv_cache_config
+    assert (kv.free_gpu_memory_fraction, kv.host_cache_size, kv.tokens_per_block) == (0.4, 4096, BLOCK)
+
+
+def test_speculation_is_handed_over_as_an_object_and_changes_no_token(make: Make) -> None:
+    plain = run(make(), ask("a", PROMPT, 12, ignore_eos=True)).tokens("a")
+    speculation = '{"speculative_config": {"decoding_type": "NGram", "max_draft_len": 3, "max_matching_ngram_size": 2}}'
+    told = run(make(override_engine_args=speculation), ask("a", PROMPT, 12, ignore_eos=True))
+    assert told.tokens("a") == plain
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"extra_engine_args": "/gone.yaml"}, "--extra-engine-args"),
+        ({"override_engine_args": '{"nonsense": 1}'}, "nonsense: no such key"),
+        ({"override_engine_args": '{"max_stats_len": "many"}'}, "max_stats_len"),
+        ({"max_model_len": 10**9}, "this model takes"),
+        (
+            {
+                "override_engine_args": '{"speculative_config": {"decoding_type": "Eagle", "max_draft_len": 2, '
+                '"speculative_model": "/gone/draft"}}'
+            },
+            "no directory /gone/draft",
+        ),
+        (
+            {
+                "override_engine_args": '{"speculative_config": {"decoding_type": "DraftTarget", "max_draft_len": 2, '
+                f'"speculative_model": "{modeldir.TINY}"}}}}'
+            },
+            "vocabulary",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_loaded(standin: None, options: Any, says: str) -> None:
+    base: dict[str, Any] = {"engine": "trtllm", "model": str(MODEL), "block_size": BLOCK, "max_model_len": LIMIT}
+    with pytest.raises(BadArguments) as error:
+        from_settings(WorkerSettings(**base | options), MODEL)
+    assert says in str(error.value)
+
+
+def test_what_only_the_engine_refuses_is_told_in_its_words(make: Make, monkeypatch: Any) -> None:
+    from tensorrt_llm import LLM
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError("TorchLlmArgs got invalid argument: x")
+
+    monkeypatch.setattr(LLM, "__init__", refuse)
+    with pytest.raises(BadArguments, match="invalid argument: x"):
+        make()
+
+
+def test_too_few_gpus_end_the_start(make: Make) -> None:
+    with pytest.raises(EngineError, match="Only 1 GPUs are available, but 2 are required"):
+        make(tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize("phase", ["construction", "warm-up", "capacity"])
+def test_a_start_that_fails_leaves_neither_engine_nor_thread(make: Make, monkeypatch: Any, phase: str) -> None:
+    """``make`` checks the threads."""
+    from tensorrt_llm import LLM
+
+    ended: list[int] = []
+    real = LLM.shutdown
+
+    def shutdown(self: Any) -> None:
+        if not self._closed:
+            ended.append(1)
+        real(self)
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no luck")
+
+    monkeypatch.setattr(LLM, "shutdown", shutdown)
+    if phase == "construction":
+        monkeypatch.setattr(LLM, "__init__", fail)
+        monkeypatch.setattr(LLM, "__del__", lambda self: None)
+    elif phase == "warm-up":
+        monkeypatch.setattr(LLM, "generate_async", fail)
+    else:
+        monkeypatch.setattr(build, "capacity", fail)
+    before = threading.active_count()
+    with pytest.raises((EngineError, RuntimeError), match="no luck"):
+        make()
+    assert ended == ([] if phase == "construction" else [1])
+    assert threading.active_count() <= before
+
+
+def test_the_first_request_finds_an_engine_that_has_answered_before(make: Make, monkeypatch: Any) -> None:
+    from tensorrt_llm import LLM
+
+    asked: list[Any] = []
+    real = LLM.generate_async
+
+    @functools.wraps(real)
+    def generate_async(self: Any, inputs: Any, *rest: Any, **more: Any) -> Any:
+        asked.append((list(inputs), more.get("cache_salt")))
+        return real(self, inputs, *rest, **more)
+
+    monkeypatch.setattr(LLM, "generate_async", generate_async)
+    make()
+    assert asked == [([1] * build.WARM_UP_TOKENS, build.WARM_UP_SALT)]  # once, and apart from clients' caches
+
+
+def test_ranks_started_without_the_launcher_do_not_serve(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    with pytest.raises(EngineError, match="trtllm-llmapi-launch"):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [("debug", "DEBUG"), ("info", "INFO"), ("warning", "WARNING"), ("error", "ERROR")]
+)
+def test_log_levels(monkeypatch: pytest.MonkeyPatch, ours: str, theirs: str) -> None:
+    monkeypatch.delenv("TLLM_LOG_LEVEL", raising=False)
+    api.set_log_level(ours)
+    assert os.environ["TLLM_LOG_LEVEL"] == theirs
+    api.set_log_level("debug")
+    assert os.environ["TLLM_LOG_LEVEL"] == theirs  # what is set stays
+
+
+def test_lines_of_its_log_become_diagnoses_while_it_lives(make: Make) -> None:
+    import logging
+
+    engine = make()
+    logger = logging.getLogger("TRT-LLM")
+    with capture_logs() as lines:
+        logger.warning("num_fitting_reqs=%d and fitting_disagg_gen_init_requests is empty, may not have enough", 0)
+    assert [line["code"] for line in lines if line["event"] == "engine_diagnosis"] == ["disagg_deadlock"]
+    engine.close()
+    with capture_logs() as lines:
+        logger.warning("Can not find sequence 5")
+    assert lines == []
+
+
+@pytest.mark.parametrize(
+    ("version", "words"), [("1.2.0", "use 1.2.1"), ("1.2.1", ""), ("1.3.0rc29", "written for 1.2.1")]
+)
+def test_releases_with_something_to_be_said(version: str, words: str) -> None:
+    said = list(api.notes(version))
+    assert (words in said[0]) if words else not said
+
+
+class TestLater:
+    """Release 1.3, as far as it is known."""
+
+    @pytest.fixture
+    def later(self) -> Any:
+        with standins.installed("1.3"):
+            yield
+
+    def test_what_it_has_is_found_by_looking(self, later: None) -> None:
+        found = api.load()
+        assert found.version.startswith("1.3")
+        assert found.capacity
+        assert {"priority", "conversation_params"} <= found.call
+
+    def test_it_answers_and_its_word_on_its_health_counts(self, later: None) -> None:
+        engine = from_settings(settings(kv_blocks=50), MODEL)
+        try:
+            well = [True]
+            llm: Any = engine._follower._llm
+            llm._check_health = lambda: well[0]
+            assert engine.info.total_blocks == 50
+            assert len(run(engine, ask("a", PROMPT, 3, ignore_eos=True)).tokens("a")) == 3
+            well[0] = False
+            with pytest.raises(EngineError, match="not healthy"):
+                until(engine, lambda told: False)
+        finally:
+            engine.close()

@@ -1,0 +1,211 @@
+"""The one place that imports ``tensorrt_llm``: what the installed release has is looked up once and logged."""
+
+import contextlib
+import dataclasses
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import structlog
+
+from workers.engines.base import EngineError
+
+log = structlog.get_logger("engine")
+
+INSTALL = (
+    "pip install 'tensorrt_llm==1.2.1' --extra-index-url https://pypi.nvidia.com "
+    "(the package of that name on PyPI is an empty stub), or run in NVIDIA's TensorRT-LLM container"
+)
+LEVELS = {"debug": "debug", "info": "info", "warning": "warning", "error": "error"}
+_LEVEL_VARIABLE = "TLLM_LOG_LEVEL"
+
+_SAMPLING_FIELDS = frozenset(
+    [
+        "max_tokens",
+        "end_id",
+        "pad_id",
+        "detokenize",
+        "add_special_tokens",
+        "include_stop_str_in_output",
+        "n",
+        "best_of",
+        "seed",
+        "stop_token_ids",
+        "min_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "prompt_ignore_length",
+        "embedding_bias",
+        "logprobs",
+        "prompt_logprobs",
+        "return_perf_metrics",
+    ]
+)
+_CALL = ("streaming", "disaggregated_params", "scheduling_params", "cache_salt", "priority", "conversation_params")
+
+
+@dataclasses.dataclass(frozen=True)
+class Api:
+    """The classes that we use, and what this release has.
+
+    Attributes:
+        call: keywords of ``generate_async`` that may be given.
+        arguments: keys of the PyTorch back end's arguments; empty: they cannot be read.
+        autodeploy: keys of AutoDeploy's arguments; None: they cannot be read.
+    """
+
+    version: str
+    llm: type[Any]
+    encoder: type[Any] | None
+    sampling: type[Any]
+    disaggregated: type[Any]
+    request_error: type[Exception]
+    scheduling: type[Any] | None
+    speculative: Callable[[dict[str, Any]], Any] | None
+    sparse: Callable[[dict[str, Any]], Any] | None
+    collector: type[Any] | None
+    shared_tensor: type[Any] | None
+    call: frozenset[str]
+    arguments: frozenset[str]
+    autodeploy: frozenset[str] | None
+
+    @property
+    def capacity(self) -> bool:
+        """It tells its KV capacity (1.3)."""
+        return hasattr(self.llm, "get_kv_cache_capacity")
+
+    def construct(self, model: str, tree: Mapping[str, Any]) -> Any:
+        """An engine; blocks until the weights are loaded.
+
+        Raises:
+            whatever it raises; ValueError for arguments.
+        """
+        given = dict(tree)
+        for key, make in (("speculative_config", self.speculative), ("sparse_attention_config", self.sparse)):
+            if isinstance(given.get(key), Mapping) and make is not None:
+                given[key] = make(dict(given[key]))  # a plain mapping has no tag there; ``from_dict`` eats its key
+        return self.llm(model=model, **given)
+
+
+def set_log_level(level: str) -> None:
+    """Ours as theirs, for this process before the import and for its ranks; a variable that is set already wins."""
+    os.environ.setdefault(_LEVEL_VARIABLE, LEVELS[level].upper())
+
+
+def load() -> Api:
+    """Import TensorRT-LLM and look at it.
+
+    Raises:
+        EngineError: it is not there, is the stub, or lacks what no release that we know lacks; with the command to run.
+    """
+    try:
+        package = importlib.import_module("tensorrt_llm")
+        llm = package.LLM
+        sampling = package.SamplingParams
+    except (ImportError, AttributeError, OSError) as error:  # OSError: a CUDA library is missing
+        raise EngineError(f"TensorRT-LLM cannot be imported ({error}); {INSTALL}") from error
+    disaggregated = _find("DisaggregatedParams", "tensorrt_llm.llmapi", "tensorrt_llm.disaggregated_params")
+    request_error = _find("RequestError", "tensorrt_llm.executor.utils", "tensorrt_llm.llmapi", "tensorrt_llm.executor")
+    if disaggregated is None or request_error is None:
+        raise EngineError(
+            f"tensorrt_llm {_version(package)} has no DisaggregatedParams or no RequestError; use 1.2.1: {INSTALL}"
+        )
+    missing = _SAMPLING_FIELDS - _fields(sampling)
+    if missing:
+        raise EngineError(
+            f"SamplingParams of tensorrt_llm {_version(package)} lacks {', '.join(sorted(missing))}; "
+            f"use 1.2.1: {INSTALL}"
+        )
+    scheduling = _find("SchedulingParams", "tensorrt_llm.scheduling_params", "tensorrt_llm.llmapi")
+    torch_args = _find("TorchLlmArgs", "tensorrt_llm.llmapi", "tensorrt_llm.llmapi.llm_args")
+    auto_args = _find("LlmArgs", "tensorrt_llm._torch.auto_deploy.llm_args")
+    api = Api(
+        version=_version(package),
+        llm=llm,
+        encoder=getattr(package, "MultimodalEncoder", None),
+        sampling=sampling,
+        disaggregated=disaggregated,
+        request_error=request_error,
+        scheduling=scheduling,
+        speculative=_from_dict("DecodingBaseConfig"),
+        sparse=_from_dict("BaseSparseAttentionConfig"),
+        collector=_find("MetricsCollector", "tensorrt_llm.metrics", "tensorrt_llm.metrics.collector"),
+        shared_tensor=_find("SharedTensorContainer", "tensorrt_llm._torch.shared_tensor"),
+        call=frozenset(_parameters(llm.generate_async)),
+        arguments=_fields(torch_args) if torch_args is not None else frozenset(),
+        autodeploy=_fields(auto_args) if auto_args is not None else None,
+    )
+    log.info(
+        "tensorrt_llm",
+        version=api.version,
+        call=sorted(name for name in _CALL if name in api.call),
+        arguments=len(api.arguments),
+        autodeploy=api.autodeploy is not None,
+        capacity=api.capacity,
+        scheduling=api.scheduling is not None,
+        native_metrics=api.collector is not None,
+        disaggregated=sorted(_fields(disaggregated)),
+    )
+    for note in notes(api.version):
+        log.warning("tensorrt_llm_version", note=note)
+    if _LEVEL_VARIABLE in os.environ:
+        _apply_level(os.environ[_LEVEL_VARIABLE].lower())
+    return api
+
+
+def notes(version: str) -> Iterator[str]:
+    """What is to be said of a release."""
+    if version.startswith("1.2.0"):
+        yield "1.2.0 gives wrong output with chunked prefill and block reuse (#12770); use 1.2.1"
+    elif not version.startswith("1.2."):
+        yield f"written for 1.2.1; {version} is used as far as its signatures say the same"
+
+
+def _version(package: Any) -> str:
+    return str(getattr(package, "__version__", "unknown"))
+
+
+def _find(name: str, *modules: str) -> Any:
+    for module in modules:
+        with contextlib.suppress(ImportError):
+            found = getattr(importlib.import_module(module), name, None)
+            if found is not None:
+                return found
+    return None
+
+
+def _from_dict(name: str) -> Callable[[dict[str, Any]], Any] | None:
+    kind = _find(name, "tensorrt_llm.llmapi.llm_args", "tensorrt_llm.llmapi")
+    make: Callable[[dict[str, Any]], Any] | None = getattr(kind, "from_dict", None)
+    return make
+
+
+def _fields(kind: Any) -> frozenset[str]:
+    """Names of a dataclass's or pydantic model's fields; else of its constructor's keywords."""
+    if dataclasses.is_dataclass(kind):
+        return frozenset(field.name for field in dataclasses.fields(kind))
+    model = getattr(kind, "model_fields", None)
+    return frozenset(model) if isinstance(model, Mapping) else frozenset(_parameters(kind))
+
+
+def _parameters(function: Any) -> list[str]:
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
+def _apply_level(level: str) -> None:
+    set_level = _find("set_level", "tensorrt_llm.logger")
+    if callable(set_level):
+        try:
+            set_level(level)
+        except Exception as error:
+            log.warning("engine_log_level", level=level, error=str(error))

@@ -1,0 +1,261 @@
+"""The engine's arguments: ours < the YAML file of ``--extra-engine-args`` < the JSON of ``--override-engine-args``.
+
+Pure. Names, values and combinations are checked by ``configs.engine_args``; what is handed to the engine is the plain
+tree, so that everything that nobody mentioned has the default of the installed release.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import structlog
+from blake3 import blake3
+
+from configs.engine_args.rules import Context, Finding, check
+from configs.engine_args.schema import EngineArgs
+from configs.engine_args.tree import AUTODEPLOY, BadArguments, Tree, decode, merge, parse_json, parse_yaml
+
+log = structlog.get_logger("engine")
+
+EVENT_BUFFER = 100_000  # events; 8,192 overflowed under load
+FREE_MEMORY = 0.9  # share of what the weights leave
+TRANSFER = "NIXL"  # named, since what DEFAULT means is not the same everywhere
+
+# AutoDeploy refuses these unless they have their defaults; of the parallel sizes it takes the product.
+_AUTODEPLOY_REFUSES: Mapping[str, tuple[Any, ...]] = {
+    "tensor_parallel_size": (None, 1),
+    "pipeline_parallel_size": (None, 1),
+    "context_parallel_size": (None, 1),
+    "moe_cluster_parallel_size": (None, -1),
+    "moe_tensor_parallel_size": (None, -1),
+    "moe_expert_parallel_size": (None, -1),
+    "enable_attention_dp": (None, False),
+    "cp_config": (None, {}),
+    "max_beam_width": (None, 1),
+    "gpus_per_node": (None,),
+    "build_config": (None,),
+    "device": (None,),
+    "cache_transceiver_config": (None,),
+}
+_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+
+# These would take tokens, or the answer's end, out of our hands; they are ours to set.
+_OURS: Mapping[str, str] = {
+    "model": "use --model",
+    "tokenizer": "the gateway tokenises; use --model",
+    "num_postprocess_workers": "text is made in the gateway",
+    "postprocess_tokenizer_dir": "text is made in the gateway",
+    "reasoning_parser": "answers are parsed in the gateway",
+    "mm_encoder_only": "use --role encode",
+}
+
+_ENCODER_KEYS = frozenset(
+    [
+        "trust_remote_code",
+        "tensor_parallel_size",
+        "dtype",
+        "max_batch_size",
+        "max_num_tokens",
+        "gpus_per_node",
+        "env_overrides",
+    ]
+)  # what a MultimodalEncoder needs; it has neither KV cache nor scheduler
+
+
+class Wanted(NamedTuple):
+    """What the worker asks of its engine. Sizes in tokens; 0: not said.
+
+    Attributes:
+        kv_blocks: blocks of the pool; 0: from free memory.
+        handoff_s: after this, KV that nobody fetched may go.
+        pictures: the model takes them.
+    """
+
+    role: str
+    backend: str  # "pytorch" or "autodeploy"
+    block_size: int
+    max_running: int
+    max_batched_tokens: int
+    max_model_len: int
+    kv_blocks: int = 0
+    prefix_cache: bool = True
+    publish: bool = True
+    handoff_s: float = 30.0
+    tensor_parallel_size: int = 0
+    dtype: str = "auto"
+    pictures: bool = False
+
+
+class Resolved(NamedTuple):
+    """``tree``: the keyword arguments of the constructor, without the model. ``args``: them as checked data."""
+
+    tree: Tree
+    args: EngineArgs
+    kv_events: bool
+    layout: str
+
+
+def defaults(wanted: Wanted) -> Tree:
+    """Our arguments, before the user's."""
+    block = wanted.block_size
+    longest = _up(wanted.max_model_len, block)
+    kv: Tree = {
+        "enable_block_reuse": wanted.prefix_cache,
+        "free_gpu_memory_fraction": FREE_MEMORY,
+        "tokens_per_block": block,
+        "event_buffer_max_size": EVENT_BUFFER if wanted.publish and wanted.prefix_cache else 0,
+    }
+    if wanted.kv_blocks:
+        kv["max_tokens"] = wanted.kv_blocks * block
+    tree: Tree = {
+        "max_batch_size": wanted.max_running,
+        "max_num_tokens": _up(wanted.max_batched_tokens, block),
+        "max_seq_len": wanted.max_model_len,
+        "enable_chunked_prefill": True,  # without, a prompt longer than one step is refused
+        "skip_tokenizer_init": not wanted.pictures,  # it sees token ids only, except beside pictures
+        "kv_cache_config": kv,
+        "scheduler_config": {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT"},
+        "enable_iter_perf_stats": wanted.publish,
+    }
+    if wanted.dtype != "auto":
+        tree["dtype"] = wanted.dtype
+    if wanted.tensor_parallel_size:
+        tree["tensor_parallel_size"] = wanted.tensor_parallel_size
+    if wanted.role in ("prefill", "decode"):
+        tree["cache_transceiver_config"] = {
+            "backend": TRANSFER,
+            "max_tokens_in_buffer": longest,
+            "kv_transfer_timeout_ms": max(1, int(wanted.handoff_s * 1000)),
+        }
+    if wanted.role == "prefill":
+        tree["disable_overlap_scheduler"] = True
+    return tree
+
+
+def resolve(
+    wanted: Wanted,
+    extra_yaml: str = "",
+    override_json: str = "",
+    *,
+    newer: Collection[str] = (),
+    known: Collection[str] | None = None,
+    context: Context | None = None,
+) -> Resolved:
+    """Merge, prune and check.
+
+    Args:
+        newer: keys that the installed release has beyond those of 1.2.1; handed on unchecked.
+        known: keys of the installed AutoDeploy arguments, if they can be read.
+        context: circumstances that the rules judge by.
+
+    Raises:
+        BadArguments: with one line per problem, each with its fix.
+    """
+    given = parse_yaml(extra_yaml) if extra_yaml else {}
+    if override_json:
+        given = merge(given, parse_json(override_json))
+    length = given.get("max_seq_len")
+    if isinstance(length, int) and length > 0:  # what follows from it, follows from theirs
+        wanted = wanted._replace(max_model_len=length)
+    tree = merge(defaults(wanted), given)
+    tree = _own(tree, wanted)
+    if wanted.backend == "autodeploy":
+        tree = prune(tree, known)
+    else:
+        _not_backend(tree)
+    tree = _named_transport(tree)
+    checked = {key: value for key, value in tree.items() if key not in newer}
+    args = decode(checked)
+    context = context or Context(role=_role(wanted.role), router_block_size=wanted.block_size)
+    _judge(check(args, context))
+    kv = args.kv_cache_config
+    return Resolved(tree, args, bool(kv.enable_block_reuse and kv.event_buffer_max_size), layout(args))
+
+
+def encoder(tree: Mapping[str, Any]) -> Tree:
+    """Of the arguments, what a ``MultimodalEncoder`` needs."""
+    return {key: value for key, value in tree.items() if key in _ENCODER_KEYS}
+
+
+def prune(tree: Tree, known: Collection[str] | None = None) -> Tree:
+    """Without what AutoDeploy does not take; one warning for each key that had a value of its own."""
+    kept: Tree = {"backend": AUTODEPLOY}
+    world = 1
+    for key, value in tree.items():
+        if key == "backend":
+            continue
+        refused = key in _AUTODEPLOY_REFUSES
+        if not refused and (known is None or key in known):
+            kept[key] = value
+            continue
+        if key in _SIZES and isinstance(value, int):
+            world *= value
+        if not refused or value not in _AUTODEPLOY_REFUSES[key]:
+            log.warning("engine_argument_dropped", key=key, reason="AutoDeploy does not take it")
+    if world > 1:
+        kept.setdefault("world_size", world)
+    return kept
+
+
+def layout(args: EngineArgs) -> str:
+    """A fingerprint of what a KV block holds and which tokens each layer keeps.
+
+    KV moves only between engines of the same; the weights' revision is compared elsewhere.
+    """
+    kv = args.kv_cache_config
+    windows = tuple(kv.max_attention_window or ())
+    while len(windows) > 1 and len(set(windows)) == 1:
+        windows = windows[:1]
+    what = repr((kv.tokens_per_block, kv.dtype, windows, kv.sink_token_length or 0, args.dtype))
+    return f"trtllm:{kv.tokens_per_block}:{kv.dtype}:{blake3(what.encode()).hexdigest(length=6)}"
+
+
+def _own(tree: Tree, wanted: Wanted) -> Tree:
+    kept = dict(tree)
+    for key, instead in _OURS.items():
+        if kept.pop(key, None):
+            log.warning("engine_argument_dropped", key=key, reason=instead)
+    kv = kept.get("kv_cache_config")
+    if isinstance(kv, Mapping) and kv.get("event_buffer_max_size") and not kv.get("enable_block_reuse", True):
+        log.warning("kv_events_off", reason="without kv_cache_config.enable_block_reuse there are none")
+        kept["kv_cache_config"] = {**kv, "event_buffer_max_size": 0}
+    if kept.get("guided_decoding_backend"):
+        kept["skip_tokenizer_init"] = False
+    if kept.get("backend") not in (None, "pytorch", AUTODEPLOY):
+        return kept  # the schema says what there is
+    asked = "autodeploy" if kept.get("backend") == AUTODEPLOY else "pytorch"
+    if kept.get("backend") is not None and asked != wanted.backend:
+        raise BadArguments(
+            [f"backend: the file says {kept['backend']}, the worker {wanted.backend}; use --trtllm-backend"]
+        )
+    return kept
+
+
+def _not_backend(tree: Tree) -> None:
+    if tree.get("backend") == "pytorch":
+        del tree["backend"]
+
+
+def _named_transport(tree: Tree) -> Tree:
+    transceiver = tree.get("cache_transceiver_config")
+    if isinstance(transceiver, Mapping) and transceiver.get("backend") == "DEFAULT":
+        return tree | {"cache_transceiver_config": {**transceiver, "backend": TRANSFER}}
+    return tree
+
+
+def _judge(findings: list[Finding]) -> None:
+    errors = [finding for finding in findings if finding.level == "error"]
+    for finding in findings:
+        if finding.level != "error":
+            log.warning(
+                "engine_argument", rule=finding.rule, key=finding.where, message=finding.message, fix=finding.fix
+            )
+    if errors:
+        raise BadArguments(f"{each.where}: {each.message}; {each.fix} ({each.rule})" for each in errors)
+
+
+def _role(role: str) -> Any:
+    return role if role in ("aggregated", "prefill", "decode", "encode") else "aggregated"
+
+
+def _up(tokens: int, block: int) -> int:
+    return -(-tokens // block) * block

@@ -1,0 +1,254 @@
+"""From settings to a running TensorRT-LLM engine: arguments, checks, construction, one warm-up request."""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import structlog
+
+from configs import modeldir
+from configs.engine_args.rules import Context
+from configs.engine_args.schema import EngineArgs
+from configs.engine_args.shapes import Shape, UnknownShape, shape_of
+from configs.engine_args.tree import BadArguments, merge, parse_json, parse_yaml
+from configs.settings import WorkerSettings
+from schemas import blocks
+from schemas.requests import Sampling, Stop
+from workers.engines.base import EngineError, EngineInfo, MediaSpan
+from workers.engines.trtllm import api as apis
+from workers.engines.trtllm import launch, sampling, stats
+from workers.engines.trtllm.api import Api
+from workers.engines.trtllm.args import Resolved, Wanted, resolve
+from workers.engines.trtllm.engine import TrtllmEngine, shut_down
+from workers.engines.trtllm.follow import drained
+from workers.engines.trtllm.loop import LoopThread
+from workers.engines.trtllm.metrics import NativeMetrics
+from workers.engines.trtllm.prepare import Options
+from workers.engines.trtllm.sight import Album, dtype_of, inputs
+from workers.engines.trtllm.watch import Watch
+
+if TYPE_CHECKING:
+    from workers.engines.logits.trtllm_form import TrtllmProcessors
+
+log = structlog.get_logger("engine")
+
+WARM_UP_S = 600.0  # the first request compiles and captures
+WARM_UP_TOKENS = 4  # fewer than a block; a single one looks like an attention-DP dummy
+WARM_UP_SALT = "penstock-warm-up"
+
+
+def from_settings(
+    settings: WorkerSettings, path: Path, processors: "TrtllmProcessors | None" = None
+) -> TrtllmEngine:
+    """Load the model in ``path`` and make its engine; the first request finds it warm.
+
+    Args:
+        processors: the logits processors of a request, if it asks for some.
+
+    Raises:
+        BadArguments: the engine's arguments are wrong; one line per problem, each with its fix.
+        EngineError: TensorRT-LLM is not installed, or the engine did not start.
+        modeldir.ModelError: the directory cannot be used.
+    """
+    began = time.perf_counter()
+    apis.set_log_level(settings.log_level)
+    api = apis.load()
+    model = modeldir.load(path)
+    wanted = wanted_of(settings, model.max_model_len, pictures=_sees(model))
+    resolved = arguments(settings, wanted, api, path)
+    if reason := launch.problem(os.environ, resolved.args.gpus):
+        raise EngineError(reason)
+    with contextlib.ExitStack() as undo:
+        undo.callback(Watch().attach())
+        loop = LoopThread("trtllm")
+        undo.callback(loop.close)
+        llm = construct(api, str(path), resolved)
+        undo.callback(shut_down, llm)  # first of all, while the loop runs: its threads deliver to it until they end
+        metrics = NativeMetrics(
+            api.collector if wanted.publish else None, {"model_name": model.name, "engine_type": "trtllm"}
+        )
+        stat = warm_up(llm, api, loop, model.eos_token_ids, publish=wanted.publish)
+        if stat is not None:
+            metrics.warmed_up(stat)
+        args = resolved.args
+        if processors is not None and args.speculative_config is not None:
+            processors = processors.none("with speculative decoding")
+        ranks = args.tensor_parallel_size if args.enable_attention_dp else 1
+        limit = args.max_seq_len or wanted.max_model_len
+        info = EngineInfo(
+            name="trtllm",
+            block_size=args.kv_cache_config.tokens_per_block,
+            total_blocks=capacity(llm, api, args, stat),
+            slots=args.batch_size * ranks,
+            max_model_len=limit,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            kv_events=resolved.kv_events and wanted.publish,
+            load_seconds=time.perf_counter() - began,
+            dp_size=ranks,
+            handover=resolved.layout if args.cache_transceiver_config is not None else "",
+            logits_processors=() if processors is None else processors.names,
+        )
+        album = _album(model, settings)
+        options = Options(
+            prompt_limit=limit if args.enable_chunked_prefill else min(limit, args.max_num_tokens or limit),
+            layout=resolved.layout,
+            root=blocks.root(model.revision),
+            disaggregated=api.disaggregated,
+            scheduling=api.scheduling if ranks > 1 else None,
+            publish=wanted.publish,
+            abort_hold_s=settings.handoff_lease_s,
+            processors=processors,
+            pictures=_pictures(model, album),
+        )
+        engine = TrtllmEngine(info, llm, api, loop, options, metrics, undo.pop_all(), album)
+    log.info("trtllm_ready", layout=resolved.layout, blocks=info.total_blocks, slots=info.slots, ranks=ranks)
+    return engine
+
+
+def wanted_of(settings: WorkerSettings, model_len: int, *, pictures: bool = False) -> Wanted:
+    """What the settings ask of the engine.
+
+    Raises:
+        BadArguments: a length that the model does not have.
+    """
+    if settings.max_model_len > model_len:
+        raise BadArguments([f"max_model_len: {settings.max_model_len}, this model takes {model_len}"])
+    return Wanted(
+        role=settings.role,
+        backend=settings.trtllm_backend,
+        block_size=settings.block_size,
+        max_running=settings.max_running,
+        max_batched_tokens=settings.max_batched_tokens,
+        max_model_len=settings.max_model_len or model_len,
+        kv_blocks=settings.kv_blocks,
+        prefix_cache=settings.prefix_cache,
+        publish=settings.publish_events_and_metrics,
+        handoff_s=settings.handoff_lease_s,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        dtype=settings.dtype,
+        pictures=pictures,
+    )
+
+
+def arguments(settings: WorkerSettings, wanted: Wanted, api: Api, path: Path) -> Resolved:
+    """The constructor's arguments, checked against what is known of model, draft model and release.
+
+    Raises:
+        BadArguments: see ``args.resolve``.
+    """
+    extra = ""
+    if settings.extra_engine_args:
+        try:
+            extra = Path(settings.extra_engine_args).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadArguments([f"--extra-engine-args: {error}"]) from error
+    given = parse_yaml(extra) if extra else {}
+    if settings.override_engine_args:
+        given = merge(given, parse_json(settings.override_engine_args))
+    speculation = given.get("speculative_config") or {}
+    draft = speculation.get("speculative_model") or speculation.get("speculative_model_dir") or ""
+    local = draft.startswith(("/", ".", "~")) or draft.count("/") > 1
+    context = Context(
+        role=wanted.role,  # type: ignore[arg-type]  # a Literal in the settings
+        model_len=wanted.max_model_len if "max_seq_len" not in given else None,
+        router_block_size=wanted.block_size,
+        shape=_shape(path),
+        draft=_shape(Path(draft).expanduser()) if draft else None,
+        missing=frozenset([draft] if local and not Path(draft).expanduser().is_dir() else ()),
+        version=api.version,
+    )
+    newer = api.arguments - frozenset(EngineArgs.__struct_fields__) if not api.version.startswith("1.2.") else ()
+    return resolve(wanted, extra, settings.override_engine_args, newer=newer, known=api.autodeploy, context=context)
+
+
+def _sees(model: modeldir.ModelDir) -> bool:
+    return model.vision is not None and model.vision.hidden > 0
+
+
+def _album(model: modeldir.ModelDir, settings: WorkerSettings) -> Album | None:
+    """Where pictures wait for their prompts; None: the model takes none."""
+    if model.vision is None or not _sees(model):
+        return None
+    return Album(model.vision, settings.embed_slots, dtype_of(settings.dtype, _config(model.path)))
+
+
+def _pictures(
+    model: modeldir.ModelDir, album: Album | None
+) -> Callable[[Sequence[int], Sequence[MediaSpan]], dict[str, Any]] | None:
+    vision = model.vision
+    if album is None or vision is None:
+        return None
+    return lambda tokens, spans: inputs(tokens, spans, album, model.tokenizer, vision.image_token_id)
+
+
+def _config(path: Path) -> dict[str, Any]:
+    return msgspec.json.decode((path / "config.json").read_bytes(), type=dict[str, Any])
+
+
+def _shape(path: Path) -> Shape | None:
+    """What config.json says of a model's size; None: not known."""
+    try:
+        return shape_of(_config(path), model=path.name)
+    except (UnknownShape, msgspec.MsgspecError, OSError):
+        return None
+
+
+def construct(api: Api, model: str, resolved: Resolved) -> Any:
+    """
+    Raises:
+        BadArguments: the engine refuses an argument.
+        EngineError: it does not start.
+    """
+    try:
+        return api.construct(model, resolved.tree)
+    except ValueError as error:  # pydantic's errors are ValueErrors
+        raise BadArguments([f"TensorRT-LLM {api.version} refuses its arguments: {error}"]) from error
+    except Exception as error:
+        raise EngineError(f"TensorRT-LLM {api.version} did not start: {error!r}") from error
+
+
+def warm_up(llm: Any, api: Api, loop: LoopThread, eos: tuple[int, ...], *, publish: bool) -> dict[str, Any] | None:
+    """One short request, so that the first client does not wait for compilation; the statistics after it, if any.
+
+    Its salt keeps it apart from requests, and from the dummies of attention DP.
+
+    Raises:
+        EngineError: the engine does not answer.
+    """
+    given = sampling.arguments(Sampling(temperature=0.0), Stop(1, ignore_eos=True), eos=eos, max_tokens=1)
+
+    async def ask() -> dict[str, Any] | None:
+        extra = {"cache_salt": WARM_UP_SALT} if "cache_salt" in api.call else {}
+        await llm.generate_async([1] * WARM_UP_TOKENS, api.sampling(**given), **extra).aresult()
+        last = None
+        if publish:
+            async for stat in drained(llm.get_stats_async(timeout=0.2)):
+                last = stat
+        return last
+
+    try:
+        last: dict[str, Any] | None = loop.run(ask(), WARM_UP_S)
+    except Exception as error:
+        raise EngineError(f"TensorRT-LLM started but does not answer: {error!r}") from error
+    return last
+
+
+def capacity(llm: Any, api: Api, args: EngineArgs, stat: dict[str, Any] | None) -> int:
+    """Blocks of the KV pool: the engine's word, else its statistics, else what the arguments ask for."""
+    if api.capacity:
+        told = llm.get_kv_cache_capacity()
+        found = told.get("maxNumBlocks") if isinstance(told, dict) else getattr(told, "maxNumBlocks", None)
+        if found:
+            return int(found)
+    shown = stats.blocks(stat) if stat is not None else None
+    if shown is not None and shown.total > 0:
+        return shown.total
+    kv = args.kv_cache_config
+    tokens = kv.max_tokens or args.batch_size * (args.max_seq_len or 0)
+    log.warning("kv_capacity_unknown", guess=tokens // kv.tokens_per_block, fix="enable_iter_perf_stats")
+    return max(1, tokens // kv.tokens_per_block)

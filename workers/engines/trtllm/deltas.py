@@ -1,0 +1,140 @@
+"""From the cumulative outputs of one sequence to tokens that are each told once.
+
+TensorRT-LLM hands out the same growing list again and again, by several tokens at a time, and its last version may be
+shorter (a stop token was trimmed). Our protocol wants every token once, the ending one included and marked.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from typing import Any, NamedTuple
+
+from schemas.errors import Code
+from schemas.tokens import Logprob
+
+MISSING = -9999.0  # as the log-probability of a token that the engine gave none for; the API's word for "very unlikely"
+
+_ENDED = frozenset({"stop", "length", "timeout", "cancelled"})  # "not_finished": a prompt that others go on with
+
+
+class Token(NamedTuple):
+    """One new token; fields as of ``workers.engines.base.Output``."""
+
+    token: int
+    finish: str = ""
+    logprob: Logprob | None = None
+    stop_token: int | None = None
+
+
+class Ending(NamedTuple):
+    """The sequence ended by an error of its own, without a token that could carry it."""
+
+    code: str
+    message: str
+
+
+class Cursor:
+    """What was told of one sequence.
+
+    Args:
+        limit: new tokens after which it ends.
+        stops: token ids that end it, once more than ``min_tokens`` new tokens are out.
+        end_id: the token that is meant when the engine says "stop" and shows none; -1: there is none.
+        skip: tokens that the engine may repeat at the start although they were told before (a prefill worker's).
+        top: alternatives per token that the client asked for; None: no log-probabilities.
+    """
+
+    def __init__(
+        self,
+        *,
+        limit: int,
+        stops: frozenset[int] = frozenset(),
+        min_tokens: int = 0,
+        end_id: int = -1,
+        skip: Seq[int] = (),
+        top: int | None = None,
+    ) -> None:
+        self.told = 0  # new tokens
+        self.finished = False
+        self.repeats: bool | None = None if skip else False  # the engine's output starts with ``skip``; None: not seen
+        self._skip = list(skip)
+        self._limit = limit
+        self._stops = stops
+        self._min_tokens = min_tokens
+        self._end_id = end_id
+        self._top = top
+
+    def advance(
+        self,
+        token_ids: Seq[int],
+        logprobs: Seq[Any] | None = None,
+        finish: str | None = None,
+        stop_reason: int | str | None = None,
+    ) -> tuple[list[Token], Ending | None]:
+        """Take one version of the output; what is new in it, and how it failed if it did."""
+        if self.finished:
+            return [], None
+        offset = self._offset(token_ids, finish)
+        if offset is None:
+            return [], None
+        new: list[Token] = []
+        for at in range(offset + self.told, len(token_ids)):
+            token = token_ids[at]
+            self.told += 1
+            ends = self._ends(token)
+            value = self._logprob(token, at, len(token_ids), logprobs)
+            new.append(Token(token, ends, value, token if ends == "stop" else None))
+            if ends:
+                self.finished = True
+                return new, None
+        if finish in _ENDED:
+            return self._engine_ended(new, finish, stop_reason)
+        return new, None
+
+    def _offset(self, token_ids: Seq[int], finish: str | None) -> int | None:
+        """Where the new tokens start; None: that cannot be told yet."""
+        if self.repeats is None:
+            known = len(self._skip)
+            if len(token_ids) < known and list(token_ids) == self._skip[: len(token_ids)] and finish not in _ENDED:
+                return None
+            self.repeats = list(token_ids[:known]) == self._skip
+        return len(self._skip) if self.repeats else 0
+
+    def _ends(self, token: int) -> str:
+        if token in self._stops and self.told > self._min_tokens:
+            return "stop"
+        return "length" if self.told >= self._limit else ""
+
+    def _engine_ended(
+        self, new: list[Token], finish: str, stop_reason: int | str | None
+    ) -> tuple[list[Token], Ending | None]:
+        """The engine says that it ended, where its tokens did not say so."""
+        self.finished = True
+        if finish in ("cancelled", "timeout"):
+            code = Code.cancelled if finish == "cancelled" else Code.deadline_exceeded
+            return new, Ending(code, f"the engine ended the request: {finish}")
+        trimmed = stop_reason if isinstance(stop_reason, int) else self._end_id if stop_reason is None else -1
+        if finish == "stop" and trimmed >= 0:  # the stop token itself is part of the answer here
+            self.told += 1
+            value = Logprob(MISSING) if self._top is not None else None
+            return [*new, Token(trimmed, "stop", value, trimmed)], None
+        if new:
+            return [*new[:-1], new[-1]._replace(finish=finish)], None
+        return [], Ending(Code.engine_error, f"the engine ended the answer ({finish}) without a last token")
+
+    def _logprob(self, token: int, at: int, length: int, logprobs: Seq[Any] | None) -> Logprob | None:
+        if self._top is None:
+            return None
+        # Where there are fewer than tokens, those of a prefill worker's tokens are missing at the front.
+        place = at - (length - len(logprobs)) if logprobs else -1
+        if not logprobs or not 0 <= place < len(logprobs):
+            return Logprob(MISSING)
+        return logprob_of(logprobs[place], token, self._top)
+
+
+def logprob_of(entry: Any, token: int, top: int) -> Logprob:
+    """One position of the engine's list: a number, or token id → object with ``logprob`` and ``rank``."""
+    if not isinstance(entry, Mapping):
+        return Logprob(float(entry))
+    values = {int(known): float(value.logprob) for known, value in entry.items()}
+    best = sorted(values.items(), key=lambda pair: -pair[1])[:top]
+    return Logprob(values.get(token, MISSING), tuple(best))

@@ -1,0 +1,99 @@
+"""TensorRT-LLM's own metrics beside ours: what its collector keeps per request, and gauges from its statistics.
+
+Its collector registers with prometheus_client's default registry, in several processes if there are several; ours is
+another registry, so this is a collector that hands the ``trtllm_`` series of that one on, and no others.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import structlog
+from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+
+from workers.engines.trtllm import stats
+
+log = structlog.get_logger("engine")
+
+PREFIX = "trtllm"
+MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"  # to be set before prometheus_client is imported
+
+
+class NativeMetrics(Collector):
+    """Register it with the worker's registry.
+
+    Args:
+        kind: TensorRT-LLM's MetricsCollector; None: this release has none.
+        labels: of its series.
+        registry: where it registers.
+    """
+
+    def __init__(
+        self, kind: type[Any] | None, labels: Mapping[str, str], registry: CollectorRegistry = REGISTRY
+    ) -> None:
+        self._registry = registry
+        self._latest: Mapping[str, Any] = {}
+        self._baseline = (0.0, 0.0)
+        self._log = self._logger(kind, labels)
+
+    def _logger(self, kind: type[Any] | None, labels: Mapping[str, str]) -> Any:
+        if kind is None:
+            return None
+        try:
+            collector = kind(dict(labels))
+        except Exception as error:  # such as: the series exist already, of another engine in this process
+            log.warning("native_metrics_off", error=str(error))
+            return None
+        for name in ("log_request_metrics_dict", "log_metrics_dict"):  # renamed in 1.3
+            found = getattr(collector, name, None)
+            if callable(found):
+                return found
+        log.warning("native_metrics_off", error="its MetricsCollector has no method that we know")
+        return None
+
+    def finished(self, metrics: Mapping[str, Any] | None) -> None:
+        """A request has ended; its ``metrics_dict``, which is empty unless performance metrics were asked for."""
+        if self._log is None or not metrics:
+            return
+        try:
+            self._log(metrics)
+        except Exception as error:
+            log.warning("native_metrics_off", error=repr(error))
+            self._log = None
+
+    def observe(self, stat: Mapping[str, Any]) -> None:
+        """The engine's newest statistic."""
+        self._latest = stat
+
+    def warmed_up(self, stat: Mapping[str, Any]) -> None:
+        """What came before this statistic was the warm-up, which does not count towards the hit rate."""
+        reused, missed = (stats.number(stat, "kvCacheStats", key) for key in ("reusedBlocks", "missedBlocks"))
+        self._baseline = (reused or 0.0, missed or 0.0)
+
+    def collect(self) -> Iterator[Metric]:
+        stat, known = self._latest, set()
+        for metric in self._native():
+            if metric.name.startswith(PREFIX):
+                known.add(metric.name)
+                yield metric
+        for name, value in stats.gauges(stat).items():
+            if name not in known:
+                yield GaugeMetricFamily(name, stats.GAUGES[name][2], value)
+        rate = stats.hit_rate(stat, self._baseline)
+        if rate is not None and "trtllm_kv_cache_hit_rate" not in known:
+            yield GaugeMetricFamily("trtllm_kv_cache_hit_rate", "blocks found in the cache, share since warm-up", rate)
+
+    def _native(self) -> Iterator[Metric]:
+        if not os.environ.get(MULTIPROCESS):
+            yield from self._registry.collect()
+            return
+        merged = CollectorRegistry()
+        MultiProcessCollector(merged)  # type: ignore[no-untyped-call]
+        yield from merged.collect()
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: names are known only when there are values."""
+        return iter(())

@@ -1,0 +1,189 @@
+"""From one of our sequences to one call of ``generate_async``, or the reason why it can never run here."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from typing import Any, NamedTuple
+
+import structlog
+
+from schemas.errors import Code
+from workers.engines.base import EngineInfo, MediaSpan, RequestError, SequenceRequest
+from workers.engines.trtllm import disagg, sampling
+from workers.engines.trtllm.deltas import Cursor
+
+log = structlog.get_logger("engine")
+
+
+class Options(NamedTuple):
+    """What is fixed besides ``EngineInfo``.
+
+    Attributes:
+        prompt_limit: tokens of a prompt, at most.
+        layout: fingerprint of the KV cache, compared at a hand-over.
+        root: of the names of blocks without tenant or adapter; others get a salt of their own.
+        disaggregated: TensorRT-LLM's DisaggregatedParams.
+        scheduling: its SchedulingParams, for attention DP only.
+        publish: statistics are read, and requests measured.
+        abort_hold_s: an abort of a request whose prompt is still being fetched waits so long for that to end.
+        processors: the logits processors of a request.
+        pictures: what ``generate_async`` takes for tokens with media.
+    """
+
+    prompt_limit: int
+    layout: str
+    root: bytes
+    disaggregated: type[Any]
+    scheduling: type[Any] | None = None
+    publish: bool = True
+    abort_hold_s: float = 30.0
+    processors: Callable[[SequenceRequest], Any] | None = None
+    pictures: Callable[[Seq[int], Seq[MediaSpan]], dict[str, Any]] | None = None
+
+
+class Prepared(NamedTuple):
+    """``sampling``: of SamplingParams, made anew for the call, which changes it. ``arguments``: the call's others.
+
+    ``tokens``: all that are prompt to the engine. ``adopted``: its prompt's KV is fetched from another engine.
+    """
+
+    cursor: Cursor
+    sampling: dict[str, Any]
+    arguments: dict[str, Any]
+    tokens: list[int]
+    adopted: bool
+
+
+def check(request: SequenceRequest, info: EngineInfo, prompt_limit: int) -> None:
+    """
+    Raises:
+        RequestError: it can never run here; the message names the limit.
+    """
+    prompt, generated = len(request.prompt), len(request.generated)
+    if not prompt:
+        raise RequestError(Code.invalid_request, "the prompt has no tokens; give at least one")
+    highest = max(max(request.prompt), max(request.generated, default=0))
+    if highest >= info.vocab_size:
+        raise RequestError(Code.invalid_request, f"token id {highest} is outside the vocabulary of {info.vocab_size}")
+    if request.stop.max_tokens <= generated:
+        raise RequestError(
+            Code.invalid_request,
+            f"max_tokens is {request.stop.max_tokens} and {generated} are generated already: nothing to do",
+        )
+    known = prompt + generated
+    if known >= info.max_model_len:
+        raise RequestError(
+            Code.context_length_exceeded,
+            f"prompt and answer have {known} tokens; this model takes {info.max_model_len}, at least one new one "
+            "included",
+        )
+    if known > prompt_limit:
+        raise RequestError(
+            Code.context_length_exceeded,
+            f"the prompt has {known} tokens; this worker computes {prompt_limit} at once (max_num_tokens; set "
+            "enable_chunked_prefill)",
+        )
+    if request.reservation is not None:
+        raise RequestError(Code.transfer_failed, "this engine fetches KV by itself; it takes no blocks of ours")
+
+
+def prepare(request: SequenceRequest, info: EngineInfo, options: Options, used: "Used") -> Prepared:
+    """
+    Args:
+        used: states of prefill engines that were taken over here; each can be only once.
+
+    Raises:
+        RequestError: a bias names unknown tokens, or its media cannot be given to the engine.
+    """
+    stop, eos = request.stop, info.eos_token_ids
+    params, repeated = _handed(request, options, used) if request.opaque else (None, 0)
+    adopted = params is not None
+    if request.hold:
+        params = options.disaggregated(request_type=disagg.CONTEXT)
+    before = len(request.generated) - repeated  # generated tokens that are prompt to the engine
+    room = info.max_model_len - len(request.prompt)
+    limit = 1 if request.hold else min(stop.max_tokens, room) - len(request.generated)
+    given = sampling.arguments(
+        request.sampling,
+        stop,
+        eos=eos,
+        max_tokens=limit + repeated,
+        min_tokens=stop.min_tokens - before,
+        prompt_len=len(request.prompt),
+        choice=request.choice,
+        position=len(request.generated),
+        perf_metrics=options.publish,
+    )
+    if "embedding_bias" in given:
+        given["embedding_bias"] = bias(given["embedding_bias"], info.vocab_size)
+    if options.processors is not None and (found := options.processors(request)) is not None:
+        given["logits_processor"] = found
+    tokens = [*request.prompt, *request.generated[:before]]
+    arguments: dict[str, Any] = {"inputs": tokens, "streaming": not request.hold}
+    if request.media and not adopted and options.pictures is not None:
+        arguments["inputs"] = options.pictures(tokens, request.media)
+    if params is not None:
+        arguments["disaggregated_params"] = params
+    if request.root and request.root != options.root:
+        arguments["cache_salt"] = request.root.hex()
+    if options.scheduling is not None:
+        # Left to its default of None, two waiting requests cannot be compared and the engine dies of it.
+        arguments["scheduling_params"] = options.scheduling(attention_dp_rank=None, attention_dp_relax=True)
+    cursor = Cursor(
+        limit=limit,
+        stops=sampling.stop_ids(stop, eos),
+        min_tokens=max(0, stop.min_tokens - len(request.generated)),
+        end_id=sampling.end_id(stop, eos),
+        skip=request.generated[before:],
+        top=request.sampling.logprobs,
+    )
+    return Prepared(cursor, given, arguments, tokens, adopted)
+
+
+def _handed(request: SequenceRequest, options: Options, used: "Used") -> tuple[Any, int]:
+    """Parameters to take over the KV that another engine computed, and how many of the tokens are that engine's.
+
+    (None, 0) where it cannot be taken over: then the prompt is computed here. The choices of a request share one state.
+    """
+    try:
+        tokens = [*request.prompt, *request.generated]
+        params, own = disagg.unpack(request.opaque, options.disaggregated, options.layout, tokens, len(request.prompt))
+    except (ValueError, TypeError) as error:
+        log.warning("handed_state_unusable", error=str(error), action="computing the prompt here")
+        return None, 0
+    if not used.take(params.ctx_request_id, params.opaque_state):
+        return None, 0
+    return params, own
+
+
+class Used:
+    """States that were taken over, as long as another choice of the same request may come with them."""
+
+    def __init__(self, remembered: int = 1024) -> None:
+        self._seen: OrderedDict[object, None] = OrderedDict()
+        self._remembered = remembered
+
+    def take(self, *state: object) -> bool:
+        """False: it was before."""
+        if state in self._seen:
+            return False
+        self._seen[state] = None
+        if len(self._seen) > self._remembered:
+            self._seen.popitem(last=False)
+        return True
+
+
+def bias(values: Mapping[int, float], vocab_size: int) -> Any:
+    """A tensor of (vocab_size,) float32.
+
+    Raises:
+        RequestError: a token is outside the vocabulary.
+    """
+    import torch
+
+    if any(not 0 <= token < vocab_size for token in values):
+        raise RequestError(Code.invalid_request, f"logit_bias names tokens outside the vocabulary of {vocab_size}")
+    tensor = torch.zeros(vocab_size, dtype=torch.float32)
+    if values:
+        tensor[list(values)] = torch.tensor(list(values.values()), dtype=torch.float32)
+    return tensor
