@@ -1,5 +1,6 @@
 # make up     run a deployment here          (make up ARGS="--engine mock --workers 2")
 # make test   everything that CI checks
+# make test-trtllm  the engines' contract on the real TensorRT-LLM, with a GPU (VENV=where it is installed)
 # make bench  load a running deployment      (make bench ARGS="--concurrency 64")
 
 PYTHON ?= python3
@@ -7,7 +8,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: up test bench lint clean
+.PHONY: up test test-trtllm bench lint clean
 
 up: $(VENV)/.installed
 	@$(BIN)/penstock up $(ARGS)
@@ -17,6 +18,11 @@ test: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest $(ARGS)
+
+# Not on the stamp: tensorrt_llm comes from NVIDIA's index or container, so BIN may be any environment that has it.
+test-trtllm:
+	PENSTOCK_CONTRACT_REAL=tensorrt_llm PENSTOCK_CONTRACT_BOUND_S=300 \
+	  $(BIN)/python -m pytest tests/workers/engines/test_contract.py -k trtllm --timeout 1800 $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .

@@ -111,7 +111,7 @@ class Transport(Protocol):
         """
 
     def renew(self) -> None:
-        """Close the agent and make another: the only end of a write whose writer stands still. Peers lose the old one."""
+        """Close the agent and make another: the only end of a write whose writer stands still. Peers lose it."""
 
     def forget(self, agent: str) -> None:
         """That agent has ended: its transfers fail at once; what was posted stays in quarantine until it ends."""

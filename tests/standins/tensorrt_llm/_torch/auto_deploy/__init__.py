@@ -1,0 +1,4 @@
+from tensorrt_llm._torch.auto_deploy.llm import LLM
+from tensorrt_llm._torch.auto_deploy.llm_args import LlmArgs
+
+__all__ = ["LLM", "LlmArgs"]

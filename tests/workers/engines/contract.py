@@ -1,0 +1,342 @@
+"""What every engine owes its worker, asked through the protocol of ``workers.engines.base`` alone.
+
+``SUBJECTS`` are the engines, each made from a worker's settings as ``workers.main`` makes it; ``test_contract.py`` is
+the suite. Where an engine cannot keep a clause, ``lacks`` says why, and its test is skipped with that reason.
+
+On hardware: where the real ``tensorrt_llm`` is importable, the subject "trtllm" is the real one instead of the
+stand-in, with no other change (``make test-trtllm``; it fails if only the stand-in is there). The bundled demo model is
+small enough for any GPU. Engines that answer from other threads are waited for: what must be true at once for all is
+asked at once, what may come later is waited for by ``settle``, at most ``BOUND_S``.
+"""
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import time
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from configs import modeldir
+from configs.settings import WorkerSettings
+from schemas.blocks import chain, root, split
+from schemas.kv import Cleared, KvEvent, Removed, Stored
+from schemas.requests import Sampling, Stop
+from schemas.transfer import Memory
+from schemas.wire import pack_tokens
+from tests import standins
+from workers.engines.base import Engine, Failure, Held, Output, SequenceRequest, Started, StepResult
+
+MODEL = modeldir.DEMO
+QUICK = modeldir.TINY  # for tests of many tokens whose words do not matter
+BLOCK = 16
+POOL = 96  # blocks
+LIMIT = 512  # prompt + output
+SLOTS = 4
+BUDGET = 64  # tokens per step
+BOUND_S = float(os.environ.get("PENSTOCK_CONTRACT_BOUND_S", "30"))
+REAL = os.environ.get("PENSTOCK_CONTRACT_REAL", "")  # a package that must be the real one
+
+GREEDY = Sampling(temperature=0.0)
+ROOT = root("contract")
+WORDS = tuple((7 + i * i * 13 + i * 5) % 1270 for i in range(LIMIT + 8))
+ENDING = WORDS[:37]  # the demo model soon ends its answer to these
+
+SEEDED_RESUME = "seeded resume"
+EOS = "eos"
+BIAS = "bias"
+BARRED = "barred"
+TENANTS = "tenants"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One engine of the suite.
+
+    Attributes:
+        lacks: clause -> why it cannot be kept.
+        handover: "blocks" (through ``memory``), "opaque" (by itself), or "" with a reason in ``lacks``.
+        package: what it needs besides ours.
+    """
+
+    name: str
+    make: Callable[[WorkerSettings, Path], Engine]
+    handover: str
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    package: str = ""
+
+    def settings(self, **options: Any) -> WorkerSettings:
+        defaults: dict[str, Any] = {
+            "engine": self.name,
+            "block_size": BLOCK,
+            "kv_blocks": POOL,
+            "max_running": SLOTS,
+            "max_batched_tokens": BUDGET,
+            "max_model_len": LIMIT,
+            "device": "auto" if self.real else "cpu",
+            "dtype": "auto" if self.package else "float32",
+            "threads": 1,
+            "mock_speedup": 0,
+        }
+        return WorkerSettings(**defaults | options)
+
+    @property
+    def real(self) -> bool:
+        return bool(self.package) and standins.real(self.package)
+
+    @contextlib.contextmanager
+    def present(self) -> Iterator[None]:
+        """Its package is importable: the real one, else the stand-in."""
+        if not self.package or self.real:
+            yield
+            return
+        assert self.package != REAL, f"{REAL} is not installed here, only its stand-in is"
+        with standins.installed():
+            yield
+
+
+def _mock(settings: WorkerSettings, path: Path) -> Engine:
+    from workers.engines import mock
+
+    return mock.from_settings(settings, path)
+
+
+def _native(settings: WorkerSettings, path: Path) -> Engine:
+    from workers.engines import native
+
+    return native.from_settings(settings, path)
+
+
+def _trtllm(settings: WorkerSettings, path: Path) -> Engine:
+    from workers.engines import trtllm
+
+    return trtllm.from_settings(settings, path)
+
+
+def _vllm(settings: WorkerSettings, path: Path) -> Engine:
+    from workers.engines import vllm
+
+    return vllm.from_settings(settings, path)  # type: ignore[no-any-return]
+
+
+ALL = (
+    Subject(
+        "mock",
+        _mock,
+        "blocks",
+        {EOS: "the mock of a model never draws its end tokens", BIAS: "the mock has no logits"},
+    ),
+    Subject("native", _native, "blocks"),
+    Subject(
+        "trtllm",
+        _trtllm,
+        "opaque",
+        {
+            SEEDED_RESUME: "TensorRT-LLM's draws depend on its generator's history, not on the output position",
+            TENANTS: "events of TensorRT-LLM 1.2.1 carry no salt: of equal blocks nobody can say whose they are",
+            BARRED: "TensorRT-LLM's min_tokens bars its end id only; stop ids may be drawn, and do not stop yet",
+        },
+        "tensorrt_llm",
+    ),
+    Subject(
+        "vllm",
+        _vllm,
+        "opaque",
+        {SEEDED_RESUME: "vLLM's draws depend on its generator's history, not on the output position"},
+        "vllm",
+    ),
+)
+SUBJECTS = tuple(subject for subject in ALL if importlib.util.find_spec(f"workers.engines.{subject.name}"))
+
+
+# -- requests
+
+
+def ask(
+    key: object,
+    prompt: Sequence[int],
+    count: int = 8,
+    sampling: Sampling = GREEDY,
+    *,
+    base: bytes = ROOT,
+    generated: Sequence[int] = (),
+    choice: int = 0,
+    stop: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> SequenceRequest:
+    """A sequence that runs to ``count`` tokens unless ``stop`` says otherwise."""
+    rules = Stop(**{"max_tokens": count, "ignore_eos": True} | dict(stop or {}))
+    tokens, said = array("I", prompt), array("I", generated)
+    return SequenceRequest(key, tokens, sampling, rules, choice, said, root=base, **more)
+
+
+def names(tokens: Sequence[int], base: bytes = ROOT) -> list[bytes]:
+    """Digests of the full blocks, as every router computes them."""
+    return split(chain(pack_tokens(tokens), BLOCK, base))
+
+
+# -- what an engine said
+
+
+@dataclass
+class Seen:
+    """Everything that came out of ``step``, in order."""
+
+    outputs: list[Output] = field(default_factory=list)
+    events: list[KvEvent] = field(default_factory=list)
+    started: list[Started] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    held: list[Held] = field(default_factory=list)
+
+    def add(self, result: StepResult) -> None:
+        self.outputs += result.outputs
+        self.events += result.events
+        self.started += result.started
+        self.failures += result.failures
+        self.held += result.held
+
+    def of(self, key: object) -> list[Output]:
+        return [output for output in self.outputs if output.key == key]
+
+    def tokens(self, key: object = 0) -> list[int]:
+        return [output.token for output in self.of(key)]
+
+    def cached(self, key: object = 0) -> int:
+        (started,) = [each for each in self.started if each.key == key]
+        return started.cached_tokens
+
+    def ended(self) -> set[object]:
+        return {o.key for o in self.outputs if o.finish} | {failure.key for failure in self.failures}
+
+
+class Driver:
+    """An engine and all that it has ever said."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.seen = Seen()
+
+    def step(self) -> StepResult:
+        result = self.engine.step()
+        self.seen.add(result)
+        return result
+
+    def until(self, done: Callable[[], bool], what: str) -> None:
+        """Step until it is so; an engine that has no work may still have news."""
+        deadline = time.monotonic() + BOUND_S
+        while not done():
+            assert time.monotonic() < deadline, f"{what} did not come: {self.engine.stats()}"
+            self.step()
+
+    def run(self, *requests: SequenceRequest) -> Seen:
+        """All to their ends; what was said meanwhile. Every sequence ends once, says nothing behind its end."""
+        before = self.seen
+        self.seen = seen = Seen()
+        for request in requests:
+            self.engine.submit(request)
+        keys = {request.key for request in requests}
+        self.until(lambda: keys <= seen.ended(), "the end of all sequences")
+        for key in keys:
+            finishes = [output.finish for output in seen.of(key)]
+            assert not any(finishes[:-1]), finishes
+            assert len([each for each in seen.started if each.key == key]) <= 1
+        for part in ("outputs", "events", "started", "failures", "held"):
+            getattr(before, part).extend(getattr(seen, part))
+        self.seen = before
+        return seen
+
+    def answer(self, request: SequenceRequest) -> list[int]:
+        seen = self.run(request)
+        assert seen.failures == []
+        return seen.tokens(request.key)
+
+    def idle(self) -> None:
+        """Until nothing runs, nothing is held and nothing is to be told."""
+
+        def quiet() -> bool:
+            stats = self.engine.stats()
+            counted = stats.running, stats.waiting, stats.used_blocks, stats.pinned_blocks
+            return counted == (0, 0, 0, 0) and not self.engine.has_work()
+
+        self.until(quiet, "rest")
+
+    def fold(self) -> dict[bytes, bytes | None]:
+        return fold(self.seen.events)
+
+    def remembers(self, tokens: Sequence[int], base: bytes = ROOT) -> None:
+        """Until the events have told of all full blocks of ``tokens``."""
+        wanted = set(names(tokens, base))
+        self.until(lambda: wanted <= set(self.fold()), "the events of a prompt's blocks")
+
+
+def fold(events: Sequence[KvEvent]) -> dict[bytes, bytes | None]:
+    """Names that are in the cache after these events, and their parents. Asserts that parents come first."""
+    found: dict[bytes, bytes | None] = {}
+    for event in events:
+        if isinstance(event, Stored):
+            parent = event.parent
+            for digest in split(event.digests):
+                assert parent is None or parent in found, "a child came before its parent"
+                assert digest not in found, "a name was stored twice"
+                found[digest] = parent
+                parent = digest
+        elif isinstance(event, Removed):
+            for digest in split(event.digests):
+                assert found.pop(digest, b"never") != b"never", "a name left that was not there"
+        else:
+            assert isinstance(event, Cleared)
+            found.clear()
+    for parent in found.values():
+        assert parent is None or parent in found, "a parent left before its child"
+    return found
+
+
+# -- hand-over
+
+
+def prefilled(source: Driver, request: SequenceRequest) -> tuple[Held, int]:
+    """Compute a prompt and one token; its KV stays held."""
+    first = msgspec.structs.replace(
+        request, hold=True, stop=msgspec.structs.replace(request.stop, max_tokens=len(request.generated) + 1)
+    )
+    seen = source.run(first)
+    assert seen.failures == []
+    source.seen.held.clear()
+    (output,) = seen.of(request.key)
+    assert output.finish == "length"
+    (held,) = seen.held
+    assert held.key == request.key
+    return held, output.token
+
+
+def carried_on(subject: Subject, source: Driver, target: Driver, held: Held, request: SequenceRequest) -> Seen:
+    """Go on with what is held, as a decode worker does; then it is dropped."""
+    if subject.handover == "opaque":
+        assert held.opaque
+        seen = target.run(msgspec.structs.replace(request, opaque=held.opaque))
+        assert source.engine.drop(held.key)
+        return seen
+    digests = names(request.prompt, request.root)
+    reservation = target.engine.reserve(digests, int(len(request.prompt) % BLOCK > 0), 1)
+    assert reservation is not None
+    mine, theirs = source.engine.memory()["kv"], target.engine.memory()["kv"]
+    into = reservation.blocks + reservation.tails
+    _copy(mine, theirs, held.blocks[reservation.have :], into[reservation.have :])
+    now = (ctypes.c_uint32 * mine.blocks).from_address(mine.generations)
+    assert [now[block] for block in held.blocks] == held.generations
+    target.engine.adopt(reservation)
+    assert source.engine.drop(held.key)
+    return target.run(msgspec.structs.replace(request, reservation=reservation))
+
+
+def _copy(source: Memory, target: Memory, blocks: Sequence[int], into: Sequence[int]) -> None:
+    """What a transfer does."""
+    assert source.layout == target.layout
+    size = source.block_bytes
+    for mine, theirs in zip(blocks, into, strict=True):
+        ctypes.memmove(target.base + theirs * size, source.base + mine * size, size)

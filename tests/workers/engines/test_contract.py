@@ -1,0 +1,671 @@
+"""The contract of all engines; see ``contract.py``. Run it on real hardware with ``make test-trtllm``."""
+
+import contextlib
+import json
+import math
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from schemas.errors import Code
+from schemas.requests import Sampling
+from tests import standins
+from tests.workers.engines.contract import (
+    BARRED,
+    BIAS,
+    BLOCK,
+    ENDING,
+    EOS,
+    LIMIT,
+    MODEL,
+    POOL,
+    QUICK,
+    SEEDED_RESUME,
+    SLOTS,
+    SUBJECTS,
+    TENANTS,
+    WORDS,
+    Driver,
+    Subject,
+    ask,
+    carried_on,
+    fold,
+    names,
+    prefilled,
+)
+from workers.engines.base import RequestError
+
+PROMPT = WORDS[5:55]
+DRAWN = Sampling(temperature=0.9, seed=11)
+TENANT = b"another tenant's"
+Make = Callable[..., Driver]
+
+
+@pytest.fixture(scope="module", params=SUBJECTS, ids=lambda subject: subject.name)
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    found: Subject = request.param
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with found.present(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TENSORRT_LLM_STANDIN_KV", str(tmp_path_factory.mktemp("kv")))
+        yield found
+    torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def made(subject: Subject, model: Path = QUICK, **options: Any) -> Iterator[Driver]:
+    driver = Driver(subject.make(subject.settings(**options), model))
+    try:
+        yield driver
+    finally:
+        driver.engine.close()
+
+
+@pytest.fixture(scope="module")
+def shared(subject: Subject) -> Iterator[Driver]:
+    """For tests that leave nothing behind but cached blocks: no test may depend on what is cached."""
+    with made(subject, MODEL) as driver:
+        yield driver
+
+
+@pytest.fixture
+def make(subject: Subject) -> Iterator[Make]:
+    """An engine of the test's own."""
+    with contextlib.ExitStack() as open_ones:
+        yield lambda **options: open_ones.enter_context(made(subject, **options))
+
+
+def needs(subject: Subject, clause: str) -> None:
+    if clause in subject.lacks:
+        pytest.skip(subject.lacks[clause])
+
+
+def other_than(tokens: list[int], after: int) -> int:
+    """A token that an answer has behind position ``after`` and not before."""
+    return next(token for token in tokens[after:] if token not in tokens[:after])
+
+
+# -- what it says of itself
+
+
+def test_info_tells_the_sizes_that_were_asked_for(shared: Driver) -> None:
+    info = shared.engine.info
+    assert (info.block_size, info.max_model_len, info.slots, info.vocab_size) == (BLOCK, LIMIT, SLOTS, 1280)
+    assert info.total_blocks == POOL
+    assert info.eos_token_ids
+    assert info.kv_events
+
+
+# -- tokens
+
+
+def test_greedy_answers_are_the_same_alone_in_company_and_from_the_cache(shared: Driver) -> None:
+    whole = shared.answer(ask(0, PROMPT, 12))
+    assert len(whole) == 12
+    seen = shared.run(*(ask(number, WORDS[number * 3 :][:50], 12) for number in (5, 1, 2)), ask(0, PROMPT, 12))
+    assert seen.tokens() == whole
+    assert shared.answer(ask(0, PROMPT, 12, base=b"r" * 16)) == whole
+
+
+def test_a_long_prompt_is_computed_in_pieces_to_the_same_end(make: Make) -> None:
+    prompt = WORDS[:200]
+    wide, narrow = make(max_batched_tokens=LIMIT), make(max_batched_tokens=48)
+    assert wide.answer(ask(0, prompt)) == narrow.answer(ask(0, prompt))
+
+
+@pytest.mark.parametrize("cut", [1, 5, 11])
+def test_greedy_answers_are_resumed_where_they_stopped(shared: Driver, cut: int) -> None:
+    whole = shared.answer(ask(0, PROMPT, 12))
+    seen = shared.run(ask(0, PROMPT, 12, generated=whole[:cut]))
+    assert seen.tokens() == whole[cut:]
+    assert seen.outputs[-1].finish == "length"
+
+
+@pytest.mark.parametrize("cut", [1, 7])
+def test_drawn_answers_are_resumed_where_they_stopped(subject: Subject, shared: Driver, cut: int) -> None:
+    needs(subject, SEEDED_RESUME)
+    whole = shared.answer(ask(0, PROMPT, 12, DRAWN, choice=2))
+    assert shared.answer(ask(0, PROMPT, 12, DRAWN, choice=2, generated=whole[:cut])) == whole[cut:]
+
+
+def test_seeds_and_choices_decide_what_is_drawn(shared: Driver) -> None:
+    def said(seed: int, choice: int = 0) -> list[int]:
+        return shared.answer(ask(0, PROMPT, 12, Sampling(temperature=1.0, seed=seed), choice=choice))
+
+    assert said(3) == said(3)
+    assert said(2**63 - 1) == said(2**63 - 1)
+    assert len({tuple(said(*variant)) for variant in ((3, 0), (3, 1), (4, 0))}) == 3
+
+
+def test_choices_of_a_request_run_together_as_each_alone(shared: Driver) -> None:
+    alone = [shared.answer(ask(0, PROMPT, 10, DRAWN, choice=choice)) for choice in range(3)]
+    seen = shared.run(*(ask(("k", choice), PROMPT, 10, DRAWN, choice=choice) for choice in range(3)))
+    assert [seen.tokens(("k", choice)) for choice in range(3)] == alone
+
+
+def test_narrow_sampling_draws_the_best_token(shared: Driver) -> None:
+    greedy = shared.answer(ask(0, PROMPT))
+    for narrow in (Sampling(top_k=1, seed=5), Sampling(top_p=1e-6, seed=5), Sampling(min_p=1.0, seed=5)):
+        if shared.engine.info.name != "mock":  # it knows nothing but the seed
+            assert shared.answer(ask(0, PROMPT, 8, narrow)) == greedy
+
+
+def test_bias_forces_a_token(subject: Subject, shared: Driver) -> None:
+    needs(subject, BIAS)
+    biased = Sampling(temperature=0.0, logit_bias={77: 1000.0})
+    assert shared.answer(ask(0, PROMPT, 4, biased)) == [77] * 4
+
+
+# -- ends
+
+
+@pytest.mark.parametrize("count", [1, 2, 17])
+def test_max_tokens_are_neither_more_nor_less(shared: Driver, count: int) -> None:
+    seen = shared.run(ask(0, PROMPT, count))
+    assert [output.finish for output in seen.outputs] == [""] * (count - 1) + ["length"]
+    assert seen.outputs[-1].stop_token is None
+
+
+def test_the_model_s_limit_ends_an_answer(shared: Driver) -> None:
+    seen = shared.run(ask(0, WORDS[: LIMIT - 3], 100))
+    assert (len(seen.outputs), seen.outputs[-1].finish) == (3, "length")
+    assert len(shared.answer(ask(0, WORDS[: LIMIT - 1], 100))) == 1
+
+
+def test_a_stop_id_ends_and_is_part_of_the_answer(shared: Driver) -> None:
+    whole = shared.answer(ask(0, PROMPT, 12))
+    stop = other_than(whole, 2)
+    at = whole.index(stop)
+    for ignore in (True, False):  # stop ids count also where the model's own are ignored
+        seen = shared.run(ask(0, PROMPT, 12, stop={"token_ids": (stop, 1279), "ignore_eos": ignore}))
+        assert seen.tokens() == whole[: at + 1]
+        assert (seen.outputs[-1].finish, seen.outputs[-1].stop_token) == ("stop", stop)
+    first = shared.run(ask(0, PROMPT, 12, stop={"token_ids": (whole[0],)}))
+    assert (first.tokens(), first.outputs[0].finish) == (whole[:1], "stop")
+
+
+def test_the_last_allowed_token_may_also_stop(shared: Driver) -> None:
+    whole = shared.answer(ask(0, PROMPT, 12))
+    stop = other_than(whole, 2)
+    at = whole.index(stop)
+    seen = shared.run(ask(0, PROMPT, at + 1, stop={"token_ids": (stop,)}))
+    assert (seen.tokens(), seen.outputs[-1].finish) == (whole[: at + 1], "stop")
+
+
+def test_nothing_stops_before_min_tokens(subject: Subject, shared: Driver) -> None:
+    whole = shared.answer(ask(0, PROMPT, 12))
+    stop = other_than(whole, 2)
+    at = whole.index(stop)
+    early = shared.run(ask(0, PROMPT, 12, stop={"token_ids": (stop,), "min_tokens": at}))
+    assert early.tokens() == whole[: at + 1]
+    late = shared.run(ask(0, PROMPT, 20, stop={"token_ids": (stop,), "min_tokens": at + 3}))
+    assert len(late.tokens()) > at + 3
+    if BARRED not in subject.lacks:
+        assert stop not in late.tokens()[: at + 3]
+    resumed = shared.run(
+        ask(0, PROMPT, 20, stop={"token_ids": (stop,), "min_tokens": at + 3}, generated=late.tokens()[:2])
+    )
+    assert resumed.tokens() == late.tokens()[2:]
+
+
+def test_the_end_token_ends_unless_ignored_or_too_early(subject: Subject, shared: Driver) -> None:
+    needs(subject, EOS)
+    seen = shared.run(ask(0, ENDING, 60, stop={"ignore_eos": False}))
+    said = seen.tokens()
+    assert len(said) < 60
+    assert said[-1] in shared.engine.info.eos_token_ids
+    assert (seen.outputs[-1].finish, seen.outputs[-1].stop_token) == ("stop", said[-1])
+    on = shared.run(ask(0, ENDING, len(said) + 4))
+    assert on.tokens()[: len(said)] == said
+    assert on.outputs[-1].finish == "length"
+    late = shared.run(ask(0, ENDING, 60, stop={"ignore_eos": False, "min_tokens": len(said) + 2}))
+    assert len(late.tokens()) > len(said) + 2
+    assert said[-1] not in late.tokens()[: len(said)]
+
+
+# -- log-probabilities
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 5])
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "drawn"])
+def test_logprobs_are_of_each_token_and_the_best(shared: Driver, wanted: int, sampling: dict[str, Any]) -> None:
+    plain = shared.answer(ask(0, PROMPT, 6, Sampling(**sampling)))
+    seen = shared.run(ask(0, PROMPT, 6, Sampling(**sampling, logprobs=wanted)))
+    assert seen.tokens() == plain
+    for output in seen.outputs:
+        assert output.logprob is not None
+        value, top = output.logprob.logprob, output.logprob.top
+        assert len(top) == wanted
+        values = [each for _, each in top]
+        assert values == sorted(values, reverse=True)
+        assert all(math.isfinite(each) and each <= 0 for each in (value, *values))
+        assert sum(map(math.exp, values)) <= 1 + 1e-4
+        assert len({token for token, _ in top}) == wanted
+        if output.token in dict(top):
+            assert dict(top)[output.token] == pytest.approx(value)
+        elif top:
+            assert value <= values[-1] + 1e-6
+        if not sampling["temperature"] and wanted:
+            assert top[0][0] == output.token
+
+
+def test_logprobs_come_only_when_asked_for_and_follow_a_resumed_answer(shared: Driver) -> None:
+    assert all(output.logprob is None for output in shared.run(ask(0, PROMPT)).outputs)
+    asked = Sampling(temperature=0.0, logprobs=2)
+    whole = shared.run(ask(0, PROMPT, 8, asked)).outputs
+    rest = shared.run(ask(0, PROMPT, 8, asked, generated=[output.token for output in whole[:3]])).outputs
+    for before, after in zip(whole[3:], rest, strict=True):
+        assert before.logprob is not None
+        assert after.logprob is not None
+        assert after.logprob.logprob == pytest.approx(before.logprob.logprob, abs=1e-3)
+
+
+# -- refusals
+
+
+@pytest.mark.parametrize(
+    ("request_of", "code"),
+    [
+        (lambda: ask("bad", []), Code.invalid_request),
+        (lambda: ask("bad", [5, 1280]), Code.invalid_request),
+        (lambda: ask("bad", [2**32 - 1]), Code.invalid_request),
+        (lambda: ask("bad", PROMPT, generated=[5, 1280]), Code.invalid_request),
+        (lambda: ask("bad", WORDS[:LIMIT]), Code.context_length_exceeded),
+        (lambda: ask("bad", WORDS[: LIMIT - 4], 9, generated=[5] * 4), Code.context_length_exceeded),
+        (lambda: ask("bad", PROMPT, 3, generated=[5, 6, 7]), Code.invalid_request),
+        (lambda: ask("bad", PROMPT, 0), Code.invalid_request),
+    ],
+    ids=["empty", "id", "large id", "generated id", "long", "resumed long", "done", "nothing"],
+)
+def test_what_can_never_run_is_refused_at_once_and_alone(
+    shared: Driver, request_of: Callable[[], Any], code: Code
+) -> None:
+    whole = shared.answer(ask("good", PROMPT))
+    shared.engine.submit(ask("good", PROMPT))
+    with pytest.raises(RequestError) as caught:
+        shared.engine.submit(request_of())
+    assert caught.value.code == code
+    assert caught.value.message
+    before = len(shared.seen.outputs)
+    shared.until(lambda: not shared.engine.has_work(), "the end of the neighbour")
+    assert [output.token for output in shared.seen.outputs[before:]] == whole
+    assert not shared.engine.cancel("bad")
+
+
+def test_a_key_is_refused_while_it_is_in_use(shared: Driver) -> None:
+    shared.engine.submit(ask(0, PROMPT))
+    with pytest.raises(RequestError) as caught:
+        shared.engine.submit(ask(0, PROMPT))
+    assert caught.value.code == Code.invalid_request
+    shared.until(lambda: not shared.engine.has_work(), "the end")
+    assert len(shared.answer(ask(0, PROMPT))) == 8
+
+
+def test_more_than_the_pool_holds_is_refused(make: Make) -> None:
+    small = make(kv_blocks=6)
+    whole = small.answer(ask(0, PROMPT))
+    code = ""
+    try:
+        (failure,) = small.run(ask(1, WORDS[: 6 * BLOCK + 4])).failures
+        code = failure.code
+    except RequestError as error:
+        code = error.code
+    assert Code(code).status == 400
+    assert small.answer(ask(0, PROMPT)) == whole
+
+
+# -- cancelling
+
+
+def test_cancelling_what_is_not_there_changes_nothing(shared: Driver) -> None:
+    assert not shared.engine.cancel("never")
+    shared.answer(ask(0, PROMPT))
+    assert not shared.engine.cancel(0)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 4])
+def test_a_cancelled_sequence_is_silent_and_frees_all(make: Make, tokens: int) -> None:
+    """Before its first step, after its first token, in the midst of its answer; while others go on."""
+    driver = make()
+    engine = driver.engine
+    whole = driver.answer(ask("other", PROMPT, 12))
+    engine.submit(ask("gone", WORDS[:150], 300))
+    engine.submit(ask("other", PROMPT, 12))
+    driver.until(lambda: len(driver.seen.of("gone")) >= tokens, "its tokens")
+    assert engine.cancel("gone")
+    assert not engine.cancel("gone")
+    before = len(driver.seen.of("gone"))
+    begin = len(whole)
+    driver.until(lambda: len(driver.seen.of("other")) == begin + len(whole), "the neighbour's end")
+    assert driver.seen.tokens("other")[begin:] == whole
+    driver.idle()
+    assert len(driver.seen.of("gone")) == before
+    assert len(driver.answer(ask("gone", PROMPT))) == 8  # its key is free again
+
+
+def test_a_waiting_sequence_and_one_in_the_midst_of_its_prompt_can_be_cancelled(make: Make) -> None:
+    driver = make(max_batched_tokens=32, max_running=2)
+    engine = driver.engine
+    for number in range(5):
+        engine.submit(ask(number, WORDS[number : number + 300], 100))
+    driver.step()
+    for number in range(5):
+        assert engine.cancel(number)
+    driver.idle()
+    assert driver.seen.failures == []
+    assert len(driver.answer(ask(0, PROMPT))) == 8
+
+
+# -- many
+
+
+def test_more_sequences_than_slots_all_end(make: Make) -> None:
+    driver = make()
+    prompts = [WORDS[number * 5 :][:40] for number in range(3 * SLOTS)]
+    alone = [driver.answer(ask(number, prompt, 6)) for number, prompt in enumerate(prompts)]
+    requests = [ask(number, prompt, 6) for number, prompt in enumerate(prompts)]
+    for request in requests:
+        driver.engine.submit(request)
+    assert driver.engine.has_work()
+    before, most = len(driver.seen.outputs), 0
+
+    def done() -> bool:
+        nonlocal most
+        most = max(most, driver.engine.stats().running)
+        return not driver.engine.has_work()
+
+    driver.until(done, "the end of all")
+    assert 1 <= most <= SLOTS
+    late = driver.seen.outputs[before:]
+    assert [[output.token for output in late if output.key == number] for number in range(len(prompts))] == alone
+
+
+def test_a_pool_that_is_too_small_for_all_serves_all(make: Make) -> None:
+    small, large = make(kv_blocks=14, max_model_len=208), make()
+    requests = [ask(number, WORDS[number * 7 :][:60], 40) for number in range(4)]
+    seen, wanted = small.run(*requests), large.run(*requests)
+    assert seen.failures == []
+    assert [seen.tokens(number) for number in range(4)] == [wanted.tokens(number) for number in range(4)]
+    small.idle()
+
+
+def test_rest_is_rest(make: Make) -> None:
+    driver = make()
+    assert not driver.engine.has_work()
+    assert not driver.engine.blocked
+    assert driver.step().outputs == []
+    driver.answer(ask(0, PROMPT))
+    driver.idle()
+    assert not driver.engine.blocked
+    driver.engine.submit(ask(0, PROMPT))
+    assert driver.engine.has_work()
+    assert driver.engine.cancel(0)
+    driver.idle()
+
+
+# -- the cache
+
+
+def test_a_repeated_prompt_comes_from_the_cache(make: Make) -> None:
+    driver = make()
+    first = driver.run(ask(0, PROMPT))
+    assert first.cached() == 0
+    driver.idle()
+    again = driver.run(ask(0, PROMPT))
+    assert (len(PROMPT) - 1) // BLOCK * BLOCK <= again.cached() < len(PROMPT)
+    assert again.tokens() == first.tokens()
+    elsewhere = driver.run(ask(0, PROMPT, base=TENANT))
+    assert elsewhere.cached() == 0
+    assert elsewhere.tokens() == first.tokens()
+    stats = driver.engine.stats()
+    assert (stats.hit_tokens, stats.prompt_tokens) == (again.cached(), 3 * len(PROMPT))
+
+
+def test_without_a_prefix_cache_nothing_is_found(make: Make) -> None:
+    driver = make(prefix_cache=False)
+    assert not driver.engine.info.kv_events
+    for _ in range(2):
+        seen = driver.run(ask(0, PROMPT))
+        assert (seen.cached(), seen.events) == (0, [])
+    assert driver.engine.dump() == []
+
+
+def test_without_events_there_are_none(make: Make) -> None:
+    driver = make(publish_events_and_metrics=False)
+    assert not driver.engine.info.kv_events
+    driver.answer(ask(0, PROMPT))
+    driver.idle()
+    assert driver.seen.events == []
+    assert driver.run(ask(0, PROMPT)).cached() > 0
+
+
+def test_events_name_blocks_as_routers_do(make: Make) -> None:
+    driver = make()
+    answer = driver.answer(ask(0, PROMPT, 40))
+    driver.remembers([*PROMPT, *answer][:-1])
+    other = driver.answer(ask(1, WORDS[200:240], base=TENANT))
+    driver.remembers(WORDS[200:240], TENANT)
+    driver.idle()
+    found = driver.fold()
+    chain = names([*PROMPT, *answer][:-1])
+    for parent, child in zip([None, *chain], chain, strict=False):
+        assert found[child] == parent
+    assert set(found) <= {*chain, *names([*PROMPT, *answer]), *names([*WORDS[200:240], *other], TENANT)}
+
+
+def test_tenants_have_names_of_their_own_for_equal_tokens(subject: Subject, make: Make) -> None:
+    needs(subject, TENANTS)
+    driver = make()
+    driver.answer(ask(0, PROMPT))
+    driver.answer(ask(1, PROMPT, base=TENANT))
+    driver.remembers(PROMPT)
+    driver.remembers(PROMPT, TENANT)
+
+
+def test_a_dump_is_the_fold_of_all_events_also_behind_evictions(make: Make) -> None:
+    driver = make(kv_blocks=20, max_model_len=320)
+    for number in range(8):
+        driver.answer(ask(0, [*PROMPT[:20], *WORDS[number * 20 :][:60]], 12))
+        driver.idle()
+    told = driver.fold()
+    dumped = driver.engine.dump()
+    assert fold(dumped) == told
+    assert all(event.digests for event in dumped)  # type: ignore[union-attr]
+    assert 0 < len(told) <= 20
+    assert len(fold(driver.seen.events[:3])) < len(set(told) | set(fold(driver.seen.events)))
+    latest = names([*PROMPT[:20], *WORDS[140:200]])
+    assert set(latest) <= set(told)
+    assert driver.run(ask(0, [*PROMPT[:20], *WORDS[140:200]])).cached() >= (80 - 1) // BLOCK * BLOCK
+
+
+def test_blocks_are_counted(make: Make) -> None:
+    driver = make()
+
+    def check() -> None:
+        stats = driver.engine.stats()
+        assert stats.used_blocks + stats.cached_blocks + stats.free_blocks == POOL
+        assert min(stats.used_blocks, stats.cached_blocks, stats.free_blocks, stats.pinned_blocks) >= 0
+        assert stats.pinned_blocks <= POOL
+
+    check()
+    assert driver.engine.stats().free_blocks == POOL
+    for number in range(SLOTS + 2):
+        driver.engine.submit(ask(number, WORDS[number : number + 70], 12))
+    stats = driver.engine.stats()
+    assert stats.running + stats.waiting == SLOTS + 2
+    used = 0
+    while driver.engine.has_work():
+        driver.step()
+        check()
+        used = max(used, driver.engine.stats().used_blocks)
+    driver.idle()
+    check()
+    assert used > 0
+    driver.remembers(WORDS[:70])
+    driver.until(lambda: driver.engine.stats().cached_blocks >= 70 // BLOCK, "the count of cached blocks")
+    assert driver.engine.stats().prompt_tokens == (SLOTS + 2) * 70
+
+
+# -- hand-over
+
+
+def two(make: Make) -> tuple[Driver, Driver]:
+    return make(role="prefill"), make(role="decode", kv_blocks=POOL - 10)
+
+
+@pytest.mark.parametrize("length", [50, 48, 200])
+def test_a_prompt_computed_elsewhere_goes_on_as_if_here(subject: Subject, make: Make, length: int) -> None:
+    source, target = two(make)
+    prompt = WORDS[:length]
+    whole = target.answer(ask(0, prompt, 12, base=b"r" * 16))
+    source.answer(ask("before", WORDS[9:90], 3))  # block numbers differ between the two
+    held, first = prefilled(source, ask("h", prompt, 12))
+    assert first == whole[0]
+    assert source.engine.stats().pinned_blocks > 0
+    seen = carried_on(subject, source, target, held, ask(0, prompt, 12, generated=[first]))
+    assert seen.failures == []
+    assert seen.tokens() == whole[1:]
+    assert seen.outputs[-1].finish == "length"
+    assert seen.cached() >= (length - 1) // BLOCK * BLOCK
+    assert not source.engine.drop("h")
+    source.idle()
+    target.idle()
+
+
+def test_drawn_answers_go_on_elsewhere(subject: Subject, make: Make) -> None:
+    needs(subject, SEEDED_RESUME)
+    source, target = two(make)
+    whole = target.answer(ask(0, PROMPT, 12, DRAWN, base=b"r" * 16))
+    held, first = prefilled(source, ask("h", PROMPT, 12, DRAWN))
+    seen = carried_on(subject, source, target, held, ask(0, PROMPT, 12, DRAWN, generated=[first]))
+    assert [first, *seen.tokens()] == whole
+
+
+def test_an_answer_that_was_interrupted_is_handed_over_again(subject: Subject, make: Make) -> None:
+    """The third attempt of a request: prefill computes prompt and answer so far, decode goes on behind them."""
+    source, target = two(make)
+    whole = target.answer(ask(0, PROMPT, 12, base=b"r" * 16))
+    held, token = prefilled(source, ask("h", PROMPT, 12, generated=whole[:4]))
+    assert token == whole[4]
+    seen = carried_on(subject, source, target, held, ask(0, PROMPT, 12, generated=whole[:5]))
+    assert seen.tokens() == whole[5:]
+
+
+def test_what_is_held_and_dropped_is_let_go_of(subject: Subject, make: Make) -> None:
+    source = make(role="prefill", handoff_lease_s=1.0)
+    held, _ = prefilled(source, ask("h", PROMPT))
+    assert (bool(held.opaque), bool(held.blocks)) == (subject.handover == "opaque", subject.handover == "blocks")
+    assert source.engine.stats().pinned_blocks >= -(-len(PROMPT) // BLOCK)
+    assert source.engine.drop("h")
+    assert not source.engine.drop("h")
+    assert not source.engine.drop("never")
+    source.idle()
+
+
+def test_a_first_token_that_ends_the_answer_ends_it_on_the_prefill_worker(make: Make) -> None:
+    source = make(role="prefill")
+    first = source.answer(ask(0, PROMPT, 1))[0]
+    seen = source.run(ask("h", PROMPT, 1, hold=True, stop={"token_ids": (first,)}))
+    assert [(output.token, output.finish) for output in seen.outputs] == [(first, "stop")]
+    for held in seen.held:
+        assert source.engine.drop(held.key)
+
+
+@pytest.mark.parametrize("opaque", [b"", b"garbage", b"{}"], ids=["none", "garbage", "empty"])
+def test_a_state_that_cannot_be_used_never_gives_a_wrong_answer(subject: Subject, make: Make, opaque: bytes) -> None:
+    if subject.handover != "opaque":
+        pytest.skip("its blocks travel through our own transports")
+    target = make(role="decode")
+    whole = target.answer(ask(0, PROMPT))
+    request = ask(1, PROMPT, generated=whole[:1], opaque=opaque)
+    try:
+        seen = target.run(request)
+    except RequestError:
+        pass
+    else:
+        assert seen.failures or seen.tokens(1) == whole[1:]
+    assert target.answer(ask(0, PROMPT)) == whole
+
+
+def test_a_state_is_good_for_one_sequence_of_its_own_prompt(subject: Subject, make: Make) -> None:
+    if subject.handover != "opaque":
+        pytest.skip("its blocks travel through our own transports")
+    source, target = two(make)
+    held, first = prefilled(source, ask("h", PROMPT))
+    other = target.answer(ask(0, PROMPT[::-1], 8))
+    for prompt, said in ((PROMPT[::-1], other[:1]), (PROMPT, [first]), (PROMPT, [first])):
+        whole = target.answer(ask(0, prompt, 8, base=b"r" * 16))
+        try:
+            seen = target.run(ask(1, prompt, generated=said, opaque=held.opaque))
+        except RequestError:
+            continue
+        assert seen.failures or seen.tokens(1) == whole[1:]
+    assert source.engine.drop("h")
+
+
+def test_closing_ends_it(make: Make, subject: Subject) -> None:
+    before = set(threading.enumerate())
+    with made(subject) as driver:
+        driver.engine.submit(ask(0, PROMPT, 300))
+        driver.step()
+    assert [thread for thread in threading.enumerate() if thread not in before and not thread.daemon] == []
+
+
+# -- what is not known of TensorRT-LLM
+
+OPPOSITE: dict[str, Any] = {
+    "eos_in_token_ids": False,
+    "decode_repeats_first": False,
+    "abort_answers": False,
+    "updated_with_null_diffs": False,
+    "mm_keys": "absent",
+    "rank_when_single": True,
+    "stops_heed_min_tokens": True,
+    "stats_see_ends": False,
+    "stats_after_transfer": True,
+    "partial_blocks": False,
+}
+
+
+@pytest.mark.parametrize("opposite", [False, True], ids=["as presumed", "the opposite"])
+@pytest.mark.parametrize("variant", ["1.2.1", "1.3"])
+def test_trtllm_is_right_whatever_the_answers_to_open_questions_are(
+    variant: str, opposite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One pass through all that they touch: ends, cancelling, counting, events, hand-over."""
+    subject = next((each for each in SUBJECTS if each.name == "trtllm"), None)
+    if subject is None or subject.real:
+        pytest.skip("the stand-in only: the real one is what it is")
+    monkeypatch.setenv("TENSORRT_LLM_STANDIN_KV", str(tmp_path))
+    if opposite:
+        monkeypatch.setenv("TENSORRT_LLM_STANDIN_QUIRKS", json.dumps(OPPOSITE))
+    with standins.installed(variant), made(subject, MODEL) as driver, contextlib.ExitStack() as more:
+        import tensorrt_llm
+
+        assert variant == tensorrt_llm.VARIANT
+        whole = driver.answer(ask(0, PROMPT, 12))
+        ended = driver.run(ask(0, ENDING, 60, stop={"ignore_eos": False}))
+        assert ended.tokens()[-1] in driver.engine.info.eos_token_ids
+        assert ended.outputs[-1].finish == "stop"
+        stop = other_than(whole, 2)
+        at = whole.index(stop)
+        for least in (0, at, at + 2):
+            seen = driver.run(ask(0, PROMPT, 12, stop={"token_ids": (stop,), "min_tokens": least}))
+            assert seen.tokens() == whole[: len(seen.tokens())]
+            assert (len(seen.tokens()) == at + 1) == (least <= at)
+        driver.engine.submit(ask("gone", PROMPT, 300))
+        driver.until(lambda: len(driver.seen.of("gone")) > 1, "its tokens")
+        assert driver.engine.cancel("gone")
+        driver.idle()
+        driver.remembers([*PROMPT, *whole][:-1])
+        assert fold(driver.engine.dump()) == driver.fold()
+        source, target = (more.enter_context(made(subject, MODEL, role=role)) for role in ("prefill", "decode"))
+        held, first = prefilled(source, ask("h", PROMPT, 12))
+        rest = carried_on(subject, source, target, held, ask(0, PROMPT, 12, generated=[first]))
+        assert [first, *rest.tokens()] == whole
+        source.idle()
+        target.idle()
