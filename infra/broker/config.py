@@ -62,6 +62,7 @@ def permissions(role: str, s: Subjects) -> Permissions | None:
                     *("$JS.API.DIRECT.GET.>", f"$JS.API.CONSUMER.MSG.NEXT.{submit}.gateway", f"$JS.ACK.{submit}.>"),
                     *_object_store(s.bucket("media")),
                     *_object_store(s.bucket("batches")),
+                    *_object_read(s.bucket("results")),
                 ),
                 subscribe=(inbox, s.all("live")),
             )
@@ -83,11 +84,13 @@ def permissions(role: str, s: Subjects) -> Permissions | None:
             return Permissions(
                 publish=(
                     *(s.all("tokens"), s.all("done"), s.all("returned"), s.all("kv"), s.all("handoff")),
-                    *(s.all("work"), s.all("ctl")),  # to the next stage, and to the owner of its blocks
+                    *(s.work(role, "*") for role in ("prefill", "decode", "aggregated")),  # to the next stage
+                    s.all("ctl"),  # to the owner of its blocks
                     f"$KV.{s.bucket('workers')}.>",
                     *look,
                     *("$JS.API.DIRECT.GET.>", *consumer, f"$JS.ACK.{work}.>"),
                     *_object_read(s.bucket("media")),
+                    *_object_store(s.bucket("results")),
                 ),
                 subscribe=(inbox, f"{s.namespace}.ctl.*", s.cancel, s.live(f"$KV.{s.bucket('workers')}.>")),
                 respond=True,

@@ -95,7 +95,7 @@ async def ready(broker: EmbeddedNats, nc: Client) -> EmbeddedNats:
     ("role", "subject"),
     [
         ("worker", S.request("m", "standard")),
-        ("worker", S.work("aggregated", "other")),
+        ("worker", S.work("encode", "other")),
         ("worker", S.submit("m")),
         ("worker", "$JS.API.STREAM.DELETE.ps_TOKENS"),
         ("worker", "$JS.API.CONSUMER.DELETE.ps_REQUESTS.router-standard"),

@@ -217,6 +217,8 @@ class TrtllmEngine(Sighted):
 
     def stats(self) -> EngineStats:
         total, used, free = self._blocks
+        if not self._live and not self._held:  # the engine counts while it computes: its last word may be too early
+            used, free = 0, total
         cached = min(free, self._translator.names)
         return EngineStats(
             running=self._running,

@@ -69,7 +69,7 @@ def arguments(
         "seed": seed_of(sampling.seed, choice, position),
     }
     others = sorted(ends - {end})
-    if others:
+    if others and min_tokens <= 0:  # the engine heeds min_tokens for its end id only; else the cursor stops the answer
         given["stop_token_ids"] = others
     if min_tokens > 0:
         given["min_tokens"] = min_tokens
