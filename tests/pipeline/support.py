@@ -137,11 +137,11 @@ class Deployment:
         """Of its gateways."""
         return self.state.http_urls
 
-    def also(self, role: str, *flags: str) -> Process:
-        """One more process of a role on this deployment's broker."""
+    def also(self, role: str, *flags: str, **variables: str) -> Process:
+        """One more process of a role on this deployment's broker; ``variables`` of its environment."""
         self._extra += 1
         log = self.home / f"{role}-{self._extra}.log"
-        return Process(log, role, "--log-format", "json", *flags, nats_url=self.state.nats_url)
+        return Process(log, role, "--log-format", "json", *flags, nats_url=self.state.nats_url, **variables)
 
     async def also_workers(self, *flags: str, count: int = 1) -> list[Process]:
         """Further mock workers that take no time; returns when they are registered."""
