@@ -45,6 +45,9 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
     allow_private_media_addresses: Annotated[
         bool, about("fetch images from any address and port, also of this machine and its network")
     ] = False
+    public_url: Annotated[
+        str, about("where clients reach this gateway, for links to pictures; empty: the host they named")
+    ] = ""
     drain_s: Annotated[Seconds, about("on SIGTERM, how long open answers may go on")] = 30.0
 
 
@@ -69,10 +72,11 @@ class RouterSettings(Common, frozen=True, kw_only=True):
 
 
 class WorkerSettings(Common, frozen=True, kw_only=True):
-    role: Annotated[Literal["aggregated", "prefill", "decode", "encode"], about("which stage of the pipeline")] = (
-        "aggregated"
-    )
-    engine: Annotated[Literal["native", "mock"], about("what computes")] = "native"
+    role: Annotated[
+        Literal["aggregated", "prefill", "decode", "encode", "diffusion"],
+        about("which stage of the pipeline; diffusion: images and videos from text"),
+    ] = "aggregated"
+    engine: Annotated[Literal["native", "mock", "trtllm", "vllm"], about("what computes")] = "native"
     model: Annotated[str, about("model directory or Hugging Face id")] = ""
     served_model_name: Annotated[str, about("name in the pipeline; default: the directory's name")] = ""
     block_size: Annotated[Positive, about("tokens per KV block")] = 32
@@ -89,6 +93,27 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], about("of weights and KV")] = "auto"
     threads: Annotated[int, Meta(ge=0, description="CPU threads of the native engine; 0: torch decides")] = 0
     mock_speedup: Annotated[float, Meta(ge=0, description="mock engine: times faster than life; 0: no waiting")] = 1.0
+    trtllm_backend: Annotated[
+        Literal["pytorch", "autodeploy"], about("trtllm engine: which of its back ends runs the model")
+    ] = "pytorch"
+    tensor_parallel_size: Annotated[
+        int, Meta(ge=0, description="trtllm, vllm: GPUs that share each layer; 0: as its other arguments say")
+    ] = 0
+    extra_engine_args: Annotated[str, about("trtllm, vllm: YAML file of its arguments, laid over ours")] = ""
+    override_engine_args: Annotated[str, about("trtllm, vllm: JSON of its arguments, laid over all others")] = ""
+    connector: Annotated[
+        tuple[Literal["nixl", "lmcache", "kvbm", "null"], ...],
+        about("vllm: where its KV goes, several comma-separated; empty: nixl for prefill and decode, else null"),
+    ] = ()
+    use_kv_events: Annotated[bool, about("vllm: let it tell of its KV blocks, which KV routing needs")] = True
+    request_plane: Annotated[Literal["nats"], about("how requests reach the worker; there is one way")] = "nats"
+    event_plane: Annotated[Literal["nats"], about("how KV events reach routers; there is one way")] = "nats"
+    logits_processor: Annotated[
+        tuple[str, ...], about("name=module:Class of logits processors that requests may choose, comma-separated")
+    ] = ()
+    apply_logits_processors: Annotated[
+        str, about('logits processors of every request, JSON as in a request: [{"name": ..., "args": {...}}]')
+    ] = ""
     transfer: Annotated[
         Literal["auto", "nixl", "none"],
         about("how blocks move to other workers; auto: nixl for all roles that need it"),
@@ -98,6 +123,11 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
     quarantine_s: Annotated[
         Seconds, about("after a transfer that timed out, how long its blocks wait before the agent is made anew")
     ] = 10.0
+    max_pixels: Annotated[Positive, about("diffusion: largest picture, width x height")] = 2 << 20
+    max_frames: Annotated[Positive, about("diffusion: longest video")] = 257
+    max_steps: Annotated[Positive, about("diffusion: denoising steps of a request, at most")] = 100
+    max_pictures: Annotated[Positive, about("diffusion: images or videos of a request, at most")] = 4
+    frame_rate: Annotated[float, Meta(ge=0, description="diffusion: frames per second; 0: the pipeline's own")] = 0.0
     drain_s: Annotated[Seconds, about("on SIGTERM, how long running requests may go on")] = 30.0
     metrics_port: Annotated[int, Meta(ge=0, le=65535, description="Prometheus port; 0: none")] = 0
 

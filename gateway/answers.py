@@ -13,6 +13,7 @@ import msgspec
 import structlog
 
 from gateway.exchange import Exchange
+from gateway.prepare import Prepared
 from gateway.render import Collector, Renderer
 from gateway.responses import error_body
 from gateway.service import Gateway
@@ -37,7 +38,7 @@ BODY_S = 30.0
 _json = msgspec.json.encode
 
 
-class _Gone(Exception):
+class Gone(Exception):
     """The client closed the connection."""
 
 
@@ -53,57 +54,72 @@ class Completions:
         began = time.monotonic()
         code, accepted = "ok", ""
         try:
-            body = await _body(scope, receive, gateway.settings.max_body_bytes)
+            body = await read_body(scope, receive, gateway.settings.max_body_bytes)
             prepared = await gateway.prepare(self._endpoint, body)
             exchange = await gateway.submit(prepared.request)
             accepted = prepared.request.id
             gateway.metrics.prompt.inc(prepared.prompt_tokens)
-            answer = _Answer(gateway, exchange, receive, send, began)
-            if prepared.stream:
-                renderer = Renderer(prepared.request, gateway.model.detokenizer, include_usage=prepared.include_usage)
-                code = await answer.stream(renderer)
-            else:
-                code = await answer.whole(Collector(prepared.request, gateway.model.detokenizer))
+            code = await self._answer(scope, prepared, exchange, receive, send, began)
         except ServingError as error:
             code = error.code.value
-            await _send_error(send, error, accepted)
-        except _Gone:
+            await send_error(send, error, accepted)
+        except Gone:
             code = Code.cancelled.value
         except Exception:
             code = Code.internal.value
             log.exception("http_handler_failed", path=scope["path"])
             with contextlib.suppress(RuntimeError):  # the answer had begun: all that is left is to end it
-                await _send_error(send, INTERNAL, accepted)
+                await send_error(send, INTERNAL, accepted)
         finally:
             gateway.metrics.requests.labels("http", code).inc()
             gateway.metrics.e2e.observe(time.monotonic() - began)
 
+    async def _answer(
+        self, scope: Scope, prepared: Prepared, exchange: Exchange, receive: Receive, send: Send, began: float
+    ) -> str:
+        """Send what the request comes to; returns the code for the metrics."""
+        gateway = self._gateway
+        answer = Answer(gateway, exchange, receive, send, began)
+        if not prepared.stream:
+            return await answer.whole(Collector(prepared.request, gateway.model.detokenizer))
+        renderer = Renderer(prepared.request, gateway.model.detokenizer, include_usage=prepared.include_usage)
+        return await answer.stream(renderer)
+
 
 class Reattach:
-    """``GET /v1/requests/{id}/stream``: the answer from its beginning, or behind ``Last-Event-ID``."""
+    """``GET /v1/requests/{id}/stream``: the answer from its beginning, or behind ``Last-Event-ID``.
 
-    def __init__(self, gateway: Gateway) -> None:
+    Args:
+        pictures: sends the answer of a request for pictures: (request, Last-Event-ID, scope, receive, send).
+    """
+
+    def __init__(self, gateway: Gateway, pictures: Callable[..., Awaitable[None]]) -> None:
         self._gateway = gateway
+        self._pictures = pictures
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self._gateway
         try:
             request = await gateway.find(bare_id(scope["path_params"]["id"]))
+            last = dict(scope["headers"]).get(b"last-event-id", b"").decode("latin-1")
+            if request.diffusion is not None:
+                await self._pictures(request, last, scope, receive, send)
+                return
             renderer = Renderer(request, gateway.model.detokenizer, include_usage=True)
-            if last := dict(scope["headers"]).get(b"last-event-id"):
+            if last:
                 try:
-                    renderer.resume(last.decode("latin-1"))
+                    renderer.resume(last)
                 except ValueError as error:
                     raise ServingError(Code.invalid_request, str(error), param="Last-Event-ID") from None
             exchange = await gateway.attach(request)
-            await _Answer(gateway, exchange, receive, send, time.monotonic(), owner=False).stream(renderer)
+            await Answer(gateway, exchange, receive, send, time.monotonic(), owner=False).stream(renderer)
         except ServingError as error:
-            await _send_error(send, error)
-        except _Gone:
+            await send_error(send, error)
+        except Gone:
             pass
 
 
-class _Answer:
+class Answer:
     """Sends one exchange's items to one client. ``owner``: if this client leaves, the request is cancelled."""
 
     def __init__(
@@ -147,7 +163,7 @@ class _Answer:
                 if renderer.done:
                     return self._account(renderer)
         finally:
-            await _end(watcher)
+            await end_task(watcher)
             self._leave(exchange)
 
     async def whole(self, collector: Collector) -> str:
@@ -167,14 +183,14 @@ class _Answer:
             await self._send({"type": "http.response.body", "body": body})
             return self._account(collector)
         finally:
-            await _end(watcher)
+            await end_task(watcher)
             self._leave(exchange)
 
     async def _watch(self) -> None:
         """Fail the exchange once the client has gone, so that whoever waits for items wakes up."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._exchange.fail(_DISCONNECTED)
+        self._exchange.fail(DISCONNECTED)
 
     def _account(self, answer: Renderer | Collector) -> str:
         usage = answer.usage
@@ -184,21 +200,21 @@ class _Answer:
 
 
 INTERNAL = ServingError(Code.internal, "internal error; the gateway's log has the details")
-_DISCONNECTED = ServingError(Code.cancelled, "the client disconnected")
+DISCONNECTED = ServingError(Code.cancelled, "the client disconnected")
 
 
-async def _end(task: "asyncio.Future[None]") -> None:
+async def end_task(task: "asyncio.Future[None]") -> None:
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
 
 
-async def _body(scope: Scope, receive: Receive, limit: int) -> bytes:
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     """The request body.
 
     Raises:
         ServingError: larger than ``limit`` bytes, or too slow.
-        _Gone: the client went away.
+        Gone: the client went away.
     """
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit() and int(value) > limit:
@@ -214,7 +230,7 @@ async def _body(scope: Scope, receive: Receive, limit: int) -> bytes:
         async with asyncio.timeout(BODY_S):
             while True:
                 if message["type"] == "http.disconnect":
-                    raise _Gone
+                    raise Gone
                 part = message.get("body", b"")
                 size += len(part)
                 if size > limit:
@@ -231,8 +247,8 @@ def _too_large(limit: int) -> ServingError:
     return ServingError(Code.body_too_large, f"the body is larger than {limit} bytes (--max-body-bytes)")
 
 
-async def _send_error(send: Send, error: ServingError, request_id: str = "") -> None:
-    if error is _DISCONNECTED:
+async def send_error(send: Send, error: ServingError, request_id: str = "") -> None:
+    if error is DISCONNECTED:
         return
     body = _json(error_body(error))
     headers = [JSON, (b"content-length", b"%d" % len(body))]

@@ -15,12 +15,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.answers import INTERNAL, App, Completions, Reattach, Receive, Scope, Send, bare_id
+from gateway.gallery import Again, Files, Pictures, base_url_of
 from gateway.openapi import document
+from gateway.pictures import PATHS
 from gateway.prepare import CHAT, TEXT
 from gateway.responses import error_body
 from gateway.service import Gateway
 from gateway.status import status_of
 from schemas.errors import Code, ServingError
+from schemas.fleet import Diffuser
 
 log = structlog.get_logger("gateway")
 
@@ -32,6 +35,7 @@ def application(gateway: Gateway) -> App:
     answering: dict[str, App] = {
         "/v1/chat/completions": Completions(gateway, CHAT),
         "/v1/completions": Completions(gateway, TEXT),
+        **{path: Pictures(gateway, kind) for kind, path in PATHS.items()},
     }
     others = _others(gateway, answering)
 
@@ -62,7 +66,8 @@ def _others(gateway: Gateway, answering: Mapping[str, App]) -> Starlette:
             Route("/v1/models/{name:path}", api.model),
             Route("/v1/requests/{id}", api.request, methods=["GET"]),
             Route("/v1/requests/{id}", api.cancel, methods=["DELETE"]),
-            Route("/v1/requests/{id}/stream", Reattach(gateway)),
+            Route("/v1/requests/{id}/stream", Reattach(gateway, Again(gateway))),
+            Route("/v1/files/{name}", Files(gateway).get),
             Route("/health/live", api.live),
             Route("/health/ready", api.ready),
             Route("/metrics", api.metrics),
@@ -86,21 +91,39 @@ class _Api:
             "owned_by": "penstock",
             "max_model_len": gateway.model.max_model_len,
             "input_modalities": ["text"] if gateway.model.vision is None else ["text", "image"],
+            "output_modalities": ["text"],
         }
 
+    def _picture_card(self, name: str, made: Diffuser) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._gateway.started_ns // 1_000_000_000,
+            "owned_by": "penstock",
+            "input_modalities": ["text"],
+            "output_modalities": [made.kind],
+        }
+
+    def _cards(self) -> dict[str, dict[str, Any]]:
+        pictures = {name: self._picture_card(name, made) for name, made in self._gateway.studios.present().items()}
+        return pictures | {name: self._model_card(name) for name in self._gateway.names}
+
     async def models(self, request: Request) -> Response:
-        return _reply({"object": "list", "data": [self._model_card(name) for name in self._gateway.names]})
+        cards = self._cards()
+        ordered = [*self._gateway.names, *(name for name in cards if name not in self._gateway.names)]
+        return _reply({"object": "list", "data": [cards[name] for name in ordered]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name not in self._gateway.names:
+        card = self._cards().get(name)
+        if card is None:
             raise ServingError(Code.model_not_found, f"model {name[:200]!r} is not served here", param="model")
-        return _reply(self._model_card(name))
+        return _reply(card)
 
     async def request(self, request: Request) -> Response:
         gateway = self._gateway
         found = await gateway.find(bare_id(request.path_params["id"]))
-        return _reply(await status_of(gateway, found))
+        return _reply(await status_of(gateway, found, base_url_of(request.scope, gateway)))
 
     async def cancel(self, request: Request) -> Response:
         found = await self._gateway.find(bare_id(request.path_params["id"]))

@@ -6,7 +6,9 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from gateway.developed import PictureAnswer, PictureProgress
 from gateway.openai import ChatBody, TextBody
+from gateway.pictures import ImageBody, VideoBody
 from gateway.responses import ChatChunk, ChatCompletion, ErrorBody, ModelCard, ModelList, Status, TextCompletion
 from schemas.errors import Code
 
@@ -46,6 +48,8 @@ _GENERATE = (
     Code.deadline_exceeded,
 )
 
+_MAKE = tuple(code for code in _GENERATE if code is not Code.context_length_exceeded)
+
 _ID = ("id", "path", "as in X-Request-Id, or the answer's id")
 
 OPERATIONS = (
@@ -66,6 +70,32 @@ OPERATIONS = (
         response=TextCompletion,
         errors=_GENERATE,
         streams=TextCompletion,
+    ),
+    Operation(
+        "post",
+        "/v1/images/generations",
+        "Make images of a text",
+        body=ImageBody,
+        response=PictureAnswer,
+        errors=_MAKE,
+        streams=PictureProgress,
+    ),
+    Operation(
+        "post",
+        "/v1/videos/generations",
+        "Make a video of a text",
+        body=VideoBody,
+        response=PictureAnswer,
+        errors=_MAKE,
+        streams=PictureProgress,
+    ),
+    Operation(
+        "get",
+        "/v1/files/{name}",
+        "One image or video that was made, for six hours",
+        response="application/octet-stream",
+        errors=(Code.request_not_found, Code.broker_unavailable),
+        parameters=(("name", "path", "as in the answer's url"),),
     ),
     Operation("get", "/v1/models", "Models served here", response=ModelList),
     Operation(

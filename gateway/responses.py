@@ -131,6 +131,7 @@ class ModelCard(Struct, frozen=True):
     root: str | None = None
     max_model_len: int | None = None
     input_modalities: tuple[Literal["text", "image"], ...] = ("text",)
+    output_modalities: tuple[Literal["text", "image", "video"], ...] = ("text",)
 
 
 class ModelList(Struct, frozen=True):
@@ -149,7 +150,7 @@ class Status(Struct, frozen=True, omit_defaults=True):
     gateway: str = ""
     worker: str = ""
     attempt: int = 0
-    output_tokens: int = 0
+    output_tokens: int = 0  # of requests for pictures: denoising steps done
     result: Any = None
     error: ErrorDetail | None = None
 

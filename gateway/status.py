@@ -4,6 +4,7 @@ from typing import Literal
 
 import msgspec
 
+from gateway.developed import PictureCollector
 from gateway.render import Collector
 from gateway.responses import ErrorDetail, Status, error_body
 from gateway.service import Gateway
@@ -15,9 +16,9 @@ from schemas.tokens import Finish, TokenItem
 _json = msgspec.json.encode
 
 
-async def status_of(gateway: Gateway, request: GenerateRequest) -> Status:
-    """State and result of a request, from the log alone."""
-    collector = Collector(request, gateway.model.detokenizer)
+async def status_of(gateway: Gateway, request: GenerateRequest, base_url: str) -> Status:
+    """State and result of a request, from the log alone; ``base_url``: of links to its pictures."""
+    collector = _collector(gateway, request)
     exchange = await gateway.attach(request)
     try:
         items = exchange.available()
@@ -26,14 +27,14 @@ async def status_of(gateway: Gateway, request: GenerateRequest) -> Status:
         gateway.detach(exchange)
     event = await gateway.outcome(request)
     if not complete and event is not None:  # the token log keeps less long than the terminal events
-        collector = Collector(request, gateway.model.detokenizer)
+        collector = _collector(gateway, request)
         complete = collector.push(_items_of(event))
     state: Literal["queued", "running", "done", "failed", "cancelled"] = "running" if items else "queued"
     result: msgspec.Raw | None = None
     error: ErrorDetail | None = None
     if complete:
         try:
-            result, state = msgspec.Raw(collector.response()), "done"
+            result, state = _result(collector, base_url), "done"
         except ServingError as failure:
             error = error_body(failure).error
             state = "cancelled" if failure.code is Code.cancelled else "failed"
@@ -52,6 +53,23 @@ async def status_of(gateway: Gateway, request: GenerateRequest) -> Status:
     )
 
 
+def _collector(gateway: Gateway, request: GenerateRequest) -> Collector | PictureCollector:
+    if request.diffusion is not None:
+        return PictureCollector(request)
+    return Collector(request, gateway.model.detokenizer)
+
+
+def _result(collector: Collector | PictureCollector, base_url: str) -> msgspec.Raw:
+    """As it was answered; pictures always as links.
+
+    Raises:
+        ServingError: the request failed.
+    """
+    if isinstance(collector, PictureCollector):
+        return msgspec.Raw(_json(collector.answer(base_url)))
+    return msgspec.Raw(collector.response())
+
+
 def _items_of(event: done.Done) -> list[TokenItem]:
     """A terminal event as the token items that would say the same."""
     failed = event.code != ""
@@ -68,6 +86,7 @@ def _items_of(event: done.Done) -> list[TokenItem]:
                 event.usage.cached,
                 event.code,
                 event.message,
+                choice.files,
             ),
         )
         for index, choice in enumerate(event.choices)

@@ -21,6 +21,7 @@ from gateway.prepare import CHAT, TEXT, Prepared
 from gateway.render import DONE, Collector, Renderer
 from gateway.responses import error_body
 from gateway.service import Gateway
+from gateway.studios import ROLE
 from schemas.errors import Code, ServingError
 from schemas.ids import new_request_id
 from schemas.subjects import HEADER_EVENT_ID, HEADER_FINAL, HEADER_REPLY_TO, HEADER_REQUEST, token
@@ -111,7 +112,8 @@ class SubmitDoor:
         if model in map(token, self._gateway.names):
             return False
         served = (member.registration for member in self._gateway.fleet.members.values())
-        return any(model in (token(r.model), *map(token, r.aliases)) for r in served)
+        # Pictures are not for this door: one that asks for them is told so, not passed on for ever.
+        return any(model in (token(r.model), *map(token, r.aliases)) for r in served if r.role != ROLE)
 
     def _may_answer(self, subject: str) -> bool:
         """Whether clients may read there, and nothing but an answer can come of it.

@@ -36,6 +36,9 @@ COMMANDS = {
     "worker": Command("run a worker", "workers.main:run", "WorkerSettings"),
     "explain": Command("what happened to a request, and why", "infra.explain:run"),
     "leases": Command("blocks that workers hold for each other right now", "infra.leases:run"),
+    "recipe list": Command("engine arguments that come with penstock", "infra.recipes.cli:run_list"),
+    "recipe show": Command("a recipe, and the commands that run it", "infra.recipes.cli:run_show"),
+    "recipe check": Command("what is wrong with engine arguments, or slow", "infra.recipes.cli:run_check"),
     "bench http": Command("load an OpenAI URL and measure", "infra.bench.http:run", "infra.bench.http:Settings"),
     "bench handoff": Command(
         "measure the transport of KV blocks against bare NIXL",

@@ -221,7 +221,11 @@ def _show_end(end: done.Done | done.Returned, request: GenerateRequest, console:
     verdict = f"[red]{end.code}[/]: {end.message}" if end.code else "[green]ok[/]"
     console.print(f"\nended {verdict} on attempt {end.attempt} at {end.worker or 'the router'}")
     usage = end.usage
-    console.print(f"prompt {usage.prompt} tokens ({usage.cached} from the cache), output {usage.completion} tokens")
+    if request.diffusion is not None:
+        files = ", ".join(file.name for choice in end.choices for file in choice.files) or "no files"
+        console.print(f"{request.diffusion.kind}: {usage.completion} denoising steps, {files}")
+    else:
+        console.print(f"prompt {usage.prompt} tokens ({usage.cached} from the cache), output {usage.completion} tokens")
     marks = [("routed", times.routed_ns), ("started", times.started_ns), ("first token", times.first_token_ns)]
     marks.append(("ended", times.ended_ns))
     console.print("  ".join(f"{name} +{(at - request.created_ns) / 1e6:.1f} ms" for name, at in marks if at))

@@ -46,7 +46,7 @@ def completed(
         attempt=attempt,
         worker=worker,
         choices=tuple(
-            done.Outcome(part.tokens, finish.reason, finish.stop)
+            done.Outcome(part.tokens, finish.reason, finish.stop, finish.files)
             for part, finish in zip(progress, finishes, strict=True)
         ),
         usage=done.Usage(

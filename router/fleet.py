@@ -23,6 +23,7 @@ from schemas.jobs import Stage
 CLOSED_REMEMBERED = 65_536  # ended requests remembered, so that a late WORK echo does not revive them
 PREFILL_TOKENS_PER_S = 20_000.0
 ENCODE = "encode"  # the role that computes no part of a prompt
+DIFFUSION = "diffusion"  # the role that makes pictures, and nothing else
 _FOR_EVER = 1 << 62
 
 

@@ -152,7 +152,27 @@ def choose(
     if mode == "direct" and not ask.worker:
         return _refusal("worker_not_named", ())
     case = _Case(ask, overlaps, mode, weights, rng, turn)
+    if ask.picture:
+        return _studio(case, members)
     return _with_media(case, members) if ask.medium else _place(case, members)
+
+
+# Pictures
+
+
+def _studio(case: _Case, members: Sequence[Member]) -> Choice:
+    """A diffusion worker that is free: no cache, one request at a time, so one is as good as another."""
+    pool = [(member, excluded(case.ask, member)) for member in members]
+    shut = [(member, why) for member, why in pool if why and why != "other_model"]
+    open_ = case.trusted([member for member, why in pool if not why])
+    if not open_:
+        return _nobody(case, members, shut)
+    scores = [busy(member) for member in open_]
+    at = case.pick(scores)
+    homes = _Homes(open_, scores, [])
+    lines = [case.line(open_[at], scores[at])]
+    role = open_[at].registration.role
+    return Choice((Stage(role, *open_[at].place),), _table(case, lines, at, homes, None, shut))
 
 
 # Media

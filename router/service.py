@@ -184,7 +184,8 @@ class Router:
         """Requests that wait for the same workers: others must not wait behind them."""
         long = len(request.prompt) // 4 > self._settings.local_prefill_tokens
         kind = "media" if request.media else "long" if long else "short"
-        return f"{request.model} {request.worker} {kind}"
+        kind = request.diffusion.kind if request.diffusion is not None else kind
+        return " ".join([request.model, request.worker, kind, *sorted(_processors(request))])
 
     def _left(self, entry: Entry[Waiting]) -> Waiting:
         self._held[entry.item.request.priority] -= 1
@@ -235,6 +236,8 @@ class Router:
             avoid=self.view.suspects(),
             resumed_tokens=waiting.resumed_tokens,
             medium=request.media[0].digest if request.media else b"",
+            picture=request.diffusion.kind if request.diffusion is not None else "",
+            processors=_processors(request),
         )
         self._turn += 1
         return choose(
@@ -533,3 +536,8 @@ class Router:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.error("router_task_failed", error=repr(task.exception()))
+
+
+def _processors(request: GenerateRequest) -> frozenset[str]:
+    """Logits processors that its workers must have."""
+    return frozenset(each.name for each in request.sampling.logits_processors)

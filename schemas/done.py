@@ -6,6 +6,7 @@ attempt only: the worker gives the request back unstarted or unfinished, and a r
 
 import msgspec
 
+from schemas.tokens import File
 from schemas.wire import decoder, encode
 
 
@@ -33,6 +34,7 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens: bytes = b""
     reason: str = ""
     stop: str | int | None = None
+    files: tuple[File, ...] = ()  # of a request for pictures
 
 
 class Done(msgspec.Struct, frozen=True, omit_defaults=True, tag="done"):

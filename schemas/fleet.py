@@ -25,6 +25,27 @@ class Load(msgspec.Struct, frozen=True, omit_defaults=True):
     cached_blocks: int = 0
 
 
+class Diffuser(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a diffusion worker makes, what it takes for granted, and its limits."""
+
+    kind: str  # "image" or "video"
+    pipeline: str  # class name in model_index.json
+    width: int  # pixels, when the client names none
+    height: int
+    steps: int
+    formats: tuple[str, ...]  # the first when the client names none
+    max_pixels: int  # width x height
+    max_steps: int
+    multiple: int = 8  # of width and height
+    max_images: int = 1  # per request
+    frames: int = 1
+    max_frames: int = 1
+    frame_step: int = 1  # it makes 1 + k * frame_step frames
+    frame_rate: float = 0.0
+    negative: bool = True  # takes a negative prompt
+    guidance: bool = True  # takes a guidance scale
+
+
 class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     worker: str  # unique per process start
     model: str
@@ -48,6 +69,8 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     queue: int = 0  # jobs it takes beyond its slots
     connection: str = ""  # name of its broker connection, as in disconnect events
     vision: bool = False  # turns images into embeddings itself
+    diffusion: Diffuser | None = None  # of role "diffusion"
+    logits_processors: tuple[str, ...] = ()  # that requests may name
 
 
 def removal_headers(revision: int) -> dict[str, str]:

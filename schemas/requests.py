@@ -23,6 +23,13 @@ class Priority(enum.StrEnum):
 _RANKS = {Priority.interactive: 0, Priority.standard: 1, Priority.batch: 2}
 
 
+class LogitsProcessor(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Code of the workers that edits the logits, by the name under which they registered it."""
+
+    name: str
+    args: bytes = b""  # of its constructor: a JSON object; empty: none
+
+
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     """How the next token is drawn. ``temperature`` 0 is greedy.
 
@@ -40,6 +47,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None  # None: not asked; k: the chosen token's and the k best
+    logits_processors: tuple[LogitsProcessor, ...] = ()  # in their order, before all of the above
 
 
 class Stop(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -62,6 +70,28 @@ class Media(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens: int = 0
 
 
+class Diffusion(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Pictures asked for by text, everything decided: any worker of the model makes the same of it.
+
+    Its tokens in the token stream are the denoising steps done, each the milliseconds it took.
+    """
+
+    kind: str  # "image" or "video"
+    prompt: str
+    width: int  # pixels
+    height: int
+    steps: int
+    format: str  # of the files: "png", "jpeg", "webp", "gif", "mp4"
+    negative: str = ""  # what should not be seen
+    frames: int = 1  # of a video
+    frame_rate: float = 0.0  # per second, of a video
+    images: int = 1  # how many different ones
+    guidance: float | None = None  # None: as the pipeline has it
+    seed: int = 0  # 0 .. 2**63 - 1
+    quality: int = 0  # 1 .. 100, of lossy formats; 0: the encoder's own
+    inline: bool = False  # the answer holds the files, not their URLs
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """One accepted request. From its publish ack on it will get exactly one terminal event."""
 
@@ -82,8 +112,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     lora: str = ""
     media: tuple[Media, ...] = ()
     worker: str = ""  # routing mode "direct": this worker and no other
-    endpoint: str = ""  # "chat" or "text": how the answer is shaped, for re-attachment
+    endpoint: str = ""  # "chat", "text", "image" or "video": how the answer is shaped, for re-attachment
     stops_shown: bool = False  # include the stop string in the answer
+    diffusion: Diffusion | None = None  # pictures, not tokens: prompt, stop and sampling mean nothing
 
 
 decode = decoder(GenerateRequest)

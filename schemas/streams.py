@@ -118,6 +118,7 @@ def topology(s: Subjects) -> Topology:
         ObjectSpec(s.bucket("media"), 2 * HOUR + 5 * MINUTE, 4 * GIB),
         ObjectSpec(s.bucket("snapshots"), DAY, GIB),
         ObjectSpec(s.bucket("batches"), 7 * DAY, 4 * GIB),
+        ObjectSpec(s.bucket("results"), 6 * HOUR, 8 * GIB),  # pictures, until they are fetched
     )
     routers = (
         ConsumerSpec(s.stream("REQUESTS"), f"router-{c}", f"{s.namespace}.request.*.{c}", ack_wait_s=10)

@@ -21,6 +21,19 @@ class Logprob(msgspec.Struct, frozen=True, array_like=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
+class File(msgspec.Struct, frozen=True, array_like=True):
+    """One picture in the object store, bucket "results"."""
+
+    name: str
+    type: str  # "image/png", "video/mp4", ...
+    bytes: int
+    width: int = 0  # pixels
+    height: int = 0
+    frames: int = 1
+    frame_rate: float = 0.0
+    seconds: float = 0.0  # that the worker took for the whole request
+
+
 class Finish(msgspec.Struct, frozen=True, array_like=True):
     """Why a choice (or the whole request) ended."""
 
@@ -29,6 +42,7 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache
     code: str = ""  # schemas.errors.Code, when reason is "error" or "cancelled"
     message: str = ""
+    files: tuple[File, ...] = ()  # of a request for pictures
 
 
 class TokenItem(msgspec.Struct, frozen=True, array_like=True):

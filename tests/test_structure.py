@@ -24,6 +24,7 @@ CONFINED = {
     "tensorrt_llm": ("workers/engines/trtllm",),
     "vllm": ("workers/engines/vllm",),
     "nixl": ("workers/transfer/nixl",),
+    "diffusers": ("workers/engines/diffusion",),
 }
 MAKES_MODELS = ("infra/tiny_model.py", "infra/demo_model/")  # tools run by hand: no process imports their torch parts
 

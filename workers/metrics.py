@@ -11,6 +11,7 @@ class Metrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
         self.tokens = Counter("penstock_worker_tokens", "output tokens", registry=registry)
+        self.pictures = Counter("penstock_worker_pictures", "images and videos made", ["kind"], registry=registry)
         self.requests = Counter("penstock_worker_requests", "ended requests", ["code"], registry=registry)
         self.latency = Histogram(
             "penstock_worker_request_seconds", "from the start on this worker to the end", registry=registry
@@ -24,6 +25,9 @@ class Metrics:
         self.preempted = Gauge("penstock_worker_preemptions", "sequences recomputed since start", registry=registry)
         self.hit = Gauge("penstock_worker_prefix_hit_tokens", "prompt tokens taken from the cache", registry=registry)
         self.prompt = Gauge("penstock_worker_prompt_tokens", "prompt tokens admitted", registry=registry)
+        self.logits_errors = Gauge(
+            "penstock_worker_logits_errors", "calls of logits processors that failed, since start", registry=registry
+        )
         self.unsent = Gauge("penstock_worker_unsent_bytes", "output the broker could not take yet", registry=registry)
         self.tasks = Gauge("penstock_worker_tasks", "asyncio tasks, counted when asked", registry=registry)
 
@@ -62,6 +66,7 @@ class Metrics:
         self.preempted.set(stats.preemptions)
         self.hit.set(stats.hit_tokens)
         self.prompt.set(stats.prompt_tokens)
+        self.logits_errors.set(stats.logits_errors)
         self.unsent.set(unsent_bytes)
 
     def ended(self, event: Done) -> None:

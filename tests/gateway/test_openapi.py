@@ -8,6 +8,7 @@ import msgspec
 import gateway
 from gateway.openai import ChatBody, TextBody
 from gateway.openapi import OPERATIONS, Operation, document
+from gateway.pictures import ImageBody, VideoBody
 from schemas.errors import Code
 
 
@@ -32,7 +33,7 @@ def test_every_reference_leads_to_a_schema() -> None:
 
 def test_the_documented_fields_are_the_parsed_ones_with_their_limits() -> None:
     schemas = plain()["components"]["schemas"]
-    for body in (ChatBody, TextBody):
+    for body in (ChatBody, TextBody, ImageBody, VideoBody):
         assert set(schemas[body.__name__]["properties"]) == set(body.__struct_fields__)
     assert schemas["ChatBody"]["required"] == ["model", "messages"]
     assert {"type": "number", "minimum": 0.0, "maximum": 2.0} in schemas["ChatBody"]["properties"]["temperature"][

@@ -1,6 +1,7 @@
 """The embedded server and its permissions, on a real nats-server."""
 
 import asyncio
+import contextlib
 import io
 import json
 import os
@@ -12,6 +13,8 @@ import pytest
 from nats.aio.client import Client
 from nats.js.errors import NotFoundError
 
+from configs.bus import objects
+from configs.bus.connection import connect as open_bus
 from infra.broker.apply import BrokerProblem, apply, stream_configs, widened
 from infra.broker.binary import find_server, parse_version
 from infra.broker.config import ROLES, USERS, ServerConfig, permissions, render
@@ -216,6 +219,20 @@ async def test_gateways_store_media_and_workers_read_them(ready: EmbeddedNats, c
     assert into.getvalue() == body
     assert errors == []
     assert await refused(worker, errors, f"$O.{S.bucket('media')}.C.forged")
+
+
+async def test_workers_store_results_and_gateways_read_them(ready: EmbeddedNats, connect: Connect) -> None:
+    name, data = "01932c07-a4b8-7000-8000-0123456789ab-1-0.png", b"pixels" * 200_000
+    async with contextlib.AsyncExitStack() as stack:
+        buses = {}
+        for role in ("worker", "gateway"):
+            buses[role] = await open_bus(ready.url(role), role=role, name=f"test-{role}")
+            stack.push_async_callback(buses[role].close)
+        await objects.put(buses["worker"], "results", name, data)
+        assert await objects.get(buses["gateway"], "results", name, limit=1 << 24) == data
+    errors: list[str] = []
+    gateway = await connect(ready, "gateway", errors)
+    assert await refused(gateway, errors, f"$O.{S.bucket('results')}.C.forged")
 
 
 async def test_routers_store_and_replace_snapshots(ready: EmbeddedNats, connect: Connect) -> None:

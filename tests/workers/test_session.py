@@ -19,7 +19,7 @@ from schemas.subjects import Subjects
 from schemas.tokens import Finish
 from tests.configs.bus_support import eventually
 from tests.workers.support import DRAWN, Living, Record, answer, engine, ids, living, recording, request
-from workers import session as module
+from workers import life as module
 from workers.engines.mock.executor import Vocabulary
 
 

@@ -1,0 +1,445 @@
+"""A life of a diffusion worker on a real nats-server, with an engine in the test's hands."""
+
+import asyncio
+import contextlib
+import io
+import threading
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from prometheus_client import CollectorRegistry
+
+from configs.bus.objects import get
+from configs.bus.publish import Publisher
+from configs.settings import WorkerSettings
+from infra.broker.server import EmbeddedNats
+from schemas import control, wire
+from schemas.errors import Code
+from schemas.fleet import Diffuser
+from schemas.requests import Diffusion, GenerateRequest
+from schemas.subjects import Subjects
+from tests.configs.bus_support import eventually
+from tests.pipeline.support import Process
+from tests.workers.support import Record, dial, ids, recording, request
+from workers import diffusion as module
+from workers.diffusion import DiffusionSession, Studio
+from workers.engines.base import RequestError
+from workers.engines.diffusion.base import Picture, Progress
+from workers.life import Model
+from workers.metrics import Metrics
+
+MADE = Diffuser("image", "TestPipeline", 16, 8, 6, ("png", "webp"), 10_000, 50)
+STEPS = 6
+
+
+class Easel:
+    """An engine whose steps the test allows one by one; notes how many requests it was ever in at once."""
+
+    name = "easel"
+    load_seconds = 0.0
+
+    def __init__(self, *, stoppable: bool = True) -> None:
+        self.stoppable = stoppable
+        self.diffuser = MADE
+        self.asked: list[Diffusion] = []
+        self.steps = 0
+        self.most_at_once = 0
+        self.fails: BaseException | None = None
+        self.closes = 0
+        self._inside = 0
+        self._go = threading.Semaphore(0)
+        self._free = threading.Event()
+        self._free.set()
+
+    def hold(self) -> None:
+        """From now on steps need ``allow``."""
+        self._free.clear()
+
+    def allow(self, steps: int) -> None:
+        for _ in range(steps):
+            self._go.release()
+
+    def release(self) -> None:
+        self._free.set()
+        self._go.release()
+
+    def generate(self, ask: Diffusion, progress: Progress) -> list[Picture]:
+        self._inside += 1
+        self.most_at_once = max(self.most_at_once, self._inside)
+        try:
+            self.asked.append(ask)
+            for step in range(1, ask.steps + 1):
+                if not self._free.is_set():
+                    assert self._go.acquire(timeout=30)
+                if self.fails is not None:
+                    raise self.fails
+                self.steps += 1
+                if self.stoppable:
+                    progress(step, ask.steps)
+            pixels = np.full((1, ask.height, ask.width, 3), ask.seed % 256, np.uint8)
+            return [Picture(pixels)] * ask.images
+        finally:
+            self._inside -= 1
+
+    def close(self) -> None:
+        self.closes += 1
+
+
+class Living:
+    """One worker in miniature."""
+
+    def __init__(self, bus: Any, easel: Easel, settings: WorkerSettings) -> None:
+        self.bus = bus
+        self.easel = easel
+        self.settings = settings
+        self.publisher = Publisher(bus)
+        self.metrics = Metrics(CollectorRegistry())
+        self.studio = Studio()
+        self.broken: list[BaseException] = []
+        self.session: DiffusionSession
+
+    async def begin(self) -> DiffusionSession:
+        self.session = DiffusionSession(
+            *(self.bus, self.publisher, self.studio, self.easel),
+            Model("m", (), "", None, "test"),
+            *(self.settings, self.metrics, self.broken.append),
+        )
+        await self.session.open()
+        return self.session
+
+    @property
+    def id(self) -> str:
+        return self.session.id
+
+
+@contextlib.asynccontextmanager
+async def living(broker: EmbeddedNats, subjects: Subjects, easel: Easel) -> AsyncIterator[Living]:
+    async with dial(broker, subjects, "painter") as bus:
+        made = Living(bus, easel, WorkerSettings(role="diffusion"))
+        await made.publisher.open()
+        await made.begin()
+        try:
+            yield made
+        finally:
+            easel.release()
+            if not all(task.done() for task in made.session._tasks):
+                await made.session.abandon()
+            assert await asyncio.to_thread(made.studio.stop, 10)
+            await made.publisher.close()
+
+
+@pytest.fixture
+async def record(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[Record]:
+    async with recording(broker, pipeline) as record:
+        yield record
+
+
+@pytest.fixture
+async def worker(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[Living]:
+    async with living(broker, pipeline, Easel()) as worker:
+        yield worker
+
+
+def picture(seed: int = 9, deadline_s: float = 60.0, **more: Any) -> GenerateRequest:
+    ask = Diffusion("image", "a boat", 16, 8, STEPS, "png", seed=seed, **more)
+    return request((), deadline_s=deadline_s, digests=b"", diffusion=ask)
+
+
+async def give(record: Record, worker: str, asked: GenerateRequest, attempt: int = 1, **more: Any) -> None:
+    await record.give(worker, asked, attempt, role="diffusion", **more)
+
+
+async def test_a_request_becomes_steps_a_stored_file_and_one_end(record: Record, worker: Living) -> None:
+    asked = picture(images=2)
+    await give(record, worker.id, asked)
+    end = await record.end(asked)
+    assert (end.code, end.worker, end.choices[0].reason) == ("", worker.id, "stop")
+    assert end.usage.completion == len(record.streamed(asked)) == 2 * STEPS
+    t = end.timings
+    assert t.created_ns <= t.routed_ns <= t.started_ns <= t.first_token_ns <= t.ended_ns
+    files = end.choices[0].files
+    finish = record.progress(asked)[0].finish
+    assert finish is not None
+    assert finish.files == files
+    assert [file.name for file in files] == [f"{asked.id}-1-{i}.png" for i in range(2)]
+    for file in files:
+        data = await get(record.bus, "results", file.name, limit=1 << 20)
+        assert (len(data), file.type, file.width, file.height) == (file.bytes, "image/png", 16, 8)
+        assert Image.open(io.BytesIO(data)).getpixel((0, 0)) == (9, 9, 9)
+    await record.settled(worker.id)
+
+
+async def test_the_registration_says_what_is_made_and_asks_for_one_at_a_time(record: Record, worker: Living) -> None:
+    await eventually(lambda: record.registered(worker.id))
+    registration = record.registered(worker.id)
+    assert registration is not None
+    assert (registration.role, registration.diffusion) == ("diffusion", MADE)
+    assert (registration.slots, registration.queue, registration.kv_events) == (1, 0, False)
+
+
+async def test_requests_wait_for_each_other_and_the_event_loop_for_none(record: Record, worker: Living) -> None:
+    worker.easel.hold()
+    first, second = picture(1), picture(2)
+    await give(record, worker.id, first)
+    await give(record, worker.id, second)
+    await eventually(lambda: len(worker.easel.asked) == 1 and len(worker.session._active) == 2)
+    began = time.monotonic()
+    page = await worker.session.dump(0)  # any order is answered while the engine computes
+    await asyncio.sleep(0)
+    assert time.monotonic() - began < 0.05
+    assert page.events == ()
+    worker.easel.release()
+    assert [(await record.end(asked)).code for asked in (first, second)] == ["", ""]
+    assert worker.easel.most_at_once == 1
+    assert [ask.seed for ask in worker.easel.asked] == [1, 2]
+
+
+async def test_progress_is_told_while_the_engine_computes(record: Record, worker: Living) -> None:
+    worker.easel.hold()
+    asked = picture()
+    await give(record, worker.id, asked)
+    for done in (2, 5):
+        worker.easel.allow(done - worker.easel.steps)
+        await record.has_streamed(asked, done)
+        assert len(record.streamed(asked)) == done
+    assert not record.ends(asked)
+    worker.easel.release()
+    await record.end(asked)
+
+
+async def test_a_cancelled_request_ends_at_its_next_step(record: Record, worker: Living) -> None:
+    worker.easel.hold()
+    asked, after = picture(), picture(3)
+    await give(record, worker.id, asked)
+    worker.easel.allow(2)
+    await record.has_streamed(asked, 2)
+    await worker.session.on_cancel(asked.id, "gone")
+    assert not record.ends(asked)
+    await give(record, worker.id, after)
+    worker.easel.allow(1)
+    end = await record.end(asked)
+    assert (end.code, end.usage.completion) == (Code.cancelled, 2)
+    worker.easel.release()
+    assert (await record.end(after)).code == ""
+    assert worker.easel.steps == 2 + 1 + STEPS
+
+
+async def test_a_request_that_waits_is_cancelled_at_once(record: Record, worker: Living) -> None:
+    worker.easel.hold()
+    first, second = picture(), picture(2)
+    await give(record, worker.id, first)
+    await give(record, worker.id, second)
+    await eventually(lambda: len(worker.session._active) == 2)
+    await worker.session.on_cancel(second.id, "gone")
+    assert (await record.end(second)).code == Code.cancelled
+    assert not record.ends(first)
+    worker.easel.release()
+    assert (await record.end(first)).code == ""
+    assert len(worker.easel.asked) == 1
+
+
+async def test_a_request_that_cannot_be_stopped_is_ended_all_the_same(
+    broker: EmbeddedNats, pipeline: Subjects, record: Record
+) -> None:
+    async with living(broker, pipeline, Easel(stoppable=False)) as worker:
+        worker.easel.hold()
+        asked, after = picture(deadline_s=0.5), picture(2)
+        await give(record, worker.id, asked)
+        await eventually(lambda: worker.easel.asked)
+        assert (await record.end(asked)).code == Code.deadline_exceeded
+        await give(record, worker.id, after)
+        worker.easel.release()
+        assert (await record.end(after)).code == ""
+        assert worker.easel.most_at_once == 1
+        assert len(record.ends(asked)) == 1
+
+
+async def test_a_request_that_the_engine_refuses_ends_alone(record: Record, worker: Living) -> None:
+    worker.easel.fails = RequestError(Code.invalid_request, "too odd")
+    bad, good = picture(), picture(2)
+    await give(record, worker.id, bad)
+    end = await record.end(bad)
+    assert (end.code, end.message) == (Code.invalid_request, "too odd")
+    worker.easel.fails = None
+    await give(record, worker.id, good)
+    assert (await record.end(good)).code == ""
+    assert not worker.broken
+
+
+async def test_a_request_for_tokens_is_refused(record: Record, worker: Living) -> None:
+    asked = request()
+    await give(record, worker.id, asked)
+    end = await record.end(asked)
+    assert end.code == Code.invalid_request
+    assert not worker.easel.asked
+
+
+async def test_a_broken_engine_gives_the_request_back_as_poison(record: Record, worker: Living) -> None:
+    worker.easel.hold()
+    running, waiting = picture(), picture(2)
+    await give(record, worker.id, running)
+    await give(record, worker.id, waiting)
+    await eventually(lambda: len(worker.session._active) == 2)
+    worker.easel.fails = RuntimeError("the device is gone")
+    worker.easel.release()
+    await eventually(lambda: worker.broken)
+    await worker.session.fail(f"engine_error: {worker.broken[0]!r}")
+    back = [await record.handed_back(asked) for asked in (running, waiting)]
+    assert [event.poison for event in back] == [True, False]
+    assert "the device is gone" in back[0].reason
+    assert not record.done
+
+
+async def test_another_attempt_begins_anew_and_is_heard_once_it_is_further(record: Record, worker: Living) -> None:
+    worker.easel.hold()
+    asked = picture()
+    told = [70, 71, 72]
+    await record.say(asked, 1, told)
+    await give(record, worker.id, asked, attempt=2, resume=(wire.pack_tokens(told),))
+    worker.easel.allow(2)
+    await eventually(lambda: any(item.attempt == 2 for item in record.items))
+    assert record.streamed(asked) == told
+    worker.easel.allow(2)
+    await record.has_streamed(asked, 4)
+    assert record.streamed(asked)[:3] == told
+    worker.easel.release()
+    end = await record.end(asked)
+    assert worker.easel.steps == STEPS, "nothing of an attempt is taken over"
+    assert (end.attempt, len(ids(end.choices[0].tokens))) == (2, STEPS)
+    assert end.choices[0].files[0].name == f"{asked.id}-2-0.png"
+
+
+async def test_a_later_attempt_takes_the_place_of_one_that_runs_here(record: Record, worker: Living) -> None:
+    worker.easel.hold()
+    asked = picture()
+    await give(record, worker.id, asked)
+    await eventually(lambda: worker.easel.asked)
+    await give(record, worker.id, asked, attempt=2)
+    await eventually(lambda: worker.session._active[asked.id].attempt == 2)
+    worker.easel.release()
+    end = await record.end(asked)
+    assert end.attempt == 2
+    await record.settled(worker.id)
+    assert len(record.ends(asked)) == 1
+
+
+async def test_draining_finishes_the_picture_and_gives_back_what_waits(record: Record, worker: Living) -> None:
+    worker.easel.hold()
+    running, waiting = picture(), picture(2)
+    await give(record, worker.id, running)
+    await give(record, worker.id, waiting)
+    await eventually(lambda: worker.easel.asked and len(worker.session._active) == 2)
+    draining = asyncio.create_task(worker.session.drain(20))
+    back = await record.handed_back(waiting)
+    assert (back.reason, back.poison) == ("draining", False)
+    assert not draining.done()
+    worker.easel.release()
+    assert (await record.end(running)).code == ""
+    await draining
+    await eventually(lambda: record.registrations[-1] == (worker.id, None))
+    assert len(worker.easel.asked) == 1
+
+
+async def test_a_life_without_its_lease_says_nothing_of_its_picture(
+    record: Record, worker: Living, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.easel.hold()
+    asked, after = picture(), picture(2)
+    await give(record, worker.id, asked)
+    await eventually(lambda: worker.easel.asked)
+    old = worker.session
+    await record.remove_key(old.id)
+    await asyncio.wait_for(old.lost.wait(), 10)
+    await old.abandon()
+    await worker.begin()
+    await give(record, worker.id, after)
+    worker.easel.release()
+    assert (await record.end(after)).worker == worker.id != old.id
+    assert not record.ends(asked)
+    assert not [item for item in record.items if item.request == asked.id]
+    assert worker.easel.most_at_once == 1
+
+
+async def test_while_trust_is_in_doubt_the_end_waits(
+    record: Record, worker: Living, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = picture()
+    doubted = asyncio.Event()
+
+    def in_doubt() -> bool:
+        doubted.set()
+        return False
+
+    monkeypatch.setattr(worker.session, "trusted", in_doubt)
+    await give(record, worker.id, asked)
+    await asyncio.wait_for(doubted.wait(), 10)
+    assert not record.ends(asked)
+    monkeypatch.undo()
+    assert (await record.end(asked)).code == ""
+
+
+# -- the process --------------------------------------------------------------------------------------------------
+
+
+async def test_a_worker_process_serves_and_ends_in_good_order(
+    broker: EmbeddedNats, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    easel = Easel()
+    monkeypatch.setattr(module, "build_engine", lambda settings: easel)
+    settings = WorkerSettings(
+        nats_url=broker.url("operator"),
+        namespace=record.bus.subjects.namespace,
+        role="diffusion",
+        model="owner/painter",
+        name="p",
+    )
+    serving = asyncio.create_task(module.DiffusionWorker(settings).serve())
+    await eventually(lambda: record.registrations or serving.done())
+    worker, registration = record.registrations[-1]
+    assert registration is not None
+    assert registration.model == "owner/painter"
+    asked = picture()
+    await give(record, worker, asked)
+    assert (await record.end(asked)).code == ""
+    subject = record.bus.subjects.control(worker)
+    released = await record.bus.nc.request(subject, wire.encode(control.Release("t", "w")), timeout=5)
+    assert "pins no blocks" in control.decode_ok(released.data).error
+    await record.bus.nc.request(subject, wire.encode(control.Drain()), timeout=5)
+    assert await asyncio.wait_for(serving, 20) == 0
+    assert easel.closes == 1
+
+
+async def test_a_process_with_a_broken_engine_ends_with_status_70(
+    broker: EmbeddedNats, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    easel = Easel()
+    easel.fails = RuntimeError("the device is gone")
+    monkeypatch.setattr(module, "build_engine", lambda settings: easel)
+    settings = WorkerSettings(
+        nats_url=broker.url("operator"), namespace=record.bus.subjects.namespace, role="diffusion", model="painter"
+    )
+    serving = asyncio.create_task(module.DiffusionWorker(settings).serve())
+    await eventually(lambda: record.registrations or serving.done())
+    asked = picture()
+    await give(record, record.registrations[-1][0], asked)
+    assert (await record.handed_back(asked)).poison
+    assert await asyncio.wait_for(serving, 20) == 70
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--model", "/nowhere"), "is not a directory"),
+        (("--engine", "mock", "--model", "x"), "--role diffusion runs with --engine native"),
+        (("--engine", "trtllm", "--model", "x"), "use --engine native, which runs the same directory with diffusers"),
+    ],
+)
+def test_what_cannot_be_served_ends_the_process_with_the_fix(tmp_path: Any, flags: tuple[str, ...], says: str) -> None:
+    process = Process(tmp_path / "log", "worker", "--role", "diffusion", "--log-format", "json", *flags)
+    with pytest.raises(AssertionError, match="ended with status 2"):
+        process.wait_for("worker_registered")
+    assert says in (tmp_path / "log").read_text()

@@ -1,0 +1,1 @@
+"""Pictures from text: the engines of diffusion workers."""

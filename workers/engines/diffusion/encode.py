@@ -1,0 +1,68 @@
+"""Pictures as files: PNG, JPEG and WebP by Pillow, videos as WebP or GIF by Pillow, as MP4 by PyAV where it is."""
+
+import io
+import tempfile
+from fractions import Fraction
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from workers.engines.diffusion.base import Picture
+
+IMAGE_FORMATS = ("png", "jpeg", "webp")
+QUALITY = 90
+
+
+def video_formats() -> tuple[str, ...]:
+    """What videos can be written as here, the most useful first."""
+    return (*(("mp4",) if find_spec("av") is not None else ()), "webp", "gif")
+
+
+def media_type(name: str) -> str:
+    """Of a format."""
+    return "video/mp4" if name == "mp4" else f"image/{name}"
+
+
+def encode(picture: Picture, name: str, quality: int = 0) -> bytes:
+    """The file.
+
+    Args:
+        name: a format.
+        quality: 1 .. 100 of lossy formats; 0: 90.
+    """
+    if name == "mp4":
+        return _mp4(picture, quality or QUALITY)
+    images = [Image.fromarray(frame, "RGB") for frame in picture.frames]
+    options: dict[str, Any] = {}
+    if name in ("jpeg", "webp"):
+        options["quality"] = quality or QUALITY
+    if len(images) > 1:
+        # Durations are whole milliseconds (of GIF: hundredths of a second): right on the whole, not frame by frame.
+        ends = [round(1000 * (i + 1) / picture.frame_rate) for i in range(len(images))]
+        durations = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+        options |= {"save_all": True, "append_images": images[1:], "duration": durations, "loop": 0}
+    out = io.BytesIO()
+    images[0].save(out, name.upper(), **options)
+    return out.getvalue()
+
+
+def _mp4(picture: Picture, quality: int) -> bytes:
+    """H.264 in yuv420p, which every browser plays; an odd last row or column is cut off."""
+    import av
+
+    frames = picture.frames
+    height, width = frames.shape[1] // 2 * 2, frames.shape[2] // 2 * 2
+    with tempfile.TemporaryDirectory() as folder:  # to put the index in front, the file is read again
+        path = Path(folder) / "video.mp4"
+        with av.open(str(path), "w", options={"movflags": "faststart"}) as file:
+            stream = file.add_stream("libx264", rate=Fraction(picture.frame_rate).limit_denominator(1001))
+            stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+            stream.options = {"crf": str(round(51 * (1 - quality / 100) ** 0.5))}
+            for frame in frames:
+                cut = np.ascontiguousarray(frame[:height, :width])
+                file.mux(stream.encode(av.VideoFrame.from_ndarray(cut, format="rgb24")))
+            file.mux(stream.encode())
+        return path.read_bytes()

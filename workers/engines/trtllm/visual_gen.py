@@ -1,0 +1,188 @@
+"""TensorRT-LLM's visual generation as an engine of pictures: a prototype of 1.3, looked for at start, not assumed.
+
+It reports no steps and cannot be stopped between them, so a request's progress goes from nothing to all, and a
+cancelled one is answered at once while the device goes on to the end of it. Whatever of its interface is not there
+is named at start; see section 10 of the notes on its API: pipeline by ``model_index.json``, one ``generate`` at a
+time, errors in a field of the result.
+"""
+
+import importlib
+import inspect
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import structlog
+
+from configs.modeldir import ModelError
+from configs.settings import WorkerSettings
+from schemas.errors import Code
+from schemas.fleet import Diffuser
+from schemas.requests import Diffusion
+from workers.engines.base import EngineError, RequestError
+from workers.engines.diffusion.base import Picture, Progress
+from workers.engines.diffusion.encode import IMAGE_FORMATS, video_formats
+from workers.engines.diffusion.index import pipeline_name
+
+log = structlog.get_logger("engine")
+
+MODULE = "tensorrt_llm.visual_gen"
+INSTALL = (
+    "visual generation came with TensorRT-LLM 1.3 (release candidates in NVIDIA's index and containers); until then "
+    "use --engine native, which runs the same directory with diffusers"
+)
+# What its pipelines take for granted.
+VIDEO_SIZE, IMAGE_SIZE = (832, 480), (1024, 1024)
+FRAMES, FRAME_RATE, STEPS = 81, 16.0, 50
+MULTIPLE, FRAME_STEP = 16, 4
+_VIDEO = re.compile("Video|^Wan|^LTX|^Mochi|^Cosmos.*World|T2V")
+_PARAMETERS = ("height", "width", "num_inference_steps", "guidance_scale", "seed", "num_frames", "frame_rate")
+
+
+class Api(NamedTuple):
+    """What the installed release has."""
+
+    version: str
+    engine: Callable[..., Any]
+    parameters: Callable[..., Any]
+
+
+def load() -> Api:
+    """Import it and look at it.
+
+    Raises:
+        EngineError: TensorRT-LLM or this part of it is not there, or is another one than we know.
+    """
+    try:
+        package = importlib.import_module("tensorrt_llm")
+    except (ImportError, OSError) as error:  # OSError: a CUDA library is missing
+        raise EngineError(f"TensorRT-LLM cannot be imported ({error}); {INSTALL}") from error
+    version = str(getattr(package, "__version__", "of an unknown version"))
+    try:
+        module = importlib.import_module(MODULE)
+    except ImportError as error:
+        raise EngineError(f"tensorrt_llm {version} has no visual generation ({error}); {INSTALL}") from error
+    engine, parameters = (getattr(module, name, None) for name in ("VisualGen", "VisualGenParams"))
+    if engine is None or parameters is None:
+        raise EngineError(f"tensorrt_llm {version} has a {MODULE} without VisualGen or VisualGenParams; {INSTALL}")
+    api = Api(version, engine, parameters)
+    lacking = [name for name in _PARAMETERS if name not in _names(api.parameters)]
+    if lacking:
+        raise EngineError(f"VisualGenParams of tensorrt_llm {version} has no {', '.join(lacking)}; {INSTALL}")
+    log.info("visual_gen", version=version, parameters=sorted(_names(api.parameters)))
+    return api
+
+
+def _names(kind: Callable[..., Any]) -> set[str]:
+    fields = getattr(kind, "model_fields", None) or getattr(kind, "__dataclass_fields__", None)
+    return set(fields) if fields else set(inspect.signature(kind).parameters)
+
+
+class VisualGen:
+    """A diffusion engine."""
+
+    name = "trtllm"
+    stoppable = False
+
+    def __init__(self, api: Api, engine: Any, diffuser: Diffuser, load_seconds: float) -> None:
+        self._api = api
+        self._engine = engine
+        self.diffuser = diffuser
+        self.load_seconds = load_seconds
+
+    def generate(self, ask: Diffusion, progress: Progress) -> list[Picture]:
+        made = []
+        for index in range(ask.images):
+            progress(index, ask.images)
+            made.append(self._one(ask, index))
+        progress(ask.images, ask.images)
+        return made
+
+    def _one(self, ask: Diffusion, index: int) -> Picture:
+        video = ask.kind == "video"
+        given: dict[str, Any] = {
+            "width": ask.width,
+            "height": ask.height,
+            "num_inference_steps": ask.steps,
+            "seed": (ask.seed + index) & (1 << 63) - 1,
+        }
+        if video:  # set and not supported is an error there
+            given |= {"num_frames": ask.frames, "frame_rate": ask.frame_rate}
+        if ask.guidance is not None:
+            given["guidance_scale"] = ask.guidance
+        if ask.negative:
+            given["negative_prompt"] = ask.negative
+        try:
+            output = self._engine.generate(ask.prompt, self._api.parameters(**given))
+        except (ValueError, TypeError) as error:
+            raise RequestError(Code.invalid_request, f"TensorRT-LLM refuses this request: {error}"[:500]) from error
+        output = output[0] if isinstance(output, list) else output
+        if output.error:
+            raise RequestError(Code.engine_error, f"TensorRT-LLM failed: {output.error}"[:500])
+        frames = _array(output.video if video else output.image)
+        if frames.ndim == (5 if video else 4):
+            frames = frames[0]  # the batch, which videos have since 1.3.0rc9
+        rate = ask.frame_rate if video else 0.0
+        return Picture(frames if video else frames[None], rate)
+
+    def close(self) -> None:
+        self._engine.shutdown()
+
+
+def _array(value: Any) -> Any:
+    """A tensor or an array, as an array of bytes.
+
+    Raises:
+        RequestError: there is none.
+    """
+    if value is None:
+        raise RequestError(Code.engine_error, "TensorRT-LLM returned no picture")
+    array = np.asarray(value.cpu() if hasattr(value, "cpu") else value)
+    if array.dtype != np.uint8:
+        raise RequestError(Code.engine_error, f"TensorRT-LLM returned pictures of {array.dtype}; uint8 is known")
+    return array
+
+
+def from_settings(settings: WorkerSettings) -> VisualGen:
+    """Load a pipeline.
+
+    Raises:
+        EngineError: this TensorRT-LLM has no visual generation, or it cannot be started.
+        ModelError: the model is no directory with a pipeline.
+    """
+    api = load()
+    path = Path(settings.model).expanduser()
+    if not settings.model or not path.is_dir():
+        raise ModelError(f"model {settings.model!r} is not a directory; fetch it first, or use --engine native")
+    diffuser = described(pipeline_name(path), settings)
+    began = time.monotonic()
+    try:
+        engine = api.engine(str(path))
+    except Exception as error:
+        raise EngineError(f"TensorRT-LLM {api.version} cannot run the pipeline in {path}: {error}") from error
+    return VisualGen(api, engine, diffuser, time.monotonic() - began)
+
+
+def described(pipeline: str, settings: WorkerSettings) -> Diffuser:
+    """What is registered of a pipeline class; nothing of it is told by the engine."""
+    video = _VIDEO.search(pipeline) is not None
+    width, height = VIDEO_SIZE if video else IMAGE_SIZE
+    return Diffuser(
+        kind="video" if video else "image",
+        pipeline=pipeline,
+        width=width,
+        height=height,
+        steps=min(STEPS, settings.max_steps),
+        formats=video_formats() if video else IMAGE_FORMATS,
+        max_pixels=max(settings.max_pixels, width * height),
+        max_steps=settings.max_steps,
+        multiple=MULTIPLE,
+        max_images=settings.max_pictures,
+        frames=FRAMES if video else 1,
+        max_frames=max(FRAMES, settings.max_frames) if video else 1,
+        frame_step=FRAME_STEP if video else 1,
+        frame_rate=(settings.frame_rate or FRAME_RATE) if video else 0.0,
+    )

@@ -1,0 +1,137 @@
+"""The shell of a worker process: its broker connection, a FastStream application, one life after another.
+
+What computes is built before the first life and outlives each of them.
+"""
+
+import asyncio
+import contextlib
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import structlog
+from faststream import FastStream
+from faststream.nats import NatsMessage
+from prometheus_client import CollectorRegistry, start_http_server
+
+from configs.bus.connection import Bus
+from configs.bus.shell import OwnConnection, raw
+from configs.settings import WorkerSettings
+from schemas import control, wire
+from schemas.subjects import Subjects
+from workers.life import Life
+from workers.metrics import Metrics
+
+log = structlog.get_logger("worker")
+
+MAX_ORDERS = 64
+
+EXIT_OK = 0
+EXIT_ENGINE = 70  # EX_SOFTWARE: the engine failed
+EXIT_START = 69  # EX_UNAVAILABLE: the broker or its streams are not there (yet)
+EXIT_CONFIG = 2  # starting again would not help
+
+L = TypeVar("L", bound=Life)
+
+
+class WorkerProcess(ABC, Generic[L]):
+    """Made in the event loop that serves it."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self._metrics = Metrics(CollectorRegistry())
+        self._session: L | None = None
+        self._stop = asyncio.Event()
+        self._broken = asyncio.Event()
+        self._error: BaseException | None = None
+
+    @abstractmethod
+    async def serve(self) -> int:
+        """Until SIGTERM; the exit code."""
+
+    def _on_signals(self) -> None:
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(signum, self._stop.set)
+
+    def _broke(self, error: BaseException) -> None:
+        """What computes is broken, and the process with it."""
+        self._error = error
+        self._broken.set()
+
+    async def _live(self, bus: Bus, make: Callable[[], L], load_seconds: float) -> int:
+        """Measure, obey and live, until told to stop; closes the connection."""
+        loop = asyncio.get_running_loop()
+        self._metrics.load_time.set(load_seconds)
+        self._metrics.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
+        if self._settings.metrics_port and self._settings.publish_events_and_metrics:
+            start_http_server(self._settings.metrics_port, "127.0.0.1", registry=self._metrics.registry)
+        app = self._application(bus)
+        await app.start()
+        try:
+            return await self._sessions(bus, make)
+        finally:
+            bus.closing = True  # stopping FastStream closes the connection
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(app.stop(), 5)
+
+    async def _sessions(self, bus: Bus, make: Callable[[], L]) -> int:
+        """Live one session after another until told to stop or the engine breaks."""
+        while True:
+            session = self._session = make()
+            control_subject = await self._controlled(session, bus)
+            await session.open()
+            waits = [
+                asyncio.create_task(event.wait(), name=name)
+                for name, event in (("stop", self._stop), ("broken", self._broken), ("lost", session.lost))
+            ]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
+            await control_subject.stop()
+            if self._broken.is_set():
+                await session.fail(f"engine_error: {self._error!r}"[:500])
+                return EXIT_ENGINE
+            if self._stop.is_set():
+                log.info("draining", worker=session.id)
+                await session.drain(self._settings.drain_s)
+                return EXIT_OK
+            log.warning("session_lost", worker=session.id, action="registering anew")
+            await session.abandon()
+
+    def _application(self, bus: Bus) -> FastStream:
+        """Control messages: FastStream subscribers on our connection."""
+        broker = OwnConnection(bus)
+        subjects = Subjects(self._settings.namespace)
+
+        @broker.subscriber(subjects.cancel, decoder=raw)
+        async def cancel(message: NatsMessage) -> None:
+            order = control.decode_cancel(message.body)
+            if self._session is not None:
+                await self._session.on_cancel(order.request, order.reason)
+
+        self._broker = broker
+        return FastStream(broker, logger=None)
+
+    async def _controlled(self, session: L, bus: Bus) -> Any:
+        """Subscribe to the session's control subject."""
+
+        async def order(message: NatsMessage) -> bytes:
+            return await self._obey(session, message.body)
+
+        # Several at once: a push of blocks takes as long as its transfer.
+        subscriber = self._broker.subscriber(bus.subjects.control(session.id), decoder=raw, max_workers=MAX_ORDERS)
+        subscriber(order)
+        await subscriber.start()
+        return subscriber
+
+    async def _obey(self, session: L, body: bytes) -> bytes:
+        order = control.decode_worker(body)
+        if isinstance(order, control.DumpKv):
+            return wire.encode(await session.dump(order.page))
+        if isinstance(order, control.Drain):
+            self._stop.set()
+            return wire.encode(control.Ok())
+        if isinstance(order, control.Push):
+            return wire.encode(await session.push(order))
+        return wire.encode(session.release(order))
