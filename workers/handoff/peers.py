@@ -1,5 +1,7 @@
 """The other workers that blocks move to and from: connections are warm before they are needed, the dead forgotten."""
 
+import asyncio
+import functools
 from collections.abc import Callable
 
 import structlog
@@ -63,13 +65,8 @@ class Peers:
         if known is not None:
             self._transport.forget(known.agent)
         self._agents[registration.worker] = endpoint
-        self._transport.connect(endpoint).add_done_callback(
-            lambda future: (
-                log.info("peer_connected", worker=registration.worker)
-                if future.exception() is None
-                else log.warning("peer_not_connected", worker=registration.worker, error=str(future.exception()))
-            )
-        )
+        connected = asyncio.wrap_future(self._transport.connect(endpoint))  # logged in the loop's thread
+        connected.add_done_callback(functools.partial(_tell, registration.worker))
 
     def _left(self, member: Member, why: str) -> None:
         worker = member.registration.worker
@@ -77,3 +74,11 @@ class Peers:
         if endpoint is not None:
             self._transport.forget(endpoint.agent)
         self._lost(worker)
+
+
+def _tell(worker: str, future: "asyncio.Future[None]") -> None:
+    error = None if future.cancelled() else future.exception()
+    if error is None:
+        log.info("peer_connected", worker=worker)
+    else:
+        log.warning("peer_not_connected", worker=worker, error=str(error))
