@@ -19,13 +19,13 @@ from configs.settings import WorkerSettings
 from schemas import blocks
 from schemas.requests import Sampling, Stop
 from workers.engines.base import EngineError, EngineInfo, MediaSpan
+from workers.engines.loop import LoopThread
 from workers.engines.trtllm import api as apis
 from workers.engines.trtllm import launch, sampling, stats
 from workers.engines.trtllm.api import Api
 from workers.engines.trtllm.args import Resolved, Wanted, resolve
 from workers.engines.trtllm.engine import TrtllmEngine, shut_down
 from workers.engines.trtllm.follow import drained
-from workers.engines.trtllm.loop import LoopThread
 from workers.engines.trtllm.metrics import NativeMetrics
 from workers.engines.trtllm.prepare import Options
 from workers.engines.trtllm.sight import Album, dtype_of, inputs
@@ -41,9 +41,7 @@ WARM_UP_TOKENS = 4  # fewer than a block; a single one looks like an attention-D
 WARM_UP_SALT = "penstock-warm-up"
 
 
-def from_settings(
-    settings: WorkerSettings, path: Path, processors: "TrtllmProcessors | None" = None
-) -> TrtllmEngine:
+def from_settings(settings: WorkerSettings, path: Path, processors: "TrtllmProcessors | None" = None) -> TrtllmEngine:
     """Load the model in ``path`` and make its engine; the first request finds it warm.
 
     Args:

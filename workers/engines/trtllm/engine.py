@@ -35,11 +35,11 @@ from workers.engines.base import (
     StepResult,
 )
 from workers.engines.core.engine import Sighted
+from workers.engines.loop import LoopThread
 from workers.engines.trtllm import stats
 from workers.engines.trtllm.api import Api
 from workers.engines.trtllm.follow import Broken, Events, Fact, Follower, Heard, Live
 from workers.engines.trtllm.kvevents import Roots, Translator
-from workers.engines.trtllm.loop import LoopThread
 from workers.engines.trtllm.metrics import NativeMetrics
 from workers.engines.trtllm.prepare import Options, Used, check, prepare
 from workers.engines.trtllm.sight import Album, slots_of

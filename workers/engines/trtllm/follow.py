@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import structlog
 
 from schemas.errors import Code
+from workers.engines.loop import LoopThread
 from workers.engines.trtllm import disagg, errors
 from workers.engines.trtllm.api import Api
 from workers.engines.trtllm.backoff import Backoff
 from workers.engines.trtllm.deltas import Ending, Token
-from workers.engines.trtllm.loop import LoopThread
 from workers.engines.trtllm.metrics import NativeMetrics
 from workers.engines.trtllm.prepare import Options, Prepared
 

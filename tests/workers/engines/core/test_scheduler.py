@@ -549,7 +549,7 @@ def test_an_adopted_prompt_is_not_computed_and_each_choice_goes_on_in_its_own_la
         )
     result = bench.step()
     assert bench.shape == [(0, 10, 1, True), (1, 10, 1, True)]
-    assert [event for event in result.events if isinstance(event, Stored)][0].digests == b"".join(names(prompt))
+    assert next(event for event in result.events if isinstance(event, Stored)).digests == b"".join(names(prompt))
     tables = [sequence.blocks for sequence in bench.scheduler.running]
     assert sorted(table[2] for table in tables) == sorted(tails)
     assert tables[0][:2] == tables[1][:2]

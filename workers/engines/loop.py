@@ -1,7 +1,8 @@
 """An event loop in a thread of its own, for as long as an engine lives.
 
-TensorRT-LLM binds what it hands out (results, events, statistics) to the loop that ran when it was asked for, and its
-own threads refuse to deliver to a loop that does not run. So one loop serves all of it, and never pauses.
+Engines with asynchronous calls (TensorRT-LLM, vLLM) bind what they hand out (results, events, statistics) to the loop
+that ran when it was asked for, and their own threads refuse to deliver to a loop that does not run. So one loop serves
+all of it, and never pauses.
 """
 
 import asyncio

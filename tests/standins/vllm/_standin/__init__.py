@@ -1,0 +1,1 @@
+"""What is behind the stand-in; nothing here exists in vLLM."""

@@ -1,0 +1,66 @@
+"""As ``vllm.engine.arg_utils``: the arguments, of which the stand-in heeds the few that its engine has a use for."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from tensorrt_llm._standin.model import load
+from vllm._standin.fields import FIELDS
+from vllm.config import CacheConfig, KVEventsConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+
+BLOCK_SIZES = (1, 8, 16, 32, 64, 128, 256)
+_DEFAULTS = {
+    "model": "Qwen/Qwen3-0.6B",
+    "skip_tokenizer_init": False,
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "data_parallel_size": 1,
+    "disable_log_stats": False,
+    "enable_log_requests": False,
+    "dtype": "auto",
+    "max_logprobs": 20,
+    "stream_interval": 1,
+}
+_Fields: Any = dataclasses.make_dataclass(
+    "_Fields", [(name, Any, dataclasses.field(default=_DEFAULTS.get(name))) for name in FIELDS]
+)
+
+
+class AsyncEngineArgs(_Fields):  # type: ignore[misc]
+    """A dataclass: an unknown keyword is a TypeError."""
+
+    def create_engine_config(self, usage_context: object = None, headless: bool = False) -> VllmConfig:
+        model = load(Path(self.model))
+        length = self.max_model_len or model.max_positions
+        if length > model.max_positions:
+            raise ValueError(f"User-specified max_model_len ({length}) is greater than the derived max_model_len")
+        if not self.skip_tokenizer_init:
+            raise ValueError("the stand-in has no tokenizer")
+        size = self.block_size or 16
+        if size not in BLOCK_SIZES:
+            raise ValueError(f"block_size: Input should be one of {BLOCK_SIZES}")
+        seqs, tokens = self.max_num_seqs or 256, self.max_num_batched_tokens or 8192
+        chunked = self.enable_chunked_prefill is not False
+        if tokens < length and not chunked:
+            raise ValueError(f"max_num_batched_tokens ({tokens}) is smaller than max_model_len ({length}).")
+        if tokens < seqs:
+            raise ValueError(f"max_num_batched_tokens ({tokens}) must be at least max_num_seqs ({seqs}).")
+        for given, kind in ((self.kv_transfer_config, KVTransferConfig), (self.kv_events_config, KVEventsConfig)):
+            if given is not None and not isinstance(given, kind):
+                raise ValueError(f"Input should be a dictionary or an instance of {kind.__name__}")
+        caching = self.enable_prefix_caching is not False
+        events = self.kv_events_config
+        if events is not None and events.enable_kv_cache_events and not caching:
+            raise ValueError("KV cache events need prefix caching")
+        return VllmConfig(
+            ModelConfig(self.model, length, self.max_logprobs),
+            CacheConfig(size, self.num_gpu_blocks_override or 2049, caching),
+            SchedulerConfig(seqs, tokens),
+            self.kv_transfer_config,
+            events,
+        )
+
+
+EngineArgs = AsyncEngineArgs
+
+__all__ = ["AsyncEngineArgs", "EngineArgs"]

@@ -1,0 +1,303 @@
+"""As ``vllm.v1.engine.async_llm``: the asynchronous engine. Its core runs in the same loop, one step per turn."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from tensorrt_llm._standin.model import load
+from vllm._standin.core import Core, Piece, Request
+from vllm.config import KVEventsConfig, VllmConfig
+from vllm.distributed.kv_events import KVEventBatch, ZmqEventPublisher
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import GenerationError, VLLMClientError, VLLMValidationError
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+PROMPT = frozenset(["prompt_token_ids", "prompt", "cache_salt", "token_type_ids", "prompt_token_offsets"])
+
+
+class Collector:
+    """Outputs of one request that were not read yet; with DELTA, they grow together."""
+
+    def __init__(self, kind: RequestOutputKind) -> None:
+        self._aggregate = kind == RequestOutputKind.DELTA
+        self._output: RequestOutput | Exception | None = None
+        self._ready = asyncio.Event()
+
+    def put(self, output: RequestOutput | Exception) -> None:
+        if self._output is None or isinstance(output, Exception):
+            self._output = output
+        elif isinstance(self._output, RequestOutput):
+            self._output.add(output, aggregate=self._aggregate)
+        self._ready.set()
+
+    async def get(self) -> RequestOutput:
+        await self._ready.wait()
+        self._ready.clear()
+        output, self._output = self._output, None
+        if isinstance(output, Exception):
+            raise output
+        assert output is not None
+        return output
+
+
+class AsyncLLM:
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        executor_class: type[Any],
+        log_stats: bool,
+        usage_context: Any = None,
+        mm_registry: Any = None,
+        log_requests: bool = True,
+        start_engine_loop: bool = True,
+        stat_loggers: list[Any] | None = None,
+        aggregate_engine_logging: bool = False,
+        client_addresses: dict[str, Any] | None = None,
+        client_count: int = 1,
+        client_index: int = 0,
+        profiler: Any = None,
+    ) -> None:
+        self.vllm_config = vllm_config
+        self.model_config = vllm_config.model_config
+        self._standin = Core(vllm_config, load(Path(vllm_config.model_config.model)))
+        self._loggers = [factory(vllm_config, 0) for factory in stat_loggers or []]
+        for logger in self._loggers:
+            logger.log_engine_initialized()
+        self._collectors: dict[str, Collector] = {}
+        events = vllm_config.kv_events_config
+        self._events: ZmqEventPublisher | None = None
+        self._events_config = events
+        if events is not None and events.enable_kv_cache_events and events.publisher == "zmq":
+            self._events = ZmqEventPublisher(
+                0,
+                events.endpoint,
+                events.replay_endpoint,
+                events.buffer_steps,
+                events.hwm,
+                events.max_queue_size,
+                events.topic,
+            )
+        self._work = asyncio.Event()
+        self.output_handler: asyncio.Task[None] | None = None
+        try:
+            asyncio.get_running_loop()
+            self._run_output_handler()
+        except RuntimeError:
+            pass
+
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: AsyncEngineArgs,
+        start_engine_loop: bool = True,
+        usage_context: Any = None,
+        stat_loggers: list[Any] | None = None,
+    ) -> AsyncLLM:
+        config = engine_args.create_engine_config(usage_context)
+        return cls(config, object, not engine_args.disable_log_stats, stat_loggers=stat_loggers)
+
+    def _run_output_handler(self) -> None:
+        if self.output_handler is None:
+            self.output_handler = asyncio.get_running_loop().create_task(self._serve(), name="output_handler")
+
+    async def _serve(self) -> None:
+        core = self._standin
+        try:
+            while not core.dead:
+                if core.works:
+                    self._deliver(core.step())
+                    self._tell()
+                    await asyncio.sleep(0)
+                else:
+                    self._work.clear()
+                    core.expire(time.monotonic())
+                    try:
+                        await asyncio.wait_for(self._work.wait(), 0.1)
+                    except TimeoutError:
+                        continue
+        except Exception:
+            core.dead = True
+            raise
+        finally:
+            if core.dead:
+                for collector in self._collectors.values():
+                    collector.put(EngineDeadError())
+
+    def _tell(self) -> None:
+        core = self._standin
+        if core.pool.events and self._events is not None:
+            self._events.publish(KVEventBatch(time.time(), core.pool.events))
+        core.pool.events = []
+        preempted, core.preempted = core.preempted, 0
+        for logger in self._loggers:
+            logger.record(
+                scheduler_stats=core.stats(),
+                iteration_stats=SimpleNamespace(num_preempted_reqs=preempted),
+                mm_cache_stats=None,
+                engine_idx=0,
+            )
+
+    def _deliver(self, pieces: list[Piece]) -> None:
+        for piece in pieces:
+            collector = self._collectors.get(piece.request.id)
+            if collector is not None:
+                collector.put(self._output(piece))
+
+    def _output(self, piece: Piece) -> RequestOutput:
+        request = piece.request
+        kind = request.params.output_kind
+        new = [] if piece.token is None else [piece.token]
+        tokens = new if kind == RequestOutputKind.DELTA else list(request.generated)
+        logprobs = [piece.logprobs] if piece.logprobs is not None else None
+        completion = CompletionOutput(
+            0, "", tokens, None, logprobs, finish_reason=piece.finish, stop_reason=piece.stop_reason
+        )
+        return RequestOutput(
+            request.id,
+            None,
+            list(request.prompt),
+            None,
+            [completion],
+            piece.finish is not None,
+            num_cached_tokens=request.cached,
+            kv_transfer_params=piece.params,
+        )
+
+    async def generate(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        prompt_text: str | None = None,
+        lora_request: Any = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
+        kv_hints: Any = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: dict[str, Any] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        admitted = False
+        try:
+            collector = self._add(prompt, sampling_params, request_id)
+            admitted = True
+            finished = False
+            while not finished:
+                output = await collector.get()
+                finished = output.finished
+                yield output
+        except (asyncio.CancelledError, GeneratorExit):
+            if admitted:
+                await self.abort(request_id, internal=True)
+            raise
+        except (EngineDeadError, VLLMClientError, GenerationError):
+            raise
+        except Exception as error:
+            if admitted:
+                await self.abort(request_id, internal=True)
+            raise EngineGenerateError from error
+        finally:
+            self._collectors.pop(request_id, None)
+
+    def _add(self, prompt: Any, params: SamplingParams, request_id: str) -> Collector:
+        if self.errored:
+            raise EngineDeadError
+        self._run_output_handler()
+        if not isinstance(params, SamplingParams):
+            raise TypeError("params must be SamplingParams")
+        if not isinstance(prompt, dict) or set(prompt) - PROMPT or "prompt_token_ids" not in prompt:
+            raise TypeError(f"the stand-in takes prompts of tokens only, not {prompt!r:.80}")
+        if request_id in self._collectors:
+            raise ValueError(f"Request id {request_id} already running.")
+        tokens = prompt["prompt_token_ids"]
+        core = self._standin
+        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+            raise TypeError("prompt_token_ids must be a list of int")
+        if not tokens:
+            raise VLLMValidationError("The decoder prompt cannot be empty")
+        if max(tokens) >= core.model.vocab or min(tokens) < 0:
+            raise VLLMValidationError(f"Token id {max(tokens)} is out of vocabulary")
+        if len(tokens) >= self.model_config.max_model_len:
+            raise VLLMValidationError(f"The decoder prompt ({len(tokens)}) is longer than the maximum model length")
+        if params.n != 1:
+            raise VLLMValidationError("the stand-in answers once")
+        if params.detokenize:
+            raise VLLMValidationError("detokenize without a tokenizer")
+        if (params.logprobs or 0) > self.model_config.max_logprobs:
+            raise VLLMValidationError(f"Requested sample logprobs of {params.logprobs}, greater than max allowed")
+        unknown = [token for token in params.logit_bias or {} if not 0 <= token < core.model.vocab]
+        if unknown:
+            raise VLLMValidationError(f"token_id(s) {unknown} in logit_bias contain out-of-vocab token ids.")
+        salt = prompt.get("cache_salt")
+        if salt is not None and (not isinstance(salt, str) or not salt):
+            raise VLLMValidationError("cache_salt must be a non-empty string")
+        params = SamplingParams(**{name: getattr(params, name) for name in params.__struct_fields__})  # a clone
+        params._all_stop_token_ids.update(core.model.eos)
+        if not params.ignore_eos:
+            params.stop_token_ids = sorted({*(params.stop_token_ids or ()), *core.model.eos})
+        generator = None
+        if params.seed is not None:
+            generator = torch.Generator()
+            generator.manual_seed(params.seed)
+        transfer = (params.extra_args or {}).get("kv_transfer_params")
+        if transfer is not None and not isinstance(transfer, dict):
+            raise VLLMValidationError("kv_transfer_params must be a dictionary")
+        own = dict(transfer) if transfer is not None and core.engine_id else None
+        core.add(Request(request_id, list(tokens), params, salt, own, generator))
+        collector = self._collectors[request_id] = Collector(params.output_kind)
+        self._work.set()
+        return collector
+
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        for id in ids:
+            self._standin.abort(id)
+            collector = self._collectors.get(id)
+            if collector is not None and not internal:
+                completion = CompletionOutput(0, "", [], None, None, finish_reason="abort")
+                collector.put(RequestOutput(id, None, None, None, [completion], True))
+        self._work.set()
+
+    async def check_health(self) -> None:
+        if self.errored:
+            raise self.dead_error
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        done = self._standin.pool.reset()
+        self._tell()
+        return done
+
+    def get_kv_event_sources(self) -> dict[int, KVEventsConfig]:
+        return {0: self._events_config} if self._events is not None and self._events_config is not None else {}
+
+    @property
+    def is_running(self) -> bool:
+        return self.output_handler is None or not self.output_handler.done()
+
+    @property
+    def errored(self) -> bool:
+        return self._standin.dead or not self.is_running
+
+    @property
+    def dead_error(self) -> BaseException:
+        return EngineDeadError()
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self._standin.close()
+        if self._events is not None:
+            self._events.shutdown()
+            self._events = None
+        handler = self.output_handler
+        if handler is not None and not handler.done():
+            handler.get_loop().call_soon_threadsafe(handler.cancel)

@@ -1,0 +1,80 @@
+"""Several publishers as one stream."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.kv import Cleared, KvEvent, Removed, Stored
+from tests.workers.engines.events.support import Names, digest, fold
+from workers.engines.events.consolidator import Consolidator
+from workers.engines.events.forest import Forest
+
+
+def test_a_name_is_stored_with_the_first_and_removed_with_the_last() -> None:
+    stream = Consolidator()
+    assert stream.feed("a", [Stored(digest(1) + digest(2))]) == [Stored(digest(1) + digest(2))]
+    assert stream.feed("b", [Stored(digest(1) + digest(2) + digest(3))]) == [Stored(digest(3), digest(2))]
+    assert stream.feed("a", [Removed(digest(2) + digest(1))]) == []
+    assert stream.feed("b", [Removed(digest(3))]) == [Removed(digest(3))]
+    assert stream.feed("b", [Removed(digest(2) + digest(1))]) == [Removed(digest(2) + digest(1))]
+    assert stream.dump() == []
+
+
+def test_what_one_publisher_says_twice_or_of_others_counts_once() -> None:
+    stream = Consolidator()
+    stream.feed("a", [Stored(digest(1))])
+    assert stream.feed("a", [Stored(digest(1))]) == []
+    assert stream.feed("b", [Removed(digest(1))]) == []
+    assert stream.feed("a", [Removed(digest(1))]) == [Removed(digest(1))]
+
+
+def test_a_clearing_publisher_takes_only_its_own_along() -> None:
+    stream = Consolidator()
+    stream.feed("a", [Stored(digest(1) + digest(2))])
+    stream.feed("b", [Stored(digest(1))])
+    assert stream.feed("a", [Cleared()]) == [Removed(digest(2))]
+    assert stream.drop("b") == [Cleared()]
+    assert stream.drop("never") == []
+
+
+def test_the_same_name_in_two_kinds_of_memory_is_two() -> None:
+    stream = Consolidator()
+    stream.feed("gpu", [Stored(digest(1))])
+    assert stream.feed("host", [Stored(digest(1), tier=1)]) == [Stored(digest(1), tier=1)]
+    assert (stream.count(), stream.count(1)) == (1, 1)
+    assert stream.feed("gpu", [Removed(digest(1))]) == [Removed(digest(1))]
+    assert stream.dump() == [Stored(digest(1), tier=1)]
+
+
+STEPS = st.lists(
+    st.tuples(st.integers(0, 2), st.sampled_from(["store", "store", "remove", "clear", "drop"]), st.integers(0, 9)),
+    max_size=60,
+)
+
+
+@given(STEPS)
+def test_the_stream_is_the_union_of_its_publishers(steps: list[tuple[int, str, int]]) -> None:
+    """Three engines with a forest each; block n hangs below (n - 1) // 2."""
+    stream, told = Consolidator(), fold([])
+    forests = [Forest() for _ in range(3)]
+    each: list[Names] = [{}, {}, {}]
+    for source, what, number in steps:
+        forest = forests[source]
+        out: list[KvEvent]
+        if what == "drop":
+            out = stream.drop(source)
+            forests[source], each[source] = Forest(), {}
+        else:
+            if what == "store":
+                above = forest.find((number - 1) // 2) if number else None
+                if above is not None or not number:
+                    forest.store(number, above, digest(number))
+            elif what == "remove":
+                forest.remove(number)
+            else:
+                forest.clear()
+            events = forest.take()
+            fold(events, each[source])
+            out = stream.feed(source, events)
+        fold(out, told)
+        assert set(told) == set().union(*each)
+        assert set(fold(stream.dump())) == set(told)

@@ -1,0 +1,179 @@
+"""Publishers and subscribers over ZMQ: nothing is lost that can be replayed, what is lost is said, all is closed."""
+
+import gc
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from schemas.kv import KvEvent, Stored
+from tests.workers.engines.events.support import digest, fold
+from workers.engines.events import wire
+from workers.engines.events.consolidator import Consolidator
+from workers.engines.events.publish import Publisher
+from workers.engines.events.subscribe import Subscriber
+
+BOUND_S = 10.0
+
+
+class Reader:
+    """What a subscriber hands over."""
+
+    def __init__(self) -> None:
+        self.facts: queue.SimpleQueue[tuple[list[bytes], bool]] = queue.SimpleQueue()
+        self.lost = 0
+
+    def take(self, payloads: list[bytes], lost: bool) -> None:
+        self.facts.put((payloads, lost))
+
+    def batches(self, count: int) -> list[wire.Batch]:
+        found: list[wire.Batch] = []
+        while len(found) < count:
+            payloads, lost = self.facts.get(timeout=BOUND_S)
+            self.lost += lost
+            found += (wire.decode(payload) for payload in payloads)
+        return found
+
+
+@pytest.fixture
+def publisher(tmp_path: Path) -> Iterator[Publisher]:
+    made = Publisher(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay", clock=lambda: 1.5)
+    yield made
+    assert made.close()
+
+
+@pytest.fixture
+def subscribe() -> Iterator[Callable[..., Subscriber]]:
+    made: list[Subscriber] = []
+
+    def make(publisher: Publisher, reader: Reader, replay: bool = True) -> Subscriber:
+        endpoint = publisher.replay if replay else ""
+        made.append(Subscriber(publisher.endpoint, endpoint, reader.take, check_s=0.05))
+        return made[-1]
+
+    yield make
+    for each in made:
+        assert each.close()
+
+
+def chain(start: int, end: int) -> list[KvEvent]:
+    return [Stored(digest(n), digest(n - 1) if n else None) for n in range(start, end)]
+
+
+def test_whoever_comes_late_hears_all_from_the_beginning(
+    publisher: Publisher, subscribe: Callable[..., Subscriber]
+) -> None:
+    reader = Reader()
+    for number in range(5):
+        publisher.publish(chain(number, number + 1))
+    subscribe(publisher, reader)
+    publisher.publish(chain(5, 6))
+    found = reader.batches(6)
+    assert [batch.events for batch in found] == [tuple(chain(n, n + 1)) for n in range(6)]
+    assert (found[0].time, found[0].rank, reader.lost) == (1.5, None, 0)
+
+
+def test_what_is_no_longer_kept_is_said_to_be_lost(tmp_path: Path) -> None:
+    publisher = Publisher(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay", kept=2)
+    for number in range(6):
+        publisher.publish(chain(number, number + 1))
+    reader = Reader()
+    peek = zmq.Context()
+    with peek.socket(zmq.DEALER) as asker:  # all six are out
+        asker.connect(publisher.replay)
+        while True:
+            asker.send_multipart(wire.request(5))
+            assert asker.poll(BOUND_S * 1000)
+            first = wire.message(asker.recv_multipart())
+            if first.number == 5:
+                break
+    peek.term()
+    subscriber = Subscriber(publisher.endpoint, publisher.replay, reader.take, check_s=0.05)
+    assert [batch.events for batch in reader.batches(2)] == [tuple(chain(4, 5)), tuple(chain(5, 6))]
+    assert reader.lost == 1
+    assert subscriber.close()
+    assert publisher.close()
+
+
+def test_two_publishers_of_a_worker_become_one_stream_over_three_hops(
+    tmp_path: Path, subscribe: Callable[..., Subscriber]
+) -> None:
+    """Engines' publishers -> consolidator -> its own publisher -> a reader; numbers have no gaps on any hop."""
+    engines = [Publisher(f"ipc://{tmp_path}/e{n}", f"ipc://{tmp_path}/r{n}", rank=n) for n in range(2)]
+    last = Publisher(f"ipc://{tmp_path}/out", f"ipc://{tmp_path}/again")
+    facts: queue.SimpleQueue[tuple[int, list[bytes], bool]] = queue.SimpleQueue()
+    takers = [
+        Subscriber(each.endpoint, each.replay, lambda found, lost, n=number: facts.put((n, found, lost)), check_s=0.05)
+        for number, each in enumerate(engines)
+    ]
+    reader = Reader()
+    subscribe(last, reader)
+    for number in range(20):
+        engines[number % 2].publish(chain(0, number + 1))
+    stream, heard, sent = Consolidator(), 0, 0
+    while heard < 20:
+        rank, payloads, lost = facts.get(timeout=BOUND_S)
+        assert not lost
+        heard += len(payloads)
+        for payload in payloads:
+            batch = wire.decode(payload)
+            assert batch.rank == rank
+            if out := stream.feed(rank, batch.events):
+                last.publish(out)
+                sent += 1
+    told = fold(event for batch in reader.batches(sent) for event in batch.events)
+    assert told == fold(chain(0, 20))
+    assert told == fold(stream.dump())
+    assert reader.lost == 0
+    for each in (*takers, *engines, last):
+        assert each.close()  # type: ignore[attr-defined]
+
+
+def test_closing_leaves_neither_threads_nor_sockets(tmp_path: Path) -> None:
+    gc.collect()
+
+    def counts() -> tuple[int, int]:
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    def once() -> None:
+        publisher = Publisher(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
+        subscriber = Subscriber(publisher.endpoint, publisher.replay, lambda found, lost: None)
+        publisher.publish(chain(0, 1))
+        assert subscriber.close()
+        assert subscriber.close()
+        assert publisher.close()
+
+    once()  # what the library opens once for all
+    before = counts()
+    for _ in range(3):
+        once()
+    assert counts() == before
+
+
+def test_an_address_that_is_taken_is_an_error_and_nothing_stays_open(tmp_path: Path) -> None:
+    first = Publisher(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
+    with pytest.raises(zmq.ZMQError):
+        Publisher("tcp://192.0.2.1:9", f"ipc://{tmp_path}/other")
+    assert first.close()
+
+
+@pytest.mark.parametrize("parts", [[], [b"x"], [b"", b"short", b"payload"]])
+def test_what_is_no_message_is_refused(parts: list[bytes]) -> None:
+    with pytest.raises(ValueError):
+        wire.message(parts)
+
+
+def test_messages_are_as_the_public_format_has_them() -> None:
+    assert wire.frames(b"t", 258, b"p") == [b"t", b"\0\0\0\0\0\0\x01\x02", b"p"]
+    assert wire.frames(b"", wire.END, b"") == [b"", b"\xff" * 8, b""]
+    assert wire.message([b"id", b"", b"t", b"\xff" * 8, b""]).number == wire.END
+    assert wire.request(1) == [b"", b"\0" * 7 + b"\x01"]
+    for wrong in (b"", b"\xc1", b"\x01", b"\x92\x01\x02"):
+        with pytest.raises(ValueError):
+            wire.decode_any(wrong)
+        with pytest.raises(ValueError):
+            wire.decode(wrong)

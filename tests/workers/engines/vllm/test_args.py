@@ -1,0 +1,228 @@
+"""Arguments of vLLM: ours, the user's, and what is refused."""
+
+import itertools
+import os
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.engine_args.tree import BadArguments
+from configs.flags import parse
+from configs.settings import WorkerSettings
+from tests import standins
+from workers.engines.base import EngineError
+from workers.engines.vllm.args import MULTIMODAL, Resolved, Wanted, layout, resolve, transfer
+from workers.engines.vllm.build import address, channels, extra, side_channel, wanted_of
+
+FIELDS = runpy.run_path(str(standins.FOLDER / "vllm" / "_standin" / "fields.py"))["FIELDS"]
+NIXL = {
+    "kv_connector": "NixlConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"kv_lease_duration": 30},
+}
+LMCACHE = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+KVBM = {
+    "kv_connector": "DynamoConnector",
+    "kv_connector_module_path": "kvbm.vllm_integration.connector",
+    "kv_role": "kv_both",
+}
+
+
+def wanted(**changes: Any) -> Wanted:
+    base = Wanted("aggregated", 16, 8, 2048, 4096, events="ipc:///e", replay="ipc:///r")
+    return base._replace(**changes)
+
+
+def resolved(given: dict[str, Any] | None = None, **changes: Any) -> Resolved:
+    return resolve(wanted(**changes), given or {}, FIELDS)
+
+
+def refusal(given: dict[str, Any] | None = None, **changes: Any) -> str:
+    with pytest.raises(BadArguments) as caught:
+        resolved(given, **changes)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("names", "role", "tree"),
+    [
+        ((), "aggregated", None),
+        (("null",), "aggregated", None),
+        ((), "prefill", NIXL | {"kv_load_failure_policy": "recompute"}),
+        (("nixl",), "aggregated", NIXL | {"kv_load_failure_policy": "recompute"}),
+        (("lmcache",), "aggregated", LMCACHE | {"kv_load_failure_policy": "recompute"}),
+        (("kvbm",), "aggregated", KVBM | {"kv_load_failure_policy": "recompute"}),
+        (
+            ("kvbm", "nixl"),
+            "decode",
+            {
+                "kv_connector": "MultiConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"connectors": [KVBM, NIXL]},
+                "kv_load_failure_policy": "recompute",
+            },
+        ),
+    ],
+)
+def test_a_list_of_connectors_is_one_configuration(names: tuple[str, ...], role: str, tree: Any) -> None:
+    assert transfer(names, role) == tree
+
+
+@pytest.mark.parametrize(
+    ("names", "role", "words"),
+    [
+        (("null", "nixl"), "aggregated", "null means no connector"),
+        (("nixl", "nixl"), "aggregated", "name each once"),
+        (("lmcache",), "prefill", "add nixl"),
+        (("null",), "decode", "add nixl"),
+    ],
+)
+def test_lists_that_contradict_themselves_are_refused(names: tuple[str, ...], role: str, words: str) -> None:
+    with pytest.raises(BadArguments, match=words):
+        transfer(names, role)
+
+
+@pytest.mark.parametrize(
+    ("given", "changes", "backend"),
+    [
+        ({}, {"role": "prefill"}, "mp"),
+        ({}, {"connectors": ("lmcache", "nixl")}, "mp"),
+        ({"tensor_parallel_size": 1}, {"role": "decode"}, "mp"),
+        ({}, {"role": "prefill", "tensor_parallel_size": 2}, None),
+        ({"pipeline_parallel_size": 2}, {"role": "prefill"}, None),
+        ({"distributed_executor_backend": "ray"}, {"role": "prefill"}, "ray"),
+        ({}, {"connectors": ("lmcache",)}, None),
+        ({}, {}, None),
+    ],
+)
+def test_nixl_on_one_gpu_gets_a_process_of_its_own(given: Any, changes: Any, backend: str | None) -> None:
+    assert resolved(given, **changes).tree.get("distributed_executor_backend") == backend
+
+
+def test_kv_events_are_on_by_default_over_zmq() -> None:
+    found = resolved()
+    assert found.kv_events
+    assert found.tree["kv_events_config"] == {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": "ipc:///e",
+        "replay_endpoint": "ipc:///r",
+        "buffer_steps": 10_000,
+        "topic": "",
+    }
+    for off in ({"publish": False}, {"prefix_cache": False}, {"events": ""}):
+        assert not resolved(**off).kv_events
+        assert "kv_events_config" not in resolved(**off).tree
+    assert not resolved({"kv_events_config": {"publisher": "null"}}).kv_events
+
+
+def test_ours_are_laid_under_the_user_s_at_every_depth() -> None:
+    tree = resolved({"gpu_memory_utilization": 0.5, "kv_events_config": {"hwm": 7}}, kv_blocks=99, dtype="float16").tree
+    assert tree["kv_events_config"]["endpoint"] == "ipc:///e"
+    assert tree["kv_events_config"]["hwm"] == 7
+    assert tree["gpu_memory_utilization"] == 0.5
+    assert (tree["num_gpu_blocks_override"], tree["dtype"]) == (100, "float16")
+    assert (tree["max_num_seqs"], tree["max_num_batched_tokens"], tree["block_size"]) == (8, 2048, 16)
+
+
+@pytest.mark.parametrize("pair", list(itertools.combinations(MULTIMODAL, 2)), ids="+".join)
+def test_multimodal_arguments_exclude_each_other(pair: tuple[str, str]) -> None:
+    text = refusal(dict.fromkeys(pair, True))
+    assert f"{pair[0]} and {pair[1]}" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "changes", "words"),
+    [
+        ({"gpu_memory_utilisation": 1}, {}, "did you mean gpu_memory_utilization"),
+        ({"model": "x"}, {}, "use --model"),
+        ({"mm_encoder_only": True}, {}, "takes text only"),
+        ({}, {"role": "encode"}, "takes text only"),
+        ({"block_size": 32}, {}, "--block-size"),
+        ({"max_model_len": 32}, {}, "--max-model-len"),
+        ({"enable_chunked_prefill": False}, {}, "refuses prompts"),
+        ({"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1"}}, {"role": "prefill"}, "needs NixlConnector"),
+        ({"kv_transfer_config": {"kv_role": "kv_producer"}}, {"role": "prefill"}, "leave it kv_both"),
+        ({"enable_prefix_caching": False}, {}, "without prefix caching"),
+    ],
+)
+def test_what_would_go_wrong_later_is_refused_with_its_fix(given: Any, changes: Any, words: str) -> None:
+    assert words in refusal(given, **changes)
+
+
+def test_all_problems_are_told_at_once() -> None:
+    assert len(refusal({"model": "x", "nonsense": 1, "tokenizer": "y"}).splitlines()) == 3
+
+
+def test_engines_of_one_release_and_block_size_can_hand_over() -> None:
+    tree = resolved(role="prefill").tree
+    assert layout("0.33.1", tree) == layout("0.33.0", tree) != layout("0.32.0", tree)
+    assert layout("0.33.0", tree | {"kv_cache_dtype": "fp8"}) != layout("0.33.0", tree)
+    assert resolved(role="prefill").moves
+    assert not resolved().moves
+
+
+# -- settings
+
+
+def read(*argv: str) -> WorkerSettings:
+    return parse(WorkerSettings, ["--engine", "vllm", *argv], prog="worker", environ={})
+
+
+def test_flags_name_connectors_planes_and_events() -> None:
+    assert read("--connector", "nixl,lmcache").connector == ("nixl", "lmcache")
+    assert read().use_kv_events
+    assert not read("--no-use-kv-events").use_kv_events
+    assert (read().request_plane, read().event_plane) == ("nats", "nats")
+
+
+@pytest.mark.parametrize(
+    "argv", [["--connector", "nixl,other"], ["--request-plane", "tcp"], ["--event-plane", "zmq"], ["--engine", "vlm"]]
+)
+def test_flags_take_no_other_values(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read(*argv)
+    assert argv[0] in capsys.readouterr().err
+
+
+def test_without_kv_events_nothing_is_published(tmp_path: Path) -> None:
+    assert wanted_of(read("--no-use-kv-events"), 4096, tmp_path, 1).events == ""
+    assert wanted_of(read(), 4096, tmp_path, 1).events == f"ipc://{tmp_path}/events"
+    with pytest.raises(BadArguments, match="this model takes 100"):
+        wanted_of(read("--max-model-len", "200"), 100, tmp_path, 1)
+
+
+def test_several_ranks_have_ports_in_a_row(tmp_path: Path) -> None:
+    events, replay = channels(tmp_path, 4)
+    first, second = (int(each.rpartition(":")[2]) for each in (events, replay))
+    assert second == first + 4
+    assert events.startswith("tcp://127.0.0.1:")
+
+
+def test_the_json_is_laid_over_the_yaml(tmp_path: Path) -> None:
+    file = tmp_path / "args.yaml"
+    file.write_text("gpu_memory_utilization: 0.5\nkv_events_config: {hwm: 5}\n")
+    settings = read("--extra-engine-args", str(file), "--override-engine-args", '{"kv_events_config": {"topic": "t"}}')
+    assert extra(settings) == {"gpu_memory_utilization": 0.5, "kv_events_config": {"hwm": 5, "topic": "t"}}
+    with pytest.raises(BadArguments, match="--extra-engine-args"):
+        extra(read("--extra-engine-args", str(tmp_path / "none")))
+
+
+def test_the_side_channel_is_this_machine_s_unless_it_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_NIXL_SIDE_CHANNEL_HOST", raising=False)
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "7777")
+    side_channel("nats://127.0.0.1:4222")
+    assert os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.0.0.1"
+    assert os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "7777"
+    assert address("nats://127.0.0.1:4222,nats://127.0.0.1:4223") == "127.0.0.1"
+
+
+def test_without_vllm_the_error_says_what_to_install() -> None:
+    from workers.engines.vllm import api
+
+    if standins.real("vllm"):
+        pytest.skip("vLLM is installed")
+    with pytest.raises(EngineError, match="pip install"):
+        api.load()

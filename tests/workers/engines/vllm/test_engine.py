@@ -1,0 +1,265 @@
+"""The vLLM adapter over its stand-in: what the contract of all engines does not ask."""
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from prometheus_client import CollectorRegistry, Counter
+
+from configs.engine_args.tree import BadArguments
+from schemas.errors import Code
+from schemas.requests import Sampling
+from tests import standins
+from tests.workers.engines.contract import ALL, QUICK, WORDS, Driver, ask, fold, names, prefilled
+from workers.engines.base import EngineError
+from workers.engines.vllm import handoff
+from workers.engines.vllm.metrics import NativeMetrics, Scheduler
+
+(SUBJECT,) = (subject for subject in ALL if subject.name == "vllm")
+PROMPT = WORDS[5:55]
+Make = Callable[..., Driver]
+
+pytestmark = pytest.mark.skipif(standins.real("vllm"), reason="reaches into the stand-in")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def standin() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with standins.installed():
+        yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    with contextlib.ExitStack() as undo:
+
+        def one(**options: Any) -> Driver:
+            driver = Driver(SUBJECT.make(SUBJECT.settings(**options), QUICK))
+            undo.callback(driver.engine.close)
+            return driver
+
+        yield one
+
+
+def inner(driver: Driver) -> Any:
+    """The stand-in's AsyncLLM."""
+    engine: Any = driver.engine
+    return engine._follower._llm
+
+
+def in_loop(driver: Driver, work: Callable[[], Any]) -> Any:
+    engine: Any = driver.engine
+
+    async def run() -> Any:
+        found = work()
+        return await found if asyncio.iscoroutine(found) else found
+
+    return engine._loop.run(run(), 10.0)
+
+
+def test_an_engine_that_dies_is_an_engine_error_at_the_next_step(make: Make) -> None:
+    driver = make()
+
+    def broken() -> None:
+        raise RuntimeError("CUDA error")
+
+    inner(driver)._standin.step = broken
+    driver.engine.submit(ask(0, PROMPT))
+    with pytest.raises(EngineError, match="EngineDeadError"):
+        driver.until(lambda: False, "the error")
+    with pytest.raises(EngineError):
+        driver.engine.submit(ask(1, PROMPT))
+
+
+def test_an_engine_that_dies_idle_is_found_by_its_health(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.engines.vllm.follow.HEALTH_S", 0.02)
+    driver = make()
+    inner(driver)._standin.dead = True
+    with pytest.raises(EngineError, match="EngineDeadError"):
+        driver.until(lambda: False, "the error")
+
+
+def test_an_error_of_one_request_is_its_own(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = make()
+    whole = driver.answer(ask("other", PROMPT))
+    import vllm.v1.engine.async_llm as real
+    from vllm.exceptions import GenerationError, VLLMValidationError
+
+    add = real.AsyncLLM._add
+    for error, code in (
+        (VLLMValidationError("too odd"), Code.invalid_request),
+        (GenerationError("try again"), Code.engine_error),
+        (NotImplementedError("not yet"), Code.engine_error),
+    ):
+
+        def refuse(self: Any, prompt: Any, *more: Any, error: Exception = error) -> Any:
+            if prompt["prompt_token_ids"][0] == 9:
+                raise error
+            return add(self, prompt, *more)
+
+        monkeypatch.setattr(real.AsyncLLM, "_add", refuse)
+        seen = driver.run(ask("bad", [9] * 20), ask("other", PROMPT))
+        (failure,) = seen.failures
+        assert (failure.key, failure.code) == ("bad", code)
+        assert seen.tokens("other") == whole
+
+
+def test_a_cancelled_sequence_is_aborted_in_the_engine(make: Make) -> None:
+    driver = make()
+    driver.engine.submit(ask("gone", PROMPT, 300))
+    driver.until(lambda: len(driver.seen.of("gone")) > 2, "its tokens")
+    assert driver.engine.cancel("gone")
+    in_loop(driver, lambda: asyncio.sleep(0.01))
+    core = inner(driver)._standin
+    assert (core.running, len(core.waiting), core.pool.usage) == ([], 0, 0.0)
+
+
+def test_a_token_that_is_drawn_anew_and_differs_is_gone_on_behind(make: Make) -> None:
+    """The prefill engine drew a token that this one does not: the answer goes on behind that token, not its own."""
+    source, target = make(role="prefill"), make(role="decode")
+    held, first = prefilled(source, ask("h", PROMPT, 12))
+    other = next(token for token in range(50, 60) if token != first)
+    handed = msgspec.msgpack.decode(held.opaque, type=handoff.Handed)
+    opaque = msgspec.msgpack.encode(msgspec.structs.replace(handed, token=other))
+    whole = target.answer(ask(0, PROMPT, 12, generated=[other], base=b"r" * 16))
+    seen = target.run(ask(1, PROMPT, 12, generated=[other], opaque=opaque))
+    assert seen.failures == []
+    assert seen.tokens(1) == whole
+    assert seen.cached(1) >= len(PROMPT) // 16 * 16  # from the KV that was fetched
+
+
+def test_a_drawn_answer_goes_on_elsewhere_as_one_engine_would_have_drawn_it(make: Make) -> None:
+    source, target = make(role="prefill"), make(role="decode")
+    drawn = Sampling(temperature=0.9, seed=11)
+    whole = target.answer(ask(0, PROMPT, 12, drawn, base=b"r" * 16))
+    held, first = prefilled(source, ask("h", PROMPT, 12, drawn))
+    seen = target.run(ask(1, PROMPT, 12, drawn, generated=[first], opaque=held.opaque))
+    assert [first, *seen.tokens(1)] == whole
+
+
+def test_kv_is_let_go_of_when_fetched_and_when_its_lease_runs_out(make: Make) -> None:
+    source, target = make(role="prefill", handoff_lease_s=1.0), make(role="decode")
+    core = inner(source)._standin
+    held, first = prefilled(source, ask("h", PROMPT))
+    assert len(core.offers) == 1
+    target.run(ask(0, PROMPT, generated=[first], opaque=held.opaque))
+    assert core.offers == {}
+    assert core.pool.usage == 0.0
+    prefilled(source, ask("i", PROMPT))
+    source.until(lambda: core.offers == {}, "the end of the lease")
+
+
+def test_a_prefill_engine_that_is_gone_costs_a_computation(make: Make) -> None:
+    source, target = make(role="prefill"), make(role="decode")
+    whole = target.answer(ask(0, PROMPT, base=b"r" * 16))
+    held, first = prefilled(source, ask("h", PROMPT))
+    source.engine.close()
+    seen = target.run(ask(1, PROMPT, generated=[first], opaque=held.opaque))
+    assert (seen.failures, seen.tokens(1)) == ([], whole[1:])
+
+
+def test_a_reset_cache_is_told(make: Make) -> None:
+    driver = make()
+    driver.answer(ask(0, PROMPT))
+    driver.remembers(PROMPT)
+    driver.idle()
+    assert in_loop(driver, lambda: inner(driver).reset_prefix_cache())
+    driver.until(lambda: driver.fold() == {}, "the removal")
+    assert driver.engine.dump() == []
+    driver.answer(ask(0, PROMPT))
+    driver.remembers(PROMPT)
+
+
+def test_events_that_are_lost_for_good_void_what_was_known(make: Make) -> None:
+    driver = make()
+    driver.answer(ask(0, PROMPT))
+    driver.remembers(PROMPT)
+    driver.idle()
+    publisher = inner(driver)._events
+    send, dropped = publisher._pub.send_multipart, list[int]()
+
+    class Lossy:
+        """Neither sends nor keeps the next message."""
+
+        def send_multipart(self, parts: Any) -> None:
+            if dropped:
+                send(parts)
+            else:
+                dropped.append(int.from_bytes(parts[1], "big"))
+
+    class Forgetful(deque[Any]):
+        def append(self, item: Any) -> None:
+            if item[0] not in dropped:
+                super().append(item)
+
+    publisher._pub, publisher._buffer = Lossy(), Forgetful(publisher._buffer)
+    driver.answer(ask(0, WORDS[100:150], 3))
+    driver.answer(ask(0, WORDS[200:250], 3))
+    driver.remembers(WORDS[200:250])
+    assert not set(names(PROMPT)) & set(driver.fold())
+    assert fold(driver.engine.dump()) == driver.fold()
+
+
+def test_closing_ends_threads_and_files(make: Make) -> None:
+    make().engine.close()  # what is opened once for all
+
+    def counts() -> tuple[int, int]:
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    before = counts()
+    for _ in range(2):
+        driver = make(role="decode")
+        driver.engine.submit(ask(0, PROMPT, 200))
+        driver.step()
+        driver.engine.close()
+        driver.engine.close()
+    assert counts() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [('{"block_sise": 1}', "did you mean block_size"), ('{"max_num_batched_tokens": 2}', "vLLM 0.33.0 refuses")],
+)
+def test_a_wrong_argument_ends_the_start_and_leaves_nothing(make: Make, arguments: str, words: str) -> None:
+    before = threading.active_count()
+    with pytest.raises(BadArguments, match=words):
+        make(override_engine_args=arguments)
+    assert threading.active_count() == before
+
+
+def test_preemptions_and_usage_come_from_the_scheduler() -> None:
+    scheduler = Scheduler()
+    assert scheduler.used == 0.0
+    for rank, usage in ((0, 0.25), (1, 0.75)):
+        logger = scheduler.factory(None, rank)
+        logger.log_engine_initialized()
+        logger.record(type("S", (), {"kv_cache_usage": usage})(), type("I", (), {"num_preempted_reqs": 2})())
+        logger.record(scheduler_stats=None, iteration_stats=None, mm_cache_stats=None, engine_idx=rank)
+        logger.record_sleep_state(1, 0)
+        logger.log()
+    assert (scheduler.used, scheduler.preemptions) == (0.5, 4)
+
+
+def test_preemptions_are_counted(make: Make) -> None:
+    driver = make(kv_blocks=14, max_model_len=208)
+    driver.run(*(ask(number, WORDS[number * 7 :][:60], 40) for number in range(4)))
+    assert driver.engine.stats().preemptions > 0
+
+
+def test_only_vllm_s_own_series_are_handed_on() -> None:
+    registry = CollectorRegistry()
+    Counter("vllm:prompt_tokens", "of vLLM", registry=registry).inc(3)
+    Counter("other", "of others", registry=registry)
+    ours = CollectorRegistry()
+    ours.register(NativeMetrics(registry))
+    assert {metric.name for metric in ours.collect()} == {"vllm:prompt_tokens"}
+    assert ours.get_sample_value("vllm:prompt_tokens_total") == 3.0

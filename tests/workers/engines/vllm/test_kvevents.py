@@ -1,0 +1,156 @@
+"""From vLLM's KV events to our names, as its publisher sends them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas import blocks
+from schemas.kv import Cleared, Removed, Stored
+from schemas.wire import pack_tokens
+from tests import standins
+from tests.workers.engines.events.support import fold
+from workers.engines.events import wire
+from workers.engines.vllm.kvevents import Translator
+
+SIZE = 4
+ROOT = blocks.root("test")
+TENANT = b"another tenant's"
+
+
+def names(tokens: Sequence[int], root: bytes = ROOT) -> list[bytes]:
+    return blocks.split(blocks.chain(pack_tokens(tokens), SIZE, root))
+
+
+def stored(hashes: list[Any], tokens: Sequence[int], parent: Any = None, **more: Any) -> dict[str, Any]:
+    return {
+        "type": "BlockStored",
+        "block_hashes": hashes,
+        "parent_block_hash": parent,
+        "token_ids": list(tokens),
+        "block_size": SIZE,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+    } | more
+
+
+def removed(*hashes: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "BlockRemoved", "block_hashes": list(hashes), "medium": "GPU"} | more
+
+
+TOKENS = range(100, 112)
+
+
+def test_names_are_those_of_the_router() -> None:
+    translator = Translator(SIZE, ROOT)
+    assert translator.feed([stored([1, 2, 3], TOKENS)]) == [Stored(b"".join(names(TOKENS)))]
+    more = range(100, 116)
+    assert translator.feed([stored([4], more[12:], parent=3)]) == [Stored(names(more)[3], names(more)[2])]
+    assert translator.feed([removed(4), removed(3)]) == [Removed(names(more)[3] + names(more)[2])]
+    assert translator.feed([{"type": "AllBlocksCleared"}]) == [Removed(names(TOKENS)[1] + names(TOKENS)[0])]
+    assert (translator.dump(), translator.counts.malformed) == ([], 0)
+
+
+def test_a_salt_is_the_root_of_its_tenant_s_names() -> None:
+    translator = Translator(SIZE, ROOT)
+    found = translator.feed([stored([1, 2], TOKENS[:8], extra_keys=[[TENANT.hex()], None])])
+    assert found == [Stored(b"".join(names(TOKENS[:8], TENANT)))]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"parent_block_hash": 99},
+        {"lora_name": "adapter"},
+        {"extra_keys": [[["image", 0]]]},
+        {"extra_keys": [["salt", ["image", 0]]]},
+        {"extra_keys": [[b"embedding"]]},
+    ],
+)
+def test_what_cannot_be_named_for_certain_is_left_out_with_what_hangs_below(more: dict[str, Any]) -> None:
+    translator = Translator(SIZE, ROOT)
+    assert translator.feed([stored([1], TOKENS[:4], **more), stored([2], TOKENS[4:8], parent=1)]) == []
+    assert translator.counts.unnamed == 2
+    assert translator.feed([removed(1, 2)]) == []
+
+
+def test_blocks_of_another_size_are_remembered_and_their_removal_is_not_told() -> None:
+    translator = Translator(SIZE, ROOT)
+    translator.feed([stored([1], TOKENS[:4])])
+    assert translator.feed([stored([2], TOKENS[4:6], parent=1, block_size=2)]) == []
+    assert translator.counts.partial == 1
+    assert translator.feed([removed(2)]) == []
+    assert translator.counts.removed == 0
+
+
+def test_of_several_attention_windows_the_largest_is_followed() -> None:
+    translator = Translator(SIZE, ROOT)
+    small: dict[str, Any] = {"group_idx": 0, "kv_cache_spec_sliding_window": 512}
+    large: dict[str, Any] = {"group_idx": 1, "kv_cache_spec_sliding_window": 32768}
+    assert translator.feed([stored([1], TOKENS[:4], **small)]) == [Stored(names(TOKENS[:4])[0])]
+    assert translator.feed([stored([1], TOKENS[:4], **large)]) == [Cleared(), Stored(names(TOKENS[:4])[0])]
+    assert translator.feed([stored([2], TOKENS[4:8], parent=1, **small), removed(1, group_idx=0)]) == []
+    assert translator.counts.filtered == 1
+    assert translator.feed([removed(1, group_idx=1)]) == [Removed(names(TOKENS[:4])[0])]
+    full = stored([7], TOKENS[:4], group_idx=2)
+    assert translator.feed([full]) == [Stored(names(TOKENS[:4])[0])]  # no window: it sees all
+
+
+def test_a_host_copy_is_told_with_its_tier() -> None:
+    translator = Translator(SIZE, ROOT)
+    (name,) = names(TOKENS[:4])
+    translator.feed([stored([1], TOKENS[:4])])
+    assert translator.feed([stored([1], TOKENS[:4], medium="CPU")]) == [Stored(name, tier=1)]
+    assert translator.feed([removed(1)]) == [Removed(name)]
+    assert translator.dump() == [Stored(name, tier=1)]
+
+
+@given(st.integers(0, 2**64 - 1))
+def test_a_hash_is_the_same_signed_or_not(value: int) -> None:
+    signed = value - (1 << 64) if value >= 1 << 63 else value
+    translator = Translator(SIZE, ROOT)
+    translator.feed([stored([value], TOKENS[:4])])
+    assert translator.feed([removed(signed)]) == [Removed(names(TOKENS[:4])[0])]
+
+
+@given(st.lists(st.dictionaries(st.text(max_size=12), st.none() | st.integers() | st.text(max_size=4)) | st.integers()))
+def test_nothing_in_an_event_can_raise(events: list[Any]) -> None:
+    translator = Translator(SIZE, ROOT)
+    kinds = [each | {"type": "BlockStored"} if isinstance(each, dict) else each for each in events]
+    assert translator.feed([*events, *kinds]) == []
+    assert translator.counts.malformed == 2 * len(events)
+
+
+def test_lost_events_void_what_was_known() -> None:
+    translator = Translator(SIZE, ROOT)
+    translator.feed([stored([1, 2], TOKENS[:8])])
+    assert translator.forget() == [Cleared()]
+    assert translator.forget() == []
+    assert translator.feed([stored([3], TOKENS[8:], parent=2)]) == []
+
+
+def test_the_stand_in_s_encoding_is_read() -> None:
+    """Its structs are copied from vLLM's source, so these are the bytes that vLLM sends."""
+    if standins.real("vllm"):
+        pytest.skip("the real one is tested by the contract suite")
+    with standins.installed():
+        from vllm.distributed import kv_events as real
+
+        batch = real.KVEventBatch(
+            1.0,
+            [
+                real.BlockStored([b"h" * 32], None, list(TOKENS[:4]), SIZE, None, "GPU", None, group_idx=0),
+                real.BlockRemoved([b"h" * 32], "GPU", 0),
+                real.AllBlocksCleared(),
+            ],
+            0,
+        )
+        payload = msgspec.msgpack.encode(batch)
+    (name,) = names(TOKENS[:4])
+    told = Translator(SIZE, ROOT).feed(wire.decode_any(payload))
+    assert told == [Stored(name), Removed(name)]
+    assert fold(told) == {}

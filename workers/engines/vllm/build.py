@@ -1,0 +1,260 @@
+"""From settings to a running vLLM engine: arguments, checks, construction, one warm-up request."""
+
+import contextlib
+import functools
+import os
+import queue
+import secrets
+import shutil
+import socket
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import structlog
+
+from configs import modeldir
+from configs.engine_args.tree import BadArguments, Tree, merge, parse_json, parse_yaml
+from configs.settings import WorkerSettings
+from schemas import blocks
+from workers.engines.base import EngineError, EngineInfo
+from workers.engines.events.subscribe import Subscriber
+from workers.engines.loop import LoopThread
+from workers.engines.vllm import api as apis
+from workers.engines.vllm.api import Api
+from workers.engines.vllm.args import Wanted, layout, resolve
+from workers.engines.vllm.engine import VllmEngine, shut_down
+from workers.engines.vllm.follow import Events, Fact
+from workers.engines.vllm.metrics import Scheduler
+from workers.engines.vllm.prepare import Options
+
+log = structlog.get_logger("engine")
+
+START_S = 3600.0  # weights of the largest models
+WARM_UP_S = 600.0
+WARM_UP_TOKENS = 2  # fewer than a block
+SIDE_HOST, SIDE_PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
+
+
+def from_settings(settings: WorkerSettings, path: Path) -> VllmEngine:
+    """Load the model in ``path`` and make its engine; the first request finds it warm.
+
+    Raises:
+        BadArguments: the engine's arguments are wrong; one line per problem, each with its fix.
+        EngineError: vLLM is not installed, or the engine did not start.
+        modeldir.ModelError: the directory cannot be used.
+    """
+    began = time.perf_counter()
+    apis.set_log_level(settings.log_level)
+    api = apis.load()
+    model = modeldir.load(path)
+    with contextlib.ExitStack() as undo:
+        folder = Path(tempfile.mkdtemp(prefix="penstock-kv-"))  # 0700: whoever can write there can tell us of blocks
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        given = extra(settings)
+        wanted = wanted_of(settings, model.max_model_len, folder, given.get("data_parallel_size") or 1)
+        resolved = resolve(wanted, given, api.arguments)
+        if resolved.moves:
+            side_channel(settings.nats_url)
+        facts: queue.SimpleQueue[Fact] = queue.SimpleQueue()
+        loop = LoopThread("vllm")
+        undo.callback(loop.close)
+        scheduler = Scheduler()
+        early = undo.enter_context(contextlib.ExitStack())
+        if resolved.kv_events:  # before the engine: whoever comes late misses the first events
+            for rank in range(resolved.ranks):
+                early.callback(subscribe(resolved.tree, rank, facts).close)
+        llm = construct(api, str(path), resolved.tree, scheduler, loop)
+        undo.callback(shut_down, llm)
+        undo.push(early.pop_all())
+        warm_up(llm, api, loop)
+        config = llm.vllm_config
+        ranks = resolved.ranks
+        info = EngineInfo(
+            name="vllm",
+            block_size=config.cache_config.block_size,
+            total_blocks=max(1, (config.cache_config.num_gpu_blocks or 1) - ranks),  # each has one that holds nothing
+            slots=config.scheduler_config.max_num_seqs * ranks,
+            max_model_len=config.model_config.max_model_len,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            kv_events=resolved.kv_events,
+            load_seconds=time.perf_counter() - began,
+            dp_size=ranks,
+            handover=layout(api.version, resolved.tree) if resolved.moves else "",
+        )
+        if info.block_size != settings.block_size:
+            raise EngineError(
+                f"vLLM chose blocks of {info.block_size} tokens for this model; use --block-size {info.block_size}"
+            )
+        options = Options(blocks.root(model.revision), info.handover)
+        engine = VllmEngine(info, llm, api, loop, options, scheduler, facts, undo.pop_all())
+    log.info("vllm_ready", layout=info.handover, blocks=info.total_blocks, slots=info.slots, ranks=ranks)
+    return engine
+
+
+def wanted_of(settings: WorkerSettings, model_len: int, folder: Path, ranks: int) -> Wanted:
+    """What the settings ask of the engine.
+
+    Raises:
+        BadArguments: a length that the model does not have.
+    """
+    if settings.max_model_len > model_len:
+        raise BadArguments([f"max_model_len: {settings.max_model_len}, this model takes {model_len}"])
+    events, replay = channels(folder, ranks)
+    return Wanted(
+        role=settings.role,
+        block_size=settings.block_size,
+        max_running=settings.max_running,
+        max_batched_tokens=settings.max_batched_tokens,
+        max_model_len=settings.max_model_len or model_len,
+        connectors=settings.connector,
+        kv_blocks=settings.kv_blocks,
+        prefix_cache=settings.prefix_cache,
+        publish=settings.publish_events_and_metrics,
+        events=events if settings.use_kv_events else "",
+        replay=replay,
+        lease_s=settings.handoff_lease_s,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        dtype=settings.dtype,
+    )
+
+
+def extra(settings: WorkerSettings) -> Tree:
+    """The user's arguments: the YAML file with the JSON laid over it.
+
+    Raises:
+        BadArguments: one of them cannot be read.
+    """
+    given: Tree = {}
+    if settings.extra_engine_args:
+        try:
+            given = parse_yaml(Path(settings.extra_engine_args).expanduser().read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadArguments([f"--extra-engine-args: {error}"]) from error
+    if settings.override_engine_args:
+        given = merge(given, parse_json(settings.override_engine_args))
+    return given
+
+
+def channels(folder: Path, ranks: int) -> tuple[str, str]:
+    """Where KV events are published and replayed. Rank n adds n to a port, and cannot do so with a file."""
+    if ranks == 1:
+        return f"ipc://{folder}/events", f"ipc://{folder}/replay"
+    first = _free_ports(2 * ranks)
+    return f"tcp://127.0.0.1:{first}", f"tcp://127.0.0.1:{first + ranks}"
+
+
+def subscribe(tree: Tree, rank: int, facts: "queue.SimpleQueue[Fact]") -> Subscriber:
+    """Read one rank's events into the queue.
+
+    Raises:
+        EngineError: the endpoint cannot be used.
+    """
+    config = tree["kv_events_config"]
+    endpoint, replay = (_of_rank(config.get(key) or "", rank) for key in ("endpoint", "replay_endpoint"))
+    binds = not ("*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://")))
+
+    def take(payloads: list[bytes], lost: bool) -> None:
+        facts.put(Events(rank, payloads, lost))
+
+    try:
+        return Subscriber(
+            endpoint.replace("*", "127.0.0.1"),
+            replay.replace("*", "127.0.0.1"),
+            take,
+            topic=config.get("topic") or "",
+            binds=binds,  # a publisher with a plain address connects to it
+        )
+    except OSError as error:  # ZMQError is one
+        raise EngineError(f"kv_events_config.endpoint {endpoint}: {error}") from error
+
+
+def _of_rank(endpoint: str, rank: int) -> str:
+    if not rank or not endpoint.startswith("tcp://"):
+        return endpoint
+    host, _, port = endpoint.rpartition(":")
+    return f"{host}:{int(port) + rank}"
+
+
+def construct(api: Api, model: str, tree: Tree, scheduler: Scheduler, loop: LoopThread) -> Any:
+    """
+    Raises:
+        BadArguments: the engine refuses an argument.
+        EngineError: it does not start.
+    """
+
+    async def make() -> Any:  # in the loop: what follows the engine's answers is bound to the one that runs
+        return api.construct(model, tree, [scheduler.factory])
+
+    try:
+        return loop.run(make(), START_S)
+    except (ValueError, TypeError) as error:  # pydantic's errors are ValueErrors
+        raise BadArguments([f"vLLM {api.version} refuses its arguments: {error}"]) from error
+    except Exception as error:
+        raise EngineError(f"vLLM {api.version} did not start: {error!r}") from error
+
+
+def warm_up(llm: Any, api: Api, loop: LoopThread) -> None:
+    """One short request: an engine that does not answer is found here.
+
+    Raises:
+        EngineError: it does not.
+    """
+
+    async def ask() -> None:
+        params = api.sampling(max_tokens=1, detokenize=False, temperature=0.0, ignore_eos=True, output_kind=api.delta)
+        prompt = {"prompt_token_ids": [1] * WARM_UP_TOKENS, "cache_salt": secrets.token_hex(8)}
+        async for _ in llm.generate(prompt, params, "penstock-warm-up"):
+            pass
+
+    try:
+        loop.run(ask(), WARM_UP_S)
+    except Exception as error:
+        raise EngineError(f"vLLM started but does not answer: {error!r}") from error
+
+
+def side_channel(nats_url: str) -> None:
+    """Where other workers' engines ask this one for its NIXL metadata; variables that are set win.
+
+    vLLM's own defaults (localhost, one fixed port) are right for one worker on one machine only.
+    """
+    if SIDE_PORT not in os.environ:
+        os.environ[SIDE_PORT] = str(_free_ports(1))
+    if SIDE_HOST not in os.environ:
+        os.environ[SIDE_HOST] = address(nats_url)
+
+
+@functools.lru_cache(maxsize=8)
+def address(nats_url: str) -> str:
+    """This machine's address on the way to the broker, which other workers can reach as well."""
+    host = urlsplit(nats_url.split(",")[0]).hostname or "127.0.0.1"
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host, 4222, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"
+
+
+def _free_ports(count: int) -> int:
+    """The first of so many free ports in a row, free a moment ago.
+
+    Raises:
+        EngineError: there are none.
+    """
+    for _ in range(64):
+        with contextlib.ExitStack() as bound:
+            try:
+                probe = bound.enter_context(socket.socket())
+                probe.bind(("", 0))
+                first = int(probe.getsockname()[1])
+                for port in range(first + 1, first + count):
+                    bound.enter_context(socket.socket()).bind(("", port))
+                return first
+            except (OSError, OverflowError):
+                continue
+    raise EngineError(f"no {count} free ports in a row")

@@ -1,0 +1,125 @@
+"""From one of our sequences to one call of ``AsyncLLM.generate``, or the reason why it can never run here. Pure."""
+
+from typing import Any, NamedTuple
+
+import structlog
+
+from schemas.errors import Code
+from workers.engines.base import EngineInfo, RequestError, SequenceRequest
+from workers.engines.vllm import handoff, sampling
+from workers.engines.vllm.handoff import Used
+
+log = structlog.get_logger("engine")
+
+
+class Options(NamedTuple):
+    """What is fixed besides ``EngineInfo``.
+
+    Attributes:
+        root: of the names of blocks without tenant or adapter; others get it as their cache salt.
+        layout: fingerprint of engines that can hand KV to each other; empty: this one cannot.
+        max_logprobs: alternatives per token, at most.
+    """
+
+    root: bytes
+    layout: str = ""
+    max_logprobs: int = 20
+
+
+class Prepared(NamedTuple):
+    """``sampling``: fields of SamplingParams, without ``output_kind``. ``known``: tokens that it computes again.
+
+    ``adopted``: its prompt's KV is fetched from another engine. ``computed``: the tokens of its prompt, if ``hold``.
+    """
+
+    prompt: dict[str, Any]
+    sampling: dict[str, Any]
+    known: tuple[int, ...] = ()
+    adopted: bool = False
+    computed: tuple[int, ...] = ()
+
+
+def check(request: SequenceRequest, info: EngineInfo, options: Options) -> None:
+    """
+    Raises:
+        RequestError: it can never run here; the message names the limit.
+    """
+    prompt, generated = len(request.prompt), len(request.generated)
+    if not prompt:
+        raise RequestError(Code.invalid_request, "the prompt has no tokens; give at least one")
+    highest = max(max(request.prompt), max(request.generated, default=0))
+    if highest >= info.vocab_size:
+        raise RequestError(Code.invalid_request, f"token id {highest} is outside the vocabulary of {info.vocab_size}")
+    if request.stop.max_tokens <= generated:
+        raise RequestError(
+            Code.invalid_request,
+            f"max_tokens is {request.stop.max_tokens} and {generated} are generated already: nothing to do",
+        )
+    known = prompt + generated
+    if known >= info.max_model_len:
+        raise RequestError(
+            Code.context_length_exceeded,
+            f"prompt and answer have {known} tokens; this model takes {info.max_model_len}, at least one new one "
+            "included",
+        )
+    room = info.total_blocks * info.block_size
+    if known >= room:  # the engine would wait for blocks for ever
+        raise RequestError(Code.out_of_blocks, f"{known} tokens do not fit this worker's KV cache of {room} tokens")
+    if any(not 0 <= token < info.vocab_size for token in request.sampling.logit_bias):
+        raise RequestError(Code.invalid_request, f"logit_bias names tokens outside the vocabulary of {info.vocab_size}")
+    if (request.sampling.logprobs or 0) > options.max_logprobs:
+        raise RequestError(Code.invalid_request, f"logprobs: at most {options.max_logprobs}")
+    if request.sampling.logits_processors:
+        raise RequestError(Code.unsupported, "this worker's engine runs no logits processors of ours")
+    if request.media:
+        raise RequestError(Code.unsupported, "this worker's engine takes text only; send the request without images")
+    if request.reservation is not None:
+        raise RequestError(Code.transfer_failed, "this engine fetches KV by itself; it takes no blocks of ours")
+    if request.hold and not options.layout:
+        raise RequestError(Code.unsupported, "this worker hands no KV over; start it with --role prefill")
+
+
+def prepare(request: SequenceRequest, info: EngineInfo, options: Options, used: Used) -> Prepared:
+    """The call for a sequence that ``check`` let pass.
+
+    Args:
+        used: states of prefill engines that were taken over here; each can be only once.
+    """
+    tokens = [*request.prompt, *request.generated]
+    params = _handed(request, tokens, options, used) if request.opaque else None
+    known = tuple(tokens[-1:]) if params is not None else ()
+    before = request.generated[: len(request.generated) - len(known)]
+    room = min(info.max_model_len, info.total_blocks * info.block_size) - len(request.prompt)
+    limit = 1 if request.hold else min(request.stop.max_tokens, room) - len(before)
+    given = sampling.arguments(
+        request.sampling,
+        request.stop,
+        eos=info.eos_token_ids,
+        max_tokens=limit,
+        min_tokens=request.stop.min_tokens - len(before),
+        choice=request.choice,
+        earlier=before,
+    )
+    computed = tuple(tokens[: len(tokens) - len(known)])
+    if request.hold:
+        given["extra_args"] = {"kv_transfer_params": dict(handoff.PRODUCE)}
+    elif params is not None:
+        given["extra_args"] = {"kv_transfer_params": params}
+    prompt: dict[str, Any] = {"prompt_token_ids": list(computed)}
+    if request.root and request.root != options.root:
+        prompt["cache_salt"] = request.root.hex()
+    return Prepared(prompt, given, known, params is not None, computed if request.hold else ())
+
+
+def _handed(request: SequenceRequest, tokens: list[int], options: Options, used: Used) -> dict[str, Any] | None:
+    """None where it cannot be taken over: then the prompt is computed here."""
+    try:
+        if not options.layout:
+            raise ValueError("this worker takes no KV over; start it with --role decode")
+        if not request.generated:
+            raise ValueError("no token came with it")
+        params = handoff.unpack(request.opaque, options.layout, tokens)
+    except ValueError as error:
+        log.warning("handed_state_unusable", error=str(error), action="computing the prompt here")
+        return None
+    return params if used.take(params) else None

@@ -1,0 +1,83 @@
+"""From our request to the fields of ``vllm.SamplingParams``, 0.33. Pure: names and values, no engine types.
+
+All token ids that end an answer are given as stop ids, with ``ignore_eos``: an engine without tokenizer knows no end
+token of its own, and so the one that ended an answer is always named. Stop strings are the worker's.
+"""
+
+from collections import Counter
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from schemas.requests import Sampling, Stop
+
+_MASK = (1 << 63) - 1
+_STRIDE = 0x9E3779B97F4A7C15  # golden ratio: neighbours get seeds that have nothing in common
+
+
+def stop_ids(stop: Stop, eos: Seq[int]) -> list[int]:
+    """Token ids that end an answer."""
+    return sorted({*stop.token_ids, *(() if stop.ignore_eos else eos)})
+
+
+def seed_of(seed: int, choice: int, position: int) -> int:
+    """The seed of a choice that goes on at an output position: no two draw the same numbers."""
+    return (seed + (choice * 0x10001 + position) * _STRIDE) & _MASK
+
+
+def greedy(sampling: Sampling) -> bool:
+    return sampling.temperature == 0 or sampling.top_p == 0 or sampling.top_k == 1
+
+
+def arguments(
+    sampling: Sampling,
+    stop: Stop,
+    *,
+    eos: Seq[int],
+    max_tokens: int,
+    min_tokens: int = 0,
+    choice: int = 0,
+    earlier: Seq[int] = (),
+) -> dict[str, Any]:
+    """Keyword arguments of ``SamplingParams``; what is left out has the engine's default, which means the same.
+
+    Args:
+        max_tokens, min_tokens: of what is still to be generated.
+        earlier: generated tokens that are part of the prompt to the engine; it counts them for ``repetition_penalty``
+            only, so the others come as a bias: exact for ``frequency_penalty``, and for ``presence_penalty`` until
+            one of them is drawn again.
+    """
+    given: dict[str, Any] = {
+        "n": 1,
+        "max_tokens": max_tokens,
+        "detokenize": False,
+        "ignore_eos": True,
+        "stop_token_ids": stop_ids(stop, eos),
+        "seed": seed_of(sampling.seed, choice, len(earlier)),
+    }
+    if min_tokens > 0:
+        given["min_tokens"] = min(min_tokens, max_tokens)  # more would be refused
+    if greedy(sampling):
+        given["temperature"] = 0.0
+    else:
+        given |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+        if sampling.min_p > 0:
+            given["min_p"] = sampling.min_p
+    if sampling.repetition_penalty != 1.0:
+        given["repetition_penalty"] = sampling.repetition_penalty
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        given["presence_penalty"] = sampling.presence_penalty
+        given["frequency_penalty"] = sampling.frequency_penalty
+    if bias := _bias(sampling, earlier):
+        given["logit_bias"] = bias
+    if sampling.logprobs is not None:
+        given["logprobs"] = sampling.logprobs  # 0: the chosen token's only
+    return given
+
+
+def _bias(sampling: Sampling, earlier: Seq[int]) -> dict[int, float]:
+    bias = dict(sampling.logit_bias)
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        for token, count in Counter(earlier).items():
+            penalty = sampling.presence_penalty + sampling.frequency_penalty * count
+            bias[token] = bias.get(token, 0.0) - penalty
+    return bias
