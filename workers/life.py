@@ -195,7 +195,8 @@ class Life(ABC):
             async with asyncio.timeout(timeout):
                 while self._active or self._finishing or self._holding():
                     self._idle.clear()
-                    await self._idle.wait()
+                    with contextlib.suppress(TimeoutError):  # the end of a lease sets no event
+                        await asyncio.wait_for(self._idle.wait(), 0.1)
         except TimeoutError:
             log.warning("drain_timeout", unfinished=len(self._active))
             for active in list(self._active.values()):

@@ -1,7 +1,8 @@
-"""Deployments of the real processes on a real nats-server, shared by the whole run.
+"""Deployments of the real processes on a real nats-server.
 
-``fast``: two workers without step times, two gateways. ``slow``: one worker at a fraction of a GPU's speed, two
-gateways. ``empty``: no workers. ``new_deployment`` starts others. Whoever changes one of them puts it back.
+Shared by the whole run: ``fast`` (two workers without step times, two gateways), ``slow`` (one worker at a fraction of a
+GPU's speed, two gateways), ``empty`` (no workers). ``new_deployment`` starts others, for a module. Whoever changes one
+of them puts it back.
 """
 
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -17,9 +18,8 @@ from tests.pipeline.support import MODEL_NAME, Deployment, Oracle
 NewDeployment = Callable[..., Deployment]
 
 
-@pytest.fixture(scope="session")
-def new_deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NewDeployment]:
-    """Start ``penstock up`` with further flags; all that were started end with the run, in good order."""
+def _deployments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NewDeployment]:
+    """Start ``penstock up`` with further flags; all that were started end in good order."""
     started: list[Deployment] = []
 
     def start(*flags: str) -> Deployment:
@@ -35,10 +35,15 @@ def new_deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NewDepl
     assert [deployment.killed() for deployment in started] == [[]] * len(started)
 
 
+# A module's own deployments end with it: dozens of processes that idle, and that end all at once, are load too.
+new_deployment = pytest.fixture(scope="module", name="new_deployment")(_deployments)
+shared_deployment = pytest.fixture(scope="session", name="shared_deployment")(_deployments)
+
+
 @pytest.fixture(scope="session")
-def fast(new_deployment: NewDeployment) -> Deployment:
+def fast(shared_deployment: NewDeployment) -> Deployment:
     flags = ("--mock-speedup", "0", "--workers", "2", "--gateways", "2", "--served-model-name", f"{MODEL_NAME},other")
-    return new_deployment(*flags)
+    return shared_deployment(*flags)
 
 
 @pytest.fixture(scope="session")
@@ -50,17 +55,17 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def slow(new_deployment: NewDeployment, template: Path) -> Deployment:
+def slow(shared_deployment: NewDeployment, template: Path) -> Deployment:
     """About 25 ms per token, 4 sequences at once."""
-    return new_deployment(
+    return shared_deployment(
         *("--mock-speedup", "0.25", "--workers", "1", "--gateways", "2", "--max-running", "4"),
         *("--router-mode", "least_loaded", "--chat-template", str(template)),
     )
 
 
 @pytest.fixture(scope="session")
-def empty(new_deployment: NewDeployment) -> Deployment:
-    return new_deployment("--workers", "0", "--max-queue", "4")
+def empty(shared_deployment: NewDeployment) -> Deployment:
+    return shared_deployment("--workers", "0", "--max-queue", "4")
 
 
 @pytest.fixture(scope="session")

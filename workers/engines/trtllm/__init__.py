@@ -25,8 +25,7 @@ the start, their series are merged into the worker's own metrics port (``metrics
 Where things are. Pure: ``args`` (arguments), ``prepare`` and ``sampling`` (a request), ``deltas`` (its answer),
 ``disagg`` (its hand-over), ``kvevents`` (names of blocks), ``stats``, ``errors``, ``symptoms``, ``launch``. The shell:
 ``api`` (what the installed release has), ``workers.engines.loop``, ``follow``, ``engine``, ``encoder``, ``metrics``,
-``watch``,
-``build``. Nothing here imports tensorrt_llm before an engine is built.
+``watch``, ``build``. Nothing here imports tensorrt_llm before an engine is built.
 """
 
 from workers.engines.trtllm.build import from_settings
