@@ -1,6 +1,6 @@
 """Deployments of the real processes on a real nats-server.
 
-Shared by the whole run: ``fast`` (two workers without step times, two gateways), ``slow`` (one worker at a fraction of a
+Shared by the whole run: ``fast`` (two workers without step times, two gateways), ``slow`` (one worker at a part of a
 GPU's speed, two gateways), ``empty`` (no workers). ``new_deployment`` starts others, for a module. Whoever changes one
 of them puts it back.
 """
