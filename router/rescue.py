@@ -4,6 +4,7 @@ The fence is a token item of the next attempt, stored in the same stream as the 
 the old attempt ends at the same place. What lies before it is what the client has or will get.
 """
 
+import asyncio
 import time
 
 import msgspec
@@ -90,7 +91,7 @@ async def _fence(bus: Bus, publisher: Publisher, router: str, gateway: str, grou
         batch = TokenBatch(router, 0, time.time_ns(), (item,))
         msg_id = f"{orphan.request_id}:{orphan.attempt + 1}:fence"
         waits.append(await publisher.send(subject, wire.encode(batch), msg_id, timeout=10.0))
-    return max([(await wait).seq for wait in waits])
+    return max(ack.seq for ack in await asyncio.gather(*waits))
 
 
 async def _read_progress(bus: Bus, gateway: str, group: list[Orphan], until_seq: int) -> None:

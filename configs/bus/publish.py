@@ -200,8 +200,8 @@ class Publisher:
                     pending.future.set_exception(
                         ServingError(
                             Code.broker_unavailable,
-                            f"the broker did not confirm {pending.subject} in time; check that it runs and has its "
-                            "streams ('penstock streams apply')",
+                            f"the broker did not confirm {pending.subject} in time; check that it runs, has its "
+                            "streams ('penstock streams apply') and room on its disk",
                             retry_after=1.0,
                         )
                     )

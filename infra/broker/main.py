@@ -12,6 +12,7 @@ from infra.broker.apply import BrokerProblem, apply
 from infra.broker.binary import NoServerBinary
 from infra.broker.config import ROLES, inbox_prefix
 from infra.broker.datadir import DataDirBusy
+from infra.broker.disk import DiskWatch
 from infra.broker.server import EmbeddedNats, ServerFailed
 from infra.cli import StreamsSettings
 from infra.up.signals import Stop
@@ -41,7 +42,8 @@ async def _serve(settings: NatsSettings) -> int:
             await apply_at(broker.url("operator"), broker.subjects)
             print(f"nats-server on 127.0.0.1:{broker.port}; log: {broker.log_path}")
             print(f"passwords of {', '.join(ROLES)} and sys: {broker.data_dir / 'secrets.json'}")
-            await stop.asked.wait()
+            async with DiskWatch(broker):
+                await stop.asked.wait()
         finally:
             await keeper.stop(patience_s=30)
             await broker.stop()

@@ -19,6 +19,7 @@ from configs.settings import UpSettings
 from infra.broker.apply import BrokerProblem
 from infra.broker.binary import NoServerBinary
 from infra.broker.datadir import DataDirBusy, Lock
+from infra.broker.disk import DiskWatch
 from infra.broker.main import apply_at, connect_operator
 from infra.broker.server import EmbeddedNats, ServerFailed, is_free
 from infra.up.fleet import registered
@@ -75,6 +76,7 @@ class Deployment:
         self._board = Board(self._console, quiet=settings.log_format == "json")
         self._failed: asyncio.Future[None] | None = None
         self._ready = False
+        self._watches = contextlib.AsyncExitStack()
 
     async def run(self) -> int:
         """Start, wait for a signal, stop in order.
@@ -115,6 +117,7 @@ class Deployment:
                 self._board.starting("nats")
                 self._broker = EmbeddedNats(self.data_dir, up.namespace, up.nats_port)
                 await self._keep(Keeper(self._broker, self._on_change))
+                await self._watches.enter_async_context(DiskWatch(self._broker))
                 self._board.ready("nats", f"ready on port {self._broker.port}")
                 url, sys_url = self._broker.url, self._broker.sys_url
             self._board.starting("streams")
@@ -232,6 +235,7 @@ class Deployment:
         if self._keepers and sys.stderr.isatty():
             self._console.print("stopping; Ctrl-C again to stop at once")
         patience = self.settings.drain_s + _GRACE_S
+        await self._watches.aclose()
         for roles in (("gateway",), ("router", "worker"), ("nats",)):
             group = [keeper.stop(patience) for keeper in self._keepers if keeper.child.role in roles]
             await asyncio.gather(*group)

@@ -1,0 +1,98 @@
+"""A full disk, and the way back from it.
+
+A stream of nats-server (2.15) that met "no space left on device" answers no publish any more, also once there is room
+again, until the server starts anew. So the server is ended then, and whoever keeps it starts it; clients reconnect and
+send again what was never confirmed.
+"""
+
+import asyncio
+import contextlib
+import shutil
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+import structlog
+
+log = structlog.get_logger("broker")
+
+FULL = b"no space left on device"
+ROOM_BYTES = 64 << 20  # free space that a new start is worth, or a twentieth of a small disk
+SCARCE = 0.02  # of the disk: a warning before it is full
+EVERY_S = 1.0
+
+
+class Server(Protocol):
+    """What is watched; see ``EmbeddedNats``."""
+
+    log_path: Path
+    data_dir: Path
+
+    def terminate(self) -> None: ...
+
+
+class DiskWatch:
+    """Runs from ``async with`` to its end."""
+
+    def __init__(self, server: Server, every_s: float = EVERY_S) -> None:
+        self._server = server
+        self._every_s = every_s
+        self._read = 0  # bytes of the log
+        with contextlib.suppress(OSError):
+            self._read = server.log_path.stat().st_size
+        self._rest = b""
+        self._full = False
+        self._warned = False
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "DiskWatch":
+        self._task = asyncio.create_task(self._watch(), name="disk-watch")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._every_s)
+            try:
+                self.look()
+            except OSError as error:
+                log.warning("disk_not_looked_at", error=str(error))
+
+    def look(self) -> None:
+        """Once; called each second.
+
+        Raises:
+            OSError: the folder or the log cannot be read.
+        """
+        folder = self._server.data_dir
+        usage = shutil.disk_usage(folder)
+        if self._met_the_end() and not self._full:
+            self._full = True
+            log.error(
+                "disk_full", folder=str(folder), free_bytes=usage.free, action="make room; the broker then goes on"
+            )
+        room = min(ROOM_BYTES, usage.total // 20)
+        if self._full and usage.free >= room:
+            self._full = False
+            log.warning("broker_restarts", reason="the disk was full and has room again", free_bytes=usage.free)
+            self._server.terminate()
+        scarce = usage.free < SCARCE * usage.total
+        if scarce and not self._warned and not self._full:
+            log.warning("disk_nearly_full", folder=str(folder), free_bytes=usage.free)
+        self._warned = scarce
+
+    def _met_the_end(self) -> bool:
+        """Whether the server's log has told of a full disk since the last look."""
+        with self._server.log_path.open("rb") as file:
+            file.seek(self._read)
+            new = file.read(1 << 20)
+        self._read += len(new)
+        text = self._rest + new
+        self._rest = text[-len(FULL) :]
+        return FULL in text
