@@ -2,9 +2,7 @@
 
 import io
 import time
-from collections.abc import AsyncIterator
 
-import pytest
 from rich.console import Console
 
 from infra.broker.server import EmbeddedNats
@@ -16,13 +14,7 @@ from schemas.subjects import HEADER_MSG_ID, Subjects
 from schemas.transfer import HandOff, HandOffs, Memory
 from tests.configs.bus_support import eventually
 from tests.router.support import Clients, endpoint, routing
-from tests.workers.support import Record, recording, request
-
-
-@pytest.fixture
-async def record(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[Record]:
-    async with recording(broker, pipeline) as record:
-        yield record
+from tests.workers.support import Record, request
 
 
 async def test_the_story_of_a_request_with_three_stages_and_two_attempts(

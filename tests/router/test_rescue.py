@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -19,31 +18,12 @@ from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, Subjects
 from schemas.tokens import WHOLE_REQUEST, Finish, TokenBatch, TokenItem
 from tests.configs.bus_support import eventually
 from tests.router.support import Clients, Routing, Stub, routing
-from tests.workers.support import DRAWN, GATEWAY, Living, Record, answer, engine, ids, living, recording, request
-
-
-@pytest.fixture
-async def record(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[Record]:
-    async with recording(broker, pipeline) as record:
-        yield record
-
-
-@pytest.fixture
-async def clients(record: Record) -> AsyncIterator[Clients]:
-    clients = Clients(record)
-    yield clients
-    await clients.stop()
+from tests.workers.support import DRAWN, GATEWAY, Living, Record, answer, engine, ids, living, request
 
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "ORPHANS_S", 0.1)
-
-
-@pytest.fixture
-async def one(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[Routing]:
-    async with routing(broker, pipeline) as one:
-        yield one
 
 
 async def lose(clients: Clients, stub: Stub) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,26 +21,7 @@ from schemas.subjects import HEADER_LOAD, Subjects
 from schemas.tokens import WHOLE_REQUEST
 from tests.configs.bus_support import eventually
 from tests.router.support import Clients, Routing, routing
-from tests.workers.support import MODEL, Record, answer, living, recording, request
-
-
-@pytest.fixture
-async def record(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[Record]:
-    async with recording(broker, pipeline) as record:
-        yield record
-
-
-@pytest.fixture
-async def clients(record: Record) -> AsyncIterator[Clients]:
-    clients = Clients(record)
-    yield clients
-    await clients.stop()
-
-
-@pytest.fixture
-async def one(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[Routing]:
-    async with routing(broker, pipeline) as one:
-        yield one
+from tests.workers.support import MODEL, Record, answer, living, request
 
 
 async def is_ended_by_the_router(record: Record, asked: GenerateRequest, code: Code) -> str:

@@ -1,7 +1,6 @@
 """Requests with several stages, on a real nats-server: placed, moved on, and mended when one of their workers dies."""
 
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -18,29 +17,10 @@ from schemas.subjects import Subjects
 from schemas.transfer import Memory
 from tests.configs.bus_support import eventually
 from tests.router.support import Clients, Routing, Stub, endpoint, routing
-from tests.workers.support import Record, answer, ids, recording, request
+from tests.workers.support import Record, answer, ids, request
 
 LONG = list(range(1, 402))  # 100 full blocks, and more than a decode worker computes itself
 EMBEDS = endpoint("h", embeds=Memory(0, 100, 10))
-
-
-@pytest.fixture
-async def record(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[Record]:
-    async with recording(broker, pipeline) as record:
-        yield record
-
-
-@pytest.fixture
-async def clients(record: Record) -> AsyncIterator[Clients]:
-    clients = Clients(record)
-    yield clients
-    await clients.stop()
-
-
-@pytest.fixture
-async def one(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[Routing]:
-    async with routing(broker, pipeline) as one:
-        yield one
 
 
 async def fleet(clients: Clients, *routers: Routing, **roles: str) -> dict[str, Stub]:

@@ -24,7 +24,7 @@ from schemas.requests import Diffusion, GenerateRequest
 from schemas.subjects import Subjects
 from tests.configs.bus_support import eventually
 from tests.pipeline.support import Process
-from tests.workers.support import Record, dial, ids, recording, request
+from tests.workers.support import Record, dial, ids, request
 from workers import diffusion as module
 from workers.diffusion import DiffusionSession, Studio
 from workers.engines.base import RequestError
@@ -130,12 +130,6 @@ async def living(broker: EmbeddedNats, subjects: Subjects, easel: Easel) -> Asyn
                 await made.session.abandon()
             assert await asyncio.to_thread(made.studio.stop, 10)
             await made.publisher.close()
-
-
-@pytest.fixture
-async def record(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[Record]:
-    async with recording(broker, pipeline) as record:
-        yield record
 
 
 @pytest.fixture

@@ -18,15 +18,9 @@ from schemas.requests import Sampling
 from schemas.subjects import Subjects
 from schemas.tokens import Finish
 from tests.configs.bus_support import eventually
-from tests.workers.support import DRAWN, Living, Record, answer, engine, ids, living, recording, request
+from tests.workers.support import DRAWN, Living, Record, answer, engine, ids, living, request
 from workers import life as module
 from workers.engines.mock.executor import Vocabulary
-
-
-@pytest.fixture
-async def record(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[Record]:
-    async with recording(broker, pipeline) as record:
-        yield record
 
 
 @pytest.fixture

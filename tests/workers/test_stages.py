@@ -35,7 +35,6 @@ from tests.workers.support import (
     engine,
     ids,
     living,
-    recording,
     request,
 )
 from workers.engines import mock
@@ -59,12 +58,6 @@ class Pair(NamedTuple):
     async def free(self) -> None:
         await self.prefill.frees_everything()
         await self.decode.frees_everything()
-
-
-@pytest.fixture
-async def record(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[Record]:
-    async with recording(broker, pipeline) as record:
-        yield record
 
 
 @asynccontextmanager

@@ -1,7 +1,6 @@
 """A whole worker process: in this process where only its logic is asked, in one of its own for signals."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -13,17 +12,11 @@ from schemas import control, fleet, wire
 from schemas.subjects import Subjects
 from tests.configs.bus_support import eventually
 from tests.pipeline.support import Oracle, Process
-from tests.workers.support import Held, Record, answer, engine, ids, recording, request
+from tests.workers.support import Held, Record, answer, engine, ids, request
 from workers import main as module
 from workers.engines.base import Engine
 
 MODEL = "tiny"
-
-
-@pytest.fixture
-async def record(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[Record]:
-    async with recording(broker, pipeline) as record:
-        yield record
 
 
 @pytest.fixture(autouse=True)
