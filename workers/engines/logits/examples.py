@@ -38,7 +38,7 @@ class ForcedText:
         token = self._tokens[at] if at < len(self._tokens) else self._end
         if token is not None:
             logits.fill_(NEVER)
-            logits[token] = 0.0
+            logits[token].fill_(0.0)  # ``logits[token] = 0.0`` would wait for the GPU: a copy from the host
 
 
 class AllowedTokens:
