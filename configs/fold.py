@@ -1,5 +1,7 @@
 """One request's token items, de-duplicated and in order; used by every reader of the token stream.
 
+The prompt's log-probabilities are positions of one more choice, ``PROMPT``, which begins at 1 and has no end.
+
 Feed items in stream order: the attempt rule of ``schemas.tokens`` is defined on that order. Within an attempt,
 items may be repeated, overlap or overtake each other. Each token comes out once, each choice ends once.
 """
@@ -8,14 +10,14 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
+from schemas.tokens import PROMPT, WHOLE_REQUEST, Finish, TokenItem
 
 
 class _Choice:
     __slots__ = ("early", "ended", "position")
 
-    def __init__(self) -> None:
-        self.position = 0
+    def __init__(self, position: int = 0) -> None:
+        self.position = position
         self.ended = False
         self.early: dict[int, list[TokenItem]] = {}  # by first index: items behind a gap
 
@@ -32,11 +34,17 @@ class Fold:
         self.attempt = -1
         self.open = n
         self._choices = [_Choice() for _ in range(n)]
+        self._prompt: _Choice | None = None
 
     @property
     def waiting(self) -> bool:
         """Items are held behind a gap; if it does not close, read the stream again into a new Fold."""
-        return any(choice.early for choice in self._choices)
+        return any(choice.early for choice in self._choices) or (self._prompt is not None and bool(self._prompt.early))
+
+    @property
+    def scored(self) -> int:
+        """Leading prompt tokens whose log-probabilities came out (the first token has none); 0: none did."""
+        return self._prompt.position if self._prompt is not None else 0
 
     def position(self, choice: int) -> int:
         """Tokens that came out for a choice."""
@@ -50,7 +58,11 @@ class Fold:
             self.attempt = item.attempt
             for choice in self._choices:
                 choice.early.clear()
+            if self._prompt is not None:
+                self._prompt.early.clear()
         if not 0 <= item.choice < len(self._choices):
+            if item.choice == PROMPT:
+                return self._push_prompt(item)
             return self._end_all(item) if item.choice == WHOLE_REQUEST and item.finish else ()
         choice = self._choices[item.choice]
         if choice.ended:
@@ -58,12 +70,20 @@ class Fold:
         if item.first > choice.position:
             choice.early.setdefault(item.first, []).append(item)
             return ()
-        due = self._take(choice, item)
+        due = self._take(choice, item, len(item.tokens) >> 2)
         return self._with_early(choice, due) if choice.early else due
 
-    def _take(self, choice: _Choice, item: TokenItem) -> Sequence[TokenItem]:
+    def _push_prompt(self, item: TokenItem) -> Sequence[TokenItem]:
+        if self._prompt is None:
+            self._prompt = _Choice(1)
+        if item.first > self._prompt.position:
+            self._prompt.early.setdefault(item.first, []).append(item)
+            return ()
+        return self._with_early(self._prompt, self._take(self._prompt, item, len(item.logprobs or ())))
+
+    def _take(self, choice: _Choice, item: TokenItem, count: int) -> Sequence[TokenItem]:
+        """``count``: positions of the item."""
         known = choice.position - item.first
-        count = len(item.tokens) >> 2
         if known > 0:
             if known >= count and item.finish is None:
                 return ()
@@ -91,7 +111,8 @@ class Fold:
         while not choice.ended and (reached := [first for first in choice.early if first <= choice.position]):
             for item in choice.early.pop(min(reached)):
                 if not choice.ended:
-                    out.extend(self._take(choice, item))
+                    count = len(item.logprobs or ()) if item.choice == PROMPT else len(item.tokens) >> 2
+                    out.extend(self._take(choice, item, count))
         if choice.ended:
             choice.early.clear()
         return out
@@ -121,7 +142,17 @@ def replay(items: Iterable[TokenItem], n: int = 1) -> list[Progress]:
     finishes: list[Finish | None] = [None] * n
     for item in items:
         for due in fold.push(item):
+            if due.choice == PROMPT:
+                continue
             tokens[due.choice].append(due.tokens)
             if due.finish is not None:
                 finishes[due.choice] = due.finish
     return [Progress(b"".join(parts), finish) for parts, finish in zip(tokens, finishes, strict=True)]
+
+
+def scored(items: Iterable[TokenItem]) -> int:
+    """``Fold.scored`` behind a request's items in stream order (of all attempts)."""
+    fold = Fold(0)
+    for item in items:
+        fold.push(item)
+    return fold.scored

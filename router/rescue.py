@@ -15,7 +15,7 @@ from nats.js.errors import NotFoundError
 from configs.bus.connection import Bus
 from configs.bus.publish import Publisher
 from configs.bus.read import read
-from configs.fold import Progress, replay
+from configs.fold import Progress, replay, scored
 from schemas import jobs, requests, tokens, wire
 from schemas.errors import Code, ServingError
 from schemas.requests import GenerateRequest
@@ -28,7 +28,7 @@ CLOCK_SKEW_NS = 2_000_000_000
 
 
 class Orphan(msgspec.Struct):
-    """An attempt that cannot come to its end. The last three fields are filled by ``recover``."""
+    """An attempt that cannot come to its end. The fields with defaults are filled by ``recover``."""
 
     request_id: str
     attempt: int
@@ -38,6 +38,7 @@ class Orphan(msgspec.Struct):
     raw: bytes = b""
     request: GenerateRequest | None = None
     progress: list[Progress] = []
+    scored: int = 0  # as of ``Job``
 
 
 async def recover(bus: Bus, publisher: Publisher, router: str, orphans: list[Orphan]) -> list[Orphan]:
@@ -113,6 +114,8 @@ async def _read_progress(bus: Bus, gateway: str, group: list[Orphan], until_seq:
         if not any(item.attempt == orphan.attempt + 1 for item in found):
             raise ServingError(Code.broker_unavailable, f"the fence of {orphan.request_id} cannot be read back yet")
         orphan.progress = replay(found, orphan.request.n)
+        if orphan.request.sampling.prompt_logprobs is not None:
+            orphan.scored = scored(found)
 
 
 __all__ = ["Orphan", "recover"]

@@ -63,6 +63,7 @@ class Waiting(msgspec.Struct, eq=False):
     endings: tuple[Finish, ...] = ()
     reason: str = "new"
     renewed: float = 0.0
+    scored: int = 0  # as of ``Job``
 
     @property
     def resumed_tokens(self) -> int:
@@ -282,6 +283,7 @@ class Router:
             finished=waiting.finished,
             endings=waiting.endings,
             route=route[1:],
+            scored=waiting.scored,
         )
         self.view.placed(request, attempt, route, cached, keys, now_ns)
         load = jobs.load_header(
@@ -463,6 +465,7 @@ class Router:
             finished=tuple(i for i, part in enumerate(orphan.progress) if part.finish is not None),
             endings=tuple(part.finish for part in orphan.progress if part.finish is not None),
             reason=reason,
+            scored=orphan.scored,
         )
         if len(waiting.finished) == request.n:
             await self._tell_done(

@@ -65,6 +65,7 @@ class Job(msgspec.Struct, frozen=True, omit_defaults=True, tag="job"):
     finished: tuple[int, ...] = ()  # choices that earlier attempts ended
     route: tuple[Stage, ...] = ()  # disaggregated: the stages after this one
     endings: tuple[Finish, ...] = ()  # of the choices in ``finished``, in the same order
+    scored: int = 0  # leading prompt tokens whose log-probabilities were streamed; 0: none
 
 
 class Revoke(msgspec.Struct, frozen=True, tag="revoke"):

@@ -48,6 +48,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None  # None: not asked; k: the chosen token's and the k best
     logits_processors: tuple[LogitsProcessor, ...] = ()  # in their order, before all of the above
+    prompt_logprobs: int | None = None  # of the prompt's tokens behind the first; None: not asked; k: and the k best
 
 
 class Stop(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -115,6 +116,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     endpoint: str = ""  # "chat", "text", "image" or "video": how the answer is shaped, for re-attachment
     stops_shown: bool = False  # include the stop string in the answer
     diffusion: Diffusion | None = None  # pictures, not tokens: prompt, stop and sampling mean nothing
+    echo: bool = False  # the answer begins with the prompt
+    unanswered: bool = False  # only the prompt is shown, not the one token that is computed
 
 
 decode = decoder(GenerateRequest)

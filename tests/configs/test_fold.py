@@ -1,8 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.fold import Fold, replay
-from schemas.tokens import WHOLE_REQUEST, Finish, Logprob, TokenItem
+from configs.fold import Fold, replay, scored
+from schemas.tokens import PROMPT, WHOLE_REQUEST, Finish, Logprob, TokenItem
 from schemas.wire import pack_tokens, unpack_tokens
 
 
@@ -120,7 +120,62 @@ def test_a_finish_that_overlaps_known_tokens_is_kept() -> None:
 def test_items_of_unknown_choices_are_ignored() -> None:
     fold = Fold(2)
     assert fold.push(item(0, [1], choice=2)) == ()
-    assert fold.push(item(0, [1], choice=-2)) == ()
+    assert fold.push(item(0, [1], choice=-3)) == ()
+
+
+def prompt_item(first: int, stop: int, *, attempt: int = 1) -> TokenItem:
+    """Log-probabilities of the prompt's positions ``first`` .. ``stop`` - 1: each minus its position."""
+    values = tuple(Logprob(-float(position), rank=attempt) for position in range(first, stop))
+    return TokenItem("r", attempt, PROMPT, first, logprobs=values)
+
+
+def read_prompt(fold: Fold, items: list[TokenItem]) -> list[int]:
+    """Positions that came out, checking that each item continues the one before; tokens are passed over."""
+    out: list[int] = []
+    for pushed in items:
+        for due in fold.push(pushed):
+            if due.choice == PROMPT:
+                assert due.first == len(out) + 1
+                out += [int(-entry.logprob) for entry in due.logprobs or ()]
+    return out
+
+
+@given(st.data())
+def test_each_of_the_prompts_logprobs_comes_out_once_and_in_order(data: st.DataObject) -> None:
+    """In pieces that overlap, repeat and overtake each other and the tokens, over two attempts."""
+    length, lost = data.draw(st.integers(2, 30)), data.draw(st.integers(1, 30))
+
+    def pieces(attempt: int, start: int, stop: int) -> list[TokenItem]:
+        cuts = sorted({start, stop, *data.draw(st.lists(st.integers(start, stop), max_size=4))})
+        found = []
+        for first, end in zip(cuts, cuts[1:], strict=False):
+            found.append(prompt_item(data.draw(st.integers(max(1, first - 2), first)), end, attempt=attempt))
+        return found
+
+    before = pieces(1, 1, min(lost, length))
+    known = scored(before)
+    again = pieces(2, data.draw(st.integers(1, max(1, known))), length)
+    tokens = data.draw(cut(attempt=2, choice=0, start=0, end=3, finish=True))
+    later = again + data.draw(st.lists(st.sampled_from([*again, *before, *tokens]), max_size=6)) + tokens
+    items = [*before, fence(2), *data.draw(st.permutations(later))]
+    fold = Fold()
+    assert read_prompt(fold, items) == list(range(1, length))
+    assert fold.scored == scored(items) == length
+    assert fold.open == 0
+    assert not fold.waiting
+    assert [list(unpack_tokens(part.tokens)) for part in replay(items)] == [[0, 10, 20]]
+
+
+def test_the_prompts_logprobs_behind_a_gap_are_dropped_with_their_attempt() -> None:
+    fold = Fold()
+    assert fold.scored == 0
+    assert read_prompt(fold, [prompt_item(1, 3), prompt_item(5, 7)]) == [1, 2]
+    assert (fold.scored, fold.waiting) == (3, True)
+    assert fold.push(fence(2)) == ()
+    assert not fold.waiting
+    assert fold.push(prompt_item(3, 5)) == ()  # of the attempt before
+    (due,) = fold.push(prompt_item(1, 5, attempt=2))
+    assert (due.first, [entry.rank for entry in due.logprobs or ()]) == (3, [2, 2])
 
 
 def test_replay_tells_what_was_streamed_and_what_ended() -> None:

@@ -30,6 +30,7 @@ REQUEST = requests.GenerateRequest(
         logit_bias={5: -100.0},
         logprobs=3,
         logits_processors=(requests.LogitsProcessor("temperature", b'{"temperature":0.5}'),),
+        prompt_logprobs=2,
     ),
     n=2,
     priority=requests.Priority.batch,
@@ -56,6 +57,8 @@ REQUEST = requests.GenerateRequest(
         quality=80,
         inline=True,
     ),
+    echo=True,
+    unanswered=True,
 )
 DECISION = jobs.Decision(
     mode="kv",
@@ -81,6 +84,7 @@ JOB = jobs.Job(
     finished=(1,),
     route=(jobs.Stage("decode", "w-2", 1),),
     endings=(tokens.Finish("stop", "END", 32),),
+    scored=3,
 )
 ENDPOINT = transfer.Endpoint(
     agent="w-1/3",
@@ -121,7 +125,7 @@ TOKENS = tokens.TokenBatch(
             3,
             pack_tokens([9]),
             tokens.Finish("stop", "Ende", 4, "cancelled", "gone", (FILE,)),
-            (tokens.Logprob(-0.5, ((9, -0.5), (8, -1.0))),),
+            (tokens.Logprob(-0.5, ((9, -0.5), (8, -1.0)), 1),),
         ),
     ),
 )
