@@ -177,7 +177,7 @@ class Answer:
         try:
             while not collector.push(await exchange.take()):
                 pass
-            body = collector.response()
+            body = await written(collector)
             headers = [JSON, (b"content-length", b"%d" % len(body)), (REQUEST_ID, exchange.request.id.encode())]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             await self._send({"type": "http.response.body", "body": body})
@@ -197,6 +197,15 @@ class Answer:
         self._gateway.metrics.output.inc(usage.completion_tokens)
         self._gateway.metrics.cached.inc(usage.prompt_tokens_details.cached_tokens)
         return answer.error.code.value if answer.error is not None else "ok"
+
+
+async def written(collector: Collector) -> bytes:
+    """The JSON body of an answer; a large one is written in a thread, beside the streams of others.
+
+    Raises:
+        ServingError: the request failed.
+    """
+    return await asyncio.to_thread(collector.response) if collector.large else collector.response()
 
 
 INTERNAL = ServingError(Code.internal, "internal error; the gateway's log has the details")

@@ -20,6 +20,7 @@ MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 131_072  # prompt tokens x (1 + alternatives) of a request
 MAX_MESSAGES = 16_384
 MAX_PROCESSORS = 8
 MAX_PROCESSOR_BYTES = 65_536  # arguments of all logits processors of a request, as JSON
@@ -80,6 +81,9 @@ class Body(Struct, frozen=True, kw_only=True):
     deadline_s: Annotated[Duration, Meta(description="another name of timeout_s; the shorter one holds")] | None = None
     cache_salt: Annotated[Name, Meta(description="requests with different salts share no KV cache")] | None = None
     worker: Annotated[str, Meta(pattern=_WORKER, description="run here only")] | None = None
+    prompt_logprobs: (
+        Annotated[Logprobs, Meta(description="log-probabilities of the prompt's tokens, and of so many best")] | None
+    ) = None
     logits_processors: (
         Annotated[list[Processor], Meta(max_length=MAX_PROCESSORS, description="edit the logits, in this order")] | None
     ) = None
@@ -150,8 +154,9 @@ class TextBody(Body, frozen=True, kw_only=True):
     prompt: Annotated[
         str | list[TokenId | str | list[TokenId]], Meta(description="text, token ids, or a list with one of these")
     ]
+    max_tokens: Annotated[int, Meta(ge=0, le=1 << 31, description="0: with echo, the prompt only")] | None = None
     logprobs: Logprobs | None = None
-    echo: bool | None = None
+    echo: Annotated[bool, Meta(description="the answer begins with the prompt")] | None = None
     best_of: int | None = None
     suffix: str | None = None
 
@@ -193,8 +198,10 @@ def parse_text(data: bytes) -> TextBody:
         ServingError: invalid_request or unsupported, with the field.
     """
     body: TextBody = parse(_text, data)
-    if body.echo:
-        raise unsupported("echo", "echo is not served")
+    if body.echo and body.stream:
+        raise unsupported("echo", "echo with stream: true; ask for the whole answer")
+    if body.max_tokens == 0 and not body.echo:
+        raise invalid("max_tokens", "max_tokens is 0 and must be at least 1, unless echo is true")
     if body.suffix:
         raise unsupported("suffix", "suffix is not served")
     if body.best_of is not None and body.best_of != (body.n or 1):
@@ -336,3 +343,5 @@ def _check(body: Body, max_tokens: int | None) -> None:
         raise invalid("min_tokens", f"min_tokens {body.min_tokens} is above max_tokens {max_tokens}")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options needs stream: true")
+    if body.stream and body.prompt_logprobs is not None:
+        raise unsupported("prompt_logprobs", "prompt_logprobs with stream: true; ask for the whole answer")

@@ -16,6 +16,7 @@ from configs.modeldir import ModelDir, Vision
 from gateway.media import Part
 from gateway.openai import (
     MAX_PROCESSOR_BYTES,
+    MAX_PROMPT_LOGPROBS,
     Body,
     ChatBody,
     TextBody,
@@ -297,7 +298,9 @@ def _too_long(what: str, limit: int) -> ServingError:
 
 
 def _max_tokens(body: ChatBody | TextBody) -> int | None:
-    return (body.max_completion_tokens or body.max_tokens) if isinstance(body, ChatBody) else body.max_tokens
+    if isinstance(body, ChatBody):
+        return body.max_completion_tokens or body.max_tokens
+    return 1 if body.max_tokens == 0 else body.max_tokens  # for the prompt's sake a token is computed
 
 
 def _deadline_s(body: Body, target: Target) -> float:
@@ -309,6 +312,27 @@ def _logprobs(body: ChatBody | TextBody) -> int | None:
     if isinstance(body, ChatBody):
         return (body.top_logprobs or 0) if body.logprobs else None
     return body.logprobs
+
+
+def _prompt_logprobs(body: ChatBody | TextBody, tokens: int) -> int | None:
+    """What ``prompt_logprobs`` asks for, or echo with ``logprobs``.
+
+    Raises:
+        ServingError: too many for a prompt of so many tokens.
+    """
+    echoed = body.logprobs if isinstance(body, TextBody) and body.echo else None
+    asked = [wanted for wanted in (body.prompt_logprobs, echoed) if wanted is not None]
+    if not asked:
+        return None
+    most = max(asked)
+    if (values := tokens * (1 + most)) > MAX_PROMPT_LOGPROBS:
+        field = "prompt_logprobs" if most == body.prompt_logprobs else "logprobs"
+        raise invalid(
+            field,
+            f"{field} {most} of a prompt of {tokens} tokens are {values} values, {1 + most} of each token; the limit "
+            f"is {MAX_PROMPT_LOGPROBS}. Ask for fewer alternatives or shorten the prompt.",
+        )
+    return most
 
 
 def _request(
@@ -336,7 +360,7 @@ def _request(
         deadline_ns=now_ns + int(deadline_s * 1e9),
         digests=chain(prompt, target.block_size, root(target.revision or model.revision, salt=salt), extra),
         block_size=target.block_size,
-        sampling=_sampling(body, _logprobs(body), target, seed),
+        sampling=_sampling(body, _logprobs(body), _prompt_logprobs(body, len(tokens)), target, seed),
         n=body.n or 1,
         priority=body.priority or TIERS.get(body.service_tier or "", Priority.standard),
         user=body.user or "",
@@ -345,6 +369,8 @@ def _request(
         worker=body.worker or "",
         endpoint=endpoint,
         stops_shown=bool(body.include_stop_str_in_output),
+        echo=isinstance(body, TextBody) and bool(body.echo),
+        unanswered=body.max_tokens == 0,
     )
     usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     return Prepared(request, len(tokens), bool(body.stream), usage)
@@ -387,7 +413,9 @@ def _stop(body: Body, max_tokens: int, model: ModelDir) -> Stop:
     )
 
 
-def _sampling(body: Body, logprobs: int | None, target: Target, seed: Callable[[], int]) -> Sampling:
+def _sampling(
+    body: Body, logprobs: int | None, prompt_logprobs: int | None, target: Target, seed: Callable[[], int]
+) -> Sampling:
     """The client's values over the model's own defaults."""
     model = target.model
     own = model.sampling
@@ -406,6 +434,7 @@ def _sampling(body: Body, logprobs: int | None, target: Target, seed: Callable[[
         logit_bias=bias,
         logprobs=logprobs,
         logits_processors=_processors(body, target) if body.logits_processors else (),
+        prompt_logprobs=prompt_logprobs,
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from configs.detokenize import Detokenizer
 from gateway.prepare import CHAT
@@ -17,6 +18,7 @@ from gateway.responses import (
     ChatCompletion,
     ChatLogprob,
     ChatLogprobs,
+    PromptLogprobs,
     PromptTokensDetails,
     TextChoice,
     TextCompletion,
@@ -26,16 +28,15 @@ from gateway.responses import (
     error_body,
     serving_error,
 )
+from gateway.scored import LOWEST, PromptPart
 from schemas.errors import ServingError
 from schemas.requests import GenerateRequest
-from schemas.tokens import Finish, Logprob, TokenItem
+from schemas.tokens import PROMPT, Finish, Logprob, TokenItem
 from schemas.wire import unpack_tokens
 
 DONE = b"data: [DONE]\n\n"
 
 _FAILED = ("error", "cancelled")
-_LOWEST = -9999.0  # JSON has no -inf
-
 _json = msgspec.json.Encoder().encode
 
 
@@ -68,6 +69,7 @@ class _Answer:
         self.error: ServingError | None = None
         self._detokenizer = detokenizer
         self._logprobs = request.sampling.logprobs is not None
+        self._scored = request.sampling.prompt_logprobs is not None
         self._choices = [_Choice(index, request, detokenizer) for index in range(request.n)]
         self._open = request.n
 
@@ -79,12 +81,14 @@ class _Answer:
     @property
     def usage(self) -> UsageBody:
         prompt = len(self.request.prompt) // 4
-        completion = sum(choice.position for choice in self._choices)
+        completion = 0 if self.request.unanswered else sum(choice.position for choice in self._choices)
         cached = min((choice.finish.cached_tokens if choice.finish else 0 for choice in self._choices), default=0)
         return UsageBody(prompt, completion, prompt + completion, PromptTokensDetails(cached))
 
     def _hides_last(self, finish: Finish | None) -> bool:
         """Whether the last token is a stop token, which is counted but not shown, like a stop string."""
+        if self.request.unanswered:
+            return finish is not None
         return finish is not None and finish.stop.__class__ is int and not self.request.stops_shown
 
     def _ended(self, choice: _Choice, finish: Finish) -> bool:
@@ -104,16 +108,16 @@ class _Answer:
         return ChatLogprob(*self._described(token, logprob.logprob), top)
 
     def _described(self, token: int, logprob: float) -> tuple[str, float, list[int]]:
-        return self._token_text(token), max(logprob, _LOWEST), list(self._detokenizer.raw(token))
+        return self._token_text(token), max(logprob, LOWEST), list(self._detokenizer.raw(token))
 
     def _text_logprobs(self, choice: _Choice, entries: Iterable[tuple[int, Logprob]]) -> TextLogprobs:
         out = TextLogprobs([], [], [], [])
         for token, logprob in entries:
             text = self._token_text(token)
-            chosen = max(logprob.logprob, _LOWEST)
+            chosen = max(logprob.logprob, LOWEST)
             out.tokens.append(text)
             out.token_logprobs.append(chosen)
-            top = {self._token_text(other): max(value, _LOWEST) for other, value in reversed(logprob.top)}
+            top = {self._token_text(other): max(value, LOWEST) for other, value in reversed(logprob.top)}
             out.top_logprobs.append({**top, text: chosen})
             out.text_offset.append(choice.offset)
             choice.offset += len(text)
@@ -168,6 +172,8 @@ class Renderer(_Answer):
     def push(self, items: Iterable[TokenItem]) -> bytes:
         """Events for these items; also the end of the stream, once nothing more can come."""
         out: list[bytes] = []
+        if self._scored:  # a stream of a request that asked for its prompt's shows the answer only
+            items = [item for item in items if item.choice != PROMPT]
         for item in items:
             if self.done:
                 break
@@ -253,10 +259,15 @@ class Renderer(_Answer):
 
 
 class Collector(_Answer):
-    """A whole answer: the same text and usage as streamed."""
+    """A whole answer: the same text and usage as streamed, behind the prompt if that is echoed.
 
-    def __init__(self, request: GenerateRequest, detokenizer: Detokenizer) -> None:
+    ``late``: log-probabilities may be unknown by now, as the token log keeps less long than the terminal events.
+    """
+
+    def __init__(self, request: GenerateRequest, detokenizer: Detokenizer, *, late: bool = False) -> None:
         super().__init__(request, detokenizer)
+        self._late = late
+        self._prompt = PromptPart(request, detokenizer) if self._scored or request.echo else None
         self._texts: list[list[str]] = [[] for _ in self._choices]
         self._entries: list[list[tuple[int, Logprob]]] = [[] for _ in self._choices]
 
@@ -265,6 +276,10 @@ class Collector(_Answer):
         for item in items:
             if self.done:
                 break
+            if item.choice == PROMPT:
+                if self._prompt is not None:
+                    self._prompt.take(item)
+                continue
             choice = self._choices[item.choice]
             tokens = unpack_tokens(item.tokens)
             choice.position += len(tokens)
@@ -276,6 +291,11 @@ class Collector(_Answer):
                 self._texts[item.choice].append(choice.stream.finish())
         return self.done
 
+    @property
+    def large(self) -> bool:
+        """Writing the body takes long enough to do it in a thread."""
+        return self._prompt is not None and self._prompt.large
+
     def response(self) -> bytes:
         """The JSON body.
 
@@ -284,9 +304,12 @@ class Collector(_Answer):
         """
         if self.error is not None:
             raise self.error
+        if self._prompt is not None and not self._late:
+            self._prompt.check()
         names = (self.id, self.created, self.request.model)
         if self.chat:
-            return _json(ChatCompletion(*names, [self._chat_choice(choice) for choice in self._choices], self.usage))
+            choices = [self._chat_choice(choice) for choice in self._choices]
+            return _json(ChatCompletion(*names, choices, self.usage, prompt_logprobs=self._prompt_logprobs()))
         return _json(TextCompletion(*names, [self._text_choice(choice) for choice in self._choices], self.usage))
 
     def _chat_choice(self, choice: _Choice) -> ChatChoice:
@@ -295,7 +318,20 @@ class Collector(_Answer):
 
     def _text_choice(self, choice: _Choice) -> TextChoice:
         text = "".join(self._texts[choice.index])
-        return TextChoice(choice.index, text, _reason(choice), self._all_logprobs(choice))
+        if self._prompt is None or not self.request.echo:
+            logprobs, scored = self._all_logprobs(choice), self._prompt_logprobs()
+            return TextChoice(choice.index, text, _reason(choice), logprobs, scored)
+        choice.offset = len(self._prompt.text)
+        reason = "length" if self.request.unanswered else _reason(choice)
+        logprobs = self._prompt.text_logprobs(self.request.sampling.logprobs or 0) if self._logprobs else None
+        if logprobs is not None and not self.request.unanswered:
+            own = self._all_logprobs(choice)
+            for name in logprobs.__struct_fields__:
+                getattr(logprobs, name).extend(getattr(own, name))
+        return TextChoice(choice.index, self._prompt.text + text, reason, logprobs, self._prompt_logprobs())
+
+    def _prompt_logprobs(self) -> PromptLogprobs | UnsetType | None:
+        return self._prompt.logprobs if self._prompt is not None and self._scored else UNSET
 
     def _all_logprobs(self, choice: _Choice) -> Any:
         return self._shaped_logprobs(choice, self._entries[choice.index]) if self._logprobs else None

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from schemas.errors import Code, ServingError
 
@@ -38,12 +38,24 @@ class ChatLogprobs(Struct, frozen=True):
 
 
 class TextLogprobs(Struct, frozen=True):
-    """``text_offset``: characters of the answer before each token."""
+    """``text_offset``: characters of the answer before each token. null: of an echoed prompt's first token."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptLogprob(Struct, frozen=True):
+    """``rank``: of the token among all that could stand there, from 1; null where the engine does not tell."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+"""By token of the prompt, null for the first: the token's own and the best, by token id."""
 
 
 class AnswerMessage(Struct, frozen=True):
@@ -67,6 +79,7 @@ class ChatCompletion(Struct, frozen=True):
     choices: list[ChatChoice]
     usage: UsageBody
     object: Literal["chat.completion"] = "chat.completion"
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
 
 
 class TextChoice(Struct, frozen=True):
@@ -74,6 +87,7 @@ class TextChoice(Struct, frozen=True):
     text: str
     finish_reason: str
     logprobs: TextLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
 
 
 class TextCompletion(Struct, frozen=True):

@@ -4,6 +4,7 @@ from typing import Literal
 
 import msgspec
 
+from gateway.answers import written
 from gateway.developed import PictureCollector
 from gateway.render import Collector
 from gateway.responses import ErrorDetail, Status, error_body
@@ -18,7 +19,7 @@ _json = msgspec.json.encode
 
 async def status_of(gateway: Gateway, request: GenerateRequest, base_url: str) -> Status:
     """State and result of a request, from the log alone; ``base_url``: of links to its pictures."""
-    collector = _collector(gateway, request)
+    collector = _collector(gateway, request, late=False)
     exchange = await gateway.attach(request)
     try:
         items = exchange.available()
@@ -27,14 +28,14 @@ async def status_of(gateway: Gateway, request: GenerateRequest, base_url: str) -
         gateway.detach(exchange)
     event = await gateway.outcome(request)
     if not complete and event is not None:  # the token log keeps less long than the terminal events
-        collector = _collector(gateway, request)
+        collector = _collector(gateway, request, late=True)
         complete = collector.push(_items_of(event))
     state: Literal["queued", "running", "done", "failed", "cancelled"] = "running" if items else "queued"
     result: msgspec.Raw | None = None
     error: ErrorDetail | None = None
     if complete:
         try:
-            result, state = _result(collector, base_url), "done"
+            result, state = await _result(collector, base_url), "done"
         except ServingError as failure:
             error = error_body(failure).error
             state = "cancelled" if failure.code is Code.cancelled else "failed"
@@ -53,13 +54,13 @@ async def status_of(gateway: Gateway, request: GenerateRequest, base_url: str) -
     )
 
 
-def _collector(gateway: Gateway, request: GenerateRequest) -> Collector | PictureCollector:
+def _collector(gateway: Gateway, request: GenerateRequest, *, late: bool) -> Collector | PictureCollector:
     if request.diffusion is not None:
         return PictureCollector(request)
-    return Collector(request, gateway.model.detokenizer)
+    return Collector(request, gateway.model.detokenizer, late=late)
 
 
-def _result(collector: Collector | PictureCollector, base_url: str) -> msgspec.Raw:
+async def _result(collector: Collector | PictureCollector, base_url: str) -> msgspec.Raw:
     """As it was answered; pictures always as links.
 
     Raises:
@@ -67,7 +68,7 @@ def _result(collector: Collector | PictureCollector, base_url: str) -> msgspec.R
     """
     if isinstance(collector, PictureCollector):
         return msgspec.Raw(_json(collector.answer(base_url)))
-    return msgspec.Raw(collector.response())
+    return msgspec.Raw(await written(collector))
 
 
 def _items_of(event: done.Done) -> list[TokenItem]:

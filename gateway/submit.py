@@ -16,6 +16,7 @@ import structlog
 from blake3 import blake3
 
 from configs.bus.pull import ACK, IN_PROGRESS, NAK, TERM, Puller
+from gateway.answers import written
 from gateway.exchange import Exchange
 from gateway.prepare import CHAT, TEXT, Prepared
 from gateway.render import DONE, Collector, Renderer
@@ -208,10 +209,11 @@ class SubmitDoor:
         collector = Collector(exchange.request, self._gateway.model.detokenizer)
         while not collector.push(await exchange.take()):
             pass
-        body, limit = collector.response(), self._gateway.bus.max_message
+        body, limit = await written(collector), self._gateway.bus.max_message
         if len(body) > limit:
             raise ServingError(
-                Code.body_too_large, f"the answer has {len(body)} bytes and a message {limit}; ask for stream: true"
+                Code.body_too_large,
+                f"the answer has {len(body)} bytes and a message {limit}; ask for stream: true, or ask over HTTP",
             )
         await self._send(reply_to, body, "", final=True, request_id=exchange.request.id)
         return "ok"

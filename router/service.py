@@ -244,7 +244,7 @@ class Router:
         return choose(
             ask,
             self.view.fleet.members(now_ns, request.model),
-            self.view.overlaps(keys),
+            self.view.overlaps(keys) if not _computes_all(waiting) else {},
             self._settings.mode,
             self._weights,
             self._rng,
@@ -539,6 +539,12 @@ class Router:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.error("router_task_failed", error=repr(task.exception()))
+
+
+def _computes_all(waiting: Waiting) -> bool:
+    """Whether no part of the prompt may come from a cache: what is there has no log-probabilities."""
+    request = waiting.request
+    return request.sampling.prompt_logprobs is not None and waiting.scored < len(request.prompt) // 4
 
 
 def _processors(request: GenerateRequest) -> frozenset[str]:

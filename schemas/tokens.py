@@ -12,13 +12,11 @@ import msgspec
 from schemas.wire import decoder
 
 WHOLE_REQUEST = -1  # as ``choice``: the item speaks of all choices
-PROMPT = (
-    -2
-)  # as ``choice``: ``logprobs`` are those of the prompt's tokens ``first`` (at least 1) .., without ``tokens``
+PROMPT = -2  # as ``choice``: ``logprobs`` of the prompt's tokens ``first`` (at least 1) ..; ``tokens`` is empty
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):
-    """Natural logarithms. ``top`` is best first: (token id, logprob). ``rank``: among all tokens, from 1; 0: not told."""
+    """Natural logarithms. ``top`` is best first: (token id, logprob). ``rank``: of the token, from 1; 0: not told."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()

@@ -104,7 +104,8 @@ def sequences(
 ) -> list[SequenceRequest]:
     """What the engine is asked to run: one sequence per choice that is still open.
 
-    In a prefill stage each ends after one new token, and one of them keeps the prompt's blocks.
+    In a prefill stage each ends after one new token, and one of them keeps the prompt's blocks. If the prompt's
+    log-probabilities are wanted, the first choice's sequence tells them.
     """
     request = active.request
     prompt = wire.unpack_tokens(request.prompt)
@@ -118,6 +119,10 @@ def sequences(
     open_ = [choice for choice, outcome in zip(active.choices, active.outcomes, strict=True) if outcome is None]
     if active.route and open_:
         active.holder = open_[0]
+    scorer, score = None, max(1, active.job.scored if active.job is not None else 0)
+    handed = reservation is not None or opaque  # by a stage that has told them all
+    if open_ and request.sampling.prompt_logprobs is not None and score < len(prompt) and not handed:
+        scorer = open_[0]
     return [
         SequenceRequest(
             key=choice,
@@ -133,6 +138,7 @@ def sequences(
             hold=choice is active.holder,
             reservation=reservation,
             opaque=opaque,
+            score=score if choice is scorer else 0,
         )
         for choice in open_
     ]
@@ -156,6 +162,7 @@ def next_job(active: Active) -> Job:
         finished=tuple(finished),
         endings=tuple(endings),
         route=active.route[1:],
+        scored=max(active.job.scored, *(choice.scored for choice in active.choices)),
     )
 
 

@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import structlog
@@ -18,8 +18,8 @@ import structlog
 from configs.detokenize import TextStream
 from schemas import kv, wire
 from schemas.errors import Code
-from schemas.tokens import Finish, Logprob, TokenItem
-from workers.engines.base import Engine, Held, RequestError, SequenceRequest
+from schemas.tokens import PROMPT, Finish, Logprob, TokenItem
+from workers.engines.base import Engine, Held, RequestError, Scored, SequenceRequest
 
 log = structlog.get_logger("engine")
 
@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 MAX_AHEAD = 64
 BLOCKED_S = 0.005  # an engine that waits for blocks held for others looks again after this
+SCORED_BYTES = 32_768  # of one item with log-probabilities of the prompt; any broker's messages hold that
 MIN_FLUSH_S = 0.002  # an engine faster than this is a mock; each message costs the gateway a wake-up per request
 
 
@@ -49,6 +50,7 @@ class Choice:
         "max_tokens",
         "owner",
         "request_id",
+        "scored",
         "started_ns",
         "stream",
         "tokens",
@@ -85,6 +87,7 @@ class Choice:
         self.adopted = -1  # its prompt came from elsewhere, where so many of its tokens had been cached
         self.lacking = ""  # what came from elsewhere and is gone, so that this worker cannot go on
         self.handed = False  # the engine is done with it, and another worker goes on
+        self.scored = 0  # leading prompt tokens whose log-probabilities were flushed
 
 
 class Flush:
@@ -132,6 +135,7 @@ class EngineThread:
         self._ended: list[Choice] = []
         self._started: list[Choice] = []
         self._held: list[Held] = []
+        self._scored: list[Scored] = []
         self._events: list[kv.KvEvent] = []
         self._kv_seq = 0
         self._in_flight = 0  # flushes that were delivered and not yet taken
@@ -294,11 +298,13 @@ class EngineThread:
     def _absorb(self, engine: Engine) -> None:
         """One step; per-token work."""
         choice: Any
-        outputs, events, started, failures, _, held = engine.step()
+        outputs, events, started, failures, _, held, scored = engine.step()
         if events:
             self._events += events
         if held:
             self._held += held
+        if scored:
+            self._scored += scored
         if started:
             now = self._wall_ns()
             for choice, cached in started:
@@ -348,7 +354,7 @@ class EngineThread:
         return True
 
     def _gathered(self) -> bool:
-        return bool(self._dirty or self._ended or self._events or self._started or self._held)
+        return bool(self._dirty or self._ended or self._events or self._started or self._held or self._scored)
 
     def _flush(self) -> None:
         """Hand over what was gathered."""
@@ -358,6 +364,8 @@ class EngineThread:
             return
         self._flush_due = self._clock() + MIN_FLUSH_S
         flush = Flush()
+        if self._scored:  # before the tokens: who has a first token of this sequence has all of these
+            self._flush_scored(flush)
         for choice in self._dirty:
             flush.items.setdefault(choice.gateway, []).append(_item(choice))
         flush.ended, self._ended = self._ended, []
@@ -371,6 +379,23 @@ class EngineThread:
         with self._wake:
             self._in_flight += 1
         self._deliver(flush)
+
+    def _flush_scored(self, flush: Flush) -> None:
+        choice: Any
+        for choice, first, logprobs in self._scored:
+            flush.items.setdefault(choice.gateway, []).extend(_prompt_items(choice, first, logprobs))
+            choice.scored = first + len(logprobs)
+        self._scored.clear()
+
+
+def _prompt_items(choice: Choice, first: int, logprobs: Sequence[Logprob]) -> list[TokenItem]:
+    """Items of ``SCORED_BYTES`` at most; ``logprobs``: of the prompt's tokens ``first`` .."""
+    bytes_each = 24 + 16 * max((len(each.top) for each in logprobs), default=0)
+    step = max(1, SCORED_BYTES // bytes_each)
+    return [
+        TokenItem(choice.request_id, choice.attempt, PROMPT, first + at, b"", None, tuple(logprobs[at : at + step]))
+        for at in range(0, len(logprobs), step)
+    ]
 
 
 def _item(choice: Choice) -> TokenItem:

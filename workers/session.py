@@ -288,7 +288,7 @@ class Session(Life):
             for items in flush.items.values():
                 for item in items:
                     tokens += len(item.tokens) >> 2
-                    if not item.first:
+                    if not item.first:  # never so of the prompt's log-probabilities
                         active_now = self._active.get(item.request)
                         if active_now is not None and not active_now.first_token_ns:
                             active_now.first_token_ns = now

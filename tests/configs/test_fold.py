@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -148,7 +150,7 @@ def test_each_of_the_prompts_logprobs_comes_out_once_and_in_order(data: st.DataO
     def pieces(attempt: int, start: int, stop: int) -> list[TokenItem]:
         cuts = sorted({start, stop, *data.draw(st.lists(st.integers(start, stop), max_size=4))})
         found = []
-        for first, end in zip(cuts, cuts[1:], strict=False):
+        for first, end in pairwise(cuts):
             found.append(prompt_item(data.draw(st.integers(max(1, first - 2), first)), end, attempt=attempt))
         return found
 

@@ -177,7 +177,7 @@ def test_several_prompts_are_refused_with_the_limit(prompt: Any) -> None:
     assert caught.value.param == "prompt"
 
 
-@pytest.mark.parametrize(("field", "value"), [("echo", True), ("suffix", "x"), ("best_of", 2)])
+@pytest.mark.parametrize(("field", "value"), [("suffix", "x"), ("best_of", 2)])
 def test_text_options_that_are_not_served_are_refused(field: str, value: Any) -> None:
     with pytest.raises(ServingError) as caught:
         parse_text(json.dumps({**TEXT, field: value}).encode())

@@ -85,6 +85,7 @@ class SequenceRequest(msgspec.Struct):
     hold: bool = False  # when it has ended, its prompt's blocks stay held until ``drop``: see ``Held``
     reservation: Reservation | None = None  # adopted: nothing of its prompt is computed here
     opaque: bytes = b""  # from the ``Held`` of the engine that computed the prompt; this one fetches the KV by itself
+    score: int = 0  # log-probabilities of its prompt's tokens from this position (at least 1) on are wanted; 0: of none
 
 
 class Output(NamedTuple):
@@ -124,6 +125,18 @@ class Held(NamedTuple):
     opaque: bytes = b""  # of an engine that moves KV by itself: what the next worker's engine needs, instead of blocks
 
 
+class Scored(NamedTuple):
+    """Log-probabilities of a sequence's prompt tokens ``first`` .., with the ``sampling.prompt_logprobs`` best.
+
+    Each position is told once, in order, and all of them no later than the sequence's first output. A position that was
+    taken from the prefix cache has none: of a sequence with ``score`` the cache is not used from there on.
+    """
+
+    key: object
+    first: int
+    logprobs: Seq[Logprob]
+
+
 class StepResult(NamedTuple):
     outputs: list[Output]
     events: list[KvEvent]  # in the order they happened
@@ -131,6 +144,7 @@ class StepResult(NamedTuple):
     failures: list[Failure]
     computed_tokens: int  # scheduled in this step, prompt and decode
     held: Seq[Held] = ()
+    scored: Seq[Scored] = ()
 
 
 class EngineStats(msgspec.Struct, frozen=True):

@@ -185,7 +185,10 @@ class ScheduledEngine(Sighted):
             plan = [slot for slot in plan if slot not in missing]
             for slot in missing:
                 self._scheduler.cancel(slot.sequence.key)
-        sampled: list[Sampled] = self._executor.execute(plan) if plan else []
+        scoring = self._scheduler.scoring
+        if scoring and missing:
+            scoring = [slot for slot in scoring if slot not in missing]
+        sampled: list[Sampled] = self._executor.execute(plan, scoring) if plan else []
         result = self._scheduler.commit(plan, sampled)
         if missing:
             failures = [Failure(slot.sequence.key, Code.transfer_failed, ABSENT) for slot in missing]

@@ -23,6 +23,7 @@ from workers.engines.base import (
     Output,
     RequestError,
     Reservation,
+    Scored,
     SequenceRequest,
     Started,
     StepResult,
@@ -32,6 +33,8 @@ from workers.engines.core.sequence import Sampled, Sequence, Slot
 
 if TYPE_CHECKING:
     from workers.engines.logits.apply import Chain
+
+MAX_SCORED_TOKENS = 512  # of a step: each is a row of logits as wide as the vocabulary
 
 _tuple = tuple.__new__  # a named tuple's own __new__ costs twice as much, and these are made per token
 
@@ -43,6 +46,10 @@ class Scheduler:
         max_running: sequences that run at once.
         max_batched_tokens: tokens computed per step, prompt and decode.
         max_model_len: prompt + output of one sequence, tokens.
+        max_scored_tokens: prompt tokens per step of sequences whose prompts are scored.
+
+    Attributes:
+        scoring: slots of the last plan whose sequences get ``scores``.
     """
 
     def __init__(
@@ -54,12 +61,14 @@ class Scheduler:
         max_batched_tokens: int,
         max_model_len: int,
         eos_token_ids: Iterable[int] = (),
+        max_scored_tokens: int = MAX_SCORED_TOKENS,
     ) -> None:
         for name, value in (
             ("block_size", block_size),
             ("max_running", max_running),
             ("max_batched_tokens", max_batched_tokens),
             ("max_model_len", max_model_len),
+            ("max_scored_tokens", max_scored_tokens),
         ):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
@@ -71,6 +80,8 @@ class Scheduler:
         self._max_running = max_running
         self._max_batched_tokens = max_batched_tokens
         self._max_model_len = max_model_len
+        self._max_scored_tokens = max_scored_tokens
+        self.scoring: list[Slot] = []
         self._pool_tokens = blocks.total_blocks * block_size
         self._eos = frozenset(eos_token_ids)
         self._admitted = 0
@@ -117,6 +128,7 @@ class Scheduler:
             hold=request.hold,
             reservation=request.reservation,
             processors=processors,
+            score=min(request.score or len(prompt), len(prompt)),
         )
 
     def _check(self, request: SequenceRequest, prompt_len: int, known: int) -> None:
@@ -240,6 +252,7 @@ class Scheduler:
         plan: list[Slot] = []
         budget = self._max_batched_tokens
         size = self._block_size
+        self.scoring = []
         for sequence in self.running:  # may shrink from its end while we walk
             if not budget:
                 break
@@ -251,12 +264,24 @@ class Scheduler:
                 plan.append(_tuple(Slot, (sequence, start, 1, True)))
                 budget -= 1
             else:
-                now = min(count, budget)
-                plan.append(_tuple(Slot, (sequence, start, now, now == count)))
-                budget -= now
+                now = self._chunk(sequence, count, budget)
+                if now:
+                    self._plan(plan, Slot(sequence, start, now, now == count))
+                    budget -= now
         if self._waiting and budget:
             self._admit(plan, budget)
         return plan
+
+    def _chunk(self, sequence: Sequence, count: int, budget: int) -> int:
+        """How many of ``count`` tokens are computed now; 0: it waits for its turn to be scored."""
+        if sequence.score < sequence.prompt_len:
+            budget = min(budget, self._max_scored_tokens - sum(slot.count for slot in self.scoring))
+        return min(count, budget)
+
+    def _plan(self, plan: list[Slot], slot: Slot) -> None:
+        plan.append(slot)
+        if slot.sequence.score < slot.sequence.prompt_len:
+            self.scoring.append(slot)
 
     def _grow(self, sequence: Sequence) -> bool:
         """One more block, at the cost of newer sequences; False: this one had to go itself."""
@@ -276,8 +301,9 @@ class Scheduler:
         while waiting and budget and len(self.running) < self._max_running:
             key, sequence = next(iter(waiting.items()))
             known = len(sequence.tokens)
-            # Never all that is known: the last token must be computed, for its logits.
-            hits = blocks.match(sequence.digests, (known - 1) // size)
+            # Never all that is known: the last token must be computed, for its logits; so must be what is scored.
+            fresh = sequence.score if sequence.score < sequence.prompt_len else known
+            hits = blocks.match(sequence.digests, (fresh - 1) // size)
             tail = self._tail(sequence, hits)
             table = blocks.take(hits, -(-known // size) - len(hits) - len(tail))
             if table is None:  # what runs ends and makes room, or a hand-over does
@@ -303,15 +329,16 @@ class Scheduler:
                 self._prompt_tokens += sequence.prompt_len
                 self._started.append(Started(key, sequence.cached))
             self.running.append(sequence)
-            now = min(known - cached, budget)
-            plan.append(Slot(sequence, cached, now, cached + now == known))
-            budget -= now
+            now = self._chunk(sequence, known - cached, budget)
+            if now:
+                self._plan(plan, Slot(sequence, cached, now, cached + now == known))
+                budget -= now
 
     @staticmethod
     def _tail(sequence: Sequence, hits: list[int]) -> list[int]:
         """The prompt's last block as it was handed over; of use only behind all blocks before it."""
         reservation = sequence.reservation
-        if reservation is None or len(hits) != len(reservation.blocks):
+        if reservation is None or len(hits) != len(reservation.blocks) or sequence.score < sequence.prompt_len:
             return []
         return reservation.tails[-1:]
 
@@ -351,7 +378,19 @@ class Scheduler:
         started, self._started = self._started, []
         failures, self._failures = self._failures, []
         held, self._held = self._held, []
-        return StepResult(outputs, self.blocks.take_events(), started, failures, total, held)
+        scored = self._scored() if self.scoring else ()
+        return StepResult(outputs, self.blocks.take_events(), started, failures, total, held, scored)
+
+    def _scored(self) -> list[Scored]:
+        """What the executor has left with the sequences of this step."""
+        found = []
+        for slot in self.scoring:
+            sequence = slot.sequence
+            if sequence.scores:
+                found.append(Scored(sequence.key, sequence.score, sequence.scores))
+                sequence.score += len(sequence.scores)
+                sequence.scores = []
+        return found
 
     def _hold(self, sequence: Sequence) -> None:
         """Keep the prompt's blocks beyond the sequence's end."""

@@ -41,6 +41,8 @@ class Sequence(msgspec.Struct, eq=False):
     hold: bool = False  # see SequenceRequest
     reservation: Reservation | None = None
     processors: "Chain | None" = None  # of its logits
+    score: int = 0  # the next prompt position to be scored; ``prompt_len``: none is wanted any more
+    scores: list[Logprob] = []  # from ``score`` on, by the executor; a new list in each step, taken by the scheduler
 
     @property
     def output_len(self) -> int:
@@ -60,6 +62,11 @@ class Slot(NamedTuple):
     samples: bool
 
 
+def scored_to(slot: Slot) -> int:
+    """The prompt position behind the last whose log-probability follows from a slot's logits."""
+    return min(slot.start + slot.count + 1, slot.sequence.prompt_len)
+
+
 class Sampled(NamedTuple):
     token: int
     logprob: Logprob | None = None
@@ -68,9 +75,11 @@ class Sampled(NamedTuple):
 class Executor(Protocol):
     """The model side of an engine: computes a plan, keeps KV in pool blocks 0 .. total_blocks - 1."""
 
-    def execute(self, plan: list[Slot]) -> list[Sampled]:
+    def execute(self, plan: list[Slot], scoring: Seq[Slot] = ()) -> list[Sampled]:
         """Compute every slot; one ``Sampled`` per slot with ``samples``, in plan order.
 
+        Args:
+            scoring: slots of the plan whose sequences get ``scores``, of positions ``score`` .. ``scored_to(slot)``.
         Raises:
             EngineError: the device is lost.
         """

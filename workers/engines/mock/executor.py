@@ -7,6 +7,7 @@ import math
 import struct
 import time
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
 from zlib import crc32
@@ -15,11 +16,12 @@ from schemas.requests import Sampling
 from schemas.tokens import Logprob
 from schemas.transfer import Memory
 from schemas.wire import pack_tokens
-from workers.engines.core.sequence import Sampled, Sequence, Slot
+from workers.engines.core.sequence import Sampled, Sequence, Slot, scored_to
 from workers.engines.mock.memory import MockBlocks, MockEyes, seen
 from workers.engines.mock.timing import step_seconds
 
 GREEDY = Sampling(temperature=0.0)
+LOWEST_RANK = 64  # from here on all are equally unlikely
 
 _pack = struct.Struct("<I").pack
 _tuple = tuple.__new__  # twice as fast as the named tuple's own
@@ -62,7 +64,23 @@ class Vocabulary:
             if other != token:
                 top.append(other)
         ranked = tuple((other, -math.log(2) * rank) for rank, other in enumerate(top[:wanted], 1))
-        return Logprob(-math.log(2), ranked)
+        return Logprob(-math.log(2), ranked, 1)
+
+    def score(self, state: int, token: int, wanted: int) -> Logprob:
+        """As ``logprob`` of the token that ``state`` stands for, but told of ``token``."""
+        best = self.token(state)
+        rank = 1 if token == best else self._rank(best, token)
+        return Logprob(-math.log(2) * min(rank, LOWEST_RANK), self.logprob(best, wanted).top, rank)
+
+    def _rank(self, best: int, token: int) -> int:
+        """Of another token than the best, in the order of ``logprob``; those that are never drawn come last."""
+        allowed = self.allowed
+        count = len(allowed)
+        at = bisect_left(allowed, token)
+        if at == count or allowed[at] != token:
+            return count + 1
+        behind = (at - best) % count
+        return behind + 2 - ((bisect_left(allowed, best) - best) % count < behind)
 
 
 def seed_state(sampling: Sampling, choice: int) -> int:
@@ -131,11 +149,13 @@ class MockExecutor:
         self._speedup = speedup
         self._sleep = sleep
 
-    def execute(self, plan: list[Slot]) -> list[Sampled]:
+    def execute(self, plan: list[Slot], scoring: Seq[Slot] = ()) -> list[Sampled]:
         if self._speedup:
             self._sleep(step_seconds(plan, self._capacity) / self._speedup)
         if self._blocks is not None:
             self._remember(self._blocks, plan)
+        for slot in scoring:
+            self._score(slot)
         sampled: list[Sampled] = []
         allowed = self._vocabulary.allowed
         count = len(allowed)
@@ -154,6 +174,16 @@ class MockExecutor:
             logprob = None if wanted is None else self._vocabulary.logprob(token, wanted)
             sampled.append(_tuple(Sampled, (token, logprob)))
         return sampled
+
+    def _score(self, slot: Slot) -> None:
+        """A prompt's tokens are scored against those that the mock would have drawn greedily, and without looking."""
+        sequence = slot.sequence
+        tokens, first = sequence.tokens, sequence.score
+        wanted = sequence.sampling.prompt_logprobs or 0
+        state = crc32(pack_tokens(tokens[:first]))
+        for token in tokens[first : scored_to(slot)]:
+            sequence.scores.append(self._vocabulary.score(state, token, wanted))
+            state = crc32(_pack(token), state)
 
     def _remember(self, blocks: MockBlocks, plan: list[Slot]) -> None:
         for sequence, start, _, _ in plan:  # reads come before all writes, as nobody may read what this step writes

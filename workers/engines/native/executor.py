@@ -1,16 +1,18 @@
 """How one planned step is computed: slots packed into one batch, one forward pass, one draw per finished slot."""
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 
 import torch
+from torch import Tensor
 
 from schemas.transfer import Memory
 from workers.engines.base import EngineError
-from workers.engines.core.sequence import Sampled, Slot
+from workers.engines.core.sequence import Sampled, Slot, scored_to
 from workers.engines.native.attention import ReferenceAttention, Span
 from workers.engines.native.model import Embeddings, Model
 from workers.engines.native.pool import Pool, out_of_memory
-from workers.engines.native.sampler import sample
+from workers.engines.native.sampler import sample, score
 from workers.engines.native.vision import TorchEyes
 
 
@@ -26,11 +28,11 @@ class TorchExecutor:
         self._pool: Pool | None = pool
         self._eyes = eyes
 
-    def execute(self, plan: list[Slot]) -> list[Sampled]:
+    def execute(self, plan: list[Slot], scoring: Seq[Slot] = ()) -> list[Sampled]:
         assert self._model is not None, "closed"
         try:
             with torch.inference_mode():
-                return self._execute(plan)
+                return self._execute(plan, scoring)
         except torch.OutOfMemoryError as error:
             raise EngineError(out_of_memory(error)) from error
         except RuntimeError as error:  # torch has no narrower type for a lost device or a full host
@@ -38,26 +40,33 @@ class TorchExecutor:
                 raise EngineError(out_of_memory(error)) from error
             raise EngineError(f"the step failed on {self._model.device}: {error}") from error
 
-    def _execute(self, plan: list[Slot]) -> list[Sampled]:
+    def _execute(self, plan: list[Slot], scoring: Seq[Slot]) -> list[Sampled]:
         assert self._model is not None
         assert self._pool is not None
         tokens: list[int] = []
         positions: list[int] = []
         rows: list[int] = []
+        scored: list[int] = []  # rows whose logits are wanted besides, at most ``Scheduler.max_scored_tokens``
         seen: list[tuple[int, int]] = []
         for slot in plan:
             end = slot.start + slot.count
             if slot.sequence.media:
                 seen += self._seen(slot, len(tokens))
+            if scoring and slot in scoring:
+                first = len(tokens) - slot.start - 1
+                scored += range(first + slot.sequence.score, first + scored_to(slot))
             tokens += slot.sequence.tokens[slot.start : end]
             positions += range(slot.start, end)
             if slot.samples:
                 rows.append(len(tokens) - 1)
-        inputs, places, last = (torch.tensor(n, device=self._model.device) for n in (tokens, positions, rows or [0]))
+        wanted = rows + scored or [0]
+        inputs, places, last = (torch.tensor(n, device=self._model.device) for n in (tokens, positions, wanted))
         paged = ReferenceAttention(self._pool, _spans(plan))
         logits = self._model.logits(inputs, places, last, paged, self._embeddings(seen) if seen else None)
+        if scored:
+            _score(logits[len(rows) :], scoring)
         if rows:  # brings tokens to the host, so what was written before is there
-            return sample(logits, [slot.sequence for slot in plan if slot.samples])
+            return sample(logits[: len(rows)], [slot.sequence for slot in plan if slot.samples])
         if self._model.device.type == "cuda":  # blocks get their names now, and whoever knows a name may read
             torch.cuda.synchronize(self._model.device)
         return []
@@ -86,6 +95,16 @@ class TorchExecutor:
     def close(self) -> None:
         """Give weights and pool back."""
         self._model = self._pool = self._eyes = None
+
+
+def _score(logits: Tensor, scoring: Seq[Slot]) -> None:
+    """Give the sequences of ``scoring`` their scores; ``logits``: (positions of all of them, vocab), in their order."""
+    at = 0
+    for slot in scoring:
+        sequence = slot.sequence
+        tokens = sequence.tokens[sequence.score : scored_to(slot)]
+        sequence.scores += score(logits[at : at + len(tokens)], tokens, sequence.sampling.prompt_logprobs or 0)
+        at += len(tokens)
 
 
 def _spans(plan: list[Slot]) -> Iterator[Span]:

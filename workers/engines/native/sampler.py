@@ -21,6 +21,7 @@ _GAMMA = 0x9E3779B97F4A7C15  # constants of SplitMix64, doi:10.1145/2660193.2660
 _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
 _NEVER = float("-inf")
+_SCORED_ROWS = 64  # whose logits exist as float32 at once
 
 
 @dataclass(slots=True)
@@ -47,6 +48,24 @@ def sample(logits: Tensor, sequences: Seq[Sequence]) -> list[Sampled]:
         tokens[rows] = draw(shaped[rows], [sequences[row] for row in random])
     logprobs = _logprobs(raw, tokens, sequences)
     return [Sampled(token, logprobs.get(row)) for row, token in enumerate(tokens.tolist())]
+
+
+def score(logits: Tensor, tokens: Seq[int], wanted: int) -> list[Logprob]:
+    """How likely each token was, by the model alone: no processor, bias, penalty or temperature.
+
+    Args:
+        logits: (len(tokens), vocab), any float type, each row of the position before the token.
+        wanted: best tokens of each row.
+    """
+    found: list[Logprob] = []
+    for at in range(0, len(tokens), _SCORED_ROWS):
+        logprobs = logits[at : at + _SCORED_ROWS].float().log_softmax(dim=-1)
+        own = logprobs.gather(-1, torch.tensor(tokens[at : at + _SCORED_ROWS], device=logits.device)[:, None])
+        ranks = (logprobs > own).sum(dim=-1) + 1
+        best = logprobs.topk(min(wanted, logprobs.shape[-1]), dim=-1)
+        columns = (own.squeeze(-1).tolist(), best.indices.tolist(), best.values.tolist(), ranks.tolist())
+        found += [Logprob(value, _possible(ids, top), rank) for value, ids, top, rank in zip(*columns, strict=True)]
+    return found
 
 
 def process(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:

@@ -1,5 +1,7 @@
 """Watchers for tests of the engine core: what every step must leave true, whatever the sequences are."""
 
+from collections.abc import Sequence
+
 from schemas.blocks import DIGEST_BYTES, extend, split
 from schemas.kv import KvEvent, Removed, Stored
 from schemas.requests import Sampling, Stop
@@ -74,7 +76,7 @@ class PoolMemory:
         self.content: dict[tuple[int, int], tuple[int, ...]] = {}
         self.plans: list[list[Slot]] = []
 
-    def execute(self, plan: list[Slot]) -> list[Sampled]:
+    def execute(self, plan: list[Slot], scoring: Sequence[Slot] = ()) -> list[Sampled]:
         self.plans.append(plan)
         for sequence, start, count, samples in plan:
             tokens = sequence.tokens
@@ -89,7 +91,7 @@ class PoolMemory:
             for position in range(start, start + count):
                 place = (sequence.blocks[position // self.size], position % self.size)
                 self.content[place] = tuple(sequence.tokens[: position + 1])
-        return self.inner.execute(plan)
+        return self.inner.execute(plan, scoring)
 
     def check_names(self, manager: BlockManager) -> None:
         """Each name is that of the tokens whose KV lies in the block."""
