@@ -117,7 +117,10 @@ class TrtllmEngine(Sighted):
         prepared = prepare(request, self.info, self._options, self._used)
         if not self._live:
             self._heard_at = time.monotonic()
-        live = self._live[request.key] = Live(request.key, len(request.prompt), prepared, hold=request.hold)
+        top = request.sampling.prompt_logprobs or 0
+        live = self._live[request.key] = Live(
+            request.key, len(request.prompt), prepared, hold=request.hold, score=request.score, top=top
+        )
         self._roots.learn(request.prompt, request.root or self._options.root, (m.digest for m in request.media))
         self._loop.post(self._follower.launch, live)
         if not self._followed:
@@ -156,7 +159,7 @@ class TrtllmEngine(Sighted):
         Raises:
             EngineError: the engine is broken.
         """
-        result = StepResult([], [], [], [], 0, [])
+        result = StepResult([], [], [], [], 0, [], [])
         computed = 0
         fact = self._next(WAIT_S)
         while fact is not None:
@@ -183,7 +186,7 @@ class TrtllmEngine(Sighted):
 
     def _told(self, heard: Heard, result: StepResult) -> int:
         """Add the news of one sequence, unless nobody listens; the tokens that were computed for it."""
-        live, cached, tokens, ending, opaque = heard
+        live, cached, tokens, ending, opaque, scored = heard
         if self._live.get(live.key) is not live:
             return 0
         self._heard_at = time.monotonic()
@@ -195,6 +198,8 @@ class TrtllmEngine(Sighted):
             self._prompt += live.prompt_len
             computed += live.prompt_len - cached
             result.started.append(Started(live.key, cached))
+        if scored is not None:
+            result.scored.append(scored)  # type: ignore[attr-defined]  # a list, made in ``step``
         result.outputs.extend(Output(live.key, *token) for token in tokens)
         if opaque is not None:
             self._held[live.key] = -(-live.prompt_len // self.info.block_size)

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import structlog
 
 from schemas.errors import Code
+from workers.engines.base import Scored
 from workers.engines.loop import LoopThread
+from workers.engines.scores import scores
 from workers.engines.trtllm import disagg, errors
 from workers.engines.trtllm.api import Api
 from workers.engines.trtllm.backoff import Backoff
@@ -40,14 +42,20 @@ class Live:
         "prepared",
         "prompt_len",
         "result",
+        "score",
         "started",
         "task",
+        "top",
     )
 
-    def __init__(self, key: object, prompt_len: int, prepared: Prepared, *, hold: bool) -> None:
+    def __init__(
+        self, key: object, prompt_len: int, prepared: Prepared, *, hold: bool, score: int = 0, top: int = 0
+    ) -> None:
         self.key = key
         self.prompt_len = prompt_len
         self.hold = hold
+        self.score = score if score < prompt_len else 0  # the first prompt position to be scored; 0: none (any more)
+        self.top = top
         self.adopted = prepared.adopted
         self.prepared: Prepared | None = prepared
         self.started = False  # the worker was told that it was admitted
@@ -66,6 +74,7 @@ class Heard(NamedTuple):
     tokens: Seq[Token] = ()
     ending: Ending | None = None
     opaque: bytes | None = None
+    scored: Scored | None = None
 
 
 class Events(NamedTuple):
@@ -152,8 +161,9 @@ class Follower:
         opaque = None
         if params is not None and params.opaque_state:
             opaque = disagg.pack(params, self._options.layout, prepared.tokens)
-        if new or ending is not None or opaque is not None or first:
-            self._tell(Heard(live, cached, new, ending, opaque))
+        scored = _scored(live, prepared, output.prompt_logprobs) if live.score else None
+        if new or ending is not None or opaque is not None or first or scored is not None:
+            self._tell(Heard(live, cached, new, ending, opaque, scored))
         if cursor.finished and not response.finished:  # it would go on for nobody
             self.abort(live)
 
@@ -233,6 +243,18 @@ class Follower:
     def broken(self, error: BaseException) -> None:
         self._broken = True
         self._tell(Broken(error))
+
+
+def _scored(live: Live, prepared: Prepared, entries: Seq[Any] | None) -> Scored | None:
+    """The prompt's log-probabilities, once they are there. Each entry is of the token behind its place."""
+    if not entries:
+        return None
+    first, live.score = live.score, 0
+    found = scores(entries, prepared.tokens[: live.prompt_len], first, live.top)
+    if not found:
+        log.warning("prompt_logprobs_incomplete", entries=len(entries), tokens=live.prompt_len)
+        return None
+    return Scored(live.key, first, found)
 
 
 async def drained(items: AsyncIterable[Any]) -> Any:

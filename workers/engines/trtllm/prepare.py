@@ -96,7 +96,8 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, used: 
         RequestError: a bias names unknown tokens, or its media cannot be given to the engine.
     """
     stop, eos = request.stop, info.eos_token_ids
-    params, repeated = _handed(request, options, used) if request.opaque else (None, 0)
+    handed = bool(request.opaque) and not request.score  # what is scored is computed here
+    params, repeated = _handed(request, options, used) if handed else (None, 0)
     adopted = params is not None
     if request.hold:
         params = options.disaggregated(request_type=disagg.CONTEXT)
@@ -113,6 +114,7 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, used: 
         choice=request.choice,
         position=len(request.generated),
         perf_metrics=options.publish,
+        prompt_logprobs=request.sampling.prompt_logprobs if request.score else None,
     )
     if "embedding_bias" in given:
         given["embedding_bias"] = bias(given["embedding_bias"], info.vocab_size)
