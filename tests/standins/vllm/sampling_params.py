@@ -69,6 +69,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         if self.temperature < 1e-5:
             self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
         self._all_stop_token_ids.update(self.stop_token_ids)
+        if self.skip_reading_prefix_cache is None:
+            self.skip_reading_prefix_cache = self.prompt_logprobs is not None
 
     def _verify_args(self) -> None:
         def need(good: bool, text: str) -> None:

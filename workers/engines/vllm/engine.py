@@ -153,7 +153,7 @@ class VllmEngine:
             EngineError: the engine is broken.
         """
         held: list[Held] = []
-        result = StepResult([], [], [], [], 0, held)
+        result = StepResult([], [], [], [], 0, held, [])
         computed = 0
         fact = self._next(WAIT_S)
         while fact is not None:
@@ -175,7 +175,7 @@ class VllmEngine:
 
     def _told(self, heard: Heard, result: StepResult, held: list[Held]) -> int:
         """Add the news of one sequence, unless nobody listens; the tokens that were computed for it."""
-        live, cached, tokens, ending, opaque = heard
+        live, cached, tokens, ending, opaque, scored = heard
         if self._live.get(live.key) is not live:
             return 0
         self._heard_at = time.monotonic()
@@ -187,6 +187,8 @@ class VllmEngine:
             self._prompt += live.prompt_len
             computed += live.prompt_len - cached
             result.started.append(Started(live.key, cached))
+        if scored is not None:
+            result.scored.append(scored)  # type: ignore[attr-defined]  # a list, made in ``step``
         result.outputs.extend(Output(live.key, *token) for token in tokens)
         if opaque is not None:
             self._held[live.key] = -(-live.prompt_len // self.info.block_size)

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import structlog
 
 from schemas.errors import Code
-from workers.engines.base import SequenceRequest
+from workers.engines.base import Scored, SequenceRequest
 from workers.engines.loop import LoopThread
+from workers.engines.scores import scores
 from workers.engines.vllm import handoff
 from workers.engines.vllm.answers import Answer, Diverged, Ending, Token
 from workers.engines.vllm.api import Api
@@ -24,11 +25,28 @@ HEALTH_S = 1.0
 class Live:
     """One sequence. ``started`` is the engine thread's, the rest the loop's; ``cancelled`` is set once, by either."""
 
-    __slots__ = ("again", "cancelled", "heard", "hold", "key", "prepared", "prompt_len", "started", "task", "top")
+    __slots__ = (
+        "again",
+        "cancelled",
+        "heard",
+        "hold",
+        "key",
+        "prepared",
+        "prompt",
+        "prompt_len",
+        "score",
+        "scored_top",
+        "started",
+        "task",
+        "top",
+    )
 
     def __init__(self, request: SequenceRequest, prepared: Prepared, again: Callable[[], Prepared]) -> None:
         self.key = request.key
+        self.prompt = request.prompt
         self.prompt_len = len(request.prompt)
+        self.score = request.score if request.score < len(request.prompt) else 0  # 0: nothing (more) to score
+        self.scored_top = request.sampling.prompt_logprobs or 0
         self.hold = request.hold
         self.top = request.sampling.logprobs
         self.prepared = prepared
@@ -47,6 +65,7 @@ class Heard(NamedTuple):
     tokens: Seq[Token] = ()
     ending: Ending | None = None
     opaque: bytes | None = None
+    scored: Scored | None = None
 
 
 class Events(NamedTuple):
@@ -122,8 +141,9 @@ class Follower:
         if not live.heard and (new or ending is not None):
             live.heard = True
             cached = min(max(0, int(output.num_cached_tokens or 0)), live.prompt_len)
-        if new or ending is not None:
-            self._tell(Heard(live, cached, new, ending, opaque))
+        scored = _scored(live, output.prompt_logprobs) if live.score else None
+        if new or ending is not None or scored is not None:
+            self._tell(Heard(live, cached, new, ending, opaque, scored))
 
     def _failed(self, live: Live, error: Exception) -> None:
         if isinstance(error, self._api.dead) or self._llm.errored:
@@ -150,3 +170,15 @@ class Follower:
     def broken(self, error: BaseException) -> None:
         self._broken = True
         self._tell(Broken(error))
+
+
+def _scored(live: Live, entries: Seq[Any] | None) -> Scored | None:
+    """The prompt's log-probabilities, which come once; the first token's entry is None."""
+    if not entries:
+        return None
+    first, live.score = live.score, 0
+    found = scores(entries[1:], live.prompt, first, live.scored_top)
+    if not found:
+        log.warning("prompt_logprobs_incomplete", entries=len(entries), tokens=live.prompt_len)
+        return None
+    return Scored(live.key, first, found)

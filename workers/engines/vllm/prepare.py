@@ -67,8 +67,8 @@ def check(request: SequenceRequest, info: EngineInfo, options: Options) -> None:
         raise RequestError(Code.out_of_blocks, f"{known} tokens do not fit this worker's KV cache of {room} tokens")
     if any(not 0 <= token < info.vocab_size for token in request.sampling.logit_bias):
         raise RequestError(Code.invalid_request, f"logit_bias names tokens outside the vocabulary of {info.vocab_size}")
-    if (request.sampling.logprobs or 0) > options.max_logprobs:
-        raise RequestError(Code.invalid_request, f"logprobs: at most {options.max_logprobs}")
+    if max(request.sampling.logprobs or 0, request.sampling.prompt_logprobs or 0) > options.max_logprobs:
+        raise RequestError(Code.invalid_request, f"logprobs and prompt_logprobs: at most {options.max_logprobs}")
     if request.sampling.logits_processors:
         raise RequestError(Code.unsupported, "this worker's engine runs no logits processors of ours")
     if request.media:
@@ -86,7 +86,8 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, used: 
         used: states of prefill engines that were taken over here; each can be only once.
     """
     tokens = [*request.prompt, *request.generated]
-    params = _handed(request, tokens, options, used) if request.opaque else None
+    handed = bool(request.opaque) and not request.score  # what is scored is computed here
+    params = _handed(request, tokens, options, used) if handed else None
     known = tuple(tokens[-1:]) if params is not None else ()
     before = request.generated[: len(request.generated) - len(known)]
     room = min(info.max_model_len, info.total_blocks * info.block_size) - len(request.prompt)
@@ -99,6 +100,7 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, used: 
         min_tokens=request.stop.min_tokens - len(before),
         choice=request.choice,
         earlier=before,
+        score=0 < request.score < len(request.prompt),
     )
     computed = tuple(tokens[: len(tokens) - len(known)])
     if request.hold:

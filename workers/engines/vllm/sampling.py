@@ -37,6 +37,7 @@ def arguments(
     min_tokens: int = 0,
     choice: int = 0,
     earlier: Seq[int] = (),
+    score: bool = False,
 ) -> dict[str, Any]:
     """Keyword arguments of ``SamplingParams``; what is left out has the engine's default, which means the same.
 
@@ -45,6 +46,7 @@ def arguments(
         earlier: generated tokens that are part of the prompt to the engine; it counts them for ``repetition_penalty``
             only, so the others come as a bias: exact for ``frequency_penalty``, and for ``presence_penalty`` until
             one of them is drawn again.
+        score: the prompt's log-probabilities are wanted; the engine then reads no cached blocks by itself.
     """
     given: dict[str, Any] = {
         "n": 1,
@@ -71,6 +73,8 @@ def arguments(
         given["logit_bias"] = bias
     if sampling.logprobs is not None:
         given["logprobs"] = sampling.logprobs  # 0: the chosen token's only
+    if score:
+        given["prompt_logprobs"] = sampling.prompt_logprobs or 0
     return given
 
 

@@ -29,6 +29,7 @@ class Piece:
         self.finish: str | None = None
         self.stop_reason: int | None = None
         self.params: dict[str, Any] | None = None
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 @dataclass(eq=False)
@@ -46,6 +47,8 @@ class Request:
     named: int = 0  # blocks that can be found
     cached: int | None = None
     fetching: bool = False
+    scored: list[dict[int, Logprob] | None] = field(default_factory=lambda: [None])
+    told: bool = False  # of ``scored``
 
     @property
     def tokens(self) -> list[int]:
@@ -145,7 +148,8 @@ class Core:
     def _admit(self, request: Request, pieces: list[Piece]) -> bool:
         """Look for what is cached or offered; False: there is no room."""
         tokens = request.tokens
-        found = self.pool.find(chain(tokens, self.size, request.salt), (len(tokens) - 1) // self.size)
+        most = 0 if request.params.skip_reading_prefix_cache else (len(tokens) - 1) // self.size
+        found = self.pool.find(chain(tokens, self.size, request.salt), most)
         asked = request.transfer is not None and bool(request.transfer.get("do_remote_prefill"))
         self.pool.touch(found)
         request.blocks, request.named = list(found), len(found)
@@ -222,7 +226,11 @@ class Core:
     def _compute(self, request: Request, count: int) -> Piece | None:
         tokens = request.tokens
         start, end = request.computed, request.computed + count
-        logits = self.model.forward(tokens[start:end], request.kv, [], every=False)[-1]
+        every = request.params.prompt_logprobs is not None
+        rows = self.model.forward(tokens[start:end], request.kv, [], every=every)
+        logits = rows[-1]
+        if every:
+            self._score(request, rows)
         request.computed = end
         self._name(request)
         if end < len(tokens):
@@ -230,6 +238,8 @@ class Core:
         token, logprobs = self._draw(request, logits)
         request.generated.append(token)
         piece = Piece(request, token, logprobs)
+        if every and not request.told:
+            request.told, piece.prompt_logprobs = True, request.scored
         self._check_stop(request, piece)
         if piece.finish is not None:
             offered = request.transfer is not None and bool(request.transfer.get("do_remote_decode"))
@@ -272,15 +282,15 @@ class Core:
         if len(request.generated) < params.min_tokens:
             edited[sorted(params._all_stop_token_ids)] = NEVER
         token = pick(edited, wanted, request.generator or torch.default_generator)
-        if params.logprobs is None:
-            return token, None
-        raw = logits.log_softmax(-1)
-        ordered = raw.sort(descending=True, stable=True)
-        rank = int((raw > raw[token]).sum()) + 1
-        found = {token: Logprob(float(raw[token]), rank)}
-        for place in range(params.logprobs if params.logprobs >= 0 else len(raw)):
-            found.setdefault(int(ordered.indices[place]), Logprob(float(ordered.values[place]), place + 1))
-        return token, found
+        return token, None if params.logprobs is None else _logprobs(logits, token, params.logprobs)
+
+    def _score(self, request: Request, rows: Tensor) -> None:
+        """What the rows of a step say of the prompt's tokens behind them; after a preemption some again."""
+        wanted = request.params.prompt_logprobs
+        assert wanted is not None
+        for at, row in enumerate(rows, request.computed + 1):
+            if len(request.scored) == at < len(request.prompt):
+                request.scored.append(_logprobs(row, request.prompt[at], wanted))
 
     def _check_stop(self, request: Request, piece: Piece) -> None:
         params, said = request.params, len(request.generated)
@@ -331,6 +341,16 @@ class Core:
         if not keep:
             self.pool.give(request.blocks)
         request.blocks, request.kv = [], None
+
+
+def _logprobs(logits: Tensor, token: int, wanted: int) -> dict[int, Logprob]:
+    raw = logits.log_softmax(-1)
+    ordered = raw.sort(descending=True, stable=True)
+    rank = int((raw > raw[token]).sum()) + 1
+    found = {token: Logprob(float(raw[token]), rank)}
+    for place in range(wanted if wanted >= 0 else len(raw)):
+        found.setdefault(int(ordered.indices[place]), Logprob(float(ordered.values[place]), place + 1))
+    return found
 
 
 def _puller(config: Any) -> dict[str, Any] | None:

@@ -164,7 +164,7 @@ class AsyncLLM:
             request.id,
             None,
             list(request.prompt),
-            None,
+            piece.prompt_logprobs,
             [completion],
             piece.finish is not None,
             num_cached_tokens=request.cached,
@@ -236,6 +236,8 @@ class AsyncLLM:
             raise VLLMValidationError("detokenize without a tokenizer")
         if (params.logprobs or 0) > self.model_config.max_logprobs:
             raise VLLMValidationError(f"Requested sample logprobs of {params.logprobs}, greater than max allowed")
+        if (params.prompt_logprobs or 0) > self.model_config.max_logprobs:
+            raise VLLMValidationError(f"Requested prompt logprobs of {params.prompt_logprobs}, greater than allowed")
         unknown = [token for token in params.logit_bias or {} if not 0 <= token < core.model.vocab]
         if unknown:
             raise VLLMValidationError(f"token_id(s) {unknown} in logit_bias contain out-of-vocab token ids.")
