@@ -27,10 +27,11 @@ from configs.settings import WorkerSettings
 from schemas.blocks import chain, root, split
 from schemas.kv import Cleared, KvEvent, Removed, Stored
 from schemas.requests import Sampling, Stop
+from schemas.tokens import Logprob
 from schemas.transfer import Memory
 from schemas.wire import pack_tokens
 from tests import standins
-from workers.engines.base import Engine, Failure, Held, Output, SequenceRequest, Started, StepResult
+from workers.engines.base import Engine, Failure, Held, Output, Scored, SequenceRequest, Started, StepResult
 
 MODEL = modeldir.DEMO
 QUICK = modeldir.TINY  # for tests of many tokens whose words do not matter
@@ -192,13 +193,17 @@ class Seen:
     started: list[Started] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     held: list[Held] = field(default_factory=list)
+    scored: list[Scored] = field(default_factory=list)
 
     def add(self, result: StepResult) -> None:
-        self.outputs += result.outputs
         self.events += result.events
         self.started += result.started
         self.failures += result.failures
         self.held += result.held
+        begun = {output.key for output in self.outputs}
+        assert not begun & {each.key for each in result.scored}, "a score comes before the first token"
+        self.scored += result.scored
+        self.outputs += result.outputs
 
     def of(self, key: object) -> list[Output]:
         return [output for output in self.outputs if output.key == key]
@@ -209,6 +214,15 @@ class Seen:
     def cached(self, key: object = 0) -> int:
         (started,) = [each for each in self.started if each.key == key]
         return started.cached_tokens
+
+    def scores(self, key: object = 0, first: int = 1) -> list[Logprob]:
+        """Of the prompt's tokens from ``first`` on; told in order, without gaps."""
+        found: list[Logprob] = []
+        for each in self.scored:
+            if each.key == key:
+                assert each.first == first + len(found)
+                found += each.logprobs
+        return found
 
     def ended(self) -> set[object]:
         return {o.key for o in self.outputs if o.finish} | {failure.key for failure in self.failures}
@@ -245,7 +259,7 @@ class Driver:
             finishes = [output.finish for output in seen.of(key)]
             assert not any(finishes[:-1]), finishes
             assert len([each for each in seen.started if each.key == key]) <= 1
-        for part in ("outputs", "events", "started", "failures", "held"):
+        for part in ("outputs", "events", "started", "failures", "held", "scored"):
             getattr(before, part).extend(getattr(seen, part))
         self.seen = before
         return seen

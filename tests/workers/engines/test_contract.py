@@ -5,6 +5,7 @@ import json
 import math
 import threading
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from schemas.errors import Code
 from schemas.requests import Sampling
+from schemas.tokens import Logprob
 from tests import standins
 from tests.workers.engines.contract import (
     BARRED,
@@ -262,6 +264,101 @@ def test_logprobs_come_only_when_asked_for_and_follow_a_resumed_answer(shared: D
         assert before.logprob is not None
         assert after.logprob is not None
         assert after.logprob.logprob == pytest.approx(before.logprob.logprob, abs=1e-3)
+
+
+# -- log-probabilities of prompts
+
+
+def scored(key: object, prompt: Any, count: int = 4, top: int = 3, score: int = 1, **more: Any) -> Any:
+    return ask(key, prompt, count, Sampling(temperature=0.0, prompt_logprobs=top), score=score, **more)
+
+
+def check_scores(subject: Subject, values: list[Logprob], prompt: Any, top: int, first: int = 1) -> None:
+    """Well formed; and those of a model are what a plain forward pass of it says."""
+    assert len(values) == len(prompt) - first
+    for value, token in zip(values, prompt[first:], strict=True):
+        best = [each for _, each in value.top]
+        assert len({each for each, _ in value.top}) == len(best) == top
+        assert best == sorted(best, reverse=True)
+        assert all(math.isfinite(each) and each <= 0 for each in (value.logprob, *best))
+        assert sum(map(math.exp, best)) <= 1 + 1e-4
+        assert value.rank >= 1
+        if token in dict(value.top):
+            assert dict(value.top)[token] == pytest.approx(value.logprob)
+            assert value.top[value.rank - 1][0] == token
+        else:
+            assert value.rank > top
+            assert not best or value.logprob <= best[-1] + 1e-6
+    if subject.name == "mock":
+        return
+    with torch.inference_mode():
+        rows = forward_pass()(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    for position, value in enumerate(values, first):
+        row = rows[position - 1]
+        assert value.logprob == pytest.approx(float(row[prompt[position]]), abs=0.1 if subject.real else 1e-3)
+        assert [each for _, each in value.top] == pytest.approx(
+            row.topk(top).values.tolist(), abs=0.1 if subject.real else 1e-3
+        )
+
+
+@cache
+def forward_pass() -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype="float32").eval()
+
+
+@pytest.mark.parametrize("top", [0, 1, 5])
+def test_a_prompt_is_scored_token_by_token(subject: Subject, shared: Driver, top: int) -> None:
+    plain = shared.answer(ask(0, PROMPT, 4))  # so that it is cached, too
+    seen = shared.run(scored(0, PROMPT, top=top))
+    check_scores(subject, seen.scores(), PROMPT, top)
+    assert seen.tokens() == plain
+    assert seen.cached() == 0
+    assert all(output.logprob is None for output in seen.outputs)
+
+
+def test_a_long_prompt_is_scored_in_pieces_to_the_same_end(subject: Subject, make: Make) -> None:
+    prompt = WORDS[:200]
+    driver = make(model=MODEL, max_batched_tokens=48)
+    check_scores(subject, driver.run(scored(0, prompt)).scores(), prompt, 3)
+
+
+def test_what_is_scored_is_stored_and_found_by_others(make: Make) -> None:
+    driver = make()
+    driver.run(scored(0, PROMPT))
+    driver.remembers(PROMPT)
+    driver.idle()
+    assert driver.run(ask(0, PROMPT)).cached() >= (len(PROMPT) - 1) // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize("first", [2, 20, 49, 50, 99])
+def test_scoring_goes_on_where_an_earlier_attempt_was(subject: Subject, shared: Driver, first: int) -> None:
+    whole = shared.answer(ask(0, PROMPT, 6))
+    seen = shared.run(scored(0, PROMPT, 6, score=first, generated=whole[:2]))
+    check_scores(subject, seen.scores(first=first), PROMPT, 3, min(first, len(PROMPT)))
+    assert seen.tokens() == whole[2:]
+
+
+def test_only_the_sequence_that_is_asked_tells_scores(subject: Subject, shared: Driver) -> None:
+    """The other choices of a request have the same sampling."""
+    requests = [scored(("k", choice), PROMPT, score=int(choice == 1), choice=choice) for choice in range(3)]
+    seen = shared.run(*requests)
+    assert {each.key for each in seen.scored} == {("k", 1)}
+    check_scores(subject, seen.scores(("k", 1)), PROMPT, 3)
+    assert shared.run(ask(0, PROMPT)).scored == []
+    (token,) = shared.answer(scored(0, [5], 1))
+    assert shared.answer(ask(0, [5], 1)) == [token]
+
+
+def test_a_prefill_worker_scores_what_it_hands_over(subject: Subject, make: Make) -> None:
+    source, target = make(model=MODEL, role="prefill"), make(model=MODEL, role="decode", kv_blocks=POOL - 10)
+    whole = target.answer(ask(0, PROMPT, 8, base=b"r" * 16))
+    held, first = prefilled(source, scored("h", PROMPT, 8))
+    check_scores(subject, source.seen.scores("h"), PROMPT, 3)
+    seen = carried_on(subject, source, target, held, scored(0, PROMPT, 8, score=0, generated=[first]))
+    assert [first, *seen.tokens()] == whole
+    assert seen.scored == []
 
 
 # -- refusals
