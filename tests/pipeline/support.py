@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import httpx
 import msgspec
@@ -26,6 +27,8 @@ from infra.up.state import State, read_state
 from schemas import fleet, requests
 from schemas.done import Done
 from schemas.requests import GenerateRequest, Sampling
+from schemas.tokens import Logprob
+from schemas.wire import pack_tokens
 from workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -198,6 +201,12 @@ class Oracle:
             sampling = Sampling(temperature=1.0, seed=body["seed"])
         return expected_tokens(self.prompt(body), count, self.vocabulary, sampling=sampling, choice=choice, **more)
 
+    def scores(self, body: dict[str, Any], top: int) -> list[Logprob]:
+        """Log-probabilities of the prompt's tokens from the second on."""
+        prompt = self.prompt(body)
+        known = [pack_tokens(prompt[:at]) for at in range(len(prompt))]
+        return [self.vocabulary.score(crc32(known[at]), prompt[at], top) for at in range(1, len(prompt))]
+
     def text(self, tokens: Sequence[int]) -> str:
         decoded: str = self.model.tokenizer.decode(list(tokens))
         return decoded
@@ -214,6 +223,19 @@ def words(count: int, seed: int = 0) -> str:
 def token_prompt(count: int, seed: int) -> list[int]:
     """A prompt of exactly ``count`` tokens that shares no beginning with any other seed's."""
     return random.Random(seed).choices(range(4000), k=count)
+
+
+def described(entries: Sequence[dict[str, Any] | None], prompt: Sequence[int], top: int) -> list[Logprob]:
+    """``prompt_logprobs`` of an answer as what an engine said."""
+    assert entries[0] is None
+    found = []
+    for entry, token in zip(entries[1:], prompt[1:], strict=True):
+        assert entry is not None
+        ranked = sorted((value["rank"], int(known), value["logprob"]) for known, value in entry.items())
+        own = entry[str(token)]
+        best = tuple((known, value) for rank, known, value in ranked if rank <= top)
+        found.append(Logprob(own["logprob"], best, own["rank"]))
+    return found
 
 
 # -- streams ------------------------------------------------------------------------------------------------------

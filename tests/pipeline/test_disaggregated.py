@@ -18,9 +18,11 @@ from infra.leases import Lease, is_open, leases
 from schemas import jobs, wire
 from schemas.jobs import Job
 from schemas.subjects import HEADER_MSG_ID
+from schemas.tokens import PROMPT, TokenItem
+from schemas.tokens import decode as decode_tokens
 from schemas.transfer import Prefilled
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import Deployment, Oracle, ending, idle_workers, parse_sse, token_prompt, until
+from tests.pipeline.support import Deployment, Oracle, described, ending, idle_workers, parse_sse, token_prompt, until
 
 BLOCK = 32
 pytestmark = pytest.mark.timeout(120)
@@ -128,6 +130,46 @@ async def test_every_option_gives_the_same_as_on_one_worker(
         "prompt_tokens": 300,
         "completion_tokens": asked["max_tokens"] * more.get("n", 1),
     }
+
+
+@pytest.mark.parametrize("more", [{}, {"n": 3, "temperature": 1.0, "seed": 4}], ids=["one", "three"])
+async def test_a_prompt_is_scored_once_by_whoever_computes_it(
+    split_http: httpx.AsyncClient, split_bus: Bus, oracle: Oracle, more: dict[str, Any]
+) -> None:
+    prompt = token_prompt(700, 84)
+    asked = body(prompt, prompt_logprobs=2, **more)
+    await ask(split_http, body(prompt, **more))  # cached at both workers, which must not matter
+    answer = await ask(split_http, asked)
+    assert await stages(split_bus, request_id(answer)) == ["prefill", "decode"]
+    for choice in answer.json()["choices"]:
+        assert choice["text"] == oracle.answer(asked, 6, choice["index"])
+        assert described(choice["prompt_logprobs"], prompt, 2) == oracle.scores(asked, 2)
+    items = await said(split_bus, request_id(answer))
+    assert [item.first for item in items if item.choice == PROMPT] == positions(items)
+    short = body(token_prompt(50, 85), prompt_logprobs=0, max_tokens=3)
+    local = await ask(split_http, short)
+    assert await stages(split_bus, request_id(local)) == ["decode"]
+    entries = local.json()["choices"][0]["prompt_logprobs"]
+    assert described(entries, short["prompt"], 0) == oracle.scores(short, 0)
+
+
+async def said(bus: Bus, request_id: str) -> list[TokenItem]:
+    """Everything in the token stream of a request."""
+    subjects = bus.subjects
+    found = []
+    async for entry in read(bus, subjects.stream("TOKENS"), subjects.all("tokens")):
+        found += [item for item in decode_tokens(entry.data).items if item.request == request_id]
+    return found
+
+
+def positions(items: list[TokenItem]) -> list[int]:
+    """Where the pieces of the prompt's scores begin, if each begins where the one before ended."""
+    found, at = [], 1
+    for item in items:
+        if item.choice == PROMPT:
+            found.append(at)
+            at += len(item.logprobs or ())
+    return found
 
 
 async def test_a_stop_string_that_begins_in_the_first_token_ends_the_answer(

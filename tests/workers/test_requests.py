@@ -10,7 +10,7 @@ from schemas.errors import Code
 from schemas.jobs import Decision, Job
 from schemas.requests import GenerateRequest, Sampling, Stop
 from schemas.tokens import Finish
-from workers.requests import Active, admit, already_over, sequences, terminal
+from workers.requests import Active, admit, already_over, next_job, sequences, terminal
 
 PROMPT = [1, 2, 3, 4]
 DIGESTS = blocks.chain(wire.pack_tokens(PROMPT), 2, blocks.root("rev", "lora", "salt"))
@@ -42,9 +42,10 @@ def active(
     resume: tuple[bytes, ...] = (),
     finished: tuple[int, ...] = (),
     detokenizer: Detokenizer | None = None,
+    scored: int = 0,
 ) -> Active:
     decision = Decision(mode="kv", chosen="w", router="r", at_ns=15)
-    job = Job(msgspec.Raw(wire.encode(asked)), 3, decision, resume, finished)
+    job = Job(msgspec.Raw(wire.encode(asked)), 3, decision, resume, finished, scored=scored)
     return admit(job, asked, None, detokenizer)
 
 
@@ -74,6 +75,21 @@ def test_a_resumed_choice_goes_on_behind_what_was_streamed_and_a_finished_one_is
     assert state.outcomes[1].tokens == wire.pack_tokens([9])
     only.generated.append(1)  # type: ignore[attr-defined]
     assert state.choices[0].tokens.tolist() == [7, 8], "the engine's copy is its own"
+
+
+@pytest.mark.parametrize(("known", "score"), [(0, 1), (1, 1), (3, 3), (4, 0), (9, 0)])
+def test_one_choice_scores_the_prompt_from_where_earlier_attempts_were(known: int, score: int) -> None:
+    state = active(request(n=3, sampling=Sampling(prompt_logprobs=1)), resume=(b"",) * 3, finished=(0,), scored=known)
+    assert [s.score for s in sequences(state, "rev", 2)] == [score, 0]
+    assert [s.score for s in sequences(state, "rev", 2, opaque=b"state")] == [0, 0], "the stage before has told them"
+    assert next_job(state).scored == known
+    state.choices[1].scored = 4
+    assert next_job(state).scored == max(known, 4)
+
+
+def test_a_prompt_is_not_scored_unasked() -> None:
+    state = active(request(sampling=Sampling(logprobs=1)))
+    assert [s.score for s in sequences(state, "rev", 2)] == [0, 0]
 
 
 def test_a_request_whose_choices_all_ended_is_over_before_it_runs() -> None:

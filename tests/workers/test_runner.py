@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
+from zlib import crc32
 
 import pytest
 
@@ -13,11 +14,11 @@ from configs.detokenize import Detokenizer
 from configs.modeldir import TINY, load_tokenizer
 from schemas import blocks, kv, wire
 from schemas.requests import Sampling, Stop
-from schemas.tokens import TokenItem
+from schemas.tokens import PROMPT, Logprob, TokenItem
 from workers.engines import mock
 from workers.engines.base import Engine, EngineError, EngineStats, Failure, Output, SequenceRequest, StepResult
 from workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
-from workers.runner import MAX_AHEAD, Choice, EngineThread, Flush
+from workers.runner import MAX_AHEAD, SCORED_BYTES, Choice, EngineThread, Flush
 
 VOCABULARY = Vocabulary(1000)
 ROOT = blocks.root("rev")
@@ -151,6 +152,33 @@ def test_all_tokens_arrive_in_order_and_are_the_expected_ones(harness: Callable[
     assert {choice.request_id for flush in h.all for choice in flush.started} == {f"r{i}" for i in range(5)}
     finishes = [item for item in h.items() if item.finish is not None]
     assert len(finishes) == 5
+
+
+@pytest.mark.parametrize("top", [0, 20])
+def test_scores_of_a_prompt_come_in_bounded_items_before_its_first_token(
+    harness: Callable[..., Harness], top: int
+) -> None:
+    h = harness(total_blocks=2048, max_batched_tokens=4096)
+    scored, plain = new_choice("a"), new_choice("b")
+    prompt = [(7 * i) % 1000 for i in range(3000)]
+    sampling = Sampling(temperature=0.0, prompt_logprobs=top)
+    asked = sequence(scored, prompt, 3, sampling)
+    asked.score = 1
+    h.thread.submit([asked, sequence(plain, prompt, 3)], refuse)
+    h.take_until_ended(2)
+    known: list[Logprob] = []
+    begun = False
+    for item in h.items():
+        assert len(wire.encode(item)) <= SCORED_BYTES + 200
+        if item.choice == PROMPT:
+            assert (item.request, item.first, item.tokens, item.finish) == ("a", 1 + len(known), b"", None)
+            assert not begun
+            known += item.logprobs or ()
+        begun = begun or (item.request == "a" and item.choice == 0)
+    assert len(known) == len(prompt) - 1
+    assert {len(each.top) for each in known} == {top}
+    assert known[-1] == VOCABULARY.score(crc32(wire.pack_tokens(prompt[:-1])), prompt[-1], top)
+    assert (scored.scored, plain.scored) == (len(prompt), 0)
 
 
 def test_a_slow_consumer_makes_flushes_fewer_and_never_more_than_some_steps_large(
