@@ -133,6 +133,28 @@ async def test_images_are_seen_alike_through_three_workers_and_in_one(
     assert shown(split) == shown(whole)
 
 
+@pytest.mark.parametrize(
+    ("asked", "wanted"),
+    [
+        (body(f"{ROOMS} What is the code of room 7?", n=2), ["prefill", "decode"]),
+        (body(picture(6), "What do you see?"), ["encode", "prefill", "decode"]),
+    ],
+    ids=["text", "image"],
+)
+async def test_prompts_are_scored_alike_through_several_workers_and_in_one(
+    http: httpx.AsyncClient, apart_bus: Bus, asked: dict[str, Any], wanted: list[str]
+) -> None:
+    scored = {"temperature": 0, "max_tokens": 4, "prompt_logprobs": 1, **asked, "max_completion_tokens": 4}
+    whole, split, route = await both(http, apart_bus, scored, salt="s")
+    assert route == wanted
+    assert shown(split) == shown(whole)
+    assert len(split["prompt_logprobs"]) == split["usage"]["prompt_tokens"]
+    for one, other in zip(split["prompt_logprobs"][1:], whole["prompt_logprobs"][1:], strict=True):
+        for token in one.keys() & other.keys():
+            assert one[token]["logprob"] == pytest.approx(other[token]["logprob"], abs=0.01)
+        assert 1 <= len(one.keys() & other.keys()) <= 2
+
+
 async def test_images_share_cached_blocks_with_themselves_only(http: httpx.AsyncClient, apart_bus: Bus) -> None:
     first = body(picture(11), "What do you see?", temperature=0, max_tokens=60)
     other = body(picture(12), "What do you see?", temperature=0, max_tokens=60)

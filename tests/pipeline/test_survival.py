@@ -3,10 +3,12 @@
 import asyncio
 import json
 import os
+import random
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
+from zlib import crc32
 
 import httpx
 import nats
@@ -14,10 +16,22 @@ import pytest
 
 from configs.bus.connection import Bus, connect
 from configs.bus.read import read
-from schemas import done
-from schemas.subjects import HEADER_EVENT_ID, HEADER_FINAL, HEADER_REPLY_TO, HEADER_REQUEST
+from schemas import done, tokens
+from schemas.subjects import HEADER_EVENT_ID, HEADER_FINAL, HEADER_MSG_ID, HEADER_REPLY_TO, HEADER_REQUEST
+from schemas.tokens import PROMPT
+from schemas.wire import pack_tokens
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import Deployment, Oracle, idle_workers, until, words
+from tests.pipeline.support import (
+    Deployment,
+    Oracle,
+    accepted,
+    described,
+    idle_workers,
+    registrations,
+    token_prompt,
+    until,
+    words,
+)
 
 STREAMS = 50
 TOKENS = 120
@@ -155,6 +169,54 @@ async def test_a_killed_workers_requests_go_on_elsewhere_behind_the_last_token(
 ) -> None:
     ends = await check(fleet, fleet_bus, oracle, await disturb(fleet, "worker"))
     assert any(event.attempt > 1 for event in ends)
+
+
+async def test_scoring_a_prompt_goes_on_elsewhere_behind_what_was_told(
+    fleet: Deployment, fleet_bus: Bus, oracle: Oracle
+) -> None:
+    """Killed in the midst of a prompt: the next worker's scores follow the last stored ones, as if nothing had been."""
+    prompt = token_prompt(30_000, 77)
+    asked = {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": 3, "prompt_logprobs": 2, "n": 2}
+    subjects = fleet_bus.subjects
+
+    async def scored() -> dict[int, int]:
+        """By attempt, how many positions the token stream has."""
+        found: Counter[int] = Counter()
+        async for entry in read(fleet_bus, subjects.stream("TOKENS"), subjects.all("tokens")):
+            for item in tokens.decode(entry.data).items:
+                if item.choice == PROMPT and item.request == request.id:
+                    found[item.attempt] += len(item.logprobs or ())
+        return dict(found)
+
+    async with httpx.AsyncClient(base_url=fleet.urls[0], trust_env=False, timeout=60) as client:
+        asking = asyncio.create_task(client.post("/v1/completions", json={**asked, "user": "scorer"}))
+        (request,) = await until(lambda: accepted(fleet_bus, "scorer"), "the request is accepted")
+        await until(lambda: scored(), "the first scores")
+        (worker,) = [
+            entry.subject.rpartition(".")[2]
+            async for entry in read(fleet_bus, subjects.stream("WORK"), subjects.all("work"))
+            if entry.headers.get(HEADER_MSG_ID) == f"{request.id}:1"
+        ]
+        os.kill((await registrations(fleet_bus))[worker].pid, signal.SIGKILL)
+        answer = await asking
+    assert answer.status_code == 200, answer.text
+    for choice in answer.json()["choices"]:
+        assert choice["text"] == oracle.answer(asked, 3)
+        found = described(choice["prompt_logprobs"], prompt, 2)
+    rng = random.Random(5)
+    for at in (1, 2, 511, 512, len(prompt) - 1, *rng.choices(range(1, len(prompt)), k=200)):
+        state = crc32(pack_tokens(prompt[:at]))
+        assert found[at - 1] == oracle.vocabulary.score(state, prompt[at], 2)
+    told = await scored()
+    assert set(told) == {1, 2}
+    assert told[1] + told[2] == len(prompt) - 1, "the second worker began behind the first"
+    (end,) = await ended_once(fleet, fleet_bus, {request.id})
+    assert end.attempt == 2
+
+    async def restarted() -> bool:
+        return len(await registrations(fleet_bus)) == 2
+
+    await until(restarted, "another worker is ready", within_s=30)
 
 
 async def test_a_killed_router_loses_nothing(fleet: Deployment, fleet_bus: Bus, oracle: Oracle) -> None:
