@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import msgspec
 import pytest
@@ -19,8 +20,9 @@ from infra.broker.server import EmbeddedNats
 from schemas import blocks, control, jobs, wire
 from schemas.errors import Code
 from schemas.jobs import Stage
-from schemas.requests import GenerateRequest, Media
+from schemas.requests import GenerateRequest, Media, Sampling
 from schemas.subjects import Subjects
+from schemas.tokens import PROMPT as PROMPT_ITEM
 from schemas.transfer import Prefilled
 from tests.configs.bus_support import eventually
 from tests.workers.support import (
@@ -207,6 +209,30 @@ async def test_an_owner_that_is_gone_means_computing_again(record: Record, pair:
     assert record.streamed(asked) == answer(asked)
     assert await record.failure(asked) == "peer_lost"
     await pair.free()
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["brought", "computed again"])
+async def test_a_prompt_is_scored_by_prefill_whatever_becomes_of_its_blocks(
+    record: Record, pair: Pair, lost: bool
+) -> None:
+    asked = request(PROMPT, n=2, sampling=Sampling(temperature=0.0, prompt_logprobs=2))
+    assert pair.prefill.transport is not None
+    agent = pair.prefill.transport.endpoint.agent
+    if lost:
+        pair.network.stall(agent)
+    await give(record, pair, asked)
+    if lost:
+        await eventually(lambda: pair.decode.transport is not None and pair.decode.transport.stats().live)
+        pair.network.kill(agent)
+    end = await record.end(asked)
+    assert [ids(outcome.tokens) for outcome in end.choices] == [answer(asked)] * 2
+    assert end.worker == pair.decode.id
+    told = [(batch.worker, item) for batch in record.batches for item in batch.items if item.choice == PROMPT_ITEM]
+    assert {worker for worker, _ in told} == {pair.prefill.id}
+    assert [value for _, item in told for value in item.logprobs or ()] == [
+        VOCABULARY.score(crc32(wire.pack_tokens(PROMPT[:at])), PROMPT[at], 2) for at in range(1, len(PROMPT))
+    ]
+    assert (await record.states(asked, "failed" if lost else "read"))[0] == "offered"
 
 
 @pytest.mark.parametrize("host", ["here", ""], ids=["read", "write"])
