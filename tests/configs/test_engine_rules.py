@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from configs.engine_args import BadArguments, Context, Finding, check, decode, merge
 from configs.engine_args.drafts import acceptance, best_length, speed_up
 from configs.engine_args.pairs import Member, compare
-from configs.engine_args.rules import RULES, moe_backend
+from configs.engine_args.rules import RULES
+from configs.engine_args.rules.moe import moe_backend
 from configs.engine_args.shapes import shape_of
 
 GIB = 1 << 30

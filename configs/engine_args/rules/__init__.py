@@ -20,34 +20,10 @@ from configs.engine_args.rules import (
     scheduling,
     speculation,
 )
-from configs.engine_args.rules.base import Context, Finding, Level, Role, Rule, longest_prompt, up
-from configs.engine_args.rules.batching import DECODE_BATCH, PREFILL_BATCH, PREFILL_TOKENS
-from configs.engine_args.rules.kv_cache import EVENT_BUFFER, LARGE_BLOCK, SMALL_BLOCK
-from configs.engine_args.rules.memory import ATTENTION_DP_FRACTION, FULL_FRACTION
-from configs.engine_args.rules.moe import WIDE_EP_RANKS, moe_backend
+from configs.engine_args.rules.base import Context, Finding, Level, Role, Rule, up
 from configs.engine_args.schema import EngineArgs
 
-__all__ = [
-    "ATTENTION_DP_FRACTION",
-    "DECODE_BATCH",
-    "EVENT_BUFFER",
-    "FULL_FRACTION",
-    "LARGE_BLOCK",
-    "PREFILL_BATCH",
-    "PREFILL_TOKENS",
-    "RULES",
-    "SMALL_BLOCK",
-    "WIDE_EP_RANKS",
-    "Context",
-    "Finding",
-    "Level",
-    "Role",
-    "Rule",
-    "check",
-    "longest_prompt",
-    "moe_backend",
-    "up",
-]
+__all__ = ["RULES", "Context", "Finding", "Level", "Role", "Rule", "check", "up"]
 
 _QUESTIONS = (
     parallelism,
