@@ -1,7 +1,8 @@
 """Settings from the command line and the environment: a Struct's fields are the flags, their types the checks.
 
-The field ``http_port`` is the flag ``--http-port`` and the variable ``PENSTOCK_HTTP_PORT``; flags win. A wrong
-value ends the process with status 2 and a message that names the flag, the value and the limit.
+The field ``http_port`` is the flag ``--http-port`` and the variable ``PENSTOCK_HTTP_PORT``; flags win. A tuple is
+written with commas, and a flag that is repeated adds to it; of any other repeated flag the last one holds. A wrong value
+ends the process with status 2 and a message that names the flag, the value and the limit.
 """
 
 import argparse
@@ -37,7 +38,15 @@ class Flag(NamedTuple):
     def metavar(self) -> str:
         if self.choices:
             return "{" + ",".join(self.choices) + "}"
-        return {int: "N", float: "X"}.get(self.kind, "N,N" if get_origin(self.kind) is tuple else "TEXT")
+        if self.is_list:
+            item = get_args(self.kind)[0]
+            return "N,N" if getattr(item, "__origin__", item) is int else "A,B"
+        return {int: "N", float: "X"}.get(self.kind, "TEXT")
+
+    @property
+    def is_list(self) -> bool:
+        """Its values are comma-separated, and each repetition of the flag adds to them."""
+        return get_origin(self.kind) is tuple
 
 
 class BadValue(ValueError):
@@ -75,7 +84,11 @@ def parse(
                 flag.name, dest=flag.field, action=argparse.BooleanOptionalAction, default=None, help=text
             )
         else:
-            parser.add_argument(flag.name, dest=flag.field, metavar=flag.metavar, default=None, help=text)
+            # A list may be written in one word, in several, or both: what was said first must not be lost.
+            action = "append" if flag.is_list else "store"
+            parser.add_argument(
+                flag.name, dest=flag.field, metavar=flag.metavar, action=action, default=None, help=text
+            )
     given = vars(parser.parse_args(argv))
     env = os.environ if environ is None else environ
     values = {}
@@ -83,6 +96,8 @@ def parse(
     for flag in flags:
         value = given[flag.field]
         source = flag.name
+        if flag.is_list and value is not None:
+            value = ",".join(value)
         if value is None and flag.variable in env:
             value, source = env[flag.variable], flag.variable
         if value is None:
@@ -110,7 +125,7 @@ def convert(flag: Flag, value: object) -> Any:
     """
     if flag.choices and value not in flag.choices:
         raise BadValue(f"{value!r} is not one of {', '.join(flag.choices)}")
-    if get_origin(flag.kind) is tuple and isinstance(value, str):
+    if flag.is_list and isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
     try:
         return msgspec.convert(value, flag.type, strict=False)

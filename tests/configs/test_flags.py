@@ -49,6 +49,21 @@ def test_each_type_is_read_from_text() -> None:
 
 
 @pytest.mark.parametrize(
+    "argv",
+    [["--counts=3,4,5"], ["--counts", "3", "--counts", "4", "--counts=5"], ["--counts=3,4", "--text=x", "--counts=5"]],
+)
+def test_a_repeated_list_flag_adds_and_any_other_holds_the_last(argv: list[str]) -> None:
+    assert read(*argv, COUNTS="9").counts == (3, 4, 5)
+    assert read("--port=7", "--port=8").port == 8
+    assert read(COUNTS="6,7").counts == (6, 7)
+
+
+def test_a_wrong_item_of_a_repeated_list_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    said = complaint(capsys, "--counts=1", "--counts=0")
+    assert all(word in said for word in ("--counts", "'1'", "'0'", ">= 1")), said
+
+
+@pytest.mark.parametrize(
     ("argv", "words"),
     [
         (["--port", "0"], ["--port", "'0'", ">= 1"]),
