@@ -1,8 +1,8 @@
 """Settings from the command line and the environment: a Struct's fields are the flags, their types the checks.
 
 The field ``http_port`` is the flag ``--http-port`` and the variable ``PENSTOCK_HTTP_PORT``; flags win. A tuple is
-written with commas, and a flag that is repeated adds to it; of any other repeated flag the last one holds. A wrong value
-ends the process with status 2 and a message that names the flag, the value and the limit.
+written with commas, and a flag that is repeated adds to it; of any other repeated flag the last one holds. A wrong
+value ends the process with status 2 and a message that names the flag, the value and the limit.
 """
 
 import argparse

@@ -68,6 +68,7 @@ class RouterSettings(Common, frozen=True, kw_only=True):
     max_index_blocks: Annotated[Positive, about("hard cap of the radix index")] = 8_000_000
     sys_nats_url: Annotated[str, about("system account, for disconnect events; empty: leases only")] = ""
     metrics_port: Annotated[int, Meta(ge=0, le=65535, description="Prometheus port; 0: none")] = 0
+    metrics_host: Annotated[str, about("address of the Prometheus port")] = "127.0.0.1"
     seed: Annotated[int, about("of tie breaking; 0: from the clock")] = 0
 
 
@@ -130,6 +131,7 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
     frame_rate: Annotated[float, Meta(ge=0, description="diffusion: frames per second; 0: the pipeline's own")] = 0.0
     drain_s: Annotated[Seconds, about("on SIGTERM, how long running requests may go on")] = 30.0
     metrics_port: Annotated[int, Meta(ge=0, le=65535, description="Prometheus port; 0: none")] = 0
+    metrics_host: Annotated[str, about("address of the Prometheus port")] = "127.0.0.1"
 
 
 class NatsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -148,13 +150,42 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         str, about("model directory or Hugging Face id; default: the bundled demo model (mock engine: tiny)")
     ] = ""
     served_model_name: Annotated[str, about("name clients use; default: the directory's name")] = ""
-    engine: Annotated[Literal["native", "mock"], about("what computes")] = "native"
+    engine: Annotated[
+        Literal["auto", "native", "mock", "trtllm", "vllm"], about("what computes; auto: the recipe's, else native")
+    ] = "auto"
+    recipe: Annotated[
+        str, about("model, roles and engine arguments of a recipe or its set, as in `penstock recipe list`")
+    ] = ""
     workers: Annotated[
-        int, Meta(ge=-1, description="workers that do everything; -1: 1, or 0 beside --prefill and --decode")
+        int,
+        Meta(ge=-1, description="workers that do everything; -1: 1, or 0 beside others that can do without"),
     ] = -1
     prefill: Annotated[int, Meta(ge=0, description="workers that compute prompts and hand their KV to others")] = 0
     decode: Annotated[int, Meta(ge=0, description="workers that go on from there, and take short prompts whole")] = 0
     encode: Annotated[int, Meta(ge=0, description="workers that turn images into embeddings")] = 0
+    diffusion: Annotated[int, Meta(ge=0, description="workers that make images or videos, beside the others")] = 0
+    diffusion_model: Annotated[str, about("diffusers directory or Hugging Face id that those run")] = ""
+    diffusion_served_name: Annotated[str, about("name clients use for it; default: the directory's name")] = ""
+    diffusion_engine: Annotated[Literal["native", "trtllm"], about("what makes the pictures; native: diffusers")] = (
+        "native"
+    )
+    gpus: Annotated[
+        tuple[str, ...],
+        about("GPUs for the workers, in this order; default: CUDA_VISIBLE_DEVICES, else all; none: assign none"),
+    ] = ()
+    tensor_parallel_size: Annotated[
+        int, Meta(ge=0, description="trtllm, vllm: GPUs that share each layer; 0: as its other arguments say")
+    ] = 0
+    max_model_len: Annotated[int, Meta(ge=0, description="prompt + output; 0: the recipe's or model's limit")] = 0
+    extra_engine_args: Annotated[str, about("trtllm, vllm: YAML file of its arguments, for every role")] = ""
+    prefill_engine_args: Annotated[str, about("trtllm, vllm: the same for prefill workers, instead")] = ""
+    decode_engine_args: Annotated[str, about("trtllm, vllm: the same for decode workers, instead")] = ""
+    encode_engine_args: Annotated[str, about("trtllm: the same for encode workers, instead")] = ""
+    override_engine_args: Annotated[str, about("trtllm, vllm: JSON of its arguments, laid over all others")] = ""
+    logits_processor: Annotated[
+        tuple[str, ...], about("name=module:Class of logits processors that requests may choose, comma-separated")
+    ] = ()
+    apply_logits_processors: Annotated[str, about("logits processors of every request, JSON as in a request")] = ""
     gateways: Annotated[Positive, about("gateway processes, on consecutive ports")] = 1
     routers: Annotated[Positive, about("router processes")] = 1
     router_mode: Annotated[
@@ -162,6 +193,9 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = "kv"
     http_host: Annotated[str, about("address the gateways listen on")] = "127.0.0.1"
     http_port: Annotated[int, Meta(ge=0, le=65535, description="port of the first gateway; 0: any free one")] = 8000
+    metrics_port: Annotated[
+        int, Meta(ge=-1, le=65535, description="first Prometheus port of workers and routers; 0: any free; -1: none")
+    ] = 0
     data_dir: Annotated[str, about("store, secrets, logs and state.json")] = ".penstock"
     nats_url: Annotated[str, about("use this server or cluster instead of starting one")] = ""
     nats_port: Annotated[int, Meta(ge=0, le=65535, description="port of the embedded broker; 0: any free one")] = 0
@@ -187,5 +221,7 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 256
     log_format: Annotated[Literal["auto", "text", "json"], about("auto: text on a terminal, else json")] = "auto"
     log_level: Annotated[Literal["debug", "info", "warning", "error"], about("least severe level logged")] = "info"
-    ready_s: Annotated[Seconds, about("how long to wait for readiness before giving up")] = 120.0
+    ready_s: Annotated[
+        float, Meta(ge=0, description="how long to wait for readiness; 0: 120, or 3600 with trtllm, vllm or diffusion")
+    ] = 0.0
     drain_s: Annotated[Seconds, about("on Ctrl-C, how long open answers may go on")] = 30.0

@@ -101,7 +101,9 @@ class Gateway:
             reasons.append("the broker is not connected")
         if not self._routers:
             reasons.append("no router takes requests; start one with 'penstock router'")
-        if not any(self._serves(m) and m.registration.state is fleet.State.ready for m in self.fleet.members.values()):
+        pictures = not self.settings.model and self.studios.present()  # nobody asked for a language model
+        served = (self._serves(m) and m.registration.state is fleet.State.ready for m in self.fleet.members.values())
+        if not pictures and not any(served):
             reasons.append(f"no worker serves {self.names[0]!r}; start one with 'penstock worker'")
         if self.draining:
             reasons.append("this gateway is shutting down")

@@ -68,7 +68,7 @@ async def _serve(settings: RouterSettings) -> int:
         await app.start()
         await router.open()
         if settings.metrics_port:
-            start_http_server(settings.metrics_port, "127.0.0.1", registry=registry)
+            start_http_server(settings.metrics_port, settings.metrics_host, registry=registry)
         await stop.wait()
         await router.close()
         bus.closing = True  # stopping FastStream closes the connection

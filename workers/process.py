@@ -65,7 +65,7 @@ class WorkerProcess(ABC, Generic[L]):
         self._metrics.load_time.set(load_seconds)
         self._metrics.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
         if self._settings.metrics_port and self._settings.publish_events_and_metrics:
-            start_http_server(self._settings.metrics_port, "127.0.0.1", registry=self._metrics.registry)
+            start_http_server(self._settings.metrics_port, self._settings.metrics_host, registry=self._metrics.registry)
         app = self._application(bus)
         await app.start()
         try:

@@ -3,6 +3,7 @@
 A recipe is a plain TensorRT-LLM options file, so it also works with ``trtllm-serve``: its header is YAML behind ``#``.
 """
 
+import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -17,6 +18,7 @@ from configs.engine_args.tree import BadArguments, Tree, decode, parse_yaml
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "recipes"
 GIB = 1 << 30
+BLOCK_SIZE = EngineArgs().kv_cache_config.tokens_per_block  # of files that do not say
 
 # Memory as the driver reports it, and whether TensorRT-LLM's Blackwell kernels run.
 GPUS: Mapping[str, tuple[float, bool]] = {
@@ -42,8 +44,8 @@ class Header(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     title: str
     model: str
-    engine: Literal["trtllm"]
-    backend: Literal["pytorch", "_autodeploy"]
+    engine: Literal["trtllm", "vllm"]
+    backend: Literal["pytorch", "_autodeploy", ""]
     role: Role
     set: str
     gpus: Annotated[int, Meta(ge=1)]
@@ -56,6 +58,16 @@ class Header(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     draft: str = ""
     modality: Literal["text", "multimodal"] = "text"
     container: tuple[str, ...] = ()
+
+
+class Member(NamedTuple):
+    """A recipe as its worker is started with it, whatever its engine. Sizes in tokens; ``max_len`` 0: not said."""
+
+    name: str
+    header: Header
+    path: str
+    block_size: int
+    max_len: int
 
 
 class Recipe(NamedTuple):
@@ -104,18 +116,70 @@ def header_of(text: str) -> Header | None:
 
 
 def load(folder: Path = FOLDER) -> dict[str, Recipe]:
-    """All recipes of a folder by name, sorted.
+    """TensorRT-LLM's recipes of a folder by name, sorted.
 
     Raises:
         BadArguments: one of them is malformed; the problem names it.
     """
     found = {}
     for path in sorted(folder.glob("*.yaml")):
+        text = path.read_text(encoding="utf-8")
         try:
-            found[path.stem] = parse(path.stem, path.read_text(encoding="utf-8"))
+            if (header := header_of(text)) is None or header.engine == "trtllm":
+                found[path.stem] = parse(path.stem, text)
         except BadArguments as error:
             raise BadArguments(f"{path.name}: {problem}" for problem in error.problems) from error
     return found
+
+
+def members(folder: Path = FOLDER) -> dict[str, Member]:
+    """The recipes of all engines by name, sorted.
+
+    Raises:
+        BadArguments: see ``load``.
+    """
+    found = {}
+    for path in sorted(folder.glob("*.yaml")):
+        try:
+            member = member_of(path.stem, str(path), path.read_text(encoding="utf-8"))
+        except BadArguments as error:
+            raise BadArguments(f"{path.name}: {problem}" for problem in error.problems) from error
+        if member is not None:
+            found[path.stem] = member
+    return found
+
+
+def member_of(name: str, path: str, text: str) -> Member | None:
+    """A recipe of any engine; None: the file has no header.
+
+    Raises:
+        BadArguments: header or YAML are malformed. The arguments themselves are not looked at.
+    """
+    header, tree = header_of(text), parse_yaml(text)
+    if header is None:
+        return None
+    if header.engine == "vllm":
+        block, longest = tree.get("block_size"), tree.get("max_model_len")
+    else:
+        block, longest = (tree.get("kv_cache_config") or {}).get("tokens_per_block"), tree.get("max_seq_len")
+    return Member(name, header, path, block or BLOCK_SIZE, longest or 0)
+
+
+def chosen(name: str, known: Mapping[str, Member]) -> list[Member]:
+    """The recipe of this name, or all of the set of this name; ``gpt_oss_120b`` is ``gpt-oss-120b``, too.
+
+    Raises:
+        BadArguments: there is none.
+    """
+    plain = name.lower().replace("_", "-").removesuffix(".yaml")
+    found = [member for member in known.values() if plain in (member.header.set, member.name)]
+    exact = [member for member in found if member.name == plain]
+    if not found:
+        sets = sorted({member.header.set for member in known.values()})
+        near = difflib.get_close_matches(plain, [*sets, *known], n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sets)}"
+        raise BadArguments([f"no recipe {name!r}; {hint} (`penstock recipe list`)"])
+    return exact or found
 
 
 def known_shape(model: str, folder: Path = FOLDER) -> Shape | None:

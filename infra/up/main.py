@@ -14,6 +14,7 @@ import structlog
 from nats.aio.client import Client
 from rich.console import Console
 
+from configs.engine_args.tree import BadArguments, Tree, parse_yaml
 from configs.logs import setup
 from configs.settings import UpSettings
 from infra.broker.apply import BrokerProblem
@@ -22,9 +23,12 @@ from infra.broker.datadir import DataDirBusy, Lock
 from infra.broker.disk import DiskWatch
 from infra.broker.main import apply_at, connect_operator
 from infra.broker.server import EmbeddedNats, ServerFailed, is_free
+from infra.recipes import catalogue
 from infra.up.fleet import registered
+from infra.up.groups import assign, fleet_of
 from infra.up.http import base_url, get, reachable
-from infra.up.plan import Planned, plan, workers_of
+from infra.up.machine import free_run, gpus
+from infra.up.plan import Planned, plan
 from infra.up.process import Process
 from infra.up.show import Board, welcome
 from infra.up.signals import Stop
@@ -54,23 +58,48 @@ def run(settings: UpSettings) -> int:
         return 1
 
 
+def read_args(path: str) -> Tree:
+    """A file of engine arguments.
+
+    Raises:
+        BadArguments: it cannot be read, or is no YAML mapping.
+    """
+    try:
+        return parse_yaml(Path(path).expanduser().read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadArguments([f"engine arguments: {error}"]) from error
+    except BadArguments as error:
+        raise BadArguments(f"{path}: {problem}" for problem in error.problems) from error
+
+
 def command(planned: Planned) -> list[str]:
     """How one child is started."""
     return [sys.executable, "-m", "infra.cli", *planned.argv]
 
 
 class Deployment:
-    """Everything that one ``penstock up`` runs."""
+    """Everything that one ``penstock up`` runs.
+
+    Raises:
+        PlanError, BadArguments: flags, recipe, engine arguments and this machine do not go together.
+    """
 
     def __init__(self, settings: UpSettings, *, command: Callable[[Planned], Sequence[str]] = command) -> None:
         self.settings = settings
         self.data_dir = Path(settings.data_dir).resolve()
         self.subjects = Subjects(settings.namespace)
+        members = catalogue.chosen(settings.recipe, catalogue.members()) if settings.recipe else ()
+        self._fleet = fleet_of(settings, members, read_args)
+        self._gpus = gpus(settings.gpus, os.environ)
+        assign(self._fleet.groups, self._gpus)  # too few are told of before anything starts
+        self._ready_s = settings.ready_s or (3600.0 if self._fleet.slow or settings.diffusion else 120.0)
+        self._planned: list[Planned] = []
         self._command = command
         self._lock = Lock(self.data_dir / "up.lock")
         self._broker: EmbeddedNats | None = None
         self._keepers: list[Keeper] = []
         self._model = settings.served_model_name.partition(",")[0]
+        self._makes = "text"
         self._ports: list[int] = []
         self._console = Console(stderr=True)
         self._board = Board(self._console, quiet=settings.log_format == "json")
@@ -123,11 +152,25 @@ class Deployment:
             self._board.starting("streams")
             await apply_at(url("operator"), self.subjects)
             self._board.ready("streams")
-            children = plan(up, ports=self._ports, url=url, sys_url=sys_url, cores=_cores())
+            children = self._planned = plan(
+                up,
+                self._fleet,
+                ports=self._ports,
+                url=url,
+                sys_url=sys_url,
+                cores=_cores(),
+                metrics_ports=self._metrics_ports(),
+                gpus=self._gpus,
+            )
             for planned in children:
                 self._board.starting(planned.name)
                 await self._keep(Keeper(self._process(planned), self._on_change))
             await self._until_ready(children)
+
+    def _metrics_ports(self) -> list[int]:
+        """For workers and routers, in the order of their start."""
+        count = sum(group.number for group in self._fleet.groups) + self.settings.routers
+        return [] if self.settings.metrics_port < 0 else free_run(self.settings.metrics_port, count)
 
     def _process(self, planned: Planned) -> Process:
         return Process(
@@ -146,7 +189,7 @@ class Deployment:
     async def _until_ready(self, children: list[Planned]) -> None:
         """Wait until every worker is registered and every gateway says that it can serve a request."""
         assert self._failed is not None
-        deadline = time.monotonic() + self.settings.ready_s
+        deadline = time.monotonic() + self._ready_s
         # Without workers of our own, others' may come later: gateways then only have to answer.
         waiting = {planned.name: "does not answer yet" for planned in children if planned.role == "gateway"}
         waiting |= {planned.name: "is not registered yet" for planned in children if planned.role == "worker"}
@@ -158,7 +201,7 @@ class Deployment:
                 await self._look(nc, waiting)
                 if waiting and time.monotonic() > deadline:
                     raise UpFailed(
-                        f"not ready after {self.settings.ready_s:g} s (--ready-s):\n"
+                        f"not ready after {self._ready_s:g} s (--ready-s):\n"
                         + "".join(f"  {name}: {said}\n" for name, said in waiting.items())
                         + f"  logs: {self.data_dir / 'logs'}"
                     )
@@ -167,7 +210,8 @@ class Deployment:
             await nc.close()
         for planned in children:
             self._board.ready(planned.name)
-        self._model = await _first_model(reachable(self.settings.http_host), self._ports[0]) or self._model
+        host, pictures = reachable(self.settings.http_host), not self._fleet.model
+        self._model, self._makes = await _first_model(host, self._ports[0], pictures) or (self._model, "text")
         self._ready = True
         self._write_state()
 
@@ -182,7 +226,7 @@ class Deployment:
             if name not in waiting:
                 continue
             status, body = await get(reachable(self.settings.http_host), port, "/health/ready")
-            if status == 200 or (status and not any(workers_of(self.settings).values())):
+            if status == 200 or (status and not self._fleet.groups):
                 del waiting[name]
                 self._board.ready(name, f"ready on port {port}")
             elif status:
@@ -211,6 +255,11 @@ class Deployment:
     def _state(self) -> State:
         given = self.settings.nats_url
         broker = self._broker
+        metrics = {
+            planned.name: f"http://127.0.0.1:{planned.metrics_port}/metrics"
+            for planned in self._planned
+            if planned.metrics_port
+        }
         return State(
             http_url=base_url(self.settings.http_host, self._ports[0]),
             nats_url=broker.url("operator") if broker else given,
@@ -218,7 +267,10 @@ class Deployment:
             sys_nats_url=broker.sys_url if broker else "",
             namespace=self.settings.namespace,
             model=self._model,
-            processes=tuple(Running(k.child.name, k.child.role, k.child.pid) for k in self._keepers),
+            processes=tuple(
+                Running(k.child.name, k.child.role, k.child.pid, metrics.get(k.child.name, "")) for k in self._keepers
+            ),
+            makes=self._makes,
             http_urls=tuple(base_url(self.settings.http_host, port) for port in self._ports),
         )
 
@@ -288,18 +340,24 @@ def _free_ports(host: str, count: int) -> list[int]:
         return [int(probe.getsockname()[1]) for probe in probes]
 
 
-async def _first_model(host: str, port: int) -> str:
+async def _first_model(host: str, port: int, pictures: bool) -> tuple[str, str] | None:
+    """A model that is served, and what it makes: "text", "image" or "video"; not text with ``pictures``."""
+
     class Model(msgspec.Struct):
         id: str
+        output_modalities: tuple[str, ...] = ("text",)
 
     class Models(msgspec.Struct):
         data: list[Model]
 
     status, body = await get(host, port, "/v1/models")
-    with contextlib.suppress(msgspec.DecodeError, IndexError):
-        if status == 200:
-            return msgspec.json.decode(body, type=Models).data[0].id
-    return ""
+    if status == 200:
+        with contextlib.suppress(msgspec.DecodeError):
+            for model in msgspec.json.decode(body, type=Models).data:
+                makes = next((kind for kind in model.output_modalities if kind != "text"), "text")
+                if pictures == (makes != "text"):
+                    return model.id, makes
+    return None
 
 
 def _cores() -> int:

@@ -60,12 +60,17 @@ class Board:
             self._console.print(f"{name:<12} {what}  {time.monotonic() - self._began:.1f} s", highlight=False)
 
 
-def curl_line(http_url: str, model: str) -> str:
+def curl_line(http_url: str, model: str, makes: str = "text") -> str:
     """A command that asks the deployment something."""
-    question = {"role": "user", "content": "What is 347 + 586?"}
-    body = {"model": model, "messages": [question], "max_tokens": 64, "stream": True}
+    body: dict[str, object] = {"model": model}
+    if makes == "text":
+        path, options = "chat/completions", "-N "
+        body |= {"messages": [{"role": "user", "content": "What is 347 + 586?"}], "max_tokens": 64, "stream": True}
+    else:
+        path, options = f"{makes}s/generations", ""
+        body |= {"prompt": "a red boat on the sea"}
     quoted = json.dumps(body).replace("'", "'\\''")
-    return f"curl -N {http_url}/v1/chat/completions -H 'content-type: application/json' -d '{quoted}'"
+    return f"curl {options}{http_url}/v1/{path} -H 'content-type: application/json' -d '{quoted}'"
 
 
 def welcome(state: State, data_dir: Path, seconds: float) -> str:
@@ -74,7 +79,7 @@ def welcome(state: State, data_dir: Path, seconds: float) -> str:
     return f"""
 Penstock serves {state.model} on {state.http_url} (ready after {seconds:.1f} s)
 
-  {curl_line(state.http_url, state.model)}
+  {curl_line(state.http_url, state.model, state.makes)}
 
   OpenAI base URL   {state.http_url}/v1
   NATS              {state.nats_url.rpartition("@")[2]}, namespace {state.namespace}

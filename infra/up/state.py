@@ -11,6 +11,7 @@ class Running(msgspec.Struct, frozen=True):
     name: str
     role: str
     pid: int  # 0: waiting to be started again
+    metrics_url: str = ""  # Prometheus; "": none of its own (a gateway's are at its http_url + /metrics)
 
 
 class State(msgspec.Struct, frozen=True):
@@ -24,6 +25,7 @@ class State(msgspec.Struct, frozen=True):
     model: str
     processes: tuple[Running, ...] = ()
     http_urls: tuple[str, ...] = ()  # of every gateway; the first is http_url
+    makes: str = "text"  # the model: or "image", "video"
 
 
 def write_state(path: Path, state: State) -> None:

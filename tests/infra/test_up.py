@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from configs.flags import parse
 from configs.settings import GatewaySettings, RouterSettings, UpSettings, WorkerSettings
 from infra.broker.datadir import DataDirBusy
+from infra.up.groups import fleet_of
 from infra.up.main import Deployment, UpFailed, choose_ports
 from infra.up.plan import Planned, plan
 from infra.up.process import Process
@@ -230,8 +231,9 @@ def test_pauses_double_up_to_ten_seconds_and_start_again_after_a_lasting_run(liv
 
 def planned(up: UpSettings, ports: list[int] | None = None) -> dict[str, Planned]:
     children = plan(
-        up, ports=ports or [8000], url=lambda role: f"nats://{role}:secret@h:1", sys_url="nats://sys:x@h:1", cores=8
-    )
+        up, fleet_of(up), ports=ports or [8000], url=lambda role: f"nats://{role}:secret@h:1",
+        sys_url="nats://sys:x@h:1", cores=8,
+    )  # fmt: skip
     return {child.name: child for child in children}
 
 
