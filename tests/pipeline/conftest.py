@@ -22,8 +22,8 @@ def _deployments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NewDeploy
     """Start ``penstock up`` with further flags; all that were started end in good order."""
     started: list[Deployment] = []
 
-    def start(*flags: str) -> Deployment:
-        deployment = Deployment(tmp_path_factory.mktemp("up"), *flags)
+    def start(*flags: str, **variables: str) -> Deployment:
+        deployment = Deployment(tmp_path_factory.mktemp("up"), *flags, **variables)
         started.append(deployment)
         return deployment
 

@@ -118,9 +118,9 @@ async def stopped(processes: Sequence[Process]) -> list[int]:
 
 
 class Deployment:
-    """One ``penstock up``, with ports and data of its own."""
+    """One ``penstock up``, with ports and data of its own; ``variables`` of its environment."""
 
-    def __init__(self, home: Path, *flags: str) -> None:
+    def __init__(self, home: Path, *flags: str, **variables: str) -> None:
         self.home = home
         self.data_dir = home / "data"
         self._extra = 0
@@ -128,6 +128,7 @@ class Deployment:
             home / "up.log",
             *("up", "--engine", "mock", "--http-port", "0", "--data-dir", str(self.data_dir), "--drain-s", "3"),
             *("--log-format", "text", *flags),
+            **variables,
         )
         self._up.wait_for("(ready after")
 

@@ -1,0 +1,141 @@
+"""`penstock up` with each engine: stand-ins of TensorRT-LLM and vLLM, tiny diffusers pipelines, in real processes."""
+
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+
+from configs.bus.connection import connect
+from configs.modeldir import DEMO
+from tests.pipeline.conftest import NewDeployment
+from tests.pipeline.support import ROOT, Deployment, Process, ending, samples
+from tests.standins import FOLDER, VARIANT, real
+from tests.workers.engines.diffusion import pipelines
+
+pytestmark = pytest.mark.timeout(180)
+
+STANDINS = {"PYTHONPATH": f"{FOLDER}:{ROOT}", VARIANT: "1.2.1"}
+SMALL = ("--model", str(DEMO), "--max-model-len", "2048", "--max-running", "8")
+LONG = "The code of the red door is 4711. The code of the blue door is 1234. " * 3 + "What is the code of the red door?"
+
+
+def environ_of(deployment: Deployment, name: str) -> dict[str, str]:
+    """Of a running child."""
+    pid = next(process.pid for process in deployment.state.processes if process.name == name)
+    pairs = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+
+
+async def ask(deployment: Deployment, question: str) -> tuple[str, str, list[str]]:
+    """The answer, and the worker that ended it, and the roles of its route."""
+    body = {"model": "demo", "messages": [{"role": "user", "content": question}], "temperature": 0}
+    async with httpx.AsyncClient(base_url=deployment.urls[0], trust_env=False, timeout=60) as http:
+        answer = await http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    bus = await connect(deployment.state.nats_url, role="operator", name="test")
+    try:
+        told, done = await ending(bus, answer.headers["x-request-id"])
+    finally:
+        await bus.close()
+    roles = [stage.role for stage in told.jobs[0].decision.route]
+    return answer.json()["choices"][0]["message"]["content"], done.worker, roles
+
+
+async def measured(deployment: Deployment) -> dict[str, dict[str, float]]:
+    """What workers and routers count, from the addresses in state.json."""
+    found = {}
+    async with httpx.AsyncClient(trust_env=False, timeout=10) as http:
+        for process in deployment.state.processes:
+            if process.metrics_url:
+                found[process.name] = samples((await http.get(process.metrics_url)).text)
+    return found
+
+
+async def test_tensorrt_llm_with_prefill_and_decode_apart_each_with_its_file_and_gpus(
+    new_deployment: NewDeployment, tmp_path: Path
+) -> None:
+    files = {}
+    for role, batch in (("prefill", 4), ("decode", 8)):
+        files[role] = tmp_path / f"{role}.yaml"
+        files[role].write_text(f"max_batch_size: {batch}\ntensor_parallel_size: 2\n")
+    deployment = new_deployment(
+        *("--engine", "trtllm", *SMALL, "--prefill", "1", "--decode", "1", "--local-prefill-tokens", "16"),
+        *("--prefill-engine-args", str(files["prefill"]), "--decode-engine-args", str(files["decode"])),
+        *("--gpus", "4,5,6,7"),
+        **STANDINS,
+        TENSORRT_LLM_STANDIN_QUIRKS=json.dumps({"gpus": 2}),
+    )
+    text, worker, route = await ask(deployment, LONG)
+    assert "4711" in text
+    assert worker.startswith("decode-0")
+    assert route == ["prefill", "decode"]
+    assert environ_of(deployment, "prefill-0")["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert environ_of(deployment, "decode-0")["CUDA_VISIBLE_DEVICES"] == "6,7"
+    counted = await measured(deployment)
+    assert set(counted) == {"prefill-0", "decode-0", "router-0"}
+    assert counted["decode-0"]["penstock_worker_tokens_total"] > 1
+    assert counted["router-0"]["penstock_router_workers"] == 2
+
+
+async def test_vllm_serves_and_refuses_a_wrong_argument_with_its_own_words(
+    new_deployment: NewDeployment, tmp_path: Path
+) -> None:
+    deployment = new_deployment("--engine", "vllm", *SMALL, "--gpus", "none", **STANDINS)
+    text, worker, route = await ask(deployment, "What is 347 + 586?")
+    assert (text, route) == ("347 + 586 = 933", [])  # one stage: no route slip
+    assert worker.startswith("worker-0")
+    refused = Process(
+        tmp_path / "log", "up", "--engine", "vllm", *SMALL, "--override-engine-args", '{"max_num_seq": 4}',
+        "--http-port", "0", "--data-dir", str(tmp_path / "data"), **STANDINS,
+    )  # fmt: skip
+    assert refused.wait() == 1
+    assert "max_num_seq: no such key; did you mean max_num_seqs?" in refused.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("engine", "says"),
+    [("trtllm", "--extra-index-url https://pypi.nvidia.com"), ("vllm", "pip install 'penstock[vllm]'")],
+)
+def test_an_engine_that_is_not_installed_ends_the_start_with_the_line_that_installs_it(
+    tmp_path: Path, engine: str, says: str
+) -> None:
+    if real({"trtllm": "tensorrt_llm"}.get(engine, engine)):
+        pytest.skip("it is installed")
+    up = Process(
+        tmp_path / "log", "up", "--engine", engine, *SMALL, "--http-port", "0", "--data-dir", str(tmp_path / "data")
+    )
+    assert up.wait() == 1
+    said = up.log.read_text()
+    assert "worker-0 ended with status 2 at start" in said
+    assert says in said
+
+
+async def test_pictures_alone_make_a_ready_deployment(new_deployment: NewDeployment, tmp_path: Path) -> None:
+    painter = pipelines.image(tmp_path / "painter")
+    deployment = new_deployment(
+        *("--engine", "auto", "--diffusion", "1", "--diffusion-model", str(painter), "--threads", "1"),
+    )
+    state = deployment.state
+    assert (state.model, state.makes) == ("painter", "image")
+    assert "images/generations" in (deployment.home / "up.log").read_text()
+    body = {"model": "painter", "prompt": "a red cube", "size": "32x32", "num_inference_steps": 2}
+    async with httpx.AsyncClient(base_url=deployment.urls[0], trust_env=False, timeout=60) as http:
+        made = await http.post("/v1/images/generations", json=body)
+        assert made.status_code == 200, made.text
+        refused = await http.post("/v1/chat/completions", json={"model": "painter", "messages": []})
+        assert refused.status_code in (400, 404)
+    assert (await measured(deployment))["diffusion-0"]['penstock_worker_pictures_total{kind="image"}'] == 1
+
+
+async def test_a_language_model_and_pictures_side_by_side(new_deployment: NewDeployment, tmp_path: Path) -> None:
+    painter = pipelines.image(tmp_path / "painter")
+    deployment = new_deployment(
+        *("--workers", "1", "--mock-speedup", "0", "--diffusion", "1", "--diffusion-model", str(painter)),
+    )
+    assert deployment.state.model == "tiny"
+    async with httpx.AsyncClient(base_url=deployment.urls[0], trust_env=False, timeout=60) as http:
+        names = [card["id"] for card in (await http.get("/v1/models")).json()["data"]]
+        assert names == ["tiny", "painter"]
+        said = await http.post("/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 2})
+        assert said.status_code == 200, said.text
