@@ -16,6 +16,7 @@ from configs.settings import WorkerSettings
 from schemas.errors import ServingError
 from schemas.transfer import Endpoint
 from workers.engines.base import Engine, EngineError, VisionEngine
+from workers.engines.support import SUPPORT, able
 from workers.process import EXIT_CONFIG, EXIT_ENGINE, EXIT_OK, EXIT_START, WorkerProcess
 from workers.runner import EngineThread, Flush
 from workers.session import Model, Session
@@ -148,8 +149,13 @@ def _check(settings: WorkerSettings) -> None:
             raise ValueError(f"--role {settings.role} needs a transfer backend; use --transfer auto")
     elif settings.role == "encode" and settings.transfer == "none":
         raise ValueError("--role encode needs a transfer backend for its embeddings; use --transfer auto")
+    support = SUPPORT[settings.engine]
+    if settings.role == "encode" and not support.encode:
+        raise ValueError(
+            f"--engine {settings.engine} takes text only; --role encode runs on {', '.join(able('encode'))}"
+        )
     edits = settings.logits_processor or settings.apply_logits_processors
-    if edits and (settings.role == "encode" or settings.engine not in ("native", "trtllm")):
+    if edits and (settings.role == "encode" or not support.logits_processors):
         raise ValueError(
             f"--engine {settings.engine} --role {settings.role} has no logits to edit; leave out --logits-processor "
             "and --apply-logits-processors"

@@ -16,6 +16,9 @@ case $MODALITY in
 esac
 export MODEL_PATH=${MODEL_PATH:-$DEFAULT_MODEL}
 export SERVED_MODEL_NAME=${SERVED_MODEL_NAME:-$MODEL_PATH}
+if [[ $ENGINE != trtllm ]]; then
+  DEFAULT_ARGS=  # the recipes named above are TensorRT-LLM's
+fi
 AGG_ENGINE_ARGS=${AGG_ENGINE_ARGS:-$DEFAULT_ARGS}
 
 frontend

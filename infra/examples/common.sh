@@ -2,7 +2,7 @@
 #
 #   MODEL_PATH         model directory or Hugging Face id     default: set by the script
 #   SERVED_MODEL_NAME  name that clients use                  default: MODEL_PATH
-#   ENGINE             trtllm, native, mock                   default: trtllm
+#   ENGINE             trtllm, vllm, native, mock             default: trtllm
 #   MODALITY           text, multimodal, video_diffusion      default: text
 #   HTTP_PORT          of the gateway                         default: 8000
 #   DATA_DIR           store and secrets of the broker        default: .penstock-example
@@ -66,13 +66,13 @@ frontend() {
     --http-port "$HTTP_PORT" --block-size "$BLOCK_SIZE"
 }
 
-# worker ROLE [ENGINE_ARGS] [FLAG...]: one worker; only TensorRT-LLM reads the file.
+# worker ROLE [ENGINE_ARGS] [FLAG...]: one worker; only TensorRT-LLM and vLLM read the file.
 worker() {
   local role=$1 file=${2:-}
   shift $(($# > 1 ? 2 : 1))
   local flags=(--engine "$ENGINE" --role "$role" --model "$MODEL_PATH" --served-model-name "$SERVED_MODEL_NAME")
   flags+=(--block-size "$BLOCK_SIZE" "$@")
-  if [[ $ENGINE == trtllm && -n $file ]]; then
+  if [[ ($ENGINE == trtllm || $ENGINE == vllm) && -n $file ]]; then
     flags+=(--extra-engine-args "$file")
   fi
   as worker "$PENSTOCK" worker "${flags[@]}"

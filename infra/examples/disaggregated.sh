@@ -16,9 +16,10 @@ case $MODALITY in
 esac
 export MODEL_PATH=${MODEL_PATH:-$DEFAULT_MODEL}
 export SERVED_MODEL_NAME=${SERVED_MODEL_NAME:-$MODEL_PATH}
-PREFILL_ENGINE_ARGS=${PREFILL_ENGINE_ARGS:-$RECIPES/$SET-prefill.yaml}
-DECODE_ENGINE_ARGS=${DECODE_ENGINE_ARGS:-$RECIPES/$SET-decode.yaml}
-ENCODE_ENGINE_ARGS=${ENCODE_ENGINE_ARGS:-$RECIPES/$SET-encode.yaml}
+recipe() { [[ $ENGINE != trtllm ]] || echo "$RECIPES/$SET-$1.yaml"; } # they are TensorRT-LLM's
+PREFILL_ENGINE_ARGS=${PREFILL_ENGINE_ARGS:-$(recipe prefill)}
+DECODE_ENGINE_ARGS=${DECODE_ENGINE_ARGS:-$(recipe decode)}
+ENCODE_ENGINE_ARGS=${ENCODE_ENGINE_ARGS:-$(recipe encode)}
 
 # What the two sides disagree about is found here, not by a dead-lock.
 if [[ $ENGINE == trtllm ]]; then

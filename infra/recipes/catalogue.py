@@ -45,13 +45,13 @@ class Header(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     title: str
     model: str
     engine: Literal["trtllm", "vllm"]
-    backend: Literal["pytorch", "_autodeploy", ""]
     role: Role
     set: str
     gpus: Annotated[int, Meta(ge=1)]
     gpu: Literal["H100", "H200", "B200", "GB200"]
     use: str
     rows: tuple[str, ...]
+    backend: Literal["pytorch", "_autodeploy"] = "pytorch"  # of trtllm
     nodes: Annotated[int, Meta(ge=1)] = 1
     devices: str = ""
     longest_prompt: Annotated[int, Meta(ge=1)] | None = None

@@ -1,6 +1,7 @@
-"""``penstock recipe list|show|check``: the shell around the catalogue and the advisor."""
+"""``penstock recipe list|show|check|matrix``: the shell around the catalogue and the advisor."""
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +14,10 @@ from configs.engine_args.rules import Context, Role
 from configs.engine_args.shapes import Shape, UnknownShape, shape_of
 from configs.engine_args.tree import BadArguments
 from infra.recipes.advise import advise, between, failed, lines, told_of
-from infra.recipes.catalogue import FOLDER, GPUS, Recipe, context_of, known_shape, load, parse
+from infra.recipes.catalogue import FOLDER, GPUS, Recipe, context_of, header_of, known_shape, members, parse
 from infra.recipes.command import worker_command
 from infra.recipes.tables import hardware
+from workers.engines.support import matrix
 
 OK, REFUSED, USAGE = 0, 1, 2
 
@@ -23,13 +25,17 @@ OK, REFUSED, USAGE = 0, 1, 2
 def run_list(argv: Sequence[str]) -> int:
     """Print all recipes."""
     argparse.ArgumentParser(prog="penstock recipe list", description="recipes that come with penstock").parse_args(argv)
-    rows = [("recipe", "role", "GPUs", "model", "title")]
-    for name, recipe in load().items():
-        if recipe.header:
-            rows.append((name, recipe.role, hardware(recipe), recipe.header.model, recipe.header.title))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    _print([("recipe", "engine", "role", "GPUs", "model", "title"), *(
+        (name, header.engine, header.role, hardware(header), header.model, header.title)
+        for name, (_, header, *_) in members().items()
+    )])  # fmt: skip
+    return OK
+
+
+def run_matrix(argv: Sequence[str]) -> int:
+    """Print what each engine can do."""
+    argparse.ArgumentParser(prog="penstock recipe matrix", description="what each engine can do").parse_args(argv)
+    _print(matrix())
     return OK
 
 
@@ -39,17 +45,26 @@ def run_show(argv: Sequence[str]) -> int:
     parser.add_argument("name", help="as in `penstock recipe list`")
     parser.add_argument("--model", default="", help="directory of the model, instead of its id")
     args = parser.parse_args(argv)
-    recipes = load()
-    recipe = recipes.get(args.name.removesuffix(".yaml"))
-    if recipe is None or recipe.header is None:
-        return _refuse(f"no recipe {args.name!r}; there are {', '.join(recipes)}")
-    print(recipe.text.rstrip())
-    for one in recipes.values():
-        if one.header and one.header.set == recipe.header.set:
-            path = str(FOLDER / f"{one.name}.yaml")
-            container = f"  (container: {' '.join(one.header.container)})" if one.header.container else ""
-            print(f"\n# {one.header.title}{container}\n{worker_command(one, path, model=args.model)}")
+    known = members()
+    member = known.get(args.name.removesuffix(".yaml"))
+    if member is None:
+        return _refuse(f"no recipe {args.name!r}; there are {', '.join(known)}")
+    print(Path(member.path).read_text(encoding="utf-8").rstrip())
+    alike = [each for each in known.values() if each.header.set == member.header.set]
+    for one in alike:
+        container = f"  (container: {' '.join(one.header.container)})" if one.header.container else ""
+        print(f"\n# {one.header.title}{container}\n{worker_command(one, model=args.model)}")
+    if all(one.header.nodes == 1 for one in alike):
+        given = f" --model {shlex.quote(args.model)}" if args.model else ""
+        print(f"\n# all of it on one machine\npenstock up --recipe {member.header.set}{given}")
     return OK
+
+
+def _print(rows: Sequence[tuple[str, ...]]) -> None:
+    """Rows in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def run_check(argv: Sequence[str]) -> int:
@@ -121,7 +136,11 @@ def _open(name: str) -> Recipe:
     ours = FOLDER / f"{name}.yaml"
     if not path.is_file() and ours.is_file():
         path = ours
-    return parse(path.stem, path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    header = header_of(text)
+    if header is not None and header.engine != "trtllm":
+        raise BadArguments([f"for {header.engine}: the worker checks it at its start; the rules are TensorRT-LLM's"])
+    return parse(path.stem, text)
 
 
 def _context(recipe: Recipe, args: argparse.Namespace, role: str | None) -> Context:

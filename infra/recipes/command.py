@@ -2,27 +2,23 @@
 
 import shlex
 
-from infra.recipes.catalogue import Header, Recipe
+from infra.recipes.catalogue import Header, Member
 
 LAUNCHER = "trtllm-llmapi-launch"  # rank 0 runs our worker, the other ranks only compute
 
 
-def worker_command(recipe: Recipe, path: str, *, model: str = "") -> str:
+def worker_command(member: Member, *, model: str = "") -> str:
     """A shell command; of several nodes, the one for Slurm.
 
     Args:
-        path: of the recipe's file, as the worker will open it.
         model: a local directory that replaces the model id.
     """
-    header = recipe.header
-    if header is None:
-        raise ValueError(f"{recipe.name} has no header; a command needs its role and model")
+    header = member.header
     argv = ["penstock", "worker", "--engine", header.engine, "--role", header.role]
-    argv += ["--model", model or header.model, "--extra-engine-args", path]
-    block = recipe.args.kv_cache_config.tokens_per_block
-    argv += ["--block-size", str(block)]
-    if recipe.args.max_seq_len:
-        argv += ["--max-model-len", str(recipe.args.max_seq_len)]
+    argv += ["--model", model or header.model, "--extra-engine-args", member.path]
+    argv += ["--block-size", str(member.block_size)]
+    if member.max_len:
+        argv += ["--max-model-len", str(member.max_len)]
     words = [*_launch(header), *map(shlex.quote, argv)]
     return " ".join(words)
 

@@ -1,12 +1,12 @@
 """Makes the tables of configs/recipes/README.md anew: ``python -m infra.recipes.readme``."""
 
-from infra.recipes.catalogue import FOLDER, load
+from infra.recipes.catalogue import FOLDER, load, members
 from infra.recipes.tables import refreshed
 
 
 def main() -> None:
     path = FOLDER / "README.md"
-    path.write_text(refreshed(path.read_text(encoding="utf-8"), load()), encoding="utf-8")
+    path.write_text(refreshed(path.read_text(encoding="utf-8"), load(), members()), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping
 
 from configs.engine_args.memory import GIB, Memory, estimate
 from configs.engine_args.rules import RULES
-from infra.recipes.catalogue import Recipe, context_of
+from infra.recipes.catalogue import Header, Member, Recipe, context_of
+from workers.engines import support
 
 BEGIN, END = "<!-- made by `python -m infra.recipes.readme`: {} -->", "<!-- end: {} -->"
 MIB = 1 << 20
@@ -19,20 +20,16 @@ def memory_of(recipe: Recipe) -> Memory | None:
     return estimate(recipe.args, context.shape, context.gpu_bytes, length=length)
 
 
-def hardware(recipe: Recipe) -> str:
-    header = recipe.header
-    if header is None:
-        return "-"
+def hardware(header: Header) -> str:
     nodes = f", {header.nodes} nodes" if header.nodes > 1 else ""
     return f"{header.gpus} x {header.gpu}{nodes}"
 
 
-def overview(recipes: Mapping[str, Recipe]) -> list[tuple[str, ...]]:
-    """Name, model, role, hardware, purpose; a head line first."""
-    rows: list[tuple[str, ...]] = [("recipe", "model", "role", "GPUs", "for")]
-    for name, recipe in recipes.items():
-        if recipe.header:
-            rows.append((name, recipe.header.model, recipe.role, hardware(recipe), recipe.header.use))
+def overview(members: Mapping[str, Member]) -> list[tuple[str, ...]]:
+    """Name, model, engine, role, hardware, purpose; a head line first."""
+    rows: list[tuple[str, ...]] = [("recipe", "model", "engine", "role", "GPUs", "for")]
+    for name, (_, header, *_) in members.items():
+        rows.append((name, header.model, header.engine, header.role, hardware(header), header.use))
     return rows
 
 
@@ -63,13 +60,16 @@ def markdown(rows: Iterable[tuple[str, ...]]) -> str:
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
 
 
-def refreshed(text: str, recipes: Mapping[str, Recipe]) -> str:
+def refreshed(text: str, recipes: Mapping[str, Recipe], members: Mapping[str, Member]) -> str:
     """A README with its tables made anew.
 
     Raises:
         ValueError: it lacks a table's marks.
     """
-    for name, rows in (("recipes", overview(recipes)), ("memory", memory(recipes)), ("rules", rules())):
+    tables = (
+        ("recipes", overview(members)), ("memory", memory(recipes)), ("rules", rules()), ("matrix", support.matrix()),
+    )  # fmt: skip
+    for name, rows in tables:
         begin, end = BEGIN.format(name), END.format(name)
         if begin not in text or end not in text:
             raise ValueError(f"no marks for the table {name!r}")

@@ -12,15 +12,19 @@ import pytest
 
 from configs.engine_args import BadArguments, check
 from configs.engine_args.memory import GIB, estimate
+from configs.engine_args.tree import parse_yaml
 from configs.flags import parse as parse_flags
 from configs.settings import GatewaySettings, RouterSettings, WorkerSettings
 from infra.recipes.advise import between
-from infra.recipes.catalogue import FOLDER, GPUS, Recipe, context_of, load, parse
-from infra.recipes.cli import run_check, run_list, run_show
+from infra.recipes.catalogue import FOLDER, GPUS, Recipe, context_of, load, members, parse
+from infra.recipes.cli import run_check, run_list, run_matrix, run_show
 from infra.recipes.command import worker_command
 from infra.recipes.tables import memory_of, refreshed
+from tests.standins import installed
+from workers.engines import support
 
-RECIPES = load()
+RECIPES = load()  # of TensorRT-LLM
+MEMBERS = members()  # of every engine
 EXAMPLES = Path(__file__).resolve().parents[2] / "infra" / "examples"
 SETS = sorted({recipe.header.set for recipe in RECIPES.values() if recipe.header})
 
@@ -83,13 +87,18 @@ def test_the_recipes_of_a_set_agree(members: str) -> None:
     assert [str(finding) for finding in between(found)] == []
 
 
+def shown(name: str) -> WorkerSettings:
+    """What a worker is told by the command that is shown for a recipe."""
+    words = shlex.split(worker_command(MEMBERS[name]))
+    return parse_flags(WorkerSettings, words[words.index("worker") + 1 :], prog="worker", environ={})
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_worker_takes_the_recipe_and_the_command_that_is_shown(name: str) -> None:
     args = pytest.importorskip("workers.engines.trtllm.args")
-    recipe = of(name)
-    words = shlex.split(worker_command(recipe, f"{name}.yaml"))
-    settings = parse_flags(WorkerSettings, words[words.index("worker") + 1 :], prog="worker", environ={})
-    assert (settings.role, settings.engine, settings.extra_engine_args) == (recipe.role, "trtllm", f"{name}.yaml")
+    recipe, settings = of(name), shown(name)
+    path = str(FOLDER / f"{name}.yaml")
+    assert (settings.role, settings.engine, settings.extra_engine_args) == (recipe.role, "trtllm", path)
     wanted = args.Wanted(
         role=settings.role, backend="pytorch", block_size=settings.block_size, max_running=settings.max_running,
         max_batched_tokens=settings.max_batched_tokens, max_model_len=settings.max_model_len or 32768,
@@ -99,8 +108,26 @@ def test_the_worker_takes_the_recipe_and_the_command_that_is_shown(name: str) ->
     assert resolved.args.speculative_config == recipe.args.speculative_config
 
 
+def test_vllm_takes_its_recipe_and_its_draft() -> None:
+    args = pytest.importorskip("workers.engines.vllm.args")
+    settings = shown("llama3-eagle3-vllm")
+    assert (settings.engine, settings.role, settings.block_size) == ("vllm", "aggregated", 32)
+    wanted = args.Wanted(
+        role=settings.role, block_size=settings.block_size, max_running=settings.max_running,
+        max_batched_tokens=settings.max_batched_tokens, max_model_len=131072,
+    )  # fmt: skip
+    given = parse_yaml(Path(settings.extra_engine_args).read_text(encoding="utf-8"))
+    with installed():
+        from vllm._standin.fields import FIELDS  # type: ignore[import-not-found]
+
+        resolved = args.resolve(wanted, given, FIELDS)
+    assert resolved.tree["speculative_config"]["method"] == "eagle3"
+    assert resolved.tree["speculative_config"]["model"] == MEMBERS["llama3-eagle3-vllm"].header.draft
+    assert resolved.tree["enable_prefix_caching"]
+
+
 def test_a_recipe_of_several_nodes_starts_one_rank_per_gpu() -> None:
-    words = worker_command(of("deepseek-r1-wideep-decode"), "r.yaml").split()
+    words = worker_command(MEMBERS["deepseek-r1-wideep-decode"]).split()
     assert words[:6] == [
         "srun",
         "--mpi=pmix",
@@ -109,9 +136,7 @@ def test_a_recipe_of_several_nodes_starts_one_rank_per_gpu() -> None:
         "--ntasks-per-node=4",
         "trtllm-llmapi-launch",
     ]
-    assert worker_command(of("gpt-oss-120b-decode"), "r.yaml").startswith(
-        "CUDA_VISIBLE_DEVICES=4,5,6,7 penstock worker"
-    )
+    assert worker_command(MEMBERS["gpt-oss-120b-decode"]).startswith("CUDA_VISIBLE_DEVICES=4,5,6,7 penstock worker")
 
 
 def test_windows_of_gemma_are_the_same_in_all_three_and_repeat_the_model_s_pattern() -> None:
@@ -196,7 +221,7 @@ def test_a_window_of_its_own_would_cost_gemma_five_times_the_cache() -> None:
 
 def test_the_readme_s_tables_are_those_that_the_code_makes() -> None:
     text = (FOLDER / "README.md").read_text(encoding="utf-8")
-    assert refreshed(text, RECIPES) == text, "run `python -m infra.recipes.readme`"
+    assert refreshed(text, RECIPES, MEMBERS) == text, "run `python -m infra.recipes.readme`"
 
 
 @pytest.mark.parametrize("key", ["role", "model", "gpu", "set"])
@@ -215,7 +240,15 @@ def test_a_header_with_an_unknown_key_is_refused_and_any_other_comment_is_none()
 def test_list_names_every_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_list([]) == 0
     told = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in told[1:]] == list(RECIPES)
+    assert [line.split()[0] for line in told[1:]] == list(MEMBERS)
+    assert set(RECIPES) < set(MEMBERS)
+
+
+def test_the_matrix_names_every_engine_and_every_feature(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_matrix([]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split() == ["feature", "native", "mock", "trtllm", "vllm"]
+    assert [row.split("  ")[0] for row in rows] == list(support.FEATURES.values())
 
 
 def test_show_prints_the_file_and_the_commands_of_its_set(capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,6 +257,9 @@ def test_show_prints_the_file_and_the_commands_of_its_set(capsys: pytest.Capture
     assert told.startswith(of("llama3-prefill").text.rstrip())
     for role in ("aggregated", "prefill", "decode"):
         assert f"--role {role} --model '/models/llama 3'" in told
+    assert "penstock up --recipe llama3 --model '/models/llama 3'" in told
+    assert run_show(["deepseek-r1-wideep-decode"]) == 0
+    assert "penstock up" not in capsys.readouterr().out  # more than one machine
     assert run_show(["llama5"]) == 2
     assert "llama3-agg" in capsys.readouterr().err
 
@@ -257,6 +293,11 @@ def test_check_refuses_what_does_not_fit(argv: list[str], says: str, capsys: pyt
     told = capsys.readouterr().out
     assert f"error   {says}" in told
     assert "fix: " in told
+
+
+def test_check_leaves_another_engine_s_file_to_its_worker(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_check(["llama3-eagle3-vllm"]) == 1
+    assert "for vllm: the worker checks it" in capsys.readouterr().err
 
 
 def test_check_warns_with_status_0(capsys: pytest.CaptureFixture[str]) -> None:
@@ -376,6 +417,19 @@ def test_the_aggregated_script_starts_all_processes_with_its_defaults(launch) ->
     assert parse_flags(RouterSettings, calls["router"][2], prog="router", environ={}).mode == "kv"
 
 
+def test_the_speculative_quick_start_runs_vllm_with_its_recipe_and_nothing_else(launch, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    calls = launch("speculative_vllm.sh", PENSTOCK_NATS_URL="nats://x:1").hear(4)
+    argv = calls["aggregated"][2]
+    model = "meta-llama/Llama-3.1-8B-Instruct"
+    assert [after(argv, f"--{flag}") for flag in ("engine", "model", "served-model-name")] == ["vllm", model, model]
+    assert Path(after(argv, "--extra-engine-args")).resolve() == FOLDER / "llama3-eagle3-vllm.yaml"
+    run = subprocess.run(
+        [EXAMPLES / "speculative_vllm.sh"], env={"PATH": os.environ["PATH"], "ENGINE": "mock"}, capture_output=True,
+        text=True, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert (run.returncode, "see aggregated.sh" in run.stderr) == (2, True)
+
+
 def test_every_default_of_the_aggregated_script_can_be_set(launch) -> None:  # type: ignore[no-untyped-def]
     calls = launch(
         "aggregated.sh", MODEL_PATH="/m", SERVED_MODEL_NAME="mine", AGG_ENGINE_ARGS="/mine.yaml", HTTP_PORT="9",
@@ -397,6 +451,7 @@ def test_every_default_of_the_aggregated_script_can_be_set(launch) -> None:  # t
         ({"MODALITY": "multimodal"}, "aggregated", "--model", "llava-hf/llava-v1.6-mistral-7b-hf"),
         ({"MODALITY": "video_diffusion"}, "diffusion", "--engine", "native"),
         ({"ENGINE": "native", "MODEL_PATH": "demo"}, "aggregated", "--engine", "native"),
+        ({"ENGINE": "vllm"}, "aggregated", "--engine", "vllm"),  # without the file of another engine
     ],
 )
 def test_the_modality_and_the_engine_choose_model_and_arguments(  # type: ignore[no-untyped-def]

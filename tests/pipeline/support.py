@@ -90,9 +90,9 @@ class Process:
         self._asked = True
         self._process.send_signal(signal.SIGTERM)
 
-    def wait(self) -> int:
+    def wait(self, within_s: float = STOP_S) -> int:
         """Until it ends by itself; the exit status."""
-        return self._process.wait(STOP_S)
+        return self._process.wait(within_s)
 
     def stop(self) -> int:
         """SIGTERM, unless that was sent; the exit status."""

@@ -1,6 +1,9 @@
 """`penstock up` with each engine: stand-ins of TensorRT-LLM and vLLM, tiny diffusers pipelines, in real processes."""
 
+import asyncio
 import json
+import os
+import sys
 from pathlib import Path
 
 import httpx
@@ -8,8 +11,10 @@ import pytest
 
 from configs.bus.connection import connect
 from configs.modeldir import DEMO
+from infra.up.deathsig import die_with_parent
+from infra.up.http import get
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import ROOT, Deployment, Process, ending, samples
+from tests.pipeline.support import ROOT, START_S, Deployment, Process, ending, free_port, samples, until
 from tests.standins import FOLDER, VARIANT, real
 from tests.workers.engines.diffusion import pipelines
 
@@ -89,7 +94,7 @@ async def test_vllm_serves_and_refuses_a_wrong_argument_with_its_own_words(
         tmp_path / "log", "up", "--engine", "vllm", *SMALL, "--override-engine-args", '{"max_num_seq": 4}',
         "--http-port", "0", "--data-dir", str(tmp_path / "data"), **STANDINS,
     )  # fmt: skip
-    assert refused.wait() == 1
+    assert refused.wait(START_S) == 1
     assert "max_num_seq: no such key; did you mean max_num_seqs?" in refused.log.read_text()
 
 
@@ -105,7 +110,7 @@ def test_an_engine_that_is_not_installed_ends_the_start_with_the_line_that_insta
     up = Process(
         tmp_path / "log", "up", "--engine", engine, *SMALL, "--http-port", "0", "--data-dir", str(tmp_path / "data")
     )
-    assert up.wait() == 1
+    assert up.wait(START_S) == 1
     said = up.log.read_text()
     assert "worker-0 ended with status 2 at start" in said
     assert says in said
@@ -139,3 +144,34 @@ async def test_a_language_model_and_pictures_side_by_side(new_deployment: NewDep
         assert names == ["tiny", "painter"]
         said = await http.post("/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 2})
         assert said.status_code == 200, said.text
+
+
+async def test_the_quick_start_script_of_vllm_with_a_draft_serves(tmp_path: Path) -> None:
+    command = tmp_path / "penstock"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m infra.cli "$@"\n')
+    command.chmod(0o755)
+    port = free_port()
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    variables = STANDINS | {
+        "PATH": path, "PENSTOCK": str(command), "MODEL_PATH": str(DEMO), "SERVED_MODEL_NAME": "demo",
+        "HTTP_PORT": str(port), "NATS_PORT": str(free_port()), "DATA_DIR": str(tmp_path / "data"),
+    }  # fmt: skip
+    with (tmp_path / "log").open("wb") as log:
+        script = await asyncio.create_subprocess_exec(
+            str(ROOT / "infra" / "examples" / "speculative_vllm.sh"), stdout=log, stderr=log, cwd=tmp_path,
+            env=variables, start_new_session=True, preexec_fn=die_with_parent(),
+        )  # fmt: skip
+
+    async def ready() -> bool:
+        assert script.returncode is None, (tmp_path / "log").read_text()
+        return (await get("127.0.0.1", port, "/health/ready"))[0] == 200
+
+    try:
+        await until(ready, "the script's gateway is ready", 60)
+        body = {"model": "demo", "messages": [{"role": "user", "content": "What is 347 + 586?"}], "temperature": 0}
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as http:
+            answer = await http.post("/v1/chat/completions", json=body)
+        assert answer.json()["choices"][0]["message"]["content"] == "347 + 586 = 933"
+    finally:
+        script.terminate()
+        await asyncio.wait_for(script.wait(), 60)

@@ -1,0 +1,62 @@
+"""The support matrix says what the engines and the workers' checks do."""
+
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+from configs.engine_args.tree import BadArguments
+from configs.settings import WorkerSettings
+from tests.workers.engines.contract import ALL, SEEDED_RESUME, Subject
+from workers.diffusion import build_engine
+from workers.engines.support import FEATURES, SUPPORT, able, matrix
+from workers.main import _check
+
+ENGINES = tuple(SUPPORT)
+
+
+def refused(engine: str, **options: Any) -> bool:
+    try:
+        _check(WorkerSettings(engine=engine, **options))  # type: ignore[arg-type]
+    except ValueError:
+        return True
+    return False
+
+
+def test_it_has_a_column_for_every_engine_and_a_row_for_every_feature() -> None:
+    kind = get_type_hints(WorkerSettings)["engine"]
+    assert set(get_args(kind)) == set(ENGINES)
+    head, *rows = matrix()
+    assert head == ("feature", *ENGINES)
+    assert [row[0] for row in rows] == list(FEATURES.values())
+    assert all(len(row) == len(head) and all(row) for row in rows)
+
+
+@pytest.mark.parametrize("subject", ALL, ids=lambda subject: subject.name)
+def test_it_agrees_with_the_contract_that_the_engines_are_held_to(subject: Subject) -> None:
+    support = SUPPORT[subject.name]
+    assert bool(support.resumed_draws) == (SEEDED_RESUME not in subject.lacks)
+    assert support.prefill_decode.startswith("blocks") == (subject.handover == "blocks")
+    assert support.kv_events
+    assert support.logprobs
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_workers_refuse_what_it_does_not_name(engine: str) -> None:
+    support = SUPPORT[engine]
+    assert refused(engine, logits_processor=("a=m:A",)) == (not support.logits_processors)
+    assert refused(engine, role="encode") == (not support.encode)
+    assert not refused(engine, role="prefill") or not support.prefill_decode
+
+
+def test_an_engine_without_pictures_is_refused_for_them() -> None:
+    for engine in set(ENGINES) - set(able("diffusion")):
+        with pytest.raises(ValueError, match="--role diffusion runs with --engine native"):
+            build_engine(WorkerSettings(engine=engine, role="diffusion", model="x"))  # type: ignore[arg-type]
+
+
+def test_vllm_s_adapter_takes_text_only_as_it_says() -> None:
+    args = pytest.importorskip("workers.engines.vllm.args")
+    wanted = args.Wanted(role="encode", block_size=32, max_running=1, max_batched_tokens=32, max_model_len=32)
+    with pytest.raises(BadArguments, match="takes text only"):
+        args.resolve(wanted, {}, ())
+    assert not SUPPORT["vllm"].encode
