@@ -40,6 +40,9 @@ COMMANDS = {
     "recipe show": Command("a recipe, and the commands that run it", "infra.recipes.cli:run_show"),
     "recipe check": Command("what is wrong with engine arguments, or slow", "infra.recipes.cli:run_check"),
     "recipe matrix": Command("what each engine can do", "infra.recipes.cli:run_matrix"),
+    "kubernetes render": Command(
+        "manifests of a deployment, from a short description", "infra.kubernetes.cli:run_render"
+    ),
     "bench http": Command("load an OpenAI URL and measure", "infra.bench.http:run", "infra.bench.http:Settings"),
     "bench handoff": Command(
         "measure the transport of KV blocks against bare NIXL",

@@ -1,0 +1,1 @@
+"""Kubernetes manifests of a deployment: plain YAML, no operator. ``penstock kubernetes render``."""
