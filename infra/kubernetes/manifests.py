@@ -39,7 +39,9 @@ def manifests(given: Description, members: Mapping[str, Member] = {}, texts: Map
         made += _broker(given)
     made.append(_object(given, "batch/v1", "Job", "streams", "streams", {
         # Tried again until the broker is there.
-        "backoffLimit": 20, "ttlSecondsAfterFinished": 600, "template": _template(given, "streams", pods.streams(given)),
+        "backoffLimit": 20,
+        "ttlSecondsAfterFinished": 600,
+        "template": _template(given, "streams", pods.streams(given)),
     }))  # fmt: skip
     made.append(_deployment(given, "router", given.router.replicas, pods.router(given)))
     model, block_size = (language.model, language.block_size) if language else ("", found[0].block_size)
