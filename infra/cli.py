@@ -39,6 +39,9 @@ COMMANDS = {
     "recipe list": Command("engine arguments that come with penstock", "infra.recipes.cli:run_list"),
     "recipe show": Command("a recipe, and the commands that run it", "infra.recipes.cli:run_show"),
     "recipe check": Command("what is wrong with engine arguments, or slow", "infra.recipes.cli:run_check"),
+    "recipe generate": Command(
+        "make engine arguments for a model, GPUs and a load", "infra.recipes.generate:run_generate"
+    ),
     "recipe matrix": Command("what each engine can do", "infra.recipes.cli:run_matrix"),
     "kubernetes render": Command(
         "manifests of a deployment, from a short description", "infra.kubernetes.cli:run_render"

@@ -11,11 +11,12 @@ import msgspec
 
 from configs.engine_args.memory import GIB
 from configs.engine_args.rules import Context, Role
-from configs.engine_args.shapes import Shape, UnknownShape, shape_of
+from configs.engine_args.shapes import UnknownShape
 from configs.engine_args.tree import BadArguments
 from infra.recipes.advise import advise, between, failed, lines, told_of
-from infra.recipes.catalogue import FOLDER, GPUS, Recipe, context_of, header_of, known_shape, members, parse
+from infra.recipes.catalogue import FOLDER, GPUS, Recipe, context_of, header_of, members, parse
 from infra.recipes.command import worker_command
+from infra.recipes.shape import shape_at
 from infra.recipes.tables import hardware
 from workers.engines.support import matrix
 
@@ -160,7 +161,7 @@ def _context(recipe: Recipe, args: argparse.Namespace, role: str | None) -> Cont
     if args.gpu_memory_gib:
         over["gpu_bytes"] = int(args.gpu_memory_gib * GIB)
     if args.model:
-        over["shape"] = _shape(args.model)
+        over["shape"] = shape_at(args.model)
     if args.draft_tokens is not None and args.accepted_tokens is not None:
         over["accepted"] = (args.draft_tokens, args.accepted_tokens)
     over["logits_processors"] = args.logits_processors
@@ -168,7 +169,7 @@ def _context(recipe: Recipe, args: argparse.Namespace, role: str | None) -> Cont
     if draft:
         directory = Path(draft).expanduser()
         if directory.is_dir():
-            over["draft"] = _shape(draft)
+            over["draft"] = shape_at(draft)
             over["draft_bytes"] = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
         elif _local(draft):
             over["missing"] = frozenset([draft])
@@ -181,21 +182,6 @@ def _context(recipe: Recipe, args: argparse.Namespace, role: str | None) -> Cont
 def _local(name: str) -> bool:
     """A path, not an id "owner/name"."""
     return name.startswith((".", "/", "~")) or name.count("/") != 1
-
-
-def _shape(model: str) -> Shape:
-    """
-    Raises:
-        OSError: no directory with a config.json, and no model that is known by this name.
-    """
-    known = known_shape(model)
-    if known is not None:
-        return known
-    config = Path(model).expanduser() / "config.json"
-    try:
-        return shape_of(msgspec.json.decode(config.read_bytes(), type=dict), model=model)
-    except msgspec.DecodeError as error:
-        raise UnknownShape(f"{config} is not JSON: {error}") from error
 
 
 def _refuse(message: str) -> int:

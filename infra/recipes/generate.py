@@ -1,0 +1,176 @@
+"""``penstock recipe generate``: engine arguments made for a model, GPUs and a load, as recipes."""
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+
+from configs.engine_args.generate import Generated, Wish, generate
+from configs.engine_args.memory import GIB
+from configs.engine_args.rules import Role
+from configs.engine_args.schema import TransceiverBackend
+from configs.engine_args.shapes import Shape, UnknownShape
+from configs.engine_args.tree import BadArguments
+from infra.recipes.advise import between, failed
+from infra.recipes.catalogue import GPUS, context_of, parse
+from infra.recipes.shape import shape_at
+
+OK, REFUSED, USAGE = 0, 1, 2
+PER_NODE = {"GB200": 4}  # a tray; of the others a node has eight
+_HEADER = (
+    "title",
+    "model",
+    "engine",
+    "backend",
+    "role",
+    "set",
+    "gpus",
+    "nodes",
+    "gpu",
+    "longest_prompt",
+    "use",
+    "rows",
+)
+
+
+def run_generate(argv: Sequence[str]) -> int:
+    """Print the files, or write them to a folder."""
+    args = _parser().parse_args(argv)
+    try:
+        shape = shape_at(args.model)
+        texts = files(shape, args.model, vars(args))
+    except (BadArguments, UnknownShape, OSError) as error:
+        for problem in error.problems if isinstance(error, BadArguments) else (str(error),):
+            print(f"penstock recipe generate: {problem}", file=sys.stderr)
+        return REFUSED
+    for name, (text, made) in texts.items():
+        for warning in made.warnings:
+            print(f"{name}: {warning}", file=sys.stderr)
+        if args.out:
+            Path(args.out).mkdir(parents=True, exist_ok=True)
+            path = Path(args.out) / f"{name}.yaml"
+            path.write_text(text, encoding="utf-8")
+            print(path)
+        else:
+            print(f"# ---- {name}.yaml\n{text}")
+    return OK
+
+
+def files(shape: Shape, model: str, given: dict[str, Any]) -> dict[str, tuple[str, Generated]]:
+    """Texts of recipes by their names, each with what it was made from: one, or a pair for prefill and decode.
+
+    Raises:
+        BadArguments: it cannot be served so, or the two would not agree.
+    """
+    asked: dict[Role, int] = {
+        "aggregated": given["gpus"], "prefill": given["prefill_gpus"], "decode": given["decode_gpus"],
+    }  # fmt: skip
+    counts = {role: count for role, count in asked.items() if count}
+    if set(counts) not in ({"aggregated"}, {"prefill", "decode"}):
+        raise BadArguments(["gpus: give --gpus, or --prefill-gpus with --decode-gpus"])
+    name = given["set"] or _slug(model)
+    memory, blackwell = GPUS[given["gpu"]]
+    made = {}
+    for role, gpus in counts.items():
+        wish = Wish(
+            role=role,
+            gpus=gpus,
+            gpu_bytes=int(memory * GIB),
+            blackwell=blackwell,
+            gpus_per_node=given["gpus_per_node"] or PER_NODE.get(given["gpu"], 8),
+            **{key: given[key] for key in ("isl", "osl", "concurrency", "mtp", "windows", "transport")},
+        )
+        try:
+            one = generate(shape, wish)
+        except BadArguments as error:
+            raise BadArguments(f"{role}: {problem}" for problem in error.problems) from error
+        suffix = "agg" if role == "aggregated" else role
+        made[f"{name}-{suffix}"] = (text_of(one, wish, model=model, name=name, gpu=given["gpu"]), one)
+    recipes = [parse(name, text) for name, (text, _) in made.items()]
+    found = between([(recipe, context_of(recipe)) for recipe in recipes])
+    if failed(found):
+        raise BadArguments(str(each) for each in found if each.level == "error")
+    return made
+
+
+def text_of(made: Generated, wish: Wish, *, model: str, name: str, gpu: str) -> str:
+    """The file: a header like any recipe's, and the arguments."""
+    drafted = f", {wish.mtp} drafted by MTP" if wish.mtp else ""
+    header: dict[str, Any] = {
+        "title": f"{model}, {wish.role}, generated",
+        "model": model,
+        "engine": "trtllm",
+        "backend": "pytorch",
+        "role": wish.role,
+        "set": name,
+        "gpus": wish.gpus,
+        "nodes": wish.nodes,
+        "gpu": gpu,
+        "longest_prompt": wish.isl,
+        "use": f"Prompts of {wish.isl} and answers of {wish.osl} tokens, {wish.concurrency} at once{drafted}; "
+        f"{made.memory.sequences} whole contexts fit each rank (an estimate).",
+        "rows": [],
+    }
+    if wish.nodes == 1:
+        del header["nodes"]
+    head = "".join(f"# {key}: {_line(value)}\n" for key, value in header.items())
+    sections = [
+        yaml.dump({key: value}, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=110)
+        for key, value in made.tree.items()
+    ]
+    return f"{head}\n{''.join(sections)}"
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    """Lists on one line."""
+
+
+_Dumper.add_representer(
+    list, lambda dumper, data: dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
+)
+
+
+def _line(value: Any) -> str:
+    text: str = yaml.dump(value, default_flow_style=True, width=10_000).removesuffix("\n...\n").strip()
+    return text
+
+
+def _slug(model: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", Path(model).name.lower()).strip("-")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="penstock recipe generate", description="TensorRT-LLM engine arguments for a model, GPUs and a load"
+    )
+    parser.add_argument("--model", required=True, help="directory with a config.json, or a model that a recipe is for")
+    parser.add_argument("--gpu", required=True, choices=tuple(GPUS), help="kind of GPU")
+    for flag, what in (
+        ("--gpus", "GPUs of an engine that does everything"),
+        ("--prefill-gpus", "GPUs of a prefill engine"),
+        ("--decode-gpus", "GPUs of a decode engine"),
+        ("--gpus-per-node", "default: 8, GB200: 4"),
+    ):
+        parser.add_argument(flag, type=_positive, default=0, metavar="N", help=what)
+    parser.add_argument("--isl", type=_positive, required=True, metavar="N", help="tokens of the longest prompt")
+    parser.add_argument("--osl", type=_positive, required=True, metavar="N", help="tokens of the longest answer")
+    parser.add_argument(
+        "--concurrency", type=_positive, required=True, metavar="N", help="requests at once, per engine"
+    )
+    parser.add_argument("--mtp", type=int, default=0, metavar="N", help="tokens drafted by the model's own MTP layer")
+    parser.add_argument("--windows", action="store_true", help="keep only what the model's sliding windows see")
+    parser.add_argument("--transport", choices=get_args(TransceiverBackend), default="NIXL", help="how KV moves")
+    parser.add_argument("--set", default="", help="name of the files; default: the model's")
+    parser.add_argument("--out", default="", metavar="DIR", help="write the files here instead of printing them")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
