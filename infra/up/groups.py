@@ -113,13 +113,15 @@ def roles_of(up: UpSettings, recipe: Mapping[str, Member] = {}) -> dict[str, int
     return {"aggregated": whole, **counts}
 
 
-def assign(groups: Sequence[Group], gpus: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def assign(groups: Sequence[Group], gpus: Sequence[str] | None) -> dict[str, tuple[str, ...]]:
     """Which GPUs each worker sees, by its name: in the order of the groups. Who gets none is left out.
 
+    Args:
+        gpus: as CUDA_VISIBLE_DEVICES writes them; None: whatever there is, each engine sees all of it.
     Raises:
         PlanError: there are too few.
     """
-    if not gpus:
+    if gpus is None:
         return {}
     rest = list(gpus)
     given: dict[str, tuple[str, ...]] = {}
@@ -128,14 +130,17 @@ def assign(groups: Sequence[Group], gpus: Sequence[str]) -> dict[str, tuple[str,
             given[name], rest = tuple(rest[: group.gpus]), rest[group.gpus :]
     sharing = [name for group in groups if group.gpus and not group.alone for name in group.names]
     short = any(len(given[name]) < group.gpus for group in groups if group.alone for name in group.names)
-    if short or (sharing and not rest):
+    if short or (gpus and sharing and not rest):
         asked = [f"{group.number} x {group.role} with {group.gpus}" for group in groups if group.gpus]
         total = sum(group.number * group.gpus for group in groups)
-        raise PlanError(
-            f"{total} GPUs are needed ({', '.join(asked)}), {len(gpus)} may be used ({','.join(gpus)}): start fewer "
-            "workers, lower --tensor-parallel-size, or start some on other machines with `penstock worker`"
+        fix = (
+            "start fewer workers, lower --tensor-parallel-size, or start some on other machines with `penstock worker`"
+            if gpus
+            else "name them with --gpus as in CUDA_VISIBLE_DEVICES, or let the engines look with --gpus none"
         )
-    return given | {name: (rest[index % len(rest)],) for index, name in enumerate(sharing)}
+        there = f"{len(gpus)} may be used ({','.join(gpus)})" if gpus else "none is seen here"
+        raise PlanError(f"{total} GPUs are needed ({', '.join(asked)}), {there}: {fix}")
+    return given | {name: (rest[index % len(rest)],) for index, name in enumerate(sharing) if rest}
 
 
 def _engine(up: UpSettings, recipe: str) -> str:

@@ -16,10 +16,10 @@ _HOST = "127.0.0.1"
 _FIRST, _LAST = 20_000, 32_000
 
 
-def gpus(asked: Sequence[str], environ: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[str, ...]:
-    """GPUs that workers may use, as CUDA_VISIBLE_DEVICES writes them; empty: nothing is assigned."""
+def gpus(asked: Sequence[str], environ: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[str, ...] | None:
+    """GPUs that workers may use, as CUDA_VISIBLE_DEVICES writes them; None: they are not to be assigned."""
     if asked:
-        return () if tuple(asked) == ("none",) else tuple(asked)
+        return None if tuple(asked) == ("none",) else tuple(asked)
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return tuple(part.strip() for part in visible.split(",") if part.strip())

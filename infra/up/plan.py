@@ -49,7 +49,7 @@ def plan(
     sys_url: str,
     cores: int,
     metrics_ports: Sequence[int] = (),
-    gpus: Sequence[str] = (),
+    gpus: Sequence[str] | None = None,
 ) -> list[Planned]:
     """The children, in the order in which they are started.
 
@@ -57,7 +57,7 @@ def plan(
         ports: one per gateway.
         url: from a role to its NATS URL.
         metrics_ports: of workers and routers, in their order; none: they serve no metrics.
-        gpus: that workers may use, as in CUDA_VISIBLE_DEVICES; none: nothing is assigned.
+        gpus: that workers may use, as in CUDA_VISIBLE_DEVICES; None: nothing is assigned.
     Raises:
         PlanError: there are too few GPUs.
     """

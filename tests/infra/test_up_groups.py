@@ -25,7 +25,7 @@ def fleet(**given: Any) -> Fleet:
     return fleet_of(up, catalogue.chosen(up.recipe, KNOWN) if up.recipe else (), read_args)
 
 
-def workers(*, gpus: tuple[str, ...] = (), **given: Any) -> dict[str, Planned]:
+def workers(*, gpus: tuple[str, ...] | None = None, **given: Any) -> dict[str, Planned]:
     up = UpSettings(**given)
     children = plan(
         up, fleet(**given), ports=[8000], url=lambda role: "nats://h:1", sys_url="", cores=8, gpus=gpus,
@@ -128,6 +128,8 @@ def test_the_override_decides_over_file_and_flag() -> None:
 def test_too_few_gpus_name_what_is_needed_and_what_to_do() -> None:
     with pytest.raises(PlanError, match=r"8 GPUs are needed \(1 x prefill with 4, 1 x decode with 4\), 6 may be used"):
         workers(recipe="gpt-oss-120b", gpus=tuple("012345"))
+    with pytest.raises(PlanError, match=r"none is seen here: name them with --gpus.*or let the engines look"):
+        workers(engine="vllm", gpus=())
     with pytest.raises(PlanError, match="lower --tensor-parallel-size"):  # pictures need one of their own
         workers(engine="trtllm", diffusion=1, diffusion_model="d", workers=1, gpus=("0",))
 
@@ -136,7 +138,8 @@ def test_native_workers_share_what_there_is_and_mock_ones_see_none_of_it() -> No
     found = workers(engine="native", workers=3, gpus=("0", "1"))
     assert [found[f"worker-{i}"].gpus for i in range(3)] == [("0",), ("1",), ("0",)]
     assert workers(engine="mock", workers=1, gpus=("0",))["worker-0"].gpus is None
-    assert workers(engine="trtllm", workers=1)["worker-0"].gpus is None  # no GPUs are known: left to the engine
+    assert workers(engine="native", workers=1, gpus=())["worker-0"].gpus is None  # it computes on processors
+    assert workers(engine="trtllm", workers=1)["worker-0"].gpus is None  # left to the engine
 
 
 GROUPS = st.lists(
@@ -179,7 +182,7 @@ def test_gpus_come_from_the_flag_the_environment_or_the_devices(tmp_path: Path) 
     assert gpus((), {"CUDA_VISIBLE_DEVICES": "3, GPU-ab"}, tmp_path) == ("3", "GPU-ab")
     assert gpus((), {"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()
     assert gpus(("2",), {"CUDA_VISIBLE_DEVICES": "3"}, tmp_path) == ("2",)
-    assert gpus(("none",), {}, tmp_path) == ()
+    assert gpus(("none",), {}, tmp_path) is None
 
 
 # -- pictures, flags, ports -------------------------------------------------------------------------------------------

@@ -91,8 +91,8 @@ async def test_vllm_serves_and_refuses_a_wrong_argument_with_its_own_words(
     assert (text, route) == ("347 + 586 = 933", [])  # one stage: no route slip
     assert worker.startswith("worker-0")
     refused = Process(
-        tmp_path / "log", "up", "--engine", "vllm", *SMALL, "--override-engine-args", '{"max_num_seq": 4}',
-        "--http-port", "0", "--data-dir", str(tmp_path / "data"), **STANDINS,
+        tmp_path / "log", "up", "--engine", "vllm", *SMALL, "--gpus", "none", "--http-port", "0",
+        "--data-dir", str(tmp_path / "data"), "--override-engine-args", '{"max_num_seq": 4}', **STANDINS,
     )  # fmt: skip
     assert refused.wait(START_S) == 1
     assert "max_num_seq: no such key; did you mean max_num_seqs?" in refused.log.read_text()
@@ -108,7 +108,17 @@ def test_an_engine_that_is_not_installed_ends_the_start_with_the_line_that_insta
     if real({"trtllm": "tensorrt_llm"}.get(engine, engine)):
         pytest.skip("it is installed")
     up = Process(
-        tmp_path / "log", "up", "--engine", engine, *SMALL, "--http-port", "0", "--data-dir", str(tmp_path / "data")
+        tmp_path / "log",
+        "up",
+        "--engine",
+        engine,
+        *SMALL,
+        "--gpus",
+        "none",
+        "--http-port",
+        "0",
+        "--data-dir",
+        str(tmp_path / "data"),
     )
     assert up.wait(START_S) == 1
     said = up.log.read_text()
