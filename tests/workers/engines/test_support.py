@@ -38,6 +38,7 @@ def test_it_agrees_with_the_contract_that_the_engines_are_held_to(subject: Subje
     assert support.prefill_decode.startswith("blocks") == (subject.handover == "blocks")
     assert support.kv_events
     assert support.logprobs
+    assert support.prompt_logprobs
 
 
 @pytest.mark.parametrize("engine", ENGINES)
