@@ -17,6 +17,7 @@ class ChatTemplate:
     """Renders conversations.
 
     Attributes:
+        source: its text.
         wants_parts: it takes a message's content as a list of typed parts and fails on plain strings.
     """
 
@@ -32,7 +33,7 @@ class ChatTemplate:
 
         self._render = chat_template_utils.render_jinja_template  # keeps the compiled template in a cache of its own
         _flatten_globals(chat_template_utils, source)
-        self._source = source
+        self.source = source
         self._special_tokens = dict(special_tokens)
         self.wants_parts = False
         try:
@@ -55,7 +56,7 @@ class ChatTemplate:
             texts, _ = self._render(
                 conversations=[messages],
                 tools=tools,
-                chat_template=self._source,
+                chat_template=self.source,
                 add_generation_prompt=True,
                 **{**self._special_tokens, **variables},
             )

@@ -6,7 +6,8 @@ shown after k tokens depends on those k tokens only, never on batching, so anoth
 
 import re
 from codecs import utf_8_decode
-from collections.abc import Container, Sequence
+from collections import deque
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -52,15 +53,29 @@ class Detokenizer:
         """A token's own bytes, special or not, perhaps not whole characters; b"" if the id is unknown."""
         return self._raw[token] if 0 <= token < len(self._raw) else b""
 
-    def stream(self, stops: Sequence[str] = (), *, min_tokens: int = 0, stops_shown: bool = False) -> TextStream:
+    def special(self, texts: Iterable[str]) -> dict[int, str]:
+        """Those of the texts that are special tokens here, by id: for ``stream``."""
+        ids = ((self._tokenizer.token_to_id(text), text) for text in texts)
+        return {token: text for token, text in ids if token in self._special}
+
+    def stream(
+        self,
+        stops: Sequence[str] = (),
+        *,
+        min_tokens: int = 0,
+        stops_shown: bool = False,
+        shown: Mapping[int, str] | None = None,
+    ) -> TextStream:
         """The text of one answer, cut at the first stop string.
 
         Args:
             min_tokens: stop strings are looked for only in the text from this token (counted from 1) on.
             stops_shown: the answer ends with the stop string, not before it.
+            shown: special tokens that are to have a text all the same; stop strings are found as if they had none.
         """
         plain = ByteStream(self._pieces) if self._byte_level else WindowStream(self._tokenizer, self._special)
-        return StoppingStream(plain, StopMatcher(stops), min_tokens, stops_shown) if stops else plain
+        stream = StoppingStream(plain, StopMatcher(stops), min_tokens, stops_shown) if stops else plain
+        return MarkedStream(stream, shown) if shown else stream
 
 
 class ByteStream:
@@ -144,6 +159,11 @@ class StoppingStream:
         self._stops_shown = stops_shown
         self.stop: str | None = None
 
+    @property
+    def held(self) -> int:
+        """Characters that came and may still become a stop string."""
+        return self._matcher.held
+
     def push(self, token: int) -> str:
         if self.stop is not None:
             return ""
@@ -162,6 +182,50 @@ class StoppingStream:
     def _search(self, text: str) -> str:
         safe, self.stop = self._matcher.push(text)
         return safe + self.stop if self.stop is not None and self._stops_shown else safe
+
+
+class MarkedStream:
+    """A stream with the text of some special tokens put in where they came."""
+
+    __slots__ = ("_length", "_marks", "_places", "_stream")
+
+    def __init__(self, stream: TextStream, marks: Mapping[int, str]) -> None:
+        self._stream = stream
+        self._marks = marks
+        self._length = 0  # of the stream's own text so far
+        self._places: deque[tuple[int, str]] = deque()  # marks that wait for text before them to be shown
+
+    @property
+    def stop(self) -> str | None:
+        return self._stream.stop
+
+    @stop.setter
+    def stop(self, stop: str | None) -> None:
+        self._stream.stop = stop
+
+    def push(self, token: int) -> str:
+        ended = self._stream.stop is not None
+        text = self._stream.push(token)
+        mark = None if ended else self._marks.get(token)
+        if mark is not None:
+            held = self._stream.held if isinstance(self._stream, StoppingStream) else 0
+            self._places.append((self._length + len(text) + held, mark))
+        return self._with_marks(text)
+
+    def finish(self) -> str:
+        return self._with_marks(self._stream.finish())
+
+    def _with_marks(self, text: str) -> str:
+        start = self._length
+        self._length += len(text)
+        if not self._places:
+            return text
+        out, at = [], 0
+        while self._places and self._places[0][0] <= self._length:
+            place, mark = self._places.popleft()
+            out += [text[at : place - start], mark]
+            at = place - start
+        return "".join(out) + text[at:]
 
 
 class StopMatcher:
@@ -184,6 +248,11 @@ class StopMatcher:
         self._first = re.compile(f"[{re.escape(first)}]") if first else None
         self._held = ""
         self._matched: str | None = None
+
+    @property
+    def held(self) -> int:
+        """Characters held back."""
+        return len(self._held)
 
     def push(self, text: str) -> tuple[str, str | None]:
         """(text that is safe to show, the stop string found or None). After a match nothing is safe."""

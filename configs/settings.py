@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from configs.parsers import ReasoningParser, ToolCallParser
+
 Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
 
@@ -115,6 +117,12 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
     apply_logits_processors: Annotated[
         str, about('logits processors of every request, JSON as in a request: [{"name": ..., "args": {...}}]')
     ] = ""
+    reasoning_parser: Annotated[
+        ReasoningParser, about("how the model writes thoughts; auto: as the chat template tells, if it does")
+    ] = "auto"
+    tool_call_parser: Annotated[
+        ToolCallParser, about("how the model writes tool calls; auto: as the chat template tells, if it does")
+    ] = "auto"
     transfer: Annotated[
         Literal["auto", "nixl", "none"],
         about("how blocks move to other workers; auto: nixl for all roles that need it"),
@@ -201,6 +209,8 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     nats_port: Annotated[int, Meta(ge=0, le=65535, description="port of the embedded broker; 0: any free one")] = 0
     namespace: Annotated[str, about("prefix of all subjects and streams")] = "ps"
     chat_template: Annotated[str, about("Jinja file that replaces the model's own chat template")] = ""
+    reasoning_parser: Annotated[ReasoningParser, about("how the model writes thoughts; auto: by the template")] = "auto"
+    tool_call_parser: Annotated[ToolCallParser, about("how it writes tool calls; auto: by the template")] = "auto"
     block_size: Annotated[Positive, about("tokens per KV block")] = 32
     kv_blocks: Annotated[int, Meta(ge=0, description="blocks per worker; 0: from free memory")] = 0
     max_running: Annotated[Positive, about("sequences per worker and step")] = 256

@@ -140,6 +140,8 @@ class ChatBody(Body, frozen=True, kw_only=True):
     top_logprobs: Logprobs | None = None
     tools: Annotated[list[dict[str, Any]], Meta(max_length=512, description="handed to the template")] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: Annotated[bool, Meta(description="false: show the first call only")] | None = None
+    reasoning_effort: Annotated[str, Meta(max_length=64, description="handed to the template")] | None = None
     response_format: Typed | None = None
     functions: list[Any] | None = None
     function_call: Any = None

@@ -28,10 +28,11 @@ from gateway.openai import (
     template_messages,
     unsupported,
 )
+from gateway.parsers.table import Parsers, parsing
 from schemas.blocks import chain, media_extra, root
 from schemas.errors import Code, ServingError
 from schemas.ids import new_request_id
-from schemas.requests import GenerateRequest, LogitsProcessor, Media, Priority, Sampling, Stop
+from schemas.requests import GenerateRequest, LogitsProcessor, Media, Parsing, Priority, Sampling, Stop
 from schemas.wire import pack_tokens
 
 T = TypeVar("T")
@@ -55,6 +56,7 @@ class Target(NamedTuple):
         revision: of the workers' weights, if they say another one than the model directory; "": the directory's.
         max_images: images and embedding files per request.
         processors: logits processors that some worker has; None: no worker is known.
+        parsers: of thoughts and tool calls in chats; None: the answers are text.
     """
 
     model: ModelDir
@@ -67,6 +69,7 @@ class Target(NamedTuple):
     revision: str = ""
     max_images: int = 16
     processors: frozenset[str] | None = None
+    parsers: Parsers | None = None
 
     @property
     def limit(self) -> int:
@@ -202,6 +205,8 @@ def _render(body: ChatBody, messages: list[dict[str, Any]], model: ModelDir) -> 
             "messages", f"model {model.name!r} has no chat template; use /v1/completions or start with --chat-template"
         )
     variables = body.chat_template_kwargs or {}
+    if body.reasoning_effort is not None:
+        variables = {"reasoning_effort": body.reasoning_effort, **variables}
     if taken := _OWN_VARIABLES & variables.keys():
         raise invalid("chat_template_kwargs", f"chat_template_kwargs cannot set {sorted(taken)}")
     tools = body.tools if body.tool_choice != "none" else None
@@ -371,9 +376,21 @@ def _request(
         stops_shown=bool(body.include_stop_str_in_output),
         echo=isinstance(body, TextBody) and bool(body.echo),
         unanswered=body.max_tokens == 0,
+        parsing=_parsing(body, tokens, target) if target.parsers is not None and isinstance(body, ChatBody) else None,
     )
     usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     return Prepared(request, len(tokens), bool(body.stream), usage)
+
+
+def _parsing(body: ChatBody, tokens: list[int], target: Target) -> Parsing | None:
+    assert target.parsers is not None
+
+    def prompt_end(count: int) -> str:
+        text: str = target.model.tokenizer.decode(tokens[-count:], skip_special_tokens=False)
+        return text
+
+    tools = body.tools if body.tool_choice != "none" else None
+    return parsing(target.parsers, tools, prompt_end, one_call=body.parallel_tool_calls is False)
 
 
 def _output_limit(prompt_tokens: int, asked: int | None, target: Target) -> int:

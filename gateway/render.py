@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from configs.detokenize import Detokenizer
+from gateway.parsers.table import parser, special
 from gateway.prepare import CHAT
 from gateway.responses import (
     AnswerMessage,
@@ -18,6 +19,7 @@ from gateway.responses import (
     ChatCompletion,
     ChatLogprob,
     ChatLogprobs,
+    Delta,
     PromptLogprobs,
     PromptTokensDetails,
     TextChoice,
@@ -43,12 +45,28 @@ _json = msgspec.json.Encoder().encode
 class _Choice:
     """How far one choice is. ``sent``: an event was written (or suppressed as already seen) for it."""
 
-    __slots__ = ("finish", "index", "offset", "position", "prefix", "push", "sent", "skip", "stream", "suffix")
+    __slots__ = (
+        "finish",
+        "index",
+        "offset",
+        "parser",
+        "position",
+        "prefix",
+        "push",
+        "sent",
+        "skip",
+        "stream",
+        "suffix",
+    )
 
     def __init__(self, index: int, request: GenerateRequest, detokenizer: Detokenizer) -> None:
         stop = request.stop
         self.index = index
-        self.stream = detokenizer.stream(stop.strings, min_tokens=stop.min_tokens, stops_shown=request.stops_shown)
+        self.parser = parser(request, index) if request.parsing is not None else None
+        shown = detokenizer.special(special(request.parsing)) if request.parsing is not None else None
+        self.stream = detokenizer.stream(
+            stop.strings, min_tokens=stop.min_tokens, stops_shown=request.stops_shown, shown=shown
+        )
         self.push = self.stream.push
         self.position = 0
         self.offset = 0  # characters of token text before the next token, for text logprobs
@@ -70,6 +88,7 @@ class _Answer:
         self._detokenizer = detokenizer
         self._logprobs = request.sampling.logprobs is not None
         self._scored = request.sampling.prompt_logprobs is not None
+        self._parsed = request.parsing is not None
         self._choices = [_Choice(index, request, detokenizer) for index in range(request.n)]
         self._open = request.n
 
@@ -147,6 +166,8 @@ class Renderer(_Answer):
         self._closed = False
         for choice in self._choices:
             text = b'"delta":{"role":"assistant","content":' if self.chat else b'"text":'
+            if self._parsed:
+                text = b'"delta":{"role":"assistant",'
             choice.prefix = b'%b,"choices":[{"index":%d,%b' % (self._head, choice.index, text)
             brace = b"}" if self.chat else b""
             choice.suffix = brace + b',"logprobs":null,"finish_reason":null}]' + self._tail
@@ -178,8 +199,8 @@ class Renderer(_Answer):
             if self.done:
                 break
             choice = self._choices[item.choice]
-            if self._logprobs:
-                self._with_logprobs(out, choice, item)
+            if self._logprobs or self._parsed:
+                self._token_by_token(out, choice, item)
             else:
                 data = item.tokens
                 if item.finish is not None and self._hides_last(item.finish):
@@ -225,27 +246,33 @@ class Renderer(_Answer):
     def _positions(self) -> bytes:
         return ".".join([f"{c.position}f" if c.finish is not None else str(c.position) for c in self._choices]).encode()
 
-    def _with_logprobs(self, out: list[bytes], choice: _Choice, item: TokenItem) -> None:
+    def _token_by_token(self, out: list[bytes], choice: _Choice, item: TokenItem) -> None:
+        """Events of answers with logprobs, or that are taken apart."""
         logprobs = item.logprobs or ()
         tokens = unpack_tokens(item.tokens)
         shown = len(tokens) - self._hides_last(item.finish)
         for place, token in enumerate(tokens):
             choice.position += 1
             text = choice.push(token) if place < shown else ""
+            delta = choice.parser.push(text) if choice.parser is not None and text else None
             shaped = self._shaped_logprobs(choice, [(token, logprobs[place])]) if place < len(logprobs) else None
-            if text or shaped:
-                suffix = choice.suffix.replace(b"null", _json(shaped), 1)
-                self._event(out, choice, choice.prefix + _json(text) + suffix)
+            if delta or shaped or (text and choice.parser is None):
+                suffix = choice.suffix.replace(b"null", _json(shaped), 1) if shaped else choice.suffix
+                said = _fields(delta) or b'"content":""' if choice.parser is not None else _json(text)
+                self._event(out, choice, choice.prefix + said + suffix)
 
     def _finish(self, out: list[bytes], choice: _Choice, finish: Finish) -> None:
         if not self._ended(choice, finish):
             return
         rest = choice.stream.finish()
-        if self.chat and choice.sent and not rest:
+        if choice.parser is not None:
+            said = _fields(choice.parser.finish(rest))
+            body = choice.prefix + (said if said or choice.sent else b'"content":""')
+        elif self.chat and choice.sent and not rest:
             body = choice.prefix.removesuffix(b'"content":')
         else:
             body = choice.prefix + _json(rest)
-        suffix = choice.suffix.replace(b'"finish_reason":null', b'"finish_reason":' + _json(finish.reason), 1)
+        suffix = choice.suffix.replace(b'"finish_reason":null', b'"finish_reason":' + _json(_reason(choice)), 1)
         choice.sent = True
         if choice.skip >= 0:
             out.append(b"id: " + self._positions() + body + suffix)
@@ -313,7 +340,8 @@ class Collector(_Answer):
         return _json(TextCompletion(*names, [self._text_choice(choice) for choice in self._choices], self.usage))
 
     def _chat_choice(self, choice: _Choice) -> ChatChoice:
-        message = AnswerMessage("".join(self._texts[choice.index]))
+        text = "".join(self._texts[choice.index])
+        message = AnswerMessage(text) if choice.parser is None else choice.parser.whole(text)
         return ChatChoice(choice.index, message, _reason(choice), self._all_logprobs(choice))
 
     def _text_choice(self, choice: _Choice) -> TextChoice:
@@ -339,4 +367,10 @@ class Collector(_Answer):
 
 def _reason(choice: _Choice) -> str:
     assert choice.finish is not None
-    return choice.finish.reason
+    reason = choice.finish.reason
+    return "tool_calls" if reason == "stop" and choice.parser is not None and choice.parser.called else reason
+
+
+def _fields(delta: Delta | None) -> bytes:
+    """A delta's JSON without the braces."""
+    return _json(delta)[1:-1] if delta is not None else b""

@@ -58,9 +58,26 @@ PromptLogprobs = list[dict[int, PromptLogprob] | None]
 """By token of the prompt, null for the first: the token's own and the best, by token id."""
 
 
+class FunctionMessage(Struct, frozen=True):
+    """``arguments``: JSON as the model wrote it, not checked against the tool's schema."""
+
+    name: str
+    arguments: str
+
+
+class CallMessage(Struct, frozen=True):
+    id: str
+    function: FunctionMessage
+    type: Literal["function"] = "function"
+
+
 class AnswerMessage(Struct, frozen=True):
-    content: str
+    """``content`` is null beside thoughts or calls without any."""
+
+    content: str | None
     role: Literal["assistant"] = "assistant"
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[CallMessage] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, frozen=True):
@@ -101,9 +118,25 @@ class TextCompletion(Struct, frozen=True):
     object: Literal["text_completion"] = "text_completion"
 
 
+class FunctionDelta(Struct, frozen=True, omit_defaults=True):
+    arguments: str
+    name: str | None = None
+
+
+class CallDelta(Struct, frozen=True, omit_defaults=True):
+    """``id``, ``type`` and the name come once, with the first delta of a call; the arguments add up."""
+
+    index: int
+    function: FunctionDelta
+    id: str | None = None
+    type: Literal["function"] | None = None
+
+
 class Delta(Struct, frozen=True, omit_defaults=True):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[CallDelta] | None = None
 
 
 class ChunkChoice(Struct, frozen=True):

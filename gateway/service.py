@@ -17,6 +17,7 @@ from configs.settings import GatewaySettings
 from gateway.attachments import Attachments
 from gateway.exchange import CLOCK_SKEW_NS, Exchange, TokenFeed
 from gateway.metrics import Metrics
+from gateway.parsers.table import Parsers, agreed
 from gateway.pictures import PATHS, prepare_picture
 from gateway.prepare import CHAT, Draft, Prepared, Target, finish, prepare_chat, prepare_text
 from gateway.studios import ROLE, Studios
@@ -61,6 +62,7 @@ class Gateway:
         self._opening = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
         self._attachments = Attachments(bus, settings, metrics)
+        self._disagreed: set[frozenset[Parsers]] = set()  # of which it was warned
         self._target = self._make_target()
         self._queued = 0  # accepted and not yet taken by a router, at the last look
         self._accepted_since = 0
@@ -125,6 +127,10 @@ class Gateway:
 
     def _make_target(self) -> Target:
         workers = [m.registration for m in self.fleet.members.values() if self._serves(m)]
+        parsers, named = agreed(workers)
+        if len(named) > 1 and named not in self._disagreed:
+            self._disagreed.add(named)
+            log.warning("workers_name_different_parsers", parsers=sorted(named), used=parsers)
         return Target(
             self.model,
             self.names,
@@ -136,6 +142,7 @@ class Gateway:
             revision=workers[0].revision if workers else "",
             max_images=self.settings.max_images,
             processors=frozenset(name for w in workers for name in w.logits_processors) if workers else None,
+            parsers=parsers if any(parsers) else None,
         )
 
     # --- in ---

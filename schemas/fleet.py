@@ -71,6 +71,8 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     vision: bool = False  # turns images into embeddings itself
     diffusion: Diffuser | None = None  # of role "diffusion"
     logits_processors: tuple[str, ...] = ()  # that requests may name
+    reasoning_parser: str = ""  # what its model's thoughts are written in; "": nothing known
+    tool_call_parser: str = ""
 
 
 def removal_headers(revision: int) -> dict[str, str]:

@@ -93,6 +93,20 @@ class Diffusion(msgspec.Struct, frozen=True, omit_defaults=True):
     inline: bool = False  # the answer holds the files, not their URLs
 
 
+class Parsing(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the answer's text is taken apart; decided when the request is accepted, so that it looks the same everywhere.
+
+    ``texts``: of formats that do not tell text from numbers, per function the parameters that are text, and whether
+    null is allowed too.
+    """
+
+    reasoning: str = ""  # name of the parser; "": thoughts stay in the text
+    tools: str = ""  # name of the parser; "": calls stay in the text
+    thinking: bool = False  # the prompt ends within thoughts
+    one_call: bool = False  # show the first call only
+    texts: dict[str, dict[str, bool]] = {}
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """One accepted request. From its publish ack on it will get exactly one terminal event."""
 
@@ -118,6 +132,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     diffusion: Diffusion | None = None  # pictures, not tokens: prompt, stop and sampling mean nothing
     echo: bool = False  # the answer begins with the prompt
     unanswered: bool = False  # only the prompt is shown, not the one token that is computed
+    parsing: Parsing | None = None  # None: the text is shown as it is
 
 
 decode = decoder(GenerateRequest)

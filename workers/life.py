@@ -51,6 +51,8 @@ class Model(msgspec.Struct, frozen=True):
     revision: str
     detokenizer: Detokenizer | None
     connection: str
+    reasoning_parser: str = ""
+    tool_call_parser: str = ""
 
 
 class Life(ABC):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import structlog
 
-from configs import logs, modeldir
+from configs import logs, modeldir, parsers
 from configs.bus.connection import connect
 from configs.bus.publish import Publisher
 from configs.settings import WorkerSettings
@@ -83,7 +83,16 @@ class _Worker(WorkerProcess[Session]):
             transport = await self._transport(engine, built, connection, loop)
             vision = _eyes(built)
             names = tuple(n for n in settings.served_model_name.split(",") if n) or (described.name,)
-            model = Model(names[0], names[1:], described.revision, described.detokenizer, connection)
+            template = described.template.source if described.template is not None else ""
+            model = Model(
+                names[0],
+                names[1:],
+                described.revision,
+                described.detokenizer,
+                connection,
+                parsers.reasoning_parser(settings.reasoning_parser, template),
+                parsers.tool_call_parser(settings.tool_call_parser, template),
+            )
 
             def make() -> Session:
                 return Session(bus, publisher, engine, built.info, model, settings, self._metrics, transport, vision)

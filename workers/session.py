@@ -152,6 +152,8 @@ class Session(Life):
             transfer=self._endpoint(),
             vision=self._vision is not None,
             logits_processors=info.logits_processors,
+            reasoning_parser=self._model.reasoning_parser,
+            tool_call_parser=self._model.tool_call_parser,
         )
 
     def _endpoint(self) -> Endpoint | None:

@@ -1,0 +1,246 @@
+"""Tool calls whose arguments are written as JSON: they are streamed as the model writes them.
+
+Sources: the models' chat templates (Qwen, Hermes, Mistral, Llama 3, Nemotron, DeepSeek V3 and V3.1, Kimi K2).
+"""
+
+import re
+from collections.abc import Callable
+
+from gateway.parsers.formats import NAME_RUN, Texts, Tools, closing, name_of
+from gateway.parsers.jsontext import string, value
+from gateway.parsers.reader import Malformed, Marks, Reader, Steps
+from gateway.parsers.sink import Sink
+
+_ARGUMENTS = ("arguments", "parameters")
+_IDENTIFIER = re.compile(r"[A-Za-z0-9]*")
+
+
+def _arguments(reader: Reader, sink: Sink) -> Steps[None]:
+    """The value of "arguments": an object as it is; some models write it as a string, or null."""
+    while not reader.peek() and not reader.ended:
+        yield
+    if reader.peek() == '"':
+        parts: list[str] = []
+        if (yield from value(reader, parts.append)):
+            sink.arguments(_unquoted("".join(parts)))
+        else:
+            sink.arguments("".join(parts))
+    elif reader.peek() == "n" and (yield from reader.literal("null")):
+        sink.arguments("{}")
+    else:
+        yield from value(reader, sink.arguments)
+
+
+def _unquoted(text: str) -> str:
+    inner = Reader()
+    inner.feed(text)
+    inner.ended = True
+    try:
+        next(steps := string(inner))
+    except StopIteration as found:
+        return str(found.value)
+    except Malformed:
+        return text
+    steps.close()
+    return text
+
+
+def _object(reader: Reader, sink: Sink, *, needs_arguments: bool = False) -> Steps[None]:
+    """One call, ``{"name": ..., "arguments": {...}}``, behind its "{". Streams once the name is known.
+
+    Raises:
+        Malformed: it is none, and nothing of it was shown.
+    """
+    name = ""
+    early: list[str] | None = None  # arguments before the name
+    begun = False
+    while True:
+        yield from reader.space()
+        if not begun and (yield from reader.literal("}")):
+            break
+        try:
+            key = yield from string(reader)
+            yield from reader.space()
+            if not (yield from reader.literal(":")):
+                raise Malformed
+            yield from reader.space()
+            if key == "name" and not name:
+                name = name_of((yield from string(reader)))
+            elif key in _ARGUMENTS and name and not begun:
+                begun = True
+                sink.call(name)
+                reader.drop()
+                yield from _arguments(reader, sink)
+            else:
+                parts: list[str] = []
+                if not (yield from value(reader, parts.append)):
+                    raise Malformed
+                if key in _ARGUMENTS and early is None and not begun:
+                    early = parts
+        except Malformed:
+            if not begun:
+                raise
+            sink.content(reader.held())
+            return
+        if begun:
+            reader.drop()
+        yield from reader.space()
+        if not (end := (yield from reader.literal(",", "}"))):
+            if begun:
+                return
+            raise Malformed
+        if end == "}":
+            break
+        if begun:
+            reader.hold(end)
+    if begun:
+        return
+    if not name or (early is None and needs_arguments):
+        raise Malformed
+    sink.call(name)
+    reader.drop()
+    sink.arguments("{}" if early is None else "".join(early))
+
+
+def _listed(reader: Reader, sink: Sink) -> Steps[None]:
+    """Calls ``{...}, {...}]`` behind their "[".
+
+    Raises:
+        Malformed: the next thing is no call.
+    """
+    while True:
+        yield from reader.space()
+        if not (yield from reader.literal("{")):
+            raise Malformed
+        yield from _object(reader, sink)
+        if (yield from closing(reader, sink, ",", "]")) != ",":
+            return
+        reader.hold(",")
+
+
+def _hermes(reader: Reader, sink: Sink, texts: Texts) -> Steps[None]:
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``"""
+    yield from reader.space()
+    if not (yield from reader.literal("{")):
+        raise Malformed
+    while True:
+        yield from _object(reader, sink)
+        if (yield from closing(reader, sink, "</tool_call>", "{")) != "{":
+            return
+        reader.hold("{")
+
+
+def _nemotron(reader: Reader, sink: Sink, texts: Texts) -> Steps[None]:
+    """``<TOOLCALL>[{"name": ..., "arguments": {...}}, ...]</TOOLCALL>``"""
+    yield from reader.space()
+    if not (yield from reader.literal("[")):
+        raise Malformed
+    yield from _listed(reader, sink)
+    yield from closing(reader, sink, "</TOOLCALL>")
+
+
+def _mistral(reader: Reader, sink: Sink, texts: Texts) -> Steps[None]:
+    """``[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]``, or ``[TOOL_CALLS]name[ARGS]{...}`` (newer)."""
+    yield from reader.space()
+    if (yield from reader.literal("[")):
+        yield from _listed(reader, sink)
+        return
+    name = name_of((yield from reader.run(NAME_RUN)))
+    call_id = ""
+    if (yield from reader.literal("[CALL_ID]", "[ARGS]")) == "[CALL_ID]":
+        call_id = yield from reader.run(_IDENTIFIER)
+        yield from reader.literal("[ARGS]")
+    yield from reader.space()
+    if reader.peek() != "{":
+        raise Malformed
+    sink.call(name, call_id)
+    reader.drop()
+    yield from value(reader, sink.arguments)
+
+
+def _llama3(reader: Reader, sink: Sink, texts: Texts) -> Steps[None]:
+    """The whole answer is ``{"name": ..., "parameters": {...}}``, several with ";" between, perhaps behind
+    ``<|python_tag|>``. Other JSON is content."""
+    yield from reader.space()
+    while True:
+        if not (yield from reader.literal("{")):
+            raise Malformed
+        yield from _object(reader, sink, needs_arguments=True)
+        if not (yield from closing(reader, sink, ";")):
+            return
+        reader.hold(";")
+        yield from reader.space()
+
+
+def _section(
+    begin: str, separator: str, end: str, section_end: str, head: Callable[[str], tuple[str, str]], *, fenced: bool
+) -> Callable[[Reader, Sink, Texts], Steps[None]]:
+    """Calls ``begin head separator {...} end``, one after the other, then ``section_end``.
+
+    Args:
+        head: from its text to the name and the id ("": none).
+        fenced: the name follows the separator, and the arguments are a block of Markdown.
+    """
+    before = Marks(separator)
+    line = Marks("\n")
+
+    def calls(reader: Reader, sink: Sink, texts: Texts) -> Steps[None]:
+        space = yield from reader.space()
+        if not (yield from reader.literal(begin)):
+            raise Malformed
+        while True:
+            parts: list[str] = []
+            if not (yield from reader.until(before, parts.append)):
+                raise Malformed
+            if fenced:
+                parts = []
+                yield from reader.until(line, parts.append)
+                yield from reader.space()
+                if not (yield from reader.literal("```json")):
+                    raise Malformed
+            name, call_id = head("".join(parts))
+            name = name_of(name)
+            space = yield from reader.space()
+            if not reader.peek():
+                raise Malformed
+            sink.call(name, call_id)
+            reader.drop()
+            yield from value(reader, sink.arguments)
+            if fenced:
+                yield from closing(reader, sink, "```")
+            yield from closing(reader, sink, end)
+            space = yield from reader.space()
+            mark = yield from reader.literal(begin, section_end)
+            if mark != begin:
+                if not mark:
+                    sink.content(space)
+                return
+            reader.hold(space + mark)
+
+    return calls
+
+
+def _kimi_head(text: str) -> tuple[str, str]:
+    """``functions.get_weather:0`` is the call's id, which the model wants to see again."""
+    call_id = text.strip()
+    return call_id.removeprefix("functions.").rpartition(":")[0] or call_id, call_id
+
+
+_DEEPSEEK = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
+_DEEPSEEK_BEGIN = "<｜tool▁calls▁begin｜>"
+_DEEPSEEK_SPECIAL = (_DEEPSEEK_BEGIN, *_DEEPSEEK)
+_KIMI = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>")
+_KIMI_BEGIN = "<|tool_calls_section_begin|>"
+_HERMES = ("<tool_call>", "</tool_call>")
+
+HERMES = Tools(_hermes, _HERMES[:1], special=_HERMES)
+NEMOTRON = Tools(_nemotron, ("<TOOLCALL>",), special=("<TOOLCALL>", "</TOOLCALL>"))
+MISTRAL = Tools(_mistral, ("[TOOL_CALLS]",), special=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), id_chars=9)
+LLAMA3 = Tools(_llama3, ("<|python_tag|>",), starts="{", special=("<|python_tag|>",))
+DEEPSEEK_V3 = Tools(
+    _section(*_DEEPSEEK, lambda name: (name, ""), fenced=True), (_DEEPSEEK_BEGIN,), special=_DEEPSEEK_SPECIAL
+)
+DEEPSEEK_V31 = Tools(
+    _section(*_DEEPSEEK, lambda name: (name, ""), fenced=False), (_DEEPSEEK_BEGIN,), special=_DEEPSEEK_SPECIAL
+)
+KIMI_K2 = Tools(_section(*_KIMI, _kimi_head, fenced=False), (_KIMI_BEGIN,), special=(_KIMI_BEGIN, *_KIMI))

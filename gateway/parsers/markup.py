@@ -1,0 +1,153 @@
+"""Tool calls as markup, one element per argument: Qwen3-Coder and GLM-4.5. Their JSON is written here, piece by piece.
+
+The markup does not say whether ``5`` is a number or a text; the tool's schema does.
+"""
+
+import re
+from collections.abc import Callable
+
+import msgspec
+
+from gateway.parsers.formats import Texts, Tools, closing, name_of
+from gateway.parsers.jsontext import encode
+from gateway.parsers.reader import Malformed, Marks, Reader, Steps
+from gateway.parsers.sink import Sink
+
+_KEY = re.compile(r"[^<>\n]*")
+_NAME_RUN = re.compile(r"[^<>\s]*")
+_WORDS = {"true": b"true", "false": b"false", "null": b"null", "none": b"null"}
+
+
+def _value(reader: Reader, sink: Sink, end: Marks, text: bool | None, *, lines: bool) -> Steps[bool]:
+    """One argument's value, behind its opening, to its end.
+
+    Args:
+        text: None: JSON if it is, else text; False: text; True: text or null.
+        lines: the value stands on lines of its own.
+    Returns: False: it is broken off.
+    """
+    if text is False:
+        sink.arguments('"')
+        over = yield from reader.until(end, _Lines(sink.arguments) if lines else lambda part: sink.arguments(_in(part)))
+        sink.arguments('"' if over else "")
+        return bool(over)
+    parts: list[str] = []
+    over = yield from reader.until(end, parts.append)
+    whole = "".join(parts)
+    if lines:
+        whole = whole.removeprefix("\n").removesuffix("\n")
+    sink.arguments(_guessed(whole, text) if over else _in(whole))
+    return bool(over)
+
+
+class _Lines:
+    """Escapes text for a JSON string without the line breaks at its two ends."""
+
+    def __init__(self, emit: Callable[[str], None]) -> None:
+        self._emit = emit
+        self._begun = False
+        self._break = ""
+
+    def __call__(self, part: str) -> None:
+        if not self._begun:
+            self._begun = True
+            part = part.removeprefix("\n")
+        part = self._break + part
+        kept = part.removesuffix("\n")
+        self._break = part[len(kept) :]
+        self._emit(_in(kept))
+
+
+def _in(text: str) -> str:
+    """As it stands inside a JSON string."""
+    return encode(text)[1:-1].decode()
+
+
+def _guessed(text: str, may_be_null: bool | None) -> str:
+    """JSON of a value that is written as it is."""
+    word = _WORDS.get(text.strip().lower())
+    if may_be_null:
+        return "null" if word == b"null" else encode(text).decode()
+    if word is not None:
+        return word.decode()
+    try:
+        msgspec.json.decode(text.encode())
+        return text.strip()
+    except (msgspec.DecodeError, RecursionError):
+        return encode(text).decode()
+
+
+class _Arguments:
+    """Writes the object around the values."""
+
+    def __init__(self, sink: Sink, texts: dict[str, bool]) -> None:
+        self._sink = sink
+        self._texts = texts
+        self._some = False
+
+    def key(self, key: str) -> bool | None:
+        """Begin an argument; returns what is known of its type, for ``_value``."""
+        self._sink.arguments((", " if self._some else "{") + encode(key).decode() + ": ")
+        self._some = True
+        return self._texts.get(key)
+
+    def end(self) -> None:
+        self._sink.arguments("}" if self._some else "{}")
+
+
+_PARAMETER_END = Marks("</parameter>")
+_VALUE_END = Marks("</arg_value>")
+
+
+def _qwen3_coder(reader: Reader, sink: Sink, texts: Texts) -> Steps[None]:
+    """``<tool_call><function=NAME><parameter=KEY>\\nVALUE\\n</parameter>...</function></tool_call>``"""
+    yield from reader.space()
+    if not (yield from reader.literal("<function=")):
+        raise Malformed
+    name = name_of((yield from reader.run(_NAME_RUN)))
+    if not (yield from reader.literal(">")):
+        raise Malformed
+    sink.call(name)
+    reader.drop()
+    arguments = _Arguments(sink, texts.get(name, {}))
+    while (mark := (yield from closing(reader, sink, "<parameter=", "</function>"))) == "<parameter=":
+        key = (yield from reader.run(_KEY)).strip()
+        if not (yield from reader.literal(">")) or not key:
+            sink.content(mark + key)
+            break
+        if not (yield from _value(reader, sink, _PARAMETER_END, arguments.key(key), lines=True)):
+            return
+    if mark or not reader.ended:
+        arguments.end()
+    yield from closing(reader, sink, "</tool_call>")
+
+
+def _glm45(reader: Reader, sink: Sink, texts: Texts) -> Steps[None]:
+    """``<tool_call>NAME\\n<arg_key>KEY</arg_key>\\n<arg_value>VALUE</arg_value>...</tool_call>``"""
+    yield from reader.space()
+    name = name_of((yield from reader.run(_NAME_RUN)))
+    yield from reader.space()
+    mark = yield from reader.literal("<arg_key>", "</tool_call>")
+    if not mark:
+        raise Malformed
+    sink.call(name)
+    reader.drop()
+    arguments = _Arguments(sink, texts.get(name, {}))
+    while mark == "<arg_key>":
+        key = (yield from reader.run(_KEY)).strip()
+        if not key or not (yield from reader.literal("</arg_key>")):
+            sink.content(mark + key)
+            break
+        if not (yield from closing(reader, sink, "<arg_value>")):
+            return
+        if not (yield from _value(reader, sink, _VALUE_END, arguments.key(key), lines=False)):
+            return
+        mark = yield from closing(reader, sink, "<arg_key>", "</tool_call>")
+    if mark or not reader.ended:
+        arguments.end()
+
+
+_TAGS = ("<tool_call>", "</tool_call>")
+
+QWEN3_CODER = Tools(_qwen3_coder, _TAGS[:1], special=_TAGS, texts=True)
+GLM45 = Tools(_glm45, _TAGS[:1], special=(*_TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"), texts=True)

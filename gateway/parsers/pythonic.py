@@ -1,0 +1,120 @@
+"""Tool calls as a Python list of calls: the whole answer is ``[get_weather(city="Oslo", days=3), ...]`` (Llama 4).
+
+A call is shown when it is complete: only then are its values known to be literals.
+"""
+
+import ast
+import re
+import warnings
+from typing import Any
+
+from gateway.parsers.formats import Texts, Tools, closing, name_of
+from gateway.parsers.jsontext import encode
+from gateway.parsers.reader import Malformed, Reader, Steps
+from gateway.parsers.sink import Sink
+
+_NAME_RUN = re.compile(r"[A-Za-z0-9_.\-]*")
+_STRUCTURE = re.compile(r"[\"'()\[\]{}]")
+_IN_STRING = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
+_WORDS = {"true": True, "false": False, "null": None}
+
+
+class _Parentheses:
+    """Follows a call's arguments to its closing parenthesis; the opening one was read."""
+
+    __slots__ = ("_depth", "_escaped", "_quote")
+
+    def __init__(self) -> None:
+        self._depth = 1
+        self._quote = ""
+        self._escaped = False
+
+    def __call__(self, text: str, at: int) -> tuple[int, bool]:
+        while at < len(text):
+            if self._escaped:
+                self._escaped = False
+                at += 1
+                continue
+            found = (_IN_STRING[self._quote] if self._quote else _STRUCTURE).search(text, at)
+            if found is None:
+                return len(text), False
+            at, what = found.end(), found.group()
+            if what == "\\":
+                self._escaped = True
+            elif what in "\"'":
+                self._quote = "" if self._quote else what
+            else:
+                self._depth += 1 if what in "([{" else -1
+                if not self._depth:
+                    return at, True
+        return at, False
+
+
+def _loaded(text: str) -> dict[str, Any]:
+    """Keyword arguments, without the parentheses.
+
+    Raises:
+        Malformed: they are no keyword arguments of literals.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of "\d" in a string
+            call = ast.parse(f"f({text})", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
+            raise Malformed
+        return {_named(word.arg): _literal(word.value) for word in call.keywords}
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise Malformed from None
+
+
+def _named(key: str | None) -> str:
+    if key is None:  # **{...}
+        raise Malformed
+    return key
+
+
+def _literal(node: ast.expr | None) -> Any:
+    match node:
+        case ast.Constant(value=str() | int() | float() | None):
+            return node.value
+        case ast.Name(id=word) if word in _WORDS:  # as in JSON
+            return _WORDS[word]
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+            return -number
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_literal(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            return {str(_literal(key)): _literal(item) for key, item in zip(keys, values, strict=True)}
+    raise Malformed
+
+
+def _pythonic(reader: Reader, sink: Sink, texts: Texts) -> Steps[None]:
+    yield from reader.space()
+    if not (yield from reader.literal("[")):
+        raise Malformed
+    while True:
+        yield from reader.space()
+        name = name_of((yield from reader.run(_NAME_RUN)))
+        if not (yield from reader.literal("(")):
+            raise Malformed
+        parts: list[str] = []
+        if not (yield from reader.scan(_Parentheses(), parts.append)):
+            raise Malformed
+        try:
+            arguments = encode(_loaded("".join(parts)[:-1])).decode()
+        except UnicodeEncodeError:  # half a surrogate
+            raise Malformed from None
+        yield from reader.space()
+        mark = yield from reader.literal(",", "]")
+        if not mark:
+            raise Malformed
+        sink.call(name)
+        sink.arguments(arguments)
+        reader.drop()
+        if mark == "]":
+            yield from closing(reader, sink, "<|python_end|>")
+            return
+        reader.hold(mark)
+
+
+PYTHONIC = Tools(_pythonic, ("<|python_start|>",), starts="[", special=("<|python_start|>", "<|python_end|>"))
