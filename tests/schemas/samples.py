@@ -59,6 +59,7 @@ REQUEST = requests.GenerateRequest(
     ),
     echo=True,
     unanswered=True,
+    parsing=requests.Parsing("qwen3", "hermes", thinking=True, one_call=True, texts={"f": {"a": True}}),
 )
 DECISION = jobs.Decision(
     mode="kv",
@@ -205,6 +206,8 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
                 guidance=False,
             ),
             logits_processors=("temperature",),
+            reasoning_parser="qwen3",
+            tool_call_parser="hermes",
         ),
         fleet.decode,
     ),

@@ -1,0 +1,211 @@
+"""Answers as models of each format write them, and what they say."""
+
+from typing import Any, NamedTuple
+
+
+class Case(NamedTuple):
+    """``calls``: (name, arguments) to the letter; None as content: there is none beside thoughts or calls."""
+
+    reasoning: str
+    tools: str
+    text: str
+    content: str | None
+    thought: str | None = None
+    calls: tuple[tuple[str, str], ...] = ()
+    options: dict[str, Any] = {}
+
+
+WEATHER = '{"city": "Zürich", "days": 3}'
+TIME = '{"zone": "CET", "parts": ["h", "m"], "of": {"a": {"b": "}"}}}'
+CODE = '{"code": "print(\\"</tool_call>\\")\\n[1]", "run": true}'
+TEXTS = {"get_weather": {"city": False}, "write": {"path": False, "text": False, "note": True}}
+
+HERMES = [
+    Case("", "hermes", f'<tool_call>\n{{"name": "get_weather", "arguments": {WEATHER}}}\n</tool_call>', None,
+         calls=(("get_weather", WEATHER),)),
+    Case("", "hermes",
+         f'I will look.\n\n<tool_call>\n{{"name": "get_weather", "arguments": {WEATHER}}}\n</tool_call>\n<tool_call>\n'
+         f'{{"name": "get_time", "arguments": {TIME}}}\n</tool_call>', "I will look.",
+         calls=(("get_weather", WEATHER), ("get_time", TIME))),
+    Case("", "hermes", f'<tool_call>{{"name": "run", "arguments": {CODE}}}</tool_call>', None, calls=(("run", CODE),)),
+    Case("", "hermes", f'<tool_call>{{"arguments": {WEATHER}, "name": "get_weather", "id": 7}}</tool_call>\nDone.',
+         "Done.", calls=(("get_weather", WEATHER),)),
+    Case("", "hermes", '<tool_call>{"name": "a", "arguments": "{\\"x\\": 1}"}</tool_call>', None,
+         calls=(("a", '{"x": 1}'),)),
+    Case("", "hermes", '<tool_call>{"name": "a", "arguments": null}</tool_call>', None, calls=(("a", "{}"),)),
+    Case("", "hermes", '<tool_call>{"name": "a"}</tool_call>', None, calls=(("a", "{}"),)),
+    Case("", "hermes", '<tool_call>\n{"name": "a", "arguments": {}}\n{"name": "b", "arguments": {}}\n</tool_call>',
+         None, calls=(("a", "{}"), ("b", "{}"))),
+    # one brace too few: what is there is handed on
+    Case("", "hermes", '<tool_call>{"name": "a", "arguments": {"x": {"y": 1}</tool_call> So.', "So.",
+         calls=(("a", '{"x": {"y": 1}'),)),
+    # cut off by max_tokens
+    Case("", "hermes", 'Well.\n<tool_call>\n{"name": "a", "arguments": {"x": "lo', "Well.",
+         calls=(("a", '{"x": "lo'),)),
+    Case("", "hermes", 'Well.\n<tool_call>\n{"name": "get_we', 'Well.\n<tool_call>\n{"name": "get_we'),
+    # look-alikes
+    Case("", "hermes", "Write <tool_call> and then JSON, as in <tool", "Write <tool_call> and then JSON, as in <tool"),
+    Case("", "hermes", 'It is {"name": "a", "arguments": {}} in JSON.\n',
+         'It is {"name": "a", "arguments": {}} in JSON.\n'),
+    Case("", "hermes", "<tool_call>{not json}</tool_call>", "<tool_call>{not json}</tool_call>"),
+    Case("", "hermes", '<tool_call>{"name": "two words", "arguments": {}}</tool_call>',
+         '<tool_call>{"name": "two words", "arguments": {}}</tool_call>'),
+    Case("", "hermes", '<tool_call>oops <tool_call>{"name": "a", "arguments": {}}</tool_call>', "<tool_call>oops",
+         calls=(("a", "{}"),)),
+    Case("", "hermes", "  \n plain text \n ", "  \n plain text \n "),
+    Case("", "hermes", '{"name": "a", "arguments": {}}', '{"name": "a", "arguments": {}}'),
+]  # fmt: skip
+
+THINK = [
+    Case("qwen3", "", "<think>\nFirst this,\n\nthen that.\n</think>\n\nThe answer is 4.\n", "The answer is 4.\n",
+         "First this,\n\nthen that."),
+    Case("qwen3", "", "No thoughts, only </think> as text.", "No thoughts, only </think> as text."),
+    Case("qwen3", "", "<think>\n\n</think>\n\nQuick.", "Quick."),
+    Case("basic", "", "<think>cut in the mid", None, "cut in the mid"),
+    Case("basic", "", "In HTML there is no <think> tag.", "In HTML there is no <think> tag."),
+    Case("basic", "", "\n <thin", "\n <thin"),
+    Case("deepseek_r1", "", "Hmm, 2+2.\n</think>\n\n4", "4", "Hmm, 2+2.", options={"thinking": True}),
+    Case("deepseek_r1", "", "<think>\nAgain.</think>4", "4", "Again.", options={"thinking": True}),
+    Case("deepseek_r1", "", "4", "4"),
+    Case("nemotron_deci", "", "<think>a < b and a <think> again</think>ok", "ok", "a < b and a <think> again"),
+    Case("mistral", "", "[THINK]Il faut [voir].[/THINK]Voilà.", "Voilà.", "Il faut [voir]."),
+    Case("mistral", "", "[THI", "[THI"),
+    Case("kimi", "", "◁think▷Hm.◁/think▷Yes.", "Yes.", "Hm."),
+    Case("granite", "", "Here is my thought process:\nLet us see.\nHere is my response:\n42", "42", "Let us see."),
+    Case("granite", "", "Here's my thought process: a. Here's my response: b.", "b.", "a."),
+    Case("granite", "", "Here is my cat. Here is my response: no.", "Here is my cat. Here is my response: no."),
+    Case("qwen3", "hermes",
+         f'<think>\nThey want <tool_call> of weather.\n</think>\n\n<tool_call>\n{{"name": "get_weather", "arguments": '
+         f"{WEATHER}}}\n</tool_call>", None, "They want <tool_call> of weather.", (("get_weather", WEATHER),)),
+    # thoughts that are not closed before the call
+    Case("qwen3", "hermes", '<think>\nI call.\n<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>', None,
+         "I call.", (("a", "{}"),)),
+    Case("glm45", "glm45", "<think></think>\n<tool_call>a\n</tool_call>", None, None, (("a", "{}"),)),
+]  # fmt: skip
+
+MISTRAL = [
+    Case("", "mistral", f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {WEATHER}}}]', None,
+         calls=(("get_weather", WEATHER),)),
+    Case("", "mistral", '[TOOL_CALLS][{"name": "a", "arguments": {}}, {"name": "b", "arguments": {"x": "]"}}]', None,
+         calls=(("a", "{}"), ("b", '{"x": "]"}'))),
+    Case("", "mistral", f"Je regarde.[TOOL_CALLS]get_weather[ARGS]{WEATHER}", "Je regarde.",
+         calls=(("get_weather", WEATHER),)),
+    Case("", "mistral", '[TOOL_CALLS]a[CALL_ID]x1y2z3a4b[ARGS]{"x": 1}[TOOL_CALLS]b[ARGS]{}', None,
+         calls=(("a", '{"x": 1}'), ("b", "{}"))),
+    Case("", "mistral", '[TOOL_CALLS]a{"x": 1}', None, calls=(("a", '{"x": 1}'),)),
+    Case("mistral", "mistral", "[THINK]Weather.[/THINK][TOOL_CALLS]a[ARGS]{}", None, "Weather.", (("a", "{}"),)),
+    Case("", "mistral", '[TOOL_CALLS] [{"name": "a", "arguments": {"x": [1,', None, calls=(("a", '{"x": [1,'),)),
+    Case("", "mistral", "[TOOL_CALLS] none needed", "[TOOL_CALLS] none needed"),
+    Case("", "mistral", "The list [TOOL is [1, 2].", "The list [TOOL is [1, 2]."),
+]  # fmt: skip
+
+LLAMA = [
+    Case("", "llama3_json", f'{{"name": "get_weather", "parameters": {WEATHER}}}', None,
+         calls=(("get_weather", WEATHER),)),
+    Case("", "llama3_json", f'<|python_tag|>{{"type": "function", "name": "get_time", "parameters": {TIME}}}', None,
+         calls=(("get_time", TIME),)),
+    Case("", "llama3_json", '{"name": "a", "parameters": {}}; {"name": "b", "arguments": {"x": 1}}', None,
+         calls=(("a", "{}"), ("b", '{"x": 1}'))),
+    Case("", "llama3_json", '{"name": "Alice", "age": 7}', '{"name": "Alice", "age": 7}'),
+    Case("", "llama3_json", '{"name": "Alice"}', '{"name": "Alice"}'),
+    Case("", "llama3_json", 'Use {"name": "a", "parameters": {}} for it.',
+         'Use {"name": "a", "parameters": {}} for it.'),
+    Case("", "llama3_json", '{"name": "a", "parameters": {"x": "y', None, calls=(("a", '{"x": "y'),)),
+    Case("", "llama3_json", "<|python_tag|>print(1)", "<|python_tag|>print(1)"),
+    Case("", "pythonic", '[get_weather(city="Zürich", days=3), get_time(zone=\'C"E)T\', parts=["h", \'m\'])]', None,
+         calls=(("get_weather", '{"city":"Zürich","days":3}'), ("get_time", '{"zone":"C\\"E)T","parts":["h","m"]}'))),
+    Case("", "llama4_pythonic", "<|python_start|>[a(x={'k': None, 'n': -1.5, 't': true})]<|python_end|>", None,
+         calls=(("a", '{"x":{"k":null,"n":-1.5,"t":true}}'),)),
+    Case("", "pythonic", "[now()]", None, calls=(("now", "{}"),)),
+    Case("", "pythonic", "[1] See the first source.", "[1] See the first source."),
+    Case("", "pythonic", "[see(here)]", "[see(here)]"),
+    Case("", "pythonic", "[run(x=__import__('os'))]", "[run(x=__import__('os'))]"),
+    Case("", "pythonic", "[a(**{'x': 1})]", "[a(**{'x': 1})]"),
+    Case("", "pythonic", "[a(x=1), b(y=", ", b(y=", calls=(("a", '{"x":1}'),)),
+    Case("", "pythonic", "Call [a(x=1)] for it.", "Call [a(x=1)] for it."),
+]  # fmt: skip
+
+_V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
+_V31 = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+DEEPSEEK = [
+    Case("", "deepseek_v3",
+         "I look.<｜tool▁calls▁begin｜>" + _V3.format("get_weather", WEATHER) + "\n" + _V3.format("get_time", TIME)
+         + "<｜tool▁calls▁end｜>", "I look.", calls=(("get_weather", WEATHER), ("get_time", TIME))),
+    Case("deepseek_r1", "deepseek_v3",
+         "Hm.\n</think>\n\n<｜tool▁calls▁begin｜>" + _V3.format("a", "{}") + "<｜tool▁calls▁end｜>", None, "Hm.",
+         (("a", "{}"),), {"thinking": True}),
+    Case("", "deepseek_v3", "<｜tool▁calls▁begin｜>function a", "<｜tool▁calls▁begin｜>function a"),
+    Case("", "deepseek_v3_1",
+         "<｜tool▁calls▁begin｜>" + _V31.format("get_weather", WEATHER) + _V31.format("run", CODE)
+         + "<｜tool▁calls▁end｜>", None, calls=(("get_weather", WEATHER), ("run", CODE))),
+    Case("", "deepseek_v31", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>a<｜tool▁sep｜>{"x": "y', None,
+         calls=(("a", '{"x": "y'),)),
+    Case("", "deepseek_v3_1", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>a<｜tool▁s",
+         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>a<｜tool▁s"),
+]  # fmt: skip
+
+KIMI = [
+    Case("", "kimi_k2",
+         f"Let me see.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
+         f"<|tool_call_argument_begin|>{WEATHER}<|tool_call_end|><|tool_call_begin|>functions.get_time:1<|tool_call_argument_begin|>{TIME}"
+         f"<|tool_call_end|><|tool_calls_section_end|>", "Let me see.",
+         calls=(("get_weather", WEATHER), ("get_time", TIME))),
+    Case("kimi_k2", "kimi_k2",
+         "<think>Hm.<|tool_calls_section_begin|><|tool_call_begin|>functions.a:0<|tool_call_argument_begin|>{}"
+         "<|tool_call_end|><|tool_calls_section_end|>", None, "Hm.", (("a", "{}"),)),
+    Case("", "kimi_k2", "<|tool_calls_section_begin|> none", "<|tool_calls_section_begin|> none"),
+]  # fmt: skip
+
+MARKUP = [
+    Case("", "qwen3_coder",
+         "I look.\n<tool_call>\n<function=get_weather>\n<parameter=city>\n007\n</parameter>\n<parameter=days>\n3\n"
+         "</parameter>\n</function>\n</tool_call>", "I look.",
+         calls=(("get_weather", '{"city": "007", "days": 3}'),), options={"texts": TEXTS}),
+    Case("", "qwen3_coder",
+         "<tool_call>\n<function=write>\n<parameter=text>\n\n<b>\"one\"</b>\n\ntwo\n\n</parameter>\n<parameter=note>\n"
+         "null\n</parameter>\n<parameter=deep>\n{\"a\": [1]}\n</parameter>\n<parameter=on>\nTrue\n</parameter>\n"
+         "<parameter=word>\nhello\n</parameter>\n</function>\n</tool_call>", None,
+         calls=(("write", '{"text": "\\n<b>\\"one\\"</b>\\n\\ntwo\\n", "note": null, "deep": {"a": [1]}, "on": true, '
+                          '"word": "hello"}'),), options={"texts": TEXTS}),
+    Case("", "qwen3_coder", "<tool_call>\n<function=now>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n"
+         "</function>\n</tool_call>", None, calls=(("now", "{}"), ("now", "{}"))),
+    Case("", "qwen3_coder", "<tool_call>\n<function=write>\n<parameter=text>\ncut \"of", None,
+         calls=(("write", '{"text": "cut \\"of'),), options={"texts": TEXTS}),
+    Case("", "qwen3_coder", "Use <tool_call> or <function=x>.", "Use <tool_call> or <function=x>."),
+    Case("", "glm45",
+         "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>42</arg_value>\n<arg_key>days</arg_key>\n"
+         "<arg_value>3</arg_value>\n</tool_call>", None,
+         calls=(("get_weather", '{"city": "42", "days": 3}'),), options={"texts": TEXTS}),
+    Case("glm45", "glm45",
+         "<think>Hm.</think>\nOk.\n<tool_call>write<arg_key>path</arg_key><arg_value> a\n</arg_value>"
+         "<arg_key>n</arg_key><arg_value>[1, 2]</arg_value></tool_call><tool_call>now\n</tool_call>", "Ok.", "Hm.",
+         (("write", '{"path": " a\\n", "n": [1, 2]}'), ("now", "{}")), {"texts": TEXTS}),
+    Case("", "glm45", "<tool_call>is a tag</tool_call>", "<tool_call>is a tag</tool_call>"),
+]  # fmt: skip
+
+_A = "<|channel|>analysis<|message|>"
+_S = "<|start|>assistant"
+HARMONY = [
+    Case("gpt_oss", "", f"{_A}User greets.<|end|>{_S}<|channel|>final<|message|>Hello!", "Hello!", "User greets."),
+    Case("gpt_oss", "gpt_oss",
+         f"{_A}Weather.<|end|>{_S}<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{WEATHER}"
+         "<|call|>", None, "Weather.", (("get_weather", WEATHER),)),
+    Case("gpt_oss", "harmony",
+         f"{_A}One.<|end|>{_S}{_A}Two.<|end|>{_S}<|channel|>commentary<|message|>I will call.<|end|>"
+         f"{_S} to=functions.a<|channel|>commentary json<|message|>{{}}", "I will call.", "One.\nTwo.", (("a", "{}"),)),
+    Case("", "gpt_oss", " to=functions.a<|channel|>commentary<|message|><|call|>", None, calls=(("a", "{}"),)),
+    Case("gpt_oss", "gpt_oss",
+         '<|channel|>commentary to=functions.a <|constrain|>json<|message|>{"x": "y', None, calls=(("a", '{"x": "y'),)),
+    Case("gpt_oss", "", "<|channel|>final<|message|>Half an ans", "Half an ans"),
+    Case("gpt_oss", "", "<|channel|>anal", ""),
+    Case("gpt_oss", "", "Plain text.", "Plain text."),
+    Case("gpt_oss", "", "<|channel|>commentary to=functions.a<|message|>{}", "{}"),
+]  # fmt: skip
+
+NEMOTRON = [
+    Case("", "nemotron_deci", f'<TOOLCALL>[{{"name": "get_weather", "arguments": {WEATHER}}}]</TOOLCALL>', None,
+         calls=(("get_weather", WEATHER),)),
+    Case("", "nemotron_deci", "<TOOLCALL>[]</TOOLCALL>", "<TOOLCALL>[]</TOOLCALL>"),
+]  # fmt: skip
+
+CASES = [*HERMES, *THINK, *MISTRAL, *LLAMA, *DEEPSEEK, *KIMI, *MARKUP, *HARMONY, *NEMOTRON]

@@ -1,0 +1,278 @@
+"""What each format's answers say, however they are cut into pieces."""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import get_args
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs import modeldir, parsers
+from gateway.parsers.answer import AnswerParser
+from gateway.parsers.table import REASONING, TOOLS, Parsers, agreed, parser, parsing
+from gateway.responses import AnswerMessage, Delta
+from schemas.fleet import Registration
+from schemas.requests import GenerateRequest, Parsing, Stop
+from tests.gateway.parsers.corpus import CASES, TEXTS, Case
+
+Said = tuple[str | None, str | None, tuple[tuple[str, str, str], ...]]  # content, thoughts, (id, name, arguments)
+
+
+def reader(reasoning: str = "", tools: str = "", choice: int = 0, **options: object) -> AnswerParser:
+    made = Parsing(reasoning, tools, **options)  # type: ignore[arg-type]
+    return parser(GenerateRequest("r-1", "m", "g", b"", Stop(9), 0, 0, parsing=made), choice)
+
+
+def added(deltas: Iterable[Delta | None]) -> Said:
+    """What a client makes of deltas, checking their form."""
+    content: str | None = None
+    thought: str | None = None
+    calls: list[list[str]] = []
+    for delta in filter(None, deltas):
+        assert delta.content is not None or delta.reasoning_content is not None or delta.tool_calls
+        if delta.content is not None:
+            content = (content or "") + delta.content
+        if delta.reasoning_content is not None:
+            thought = (thought or "") + delta.reasoning_content
+        for call in delta.tool_calls or ():
+            if call.function.name is not None:
+                assert call.index == len(calls)
+                assert call.id
+                assert call.type == "function"
+                calls.append([call.id, call.function.name, ""])
+            else:
+                assert call.id is call.type is None
+                assert call.function.arguments
+            calls[call.index][2] += call.function.arguments
+    return content, thought, tuple((call_id, name, said) for call_id, name, said in calls)
+
+
+def streamed(made: AnswerParser, pieces: Sequence[str]) -> Said:
+    return added([*map(made.push, pieces), made.finish()])
+
+
+def of_message(message: AnswerMessage) -> Said:
+    calls = () if message.tool_calls is msgspec.UNSET else message.tool_calls
+    thought = None if message.reasoning_content is msgspec.UNSET else message.reasoning_content
+    return message.content, thought, tuple((c.id, c.function.name, c.function.arguments) for c in calls)
+
+
+def cut(text: str, places: Iterable[int]) -> list[str]:
+    at = sorted({place % (len(text) + 1) for place in places})
+    return [text[start:end] for start, end in zip([0, *at], [*at, len(text)], strict=True)]
+
+
+def named(case: Case) -> str:
+    return f"{case.reasoning}+{case.tools} {case.text[:40]!r}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_an_answer_says_what_its_format_means(case: Case) -> None:
+    content, thought, calls = of_message(reader(case.reasoning, case.tools, **case.options).whole(case.text))
+    assert (content, thought) == (case.content, case.thought)
+    assert tuple((name, said) for _, name, said in calls) == case.calls
+
+
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_character_by_character_it_says_the_same(case: Case) -> None:
+    whole = of_message(reader(case.reasoning, case.tools, **case.options).whole(case.text))
+    content, *rest = streamed(reader(case.reasoning, case.tools, **case.options), list(case.text))
+    assert [content or "", *rest] == [whole[0] or "", *whole[1:]]
+
+
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_cut_off_anywhere_it_neither_fails_nor_says_anything_else(case: Case) -> None:
+    """What was shown of a longer answer is the beginning of it, whatever comes after."""
+    made = reader(case.reasoning, case.tools, **case.options)
+    shown: list[Delta | None] = []
+    whole = streamed(reader(case.reasoning, case.tools, **case.options), [case.text])
+    for place, character in enumerate(case.text):
+        prefix = case.text[:place]
+        assert streamed(reader(case.reasoning, case.tools, **case.options), [prefix]) == streamed(
+            reader(case.reasoning, case.tools, **case.options), list(prefix)
+        )
+        shown.append(made.push(character))
+        content, thought, calls = added(shown)
+        assert (whole[0] or "").startswith(content or "")
+        assert (whole[1] or "").startswith(thought or "")
+        for (call_id, name, said), end in zip(calls, whole[2], strict=False):
+            assert (call_id, name) == end[:2]
+            assert end[2].startswith(said)
+
+
+FRAGMENTS = [
+    *("<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>", "<TOOLCALL>", "[TOOL_CALLS]"),
+    *("<function=a>", "<parameter=x>", "</parameter>", "</function>", "<arg_key>", "</arg_key>", "<arg_value>"),
+    *("</arg_value>", "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "analysis", "final"),
+    *(" to=functions.a", "<|python_tag|>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
+    *("<｜tool▁call▁end｜>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
+    *("functions.a:0", "```json", "```", "[ARGS]", '{"name": "a"', ', "arguments": ', '{"x": 1}', "{}", "}", "{", "["),
+    *("]", '"', "\\", ",", ";", "\n", " ", "a", "a(x=1)", "a(", ")", "[a(", "x='", "é", "null", "<", "|>"),
+    *("Here is my thought process:", "Here is my response:", '"\\ud800"', "\x00", "}}</tool_call>"),
+]
+TEXT = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join)
+PLACES = st.lists(st.integers(0, 400), max_size=12)
+NAMES = st.tuples(st.sampled_from(["", *REASONING]), st.sampled_from(["", *TOOLS]), st.booleans())
+
+
+@settings(max_examples=600, deadline=None)
+@given(NAMES, TEXT, PLACES)
+def test_no_cutting_changes_what_any_text_says(names: tuple[str, str, bool], text: str, places: list[int]) -> None:
+    reasoning, tools, thinking = names
+    whole = streamed(reader(reasoning, tools, thinking=thinking, texts=TEXTS), [text])
+    assert streamed(reader(reasoning, tools, thinking=thinking, texts=TEXTS), cut(text, places)) == whole
+    assert streamed(reader(reasoning, tools, thinking=thinking, texts=TEXTS), list(text)) == whole
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(CASES), PLACES, st.integers(0, 400), st.sampled_from(FRAGMENTS))
+def test_no_cutting_changes_what_a_damaged_answer_says(case: Case, places: list[int], at: int, more: str) -> None:
+    at %= len(case.text) + 1
+    text = case.text[:at] + more + case.text[at:]
+    pieces = cut(text, places)
+    whole = streamed(reader(case.reasoning, case.tools, **case.options), [text])
+    assert streamed(reader(case.reasoning, case.tools, **case.options), pieces) == whole
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.sampled_from([name for name, tools in TOOLS.items() if tools != "harmony"]), TEXT)
+def test_text_without_a_call_is_the_content_to_the_letter(tools: str, text: str) -> None:
+    content, thought, calls = streamed(reader("", tools), [text])
+    assert thought is None
+    if not calls:
+        assert (content or "") == text
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(["hermes", "llama3_json", "mistral", "deepseek_v3_1", "kimi_k2"]), TEXT)
+def test_nothing_of_a_json_format_is_lost(tools: str, text: str) -> None:
+    """Each word of the text is in the content or in a call, but for what the format itself writes."""
+    content, _, calls = streamed(reader("", tools), [text])
+    said = (content or "") + "".join(name + arguments for _, name, arguments in calls)
+    for word in ("é", "analysis", "x='", "response"):
+        if '"' not in text:  # inside a string that is no call's it may be part of an unknown key
+            assert said.count(word) == text.count(word)
+
+
+def test_ids_of_calls_follow_from_the_request() -> None:
+    text = '<tool_call>{"name": "a", "arguments": {}}</tool_call>' * 2
+    first, again, other = (streamed(reader("", "hermes", choice), [text])[2] for choice in (0, 0, 1))
+    assert first == again
+    assert len({call_id for call_id, _, _ in (*first, *other)}) == 4
+    assert all(re.fullmatch("call_[0-9a-f]{24}", call_id) for call_id, _, _ in first)
+
+
+def test_mistral_ids_have_nine_characters_and_given_ids_stay() -> None:
+    calls = streamed(reader("", "mistral"), ["[TOOL_CALLS]a[ARGS]{}[TOOL_CALLS]b[CALL_ID]x1y2z3a4b[ARGS]{}"])[2]
+    assert re.fullmatch("[A-Za-z0-9]{9}", calls[0][0])
+    assert calls[1][0] == "x1y2z3a4b"
+    kimi = next(case for case in CASES if case.tools == "kimi_k2" and len(case.calls) == 2)
+    assert [call[0] for call in streamed(reader("", "kimi_k2"), [kimi.text])[2]] == [
+        "functions.get_weather:0",
+        "functions.get_time:1",
+    ]
+
+
+def test_without_parallel_calls_only_the_first_is_shown() -> None:
+    for case in (case for case in CASES if len(case.calls) > 1):
+        made = reader(case.reasoning, case.tools, one_call=True, **case.options)
+        content, thought, calls = streamed(made, list(case.text))
+        assert (content, thought) == (case.content, case.thought)
+        assert [(name, said) for _, name, said in calls] == [case.calls[0]]
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    made = reader("", "hermes")
+    made.push('<tool_call>{"name": "a", "arguments": {"text": "')
+    for word in ("one ", "two ", "three"):
+        delta = made.push(word)
+        assert delta is not None
+        assert delta.tool_calls is not None
+        assert [call.function.arguments for call in delta.tool_calls] == [word]
+
+
+def test_the_names_that_workers_may_say_are_those_that_gateways_read() -> None:
+    extra = {parsers.AUTO, parsers.NONE}
+    assert set(get_args(parsers.ReasoningParser)) == set(REASONING) | extra
+    assert set(get_args(parsers.ToolCallParser)) == set(TOOLS) | extra
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "parameters": {
+            "properties": {
+                "text": {"type": "string"},
+                "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                "number": {"type": "integer"},
+                "either": {"type": ["string", "integer"]},
+                "odd": True,
+            }
+        },
+    },
+}
+
+
+def test_what_a_request_records() -> None:
+    def record(parsers: Parsers, tools: list[dict[str, object]] | None, end: str = "", **more: bool) -> Parsing | None:
+        return parsing(parsers, tools, lambda count: end, one_call=more.get("one_call", False))
+
+    assert record(Parsers("", "hermes"), None) is None
+    assert record(Parsers(), [TOOL]) is None
+    assert record(Parsers("", "hermes"), [TOOL], one_call=True) == Parsing(tools="hermes", one_call=True)
+    assert record(Parsers("qwen3", "hermes"), None, one_call=True) == Parsing("qwen3")
+    assert record(Parsers("qwen3"), None, "assistant\n<think>\n") == Parsing("qwen3", thinking=True)
+    assert record(Parsers("deepseek_r1"), None, "<｜Assistant｜>") == Parsing("deepseek_r1", thinking=True)
+    assert record(Parsers("deepseek_r1"), None, "<｜Assistant｜></think>") == Parsing("deepseek_r1")
+    assert record(Parsers("", "qwen3_coder"), [TOOL, {}, {"function": 3}]) == Parsing(
+        tools="qwen3_coder", texts={"f": {"text": False, "maybe": True}}
+    )
+
+
+def worker(name: str, epoch: int, role: str = "aggregated", reasoning: str = "", tools: str = "") -> Registration:
+    return Registration(name, "m", role, "e", epoch, 32, 1, 1, 1, reasoning_parser=reasoning, tool_call_parser=tools)
+
+
+def test_of_workers_that_disagree_the_one_that_is_there_longest_decides() -> None:
+    old, new = worker("b", 1, tools="hermes"), worker("a", 2, tools="mistral")
+    assert agreed([new, old]) == agreed([old, new])
+    assert agreed([new, old]) == (Parsers("", "hermes"), {Parsers("", "hermes"), Parsers("", "mistral")})
+    assert agreed([worker("p", 0, "prefill", tools="x"), new])[0] == Parsers("", "mistral")
+    assert agreed([worker("a", 1, tools="from_the_future", reasoning="qwen3")])[0] == Parsers("qwen3")
+    assert agreed([]) == (Parsers(), frozenset())
+
+
+@pytest.mark.parametrize(
+    ("template", "reasoning", "tools"),
+    [
+        ("{{ messages[0].content }}", "", ""),
+        ("<|start|>assistant<|channel|>analysis<|message|>", "gpt_oss", "gpt_oss"),
+        ("<think></think><tool_call>{\"name\": <function-name>, \"arguments\": 1}</tool_call>", "basic", "hermes"),
+        ("<tool_call>\n<function=example>\n<parameter=p>\n</tool_call> arguments", "", "qwen3_coder"),
+        ("<tool_call>{name}\n<arg_key>k</arg_key></think></tool_call>", "basic", "glm45"),
+        ("<｜tool▁calls▁begin｜>\n```json\n</think>", "basic", "deepseek_v3"),
+        ("<｜tool▁calls▁begin｜></think>", "basic", "deepseek_v3_1"),
+        ("[TOOL_CALLS][THINK]x[/THINK]", "mistral", "mistral"),
+        ("<|tool_calls_section_begin|>", "", "kimi_k2"),
+        ("<|start_header_id|>{\"name\": f, \"parameters\": dictionary of argument name}", "", "llama3_json"),
+        ("<function=example_function_name>{{ json }}</function>", "", ""),
+    ],
+)  # fmt: skip
+def test_a_template_tells_of_its_formats(template: str, reasoning: str, tools: str) -> None:
+    assert parsers.reasoning_parser("auto", template) == reasoning
+    assert parsers.tool_call_parser("auto", template) == tools
+    assert parsers.reasoning_parser("none", template) == parsers.tool_call_parser("none", template) == ""
+    assert parsers.tool_call_parser("mistral", template) == "mistral"
+
+
+def test_the_bundled_models_tell_of_their_formats() -> None:
+    found = {}
+    for name in modeldir.BUNDLED:
+        template = modeldir.load(modeldir.MODELS / name).template
+        assert template is not None
+        source = template.source
+        found[name] = (parsers.reasoning_parser("auto", source), parsers.tool_call_parser("auto", source))
+    assert found == {"demo": ("basic", "hermes"), "demo-vision": ("basic", "hermes"), "tiny": ("", "hermes")}
