@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from configs.detokenize import Detokenizer
+from gateway.parsers.answer import AnswerParser
 from gateway.parsers.table import parser, special
 from gateway.prepare import CHAT
 from gateway.responses import (
@@ -272,7 +273,9 @@ class Renderer(_Answer):
             body = choice.prefix.removesuffix(b'"content":')
         else:
             body = choice.prefix + _json(rest)
-        suffix = choice.suffix.replace(b'"finish_reason":null', b'"finish_reason":' + _json(_reason(choice)), 1)
+        suffix = choice.suffix.replace(
+            b'"finish_reason":null', b'"finish_reason":' + _json(_reason(choice, choice.parser)), 1
+        )
         choice.sent = True
         if choice.skip >= 0:
             out.append(b"id: " + self._positions() + body + suffix)
@@ -341,8 +344,9 @@ class Collector(_Answer):
 
     def _chat_choice(self, choice: _Choice) -> ChatChoice:
         text = "".join(self._texts[choice.index])
-        message = AnswerMessage(text) if choice.parser is None else choice.parser.whole(text)
-        return ChatChoice(choice.index, message, _reason(choice), self._all_logprobs(choice))
+        made = parser(self.request, choice.index) if self._parsed else None
+        message = AnswerMessage(text) if made is None else made.whole(text)
+        return ChatChoice(choice.index, message, _reason(choice, made), self._all_logprobs(choice))
 
     def _text_choice(self, choice: _Choice) -> TextChoice:
         text = "".join(self._texts[choice.index])
@@ -365,10 +369,10 @@ class Collector(_Answer):
         return self._shaped_logprobs(choice, self._entries[choice.index]) if self._logprobs else None
 
 
-def _reason(choice: _Choice) -> str:
+def _reason(choice: _Choice, parsed: AnswerParser | None = None) -> str:
     assert choice.finish is not None
     reason = choice.finish.reason
-    return "tool_calls" if reason == "stop" and choice.parser is not None and choice.parser.called else reason
+    return "tool_calls" if reason == "stop" and parsed is not None and parsed.called else reason
 
 
 def _fields(delta: Delta | None) -> bytes:

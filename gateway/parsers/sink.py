@@ -41,34 +41,26 @@ class Sink:
         self._limit = 1 if one_call else 1 << 31
         self.calls = 0
         self._thought = self._told = False  # whether thoughts, content were shown
-        self._pause = self._gap = ""  # white space that waits, of thoughts, of content
+        self._pause: list[str] = []  # white space that waits, of thoughts
+        self._gap: list[str] = []  # of content
         self._reasoning: list[str] = []
         self._content: list[str] = []
         self._new: list[tuple[int, str, str]] = []  # index, id, name
         self._arguments: dict[int, list[str]] = {}
 
     def reasoning(self, text: str) -> None:
-        text = self._pause + text
-        body = text.rstrip(_SPACE)
-        if not body:
-            self._pause = text
-            return
-        self._pause = text[len(body) :]
-        self._reasoning.append(body if self._thought else body.lstrip(_SPACE))
-        self._thought = True
+        body = _behind(self._pause, text)
+        if body:
+            self._reasoning.append(body if self._thought else body.lstrip(_SPACE))
+            self._thought = True
 
     def thought(self) -> None:
         """The thoughts are over: white space at their end, and before the content, is layout."""
-        self._pause = ""
+        self._pause.clear()
         self._thought = True
 
     def content(self, text: str) -> None:
-        if self._holds:
-            text = self._gap + text
-            body = text.rstrip(_SPACE)
-            self._gap = text[len(body) :]
-        else:
-            body = text
+        body = _behind(self._gap, text) if self._holds else text
         if not self._told and (self.calls or self._thought):
             body = body.lstrip(_SPACE)
         if body:
@@ -78,7 +70,7 @@ class Sink:
     def call(self, name: str, call_id: str = "") -> None:
         """A tool call begins; its arguments follow."""
         index, self.calls = self.calls, self.calls + 1
-        self._pause = ""
+        self._pause.clear()
         if index < self._limit:
             self._new.append((index, call_id or self._ids(index), name))
 
@@ -91,10 +83,11 @@ class Sink:
     def finish(self) -> None:
         """The text has ended: white space that waits is none before a call."""
         if self._pause and self._thought:
-            self._reasoning.append(self._pause)
+            self._reasoning += self._pause
         if self._gap and not self.calls and (self._told or not self._thought):
-            self._content.append(self._gap)
-        self._pause = self._gap = ""
+            self._content += self._gap
+        self._pause.clear()
+        self._gap.clear()
 
     def take(self) -> Delta | None:
         """What is new since the last time."""
@@ -116,3 +109,19 @@ class Sink:
         ]
         self._new, self._arguments = [], {}
         return calls
+
+
+def _behind(waiting: list[str], text: str) -> str:
+    """What can be shown of a text behind white space that waits; white space at its own end waits now."""
+    body = text.rstrip(_SPACE)
+    if not body:
+        waiting.append(text)
+        return ""
+    if waiting:
+        shown = "".join(waiting) + body
+        waiting.clear()
+    else:
+        shown = body
+    if len(body) < len(text):
+        waiting.append(text[len(body) :])
+    return shown

@@ -129,3 +129,14 @@ def test_every_process_has_defaults_that_are_valid_and_helps(
     with pytest.raises(SystemExit):
         parse(kind, ["--help"], prog="p", environ={})
     assert "--namespace" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", [WorkerSettings, UpSettings])
+@pytest.mark.parametrize("flag", ["--reasoning-parser", "--tool-call-parser"])
+def test_an_unknown_parser_is_refused_with_the_known_ones(
+    capsys: pytest.CaptureFixture[str], kind: type[WorkerSettings], flag: str
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(kind, [flag, "hermse"], prog="penstock", environ={})
+    said = capsys.readouterr().err
+    assert all(word in said for word in (flag, "'hermse'", "auto", "none", "gpt_oss", "mistral")), said

@@ -250,6 +250,13 @@ def test_each_child_reads_back_the_settings_meant_for_it() -> None:
     assert children["worker-0"].settings.threads == 4  # type: ignore[attr-defined]
 
 
+def test_workers_are_told_how_the_model_writes() -> None:
+    up = UpSettings(prefill=1, decode=1, reasoning_parser="qwen3", tool_call_parser="none")
+    for child in planned(up).values():
+        if isinstance(child.settings, WorkerSettings):
+            assert (child.settings.reasoning_parser, child.settings.tool_call_parser) == ("qwen3", "none")
+
+
 def test_variables_for_what_up_has_no_flag_for_reach_the_children() -> None:
     environ = planned(UpSettings())["gateway-0"].environ({"PENSTOCK_DEFAULT_MAX_TOKENS": "7", "HOME": "/h"})
     assert environ["PENSTOCK_DEFAULT_MAX_TOKENS"] == "7"
