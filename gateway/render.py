@@ -200,7 +200,7 @@ class Renderer(_Answer):
             if self.done:
                 break
             choice = self._choices[item.choice]
-            if self._logprobs or self._parsed:
+            if self._logprobs or choice.parser is not None:
                 self._token_by_token(out, choice, item)
             else:
                 data = item.tokens
@@ -259,8 +259,11 @@ class Renderer(_Answer):
             shaped = self._shaped_logprobs(choice, [(token, logprobs[place])]) if place < len(logprobs) else None
             if delta or shaped or (text and choice.parser is None):
                 suffix = choice.suffix.replace(b"null", _json(shaped), 1) if shaped else choice.suffix
-                said = _fields(delta) or b'"content":""' if choice.parser is not None else _json(text)
-                self._event(out, choice, choice.prefix + said + suffix)
+                said = _fields(delta) if choice.parser is not None else _json(text)
+                self._event(out, choice, (choice.prefix + said).removesuffix(b",") + suffix)
+                if choice.parser is not None and choice.parser.plain:  # the short way from here on
+                    choice.parser = None
+                    choice.prefix += b'"content":'
 
     def _finish(self, out: list[bytes], choice: _Choice, finish: Finish) -> None:
         if not self._ended(choice, finish):

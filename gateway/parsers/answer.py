@@ -47,6 +47,11 @@ class AnswerParser:
         )
 
     @property
+    def plain(self) -> bool:
+        """All that still comes is content, as it is."""
+        return self._steps is None and self._sink.plain
+
+    @property
     def called(self) -> bool:
         return self._sink.calls > 0
 

@@ -48,6 +48,11 @@ class Sink:
         self._new: list[tuple[int, str, str]] = []  # index, id, name
         self._arguments: dict[int, list[str]] = {}
 
+    @property
+    def plain(self) -> bool:
+        """Content is shown as it comes from here on."""
+        return self._told and not self._holds
+
     def reasoning(self, text: str) -> None:
         body = _behind(self._pause, text)
         if body:

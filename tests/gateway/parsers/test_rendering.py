@@ -125,9 +125,11 @@ def test_thoughts_content_and_calls_are_streamed_apart(demo: Target) -> None:
 @given(st.data())
 def test_a_client_can_go_on_after_any_event(demo: Target, data: st.DataObject) -> None:
     text = data.draw(st.sampled_from([ANSWER, CALL, "<think>cut", "plain text", ANSWER + "\nDone."]))
-    asked = request(demo, logprobs=data.draw(st.booleans()))
+    tools, stop = data.draw(st.sampled_from([None, [TOOL]])), data.draw(st.sampled_from([None, "ok", "look.\n"]))
+    asked = request(demo, logprobs=data.draw(st.booleans()), tools=tools, stop=stop)
     items = answer(demo.model, text, logprobs=asked.sampling.logprobs is not None)
     parsed = chunks(Renderer(asked, demo.model.detokenizer).push(items))
+    assert added(parsed) == whole(asked, demo.model, items)
     cut = data.draw(st.integers(0, len(parsed) - 1))
     renderer = Renderer(asked, demo.model.detokenizer)
     renderer.resume(parsed[cut][0])
