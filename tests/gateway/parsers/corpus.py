@@ -39,6 +39,8 @@ HERMES = [
     # one brace too few: what is there is handed on
     Case("", "hermes", '<tool_call>{"name": "a", "arguments": {"x": {"y": 1}</tool_call> So.', "So.",
          calls=(("a", '{"x": {"y": 1}'),)),
+    Case("", "hermes", '<tool_call>{"name": "a", "arguments": {}, oops}</tool_call>', ", oops}</tool_call>",
+         calls=(("a", "{}"),)),
     # cut off by max_tokens
     Case("", "hermes", 'Well.\n<tool_call>\n{"name": "a", "arguments": {"x": "lo', "Well.",
          calls=(("a", '{"x": "lo'),)),
