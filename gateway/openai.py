@@ -29,6 +29,8 @@ _U32 = (1 << 32) - 1
 # one token of a subject; not "$", which in Python also matches before a last line break
 _WORKER = r"^[A-Za-z0-9_-]{1,128}(?![\s\S])"
 
+_WORD = r"^[A-Za-z0-9_-]{1,64}(?![\s\S])"
+
 TokenId = Annotated[int, Meta(ge=0, le=_U32)]
 Count = Annotated[int, Meta(ge=1, le=1 << 31)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
@@ -141,7 +143,7 @@ class ChatBody(Body, frozen=True, kw_only=True):
     tools: Annotated[list[dict[str, Any]], Meta(max_length=512, description="handed to the template")] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: Annotated[bool, Meta(description="false: show the first call only")] | None = None
-    reasoning_effort: Annotated[str, Meta(max_length=64, description="handed to the template")] | None = None
+    reasoning_effort: Annotated[str, Meta(pattern=_WORD, description="handed to the template")] | None = None
     response_format: Typed | None = None
     functions: list[Any] | None = None
     function_call: Any = None

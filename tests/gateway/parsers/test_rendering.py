@@ -222,3 +222,5 @@ def test_the_template_gets_the_reasoning_effort(tmp_path: Path) -> None:
         tokens = request(target, **options).prompt
         ids = [int.from_bytes(tokens[at : at + 4], "little") for at in range(0, len(tokens), 4)]
         assert target.model.tokenizer.decode(ids) == "hi low"
+    with pytest.raises(ServingError, match="reasoning_effort"):
+        request(target, reasoning_effort="<image>")
