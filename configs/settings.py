@@ -96,6 +96,7 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], about("of weights and KV")] = "auto"
     threads: Annotated[int, Meta(ge=0, description="CPU threads of the native engine; 0: torch decides")] = 0
     mock_speedup: Annotated[float, Meta(ge=0, description="mock engine: times faster than life; 0: no waiting")] = 1.0
+    mock_ranks: Annotated[Positive, about("mock engine: attention data-parallel ranks, each with its own cache")] = 1
     trtllm_backend: Annotated[
         Literal["pytorch", "autodeploy"], about("trtllm engine: which of its back ends runs the model")
     ] = "pytorch"

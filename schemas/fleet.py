@@ -53,20 +53,20 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     engine: str
     epoch: int  # ns since 1970 when its cache was made
     block_size: int
-    total_blocks: int
-    slots: int  # sequences it runs at once
+    total_blocks: int  # of each rank
+    slots: int  # sequences it runs at once, on each rank
     max_model_len: int  # prompt + output, tokens
     state: State = State.ready
     aliases: tuple[str, ...] = ()
     revision: str = ""  # of the weights; the root of block names
     kv_events: bool = True
     load: Load = Load()
-    dp_size: int = 1
+    dp_size: int = 1  # attention data-parallel ranks: each is a place for requests
     transfer: Endpoint | None = None  # of workers that hand over blocks
     host: str = ""
     pid: int = 0
     name: str = ""  # the same across restarts
-    queue: int = 0  # jobs it takes beyond its slots
+    queue: int = 0  # jobs it takes beyond its slots, for each rank
     connection: str = ""  # name of its broker connection, as in disconnect events
     vision: bool = False  # turns images into embeddings itself
     diffusion: Diffuser | None = None  # of role "diffusion"

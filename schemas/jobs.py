@@ -75,6 +75,12 @@ class Revoke(msgspec.Struct, frozen=True, tag="revoke"):
     attempt: int
 
 
+def rank_of(job: Job) -> int:
+    """Where the job is to run, at the worker that has it now."""
+    route = job.decision.route
+    return route[-1 - len(job.route)].rank if len(route) > len(job.route) else job.decision.rank
+
+
 WorkMessage = Job | Encoded | Prefilled | Revoke
 
 decode = decoder(WorkMessage)  # type: ignore[arg-type, var-annotated]
@@ -145,5 +151,6 @@ __all__ = [
     "decode",
     "decode_job",
     "load_header",
+    "rank_of",
     "read_load_header",
 ]

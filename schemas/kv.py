@@ -1,7 +1,8 @@
-"""KV-cache events: worker → router, batched per engine step; ``seq`` grows by one per batch.
+"""KV-cache events: worker → router, batched per engine step; ``seq`` grows by one per batch of a rank.
 
-A gap, or a new ``epoch`` (the worker's cache was made anew), voids what was known of the worker; the reader
-forgets it and asks for a dump. Events tell when a name enters or leaves the cache, not block operations.
+A worker's attention data-parallel ranks have a cache each, and each its own sequence of batches. A gap, or a new
+``epoch`` (the worker's cache was made anew), voids what was known of that rank; the reader forgets it and asks for a
+dump. Events tell when a name enters or leaves the cache, not block operations.
 """
 
 import msgspec
@@ -36,13 +37,16 @@ KvEvent = Stored | Removed | Cleared
 class KvBatch(msgspec.Struct, frozen=True, omit_defaults=True):
     worker: str
     epoch: int  # ns since 1970 when the worker's cache was made
-    seq: int  # 0 for the first batch of an epoch
+    seq: int  # 0 for the first batch of a rank in an epoch
     events: tuple[KvEvent, ...] = ()
     rank: int = 0
 
 
 class KvDump(msgspec.Struct, frozen=True, omit_defaults=True):
-    """All names in the cache as if freshly stored, parents first, as of just after batch ``seq`` (-1: none yet)."""
+    """All names in a rank's cache as if freshly stored, parents first, as of just after batch ``seq`` (-1: none yet).
+
+    The pages of one rank come after those of another; a rank without names has an empty one.
+    """
 
     worker: str
     epoch: int

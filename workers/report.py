@@ -43,11 +43,11 @@ class Reporter:
         seq, self._batch_seq = self._batch_seq, self._batch_seq + 1
         await self._outbox.send(self._bus.subjects.tokens(gateway), payload, f"{self._worker}:{seq}")
 
-    async def events(self, model: str, seq: int, events: tuple[kv.KvEvent, ...]) -> None:
+    async def events(self, model: str, rank: int, seq: int, events: tuple[kv.KvEvent, ...]) -> None:
         """Publish one KV batch."""
-        batch = kv.KvBatch(self._worker, self._epoch, seq, events)
+        batch = kv.KvBatch(self._worker, self._epoch, seq, events, rank)
         await self._outbox.send(
-            self._bus.subjects.kv(model, self._worker), wire.encode(batch), f"{self._worker}:kv:{seq}"
+            self._bus.subjects.kv(model, self._worker), wire.encode(batch), f"{self._worker}:kv:{rank}:{seq}"
         )
 
     async def done(self, active: Active) -> None:

@@ -8,7 +8,7 @@ import msgspec
 from configs.detokenize import Detokenizer
 from schemas import blocks, done, wire
 from schemas.errors import Code
-from schemas.jobs import Job, Stage
+from schemas.jobs import Job, Stage, rank_of
 from schemas.requests import GenerateRequest, Stop
 from schemas.tokens import Finish
 from schemas.transfer import Ticket
@@ -123,6 +123,7 @@ def sequences(
     handed = reservation is not None or opaque  # by a stage that has told them all
     if open_ and request.sampling.prompt_logprobs is not None and score < len(prompt) and not handed:
         scorer = open_[0]
+    rank = rank_of(active.job) if active.job is not None else 0
     return [
         SequenceRequest(
             key=choice,
@@ -139,6 +140,7 @@ def sequences(
             reservation=reservation,
             opaque=opaque,
             score=score if choice is scorer else 0,
+            rank=rank,
         )
         for choice in open_
     ]

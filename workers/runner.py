@@ -11,7 +11,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import structlog
 
@@ -90,18 +90,32 @@ class Choice:
         self.scored = 0  # leading prompt tokens whose log-probabilities were flushed
 
 
+class Batch(NamedTuple):
+    """KV events of one rank; ``seq`` counts the batches of that rank in this epoch."""
+
+    rank: int
+    seq: int
+    events: list[kv.KvEvent]
+
+
+class Names(NamedTuple):
+    """What is in the cache of one rank, as of just after its batch ``seq`` (-1: none yet)."""
+
+    events: list[kv.KvEvent]
+    seq: int
+
+
 class Flush:
     """What one or more steps brought: token items by gateway, ended choices, KV batches."""
 
-    __slots__ = ("ended", "events", "held", "items", "seq", "started")
+    __slots__ = ("batches", "ended", "held", "items", "started")
 
     def __init__(self) -> None:
         self.items: dict[str, list[TokenItem]] = {}
         self.ended: list[Choice] = []  # also those that are handed over
         self.started: list[Choice] = []
         self.held: list[Held] = []
-        self.events: list[kv.KvEvent] = []
-        self.seq = 0  # of the KV batch that holds ``events``
+        self.batches: list[Batch] = []
 
 
 class EngineThread:
@@ -136,8 +150,9 @@ class EngineThread:
         self._started: list[Choice] = []
         self._held: list[Held] = []
         self._scored: list[Scored] = []
-        self._events: list[kv.KvEvent] = []
-        self._kv_seq = 0
+        self._events: list[kv.KvEvent] = []  # of rank 0
+        self._others: dict[int, list[kv.KvEvent]] = {}  # of the other ranks
+        self._kv_seqs: dict[int, int] = {}  # of the next batch, by rank
         self._in_flight = 0  # flushes that were delivered and not yet taken
         self._ahead = 0  # steps since then
         self._wake = threading.Condition()  # a flush was taken, or a command put
@@ -208,12 +223,13 @@ class EngineThread:
         self._put(run)
         return future
 
-    def dump(self, answer: Callable[[list[kv.KvEvent], int], None]) -> None:
-        """The cached names, and the sequence of the last KV batch that they include (-1: none)."""
+    def dump(self, answer: Callable[[list[Names]], None]) -> None:
+        """The cached names of each rank, all as of one moment."""
 
         def run(engine: Engine) -> None:
             self._flush()
-            answer(engine.dump(), self._kv_seq - 1)
+            ranks = range(engine.info.dp_size)
+            answer([Names(engine.dump(rank), self._kv_seqs.get(rank, 0) - 1) for rank in ranks])
 
         self._put(run)
 
@@ -222,7 +238,8 @@ class EngineThread:
 
         def run(engine: Engine) -> None:
             self._events.clear()
-            self._kv_seq = 0
+            self._others.clear()
+            self._kv_seqs.clear()
 
         self._put(run)
 
@@ -298,9 +315,12 @@ class EngineThread:
     def _absorb(self, engine: Engine) -> None:
         """One step; per-token work."""
         choice: Any
-        outputs, events, started, failures, _, held, scored = engine.step()
+        outputs, events, started, failures, _, held, scored, others = engine.step()
         if events:
             self._events += events
+        if others:
+            for rank, told in others.items():
+                self._others.setdefault(rank, []).extend(told)
         if held:
             self._held += held
         if scored:
@@ -354,7 +374,8 @@ class EngineThread:
         return True
 
     def _gathered(self) -> bool:
-        return bool(self._dirty or self._ended or self._events or self._started or self._held or self._scored)
+        told = self._dirty or self._ended or self._started or self._held or self._scored
+        return bool(told or self._events or self._others)
 
     def _flush(self) -> None:
         """Hand over what was gathered."""
@@ -373,12 +394,19 @@ class EngineThread:
         flush.held, self._held = self._held, []
         self._dirty.clear()
         if self._events:
-            flush.events, self._events = self._events, []
-            flush.seq = self._kv_seq
-            self._kv_seq += 1
+            flush.batches.append(self._batch(0, self._events))
+            self._events = []
+        if self._others:
+            flush.batches += [self._batch(rank, events) for rank, events in self._others.items() if events]
+            self._others = {}
         with self._wake:
             self._in_flight += 1
         self._deliver(flush)
+
+    def _batch(self, rank: int, events: list[kv.KvEvent]) -> Batch:
+        seq = self._kv_seqs.get(rank, 0)
+        self._kv_seqs[rank] = seq + 1
+        return Batch(rank, seq, events)
 
     def _flush_scored(self, flush: Flush) -> None:
         choice: Any

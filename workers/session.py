@@ -135,8 +135,8 @@ class Session(Life):
             engine=info.name,
             epoch=self.epoch,
             block_size=info.block_size,
-            total_blocks=info.total_blocks,
-            slots=info.slots,
+            total_blocks=info.total_blocks // info.dp_size,
+            slots=info.slots // info.dp_size,
             max_model_len=info.max_model_len,
             state=self._state,
             aliases=self._model.aliases,
@@ -147,7 +147,7 @@ class Session(Life):
             host=socket.gethostname(),
             pid=os.getpid(),
             name=self._settings.name,
-            queue=self._queue,
+            queue=-(-self._queue // info.dp_size),
             connection=self._model.connection,
             transfer=self._endpoint(),
             vision=self._vision is not None,
@@ -268,8 +268,9 @@ class Session(Life):
                     continue
                 for gateway, items in flush.items.items():
                     await self._report.items(gateway, tuple(items))
-                if flush.events and self._settings.publish_events_and_metrics:
-                    await self._report.events(self._model.name, flush.seq, tuple(flush.events))
+                if flush.batches and self._settings.publish_events_and_metrics:
+                    for rank, seq, events in flush.batches:
+                        await self._report.events(self._model.name, rank, seq, tuple(events))
                 self._account(flush)
             except Exception:
                 log.exception("flush_failed")

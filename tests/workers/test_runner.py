@@ -18,7 +18,7 @@ from schemas.tokens import PROMPT, Logprob, TokenItem
 from workers.engines import mock
 from workers.engines.base import Engine, EngineError, EngineStats, Failure, Output, SequenceRequest, StepResult
 from workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
-from workers.runner import MAX_AHEAD, SCORED_BYTES, Choice, EngineThread, Flush
+from workers.runner import MAX_AHEAD, SCORED_BYTES, Choice, EngineThread, Flush, Names
 
 VOCABULARY = Vocabulary(1000)
 ROOT = blocks.root("rev")
@@ -55,7 +55,9 @@ class Harness:
 
     def __init__(self, clock: Callable[[], float] | None = None, **options: Any) -> None:
         defaults: dict[str, Any] = {"vocab_size": 1000, "block_size": 4, "total_blocks": 256, "speedup": 0}
-        self.engine = Counted(mock.build(**defaults | options))
+        ranks = options.pop("ranks", 1)
+        options = defaults | options
+        self.engine = Counted(mock.build_ranks(ranks, **options) if ranks > 1 else mock.build(**options))
         self.flushes: queue.SimpleQueue[Flush] = queue.SimpleQueue()
         self.failures: list[BaseException] = []
         self.thread = EngineThread(
@@ -127,9 +129,11 @@ def new_choice(request: str = "r", index: int = 0, gateway: str = "gw", **option
     return Choice(None, request, 1, index, gateway, array("I"), options.pop("logprobs", False), **options)
 
 
-def sequence(choice: Choice, prompt: list[int], max_tokens: int, sampling: Sampling = GREEDY) -> SequenceRequest:
+def sequence(
+    choice: Choice, prompt: list[int], max_tokens: int, sampling: Sampling = GREEDY, rank: int = 0
+) -> SequenceRequest:
     stop = Stop(max_tokens=max_tokens, ignore_eos=True)
-    return SequenceRequest(choice, prompt, sampling, stop, choice=choice.index, root=ROOT)
+    return SequenceRequest(choice, prompt, sampling, stop, choice=choice.index, root=ROOT, rank=rank)
 
 
 def refuse(error: Exception) -> None:
@@ -396,15 +400,15 @@ def names(events: list[kv.KvEvent]) -> set[bytes]:
     return {name for event in events if isinstance(event, kv.Stored) for name in blocks.split(event.digests)}
 
 
-def fold(flushes: list[Flush], upto: int | None = None) -> tuple[set[bytes], list[int]]:
-    """What a router knows after the batches up to a sequence, and the sequences."""
+def fold(flushes: list[Flush], upto: int | None = None, rank: int = 0) -> tuple[set[bytes], list[int]]:
+    """What a router knows of a rank after the batches up to a sequence, and the sequences."""
     known: set[bytes] = set()
     seqs = []
-    for flush in flushes:
-        if not flush.events or (upto is not None and flush.seq > upto):
+    for batch in (batch for flush in flushes for batch in flush.batches if batch.rank == rank):
+        if upto is not None and batch.seq > upto:
             continue
-        seqs.append(flush.seq)
-        for event in flush.events:
+        seqs.append(batch.seq)
+        for event in batch.events:
             match event:
                 case kv.Stored():
                     known.update(blocks.split(event.digests))
@@ -417,24 +421,26 @@ def fold(flushes: list[Flush], upto: int | None = None) -> tuple[set[bytes], lis
 
 def test_a_dump_is_what_the_batches_up_to_its_sequence_add_up_to(harness: Callable[..., Harness]) -> None:
     h = harness(total_blocks=24)
-    dumps: queue.SimpleQueue[tuple[list[kv.KvEvent], int]] = queue.SimpleQueue()
+    dumps: queue.SimpleQueue[list[Names]] = queue.SimpleQueue()
     ended = 0
     for number in range(12):
         choice = new_choice(f"r{number}")
         h.thread.submit([sequence(choice, [number, *range(10)], 20)], refuse)
         if number % 3 == 0:
-            h.thread.dump(lambda events, seq: dumps.put((events, seq)))
+            h.thread.dump(dumps.put)
         ended += len(h.take_until_ended(1))
-    h.thread.dump(lambda events, seq: dumps.put((events, seq)))
+    h.thread.dump(dumps.put)
     h.stats()
     while not h.flushes.empty():
         h.take()
     _, seqs = fold(h.all)
     assert seqs == list(range(len(seqs)))
-    assert any(isinstance(event, kv.Removed) for flush in h.all for event in flush.events), "nothing was evicted"
+    assert any(isinstance(event, kv.Removed) for flush in h.all for batch in flush.batches for event in batch.events), (
+        "nothing was evicted"
+    )
     checked = 0
     while not dumps.empty():
-        events, seq = dumps.get()
+        ((events, seq),) = dumps.get()
         assert seq < len(seqs)
         assert names(events) == fold(h.all, seq)[0]
         checked += 1
@@ -445,17 +451,75 @@ def test_a_dump_before_any_event_names_no_batch_and_a_new_epoch_counts_from_zero
     harness: Callable[..., Harness],
 ) -> None:
     h = harness()
-    dumps: queue.SimpleQueue[tuple[list[kv.KvEvent], int]] = queue.SimpleQueue()
-    h.thread.dump(lambda events, seq: dumps.put((events, seq)))
-    assert dumps.get(timeout=10) == ([], -1)
+    dumps: queue.SimpleQueue[list[Names]] = queue.SimpleQueue()
+    h.thread.dump(dumps.put)
+    assert dumps.get(timeout=10) == [([], -1)]
     h.thread.submit([sequence(new_choice("a"), list(range(9)), 3)], refuse)
     h.take_until_ended(1)
     h.thread.new_epoch()
-    h.thread.dump(lambda events, seq: dumps.put((events, seq)))
-    events, seq = dumps.get(timeout=10)
+    h.thread.dump(dumps.put)
+    ((events, seq),) = dumps.get(timeout=10)
     assert seq == -1
     assert names(events)
     h.all.clear()
     h.thread.submit([sequence(new_choice("b"), list(range(20, 29)), 3)], refuse)
     h.take_until_ended(1)
     assert fold(h.all)[1][0] == 0
+
+
+def test_each_rank_has_batches_and_a_dump_of_its_own(harness: Callable[..., Harness]) -> None:
+    h = harness(ranks=3, total_blocks=24)
+    asked: dict[int, list[list[int]]] = {0: [], 2: []}
+    for number in range(8):
+        rank = number % 2 * 2
+        prompt = [number, *range(8)]
+        asked[rank].append(prompt)
+        h.thread.submit([sequence(new_choice(f"r{number}"), prompt, 3, rank=rank)], refuse)
+        h.take_until_ended(1)
+    dumps: queue.SimpleQueue[list[Names]] = queue.SimpleQueue()
+    h.thread.dump(dumps.put)
+    found = dumps.get(timeout=10)
+    while not h.flushes.empty():
+        h.take()
+    assert len(found) == 3
+    assert found[1] == ([], -1)
+    for rank, prompts in asked.items():
+        known, seqs = fold(h.all, rank=rank)
+        assert seqs == list(range(len(seqs)))
+        assert found[rank].seq == seqs[-1]
+        assert names(found[rank].events) == known
+        ours = {
+            digest for prompt in prompts for digest in blocks.split(blocks.chain(wire.pack_tokens(prompt), 4, ROOT))
+        }
+        assert ours <= known
+    assert not fold(h.all, rank=0)[0] & fold(h.all, rank=2)[0]
+    assert h.stats().cached_blocks == sum(len(fold(h.all, rank=rank)[0]) for rank in (0, 2))
+
+
+def test_a_rank_that_does_not_exist_is_refused_and_ranks_share_nothing(harness: Callable[..., Harness]) -> None:
+    h = harness(ranks=2)
+    errors: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+    h.thread.submit([sequence(new_choice("x"), [1], 3, rank=2)], errors.put)
+    assert "this worker has 2" in str(errors.get(timeout=10))
+    cached = []
+    for rank in (0, 0, 1, 1):
+        choice = new_choice(f"r{len(cached)}")
+        h.thread.submit([sequence(choice, list(range(9)), 3, rank=rank)], refuse)
+        h.take_until_ended(1)
+        cached.append(choice.cached)
+    assert cached == [0, 8, 0, 8]
+
+
+def test_ranks_wait_for_the_slowest_of_them() -> None:
+    slept: list[float] = []
+    engine = mock.build_ranks(2, vocab_size=100, block_size=4, sleep=slept.append)
+    alone = mock.build(vocab_size=100, block_size=4, sleep=slept.append)
+    long, short = list(range(64)), [1, 2]
+    alone.submit(sequence(new_choice("a"), long, 1))
+    alone.step()
+    engine.submit(sequence(new_choice("b"), long, 1, rank=1))
+    engine.submit(sequence(new_choice("c"), short, 1))
+    result = engine.step()
+    assert len(result.outputs) == 2
+    assert len(slept) == 2
+    assert slept[0] == slept[1] > 0

@@ -29,12 +29,16 @@ class EngineError(Exception):
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """Fixed facts, known when the engine is built. Counts of tokens or blocks."""
+    """Fixed facts, known when the engine is built. Counts of tokens or blocks.
+
+    An engine with attention data parallelism has ``dp_size`` ranks, each with an equal share of blocks and slots and a
+    prefix cache of its own: a sequence lives on one of them.
+    """
 
     name: str
     block_size: int
-    total_blocks: int
-    slots: int  # sequences that run at once
+    total_blocks: int  # of all ranks
+    slots: int  # sequences that run at once, on all ranks
     max_model_len: int  # prompt + output
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -86,6 +90,7 @@ class SequenceRequest(msgspec.Struct):
     reservation: Reservation | None = None  # adopted: nothing of its prompt is computed here
     opaque: bytes = b""  # from the ``Held`` of the engine that computed the prompt; this one fetches the KV by itself
     score: int = 0  # log-probabilities of its prompt's tokens from this position (at least 1) on are wanted; 0: of none
+    rank: int = 0  # where it is to run; without ranks of no meaning
 
 
 class Output(NamedTuple):
@@ -139,12 +144,13 @@ class Scored(NamedTuple):
 
 class StepResult(NamedTuple):
     outputs: list[Output]
-    events: list[KvEvent]  # in the order they happened
+    events: list[KvEvent]  # of rank 0, in the order they happened
     started: list[Started]
     failures: list[Failure]
     computed_tokens: int  # scheduled in this step, prompt and decode
     held: Seq[Held] = ()
     scored: Seq[Scored] = ()
+    others: Mapping[int, list[KvEvent]] = {}  # events of the other ranks, by rank
 
 
 class EngineStats(msgspec.Struct, frozen=True):
@@ -191,8 +197,8 @@ class Engine(Protocol):
 
     def stats(self) -> EngineStats: ...
 
-    def dump(self) -> list[KvEvent]:
-        """All names in the prefix cache as ``Stored`` events, parents before children."""
+    def dump(self, rank: int = 0) -> list[KvEvent]:
+        """All names in a rank's prefix cache as ``Stored`` events, parents before children."""
 
     # Hand-over of KV blocks; an engine without ``memory`` is never asked.
 

@@ -198,7 +198,7 @@ class ScheduledEngine(Sighted):
     def stats(self) -> EngineStats:
         return msgspec.structs.replace(self._scheduler.stats(), logits_errors=self._processors.faults.count)
 
-    def dump(self) -> list[KvEvent]:
+    def dump(self, rank: int = 0) -> list[KvEvent]:
         return self._scheduler.blocks.dump()
 
     @property
@@ -281,7 +281,7 @@ class EncodeEngine(Sighted):
             free_blocks=cache.free_slots,
         )
 
-    def dump(self) -> list[KvEvent]:
+    def dump(self, rank: int = 0) -> list[KvEvent]:
         return []
 
     def memory(self) -> dict[str, Memory]:

@@ -1,8 +1,10 @@
 """The mock engine: real scheduler, block manager, KV events and memory; no model, simulated step time."""
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from configs import modeldir
 from configs.detokenize import REPLACEMENT
@@ -10,6 +12,7 @@ from configs.settings import WorkerSettings
 from workers.engines.base import EngineInfo
 from workers.engines.core.blocks import BlockManager
 from workers.engines.core.engine import EncodeEngine, ScheduledEngine
+from workers.engines.core.ranks import RankedEngine
 from workers.engines.core.scheduler import Scheduler
 from workers.engines.mock.executor import MockExecutor, Vocabulary
 from workers.engines.mock.memory import BLOCK_BYTES, MockBlocks, MockEyes
@@ -85,6 +88,22 @@ def build(
     return ScheduledEngine(info, scheduler, executor, eyes)
 
 
+def build_ranks(ranks: int, *, sleep: Callable[[float], None] = time.sleep, **options: Any) -> RankedEngine:
+    """A mock engine with attention data parallelism; arguments as of ``build``, for each rank.
+
+    Raises:
+        ValueError: as of ``build``.
+    """
+    times: list[float] = []  # of this step, by rank
+
+    def pause() -> None:
+        if times:
+            sleep(max(times))
+            times.clear()
+
+    return RankedEngine([build(sleep=times.append, **options) for _ in range(ranks)], pause)
+
+
 def build_encoder(
     *,
     image_tokens: int,
@@ -110,15 +129,22 @@ def build_encoder(
     return EncodeEngine(info, eyes)
 
 
-def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine:
+def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine | RankedEngine:
     """A mock of the model in ``path``: its vocabulary and limits, answers of text that run to ``max_tokens``.
+
+    With several ranks, sizes in the settings are those of each.
 
     Raises:
         modeldir.ModelError: the directory cannot be used.
-        ValueError: no token of the vocabulary stands for text of its own.
+        ValueError: no token of the vocabulary stands for text of its own, or ranks in a role that hands KV over.
     """
     model = modeldir.load(path)
-    return build(
+    ranks = settings.mock_ranks
+    if ranks > 1 and settings.role != "aggregated":
+        raise ValueError(f"--mock-ranks {ranks}: only workers of --role aggregated have ranks")
+    make = functools.partial(build_ranks, ranks) if ranks > 1 else build
+    seen = 0 if model.vision is None or ranks > 1 else model.vision.image_tokens
+    return make(
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
         excluded=_without_text(model),
@@ -131,7 +157,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine:
         kv_events=settings.publish_events_and_metrics,
         speedup=settings.mock_speedup,
         memory_block_bytes=0 if settings.role == "aggregated" else BLOCK_BYTES,
-        image_tokens=0 if model.vision is None else model.vision.image_tokens,
+        image_tokens=seen,
         embed_slots=settings.embed_slots,
     )
 
@@ -165,4 +191,12 @@ def _without_text(model: modeldir.ModelDir) -> Iterator[int]:
             yield token
 
 
-__all__ = ["DEFAULT_BLOCKS", "DEFAULT_SLOTS", "build", "build_encoder", "encoder_from_settings", "from_settings"]
+__all__ = [
+    "DEFAULT_BLOCKS",
+    "DEFAULT_SLOTS",
+    "build",
+    "build_encoder",
+    "build_ranks",
+    "encoder_from_settings",
+    "from_settings",
+]

@@ -1,0 +1,122 @@
+"""Several engines as the attention data-parallel ranks of one: each has its own cache, all step together."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+import msgspec
+
+from schemas.errors import Code
+from schemas.kv import KvEvent
+from schemas.transfer import Memory
+from workers.engines.base import (
+    EngineStats,
+    Failure,
+    Output,
+    RequestError,
+    Reservation,
+    Scored,
+    SequenceRequest,
+    Started,
+    StepResult,
+)
+from workers.engines.core.engine import ScheduledEngine
+
+
+class RankedEngine:
+    """Implements ``workers.engines.base.Engine`` without hand-over; owns ``engines``, which are alike.
+
+    Args:
+        pause: called after each step of all ranks, which wait for each other as ranks do.
+    """
+
+    slot_tokens = 0  # takes no embeddings
+
+    def __init__(self, engines: Seq[ScheduledEngine], pause: Callable[[], None] = lambda: None) -> None:
+        self._engines = engines
+        self._pause = pause
+        self._rank_of: dict[object, int] = {}
+        one, count = engines[0].info, len(engines)
+        self.info = msgspec.structs.replace(
+            one, total_blocks=one.total_blocks * count, slots=one.slots * count, dp_size=count
+        )
+
+    def submit(self, request: SequenceRequest) -> None:
+        """Queue one sequence on its rank.
+
+        Raises:
+            RequestError: it can never run here.
+        """
+        if not 0 <= request.rank < len(self._engines):
+            raise RequestError(
+                Code.invalid_request, f"rank {request.rank} does not exist: this worker has {len(self._engines)}"
+            )
+        self._engines[request.rank].submit(request)
+        self._rank_of[request.key] = request.rank
+
+    def cancel(self, key: object) -> bool:
+        rank = self._rank_of.pop(key, None)
+        return rank is not None and self._engines[rank].cancel(key)
+
+    def has_work(self) -> bool:
+        return any(engine.has_work() for engine in self._engines)
+
+    def step(self) -> StepResult:
+        """One batch on every rank that has something to do.
+
+        Raises:
+            EngineError: a rank is broken; so is this engine.
+        """
+        outputs: list[Output] = []
+        started: list[Started] = []
+        failures: list[Failure] = []
+        scored: list[Scored] = []
+        events: dict[int, list[KvEvent]] = {}
+        computed = 0
+        for rank, engine in enumerate(self._engines):
+            if not engine.has_work():
+                continue
+            result = engine.step()
+            outputs += result.outputs
+            started += result.started
+            failures += result.failures
+            scored += result.scored
+            computed += result.computed_tokens
+            if result.events:
+                events[rank] = result.events
+        self._pause()
+        for output in outputs:
+            if output.finish:
+                self._rank_of.pop(output.key, None)
+        for failure in failures:
+            self._rank_of.pop(failure.key, None)
+        return StepResult(outputs, events.pop(0, []), started, failures, computed, (), scored, events)
+
+    @property
+    def blocked(self) -> bool:
+        return False
+
+    def stats(self) -> EngineStats:
+        each = [engine.stats() for engine in self._engines]
+        return EngineStats(*(sum(getattr(stats, name) for stats in each) for name in EngineStats.__struct_fields__))
+
+    def dump(self, rank: int = 0) -> list[KvEvent]:
+        return self._engines[rank].dump()
+
+    def memory(self) -> dict[str, Memory]:
+        return {}
+
+    def drop(self, key: object) -> bool:
+        return False
+
+    def reserve(self, digests: Seq[bytes], tails: int, users: int) -> Reservation | None:
+        return None
+
+    def adopt(self, reservation: Reservation) -> None:
+        """There is nothing to adopt: ``reserve`` gives nothing."""
+
+    def let_go(self, reservation: Reservation) -> None:
+        """There is nothing to let go of: ``reserve`` gives nothing."""
+
+    def close(self) -> None:
+        for engine in self._engines:
+            engine.close()
