@@ -80,7 +80,7 @@ def from_settings(settings: WorkerSettings, path: Path, processors: "TrtllmProce
         info = EngineInfo(
             name="trtllm",
             block_size=args.kv_cache_config.tokens_per_block,
-            total_blocks=capacity(llm, api, args, stat),
+            total_blocks=capacity(llm, api, args, stat) * ranks,
             slots=args.batch_size * ranks,
             max_model_len=limit,
             vocab_size=model.vocab_size,
@@ -237,7 +237,7 @@ def warm_up(llm: Any, api: Api, loop: LoopThread, eos: tuple[int, ...], *, publi
 
 
 def capacity(llm: Any, api: Api, args: EngineArgs, stat: dict[str, Any] | None) -> int:
-    """Blocks of the KV pool: the engine's word, else its statistics, else what the arguments ask for."""
+    """Blocks of one rank's KV pool: the engine's word, else its statistics, else what the arguments ask for."""
     if api.capacity:
         told = llm.get_kv_cache_capacity()
         found = told.get("maxNumBlocks") if isinstance(told, dict) else getattr(told, "maxNumBlocks", None)

@@ -39,7 +39,7 @@ from workers.engines.loop import LoopThread
 from workers.engines.trtllm import stats
 from workers.engines.trtllm.api import Api
 from workers.engines.trtllm.follow import Broken, Events, Fact, Follower, Heard, Live
-from workers.engines.trtllm.kvevents import Roots, Translator
+from workers.engines.trtllm.kvevents import Roots, Translator, by_rank
 from workers.engines.trtllm.metrics import NativeMetrics
 from workers.engines.trtllm.prepare import Options, Used, check, prepare
 from workers.engines.trtllm.sight import Album, slots_of
@@ -85,7 +85,7 @@ class TrtllmEngine(Sighted):
         self._held: dict[object, int] = {}  # key -> blocks of its prompt
         self._broken: BaseException | None = None
         self._roots = Roots(info.block_size, options.root)
-        self._translator = Translator(info.block_size, self._roots)
+        self._translators = [Translator(info.block_size, self._roots) for _ in range(info.dp_size)]
         self._blocks = stats.Blocks(info.total_blocks, 0, info.total_blocks)
         self._used = Used()
         self._hit = self._prompt = 0
@@ -159,14 +159,15 @@ class TrtllmEngine(Sighted):
         Raises:
             EngineError: the engine is broken.
         """
-        result = StepResult([], [], [], [], 0, [], [])
+        others: dict[int, list[KvEvent]] = {}
+        result = StepResult([], [], [], [], 0, [], [], others)
         computed = 0
         fact = self._next(WAIT_S)
         while fact is not None:
             if isinstance(fact, Heard):
                 computed += self._told(fact, result)
             elif isinstance(fact, Events):
-                result.events.extend(self._translator.feed(fact.events))
+                self._name(fact, result.events, others)
             elif isinstance(fact, Broken):
                 break
             else:
@@ -183,6 +184,14 @@ class TrtllmEngine(Sighted):
             if wait:
                 self._silence()
             return None
+
+    def _name(self, fact: Events, first: list[KvEvent], others: dict[int, list[KvEvent]]) -> None:
+        """Add the events of each rank, under our names."""
+        for rank, told in by_rank(fact.events).items():
+            if rank < len(self._translators):
+                events = self._translators[rank].feed(told)
+                if events:
+                    (others.setdefault(rank, []) if rank else first).extend(events)
 
     def _told(self, heard: Heard, result: StepResult) -> int:
         """Add the news of one sequence, unless nobody listens; the tokens that were computed for it."""
@@ -224,7 +233,7 @@ class TrtllmEngine(Sighted):
         total, used, free = self._blocks
         if not self._live and not self._held:  # the engine counts while it computes: its last word may be too early
             used, free = 0, total
-        cached = min(free, self._translator.names)
+        cached = min(free, sum(translator.names for translator in self._translators))
         return EngineStats(
             running=self._running,
             waiting=len(self._live) - self._running,
@@ -236,8 +245,8 @@ class TrtllmEngine(Sighted):
             prompt_tokens=self._prompt,
         )
 
-    def dump(self) -> list[KvEvent]:
-        return self._translator.dump()
+    def dump(self, rank: int = 0) -> list[KvEvent]:
+        return self._translators[rank].dump()
 
     def collectors(self) -> Seq[Collector]:
         """The engine's own metrics, for the worker's registry."""

@@ -1,9 +1,9 @@
 """From TensorRT-LLM's KV-cache events to ours: its opaque hashes become our block names, from tokens and parents.
 
-Pure: no engine, no clock, no thread. One ``Translator`` per engine, over all its attention-DP ranks: a name is ours
-while any rank holds it. What cannot be named for certain (a parent that was lost, tokens of which two tenants have a
-copy, media of unknown content) is left out together with what hangs below it: a router then knows less than there is,
-never more.
+Pure: no engine, no clock, no thread. One ``Translator`` per attention-DP rank (see ``by_rank``), whose names are the
+rank's own; fed with several, a name is ours while any of them holds it. What cannot be named for certain (a parent that
+was lost, tokens of which two tenants have a copy, media of unknown content) is left out together with what hangs below
+it: a router then knows less than there is, never more.
 
 Names that we publish are closed towards the front, as routers expect: a block is shown while it and all before it are
 in device memory. Blocks in host memory are shown with ``tier`` 1.
@@ -367,6 +367,15 @@ class Translator:
         if event not in self._warned:
             self._warned.add(event)
             log.warning(event, **fields)
+
+
+def by_rank(events: Iterable[Mapping[str, Any]]) -> dict[int, list[Mapping[str, Any]]]:
+    """Events apart, in their order; those that name no rank, or none that is a number, are rank 0's."""
+    found: dict[int, list[Mapping[str, Any]]] = {}
+    for event in events:
+        rank = event.get("attention_dp_rank") if isinstance(event, Mapping) else None
+        found.setdefault(rank if isinstance(rank, int) and rank > 0 else 0, []).append(event)
+    return found
 
 
 def pack(tokens: Seq[int]) -> bytes:

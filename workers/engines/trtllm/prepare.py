@@ -129,8 +129,11 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, used: 
     if request.root and request.root != options.root:
         arguments["cache_salt"] = request.root.hex()
     if options.scheduling is not None:
-        # Left to its default of None, two waiting requests cannot be compared and the engine dies of it.
-        arguments["scheduling_params"] = options.scheduling(attention_dp_rank=None, attention_dp_relax=True)
+        # Relaxed: where that rank is full, another takes it. Left to its default of None, two waiting requests cannot
+        # be compared and the engine dies of it.
+        arguments["scheduling_params"] = options.scheduling(
+            attention_dp_rank=request.rank % info.dp_size, attention_dp_relax=True
+        )
     cursor = Cursor(
         limit=limit,
         stops=sampling.stop_ids(stop, eos),

@@ -13,7 +13,7 @@ from schemas.errors import Code
 from schemas.kv import Cleared, Removed, Stored
 from schemas.requests import Sampling
 from tests.workers.engines.trtllm.conftest import BLOCK, LIMIT, MODEL, Told, ask, run, until
-from workers.engines.base import Engine, EngineError, RequestError
+from workers.engines.base import Engine, EngineError, RequestError, StepResult
 from workers.engines.native.build import build as native_engine
 from workers.engines.trtllm import engine as shell
 from workers.engines.trtllm import follow
@@ -321,7 +321,7 @@ def test_a_step_waits_but_not_long_and_never_spins(make: Make, prompt: list[int]
     engine.submit(ask("a", prompt, 4))
     began, cpu, steps = time.monotonic(), time.thread_time(), 40
     for _ in range(steps):
-        assert engine.step() == ([], [], [], [], 0, [], [])
+        assert engine.step() == StepResult([], [], [], [], 0, [], [])
     spent = time.monotonic() - began
     assert steps * shell.WAIT_S * 0.9 <= spent < 20 * steps * shell.WAIT_S
     assert time.thread_time() - cpu < spent / 2
@@ -360,6 +360,30 @@ def test_blocks_are_told_under_our_names(make: Make, prompt: list[int], vocabula
 
 def stored(told: Told) -> list[bytes]:
     return [name for event in told.events if isinstance(event, Stored) for name in blocks.split(event.digests)]
+
+
+def test_attention_dp_ranks_are_chosen_and_told_apart(
+    make: Make, prompt: list[int], vocabulary: modeldir.ModelDir, quirks: Any
+) -> None:
+    quirks.gpus = 2
+    engine = make(tensor_parallel_size=2, override_engine_args='{"enable_attention_dp": true}')
+    wanted = names(vocabulary, prompt)
+    told = run(engine, ask("a", prompt, 1, rank=1))
+    until(engine, lambda told: len(of_rank(told, 1)) >= len(wanted), told)
+    assert (stored(told), of_rank(told, 1)) == ([], wanted)
+    assert (engine.dump(0), of_rank_dump(engine, 1)) == ([], wanted)
+    told = run(engine, ask("b", prompt, 1, rank=0), ask("c", prompt, 1, rank=1))
+    assert told.cached["b"] == 0
+    assert told.cached["c"] > 0
+
+
+def of_rank(told: Told, rank: int) -> list[bytes]:
+    events = [event for step in told.steps for event in step.others.get(rank, ())]
+    return [name for event in events if isinstance(event, Stored) for name in blocks.split(event.digests)]
+
+
+def of_rank_dump(engine: Any, rank: int) -> list[bytes]:
+    return [name for event in engine.dump(rank) for name in blocks.split(event.digests)]
 
 
 def test_what_is_evicted_is_told(make: Make, prompt: list[int], vocabulary: modeldir.ModelDir) -> None:
