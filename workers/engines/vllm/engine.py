@@ -32,7 +32,6 @@ from workers.engines.base import (
     StepResult,
 )
 from workers.engines.events import wire
-from workers.engines.events.consolidator import Consolidator
 from workers.engines.loop import LoopThread
 from workers.engines.vllm.api import Api
 from workers.engines.vllm.follow import Broken, Events, Fact, Follower, Heard, Live
@@ -82,8 +81,7 @@ class VllmEngine:
         self._running = 0  # of them: those that have started
         self._held: dict[object, int] = {}  # key -> blocks of its prompt
         self._broken: BaseException | None = None
-        self._translators: dict[int, Translator] = {}
-        self._names = Consolidator()
+        self._translators = [Translator(info.block_size, options.root) for _ in range(info.dp_size)]
         self._used = Used()
         self._hit = self._prompt = 0
         self._closed = False
@@ -153,14 +151,15 @@ class VllmEngine:
             EngineError: the engine is broken.
         """
         held: list[Held] = []
-        result = StepResult([], [], [], [], 0, held, [])
+        others: dict[int, list[KvEvent]] = {}
+        result = StepResult([], [], [], [], 0, held, [], others)
         computed = 0
         fact = self._next(WAIT_S)
         while fact is not None:
             if isinstance(fact, Heard):
                 computed += self._told(fact, result, held)
-            elif isinstance(fact, Events):
-                result.events.extend(self._named(fact))
+            elif isinstance(fact, Events) and (events := self._named(fact)):
+                (others.setdefault(fact.rank, []) if fact.rank else result.events).extend(events)
             fact = self._next(0)
         self._raise_broken()
         return result._replace(computed_tokens=computed)
@@ -200,9 +199,7 @@ class VllmEngine:
         return computed
 
     def _named(self, fact: Events) -> list[KvEvent]:
-        translator = self._translators.get(fact.rank)
-        if translator is None:
-            translator = self._translators[fact.rank] = Translator(self.info.block_size, self._options.root)
+        translator = self._translators[fact.rank]
         events = translator.forget() if fact.lost else []
         for payload in fact.payloads:
             try:
@@ -211,7 +208,7 @@ class VllmEngine:
                 translator.counts.malformed += 1
                 log.warning("kv_events_malformed", error=str(error), action="forgetting this rank's blocks")
                 events += translator.forget()
-        return self._names.feed(fact.rank, events)
+        return events
 
     def _silence(self) -> None:
         now = time.monotonic()
@@ -229,7 +226,7 @@ class VllmEngine:
         used = pinned
         if self._live:  # what the scheduler last said is old once nothing runs
             used = min(total, max(used, round(self._scheduler.used * total)))
-        cached = min(total - used, self._names.count())
+        cached = min(total - used, sum(translator.names for translator in self._translators))
         return EngineStats(
             running=self._running,
             waiting=len(self._live) - self._running,
@@ -242,8 +239,8 @@ class VllmEngine:
             prompt_tokens=self._prompt,
         )
 
-    def dump(self) -> list[KvEvent]:
-        return self._names.dump()
+    def dump(self, rank: int = 0) -> list[KvEvent]:
+        return self._translators[rank].dump()
 
     def collectors(self) -> Seq[Collector]:
         """The engine's own metrics, for the worker's registry."""

@@ -120,7 +120,9 @@ class Follower:
     async def _ask(self, live: Live, prepared: Prepared) -> None:
         params = self._api.sampling(output_kind=self._api.delta, **prepared.sampling)
         answer = Answer(known=prepared.known, top=live.top, adopted=prepared.adopted)
-        stream = self._llm.generate(prepared.prompt, params, f"penstock-{next(self._numbers)}")
+        stream = self._llm.generate(
+            prepared.prompt, params, f"penstock-{next(self._numbers)}", data_parallel_rank=prepared.rank
+        )
         try:
             async for output in stream:
                 self._hear(live, prepared, answer, output)

@@ -72,6 +72,11 @@ class Translator:
     def dump(self) -> list[KvEvent]:
         return self._forest.dump()
 
+    @property
+    def names(self) -> int:
+        """Blocks on the device that have a name."""
+        return self._forest.shown
+
     def _event(self, event: Mapping[str, Any]) -> None:
         kind = event["type"]
         if kind == "AllBlocksCleared":

@@ -30,6 +30,7 @@ class Prepared(NamedTuple):
     """``sampling``: fields of SamplingParams, without ``output_kind``. ``known``: tokens that it computes again.
 
     ``adopted``: its prompt's KV is fetched from another engine. ``computed``: the tokens of its prompt, if ``hold``.
+    ``rank``: data-parallel, where there are several.
     """
 
     prompt: dict[str, Any]
@@ -37,6 +38,7 @@ class Prepared(NamedTuple):
     known: tuple[int, ...] = ()
     adopted: bool = False
     computed: tuple[int, ...] = ()
+    rank: int | None = None
 
 
 def check(request: SequenceRequest, info: EngineInfo, options: Options) -> None:
@@ -62,7 +64,7 @@ def check(request: SequenceRequest, info: EngineInfo, options: Options) -> None:
             f"prompt and answer have {known} tokens; this model takes {info.max_model_len}, at least one new one "
             "included",
         )
-    room = info.total_blocks * info.block_size
+    room = info.total_blocks // info.dp_size * info.block_size
     if known >= room:  # the engine would wait for blocks for ever
         raise RequestError(Code.out_of_blocks, f"{known} tokens do not fit this worker's KV cache of {room} tokens")
     if any(not 0 <= token < info.vocab_size for token in request.sampling.logit_bias):
@@ -90,7 +92,7 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, used: 
     params = _handed(request, tokens, options, used) if handed else None
     known = tuple(tokens[-1:]) if params is not None else ()
     before = request.generated[: len(request.generated) - len(known)]
-    room = min(info.max_model_len, info.total_blocks * info.block_size) - len(request.prompt)
+    room = min(info.max_model_len, info.total_blocks // info.dp_size * info.block_size) - len(request.prompt)
     limit = 1 if request.hold else min(request.stop.max_tokens, room) - len(before)
     given = sampling.arguments(
         request.sampling,
@@ -110,7 +112,8 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, used: 
     prompt: dict[str, Any] = {"prompt_token_ids": list(computed)}
     if request.root and request.root != options.root:
         prompt["cache_salt"] = request.root.hex()
-    return Prepared(prompt, given, known, params is not None, computed if request.hold else ())
+    rank = request.rank % info.dp_size if info.dp_size > 1 else None
+    return Prepared(prompt, given, known, params is not None, computed if request.hold else (), rank)
 
 
 def _handed(request: SequenceRequest, tokens: list[int], options: Options, used: Used) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -220,3 +221,17 @@ def test_what_it_cannot_do_is_refused(changes: dict[str, Any], code: Code) -> No
     assert caught.value.code == code
     with pytest.raises(RequestError, match="--role prefill"):
         check(ask(hold=True), INFO, Options(b"r" * 16))
+
+
+@pytest.mark.parametrize(("ranks", "rank", "given"), [(1, 0, None), (4, 0, 0), (4, 3, 3)])
+def test_the_rank_reaches_the_engine_where_there_are_several(ranks: int, rank: int, given: int | None) -> None:
+    info = msgspec.structs.replace(INFO, dp_size=ranks, total_blocks=20 * ranks)
+    request = SequenceRequest("k", [1, 2], Sampling(), Stop(4), rank=rank)
+    check(request, info, OPTIONS)
+    assert prepare(request, info, OPTIONS, handoff.Used()).rank == given
+
+
+def test_a_sequence_must_fit_the_cache_of_one_rank() -> None:
+    info = msgspec.structs.replace(INFO, dp_size=4, total_blocks=20, max_model_len=10_000)
+    with pytest.raises(RequestError, match="80 tokens"):
+        check(SequenceRequest("k", [1] * 81, Sampling(), Stop(4)), info, OPTIONS)
