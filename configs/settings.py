@@ -111,7 +111,28 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
     ] = ()
     use_kv_events: Annotated[bool, about("vllm: let it tell of its KV blocks, which KV routing needs")] = True
     request_plane: Annotated[Literal["nats"], about("how requests reach the worker; there is one way")] = "nats"
-    event_plane: Annotated[Literal["nats"], about("how KV events reach routers; there is one way")] = "nats"
+    event_plane: Annotated[
+        Literal["nats", "zmq"],
+        about("how KV events get from the engine to the broker; zmq: through a publisher that others may read too"),
+    ] = "nats"
+    kv_events_host: Annotated[str, about("event plane zmq: address to publish on")] = "127.0.0.1"
+    kv_events_port: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=65535,
+            description="event plane zmq: port of rank 0's events; the other ranks' follow, then those for replay; "
+            "0: any free ones",
+        ),
+    ] = 5557
+    kv_events_topic: Annotated[str, about("event plane zmq: topic of the messages")] = ""
+    kv_events_from: Annotated[
+        tuple[str, ...],
+        about(
+            "event plane zmq: further publishers of this worker's KV blocks, comma-separated; "
+            "tcp://host:port or tcp://host:port/replay_port"
+        ),
+    ] = ()
     logits_processor: Annotated[
         tuple[str, ...], about("name=module:Class of logits processors that requests may choose, comma-separated")
     ] = ()

@@ -1,7 +1,6 @@
 """A worker process that computes tokens: an engine in its thread inside the shell of ``workers.process``."""
 
 import asyncio
-import functools
 import secrets
 import sys
 import time
@@ -13,6 +12,7 @@ from configs import logs, modeldir, parsers
 from configs.bus.connection import connect
 from configs.bus.publish import Publisher
 from configs.settings import WorkerSettings
+from schemas import blocks
 from schemas.errors import ServingError
 from schemas.transfer import Endpoint
 from workers.engines.base import Engine, EngineError, VisionEngine
@@ -63,7 +63,15 @@ class _Worker(WorkerProcess[Session]):
         def failed(error: BaseException) -> None:
             loop.call_soon_threadsafe(self._broke, error)
 
-        engine = EngineThread(functools.partial(build_engine, settings, path), self._deliver, failed)
+        def build() -> Engine:
+            built = build_engine(settings, path)
+            if settings.event_plane == "nats":
+                return built
+            from workers.engines.events.relay import relayed
+
+            return relayed(built, settings, blocks.root(described.revision), engine.wake)
+
+        engine = EngineThread(build, self._deliver, failed)
         engine.start()
         connection = f"worker:{settings.name}:{secrets.token_hex(4)}"
         bus = await connect(
@@ -163,6 +171,12 @@ def _check(settings: WorkerSettings) -> None:
         raise ValueError(
             f"--engine {settings.engine} takes text only; --role encode runs on {', '.join(able('encode'))}"
         )
+    if settings.kv_events_from and settings.event_plane != "zmq":
+        raise ValueError("--kv-events-from: other publishers are read over ZMQ; add --event-plane zmq")
+    if settings.event_plane == "zmq" and not (
+        settings.prefix_cache and settings.publish_events_and_metrics and settings.role != "encode"
+    ):
+        raise ValueError("--event-plane zmq: this worker has no KV events; leave the prefix cache and publishing on")
     edits = settings.logits_processor or settings.apply_logits_processors
     if edits and (settings.role == "encode" or not support.logits_processors):
         raise ValueError(

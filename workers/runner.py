@@ -243,6 +243,10 @@ class EngineThread:
 
         self._put(run)
 
+    def wake(self) -> None:
+        """Have the thread look again whether the engine has work; from any thread."""
+        self._put(lambda engine: None)
+
     def taken(self) -> None:
         """The last flush was consumed."""
         with self._wake:

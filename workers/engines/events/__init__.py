@@ -2,5 +2,5 @@
 
 Pure: ``order`` (sequence numbers, gaps, repeats), ``forest`` (an engine's own block hashes to our names),
 ``consolidator`` (several publishers of one worker to one stream), ``wire`` (the public multipart format). The shell:
-``subscribe`` and ``publish`` (ZMQ, with replay).
+``subscribe`` and ``publish`` (ZMQ, with replay), ``relay`` (an engine on the event plane "zmq").
 """

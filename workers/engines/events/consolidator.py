@@ -1,7 +1,8 @@
 """Several publishers of KV events of one worker (ranks, an engine and its host cache) as one ordered stream.
 
 Pure. A name is told while any of them holds it, once: stored with the first, removed with the last. Where what each of
-them says is closed towards the front (parents before children, children gone before parents), so is the stream.
+them says is closed towards the front (parents before children, children gone before parents), so is the stream; after
+a loss, what hangs below a parent on the device that is not known any more is left out.
 """
 
 from collections.abc import Hashable, Iterable
@@ -62,6 +63,8 @@ class Consolidator:
     def _stored(self, source: Hashable, event: Stored, out: list[KvEvent]) -> None:
         mine = self._of.setdefault(source, {})
         parent = event.parent
+        if parent is not None and not event.tier and (parent, 0, event.group) not in mine:
+            return
         for digest in split(event.digests):
             key = (digest, event.tier, event.group)
             held = self._names.get(key)

@@ -1,4 +1,4 @@
-"""Publishes our KV events over ZMQ in the public multipart format, with replay; for readers beside the pipeline.
+"""Publishes a worker's KV events over ZMQ in the public multipart format, with replay.
 
 Sockets are touched by the publisher's own thread only.
 """
@@ -25,6 +25,11 @@ class Publisher:
 
     Args:
         endpoint, replay: to bind to; with a port of 0 any free one, see ``endpoint`` and ``replay`` of the object.
+        block_size: tokens.
+        kept: messages for replay.
+
+    Raises:
+        zmq.ZMQError: an address cannot be bound to.
     """
 
     def __init__(
@@ -32,12 +37,13 @@ class Publisher:
         endpoint: str,
         replay: str,
         *,
+        block_size: int = 0,
         topic: str = "",
         kept: int = KEPT,
         rank: int | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._topic, self._rank, self._clock = topic.encode(), rank, clock
+        self._topic, self._rank, self._clock, self._block_size = topic.encode(), rank, clock, block_size
         self._queue: queue.SimpleQueue[tuple[KvEvent, ...] | None] = queue.SimpleQueue()
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=kept)
         self._next = 0
@@ -69,7 +75,7 @@ class Publisher:
                 if events is None:
                     return
                 if events:
-                    self._send(wire.encode(self._clock(), events, self._rank))
+                    self._send(wire.encode(self._clock(), events, self._block_size, self._rank))
                 while self._again.poll(0):
                     self._answer(self._again.recv_multipart())
         finally:

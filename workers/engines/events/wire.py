@@ -2,16 +2,24 @@
 
 It is vLLM's, and so that of every tool that reads its events. A replay is asked for with the first number that is
 missing, in 8 bytes; the answers have the same parts, and the last has the number -1. Pure.
+
+Our own publisher's events are vLLM's too, but for two things: ``block_hashes`` are our names (16 bytes, see
+``schemas.blocks``), equal on every worker of a model, and ``token_ids`` is empty, since whoever knows the tokens knows
+the names.
 """
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
 import msgspec
 
-from schemas.kv import KvEvent
+from schemas.blocks import DIGEST_BYTES, split
+from schemas.kv import Cleared, KvEvent, Removed, Stored
 
 END = -1
+MEDIA = ("GPU", "CPU", "STORAGE")  # by tier
+_TIERS: dict[str | None, int] = {None: 0} | {name: tier for tier, name in enumerate(MEDIA)}
 
 
 class Message(NamedTuple):
@@ -19,16 +27,53 @@ class Message(NamedTuple):
     payload: bytes
 
 
-class Batch(msgspec.Struct, frozen=True, array_like=True):
-    """The payload of our own publisher: as vLLM's, with our events, whose hashes are the names themselves."""
+class Batch(NamedTuple):
+    """A payload whose hashes are names."""
 
     time: float  # Unix, seconds
     events: tuple[KvEvent, ...]
     rank: int | None = None
 
 
+class Foreign(NamedTuple):
+    """A payload whose hashes are an engine's own. ``events``: as plain data."""
+
+    events: list[Any]
+    rank: int | None = None
+
+
+class _BlockStored(msgspec.Struct, frozen=True, omit_defaults=True, tag="BlockStored"):
+    block_hashes: list[bytes | int]
+    parent_block_hash: bytes | int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    group_idx: int | None = None
+
+
+class _BlockRemoved(msgspec.Struct, frozen=True, omit_defaults=True, tag="BlockRemoved"):
+    block_hashes: list[bytes | int]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class _AllBlocksCleared(msgspec.Struct, frozen=True, tag="AllBlocksCleared"):
+    pass
+
+
+_Event = _BlockStored | _BlockRemoved | _AllBlocksCleared
+
+
+class _Payload(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    time: float
+    events: tuple[_Event, ...]
+    rank: int | None = None
+
+
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Batch).decode
+_decode = msgspec.msgpack.Decoder(_Payload).decode
 
 
 def frames(topic: bytes, number: int, payload: bytes) -> list[bytes]:
@@ -51,19 +96,63 @@ def request(number: int) -> list[bytes]:
     return [b"", number.to_bytes(8, "big")]
 
 
-def encode(time: float, events: Seq[KvEvent], rank: int | None = None) -> bytes:
-    return _encode(Batch(time, tuple(events), rank))
+def encode(time: float, events: Seq[KvEvent], block_size: int, rank: int | None = None) -> bytes:
+    return _encode(_Payload(time, tuple(_theirs(event, block_size) for event in events), rank))
 
 
-def decode(payload: bytes) -> Batch:
-    """
+def _theirs(event: KvEvent, block_size: int) -> _Event:
+    if isinstance(event, Cleared):
+        return _AllBlocksCleared()
+    hashes: list[bytes | int] = [*split(event.digests)]
+    medium, group = MEDIA[min(event.tier, len(MEDIA) - 1)], event.group or None
+    if isinstance(event, Removed):
+        return _BlockRemoved(hashes, medium, group)
+    return _BlockStored(hashes, event.parent, [], block_size, None, medium, None, group)
+
+
+def decode(payload: bytes, block_size: int = 0) -> Batch | Foreign:
+    """What one publisher says.
+
+    Args:
+        block_size: of the reader, tokens; 0: any.
+
     Raises:
-        ValueError: not a batch of our events.
+        ValueError: not a batch of KV events, or one of blocks of another size.
     """
     try:
-        return _decode(payload)
+        time, events, rank = msgspec.structs.astuple(_decode(payload))
     except msgspec.MsgspecError as error:
         raise ValueError(f"not a batch of KV events: {error}") from error
+    if not all(_named(event) for event in events):
+        return Foreign(decode_any(payload), rank)
+    for event in events:
+        if isinstance(event, _BlockStored) and block_size and event.block_size != block_size:
+            raise ValueError(f"blocks of {event.block_size} tokens, ours have {block_size}")
+    return Batch(time, tuple(_ours(events)), rank)
+
+
+def _named(event: _Event) -> bool:
+    if isinstance(event, _AllBlocksCleared):
+        return True
+    hashes = event.block_hashes
+    if isinstance(event, _BlockStored):
+        if event.token_ids:
+            return False
+        hashes = hashes if event.parent_block_hash is None else [*hashes, event.parent_block_hash]
+    return all(isinstance(each, bytes) and len(each) == DIGEST_BYTES for each in hashes)
+
+
+def _ours(events: Seq[_Event]) -> Iterator[KvEvent]:
+    for event in events:
+        if isinstance(event, _AllBlocksCleared):
+            yield Cleared()
+            continue
+        digests = b"".join(event.block_hashes)  # type: ignore[arg-type]  # they are names
+        tier, group = _TIERS.get(event.medium, len(MEDIA) - 1), event.group_idx or 0
+        if isinstance(event, _BlockRemoved):
+            yield Removed(digests, group, tier)
+        else:
+            yield Stored(digests, event.parent_block_hash, group, tier)  # type: ignore[arg-type]
 
 
 def decode_any(payload: bytes) -> list[Any]:

@@ -35,8 +35,14 @@ class Reader:
         while len(found) < count:
             payloads, lost = self.facts.get(timeout=BOUND_S)
             self.lost += lost
-            found += (wire.decode(payload) for payload in payloads)
+            found += map(named, payloads)
         return found
+
+
+def named(payload: bytes) -> wire.Batch:
+    batch = wire.decode(payload)
+    assert isinstance(batch, wire.Batch)
+    return batch
 
 
 @pytest.fixture
@@ -120,7 +126,7 @@ def test_two_publishers_of_a_worker_become_one_stream_over_three_hops(
         assert not lost
         heard += len(payloads)
         for payload in payloads:
-            batch = wire.decode(payload)
+            batch = named(payload)
             assert batch.rank == rank
             if out := stream.feed(rank, batch.events):
                 last.publish(out)
