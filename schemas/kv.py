@@ -37,7 +37,7 @@ KvEvent = Stored | Removed | Cleared
 class KvBatch(msgspec.Struct, frozen=True, omit_defaults=True):
     worker: str
     epoch: int  # ns since 1970 when the worker's cache was made
-    seq: int  # 0 for the first batch of a rank in an epoch
+    seq: int  # of a rank in an epoch; the first is 0 if its cache was empty, else 1
     events: tuple[KvEvent, ...] = ()
     rank: int = 0
 

@@ -153,6 +153,7 @@ class EngineThread:
         self._events: list[kv.KvEvent] = []  # of rank 0
         self._others: dict[int, list[kv.KvEvent]] = {}  # of the other ranks
         self._kv_seqs: dict[int, int] = {}  # of the next batch, by rank
+        self._kv_first = 0
         self._in_flight = 0  # flushes that were delivered and not yet taken
         self._ahead = 0  # steps since then
         self._wake = threading.Condition()  # a flush was taken, or a command put
@@ -229,17 +230,21 @@ class EngineThread:
         def run(engine: Engine) -> None:
             self._flush()
             ranks = range(engine.info.dp_size)
-            answer([Names(engine.dump(rank), self._kv_seqs.get(rank, 0) - 1) for rank in ranks])
+            answer([Names(engine.dump(rank), self._kv_seqs.get(rank, self._kv_first) - 1) for rank in ranks])
 
         self._put(run)
 
     def new_epoch(self) -> None:
-        """Number KV batches from 0 again, for a worker that registers under a new name."""
+        """Number KV batches anew, for a worker that registers under a new name.
+
+        From 1: who has read all batches from number 0 on takes that for the whole cache, which is not empty now.
+        """
 
         def run(engine: Engine) -> None:
             self._events.clear()
             self._others.clear()
             self._kv_seqs.clear()
+            self._kv_first = 1
 
         self._put(run)
 
@@ -408,7 +413,7 @@ class EngineThread:
         self._deliver(flush)
 
     def _batch(self, rank: int, events: list[kv.KvEvent]) -> Batch:
-        seq = self._kv_seqs.get(rank, 0)
+        seq = self._kv_seqs.get(rank, self._kv_first)
         self._kv_seqs[rank] = seq + 1
         return Batch(rank, seq, events)
 
