@@ -234,9 +234,10 @@ class Record:
         msg_id: str = "",
         role: str = "aggregated",
         route: tuple[Stage, ...] = (),
+        rank: int = 0,
     ) -> int:
         """Publish a job as a router does; its sequence in WORK. ``route``: the stages after this worker."""
-        decision = Decision(mode="kv", chosen=worker, router="test", at_ns=time.time_ns())
+        decision = Decision(mode="kv", chosen=worker, router="test", at_ns=time.time_ns(), rank=rank)
         job = Job(msgspec.Raw(wire.encode(asked)), attempt, decision, resume, finished, route, endings)
         load = jobs.load_header(
             len(asked.prompt) // 4, 0, asked.gateway, asked.deadline_ns, asked.priority.value, asked.n
