@@ -88,7 +88,14 @@ def build(
     return ScheduledEngine(info, scheduler, executor, eyes)
 
 
-def build_ranks(ranks: int, *, sleep: Callable[[float], None] = time.sleep, **options: Any) -> RankedEngine:
+def build_ranks(
+    ranks: int,
+    *,
+    eos_token_ids: Iterable[int] = (),
+    excluded: Iterable[int] = (),
+    sleep: Callable[[float], None] = time.sleep,
+    **options: Any,
+) -> RankedEngine:
     """A mock engine with attention data parallelism; arguments as of ``build``, for each rank.
 
     Raises:
@@ -101,7 +108,9 @@ def build_ranks(ranks: int, *, sleep: Callable[[float], None] = time.sleep, **op
             sleep(max(times))
             times.clear()
 
-    return RankedEngine([build(sleep=times.append, **options) for _ in range(ranks)], pause)
+    eos, barred = tuple(eos_token_ids), frozenset(excluded)
+    engines = [build(eos_token_ids=eos, excluded=barred, sleep=times.append, **options) for _ in range(ranks)]
+    return RankedEngine(engines, pause)
 
 
 def build_encoder(
