@@ -5,9 +5,9 @@ import pytest
 
 from configs.detokenize import Detokenizer
 from configs.modeldir import TINY, load_tokenizer
-from schemas import blocks, done, wire
+from schemas import blocks, done, jobs, wire
 from schemas.errors import Code
-from schemas.jobs import Decision, Job
+from schemas.jobs import Decision, Job, Stage
 from schemas.requests import GenerateRequest, Sampling, Stop
 from schemas.tokens import Finish
 from workers.requests import Active, admit, already_over, next_job, sequences, terminal
@@ -149,3 +149,25 @@ def test_a_choice_that_failed_makes_the_request_fail() -> None:
     state.choices[1].finish = Finish("length")
     event = terminal(state, "w", 18)
     assert (event.code, event.message) == ("out_of_blocks", "too long")
+
+
+@pytest.mark.parametrize(
+    ("route", "left", "rank"),
+    [
+        ((), 0, 3),
+        ((), 1, 3),  # whoever made this job knows of no route
+        (("prefill", "decode"), 1, 10),
+        (("prefill", "decode"), 0, 11),
+        (("encode", "prefill", "decode"), 2, 10),
+        (("encode", "prefill", "decode"), 1, 11),
+        (("encode", "prefill", "decode"), 0, 12),
+    ],
+)
+def test_every_stage_runs_on_the_rank_that_it_was_placed_on(route: tuple[str, ...], left: int, rank: int) -> None:
+    stages = tuple(Stage(role, f"w-{role}", 10 + at) for at, role in enumerate(route))
+    decision = Decision("kv", "w", "r", 15, rank=10 if route else 3, route=stages)
+    later = (stages or (Stage("decode", "d", 7),))[-left:] if left else ()
+    asked = request()
+    job = Job(msgspec.Raw(wire.encode(asked)), 3, decision, route=later)
+    assert jobs.rank_of(job) == rank
+    assert [each.rank for each in sequences(admit(job, asked, None, None), "rev", 2)] == [rank, rank]

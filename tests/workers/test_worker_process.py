@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -204,6 +205,8 @@ def test_a_worker_whose_transfer_backend_is_broken_does_not_start_and_says_why(
         (("--role", "prefill", "--transfer", "none"), "--transfer auto"),
         (("--role", "encode", "--transfer", "none"), "--transfer auto"),
         (("--role", "encode"), "needs no encode worker"),
+        (("--event-plane", "zmq", "--mock-ranks", "3", "--kv-events-port", "65531"), "use 65530 at most"),
+        (("--role", "decode", "--mock-ranks", "2"), "only workers of --role aggregated have ranks"),
     ],
     ids=str,
 )
@@ -213,3 +216,18 @@ def test_roles_that_cannot_work_are_refused_with_the_way_out(
     status, said = ended(broker, tmp_path, *flags)
     assert status == module.EXIT_CONFIG
     assert words in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"kv_events_from": ("tcp://a:1",)}, "add --event-plane zmq"),
+        ({"event_plane": "zmq", "prefix_cache": False}, "no KV events"),
+        ({"event_plane": "zmq", "publish_events_and_metrics": False}, "no KV events"),
+        ({"event_plane": "zmq", "role": "encode"}, "no KV events"),
+    ],
+    ids=str,
+)
+def test_event_planes_without_events_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        module._check(WorkerSettings(**settings))

@@ -176,10 +176,13 @@ def test_flags_name_connectors_planes_and_events() -> None:
     assert read().use_kv_events
     assert not read("--no-use-kv-events").use_kv_events
     assert (read().request_plane, read().event_plane) == ("nats", "nats")
+    both = read("--request-plane", "nats", "--event-plane", "zmq", "--kv-events-from", "tcp://a:1,tcp://b:2/3")
+    assert (both.request_plane, both.event_plane) == ("nats", "zmq")
+    assert both.kv_events_from == ("tcp://a:1", "tcp://b:2/3")
 
 
 @pytest.mark.parametrize(
-    "argv", [["--connector", "nixl,other"], ["--request-plane", "tcp"], ["--event-plane", "zmq"], ["--engine", "vlm"]]
+    "argv", [["--connector", "nixl,other"], ["--request-plane", "tcp"], ["--event-plane", "tcp"], ["--engine", "vlm"]]
 )
 def test_flags_take_no_other_values(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
