@@ -17,6 +17,7 @@ from schemas.errors import ServingError
 from schemas.transfer import Endpoint
 from workers.engines.base import Engine, EngineError, VisionEngine
 from workers.engines.support import SUPPORT, able
+from workers.multiprocess import own_directory
 from workers.process import EXIT_CONFIG, EXIT_ENGINE, EXIT_OK, EXIT_START, WorkerProcess
 from workers.runner import EngineThread, Flush
 from workers.session import Model, Session
@@ -33,7 +34,8 @@ def run(settings: WorkerSettings) -> int:
     import uvloop
 
     try:
-        status: int = uvloop.run(_serve(settings))
+        with own_directory():
+            status: int = uvloop.run(_serve(settings))
         return status
     except (modeldir.ModelError, EngineError, TransportUnavailable, ValueError) as error:
         log.error("start_failed", error=str(error))

@@ -5,9 +5,11 @@ What computes is built before the first life and outlives each of them.
 
 import asyncio
 import contextlib
+import os
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import structlog
@@ -22,6 +24,7 @@ from schemas import control, wire
 from schemas.subjects import Subjects
 from workers.life import Life
 from workers.metrics import Metrics
+from workers.multiprocess import VARIABLE, Merged
 
 log = structlog.get_logger("worker")
 
@@ -41,6 +44,8 @@ class WorkerProcess(ABC, Generic[L]):
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
         self._metrics = Metrics(CollectorRegistry())
+        if shared := os.environ.get(VARIABLE):
+            self._metrics.registry.register(Merged(Path(shared)))
         self._session: L | None = None
         self._stop = asyncio.Event()
         self._broken = asyncio.Event()

@@ -1,0 +1,113 @@
+"""Metrics of the other processes of a worker's engine, which keep their values in files that all of them can read.
+
+Where ``PROMETHEUS_MULTIPROC_DIR`` was set at the start, prometheus_client writes every value of every process below it
+to a file of that process, in the directory that the variable names when the value is made. A directory of its own for
+each worker keeps workers apart, and what a dead worker counted out of the sums.
+"""
+
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, MutableMapping
+from pathlib import Path
+
+import structlog
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+from prometheus_client.registry import Collector
+
+log = structlog.get_logger("worker")
+
+VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+LAUNCHED = "TLLM_SPAWN_PROXY_PROCESS"  # by TensorRT-LLM's launcher, which gave the variable to the other ranks already
+FOLDER = "worker-"
+ELSEWHERE = ("penstock_", "trtllm", "vllm:")  # ours, and what an engine's adapter shows by itself
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+@contextlib.contextmanager
+def own_directory(
+    environ: MutableMapping[str, str] = os.environ, alive: Callable[[int], bool] = is_alive
+) -> Iterator[Path | None]:
+    """Point the variable to a fresh directory, which ends with this block; None: it is not set.
+
+    To be entered before the first value is made and the first process is started. What dead workers left goes.
+
+    Raises:
+        ValueError: the directory cannot be made.
+    """
+    given = environ.get(VARIABLE)
+    if not given:
+        yield None
+        return
+    base = Path(given)
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        if environ.get(LAUNCHED):
+            _drop_files(base, alive)
+            yield base
+            return
+        for folder in base.glob(f"{FOLDER}*-*"):
+            pid = folder.name.removeprefix(FOLDER).partition("-")[0]
+            if pid.isdigit() and not alive(int(pid)):
+                shutil.rmtree(folder, ignore_errors=True)
+        own = base / f"{FOLDER}{os.getpid()}-{secrets.token_hex(4)}"
+        own.mkdir(mode=0o700)
+    except OSError as error:
+        raise ValueError(f"{VARIABLE}={given}: {error}; name a local directory that this process may write") from error
+    environ[VARIABLE] = str(own)
+    try:
+        yield own
+    finally:
+        environ[VARIABLE] = given
+        shutil.rmtree(own, ignore_errors=True)
+
+
+def _drop_files(path: Path, alive: Callable[[int], bool]) -> None:
+    """All values of processes that are no more: of an earlier life."""
+    for file in path.glob("*.db"):
+        if not _runs(file, alive):
+            file.unlink(missing_ok=True)
+
+
+def _runs(file: Path, alive: Callable[[int], bool]) -> bool:
+    pid = file.stem.rpartition("_")[2]
+    return not pid.isdigit() or alive(int(pid))
+
+
+class Merged(Collector):
+    """The values of all processes in ``path``, added up as each metric asks for.
+
+    What a process counted stays when it ends; its gauges of the kinds "live..." go.
+    """
+
+    def __init__(self, path: Path, alive: Callable[[int], bool] = is_alive) -> None:
+        self._path = path
+        self._alive = alive
+
+    def collect(self) -> Iterator[Metric]:
+        for file in self._path.glob("gauge_live*.db"):
+            if not _runs(file, self._alive):
+                mark_process_dead(file.stem.rpartition("_")[2], str(self._path))  # type: ignore[no-untyped-call]
+        merged = MultiProcessCollector(CollectorRegistry(), str(self._path))  # type: ignore[no-untyped-call]
+        for metric in merged.collect():  # type: ignore[no-untyped-call]
+            if not metric.name.startswith(ELSEWHERE):
+                yield metric
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: names are known only when there are values."""
+        return iter(())
+
+
+__all__ = ["VARIABLE", "Merged", "is_alive", "own_directory"]
