@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from prometheus_client import REGISTRY
+
 FOLDER = Path(__file__).parent
 VARIANT = "TENSORRT_LLM_STANDIN"
 _HAS = {"tensorrt_llm": "llmapi"}
@@ -50,6 +52,7 @@ def installed(variant: str = "1.2.1", reload: Sequence[str] = ()) -> Iterator[No
     """
     packages = (*(path.parent.name for path in FOLDER.glob("*/__init__.py")), *reload)
     before = forget(packages)
+    collectors = set(REGISTRY._collector_to_names)
     path, old = os.environ.get("PYTHONPATH"), os.environ.get(VARIANT)
     os.environ.update({key: value for key, value in environment(variant).items() if key in ("PYTHONPATH", VARIANT)})
     sys.path.insert(0, str(FOLDER))
@@ -60,6 +63,8 @@ def installed(variant: str = "1.2.1", reload: Sequence[str] = ()) -> Iterator[No
         sys.path.remove(str(FOLDER))
         forget(packages)
         sys.modules.update(before)  # type: ignore[arg-type]
+        for collector in set(REGISTRY._collector_to_names) - collectors:  # as the packages, they come once a process
+            REGISTRY.unregister(collector)
         for name, value in (("PYTHONPATH", path), (VARIANT, old)):
             if value is None:
                 os.environ.pop(name, None)
