@@ -16,7 +16,7 @@ from schemas.requests import GenerateRequest
 from schemas.subjects import Subjects
 from tests.configs.bus_support import eventually
 from tests.router.support import Clients, Routing, routing
-from tests.workers.support import BLOCK, REVISION, Held, Living, Record, living, recording, request
+from tests.workers.support import BLOCK, REVISION, Held, Living, Record, living, request
 from workers.engines import mock
 from workers.engines.base import StepResult
 from workers.engines.events.publish import Publisher
@@ -25,12 +25,6 @@ from workers.engines.events.relay import relayed
 PLANES = ("nats", "zmq")
 RANKS = 2
 PROMPTS = [[n % 5, *range(n % 7 * 8), n] * 2 for n in range(24)]  # more than fits
-
-
-@pytest.fixture
-async def record(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[Record]:
-    async with recording(broker, pipeline) as made:
-        yield made
 
 
 @pytest.fixture
