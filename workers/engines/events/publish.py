@@ -50,6 +50,9 @@ class Publisher:
         self._context: zmq.Context[Any] = zmq.Context()
         self._news, self._again = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
         self._again.setsockopt(zmq.SNDHWM, 2 * (kept + 1))  # a whole replay must fit
+        if "[" in endpoint:
+            self._news.setsockopt(zmq.IPV6, 1)
+            self._again.setsockopt(zmq.IPV6, 1)
         try:
             self._news.bind(endpoint)
             self._again.bind(replay)

@@ -59,6 +59,7 @@ class Subscriber:
         self._poller = zmq.Poller()
         self._stop = threading.Event()
         self._context: zmq.Context[Any] = zmq.Context()
+        self._context.setsockopt(zmq.IPV6, 1)  # as well
         self._news = self._context.socket(zmq.SUB)
         self._news.setsockopt(zmq.RCVHWM, 0)  # a dropped message costs a replay, or all that is known
         self._news.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)

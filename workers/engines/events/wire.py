@@ -36,9 +36,8 @@ class Batch(NamedTuple):
 
 
 class Foreign(NamedTuple):
-    """A payload whose hashes are an engine's own. ``events``: as plain data."""
+    """A payload whose hashes are an engine's own; its events are for ``decode_any``."""
 
-    events: list[Any]
     rank: int | None = None
 
 
@@ -124,7 +123,7 @@ def decode(payload: bytes, block_size: int = 0) -> Batch | Foreign:
     except msgspec.MsgspecError as error:
         raise ValueError(f"not a batch of KV events: {error}") from error
     if not all(_named(event) for event in events):
-        return Foreign(decode_any(payload), rank)
+        return Foreign(rank)
     for event in events:
         if isinstance(event, _BlockStored) and block_size and event.block_size != block_size:
             raise ValueError(f"blocks of {event.block_size} tokens, ours have {block_size}")
