@@ -17,6 +17,7 @@ from gateway.prepare import Prepared
 from gateway.render import Collector, Renderer
 from gateway.responses import error_body
 from gateway.service import Gateway
+from gateway.tracing import of_http, traced
 from schemas.errors import Code, ServingError
 
 log = structlog.get_logger("gateway")
@@ -56,6 +57,7 @@ class Completions:
         try:
             body = await read_body(scope, receive, gateway.settings.max_body_bytes)
             prepared = await gateway.prepare(self._endpoint, body)
+            prepared = traced(prepared, of_http(scope["headers"], gateway.settings.tracing))
             exchange = await gateway.submit(prepared.request)
             accepted = prepared.request.id
             gateway.metrics.prompt.inc(prepared.prompt_tokens)

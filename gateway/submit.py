@@ -23,6 +23,7 @@ from gateway.render import DONE, Collector, Renderer
 from gateway.responses import error_body
 from gateway.service import Gateway
 from gateway.studios import ROLE
+from gateway.tracing import of_nats, traced
 from schemas.errors import Code, ServingError
 from schemas.ids import new_request_id
 from schemas.subjects import HEADER_EVENT_ID, HEADER_FINAL, HEADER_REPLY_TO, HEADER_REQUEST, token
@@ -169,6 +170,7 @@ class SubmitDoor:
             exchange = await self._known(request_id)
         if exchange is None:
             prepared: Prepared = await gateway.prepare(kind.endpoint, message.data, request_id)
+            prepared = traced(prepared, of_nats(message.headers or {}, gateway.settings.tracing))
             exchange = await gateway.submit(prepared.request, owner=False)
         try:
             if kind.stream:

@@ -7,6 +7,7 @@ attempt only: the worker gives the request back unstarted or unfinished, and a r
 import msgspec
 
 from schemas.tokens import File
+from schemas.trace import Stamps
 from schemas.wire import decoder, encode
 
 
@@ -50,6 +51,7 @@ class Done(msgspec.Struct, frozen=True, omit_defaults=True, tag="done"):
     code: str = ""
     message: str = ""
     user: str = ""
+    stamps: Stamps | None = None  # of a traced request, by its last worker
 
 
 class Returned(msgspec.Struct, frozen=True, omit_defaults=True, tag="returned"):

@@ -4,6 +4,7 @@ import enum
 
 import msgspec
 
+from schemas.trace import Trace
 from schemas.wire import decoder
 
 
@@ -133,6 +134,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     echo: bool = False  # the answer begins with the prompt
     unanswered: bool = False  # only the prompt is shown, not the one token that is computed
     parsing: Parsing | None = None  # None: the text is shown as it is
+    trace: Trace | None = None
 
 
 decode = decoder(GenerateRequest)

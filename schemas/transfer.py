@@ -6,6 +6,7 @@ transfer backend (NIXL) and tells the owner. Everything that happens to a ticket
 
 import msgspec
 
+from schemas.trace import Stamps
 from schemas.wire import decoder
 
 
@@ -55,6 +56,7 @@ class Encoded(msgspec.Struct, frozen=True, omit_defaults=True, tag="encoded"):
     job: msgspec.Raw  # the Job for the receiving stage
     ticket: Ticket
     started_ns: int = 0  # when its encoding began
+    stamps: Stamps | None = None  # of a traced request
 
 
 class Prefilled(msgspec.Struct, frozen=True, omit_defaults=True, tag="prefilled"):
@@ -71,6 +73,7 @@ class Prefilled(msgspec.Struct, frozen=True, omit_defaults=True, tag="prefilled"
     started_ns: int = 0
     first_token_ns: int = 0
     opaque: bytes = b""  # engine-owned hand-over state (TensorRT-LLM)
+    stamps: Stamps | None = None  # of a traced request
 
 
 class HandOff(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -28,6 +28,7 @@ from schemas.control import Ok, Push, Pushed, Release
 from schemas.errors import Code, ServingError
 from schemas.kv import KvDump
 from schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
+from schemas.trace import wanted
 from schemas.transfer import Encoded, Prefilled
 from workers.lease import Lease
 from workers.metrics import Metrics
@@ -309,6 +310,8 @@ class Life(ABC):
         if time.time_ns() >= request.deadline_ns:
             await self._end(active, Code.deadline_exceeded, "the deadline passed before the request could start")
             return False
+        if request.trace is not None and wanted(request.trace):
+            active.marks = {"received_ns": time.time_ns()}
         self._active[request.id] = active
         active.renewed = time.monotonic()
         await self._take(active, arrived)

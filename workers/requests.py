@@ -11,6 +11,7 @@ from schemas.errors import Code
 from schemas.jobs import Job, Stage, rank_of
 from schemas.requests import GenerateRequest, Stop
 from schemas.tokens import Finish
+from schemas.trace import Stamps, headers, stage_name
 from schemas.transfer import Ticket
 from workers.engines.base import Held, MediaReservation, MediaSpan, Reservation, SequenceRequest
 from workers.runner import Choice
@@ -37,6 +38,7 @@ class Active(msgspec.Struct, eq=False):
     media: MediaReservation | None = None
     fetching: Ticket | None = None  # what its engine fetches by itself, until it has begun to run
     leaving: bool = False  # it is being handed to the next stage
+    marks: dict[str, int] | None = None  # of a traced request: times of ``Stamps`` by their names
 
     @property
     def ended(self) -> bool:
@@ -100,12 +102,21 @@ def media_extra(request: GenerateRequest, block_size: int) -> dict[int, bytes]:
 
 
 def sequences(
-    active: Active, revision: str, block_size: int, reservation: Reservation | None = None, opaque: bytes = b""
+    active: Active,
+    revision: str,
+    block_size: int,
+    reservation: Reservation | None = None,
+    opaque: bytes = b"",
+    *,
+    role: str = "",
 ) -> list[SequenceRequest]:
     """What the engine is asked to run: one sequence per choice that is still open.
 
     In a prefill stage each ends after one new token, and one of them keeps the prompt's blocks. If the prompt's
     log-probabilities are wanted, the first choice's sequence tells them.
+
+    Args:
+        role: this worker's, in traces.
     """
     request = active.request
     prompt = wire.unpack_tokens(request.prompt)
@@ -124,6 +135,9 @@ def sequences(
     if open_ and request.sampling.prompt_logprobs is not None and score < len(prompt) and not handed:
         scorer = open_[0]
     rank = rank_of(active.job) if active.job is not None else 0
+    trace = None
+    if active.marks is not None and request.trace is not None:
+        trace = headers(request.id, request.trace, stage_name(active.attempt, role))
     return [
         SequenceRequest(
             key=choice,
@@ -141,6 +155,7 @@ def sequences(
             opaque=opaque,
             score=score if choice is scorer else 0,
             rank=rank,
+            trace=trace,
         )
         for choice in open_
     ]
@@ -148,6 +163,20 @@ def sequences(
 
 def _one_more(stop: Stop, choice: Choice) -> Stop:
     return msgspec.structs.replace(stop, max_tokens=min(stop.max_tokens, len(choice.tokens) + 1))
+
+
+def stamps(active: Active) -> Stamps | None:
+    """What is to be said of a traced request's time here. Of several choices, the longest times."""
+    if active.marks is None:
+        return None
+    engine: dict[str, float] = {}
+    preemptions = 0
+    for choice in active.choices:
+        for each in choice.measured or ():
+            preemptions += each.preemptions
+            for name, value in each.values.items():
+                engine[name] = max(value, engine.get(name, value))
+    return Stamps(**active.marks, preemptions=preemptions, engine=engine)
 
 
 def next_job(active: Active) -> Job:
@@ -212,4 +241,5 @@ def terminal(active: Active, worker: str, now_ns: int) -> done.Done:
         code=code,
         message=message,
         user=request.user,
+        stamps=stamps(active),
     )

@@ -19,7 +19,7 @@ from configs.detokenize import TextStream
 from schemas import kv, wire
 from schemas.errors import Code
 from schemas.tokens import PROMPT, Finish, Logprob, TokenItem
-from workers.engines.base import Engine, Held, RequestError, Scored, SequenceRequest
+from workers.engines.base import Engine, Held, Measured, RequestError, Scored, SequenceRequest
 
 log = structlog.get_logger("engine")
 
@@ -48,6 +48,7 @@ class Choice:
         "lacking",
         "logprobs",
         "max_tokens",
+        "measured",
         "owner",
         "request_id",
         "scored",
@@ -88,6 +89,7 @@ class Choice:
         self.lacking = ""  # what came from elsewhere and is gone, so that this worker cannot go on
         self.handed = False  # the engine is done with it, and another worker goes on
         self.scored = 0  # leading prompt tokens whose log-probabilities were flushed
+        self.measured: list[Measured] | None = None  # by the engine
 
 
 class Batch(NamedTuple):
@@ -324,7 +326,8 @@ class EngineThread:
     def _absorb(self, engine: Engine) -> None:
         """One step; per-token work."""
         choice: Any
-        outputs, events, started, failures, _, held, scored, others = engine.step()
+        began = self._wall_ns()
+        outputs, events, started, failures, _, held, scored, others, measured = engine.step()
         if events:
             self._events += events
         if others:
@@ -335,11 +338,13 @@ class EngineThread:
         if scored:
             self._scored += scored
         if started:
-            now = self._wall_ns()
             for choice, cached in started:
                 choice.cached = cached if choice.adopted < 0 else choice.adopted
-                choice.started_ns = now
+                choice.started_ns = began
                 self._started.append(choice)
+        for each in measured:
+            choice = each.key
+            choice.measured = [*(choice.measured or ()), each]
         dirty = self._dirty
         for choice, token, finish, logprob, stop_token in outputs:
             choice.buffer.append(token)

@@ -69,6 +69,7 @@ class Session(Life):
         self._transport = transport
         self._vision = vision
         self._moving: set[asyncio.Future[Any]] = set()  # stages under way between workers
+        self._silent: dict[str, Active] = {}  # traced, and no token of this worker yet
         self._stages = Stages(
             self,
             bus,
@@ -196,7 +197,11 @@ class Session(Life):
 
     def compute(self, active: Active, reservation: Reservation | None = None, opaque: bytes = b"") -> None:
         """Give a request to the engine, with the KV that was brought here for it, or with what it needs to fetch it."""
-        asked = sequences(active, self._model.revision, self._info.block_size, reservation, opaque)
+        asked = sequences(
+            active, self._model.revision, self._info.block_size, reservation, opaque, role=self._settings.role
+        )
+        if active.marks is not None:
+            self._silent[active.request.id] = active
         if reservation is not None:
             self._engine.call(lambda engine: engine.adopt(reservation))
         self._engine.submit(asked, lambda error: self._refuse(active, error))
@@ -226,6 +231,8 @@ class Session(Life):
     def _remove(self, active: Active, *, cancel: bool = True, drop: bool = True) -> None:
         """The engine lets go of all that is kept for it."""
         super()._remove(active)
+        if active.marks is not None and self._silent.get(active.request.id) is active:
+            del self._silent[active.request.id]
         if cancel:
             self._engine.cancel(active.choices)
         holder, media = active.holder, active.media
@@ -285,8 +292,12 @@ class Session(Life):
             if not active.started_ns:
                 active.started_ns = choice.started_ns
                 active.cached = choice.cached
+            if active.marks is not None:
+                active.marks.setdefault("started_ns", choice.started_ns)
         if flush.items:
             now = time.time_ns()
+            if self._silent:
+                self._spoke(flush, now)
             tokens = 0
             for items in flush.items.values():
                 for item in items:
@@ -322,6 +333,14 @@ class Session(Life):
             else:
                 active.leaving = True
                 self._move(self._stages.hand_over(active))
+
+    def _spoke(self, flush: Flush, now_ns: int) -> None:
+        """Of traced requests, the first token of this worker, which need not be the request's."""
+        for items in flush.items.values():
+            for item in items:
+                active = self._silent.pop(item.request, None)
+                if active is not None and active.marks is not None:
+                    active.marks["first_token_ns"] = now_ns
 
     # --- ends ---
 

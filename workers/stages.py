@@ -34,7 +34,7 @@ from workers.handoff.reader import Reader
 from workers.media import MediaLoader
 from workers.metrics import Metrics
 from workers.outbox import Outbox
-from workers.requests import Active, next_job, prompt_digests
+from workers.requests import Active, next_job, prompt_digests, stamps
 from workers.runner import EngineThread
 from workers.transfer.base import TransferError, Transport
 
@@ -183,6 +183,7 @@ class Stages:
             active.started_ns,
             active.first_token_ns,
             held.opaque,
+            stamps(active),
         )
         await self._pass_on(active, stage, message, ticket)
 
@@ -318,7 +319,12 @@ class Stages:
 
         ticket = self._owner.offer(_ticket_id(active, stage), stage.worker, "embeds", slots, generations, drop)
         message = Encoded(
-            active.request.id, active.attempt, msgspec.Raw(wire.encode(next_job(active))), ticket, active.started_ns
+            active.request.id,
+            active.attempt,
+            msgspec.Raw(wire.encode(next_job(active))),
+            ticket,
+            active.started_ns,
+            stamps(active),
         )
         await self._pass_on(active, stage, message, ticket)
 

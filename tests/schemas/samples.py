@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from schemas import control, done, fleet, jobs, kv, requests, tokens, transfer
+from schemas import control, done, fleet, jobs, kv, requests, tokens, trace, transfer
 from schemas.wire import encode, pack_tokens
 
 REQUEST = requests.GenerateRequest(
@@ -60,7 +60,9 @@ REQUEST = requests.GenerateRequest(
     echo=True,
     unanswered=True,
     parsing=requests.Parsing("qwen3", "hermes", thinking=True, one_call=True, texts={"f": {"a": True}}),
+    trace=trace.Trace("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "vendor=1"),
 )
+STAMPS = trace.Stamps(1, 2, 3, 4, {"queue_s": 0.5})
 DECISION = jobs.Decision(
     mode="kv",
     chosen="w-1",
@@ -135,9 +137,9 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
     "request": (REQUEST, requests.decode),
     "job": (JOB, jobs.decode),
     "revoke": (jobs.Revoke(REQUEST.id, 2), jobs.decode),
-    "encoded": (transfer.Encoded(REQUEST.id, 2, msgspec.Raw(encode(1)), TICKET, 5), jobs.decode),
+    "encoded": (transfer.Encoded(REQUEST.id, 2, msgspec.Raw(encode(1)), TICKET, 5, STAMPS), jobs.decode),
     "prefilled": (
-        transfer.Prefilled(REQUEST.id, 2, msgspec.Raw(encode(1)), TICKET, 4, 5, 6, b"opaque"),
+        transfer.Prefilled(REQUEST.id, 2, msgspec.Raw(encode(1)), TICKET, 4, 5, 6, b"opaque", STAMPS),
         jobs.decode,
     ),
     "handoff": (
@@ -159,6 +161,7 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
             code="worker_lost",
             message="what to do",
             user="someone",
+            stamps=STAMPS,
         ),
         done.decode,
     ),

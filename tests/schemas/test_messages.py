@@ -76,7 +76,7 @@ def widen(raw: Any) -> Any:
     """The same message from a later version: more map fields, more array elements, at each level."""
     if isinstance(raw, dict):
         if all(isinstance(key, str) for key in raw):
-            wider = {key: value if key in ("pools", "texts") else widen(value) for key, value in raw.items()}
+            wider = {key: value if key in ("pools", "texts", "engine") else widen(value) for key, value in raw.items()}
             return wider | {"a_later_field": [1, {"deep": b"x"}]}
         return raw
     return raw

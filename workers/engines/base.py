@@ -91,6 +91,7 @@ class SequenceRequest(msgspec.Struct):
     opaque: bytes = b""  # from the ``Held`` of the engine that computed the prompt; this one fetches the KV by itself
     score: int = 0  # log-probabilities of its prompt's tokens from this position (at least 1) on are wanted; 0: of none
     rank: int = 0  # where it is to run; without ranks of no meaning
+    trace: Mapping[str, str] | None = None  # W3C headers for spans of the engine's own; None: it is not traced
 
 
 class Output(NamedTuple):
@@ -142,6 +143,14 @@ class Scored(NamedTuple):
     logprobs: Seq[Logprob]
 
 
+class Measured(NamedTuple):
+    """What the engine measured of a sequence, not after its end: see ``schemas.trace.Stamps``."""
+
+    key: object
+    values: Mapping[str, float]
+    preemptions: int = 0
+
+
 class StepResult(NamedTuple):
     outputs: list[Output]
     events: list[KvEvent]  # of rank 0, in the order they happened
@@ -151,6 +160,7 @@ class StepResult(NamedTuple):
     held: Seq[Held] = ()
     scored: Seq[Scored] = ()
     others: Mapping[int, list[KvEvent]] = {}  # events of the other ranks, by rank
+    measured: Seq[Measured] = ()
 
 
 class EngineStats(msgspec.Struct, frozen=True):

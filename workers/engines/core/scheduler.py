@@ -20,6 +20,7 @@ from workers.engines.base import (
     EngineStats,
     Failure,
     Held,
+    Measured,
     Output,
     RequestError,
     Reservation,
@@ -90,6 +91,7 @@ class Scheduler:
         self._prompt_tokens = 0
         self._started: list[Started] = []
         self._failures: list[Failure] = []
+        self._measured: list[Measured] = []
         self._held: list[Held] = []  # not yet told
         self._holds: dict[object, list[int]] = {}  # blocks of ended sequences, kept for a hand-over
         self._reserved = 0  # blocks in reservations
@@ -292,6 +294,7 @@ class Scheduler:
             self._waiting[newest.key] = newest
             self._waiting.move_to_end(newest.key, last=False)
             self._preemptions += 1
+            self._measured.append(Measured(newest.key, {}, preemptions=1))
             if newest is sequence:
                 return False
         return True
@@ -379,7 +382,8 @@ class Scheduler:
         failures, self._failures = self._failures, []
         held, self._held = self._held, []
         scored = self._scored() if self.scoring else ()
-        return StepResult(outputs, self.blocks.take_events(), started, failures, total, held, scored)
+        measured, self._measured = self._measured, []
+        return StepResult(outputs, self.blocks.take_events(), started, failures, total, held, scored, measured)
 
     def _scored(self) -> list[Scored]:
         """What the executor has left with the sequences of this step."""

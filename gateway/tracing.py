@@ -1,0 +1,45 @@
+"""Whether a request is traced: what its client's W3C trace context asks for, and the ``--tracing`` setting."""
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from gateway.prepare import Prepared
+from schemas.trace import Trace, asked
+
+PARENT, STATE = "traceparent", "tracestate"
+_PARENT, _STATE = PARENT.encode(), STATE.encode()
+
+OWN = Trace()
+
+
+def of_http(headers: Iterable[tuple[bytes, bytes]], tracing: str) -> Trace | None:
+    """From ASGI headers, whose names are lower case."""
+    if tracing == "off":
+        return None
+    parent, states = b"", b""
+    for name, value in headers:
+        if name == _PARENT:
+            parent = value
+        elif name == _STATE:
+            states = states + b"," + value if states else value
+    if parent and (trace := asked(parent.decode("latin-1"), states.decode("latin-1"))) is not None:
+        return trace
+    return OWN if tracing == "all" else None
+
+
+def of_nats(headers: Mapping[str, str], tracing: str) -> Trace | None:
+    """From a NATS message's headers, whose names keep the case that the client wrote."""
+    if tracing == "off":
+        return None
+    found = {name.lower(): value for name, value in headers.items() if name.lower() in (PARENT, STATE)}
+    if PARENT in found and (trace := asked(found[PARENT], found.get(STATE, ""))) is not None:
+        return trace
+    return OWN if tracing == "all" else None
+
+
+def traced(prepared: Prepared, trace: Trace | None) -> Prepared:
+    """The same, to be traced if there is a trace."""
+    if trace is None:
+        return prepared
+    return prepared._replace(request=msgspec.structs.replace(prepared.request, trace=trace))
