@@ -338,7 +338,7 @@ class Session(Life):
         """Of traced requests, the first token of this worker, which need not be the request's."""
         for items in flush.items.values():
             for item in items:
-                active = self._silent.pop(item.request, None)
+                active = self._silent.pop(item.request, None) if item.tokens else None
                 if active is not None and active.marks is not None:
                     active.marks["first_token_ns"] = now_ns
 

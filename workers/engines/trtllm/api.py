@@ -48,7 +48,10 @@ _SAMPLING_FIELDS = frozenset(
         "return_perf_metrics",
     ]
 )
-_CALL = ("streaming", "disaggregated_params", "scheduling_params", "cache_salt", "priority", "conversation_params")
+_CALL = (
+    *("streaming", "disaggregated_params", "scheduling_params", "cache_salt", "trace_headers"),
+    *("priority", "conversation_params"),
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -83,6 +83,7 @@ class Wanted(NamedTuple):
     tensor_parallel_size: int = 0
     dtype: str = "auto"
     pictures: bool = False
+    otlp: str = ""  # where it sends spans of its own; empty: nowhere
 
 
 class Resolved(NamedTuple):
@@ -120,6 +121,8 @@ def defaults(wanted: Wanted) -> Tree:
         tree["dtype"] = wanted.dtype
     if wanted.tensor_parallel_size:
         tree["tensor_parallel_size"] = wanted.tensor_parallel_size
+    if wanted.otlp:  # its spans are made of the performance metrics
+        tree |= {"otlp_traces_endpoint": wanted.otlp, "return_perf_metrics": True}
     if wanted.role in ("prefill", "decode"):
         tree["cache_transceiver_config"] = {
             "backend": TRANSFER,

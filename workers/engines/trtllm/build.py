@@ -99,6 +99,7 @@ def from_settings(settings: WorkerSettings, path: Path, processors: "TrtllmProce
             disaggregated=api.disaggregated,
             scheduling=api.scheduling if ranks > 1 else None,
             publish=wanted.publish,
+            trace_headers=bool(args.otlp_traces_endpoint) and "trace_headers" in api.call,
             abort_hold_s=settings.handoff_lease_s,
             processors=processors,
             pictures=_pictures(model, album),
@@ -130,6 +131,7 @@ def wanted_of(settings: WorkerSettings, model_len: int, *, pictures: bool = Fals
         tensor_parallel_size=settings.tensor_parallel_size,
         dtype=settings.dtype,
         pictures=pictures,
+        otlp=settings.otlp_endpoint,
     )
 
 

@@ -26,6 +26,7 @@ from workers.engines.base import (
     EngineStats,
     Failure,
     Held,
+    Measured,
     MediaReservation,
     Output,
     RequestError,
@@ -119,7 +120,13 @@ class TrtllmEngine(Sighted):
             self._heard_at = time.monotonic()
         top = request.sampling.prompt_logprobs or 0
         live = self._live[request.key] = Live(
-            request.key, len(request.prompt), prepared, hold=request.hold, score=request.score, top=top
+            request.key,
+            len(request.prompt),
+            prepared,
+            hold=request.hold,
+            score=request.score,
+            top=top,
+            traced=request.trace is not None,
         )
         self._roots.learn(request.prompt, request.root or self._options.root, (m.digest for m in request.media))
         self._loop.post(self._follower.launch, live)
@@ -160,7 +167,7 @@ class TrtllmEngine(Sighted):
             EngineError: the engine is broken.
         """
         others: dict[int, list[KvEvent]] = {}
-        result = StepResult([], [], [], [], 0, [], [], others)
+        result = StepResult([], [], [], [], 0, [], [], others, [])
         computed = 0
         fact = self._next(WAIT_S)
         while fact is not None:
@@ -195,7 +202,7 @@ class TrtllmEngine(Sighted):
 
     def _told(self, heard: Heard, result: StepResult) -> int:
         """Add the news of one sequence, unless nobody listens; the tokens that were computed for it."""
-        live, cached, tokens, ending, opaque, scored = heard
+        live, cached, tokens, ending, opaque, scored, measured = heard
         if self._live.get(live.key) is not live:
             return 0
         self._heard_at = time.monotonic()
@@ -209,6 +216,8 @@ class TrtllmEngine(Sighted):
             result.started.append(Started(live.key, cached))
         if scored is not None:
             result.scored.append(scored)  # type: ignore[attr-defined]  # a list, made in ``step``
+        if measured:
+            result.measured.append(Measured(live.key, measured))  # type: ignore[attr-defined]  # as below
         result.outputs.extend(Output(live.key, *token) for token in tokens)
         if opaque is not None:
             self._held[live.key] = -(-live.prompt_len // self.info.block_size)

@@ -15,7 +15,7 @@ from schemas.errors import Code
 from workers.engines.base import Scored
 from workers.engines.loop import LoopThread
 from workers.engines.scores import scores
-from workers.engines.trtllm import disagg, errors
+from workers.engines.trtllm import disagg, errors, perf
 from workers.engines.trtllm.api import Api
 from workers.engines.trtllm.backoff import Backoff
 from workers.engines.trtllm.deltas import Ending, Token
@@ -46,16 +46,26 @@ class Live:
         "started",
         "task",
         "top",
+        "traced",
     )
 
     def __init__(
-        self, key: object, prompt_len: int, prepared: Prepared, *, hold: bool, score: int = 0, top: int = 0
+        self,
+        key: object,
+        prompt_len: int,
+        prepared: Prepared,
+        *,
+        hold: bool,
+        score: int = 0,
+        top: int = 0,
+        traced: bool = False,
     ) -> None:
         self.key = key
         self.prompt_len = prompt_len
         self.hold = hold
         self.score = score if score < prompt_len else 0  # the first prompt position to be scored; 0: none (any more)
         self.top = top
+        self.traced = traced
         self.adopted = prepared.adopted
         self.prepared: Prepared | None = prepared
         self.started = False  # the worker was told that it was admitted
@@ -67,7 +77,10 @@ class Live:
 
 
 class Heard(NamedTuple):
-    """News of one sequence. ``cached``: with the first; ``opaque``: what the next worker's engine needs."""
+    """News of one sequence. ``cached``: with the first; ``opaque``: what the next worker's engine needs.
+
+    ``measured``: of a traced one, with its end.
+    """
 
     live: Live
     cached: int | None = None
@@ -75,6 +88,7 @@ class Heard(NamedTuple):
     ending: Ending | None = None
     opaque: bytes | None = None
     scored: Scored | None = None
+    measured: Mapping[str, float] | None = None
 
 
 class Events(NamedTuple):
@@ -163,7 +177,8 @@ class Follower:
             opaque = disagg.pack(params, self._options.layout, prepared.tokens)
         scored = _scored(live, prepared, output.prompt_logprobs) if live.score else None
         if new or ending is not None or opaque is not None or first or scored is not None:
-            self._tell(Heard(live, cached, new, ending, opaque, scored))
+            measured = perf.measured(output.request_perf_metrics) if live.traced and output.finish_reason else None
+            self._tell(Heard(live, cached, new, ending, opaque, scored, measured))
         if cursor.finished and not response.finished:  # it would go on for nobody
             self.abort(live)
 

@@ -25,6 +25,7 @@ class Options(NamedTuple):
         disaggregated: TensorRT-LLM's DisaggregatedParams.
         scheduling: its SchedulingParams, for attention DP only.
         publish: statistics are read, and requests measured.
+        trace_headers: it exports spans, and takes whose children they are.
         abort_hold_s: an abort of a request whose prompt is still being fetched waits so long for that to end.
         processors: the logits processors of a request.
         pictures: what ``generate_async`` takes for tokens with media.
@@ -36,6 +37,7 @@ class Options(NamedTuple):
     disaggregated: type[Any]
     scheduling: type[Any] | None = None
     publish: bool = True
+    trace_headers: bool = False
     abort_hold_s: float = 30.0
     processors: Callable[[SequenceRequest], Any] | None = None
     pictures: Callable[[Seq[int], Seq[MediaSpan]], dict[str, Any]] | None = None
@@ -113,7 +115,7 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, used: 
         prompt_len=len(request.prompt),
         choice=request.choice,
         position=len(request.generated),
-        perf_metrics=options.publish,
+        perf_metrics=options.publish or request.trace is not None,
         prompt_logprobs=request.sampling.prompt_logprobs if request.score else None,
     )
     if "embedding_bias" in given:
@@ -126,6 +128,8 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, used: 
         arguments["inputs"] = options.pictures(tokens, request.media)
     if params is not None:
         arguments["disaggregated_params"] = params
+    if request.trace is not None and options.trace_headers:
+        arguments["trace_headers"] = request.trace
     if request.root and request.root != options.root:
         arguments["cache_salt"] = request.root.hex()
     if options.scheduling is not None:

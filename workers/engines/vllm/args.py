@@ -74,6 +74,7 @@ class Wanted(NamedTuple):
     lease_s: float = 30.0
     tensor_parallel_size: int = 0
     dtype: str = "auto"
+    otlp: str = ""  # where it sends spans of its own; empty: nowhere
 
 
 class Resolved(NamedTuple):
@@ -154,6 +155,8 @@ def defaults(wanted: Wanted) -> Tree:
         tree["dtype"] = wanted.dtype
     if wanted.tensor_parallel_size:
         tree["tensor_parallel_size"] = wanted.tensor_parallel_size
+    if wanted.otlp:
+        tree["otlp_traces_endpoint"] = wanted.otlp
     moved = transfer(wanted.connectors, wanted.role, wanted.lease_s)
     if moved is not None:
         tree["kv_transfer_config"] = moved

@@ -119,6 +119,7 @@ def wanted_of(settings: WorkerSettings, model_len: int, folder: Path, ranks: int
         lease_s=settings.handoff_lease_s,
         tensor_parallel_size=settings.tensor_parallel_size,
         dtype=settings.dtype,
+        otlp=settings.otlp_endpoint,
     )
 
 
