@@ -51,6 +51,10 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
         str, about("where clients reach this gateway, for links to pictures; empty: the host they named")
     ] = ""
     drain_s: Annotated[Seconds, about("on SIGTERM, how long open answers may go on")] = 30.0
+    tracing: Annotated[
+        Literal["asked", "all", "off"],
+        about("which requests are traced in detail; asked: those with a traceparent header that says so"),
+    ] = "asked"
 
 
 class RouterSettings(Common, frozen=True, kw_only=True):
@@ -160,8 +164,27 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
     max_pictures: Annotated[Positive, about("diffusion: images or videos of a request, at most")] = 4
     frame_rate: Annotated[float, Meta(ge=0, description="diffusion: frames per second; 0: the pipeline's own")] = 0.0
     drain_s: Annotated[Seconds, about("on SIGTERM, how long running requests may go on")] = 30.0
+    otlp_endpoint: Annotated[
+        str, about("trtllm, vllm: where the engine sends spans of its own; penstock's own need nothing here")
+    ] = ""
     metrics_port: Annotated[int, Meta(ge=0, le=65535, description="Prometheus port; 0: none")] = 0
     metrics_host: Annotated[str, about("address of the Prometheus port")] = "127.0.0.1"
+
+
+class TraceSettings(Common, frozen=True, kw_only=True):
+    """``penstock trace``: one request's on the terminal, or everybody's to a collector."""
+
+    nats_url: Annotated[str, about("broker, as operator; default: from state.json in the data directory")] = ""
+    data_dir: Annotated[str, about("where state.json is")] = ".penstock"
+    request: Annotated[str, about("print the trace of this request")] = ""
+    json: Annotated[bool, about("print it as OTLP JSON")] = False
+    otlp_endpoint: Annotated[
+        str, about("send traces there by OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces")
+    ] = ""
+    since: Annotated[str, about("begin so long ago: 90s, 30m, 2h; default: where it was, else now")] = ""
+    once: Annotated[bool, about("end when everything up to now was sent")] = False
+    sample: Annotated[float, Meta(ge=0, le=1, description="share of requests without a traceparent that is sent")] = 1.0
+    patience_s: Annotated[Seconds, about("how long a batch is tried while the collector is away")] = 300.0
 
 
 class NatsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -257,3 +280,6 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         float, Meta(ge=0, description="how long to wait for readiness; 0: 120, or 3600 with trtllm, vllm or diffusion")
     ] = 0.0
     drain_s: Annotated[Seconds, about("on Ctrl-C, how long open answers may go on")] = 30.0
+    otlp_endpoint: Annotated[
+        str, about("trace every request and send the spans there, such as http://127.0.0.1:4318/v1/traces")
+    ] = ""

@@ -35,6 +35,9 @@ COMMANDS = {
     "router": Command("run a router", "router.main:run", "RouterSettings"),
     "worker": Command("run a worker", "workers.main:run", "WorkerSettings"),
     "explain": Command("what happened to a request, and why", "infra.explain:run"),
+    "trace": Command(
+        "a request as an OpenTelemetry trace, or all of them to a collector", "infra.tracing.main:run", "TraceSettings"
+    ),
     "leases": Command("blocks that workers hold for each other right now", "infra.leases:run"),
     "recipe list": Command("engine arguments that come with penstock", "infra.recipes.cli:run_list"),
     "recipe show": Command("a recipe, and the commands that run it", "infra.recipes.cli:run_show"),

@@ -42,6 +42,7 @@ class Story:
         self.work: list[Given] = []
         self.ledger: list[HandOff] = []
         self.ends: list[done.Done | done.Returned] = []
+        self.ended_ns: list[int] = []  # when the server stored each
 
     @property
     def jobs(self) -> list[Job]:
@@ -67,6 +68,7 @@ async def story(bus: Bus, request_id: str) -> Story:
     async for entry in read(bus, subjects.stream("DONE"), f"{subjects.namespace}.>", since_ns=since):
         if entry.headers.get(HEADER_MSG_ID, "").startswith(request_id):
             found.ends.append(done.decode(entry.data))
+            found.ended_ns.append(entry.time_ns)
             if isinstance(found.ends[-1], done.Done):
                 break
     ended_ns = found.ends[-1].timings.ended_ns if found.ends and isinstance(found.ends[-1], done.Done) else 0

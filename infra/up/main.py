@@ -278,7 +278,7 @@ class Deployment:
         write_state(self.data_dir / "state.json", self._state())
 
     async def _stop(self, insisted: asyncio.Event) -> bool:
-        """Gateways first, since they hold the clients; then who works for them; the broker last.
+        """Gateways first, since they hold the clients; then who works for them, who tells of it, and the broker.
 
         Returns: whether a second signal cut it short.
         """
@@ -288,7 +288,7 @@ class Deployment:
             self._console.print("stopping; Ctrl-C again to stop at once")
         patience = self.settings.drain_s + _GRACE_S
         await self._watches.aclose()
-        for roles in (("gateway",), ("router", "worker"), ("nats",)):
+        for roles in (("gateway",), ("router", "worker"), ("trace",), ("nats",)):
             group = [keeper.stop(patience) for keeper in self._keepers if keeper.child.role in roles]
             await asyncio.gather(*group)
         if self._broker is not None:

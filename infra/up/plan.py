@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.flags import PREFIX, flags_of, to_argv, to_environ
-from configs.settings import Common, GatewaySettings, RouterSettings, UpSettings, WorkerSettings
+from configs.settings import Common, GatewaySettings, RouterSettings, TraceSettings, UpSettings, WorkerSettings
 from infra.up.groups import Fleet, assign
 
 SECRET = ("nats_url", "sys_nats_url")  # they hold passwords: passed by environment, which ps does not show to others
+USERS = {"trace": "operator"}  # of the broker, where it is not the role's own: its position is in the object store
 # A flag that a child has under the same name goes through as it is; these mean something else there.
 _NOT_PASSED = {"model", "served_model_name", "engine", "http_port", "metrics_port", "threads", "nats_url"}
 
@@ -67,7 +68,7 @@ def plan(
     seen = assign(fleet.groups, gpus)
 
     def add(process: str, name: str, kind: type[Common], /, **settings: Any) -> None:
-        told = passed(up, kind) | {"name": name, "nats_url": url(process)} | settings
+        told = passed(up, kind) | {"name": name, "nats_url": url(USERS.get(process, process))} | settings
         children.append(Planned(name, process, kind(**told), seen.get(name)))
 
     # Workers first: they take longest to start.
@@ -87,7 +88,18 @@ def plan(
             metrics_port=next(free, 0),
         )
     for index, port in enumerate(ports):
-        add("gateway", f"gateway-{index}", GatewaySettings, **model, block_size=fleet.block_size, http_port=port)
+        tracing = "all" if up.otlp_endpoint else "asked"
+        add(
+            "gateway",
+            f"gateway-{index}",
+            GatewaySettings,
+            **model,
+            block_size=fleet.block_size,
+            http_port=port,
+            tracing=tracing,
+        )
+    if up.otlp_endpoint:
+        add("trace", "trace-0", TraceSettings)
     return children
 
 

@@ -1,0 +1,114 @@
+"""Sending spans by OTLP/HTTP with OpenTelemetry's exporter. The one module that imports OpenTelemetry.
+
+Its environment variables hold: OTEL_EXPORTER_OTLP_HEADERS, OTEL_EXPORTER_OTLP_CERTIFICATE, ...
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Protocol
+
+from infra.tracing.span import Span
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace import export as sdk
+
+INSTALL = "pip install 'penstock[otel]'"
+SEND_S = 10.0  # the exporter's own retries included
+
+
+class NoExporter(Exception):
+    """OpenTelemetry is not installed."""
+
+
+class Sink(Protocol):
+    """Where spans go; False: they did not arrive."""
+
+    async def send(self, spans: Sequence[Span]) -> bool: ...
+
+    def close(self) -> None:
+        """What is being sent ends soon."""
+
+
+class Exporter:
+    """
+    Args:
+        exporter: called in a thread, one batch at a time.
+    """
+
+    def __init__(self, exporter: "sdk.SpanExporter", namespace: str = "ps") -> None:
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+        self._exporter = exporter
+        self._namespace = namespace
+        self._scope = InstrumentationScope("penstock", version("penstock"))
+        self._resources: dict[tuple[str, str], Resource] = {}
+
+    async def send(self, spans: Sequence[Span]) -> bool:
+        from opentelemetry.sdk.trace.export import SpanExportResult
+
+        given = [self._readable(span) for span in spans]
+        return await asyncio.to_thread(self._exporter.export, given) is SpanExportResult.SUCCESS
+
+    def close(self) -> None:
+        self._exporter.shutdown()
+
+    def _readable(self, span: Span) -> "ReadableSpan":
+        """As OpenTelemetry's data. Its own tracers would choose the ids."""
+        from opentelemetry.sdk.trace import Event, ReadableSpan
+        from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
+
+        trace_id, state = int(span.trace_id, 16), TraceState.from_header([span.state]) if span.state else None
+
+        def context(span_id: str) -> SpanContext:
+            return SpanContext(trace_id, int(span_id, 16), False, TraceFlags(TraceFlags.SAMPLED), state)
+
+        return ReadableSpan(
+            name=span.name,
+            context=context(span.span_id),
+            parent=context(span.parent_id) if span.parent_id else None,
+            resource=self._of(span.service, span.instance),
+            attributes=span.attributes,
+            events=[Event(each.name, dict(each.attributes), each.at_ns) for each in span.events],
+            links=[Link(context(each.span_id), {"penstock.link": each.why}) for each in span.links],
+            kind=SpanKind[span.kind.upper()],
+            status=Status(StatusCode.ERROR, span.error) if span.error is not None else Status(StatusCode.UNSET),
+            start_time=span.start_ns,
+            end_time=span.end_ns,
+            instrumentation_scope=self._scope,
+        )
+
+    def _of(self, service: str, instance: str) -> "Resource":
+        from opentelemetry.sdk.resources import Resource
+
+        known = self._resources.get((service, instance))
+        if known is None:
+            if len(self._resources) >= 4096:  # workers come and go under new names
+                self._resources.clear()
+            known = self._resources[service, instance] = Resource.create(  # also reads OTEL_RESOURCE_ATTRIBUTES
+                {
+                    "service.name": f"penstock-{service}",
+                    "service.namespace": self._namespace,
+                    "service.instance.id": instance or service,
+                    "service.version": version("penstock"),
+                }
+            )
+        return known
+
+
+def otlp(endpoint: str, namespace: str = "ps") -> Exporter:
+    """To an OTLP/HTTP endpoint, such as ``http://127.0.0.1:4318/v1/traces``.
+
+    Raises:
+        NoExporter: the text says how to install it.
+    """
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    except ImportError as error:
+        raise NoExporter(f"spans cannot be sent without OpenTelemetry ({error}); {INSTALL}") from error
+    # A collector that is away is our log line, once; not one of the library's per try.
+    logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)
+    return Exporter(OTLPSpanExporter(endpoint=endpoint, timeout=SEND_S), namespace)
