@@ -115,6 +115,8 @@ class Journey:
                 if visit.attempt <= message.attempt and visit.worker == worker:
                     visit.revoked = True
             return
+        if any((visit.attempt, visit.role) == (message.attempt, role) for visit in self._visits):
+            return  # stored again, after the time in which the broker would have known it
         if isinstance(message, Job):
             self._routes.append(_routed(message.attempt, message.decision))
         else:
@@ -297,7 +299,7 @@ class Journey:
         if visit.role == "encode":
             phases.append(("embeddings", started, end))
         else:
-            phases.append(("first token" if moved else "prompt", started, first))
+            phases.append(("first token" if moved and visit.role == "decode" else "prompt", started, first))
             if handed is None:
                 phases.append(("generate", first, end))
         for name, start, until in phases:

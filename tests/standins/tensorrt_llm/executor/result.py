@@ -109,6 +109,10 @@ class Inbox:
         return await self.aqueue.get()
 
 
+# Spans that would have been sent: endpoint, W3C headers, metrics. A request that is not measured has none.
+EXPORTED: deque[tuple[str, dict[str, str], dict[Any, Any]]] = deque(maxlen=100)
+
+
 class GenerationResult:
     """Iterate it (``async for``, ``for``), or wait for its end (``await``, ``result()``)."""
 
@@ -130,6 +134,7 @@ class GenerationResult:
         self.mm_embedding_handle: Any = None
         self.disaggregated_params: Any = None
         self.trace_headers: Any = None
+        self._otlp: str | None = None
         self.metrics_dict: dict[Any, Any] = {}
 
     @property
@@ -251,6 +256,8 @@ class GenerationResult:
             MetricNames.ARRIVAL_TIMESTAMP: time.time() - total,
             "finished_reason": output.finish_reason,
         }
+        if self._otlp:
+            EXPORTED.append((self._otlp, dict(self.trace_headers or {}), self.metrics_dict))
 
 
 class IterationResult:

@@ -110,6 +110,7 @@ class BaseLLM:
         scheduling_params: Any,
         cache_salt: str | None,
         priority: float = 0.5,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> RequestOutput:
         self._check_alive()
         params = self._prepare(sampling_params)
@@ -134,6 +135,8 @@ class BaseLLM:
         result = RequestOutput(next(_ids), text, tokens, params, self._tokenizer)
         engine = self._standin
         result._abort = engine.abort
+        result.trace_headers = trace_headers
+        result._otlp = self.args.otlp_traces_endpoint
         self._generated = True
         engine.submit(
             Job(
@@ -381,6 +384,7 @@ if not LATER:
                 disaggregated_params,
                 scheduling_params,
                 cache_salt,
+                trace_headers=trace_headers,
             )
 
 else:
@@ -414,6 +418,7 @@ else:
                 scheduling_params,
                 cache_salt,
                 priority,
+                trace_headers,
             )
 
         def get_kv_cache_capacity(self) -> dict[str, int]:

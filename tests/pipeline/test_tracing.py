@@ -1,0 +1,266 @@
+"""Traces of real processes, told from the log by ``penstock trace`` and sent to a real OTLP collector."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import nats
+import pytest
+
+from configs.bus.connection import Bus, connect
+from schemas.subjects import HEADER_FINAL, HEADER_REPLY_TO, HEADER_REQUEST
+from tests.infra.tracing.collector import Collector, Got
+from tests.pipeline.conftest import NewDeployment
+from tests.pipeline.support import ROOT, Deployment, ending, parse_sse, token_prompt, until
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+TRACE, SPAN = PARENT[3:35], PARENT[36:52]
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    made = Collector()
+    made.start()
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="module")
+def traced(new_deployment: NewDeployment, collector: Collector) -> Deployment:
+    """One prefill and two decode workers at a GPU's pace; prompts above 64 tokens are worth a transfer."""
+    return new_deployment(
+        *("--mock-speedup", "1", "--prefill", "1", "--decode", "2", "--local-prefill-tokens", "64"),
+        *("--otlp-endpoint", collector.url),
+    )
+
+
+@pytest.fixture
+async def bus(traced: Deployment) -> AsyncIterator[Bus]:
+    made = await connect(traced.state.nats_url, role="operator", name="test")
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def http(traced: Deployment) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=traced.urls[0], trust_env=False, timeout=30) as made:
+        yield made
+
+
+def body(seed: int, tokens: int = 300, **more: Any) -> dict[str, Any]:
+    prompt = token_prompt(tokens, seed)
+    return {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": 6, "ignore_eos": True, **more}
+
+
+async def ask(http: httpx.AsyncClient, asked: dict[str, Any], traceparent: str = "", **headers: str) -> str:
+    """The request's id."""
+    answer = await http.post(
+        "/v1/completions", json=asked, headers=headers | ({"traceparent": traceparent} if traceparent else {})
+    )
+    assert answer.status_code == 200, answer.text
+    return str(answer.headers["x-request-id"])
+
+
+async def arrived(collector: Collector, request_id: str, within_s: float = 20.0) -> list[Got]:
+    async def come() -> list[Got]:
+        return collector.of(request_id)
+
+    found: list[Got] = await until(come, f"the trace of {request_id}", within_s)
+    return found
+
+
+def named(spans: list[Got], name: str, attempt: int = 1) -> Got:
+    (found,) = [s for s in spans if s.name == name and s.attributes.get("penstock.attempt", attempt) == attempt]
+    return found
+
+
+def check(spans: list[Got]) -> None:
+    by_id = {span.span_id: span for span in spans}
+    assert len({span.trace_id for span in spans}) == 1
+    for span in spans[1:]:
+        parent = by_id[span.parent_id]
+        assert parent.start_ns <= span.start_ns <= span.end_ns <= parent.end_ns
+        assert set(span.links) <= by_id.keys()
+
+
+async def trace(deployment: Deployment, *flags: str) -> str:
+    """What ``penstock trace`` prints."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "infra.cli", "trace", "--data-dir", str(deployment.data_dir), *flags),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1"},
+    )
+    async with asyncio.timeout(40):
+        said, errors = await process.communicate()
+    assert process.returncode == 0, errors.decode()
+    return said.decode()
+
+
+def pid_of(deployment: Deployment, name: str) -> int:
+    (pid,) = [process.pid for process in deployment.state.processes if process.name == name]
+    return pid
+
+
+async def test_one_trace_goes_through_gateway_router_prefill_and_decode_below_the_clients_span(
+    collector: Collector, http: httpx.AsyncClient
+) -> None:
+    request_id = await ask(http, body(9001), PARENT, tracestate="vendor=1")
+    spans = await arrived(collector, request_id)
+    check(spans)
+    assert {span.trace_id for span in spans} == {TRACE}
+    root = spans[0]
+    assert (root.name, root.service, root.parent_id, root.state) == (
+        "text_completion tiny",
+        "penstock-gateway",
+        SPAN,
+        "vendor=1",
+    )
+    stages = sorted((span for span in spans if span.parent_id == root.span_id), key=lambda span: span.start_ns)
+    assert [(span.service, span.name) for span in stages] == [
+        ("penstock-router", "route"),
+        ("penstock-worker", "prefill"),
+        ("penstock-worker", "decode"),
+    ]
+    route, prefill, decode = stages
+    assert prefill.instance.startswith("prefill-0-")
+    assert route.attributes["penstock.router.route"] == [f"prefill {prefill.instance}", f"decode {decode.instance}"]
+    assert decode.links == (prefill.span_id,)
+    transfer = named(spans, "transfer")
+    assert transfer.parent_id == decode.span_id
+    assert (transfer.attributes["penstock.transfer.blocks"], transfer.attributes["penstock.transfer.source"]) == (
+        10,
+        prefill.instance,
+    )
+    below = [span.name for span in spans if span.parent_id == decode.span_id]
+    assert sorted(below) == ["first token", "generate", "transfer", "wait"]
+    assert root.attributes["gen_ai.usage.input_tokens"] == 300
+    assert root.attributes["gen_ai.usage.output_tokens"] == 6
+    assert decode.attributes["penstock.worker.preemptions"] == 0
+
+
+async def test_a_request_without_a_caller_has_its_own_id_as_trace_id(
+    collector: Collector, http: httpx.AsyncClient
+) -> None:
+    request_id = await ask(http, body(9002, 20))
+    spans = await arrived(collector, request_id)
+    check(spans)
+    assert spans[0].trace_id == request_id.replace("-", "")
+    assert spans[0].parent_id == ""
+    assert sorted(span.name for span in spans[1:]) == ["decode", "generate", "prompt", "route", "wait"]
+
+
+async def test_what_the_client_does_not_want_sampled_is_not_sent(collector: Collector, http: httpx.AsyncClient) -> None:
+    unsampled = await ask(http, body(9003, 20), PARENT[:-1] + "0")
+    await arrived(collector, await ask(http, body(9004, 20)))
+    assert collector.of(unsampled) == []
+
+
+async def test_the_nats_door_takes_the_same_headers(traced: Deployment, collector: Collector) -> None:
+    parent = PARENT.replace(TRACE, "1" * 32)
+    nc = await nats.connect(traced.state.client_nats_url)
+    try:
+        answers: asyncio.Queue[Any] = asyncio.Queue()
+        inbox = nc.new_inbox()
+        await nc.subscribe(inbox, cb=answers.put)
+        asked = json.dumps(body(9005, 20)).encode()
+        headers = {HEADER_REPLY_TO: inbox, "traceparent": parent}
+        await nc.jetstream().publish("ps.submit.tiny", asked, headers=headers)
+        answer = await asyncio.wait_for(answers.get(), 20)
+        assert HEADER_FINAL in answer.headers, answer.data
+    finally:
+        await nc.close()
+    spans = await arrived(collector, answer.headers[HEADER_REQUEST])
+    assert {span.trace_id for span in spans} == {"1" * 32}
+    assert spans[0].parent_id == SPAN
+
+
+async def test_a_killed_workers_attempt_is_a_span_with_an_error(
+    traced: Deployment, collector: Collector, http: httpx.AsyncClient, bus: Bus
+) -> None:
+    asked = body(9006, stream=True, max_tokens=250)
+    async with http.stream("POST", "/v1/completions", json=asked) as answer:
+        request_id = answer.headers["x-request-id"]
+        raw, killed = b"", ""
+        async for piece in answer.aiter_bytes():
+            raw += piece
+            if not killed and raw.count(b"\n\n") > 5:
+                (job,) = [job for job in (await _told(bus, request_id)).jobs if job.attempt == 1]
+                killed = job.decision.route[-1].worker
+                os.kill(pid_of(traced, killed.rpartition("-")[0]), signal.SIGKILL)
+    assert parse_sse(raw)[-1].data == "[DONE]"
+    _, end = await ending(bus, request_id)
+    assert end.attempt == 2
+    spans = await arrived(collector, request_id)
+    check(spans)
+    lost = named(spans, "decode", 1)
+    assert (lost.instance, lost.failed, lost.attributes["error.type"]) == (killed, True, "worker_lost")
+    again = [span for span in spans if span.instance == end.worker and span.parent_id == spans[0].span_id]
+    assert [span.failed for span in again] == [False]
+    assert not spans[0].failed
+    assert spans[0].attributes["penstock.attempts"] == 2
+    retried = named(spans, "route", 2)
+    assert lost.span_id in retried.links
+    assert retried.attributes["penstock.router.reason"] == "worker_lost"
+
+
+async def _told(bus: Bus, request_id: str) -> Any:
+    from infra.explain import story
+
+    return await story(bus, request_id)
+
+
+async def test_a_killed_exporter_goes_on_where_it_was(
+    traced: Deployment, collector: Collector, http: httpx.AsyncClient
+) -> None:
+    await arrived(collector, await ask(http, body(9010, 20)))
+    os.kill(pid_of(traced, "trace-0"), signal.SIGKILL)
+    missed = [await ask(http, body(9011 + number, 20)) for number in range(5)]
+    for request_id in missed:
+        check(await arrived(collector, request_id))
+
+
+async def test_while_the_collector_is_away_requests_run_and_their_traces_come_later(
+    collector: Collector, http: httpx.AsyncClient
+) -> None:
+    with collector.away():
+        missed = [await ask(http, body(9020 + number, 20)) for number in range(3)]
+        await asyncio.sleep(1.2)  # it finds nobody, more than once
+    with collector.answering(503):
+        missed += [await ask(http, body(9030, 20))]
+
+        async def refused() -> bool:
+            return collector.refused > 0
+
+        await until(refused, "the collector refuses a batch", 25)
+    for request_id in missed:
+        check(await arrived(collector, request_id, 40))
+
+
+async def test_a_trace_is_printed_and_sent_again_with_the_same_ids(
+    traced: Deployment, collector: Collector, http: httpx.AsyncClient
+) -> None:
+    request_id = await ask(http, body(9040))
+    first = await arrived(collector, request_id)
+    text = await trace(traced, "--request", f"cmpl-{request_id}")
+    lines = [line.strip().split("  ")[0] for line in text.splitlines()]
+    assert lines[2:] == [
+        *("text_completion tiny", "route", "prefill", "wait", "prompt"),
+        *("decode", "transfer", "wait", "first token", "generate"),
+    ]
+    printed = json.loads(await trace(traced, "--request", request_id, "--json"))
+    ids = {s["spanId"] for r in printed["resourceSpans"] for scope in r["scopeSpans"] for s in scope["spans"]}
+    assert ids == {span.span_id for span in first}
+    other = Collector()
+    other.start()
+    try:
+        await trace(traced, "--otlp-endpoint", other.url, "--since", "10m", "--once", "--name", "again")
+    finally:
+        other.stop()
+    assert sorted(other.of(request_id)) == sorted(first)
