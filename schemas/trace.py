@@ -13,6 +13,7 @@ from blake3 import blake3
 MAX_STATE = 512  # characters of a tracestate, the least that W3C asks everybody to hand on
 
 _PARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_ID = re.compile(r"(?!0{32})[0-9a-f]{32}")
 _STATE = re.compile(r"[ -~\t]*")
 
 
@@ -75,18 +76,12 @@ def wanted(trace: Trace | None) -> bool:
 
 
 def trace_id(request_id: str, trace: Trace | None = None) -> str:
-    """The caller's, else the request's id, a UUIDv7, as 32 hexadecimal digits.
-
-    Raises:
-        ValueError: the request id is no UUID.
-    """
+    """The caller's, else the request's id, a UUIDv7, as 32 hexadecimal digits; of other ids, a hash."""
     parent = read_parent(trace.parent) if trace is not None else None
     if parent is not None:
         return parent.trace_id
-    bare = request_id.replace("-", "").lower()
-    if len(bare) != 32 or not int(bare, 16):
-        raise ValueError(f"{request_id!r} is not a request id")
-    return bare
+    bare = request_id.replace("-", "")
+    return bare if _ID.fullmatch(bare) else blake3(request_id.encode()).hexdigest(length=16)
 
 
 def span_id(request_id: str, name: str) -> str:

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.flags import parse
-from configs.settings import GatewaySettings, RouterSettings, UpSettings, WorkerSettings
+from configs.settings import GatewaySettings, RouterSettings, TraceSettings, UpSettings, WorkerSettings
 from infra.broker.datadir import DataDirBusy
 from infra.up.groups import fleet_of
 from infra.up.main import Deployment, UpFailed, choose_ports
@@ -255,6 +255,21 @@ def test_workers_are_told_how_the_model_writes() -> None:
     for child in planned(up).values():
         if isinstance(child.settings, WorkerSettings):
             assert (child.settings.reasoning_parser, child.settings.tool_call_parser) == ("qwen3", "none")
+
+
+def test_with_an_otlp_endpoint_every_request_is_traced_and_one_process_sends_the_spans() -> None:
+    url = "http://h:4318/v1/traces"
+    children = planned(UpSettings(otlp_endpoint=url, gateways=2), [8000, 8001])
+    assert [children[f"gateway-{i}"].settings.tracing for i in (0, 1)] == ["all", "all"]  # type: ignore[attr-defined]
+    child = children["trace-0"]
+    environ = child.environ({"PENSTOCK_OTLP_ENDPOINT": "http://elsewhere", "OTEL_EXPORTER_OTLP_HEADERS": "key=1"})
+    assert parse(TraceSettings, child.argv[1:], prog="p", environ=environ) == child.settings
+    assert child.settings.nats_url == "nats://operator:secret@h:1"  # it keeps its position in the object store
+    assert environ["OTEL_EXPORTER_OTLP_HEADERS"] == "key=1"
+    assert not any("secret" in word for word in child.argv)
+    plain = planned(UpSettings())
+    assert "trace-0" not in plain
+    assert plain["gateway-0"].settings.tracing == "asked"  # type: ignore[attr-defined]
 
 
 def test_variables_for_what_up_has_no_flag_for_reach_the_children() -> None:

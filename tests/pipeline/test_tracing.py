@@ -13,6 +13,7 @@ import nats
 import pytest
 
 from configs.bus.connection import Bus, connect
+from infra.explain import story
 from schemas.subjects import HEADER_FINAL, HEADER_REPLY_TO, HEADER_REQUEST
 from tests.infra.tracing.collector import Collector, Got
 from tests.pipeline.conftest import NewDeployment
@@ -191,7 +192,7 @@ async def test_a_killed_workers_attempt_is_a_span_with_an_error(
         async for piece in answer.aiter_bytes():
             raw += piece
             if not killed and raw.count(b"\n\n") > 5:
-                (job,) = [job for job in (await _told(bus, request_id)).jobs if job.attempt == 1]
+                (job,) = (await story(bus, request_id)).jobs
                 killed = job.decision.route[-1].worker
                 os.kill(pid_of(traced, killed.rpartition("-")[0]), signal.SIGKILL)
     assert parse_sse(raw)[-1].data == "[DONE]"
@@ -210,12 +211,6 @@ async def test_a_killed_workers_attempt_is_a_span_with_an_error(
     assert retried.attributes["penstock.router.reason"] == "worker_lost"
 
 
-async def _told(bus: Bus, request_id: str) -> Any:
-    from infra.explain import story
-
-    return await story(bus, request_id)
-
-
 async def test_a_killed_exporter_goes_on_where_it_was(
     traced: Deployment, collector: Collector, http: httpx.AsyncClient
 ) -> None:
@@ -227,11 +222,15 @@ async def test_a_killed_exporter_goes_on_where_it_was(
 
 
 async def test_while_the_collector_is_away_requests_run_and_their_traces_come_later(
-    collector: Collector, http: httpx.AsyncClient
+    traced: Deployment, collector: Collector, http: httpx.AsyncClient
 ) -> None:
     with collector.away():
         missed = [await ask(http, body(9020 + number, 20)) for number in range(3)]
-        await asyncio.sleep(1.2)  # it finds nobody, more than once
+
+        async def noticed() -> bool:
+            return "collector_away" in traced.logs("trace")
+
+        await until(noticed, "the exporter finds nobody", 25)
     with collector.answering(503):
         missed += [await ask(http, body(9030, 20))]
 

@@ -75,8 +75,10 @@ def test_ids_follow_from_the_request_and_the_span() -> None:
     assert len(ids) == len(names)
     assert all(len(each) == 16 and int(each, 16) for each in ids)
     assert span_id(request, "") == span_id(request, "") != span_id(new_request_id(), "")
-    with pytest.raises(ValueError, match="not a request id"):
-        trace_id("nonsense")
+    for odd in ("r1", "0" * 32, request.upper()):
+        assert len(trace_id(odd)) == 32
+        assert trace_id(odd) != trace_id(odd + "x")
+        int(trace_id(odd), 16)
 
 
 def test_an_engine_is_told_whose_children_its_spans_are() -> None:

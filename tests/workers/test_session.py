@@ -17,10 +17,14 @@ from schemas.errors import Code
 from schemas.requests import Sampling
 from schemas.subjects import Subjects
 from schemas.tokens import Finish
+from schemas.trace import Trace
 from tests.configs.bus_support import eventually
 from tests.workers.support import DRAWN, Living, Record, answer, engine, ids, living, request
 from workers import life as module
 from workers.engines.mock.executor import Vocabulary
+
+
+UNSAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
 
 
 @pytest.fixture
@@ -56,6 +60,23 @@ async def test_a_job_becomes_tokens_then_a_terminal_event_then_an_acknowledgemen
     assert before <= t.routed_ns <= t.started_ns <= t.first_token_ns <= t.ended_ns <= time.time_ns()
     await record.settled(worker.id)
     assert len(record.ends(asked)) == 1
+
+
+async def test_a_traced_request_leaves_stamps_and_no_other_is_larger(record: Record, worker: Living) -> None:
+    traced, unsampled, plain = request(trace=Trace()), request(trace=Trace(UNSAMPLED)), request()
+    for asked in (traced, unsampled, plain):
+        await record.give(worker.id, asked)
+    end = await record.end(traced)
+    stamps, t = end.stamps, end.timings
+    assert stamps is not None
+    assert t.routed_ns <= stamps.received_ns <= stamps.started_ns == t.started_ns
+    assert stamps.started_ns <= stamps.first_token_ns == t.first_token_ns <= t.ended_ns
+    assert (stamps.preemptions, stamps.engine) == (0, {})
+    for asked in (unsampled, plain):
+        other = await record.end(asked)
+        assert other.stamps is None
+        assert b"stamps" not in wire.encode(other)
+    await worker.frees_everything()
 
 
 async def test_the_prompt_of_an_earlier_request_is_cached_and_counted(record: Record, worker: Living) -> None:

@@ -16,6 +16,7 @@ import pytest
 from blake3 import blake3
 
 from configs.bus import objects
+from configs.bus.read import read
 from infra.broker.server import EmbeddedNats
 from schemas import blocks, control, jobs, wire
 from schemas.errors import Code
@@ -23,6 +24,7 @@ from schemas.jobs import Stage
 from schemas.requests import GenerateRequest, Media, Sampling
 from schemas.subjects import Subjects
 from schemas.tokens import PROMPT as PROMPT_ITEM
+from schemas.trace import Trace
 from schemas.transfer import Prefilled
 from tests.configs.bus_support import eventually
 from tests.workers.support import (
@@ -86,6 +88,14 @@ async def give(record: Record, pair: Pair, asked: GenerateRequest, attempt: int 
     await record.give(pair.prefill.id, asked, attempt, role="prefill", route=pair.route)
 
 
+async def handed(record: Record, asked: GenerateRequest) -> Prefilled:
+    """What prefill sent to decode."""
+    s = record.bus.subjects
+    found = [jobs.decode(entry.data) async for entry in read(record.bus, s.stream("WORK"), s.all("work"))]
+    (message,) = [each for each in found if isinstance(each, Prefilled) and each.request == asked.id]
+    return message
+
+
 async def computed(living: Living) -> int:
     """Prompt tokens that a worker took from its cache, since start."""
     return int((await living.stats()).hit_tokens)
@@ -107,6 +117,23 @@ async def test_decode_goes_on_behind_the_token_that_prefill_streamed(record: Rec
     assert all(item.first > 0 for batch in record.batches if batch.worker == pair.decode.id for item in batch.items)
     states = await record.states(asked, "read", "released")
     assert states == ["offered", "leased", "read", "released"]
+    await pair.free()
+
+
+async def test_each_stage_of_a_traced_request_leaves_its_own_stamps(record: Record, pair: Pair) -> None:
+    asked = request(PROMPT, trace=Trace())
+    await give(record, pair, asked)
+    end = await record.end(asked)
+    before, after = (await handed(record, asked)).stamps, end.stamps
+    assert before is not None
+    assert after is not None
+    assert 0 < before.received_ns <= before.started_ns <= before.first_token_ns <= after.received_ns
+    assert after.received_ns <= after.started_ns <= after.first_token_ns <= end.timings.ended_ns
+    assert end.timings.first_token_ns == before.first_token_ns  # the request's own
+    plain = request(PROMPT[::-1])
+    await give(record, pair, plain)
+    assert (await record.end(plain)).stamps is None
+    assert (await handed(record, plain)).stamps is None
     await pair.free()
 
 

@@ -194,6 +194,7 @@ def test_the_newest_is_preempted_keeps_its_tokens_and_finds_its_blocks() -> None
     stats = bench.scheduler.stats()
     assert (stats.running, stats.waiting, stats.preemptions) == (1, 1, 1)
     assert [output.key for output in result.outputs] == ["old"]
+    assert [(each.key, each.preemptions) for each in result.measured] == [("new", 1)]
     got = bench.finish()
     assert [item.token for item in got["new"] if isinstance(item, Output)] == [109, 110]
     assert len(got["old"]) == 5

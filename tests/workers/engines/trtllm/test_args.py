@@ -43,6 +43,13 @@ def test_what_nobody_mentions_is_left_to_the_engine() -> None:
     assert "cache_transceiver_config" not in tree
 
 
+def test_with_an_export_endpoint_requests_are_measured_and_without_nothing_is_said() -> None:
+    tree = resolved(otlp="http://c:4317").tree
+    assert (tree["otlp_traces_endpoint"], tree["return_perf_metrics"]) == ("http://c:4317", True)
+    assert resolved(json='{"return_perf_metrics": false}', otlp="http://c:4317").tree["return_perf_metrics"] is False
+    assert resolved().tree.keys().isdisjoint({"otlp_traces_endpoint", "return_perf_metrics"})
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_roles_that_hand_over_get_a_transceiver_with_room_for_the_longest_prompt(role: str) -> None:
     tree = resolved(role=role, max_model_len=4090, handoff_s=12.5).tree
