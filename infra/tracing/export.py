@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import export as sdk
 
 INSTALL = "pip install 'penstock[otel]'"
-SEND_S = 10.0  # the exporter's own retries included
+SEND_S = 5.0  # the exporter's own retries included; ending waits for it
 
 
 class NoExporter(Exception):

@@ -239,21 +239,21 @@ class Following:
         unplaced = [event for event, _ in ends if event.request not in self._open]
         if unplaced:
             await self._look_up(unplaced)
-        batch: list[Span] = []
-        count = 0
+        spans: list[Span] = []
+        told: list[str] = []
         for event, at_ns in ends:
-            known = self._open.pop(event.request, None)
-            if known is None or known.journey is None:
-                self.counts.unsampled += known is not None
+            known = self._open.get(event.request)
+            if known is None:
+                continue
+            told.append(event.request)
+            if known.journey is None:
                 continue
             known.journey.end(event, at_ns)
-            batch += known.journey.spans()
-            count += 1
-            if len(batch) >= BATCH_SPANS:
-                await self._deliver(batch, count)
-                batch, count = [], 0
-        if batch:
-            await self._deliver(batch, count)
+            spans += known.journey.spans()
+            if len(spans) >= BATCH_SPANS:
+                await self._deliver(spans, told)
+                spans, told = [], []
+        await self._deliver(spans, told)
 
     async def _look_up(self, ends: list[Done]) -> None:
         """Requests that ended without a job, from one pass over REQUESTS."""
@@ -271,18 +271,27 @@ class Following:
                 return
         self.counts.forgotten += len(missing)
 
-    async def _deliver(self, spans: list[Span], requests: int) -> None:
-        """Until they have arrived, or patience ends."""
+    async def _deliver(self, spans: list[Span], told: list[str]) -> None:
+        """Until they have arrived, or patience ends; only then, not if it is cancelled, are these requests through."""
+        arrived = not spans or await self._arrive(spans)
+        journeys = [self._open.pop(request_id).journey for request_id in told]
+        requests = sum(journey is not None for journey in journeys)
+        self.counts.unsampled += len(journeys) - requests
+        if arrived:
+            self.counts.sent += requests
+        else:
+            self.counts.dropped += requests
+            log.error("traces_dropped", requests=requests, spans=len(spans), dropped=self.counts.dropped)
+
+    async def _arrive(self, spans: list[Span]) -> bool:
         pause, until = RETRY_S, time.monotonic() + self._patience_s
         while not await self._exporter.send(spans):
             if time.monotonic() + pause > until:
-                self.counts.dropped += requests
-                log.error("traces_dropped", requests=requests, spans=len(spans), dropped=self.counts.dropped)
-                return
+                return False
             self._say_away()
             await asyncio.sleep(pause)
             pause = min(RETRY_MOST_S, 2 * pause)
-        self.counts.sent += requests
+        return True
 
     def _say_away(self) -> None:
         if time.monotonic() - self._said_at > SAID_S:

@@ -10,10 +10,13 @@ import pytest
 from configs.bus.connection import Bus, connect
 from configs.modeldir import DEMO
 from infra.leases import is_open, leases
+from infra.tracing.journey import Journey
+from infra.tracing.main import told
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import ROOT, Deployment, ending, idle_workers, stopped, until
 from tests.standins import FOLDER, VARIANT
 
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 pytestmark = pytest.mark.timeout(180)
 
 
@@ -27,6 +30,20 @@ async def bus(broker_and_gateway: Deployment) -> AsyncIterator[Bus]:
     made = await connect(broker_and_gateway.state.nats_url, role="client", name="test")
     yield made
     await made.close()
+
+
+def check_measurements(journey: Journey) -> None:
+    """What both engines measured is in the client's trace."""
+    spans = journey.spans()
+    assert {span.trace_id for span in spans} == {PARENT[3:35]}
+    prefill, decode = ({**span.attributes} for name in ("prefill", "decode") for span in spans if span.name == name)
+    for stage in (prefill, decode):
+        assert stage["gen_ai.latency.e2e"] > 0
+        assert stage["gen_ai.latency.time_in_queue"] >= 0
+    assert prefill["gen_ai.latency.time_in_model_prefill"] > 0
+    assert decode["penstock.engine.kv_transfer.duration"] > 0
+    assert decode["penstock.engine.kv_transfer_bytes"] > 0
+    assert "penstock.engine.kv_transfer.duration" not in prefill
 
 
 async def test_prefill_and_decode_on_tensorrt_llm_hand_over_under_our_leases(
@@ -43,13 +60,14 @@ async def test_prefill_and_decode_on_tensorrt_llm_hand_over_under_our_leases(
     async with httpx.AsyncClient(base_url=broker_and_gateway.urls[0], trust_env=False, timeout=60) as http:
         body = {"model": "demo", "messages": [{"role": "user", "content": question}], "temperature": 0}
         for path in ("split", "again"):
-            answer = await http.post("/v1/chat/completions", json=body)
+            answer = await http.post("/v1/chat/completions", json=body, headers={"traceparent": PARENT})
             assert answer.status_code == 200, answer.text
-            told, done = await ending(bus, answer.headers["x-request-id"])
+            story, done = await ending(bus, answer.headers["x-request-id"])
             assert not done.code
             if path == "split":
-                assert [stage.role for stage in told.jobs[0].decision.route] == ["prefill", "decode"]
+                assert [stage.role for stage in story.jobs[0].decision.route] == ["prefill", "decode"]
                 assert done.worker.startswith("decode")
+                check_measurements(told(story))
                 first = answer.json()["choices"][0]["message"]["content"]
             assert answer.json()["choices"][0]["message"]["content"] == first
 

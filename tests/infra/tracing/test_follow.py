@@ -1,5 +1,6 @@
 """Following the streams of a real nats-server: what is sent, what is dropped, and where another one goes on."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from schemas.requests import GenerateRequest
 from schemas.subjects import HEADER_MSG_ID, Subjects
 from schemas.trace import Trace, trace_id
 from schemas.wire import encode
-from tests.configs.bus_support import opened
+from tests.configs.bus_support import eventually, opened
 from tests.infra.tracing import journeys
 
 UNSAMPLED = journeys.PARENT[:-1] + "0"
@@ -184,6 +185,22 @@ async def test_a_dead_collector_costs_one_batch_at_a_time_and_the_rest_stays_in_
     after = await run(bus, 2)
     await following.once()
     assert sent.requests == after != dropped
+
+
+async def test_who_is_cancelled_while_the_collector_is_away_has_sent_nothing(bus: Bus, sent: Sent) -> None:
+    following = Following(bus, sent, await begin(bus, None))
+    waiting = await run(bus, 2)
+    await following.look()
+    before = following.position.done_seq
+    sent.away = True
+    work = asyncio.create_task(following.once())
+    await eventually(lambda: sent.batches)
+    work.cancel()
+    await asyncio.wait([work])
+    assert following.position.done_seq == before
+    sent.away = False
+    await following.once()
+    assert sent.requests == waiting
 
 
 async def test_far_behind_it_reads_no_more_than_it_sends(bus: Bus, sent: Sent, monkeypatch: pytest.MonkeyPatch) -> None:

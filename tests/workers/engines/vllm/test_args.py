@@ -118,6 +118,11 @@ def test_kv_events_are_on_by_default_over_zmq() -> None:
     assert not resolved({"kv_events_config": {"publisher": "null"}}).kv_events
 
 
+def test_spans_of_its_own_go_where_the_worker_is_told() -> None:
+    assert resolved(otlp="http://c:4317").tree["otlp_traces_endpoint"] == "http://c:4317"
+    assert "otlp_traces_endpoint" not in resolved().tree
+
+
 def test_ours_are_laid_under_the_user_s_at_every_depth() -> None:
     tree = resolved({"gpu_memory_utilization": 0.5, "kv_events_config": {"hwm": 7}}, kv_blocks=99, dtype="float16").tree
     assert tree["kv_events_config"]["endpoint"] == "ipc:///e"
