@@ -20,7 +20,8 @@ from nats.js.errors import Error as JetStreamError
 from configs.bus.connection import Bus
 from configs.bus.read import Entry, read
 from infra.tracing.export import Sink
-from infra.tracing.journey import Facts, Journey, facts
+from infra.tracing.facts import Facts, facts
+from infra.tracing.journey import Journey
 from infra.tracing.span import Span
 from schemas import done, jobs, requests, wire
 from schemas.done import Done, Returned

@@ -17,78 +17,14 @@ from collections.abc import Iterator
 import msgspec
 
 from infra.tracing import attributes
-from infra.tracing.span import Event, Link, Span, Value, covered
+from infra.tracing.facts import Facts, GivenBack, Handed, Routed, Visit, routed
+from infra.tracing.span import Event, Link, Span, covered
 from schemas.done import Done, Returned
-from schemas.jobs import Decision, Job, Revoke, WorkMessage
-from schemas.requests import GenerateRequest
-from schemas.trace import Stamps, read_parent, span_id, stage_name, trace_id, wanted
+from schemas.jobs import Job, Revoke, WorkMessage
+from schemas.trace import Stamps, read_parent, span_id, stage_name, trace_id
 from schemas.transfer import Encoded, HandOff, Prefilled
 
 WORKER, ROUTER, GATEWAY = "worker", "router", "gateway"
-
-
-class Facts(msgspec.Struct, frozen=True):
-    """Of the request: ``request`` without what is large."""
-
-    request: GenerateRequest
-    attributes: dict[str, Value]
-
-    @property
-    def sampled(self) -> bool:
-        """Its caller wants it traced; without a caller, whoever reads decides."""
-        return self.request.trace is None or wanted(self.request.trace)
-
-    @property
-    def called(self) -> bool:
-        """Its trace is part of a caller's."""
-        return self.request.trace is not None and bool(self.request.trace.parent)
-
-
-def facts(request: GenerateRequest) -> Facts:
-    found = attributes.of_request(request)
-    return Facts(msgspec.structs.replace(request, prompt=b"", digests=b"", media=(), diffusion=None), found)
-
-
-class Handed(msgspec.Struct, frozen=True):
-    """What a stage said when it handed on."""
-
-    at_ns: int
-    ticket: str
-    target: str  # role of the next stage
-    started_ns: int
-    first_token_ns: int
-    cached: int
-    stamps: Stamps | None
-    backend: str
-
-
-class Visit(msgspec.Struct):
-    """One worker's part in one attempt."""
-
-    attempt: int
-    role: str
-    worker: str
-    given_ns: int
-    handed: Handed | None = None
-    revoked: bool = False
-
-
-class Routed(msgspec.Struct, frozen=True):
-    """A router's decision, without its table of candidates."""
-
-    attempt: int
-    router: str
-    since_ns: int  # it waited in the router from then on
-    at_ns: int
-    reason: str
-    attributes: dict[str, Value]
-
-
-class GivenBack(msgspec.Struct, frozen=True):
-    """A returned attempt, and when the server stored that."""
-
-    event: Returned
-    at_ns: int
 
 
 class Journey:
@@ -118,7 +54,7 @@ class Journey:
         if any((visit.attempt, visit.role) == (message.attempt, role) for visit in self._visits):
             return  # stored again, after the time in which the broker would have known it
         if isinstance(message, Job):
-            self._routes.append(_routed(message.attempt, message.decision))
+            self._routes.append(routed(message.attempt, message.decision))
         else:
             self._handed(role, at_ns, message)
         self._visits.append(Visit(message.attempt, role, worker, at_ns))
@@ -156,8 +92,7 @@ class Journey:
         """The trace, root first; of a request that has not ended, as far as it went."""
         root = self._root()
         found = [root]
-        for routed in self._routes:
-            found.append(self._route(root, routed))
+        found += [self._route(root, decision) for decision in self._routes]
         refused = self._refused(root)
         found += [] if refused is None else [refused]
         for visit in self._visits:
@@ -203,19 +138,19 @@ class Journey:
             span.events = [Event("first token", first)] if first else []
         return span
 
-    def _route(self, root: Span, routed: Routed) -> Span:
-        attempt = routed.attempt
+    def _route(self, root: Span, decision: Routed) -> Span:
+        attempt = decision.attempt
         before = [visit for visit in self._visits if visit.attempt == attempt - 1]
         return self._span(
             root,
             f"{attempt} route",
             "route",
-            routed.since_ns,
-            routed.at_ns,
+            decision.since_ns,
+            decision.at_ns,
             service=ROUTER,
-            instance=routed.router,
+            instance=decision.router,
             kind="consumer",
-            attributes=dict(routed.attributes),
+            attributes=dict(decision.attributes),
             links=[Link(self._id(visit), "retry") for visit in before],
         )
 
@@ -412,14 +347,3 @@ class Journey:
             code = self._done.code or "worker_lost"
             return self._done.timings.ended_ns, self._done.message or code, code
         return visit.given_ns, None, ""
-
-
-def _routed(attempt: int, decision: Decision) -> Routed:
-    return Routed(
-        attempt,
-        decision.router,
-        decision.at_ns - decision.waited_ns,
-        decision.at_ns,
-        decision.reason,
-        attributes.of_decision(decision, attempt),
-    )

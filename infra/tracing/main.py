@@ -17,8 +17,9 @@ from configs.bus.connection import Bus, connect
 from configs.settings import TraceSettings
 from infra.explain import Story, story
 from infra.tracing.export import Exporter, NoExporter, otlp
+from infra.tracing.facts import facts
 from infra.tracing.follow import BEFORE_NS, Following, Kept, Position, begin
-from infra.tracing.journey import Journey, facts
+from infra.tracing.journey import Journey
 from infra.tracing.otlp_json import document
 from infra.tracing.show import show
 from infra.up.state import read_state

@@ -4,7 +4,8 @@ from typing import Any
 
 import msgspec
 
-from infra.tracing.journey import Journey, facts
+from infra.tracing.facts import facts
+from infra.tracing.journey import Journey
 from schemas.done import Done, Outcome, Returned, Timings, Usage
 from schemas.ids import new_request_id
 from schemas.jobs import Candidate, Decision, Job, Stage

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.tracing.journey import Journey, facts
+from infra.tracing.facts import facts
+from infra.tracing.journey import Journey
 from infra.tracing.span import Span, covered
 from schemas.done import Done, Timings
 from schemas.errors import Code
