@@ -23,7 +23,6 @@ from tests.workers.support import DRAWN, Living, Record, answer, engine, ids, li
 from workers import life as module
 from workers.engines.mock.executor import Vocabulary
 
-
 UNSAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
 
 
