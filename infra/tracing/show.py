@@ -69,9 +69,7 @@ def _said(span: Span) -> str:
     match span.name:
         case "route":
             said += [f"{got('penstock.router.mode')} → {got('penstock.router.worker')}"]
-            said += [
-                f"overlap {got('penstock.router.overlap_blocks', 0)}/{got('penstock.router.prompt_blocks')} blocks"
-            ]
+            said += [f"overlap {got('penstock.router.overlap_blocks', 0)}/{got('penstock.router.prompt_blocks')}"]
         case "transfer":
             size = got("penstock.transfer.bytes")
             said += [f"{got('penstock.transfer.blocks')} blocks"]

@@ -28,7 +28,7 @@ def test_a_line_per_span_indented_below_its_parent_in_order_of_time() -> None:
     names += ["  decode", "    transfer", "    wait", "    first token", "    generate"]
     for line, name in zip(lines, names, strict=True):
         assert line.startswith(name + " ")
-    assert "kv → p-1, overlap 2/3 blocks" in lines[1]
+    assert "kv → p-1, overlap 2/3" in lines[1]
     assert "4 blocks, 0.00 MiB, over nixl" in lines[6]
     assert "100 in, 32 cached, 2 out, length" in lines[0]
 
