@@ -165,7 +165,7 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
     frame_rate: Annotated[float, Meta(ge=0, description="diffusion: frames per second; 0: the pipeline's own")] = 0.0
     drain_s: Annotated[Seconds, about("on SIGTERM, how long running requests may go on")] = 30.0
     otlp_endpoint: Annotated[
-        str, about("trtllm, vllm: where the engine sends spans of its own; penstock's own need nothing here")
+        str, about("trtllm, vllm: where the engine sends spans of its own, below penstock's, which need nothing here")
     ] = ""
     metrics_port: Annotated[int, Meta(ge=0, le=65535, description="Prometheus port; 0: none")] = 0
     metrics_host: Annotated[str, about("address of the Prometheus port")] = "127.0.0.1"

@@ -11,6 +11,7 @@ from schemas.transfer import Memory
 from workers.engines.base import (
     EngineStats,
     Failure,
+    Measured,
     Output,
     RequestError,
     Reservation,
@@ -70,6 +71,7 @@ class RankedEngine:
         started: list[Started] = []
         failures: list[Failure] = []
         scored: list[Scored] = []
+        measured: list[Measured] = []
         events: dict[int, list[KvEvent]] = {}
         computed = 0
         for rank, engine in enumerate(self._engines):
@@ -80,6 +82,7 @@ class RankedEngine:
             started += result.started
             failures += result.failures
             scored += result.scored
+            measured += result.measured
             computed += result.computed_tokens
             if result.events:
                 events[rank] = result.events
@@ -89,7 +92,7 @@ class RankedEngine:
                 self._rank_of.pop(output.key, None)
         for failure in failures:
             self._rank_of.pop(failure.key, None)
-        return StepResult(outputs, events.pop(0, []), started, failures, computed, (), scored, events)
+        return StepResult(outputs, events.pop(0, []), started, failures, computed, (), scored, events, measured)
 
     @property
     def blocked(self) -> bool:

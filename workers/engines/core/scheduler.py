@@ -383,7 +383,7 @@ class Scheduler:
         held, self._held = self._held, []
         scored = self._scored() if self.scoring else ()
         measured, self._measured = self._measured, []
-        return StepResult(outputs, self.blocks.take_events(), started, failures, total, held, scored, measured)
+        return StepResult(outputs, self.blocks.take_events(), started, failures, total, held, scored, measured=measured)
 
     def _scored(self) -> list[Scored]:
         """What the executor has left with the sequences of this step."""

@@ -39,6 +39,7 @@ class Live:
         "started",
         "task",
         "top",
+        "trace",
     )
 
     def __init__(self, request: SequenceRequest, prepared: Prepared, again: Callable[[], Prepared]) -> None:
@@ -48,6 +49,7 @@ class Live:
         self.score = request.score if request.score < len(request.prompt) else 0  # 0: nothing (more) to score
         self.scored_top = request.sampling.prompt_logprobs or 0
         self.hold = request.hold
+        self.trace = request.trace
         self.top = request.sampling.logprobs
         self.prepared = prepared
         self.again = again  # the same without what came from elsewhere
@@ -120,8 +122,9 @@ class Follower:
     async def _ask(self, live: Live, prepared: Prepared) -> None:
         params = self._api.sampling(output_kind=self._api.delta, **prepared.sampling)
         answer = Answer(known=prepared.known, top=live.top, adopted=prepared.adopted)
+        name = f"penstock-{next(self._numbers)}"
         stream = self._llm.generate(
-            prepared.prompt, params, f"penstock-{next(self._numbers)}", data_parallel_rank=prepared.rank
+            prepared.prompt, params, name, trace_headers=live.trace, data_parallel_rank=prepared.rank
         )
         try:
             async for output in stream:

@@ -66,6 +66,21 @@ def in_loop(driver: Driver, work: Callable[[], Any]) -> Any:
     return engine._loop.run(run(), 10.0)
 
 
+def test_spans_of_vllm_s_own_are_below_the_worker_s(make: Make) -> None:
+    driver = make()
+    generate, given = inner(driver).generate, []
+
+    def noted(*arguments: Any, **named: Any) -> Any:
+        given.append(named["trace_headers"])
+        return generate(*arguments, **named)
+
+    inner(driver).generate = noted
+    headers = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+    for key, trace in (("a", headers), ("b", None)):
+        driver.run(ask(key, PROMPT, 2, trace=trace))
+    assert given == [headers, None]
+
+
 def test_an_engine_that_dies_is_an_engine_error_at_the_next_step(make: Make) -> None:
     driver = make()
 
