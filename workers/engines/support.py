@@ -71,7 +71,7 @@ SUPPORT: Mapping[str, Support] = {
         speculation=NO,
         several_gpus=NO,
         several_nodes=NO,
-        rank_routing=NO,
+        rank_routing="pretended (--mock-ranks)",
         diffusion=NO,
         cpu="yes",
     ),

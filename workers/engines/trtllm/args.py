@@ -44,7 +44,7 @@ _OURS: Mapping[str, str] = {
     "tokenizer": "the gateway tokenises; use --model",
     "num_postprocess_workers": "text is made in the gateway",
     "postprocess_tokenizer_dir": "text is made in the gateway",
-    "reasoning_parser": "answers are parsed in the gateway",
+    "reasoning_parser": "answers are parsed in the gateway: --reasoning-parser",
     "mm_encoder_only": "use --role encode",
 }
 
