@@ -1,6 +1,7 @@
 # make up     run a deployment here          (make up ARGS="--engine mock --workers 2")
 # make test   everything that CI checks
 # make test-trtllm  the engines' contract on the real TensorRT-LLM, with a GPU (VENV=where it is installed)
+# make test-vllm    the same on the real vLLM, with or without a GPU, and workers on it in the real pipeline
 # make bench  load a running deployment      (make bench ARGS="--concurrency 64")
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: up test test-trtllm bench lint clean
+.PHONY: up test test-trtllm test-vllm bench lint clean
 
 up: $(VENV)/.installed
 	@$(BIN)/penstock up $(ARGS)
@@ -23,6 +24,12 @@ test: $(VENV)/.installed-dev
 test-trtllm:
 	PENSTOCK_CONTRACT_REAL=tensorrt_llm PENSTOCK_CONTRACT_BOUND_S=300 \
 	  $(BIN)/python -m pytest tests/workers/engines/test_contract.py -k trtllm --timeout 1800 $(ARGS)
+
+# Its imports warn; on a CPU, each engine takes about 15 s to start.
+test-vllm:
+	PENSTOCK_CONTRACT_REAL=vllm PENSTOCK_CONTRACT_BOUND_S=120 \
+	  $(BIN)/python -m pytest tests/workers/engines/test_contract.py tests/pipeline/test_vllm.py -k vllm \
+	  -W default --timeout 900 $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .

@@ -96,9 +96,9 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
     max_model_len: Annotated[int, Meta(ge=0, description="prompt + output; 0: the model's own limit")] = 0
     prefix_cache: Annotated[bool, about("reuse KV blocks across requests")] = True
     publish_events_and_metrics: Annotated[bool, about("publish KV events and serve metrics")] = True
-    device: Annotated[Literal["auto", "cpu", "cuda"], about("where the native engine computes")] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], about("where the engine computes; vllm: as its build")] = "auto"
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], about("of weights and KV")] = "auto"
-    threads: Annotated[int, Meta(ge=0, description="CPU threads of the native engine; 0: torch decides")] = 0
+    threads: Annotated[int, Meta(ge=0, description="CPU threads of the engine; 0: it decides")] = 0
     mock_speedup: Annotated[float, Meta(ge=0, description="mock engine: times faster than life; 0: no waiting")] = 1.0
     mock_ranks: Annotated[Positive, about("mock engine: attention data-parallel ranks, each with its own cache")] = 1
     trtllm_backend: Annotated[

@@ -78,9 +78,14 @@ class Process:
                 preexec_fn=die_with_parent(),
             )
 
-    def wait_for(self, text: str) -> None:
+    @property
+    def pid(self) -> int:
+        """Also the session of all that it starts."""
+        return self._process.pid
+
+    def wait_for(self, text: str, within_s: float = START_S) -> None:
         """Until the process has said ``text``."""
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + within_s
         while text not in (said := self.log.read_text(errors="replace")):
             assert self._process.poll() is None, f"ended with status {self._process.returncode}:\n{said}"
             assert time.monotonic() < deadline, f"does not say {text!r}:\n{said}"

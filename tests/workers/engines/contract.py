@@ -34,8 +34,7 @@ from tests import standins
 from workers.engines.base import Engine, Failure, Held, Output, Scored, SequenceRequest, Started, StepResult
 
 MODEL = modeldir.DEMO
-QUICK = modeldir.TINY  # for tests of many tokens whose words do not matter
-BLOCK = 16
+BLOCK = 32
 POOL = 96  # blocks
 LIMIT = 512  # prompt + output
 SLOTS = 4
@@ -53,6 +52,7 @@ EOS = "eos"
 BIAS = "bias"
 BARRED = "barred"
 TENANTS = "tenants"
+SMALL_POOL = "small pool"
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class Subject:
         lacks: clause -> why it cannot be kept.
         handover: "blocks" (through ``memory``), "opaque" (by itself), or "" with a reason in ``lacks``.
         package: what it needs besides ours.
+        on_real: settings for the real package.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Subject:
     handover: str
     lacks: Mapping[str, str] = field(default_factory=dict)
     package: str = ""
+    on_real: Mapping[str, Any] = field(default_factory=dict)
 
     def settings(self, **options: Any) -> WorkerSettings:
         defaults: dict[str, Any] = {
@@ -84,11 +86,16 @@ class Subject:
             "threads": 1,
             "mock_speedup": 0,
         }
-        return WorkerSettings(**defaults | options)
+        return WorkerSettings(**defaults | (dict(self.on_real) if self.real else {}) | options)
 
     @property
     def real(self) -> bool:
         return bool(self.package) and standins.real(self.package)
+
+    @property
+    def quick(self) -> Path:
+        """For tests of many tokens whose words do not matter; its heads are too narrow for kernels of real ones."""
+        return MODEL if self.real else modeldir.TINY
 
     @contextlib.contextmanager
     def present(self) -> Iterator[None]:
@@ -148,8 +155,13 @@ ALL = (
         "vllm",
         _vllm,
         "opaque",
-        {SEEDED_RESUME: "vLLM's draws depend on its generator's history, not on the output position"},
+        {
+            SEEDED_RESUME: "vLLM's draws depend on its generator's history, not on the output position",
+            SMALL_POOL: "vLLM does not start with a pool that is too small for one sequence of full length",
+        },
         "vllm",
+        # The same sums in every batch; and an engine that starts in seconds, not minutes.
+        {"dtype": "float32", "override_engine_args": '{"enforce_eager": true}'},
     ),
 )
 SUBJECTS = tuple(subject for subject in ALL if importlib.util.find_spec(f"workers.engines.{subject.name}"))

@@ -25,9 +25,9 @@ from tests.workers.engines.contract import (
     LIMIT,
     MODEL,
     POOL,
-    QUICK,
     SEEDED_RESUME,
     SLOTS,
+    SMALL_POOL,
     SUBJECTS,
     TENANTS,
     WORDS,
@@ -41,7 +41,7 @@ from tests.workers.engines.contract import (
 )
 from workers.engines.base import RequestError
 
-PROMPT = WORDS[5:55]
+PROMPT = WORDS[5:105]
 DRAWN = Sampling(temperature=0.9, seed=11)
 TENANT = b"another tenant's"
 Make = Callable[..., Driver]
@@ -59,8 +59,8 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @contextlib.contextmanager
-def made(subject: Subject, model: Path = QUICK, **options: Any) -> Iterator[Driver]:
-    driver = Driver(subject.make(subject.settings(**options), model))
+def made(subject: Subject, model: Path | None = None, **options: Any) -> Iterator[Driver]:
+    driver = Driver(subject.make(subject.settings(**options), model or subject.quick))
     try:
         yield driver
     finally:
@@ -402,7 +402,8 @@ def test_a_key_is_refused_while_it_is_in_use(shared: Driver) -> None:
     assert len(shared.answer(ask(0, PROMPT))) == 8
 
 
-def test_more_than_the_pool_holds_is_refused(make: Make) -> None:
+def test_more_than_the_pool_holds_is_refused(subject: Subject, make: Make) -> None:
+    needs(subject, SMALL_POOL)
     small = make(kv_blocks=6)
     whole = small.answer(ask(0, PROMPT))
     code = ""
@@ -483,7 +484,7 @@ def test_more_sequences_than_slots_all_end(make: Make) -> None:
 
 def test_a_pool_that_is_too_small_for_all_serves_all(make: Make) -> None:
     small, large = make(kv_blocks=14, max_model_len=208), make()
-    requests = [ask(number, WORDS[number * 7 :][:60], 40) for number in range(4)]
+    requests = [ask(number, WORDS[number * 7 :][:120], 80) for number in range(4)]
     seen, wanted = small.run(*requests), large.run(*requests)
     assert seen.failures == []
     assert [seen.tokens(number) for number in range(4)] == [wanted.tokens(number) for number in range(4)]
@@ -566,7 +567,7 @@ def test_tenants_have_names_of_their_own_for_equal_tokens(subject: Subject, make
 def test_a_dump_is_the_fold_of_all_events_also_behind_evictions(make: Make) -> None:
     driver = make(kv_blocks=20, max_model_len=320)
     for number in range(8):
-        driver.answer(ask(0, [*PROMPT[:20], *WORDS[number * 20 :][:60]], 12))
+        driver.answer(ask(0, [*PROMPT[:40], *WORDS[number * 20 :][:120]], 12))
         driver.idle()
     told = driver.fold()
     dumped = driver.engine.dump()
@@ -574,9 +575,9 @@ def test_a_dump_is_the_fold_of_all_events_also_behind_evictions(make: Make) -> N
     assert all(event.digests for event in dumped)  # type: ignore[union-attr]
     assert 0 < len(told) <= 20
     assert len(fold(driver.seen.events[:3])) < len(set(told) | set(fold(driver.seen.events)))
-    latest = names([*PROMPT[:20], *WORDS[140:200]])
+    latest = names([*PROMPT[:40], *WORDS[140:260]])
     assert set(latest) <= set(told)
-    assert driver.run(ask(0, [*PROMPT[:20], *WORDS[140:200]])).cached() >= (80 - 1) // BLOCK * BLOCK
+    assert driver.run(ask(0, [*PROMPT[:40], *WORDS[140:260]])).cached() >= (160 - 1) // BLOCK * BLOCK
 
 
 def test_blocks_are_counted(make: Make) -> None:
@@ -614,7 +615,7 @@ def two(make: Make) -> tuple[Driver, Driver]:
     return make(role="prefill"), make(role="decode", kv_blocks=POOL - 10)
 
 
-@pytest.mark.parametrize("length", [50, 48, 200])
+@pytest.mark.parametrize("length", [50, 64, 200])
 def test_a_prompt_computed_elsewhere_goes_on_as_if_here(subject: Subject, make: Make, length: int) -> None:
     source, target = two(make)
     prompt = WORDS[:length]

@@ -6,17 +6,14 @@ Knows nothing of sequences; who owns which block is the block manager's business
 
 import math
 import mmap
-import os
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from schemas.transfer import Memory
+from workers.engines import host
 
-GIB = 1 << 30
-CPU_SHARE = 0.25  # of free memory: a laptop has other things to do
-CPU_LIMIT_BYTES = 4 * GIB
 CUDA_SHARE = 0.85  # of what weights leave; activations need the rest
 
 
@@ -129,7 +126,7 @@ def blocks_that_fit(block_bytes: int, wanted: int, device: torch.device) -> int:
     free = free_bytes(device)
     if device.type == "cuda":
         return int(free * CUDA_SHARE) // block_bytes
-    share = min(int(free * CPU_SHARE), CPU_LIMIT_BYTES) // block_bytes
+    share = host.share(free) // block_bytes
     return max(share, min(wanted, free // 2 // block_bytes))
 
 
@@ -137,22 +134,4 @@ def free_bytes(device: torch.device) -> int:
     """Memory that nobody uses now, in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return min(int(line.split()[1]) * 1024, _cgroup_free_bytes())
-    except OSError:
-        pass  # not Linux
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-
-
-def _cgroup_free_bytes() -> int:
-    """What the container's limit leaves; without a limit, a number larger than any machine."""
-    try:
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit:
-            total = limit.read().strip()
-        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as used:
-            return max(0, int(total) - int(used.read())) if total != "max" else 1 << 62
-    except (OSError, ValueError):
-        return 1 << 62
+    return host.free_bytes()

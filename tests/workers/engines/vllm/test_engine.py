@@ -17,13 +17,13 @@ from configs.engine_args.tree import BadArguments
 from schemas.errors import Code
 from schemas.requests import Sampling
 from tests import standins
-from tests.workers.engines.contract import ALL, QUICK, WORDS, Driver, ask, fold, names, prefilled
+from tests.workers.engines.contract import ALL, BLOCK, WORDS, Driver, ask, fold, names, prefilled
 from workers.engines.base import EngineError
 from workers.engines.vllm import handoff
 from workers.engines.vllm.metrics import NativeMetrics, Scheduler
 
 (SUBJECT,) = (subject for subject in ALL if subject.name == "vllm")
-PROMPT = WORDS[5:55]
+PROMPT = WORDS[5:105]
 Make = Callable[..., Driver]
 
 pytestmark = pytest.mark.skipif(standins.real("vllm"), reason="reaches into the stand-in")
@@ -43,7 +43,7 @@ def make() -> Iterator[Make]:
     with contextlib.ExitStack() as undo:
 
         def one(**options: Any) -> Driver:
-            driver = Driver(SUBJECT.make(SUBJECT.settings(**options), QUICK))
+            driver = Driver(SUBJECT.make(SUBJECT.settings(**options), SUBJECT.quick))
             undo.callback(driver.engine.close)
             return driver
 
@@ -149,7 +149,7 @@ def test_a_token_that_is_drawn_anew_and_differs_is_gone_on_behind(make: Make) ->
     seen = target.run(ask(1, PROMPT, 12, generated=[other], opaque=opaque))
     assert seen.failures == []
     assert seen.tokens(1) == whole
-    assert seen.cached(1) >= len(PROMPT) // 16 * 16  # from the KV that was fetched
+    assert seen.cached(1) >= len(PROMPT) // BLOCK * BLOCK  # from the KV that was fetched
 
 
 def test_a_drawn_answer_goes_on_elsewhere_as_one_engine_would_have_drawn_it(make: Make) -> None:
@@ -251,6 +251,13 @@ def test_a_wrong_argument_ends_the_start_and_leaves_nothing(make: Make, argument
     assert threading.active_count() == before
 
 
+def test_without_nixl_a_hand_over_is_refused_at_start(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_STANDIN_NIXL", "none")
+    with pytest.raises(EngineError, match="pip install nixl"):
+        make(role="prefill")
+    assert make().answer(ask(0, PROMPT))
+
+
 def test_preemptions_and_usage_come_from_the_scheduler() -> None:
     scheduler = Scheduler()
     assert scheduler.used == 0.0
@@ -266,7 +273,7 @@ def test_preemptions_and_usage_come_from_the_scheduler() -> None:
 
 def test_preemptions_are_counted(make: Make) -> None:
     driver = make(kv_blocks=14, max_model_len=208)
-    driver.run(*(ask(number, WORDS[number * 7 :][:60], 40) for number in range(4)))
+    driver.run(*(ask(number, WORDS[number * 7 :][:120], 80) for number in range(4)))
     assert driver.engine.stats().preemptions > 0
 
 

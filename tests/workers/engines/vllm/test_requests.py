@@ -210,7 +210,6 @@ def test_a_decode_worker_fetches_what_the_other_computed_once() -> None:
         ({"sampling": Sampling(logits_processors=(LogitsProcessor("x"),))}, Code.unsupported),
         ({"sampling": Sampling(logit_bias={100: 1.0})}, Code.invalid_request),
         ({"sampling": Sampling(logprobs=21)}, Code.invalid_request),
-        ({"prompt": [5] * 320}, Code.out_of_blocks),
         ({"prompt": [5] * 512}, Code.context_length_exceeded),
         ({"prompt": [100]}, Code.invalid_request),
     ],

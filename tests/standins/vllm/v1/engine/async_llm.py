@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from vllm.distributed.kv_events import KVEventBatch, ZmqEventPublisher
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import GenerationError, VLLMClientError, VLLMValidationError
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -48,6 +50,19 @@ class Collector:
         return output
 
 
+def _initialise(config: VllmConfig) -> None:
+    """What the core process finds wrong; its parent says no more than that."""
+    cache = config.cache_config
+    problem = ""
+    if current_platform.is_cpu() and cache.block_size % 32:
+        problem = f"No common block size for {cache.block_size} (CPU_ATTN: [MultipleOf(32)])."
+    if (cache.num_gpu_blocks - 1) * cache.block_size < config.model_config.max_model_len:
+        problem = "To serve at least one request with the model's max seq len, more KV cache is needed"
+    if problem:
+        logging.getLogger("vllm").error(problem)
+        raise RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
+
+
 class AsyncLLM:
     def __init__(
         self,
@@ -67,6 +82,7 @@ class AsyncLLM:
     ) -> None:
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
+        _initialise(vllm_config)
         self._standin = Core(vllm_config, load(Path(vllm_config.model_config.model)))
         self._loggers = [factory(vllm_config, 0) for factory in stat_loggers or []]
         for logger in self._loggers:

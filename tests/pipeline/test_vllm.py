@@ -1,0 +1,254 @@
+"""Workers on vLLM in the real pipeline: its stand-in, or with ``PENSTOCK_CONTRACT_REAL=vllm`` the package itself."""
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from configs.bus.connection import Bus, connect
+from configs.modeldir import DEMO
+from infra.explain import story
+from infra.leases import is_open, leases
+from tests import standins
+from tests.pipeline.conftest import NewDeployment
+from tests.pipeline.support import ROOT, Deployment, Process, ending, free_port, idle_workers, metrics, stopped, until
+from tests.pipeline.test_prefix_reuse import cached, chosen, published
+
+REAL = os.environ.get("PENSTOCK_CONTRACT_REAL") == "vllm"
+START_S = 240.0 if REAL else 60.0
+BLOCK = 32
+FLAGS = ("--engine", "vllm", "--model", str(DEMO), "--max-model-len", "2048", "--max-running", "8", "--threads", "1")
+EXACT = ("--dtype", "float32", "--override-engine-args", '{"enforce_eager": true}')
+QUESTION = "The code of the red door is 4711. The code of the blue door is 1234. " * 3 + "What is 347 + 586?"
+
+pytestmark = [
+    pytest.mark.timeout(900 if REAL else 180),
+    pytest.mark.skipif(REAL and not standins.real("vllm"), reason="vLLM is not installed"),
+]
+
+
+@pytest.fixture(scope="module")
+def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    if REAL:
+        return {}
+    return {"PYTHONPATH": f"{standins.FOLDER}:{ROOT}", "VLLM_STANDIN_KV": str(tmp_path_factory.mktemp("kv"))}
+
+
+@pytest.fixture(scope="module")
+def deployment(new_deployment: NewDeployment) -> Deployment:
+    return new_deployment("--engine", "native", "--workers", "0", "--local-prefill-tokens", "16")
+
+
+@pytest.fixture
+async def bus(deployment: Deployment) -> AsyncIterator[Bus]:
+    made = await connect(deployment.state.nats_url, role="operator", name="test")
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def http(deployment: Deployment) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=deployment.urls[0], trust_env=False, timeout=60) as made:
+        yield made
+
+
+class Fleet:
+    """Two whole workers, started when they are first asked for; one may be killed."""
+
+    def __init__(self, deployment: Deployment, variables: dict[str, str]) -> None:
+        self.ports = {name: free_port() for name in ("one", "two")}
+        self.workers = {
+            name: deployment.also(
+                "worker", *FLAGS, *EXACT, "--name", name, "--metrics-port", str(port), "--drain-s", "3", **variables
+            )
+            for name, port in self.ports.items()
+        }
+        for worker in self.workers.values():
+            worker.wait_for("worker_registered", START_S)
+
+    def of(self, name: str) -> Process:
+        """The one whose registered name begins so."""
+        return self.workers[name.split("-")[0].split(".")[0]]
+
+
+@pytest.fixture(scope="module")
+def fleet(deployment: Deployment, variables: dict[str, str]) -> Iterator[Fleet]:
+    made = Fleet(deployment, variables)
+    yield made
+    for worker in made.workers.values():
+        worker.stop()
+
+
+def session_of(pid: int) -> set[int]:
+    """Processes of a worker's session that still run: its own, and whatever its engine started."""
+    found = set()
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+            except OSError:
+                continue
+            if int(session) == pid and state != "Z":
+                found.add(int(folder.name))
+    return found
+
+
+def chat(text: str, **more: Any) -> dict[str, Any]:
+    return {"model": "demo", "messages": [{"role": "user", "content": text}], "temperature": 0, **more}
+
+
+def long_answer(text: str) -> dict[str, Any]:
+    return chat(text, max_tokens=500 if REAL else 150, ignore_eos=True, stream=True)
+
+
+async def whole(http: httpx.AsyncClient, body: dict[str, Any]) -> str:
+    answer = await http.post("/v1/chat/completions", json={**body, "stream": False})
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["message"]["content"]
+    return text
+
+
+def piece(line: str) -> str:
+    if not line.startswith("data: {"):
+        return ""
+    event = json.loads(line[6:])
+    assert "error" not in event, event
+    return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+
+
+async def test_answers_stream_with_logprobs_and_usage(fleet: Fleet, http: httpx.AsyncClient) -> None:
+    body = chat("What is 347 + 586?", max_tokens=24, logprobs=True, top_logprobs=2)
+    answer = (await http.post("/v1/chat/completions", json=body)).json()
+    (choice,) = answer["choices"]
+    listed = choice["logprobs"]["content"]
+    assert len(listed) in (answer["usage"]["completion_tokens"], answer["usage"]["completion_tokens"] - 1)
+    assert all(entry["logprob"] <= 0 and len(entry["top_logprobs"]) == 2 for entry in listed)
+    assert listed[0]["top_logprobs"][0]["token"] == listed[0]["token"]
+    text, pieces = "", 0
+    async with http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as stream:
+        assert stream.status_code == 200
+        async for line in stream.aiter_lines():
+            text += (said := piece(line))
+            pieces += bool(said)
+    assert text == choice["message"]["content"]
+    assert pieces > 1
+
+
+async def test_the_router_learns_of_blocks_from_the_engine_s_events(
+    fleet: Fleet, bus: Bus, http: httpx.AsyncClient
+) -> None:
+    body = {"model": "demo", "prompt": [(7 + i * 13) % 1200 for i in range(6 * BLOCK + 5)], "max_tokens": 3}
+    decisions = []
+    for round in range(2):
+        answer = await http.post("/v1/completions", json={**body, "temperature": 0, "ignore_eos": True})
+        told, _ = await ending(bus, answer.headers["x-request-id"])
+        await published(bus, told.request.digests)
+        decisions.append(told.jobs[-1].decision)
+        assert cached(answer) == (6 * BLOCK if round else 0)
+    first, second = decisions
+    assert second.chosen == first.chosen
+    assert (chosen(first).overlap_blocks, chosen(second).overlap_blocks, second.prompt_blocks) == (0, 6, 6)
+
+
+async def test_metrics_of_the_engine_are_beside_ours(fleet: Fleet, http: httpx.AsyncClient) -> None:
+    await whole(http, chat("Hello", max_tokens=4))
+    pages = [await metrics(f"http://127.0.0.1:{port}") for port in fleet.ports.values()]
+    assert all(any(name.startswith("penstock_worker") for name in page) for page in pages)
+    if REAL:
+        tokens = [
+            value for page in pages for name, value in page.items() if name.startswith("vllm:generation_tokens_t")
+        ]
+        assert sum(tokens) > 0
+
+
+async def test_a_client_that_leaves_ends_its_request_in_the_engine(
+    fleet: Fleet, bus: Bus, http: httpx.AsyncClient
+) -> None:
+    async with http.stream("POST", "/v1/chat/completions", json=long_answer("Tell me all.")) as stream:
+        async for line in stream.aiter_lines():
+            if piece(line):
+                break
+        request = stream.headers["x-request-id"]
+    _, done = await ending(bus, request)
+    assert done.code == "cancelled"
+    await until(lambda: idle_workers(bus), "all blocks are free")
+
+
+async def test_a_killed_worker_s_answer_goes_on_elsewhere_and_its_processes_end(
+    fleet: Fleet, bus: Bus, http: httpx.AsyncClient
+) -> None:
+    body = long_answer("What are the codes of the doors?")
+    wanted = await whole(http, body)
+    text, victim, left = "", None, set[int]()
+    async with http.stream("POST", "/v1/chat/completions", json=body) as stream:
+        request = stream.headers["x-request-id"]
+        async for line in stream.aiter_lines():
+            text += piece(line)
+            if victim is None and len(text) > 20:
+                victim = fleet.of((await story(bus, request)).jobs[-1].decision.chosen)
+                left = session_of(victim.pid)
+                assert victim.pid in left
+                os.kill(victim.pid, signal.SIGKILL)
+                assert len(text) < len(wanted), "killed too late to disturb anything"
+    assert text == wanted
+    assert victim is not None
+    _, done = await ending(bus, request)
+    assert (done.code, done.attempt > 1) == ("", True)
+    assert victim.wait() == -signal.SIGKILL
+    if REAL:
+        assert len(left) > 1
+
+    async def ended() -> bool:
+        return session_of(victim.pid) == set()
+
+    await until(ended, "the end of its engine's processes", within_s=30)
+
+
+async def test_a_worker_that_is_asked_to_ends_with_all_its_processes(
+    fleet: Fleet, bus: Bus, http: httpx.AsyncClient
+) -> None:
+    running = [worker for worker in fleet.workers.values() if session_of(worker.pid)]
+    assert running
+    assert await stopped(running) == [0] * len(running)
+    assert [session_of(worker.pid) for worker in running] == [set()] * len(running)
+
+
+async def test_prefill_and_decode_hand_over_by_vllm_s_own_connector(
+    deployment: Deployment, variables: dict[str, str], bus: Bus, http: httpx.AsyncClient
+) -> None:
+    """After the whole workers have ended."""
+    roles = {
+        role: deployment.also("worker", *FLAGS, *EXACT, "--role", role, "--name", role, "--drain-s", "3", **variables)
+        for role in ("prefill", "decode")
+    }
+    for worker in roles.values():
+        await asyncio.to_thread(worker.wait_for, "worker_registered", START_S)
+    said = []
+    for round in range(2):
+        answer = await http.post("/v1/chat/completions", json=chat(QUESTION))
+        assert answer.status_code == 200, answer.text
+        told, done = await ending(bus, answer.headers["x-request-id"])
+        assert not done.code
+        if not round:
+            assert [stage.role for stage in told.jobs[0].decision.route] == ["prefill", "decode"]
+            assert done.worker.startswith("decode")
+        said.append(answer.json()["choices"][0]["message"]["content"])
+    assert said[0] == said[1]
+    assert "933" in said[0]
+    assert "handed_state_unusable" not in roles["decode"].log.read_text(errors="replace")
+
+    async def nothing_held() -> bool:
+        now = time.time_ns()
+        return await idle_workers(bus) and not any(is_open(each, now) for each in (await leases(bus, now)).values())
+
+    await until(nothing_held, "all is let go of", within_s=40)
+    assert {lease.last.state for lease in (await leases(bus, time.time_ns())).values()} == {"released"}
+    assert await stopped(list(roles.values())) == [0, 0]
+    assert [session_of(worker.pid) for worker in roles.values()] == [set(), set()]
