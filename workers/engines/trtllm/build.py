@@ -14,17 +14,19 @@ from configs import modeldir
 from configs.engine_args.rules import Context
 from configs.engine_args.schema import EngineArgs
 from configs.engine_args.shapes import Shape, UnknownShape, shape_of
-from configs.engine_args.tree import BadArguments, merge, parse_json, parse_yaml
+from configs.engine_args.tree import BadArguments
 from configs.settings import WorkerSettings
 from schemas import blocks
 from schemas.requests import Sampling, Stop
 from workers.engines.base import EngineError, EngineInfo, MediaSpan
+from workers.engines.foreign import arguments as foreign
+from workers.engines.foreign.engine import shut_down
 from workers.engines.loop import LoopThread
 from workers.engines.trtllm import api as apis
 from workers.engines.trtllm import launch, sampling, stats
 from workers.engines.trtllm.api import Api
 from workers.engines.trtllm.args import Resolved, Wanted, resolve
-from workers.engines.trtllm.engine import TrtllmEngine, shut_down
+from workers.engines.trtllm.engine import TrtllmEngine
 from workers.engines.trtllm.follow import drained
 from workers.engines.trtllm.metrics import NativeMetrics
 from workers.engines.trtllm.prepare import Options
@@ -115,15 +117,13 @@ def wanted_of(settings: WorkerSettings, model_len: int, *, pictures: bool = Fals
     Raises:
         BadArguments: a length that the model does not have.
     """
-    if settings.max_model_len > model_len:
-        raise BadArguments([f"max_model_len: {settings.max_model_len}, this model takes {model_len}"])
     return Wanted(
         role=settings.role,
         backend=settings.trtllm_backend,
         block_size=settings.block_size,
         max_running=settings.max_running,
         max_batched_tokens=settings.max_batched_tokens,
-        max_model_len=settings.max_model_len or model_len,
+        max_model_len=foreign.length(settings, model_len),
         kv_blocks=settings.kv_blocks,
         prefix_cache=settings.prefix_cache,
         publish=settings.publish_events_and_metrics,
@@ -141,15 +141,7 @@ def arguments(settings: WorkerSettings, wanted: Wanted, api: Api, path: Path) ->
     Raises:
         BadArguments: see ``args.resolve``.
     """
-    extra = ""
-    if settings.extra_engine_args:
-        try:
-            extra = Path(settings.extra_engine_args).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise BadArguments([f"--extra-engine-args: {error}"]) from error
-    given = parse_yaml(extra) if extra else {}
-    if settings.override_engine_args:
-        given = merge(given, parse_json(settings.override_engine_args))
+    extra, given = foreign.extra(settings), foreign.given(settings)
     speculation = given.get("speculative_config") or {}
     draft = speculation.get("speculative_model") or speculation.get("speculative_model_dir") or ""
     local = draft.startswith(("/", ".", "~")) or draft.count("/") > 1

@@ -4,32 +4,14 @@ TensorRT-LLM hands out the same growing list again and again, by several tokens 
 shorter (a stop token was trimmed). Our protocol wants every token once, the ending one included and marked.
 """
 
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from typing import Any, NamedTuple
+from typing import Any
 
 from schemas.errors import Code
 from schemas.tokens import Logprob
-
-MISSING = -9999.0  # as the log-probability of a token that the engine gave none for; the API's word for "very unlikely"
+from workers.engines.foreign.answer import MISSING, Ending, Token, logprob_of
 
 _ENDED = frozenset({"stop", "length", "timeout", "cancelled"})  # "not_finished": a prompt that others go on with
-
-
-class Token(NamedTuple):
-    """One new token; fields as of ``workers.engines.base.Output``."""
-
-    token: int
-    finish: str = ""
-    logprob: Logprob | None = None
-    stop_token: int | None = None
-
-
-class Ending(NamedTuple):
-    """The sequence ended by an error of its own, without a token that could carry it."""
-
-    code: str
-    message: str
 
 
 class Cursor:
@@ -129,12 +111,3 @@ class Cursor:
         if not logprobs or not 0 <= place < len(logprobs):
             return Logprob(MISSING)
         return logprob_of(logprobs[place], token, self._top)
-
-
-def logprob_of(entry: Any, token: int, top: int) -> Logprob:
-    """One position of the engine's list: a number, or token id → object with ``logprob`` and ``rank``."""
-    if not isinstance(entry, Mapping):
-        return Logprob(float(entry))
-    values = {int(known): float(value.logprob) for known, value in entry.items()}
-    best = sorted(values.items(), key=lambda pair: -pair[1])[:top]
-    return Logprob(values.get(token, MISSING), tuple(best))

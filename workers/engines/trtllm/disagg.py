@@ -7,32 +7,14 @@ one of them opaque bytes. ``encode`` and ``decode`` know no engine types beyond 
 import base64
 import binascii
 import dataclasses
-from array import array
 from collections.abc import Sequence as Seq
 from typing import Any
 
-import msgspec
-from blake3 import blake3
+from workers.engines.foreign import handed
 
-VERSION = 1
 CONTEXT, GENERATION = "context_only", "generation_only"
 
 Wire = dict[str, Any]
-
-
-class Handed(msgspec.Struct, frozen=True):
-    """What ``Held.opaque`` holds, as JSON.
-
-    Attributes:
-        layout: fingerprint of the KV cache's shape; engines of another cannot take it over.
-        context: digest of the tokens whose KV it is.
-        params: ``encode`` of the prefill engine's DisaggregatedParams.
-    """
-
-    layout: str
-    context: str
-    params: Wire
-    version: int = VERSION
 
 
 def encode(params: Any) -> Wire | None:
@@ -79,7 +61,7 @@ def pack(params: Any, layout: str, context: Seq[int]) -> bytes:
     """
     wire = encode(params)
     assert wire is not None
-    return msgspec.json.encode(Handed(layout, _digest(context), wire))
+    return handed.pack(wire, layout, context, params.first_gen_tokens or ())
 
 
 def unpack(opaque: bytes, kind: type[Any], layout: str, tokens: Seq[int], prompt: int) -> tuple[Any, int]:
@@ -93,26 +75,8 @@ def unpack(opaque: bytes, kind: type[Any], layout: str, tokens: Seq[int], prompt
         ValueError: the state is damaged, from another release, of another prompt or attempt, or from an engine whose
             KV has another shape.
     """
-    try:
-        handed = msgspec.json.decode(opaque, type=Handed)
-    except msgspec.MsgspecError as error:
-        raise ValueError(f"it cannot be read: {error}") from error
-    if handed.version != VERSION:
-        raise ValueError(f"it is of version {handed.version}, not {VERSION}")
-    if handed.layout != layout:
-        raise ValueError(
-            f"the prefill engine's KV cache is {handed.layout!r}, this one's {layout!r}; give both the same "
-            "kv_cache_config (dtype, tokens_per_block, max_attention_window)"
-        )
-    params = decode(handed.params, kind)
-    first = params.first_gen_tokens or ()
-    for own in range(min(len(first), len(tokens) - prompt), 0, -1):
-        before = len(tokens) - own
-        if list(tokens[before:]) == list(first[:own]) and _digest(tokens[:before]) == handed.context:
-            params.request_type = GENERATION
-            return params, own
-    raise ValueError("it is of other tokens than these")
-
-
-def _digest(tokens: Seq[int]) -> str:
-    return blake3(array("I", tokens).tobytes()).hexdigest(length=16)
+    state = handed.unpack(opaque, layout)
+    params = decode(state.params, kind)
+    own = handed.own(state, tokens, prompt)
+    params.request_type = GENERATION
+    return params, own

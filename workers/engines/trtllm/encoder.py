@@ -24,12 +24,12 @@ from schemas.errors import Code
 from schemas.transfer import Memory
 from workers.engines.base import EngineError, EngineInfo, RequestError
 from workers.engines.core.engine import EncodeEngine
+from workers.engines.foreign.engine import shut_down
 from workers.engines.native import media
 from workers.engines.native.pool import dtype_name, location, zeros
 from workers.engines.trtllm import api as apis
 from workers.engines.trtllm.args import encoder as needed
 from workers.engines.trtllm.build import arguments, wanted_of
-from workers.engines.trtllm.engine import shut_down
 
 log = structlog.get_logger("engine")
 

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import structlog
 
 from schemas.errors import Code
-from workers.engines.base import Scored
+from workers.engines.base import SequenceRequest
+from workers.engines.foreign import engine
+from workers.engines.foreign.answer import Ending
+from workers.engines.foreign.engine import Broken, Heard
 from workers.engines.loop import LoopThread
-from workers.engines.scores import scores
 from workers.engines.trtllm import disagg, errors, perf
 from workers.engines.trtllm.api import Api
 from workers.engines.trtllm.backoff import Backoff
-from workers.engines.trtllm.deltas import Ending, Token
 from workers.engines.trtllm.metrics import NativeMetrics
 from workers.engines.trtllm.prepare import Options, Prepared
 
@@ -29,66 +30,17 @@ ABORT_S = 10.0  # how long an aborted request may take to say so
 HEALTH_S = 1.0
 
 
-class Live:
-    """One sequence. ``started`` is the engine thread's, the rest the loop's; ``cancelled`` is set once, by either."""
+class Live(engine.Live):
+    """One sequence."""
 
-    __slots__ = (
-        "aborted",
-        "adopted",
-        "cancelled",
-        "heard",
-        "hold",
-        "key",
-        "prepared",
-        "prompt_len",
-        "result",
-        "score",
-        "started",
-        "task",
-        "top",
-        "traced",
-    )
+    __slots__ = ("aborted", "adopted", "prepared", "result")
 
-    def __init__(
-        self,
-        key: object,
-        prompt_len: int,
-        prepared: Prepared,
-        *,
-        hold: bool,
-        score: int = 0,
-        top: int = 0,
-        traced: bool = False,
-    ) -> None:
-        self.key = key
-        self.prompt_len = prompt_len
-        self.hold = hold
-        self.score = score if score < prompt_len else 0  # the first prompt position to be scored; 0: none (any more)
-        self.top = top
-        self.traced = traced
+    def __init__(self, request: SequenceRequest, prepared: Prepared) -> None:
+        super().__init__(request)
         self.adopted = prepared.adopted
         self.prepared: Prepared | None = prepared
-        self.started = False  # the worker was told that it was admitted
-        self.heard = False  # TensorRT-LLM has said something of it
-        self.cancelled = False  # nobody listens any more
         self.aborted = False
         self.result: Any = None
-        self.task: asyncio.Task[None] | None = None
-
-
-class Heard(NamedTuple):
-    """News of one sequence. ``cached``: with the first; ``opaque``: what the next worker's engine needs.
-
-    ``measured``: of a traced one, with its end.
-    """
-
-    live: Live
-    cached: int | None = None
-    tokens: Seq[Token] = ()
-    ending: Ending | None = None
-    opaque: bytes | None = None
-    scored: Scored | None = None
-    measured: Mapping[str, float] | None = None
 
 
 class Events(NamedTuple):
@@ -97,12 +49,6 @@ class Events(NamedTuple):
 
 class Stat(NamedTuple):
     stat: Mapping[str, Any]
-
-
-class Broken(NamedTuple):
-    """The engine, or the reading of its events or statistics, has failed."""
-
-    error: BaseException
 
 
 Fact = Heard | Events | Stat | Broken
@@ -175,9 +121,11 @@ class Follower:
         opaque = None
         if params is not None and params.opaque_state:
             opaque = disagg.pack(params, self._options.layout, prepared.tokens)
-        scored = _scored(live, prepared, output.prompt_logprobs) if live.score else None
+        scored = live.scored(output.prompt_logprobs) if live.score else None
         if new or ending is not None or opaque is not None or first or scored is not None:
-            measured = perf.measured(output.request_perf_metrics) if live.traced and output.finish_reason else None
+            measured = (
+                perf.measured(output.request_perf_metrics) if live.trace is not None and output.finish_reason else None
+            )
             self._tell(Heard(live, cached, new, ending, opaque, scored, measured))
         if cursor.finished and not response.finished:  # it would go on for nobody
             self.abort(live)
@@ -258,18 +206,6 @@ class Follower:
     def broken(self, error: BaseException) -> None:
         self._broken = True
         self._tell(Broken(error))
-
-
-def _scored(live: Live, prepared: Prepared, entries: Seq[Any] | None) -> Scored | None:
-    """The prompt's log-probabilities, once they are there. Each entry is of the token behind its place."""
-    if not entries:
-        return None
-    first, live.score = live.score, 0
-    found = scores(entries, prepared.tokens[: live.prompt_len], first, live.top)
-    if not found:
-        log.warning("prompt_logprobs_incomplete", entries=len(entries), tokens=live.prompt_len)
-        return None
-    return Scored(live.key, first, found)
 
 
 async def drained(items: AsyncIterable[Any]) -> Any:

@@ -1,28 +1,21 @@
-"""TensorRT-LLM's own metrics beside ours: what its collector keeps per request, and gauges from its statistics.
+"""TensorRT-LLM's own metrics beside ours: what its collector keeps per request, and gauges from its statistics."""
 
-Its collector registers with prometheus_client's default registry, in several processes if there are several; ours is
-another registry, so this is a collector that hands the ``trtllm_`` series of that one on, and no others.
-"""
-
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import structlog
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.multiprocess import MultiProcessCollector
-from prometheus_client.registry import Collector
 
+from workers.engines.foreign.metrics import NativeSeries
 from workers.engines.trtllm import stats
 
 log = structlog.get_logger("engine")
 
 PREFIX = "trtllm"
-MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"  # to be set before prometheus_client is imported
 
 
-class NativeMetrics(Collector):
+class NativeMetrics(NativeSeries):
     """Register it with the worker's registry.
 
     Args:
@@ -34,7 +27,7 @@ class NativeMetrics(Collector):
     def __init__(
         self, kind: type[Any] | None, labels: Mapping[str, str], registry: CollectorRegistry = REGISTRY
     ) -> None:
-        self._registry = registry
+        super().__init__(PREFIX, registry)
         self._latest: Mapping[str, Any] = {}
         self._baseline = (0.0, 0.0)
         self._log = self._logger(kind, labels)
@@ -75,25 +68,12 @@ class NativeMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stat, known = self._latest, set()
-        for metric in self._native():
-            if metric.name.startswith(PREFIX):
-                known.add(metric.name)
-                yield metric
+        for metric in super().collect():
+            known.add(metric.name)
+            yield metric
         for name, value in stats.gauges(stat).items():
             if name not in known:
                 yield GaugeMetricFamily(name, stats.GAUGES[name][2], value)
         rate = stats.hit_rate(stat, self._baseline)
         if rate is not None and "trtllm_kv_cache_hit_rate" not in known:
             yield GaugeMetricFamily("trtllm_kv_cache_hit_rate", "blocks found in the cache, share since warm-up", rate)
-
-    def _native(self) -> Iterator[Metric]:
-        if not os.environ.get(MULTIPROCESS):
-            yield from self._registry.collect()
-            return
-        merged = CollectorRegistry()
-        MultiProcessCollector(merged)  # type: ignore[no-untyped-call]
-        yield from merged.collect()
-
-    def describe(self) -> Iterator[Metric]:
-        """Nothing: names are known only when there are values."""
-        return iter(())

@@ -1,6 +1,5 @@
 """From one of our sequences to one call of ``generate_async``, or the reason why it can never run here."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
@@ -9,6 +8,9 @@ import structlog
 
 from schemas.errors import Code
 from workers.engines.base import EngineInfo, MediaSpan, RequestError, SequenceRequest
+from workers.engines.foreign import requests
+from workers.engines.foreign.draw import stop_ids
+from workers.engines.foreign.handed import Used
 from workers.engines.trtllm import disagg, sampling
 from workers.engines.trtllm.deltas import Cursor
 
@@ -61,41 +63,23 @@ def check(request: SequenceRequest, info: EngineInfo, prompt_limit: int) -> None
     Raises:
         RequestError: it can never run here; the message names the limit.
     """
-    prompt, generated = len(request.prompt), len(request.generated)
-    if not prompt:
-        raise RequestError(Code.invalid_request, "the prompt has no tokens; give at least one")
-    highest = max(max(request.prompt), max(request.generated, default=0))
-    if highest >= info.vocab_size:
-        raise RequestError(Code.invalid_request, f"token id {highest} is outside the vocabulary of {info.vocab_size}")
-    if request.stop.max_tokens <= generated:
-        raise RequestError(
-            Code.invalid_request,
-            f"max_tokens is {request.stop.max_tokens} and {generated} are generated already: nothing to do",
-        )
-    known = prompt + generated
-    if known >= info.max_model_len:
-        raise RequestError(
-            Code.context_length_exceeded,
-            f"prompt and answer have {known} tokens; this model takes {info.max_model_len}, at least one new one "
-            "included",
-        )
+    requests.check(request, info)
+    known = len(request.prompt) + len(request.generated)
     if known > prompt_limit:
         raise RequestError(
             Code.context_length_exceeded,
             f"the prompt has {known} tokens; this worker computes {prompt_limit} at once (max_num_tokens; set "
             "enable_chunked_prefill)",
         )
-    if request.reservation is not None:
-        raise RequestError(Code.transfer_failed, "this engine fetches KV by itself; it takes no blocks of ours")
 
 
-def prepare(request: SequenceRequest, info: EngineInfo, options: Options, used: "Used") -> Prepared:
+def prepare(request: SequenceRequest, info: EngineInfo, options: Options, used: Used) -> Prepared:
     """
     Args:
         used: states of prefill engines that were taken over here; each can be only once.
 
     Raises:
-        RequestError: a bias names unknown tokens, or its media cannot be given to the engine.
+        RequestError: its media cannot be given to the engine.
     """
     stop, eos = request.stop, info.eos_token_ids
     handed = bool(request.opaque) and not request.score  # what is scored is computed here
@@ -140,7 +124,7 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, used: 
         )
     cursor = Cursor(
         limit=limit,
-        stops=sampling.stop_ids(stop, eos),
+        stops=stop_ids(stop, eos),
         min_tokens=max(0, stop.min_tokens - len(request.generated)),
         end_id=sampling.end_id(stop, eos),
         skip=request.generated[before:],
@@ -149,7 +133,7 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, used: 
     return Prepared(cursor, given, arguments, tokens, adopted)
 
 
-def _handed(request: SequenceRequest, options: Options, used: "Used") -> tuple[Any, int]:
+def _handed(request: SequenceRequest, options: Options, used: Used) -> tuple[Any, int]:
     """Parameters to take over the KV that another engine computed, and how many of the tokens are that engine's.
 
     (None, 0) where it cannot be taken over: then the prompt is computed here. The choices of a request share one state.
@@ -165,33 +149,10 @@ def _handed(request: SequenceRequest, options: Options, used: "Used") -> tuple[A
     return params, own
 
 
-class Used:
-    """States that were taken over, as long as another choice of the same request may come with them."""
-
-    def __init__(self, remembered: int = 1024) -> None:
-        self._seen: OrderedDict[object, None] = OrderedDict()
-        self._remembered = remembered
-
-    def take(self, *state: object) -> bool:
-        """False: it was before."""
-        if state in self._seen:
-            return False
-        self._seen[state] = None
-        if len(self._seen) > self._remembered:
-            self._seen.popitem(last=False)
-        return True
-
-
 def bias(values: Mapping[int, float], vocab_size: int) -> Any:
-    """A tensor of (vocab_size,) float32.
-
-    Raises:
-        RequestError: a token is outside the vocabulary.
-    """
+    """A tensor of (vocab_size,) float32."""
     import torch
 
-    if any(not 0 <= token < vocab_size for token in values):
-        raise RequestError(Code.invalid_request, f"logit_bias names tokens outside the vocabulary of {vocab_size}")
     tensor = torch.zeros(vocab_size, dtype=torch.float32)
     if values:
         tensor[list(values)] = torch.tensor(list(values.values()), dtype=torch.float32)

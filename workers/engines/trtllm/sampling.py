@@ -9,28 +9,12 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from schemas.requests import Sampling, Stop
-
-_MASK = (1 << 63) - 1
-_STRIDE = 0x9E3779B97F4A7C15  # golden ratio: neighbours get seeds that have nothing in common
-
-
-def stop_ids(stop: Stop, eos: Seq[int]) -> frozenset[int]:
-    """Token ids that end an answer."""
-    return frozenset(stop.token_ids) | (frozenset() if stop.ignore_eos else frozenset(eos))
+from workers.engines.foreign.draw import seed_of, shape, stop_ids
 
 
 def end_id(stop: Stop, eos: Seq[int]) -> int:
     """The engine's one end token; -1: there is none."""
     return -1 if stop.ignore_eos or not eos else eos[0]
-
-
-def seed_of(seed: int, choice: int, position: int) -> int:
-    """The seed of a choice that goes on at an output position: no two draw the same numbers."""
-    return (seed + (choice * 0x10001 + position) * _STRIDE) & _MASK
-
-
-def greedy(sampling: Sampling) -> bool:
-    return sampling.temperature == 0 or sampling.top_p == 0 or sampling.top_k == 1
 
 
 def arguments(
@@ -73,17 +57,9 @@ def arguments(
         given["stop_token_ids"] = others
     if min_tokens > 0:
         given["min_tokens"] = min_tokens
-    if not greedy(sampling):  # greedy is: none of the three
-        given |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-        if sampling.min_p > 0:
-            given["min_p"] = sampling.min_p
-    if sampling.repetition_penalty != 1.0:
-        given["repetition_penalty"] = sampling.repetition_penalty
-    if sampling.presence_penalty or sampling.frequency_penalty:
-        given["presence_penalty"] = sampling.presence_penalty
-        given["frequency_penalty"] = sampling.frequency_penalty
-        if prompt_len:
-            given["prompt_ignore_length"] = prompt_len
+    given |= shape(sampling)
+    if prompt_len and "presence_penalty" in given:
+        given["prompt_ignore_length"] = prompt_len
     if sampling.logit_bias:
         given["embedding_bias"] = dict(sampling.logit_bias)
     if sampling.logprobs is not None:

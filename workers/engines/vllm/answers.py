@@ -4,30 +4,12 @@ Every piece has the tokens that are new; the one that ends the answer is among t
 KV computes that engine's token anew: it must be the same, and is not told twice.
 """
 
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from typing import Any, NamedTuple
+from typing import Any
 
 from schemas.errors import Code
 from schemas.tokens import Logprob
-
-MISSING = -9999.0  # as the log-probability of a token that the engine gave none for; the API's word for "very unlikely"
-
-
-class Token(NamedTuple):
-    """One new token; fields as of ``workers.engines.base.Output``."""
-
-    token: int
-    finish: str = ""
-    logprob: Logprob | None = None
-    stop_token: int | None = None
-
-
-class Ending(NamedTuple):
-    """The sequence ended by an error of its own, without a token that could carry it."""
-
-    code: str
-    message: str
+from workers.engines.foreign.answer import MISSING, Ending, Token, logprob_of
 
 
 class Diverged(Exception):
@@ -98,10 +80,3 @@ class Answer:
         if logprobs is None or at >= len(logprobs):
             return Logprob(MISSING)
         return logprob_of(logprobs[at], token, self._top)
-
-
-def logprob_of(entry: Mapping[int, Any], token: int, top: int) -> Logprob:
-    """One position: token id → object with ``logprob``. It has the drawn token and the ``top`` best."""
-    values = {int(known): float(value.logprob) for known, value in entry.items()}
-    best = sorted(values.items(), key=lambda pair: -pair[1])[:top]
-    return Logprob(values.get(token, MISSING), tuple(best))

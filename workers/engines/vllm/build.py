@@ -17,17 +17,19 @@ from urllib.parse import urlsplit
 import structlog
 
 from configs import modeldir
-from configs.engine_args.tree import BadArguments, Tree, merge, parse_json, parse_yaml
+from configs.engine_args.tree import BadArguments, Tree
 from configs.settings import WorkerSettings
 from schemas import blocks
 from workers.engines import host
 from workers.engines.base import EngineError, EngineInfo
 from workers.engines.events.subscribe import Subscriber
+from workers.engines.foreign import arguments as foreign
+from workers.engines.foreign.engine import shut_down
 from workers.engines.loop import LoopThread
 from workers.engines.vllm import api as apis
 from workers.engines.vllm.api import Api
 from workers.engines.vllm.args import Wanted, layout, resolve
-from workers.engines.vllm.engine import VllmEngine, shut_down
+from workers.engines.vllm.engine import VllmEngine
 from workers.engines.vllm.follow import Events, Fact
 from workers.engines.vllm.metrics import Scheduler
 from workers.engines.vllm.prepare import Options
@@ -56,7 +58,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> VllmEngine:
     with contextlib.ExitStack() as undo:
         folder = Path(tempfile.mkdtemp(prefix="penstock-kv-"))  # 0700: whoever can write there can tell us of blocks
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
-        given = extra(settings)
+        given = foreign.given(settings)
         wanted = wanted_of(settings, model.max_model_len, folder, given.get("data_parallel_size") or 1)
         variables = on_device(settings, api.cpu)
         if api.cpu:
@@ -110,15 +112,13 @@ def wanted_of(settings: WorkerSettings, model_len: int, folder: Path, ranks: int
     Raises:
         BadArguments: a length that the model does not have.
     """
-    if settings.max_model_len > model_len:
-        raise BadArguments([f"max_model_len: {settings.max_model_len}, this model takes {model_len}"])
     events, replay = channels(folder, ranks)
     return Wanted(
         role=settings.role,
         block_size=settings.block_size,
         max_running=settings.max_running,
         max_batched_tokens=settings.max_batched_tokens,
-        max_model_len=settings.max_model_len or model_len,
+        max_model_len=foreign.length(settings, model_len),
         connectors=settings.connector,
         kv_blocks=settings.kv_blocks,
         prefix_cache=settings.prefix_cache,
@@ -152,23 +152,6 @@ def cpu_bytes(wanted: Wanted, given: Tree) -> int:
     tensor = given.get("tensor_parallel_size") or wanted.tensor_parallel_size or 1
     processes = tensor * (given.get("data_parallel_size") or 1)
     return max(1, host.share(host.free_bytes() // max(host.numa_nodes(), processes)))
-
-
-def extra(settings: WorkerSettings) -> Tree:
-    """The user's arguments: the YAML file with the JSON laid over it.
-
-    Raises:
-        BadArguments: one of them cannot be read.
-    """
-    given: Tree = {}
-    if settings.extra_engine_args:
-        try:
-            given = parse_yaml(Path(settings.extra_engine_args).expanduser().read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise BadArguments([f"--extra-engine-args: {error}"]) from error
-    if settings.override_engine_args:
-        given = merge(given, parse_json(settings.override_engine_args))
-    return given
 
 
 def channels(folder: Path, ranks: int) -> tuple[str, str]:

@@ -1,8 +1,6 @@
-"""vLLM behind our engine protocol.
+"""vLLM behind our engine protocol; see ``workers.engines.foreign.engine``.
 
-Three threads. The engine's (the caller of all methods) owns what is told: sequences, names of KV blocks, counts. The
-loop's asks vLLM and follows its answers. One per rank reads its KV events. Between them is one queue of facts; ``step``
-waits for the first of them, briefly, and returns all there are.
+A third kind of thread reads KV events, one per rank, into the same queue.
 """
 
 import contextlib
@@ -15,40 +13,25 @@ import msgspec
 import structlog
 from prometheus_client.registry import Collector
 
-from schemas.errors import Code
 from schemas.kv import KvEvent
-from schemas.transfer import Memory
-from workers.engines.base import (
-    EngineError,
-    EngineInfo,
-    EngineStats,
-    Failure,
-    Held,
-    Output,
-    RequestError,
-    Reservation,
-    SequenceRequest,
-    Started,
-    StepResult,
-)
+from workers.engines.base import EngineInfo, EngineStats, SequenceRequest
 from workers.engines.events import wire
+from workers.engines.foreign.engine import ForeignEngine
+from workers.engines.foreign.handed import Used
+from workers.engines.foreign.metrics import NativeSeries
 from workers.engines.loop import LoopThread
 from workers.engines.vllm.api import Api
-from workers.engines.vllm.follow import Broken, Events, Fact, Follower, Heard, Live
-from workers.engines.vllm.handoff import Used
+from workers.engines.vllm.follow import Events, Fact, Follower, Live
 from workers.engines.vllm.kvevents import Translator
-from workers.engines.vllm.metrics import NativeMetrics, Scheduler
+from workers.engines.vllm.metrics import PREFIX, Scheduler
 from workers.engines.vllm.prepare import Options, check, prepare
 
 log = structlog.get_logger("engine")
 
-WAIT_S = 0.005  # longest ``step``: commands of the worker wait behind it
 LINGER_S = 0.1  # KV events of an answer come after it, by another way
-CLOSE_S = 5.0
-SILENT_S = 60.0  # sequences run and nothing comes: said in the log
 
 
-class VllmEngine:
+class VllmEngine(ForeignEngine[Live]):
     """Implements ``workers.engines.base.Engine``.
 
     Args:
@@ -70,133 +53,28 @@ class VllmEngine:
         facts: "queue.SimpleQueue[Fact]",
         resources: contextlib.ExitStack,
     ) -> None:
-        self.info = info
+        super().__init__("vLLM", info, loop, resources, facts)
         self._options = options
-        self._resources = resources
-        self._loop = loop
         self._scheduler = scheduler
-        self._facts = facts
         self._follower = Follower(llm, api, loop, options.layout, self._arrived)
-        self._live: dict[object, Live] = {}
-        self._running = 0  # of them: those that have started
-        self._held: dict[object, int] = {}  # key -> blocks of its prompt
-        self._broken: BaseException | None = None
         self._translators = [Translator(info.block_size, options.root) for _ in range(info.dp_size)]
         self._used = Used()
-        self._hit = self._prompt = 0
-        self._closed = False
-        self._heard_at = self._ended_at = float("-inf")
         loop.post(lambda: loop.task(self._follower.watch(), "health"))
 
-    def _arrived(self, fact: Fact) -> None:
-        """In the loop's thread."""
-        if isinstance(fact, Broken):
-            self._broken = self._broken or fact.error
-        self._facts.put(fact)
-
-    # --- in ---
-
-    def submit(self, request: SequenceRequest) -> None:
-        """Queue one sequence.
-
-        Raises:
-            RequestError: it can never run here.
-            EngineError: the engine is broken.
-        """
-        self._raise_broken()
-        if request.key in self._live:
-            raise RequestError(Code.invalid_request, f"sequence {request.key!r} was submitted already")
+    def _accept(self, request: SequenceRequest) -> Live:
         check(request, self.info, self._options)
-        prepared = prepare(request, self.info, self._options, self._used)
-        if not self._live:
-            self._heard_at = time.monotonic()
 
         def again() -> Any:
             return prepare(msgspec.structs.replace(request, opaque=b""), self.info, self._options, self._used)
 
-        live = self._live[request.key] = Live(request, prepared, again)
-        self._loop.post(self._follower.launch, live)
-
-    def cancel(self, key: object) -> bool:
-        """Forget a sequence at once; the engine is told, and what it still says of it goes nowhere."""
-        live = self._live.get(key)
-        if live is None:
-            return False
-        self._forget(live)
-        live.cancelled = True
-        self._loop.post(self._follower.abort, live)
-        return True
-
-    def _forget(self, live: Live) -> None:
-        del self._live[live.key]
-        self._running -= live.started
-        if not self._live:
-            self._ended_at = time.monotonic()
+        return Live(request, prepare(request, self.info, self._options, self._used), again)
 
     def has_work(self) -> bool:
-        if self._live or not self._facts.empty():
-            return True
-        return self.info.kv_events and time.monotonic() - self._ended_at < LINGER_S
+        return super().has_work() or (self.info.kv_events and time.monotonic() - self._ended_at < LINGER_S)
 
-    @property
-    def blocked(self) -> bool:
-        return False
-
-    # --- out ---
-
-    def step(self) -> StepResult:
-        """What has arrived; waits ``WAIT_S`` if nothing has.
-
-        Raises:
-            EngineError: the engine is broken.
-        """
-        held: list[Held] = []
-        others: dict[int, list[KvEvent]] = {}
-        result = StepResult([], [], [], [], 0, held, [], others)
-        computed = 0
-        fact = self._next(WAIT_S)
-        while fact is not None:
-            if isinstance(fact, Heard):
-                computed += self._told(fact, result, held)
-            elif isinstance(fact, Events) and (events := self._named(fact)):
-                (others.setdefault(fact.rank, []) if fact.rank else result.events).extend(events)
-            fact = self._next(0)
-        self._raise_broken()
-        return result._replace(computed_tokens=computed)
-
-    def _next(self, wait: float) -> Fact | None:
-        try:
-            return self._facts.get(timeout=wait) if wait else self._facts.get_nowait()
-        except queue.Empty:
-            if wait:
-                self._silence()
-            return None
-
-    def _told(self, heard: Heard, result: StepResult, held: list[Held]) -> int:
-        """Add the news of one sequence, unless nobody listens; the tokens that were computed for it."""
-        live, cached, tokens, ending, opaque, scored = heard
-        if self._live.get(live.key) is not live:
-            return 0
-        self._heard_at = time.monotonic()
-        computed = len(tokens)
-        if cached is not None and tokens:
-            live.started = True
-            self._running += 1
-            self._hit += cached
-            self._prompt += live.prompt_len
-            computed += live.prompt_len - cached
-            result.started.append(Started(live.key, cached))
-        if scored is not None:
-            result.scored.append(scored)  # type: ignore[attr-defined]  # a list, made in ``step``
-        result.outputs.extend(Output(live.key, *token) for token in tokens)
-        if opaque is not None:
-            self._held[live.key] = -(-live.prompt_len // self.info.block_size)
-            held.append(Held(live.key, [], [], opaque))
-        if ending is not None:
-            result.failures.append(Failure(live.key, ending.code, ending.message))
-        if ending is not None or (tokens and tokens[-1].finish):
-            self._forget(live)
-        return computed
+    def _take(self, fact: Events, events: list[KvEvent], others: dict[int, list[KvEvent]]) -> None:
+        if named := self._named(fact):
+            (others.setdefault(fact.rank, []) if fact.rank else events).extend(named)
 
     def _named(self, fact: Events) -> list[KvEvent]:
         translator = self._translators[fact.rank]
@@ -209,16 +87,6 @@ class VllmEngine:
                 log.warning("kv_events_malformed", error=str(error), action="forgetting this rank's blocks")
                 events += translator.forget()
         return events
-
-    def _silence(self) -> None:
-        now = time.monotonic()
-        if self._live and now - self._heard_at > SILENT_S:
-            self._heard_at = now
-            log.warning("engine_silent", seconds=SILENT_S, sequences=len(self._live), running=self._running)
-
-    def _raise_broken(self) -> None:
-        if self._broken is not None:
-            raise EngineError(f"vLLM failed: {self._broken!r}") from self._broken
 
     def stats(self) -> EngineStats:
         total = self.info.total_blocks
@@ -244,41 +112,4 @@ class VllmEngine:
 
     def collectors(self) -> Seq[Collector]:
         """The engine's own metrics, for the worker's registry."""
-        return [NativeMetrics()]
-
-    # --- hand-over ---
-
-    def memory(self) -> dict[str, Memory]:
-        return {}
-
-    def drop(self, key: object) -> bool:
-        """Forget a ``Held``. Its KV goes when it was fetched, or when vLLM's lease of it has run out (``args``)."""
-        return self._held.pop(key, None) is not None
-
-    def reserve(self, digests: Seq[bytes], tails: int, users: int) -> Reservation | None:
-        return None
-
-    def adopt(self, reservation: Reservation) -> None:
-        """There is nothing to adopt: ``reserve`` gives nothing."""
-
-    def let_go(self, reservation: Reservation) -> None:
-        """There is nothing to let go of: ``reserve`` gives nothing."""
-
-    def close(self) -> None:
-        """End all threads and the engine; may be called twice. Bounded, except for the engine's own shutdown."""
-        if self._closed:
-            return
-        self._closed = True
-        for key in list(self._live):
-            self.cancel(key)
-        if not self._loop.cancel_all(CLOSE_S):
-            log.warning("engine_tasks_hang")
-        self._resources.close()
-
-
-def shut_down(llm: Any) -> None:
-    """End a vLLM engine; its own errors are only told."""
-    try:
-        llm.shutdown()
-    except Exception as error:
-        log.error("engine_shutdown_failed", error=repr(error))
+        return [NativeSeries(PREFIX)]

@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 import structlog
 
 from schemas.errors import Code
-from workers.engines.base import Scored, SequenceRequest
+from workers.engines.base import SequenceRequest
+from workers.engines.foreign import engine
+from workers.engines.foreign.answer import Ending
+from workers.engines.foreign.engine import Broken, Heard
 from workers.engines.loop import LoopThread
-from workers.engines.scores import scores
 from workers.engines.vllm import handoff
-from workers.engines.vllm.answers import Answer, Diverged, Ending, Token
+from workers.engines.vllm.answers import Answer, Diverged
 from workers.engines.vllm.api import Api
 from workers.engines.vllm.prepare import Prepared
 
@@ -22,52 +24,16 @@ log = structlog.get_logger("engine")
 HEALTH_S = 1.0
 
 
-class Live:
-    """One sequence. ``started`` is the engine thread's, the rest the loop's; ``cancelled`` is set once, by either."""
+class Live(engine.Live):
+    """One sequence."""
 
-    __slots__ = (
-        "again",
-        "cancelled",
-        "heard",
-        "hold",
-        "key",
-        "prepared",
-        "prompt",
-        "prompt_len",
-        "score",
-        "scored_top",
-        "started",
-        "task",
-        "top",
-        "trace",
-    )
+    __slots__ = ("again", "prepared", "top")
 
     def __init__(self, request: SequenceRequest, prepared: Prepared, again: Callable[[], Prepared]) -> None:
-        self.key = request.key
-        self.prompt = request.prompt
-        self.prompt_len = len(request.prompt)
-        self.score = request.score if request.score < len(request.prompt) else 0  # 0: nothing (more) to score
-        self.scored_top = request.sampling.prompt_logprobs or 0
-        self.hold = request.hold
-        self.trace = request.trace
+        super().__init__(request)
         self.top = request.sampling.logprobs
         self.prepared = prepared
         self.again = again  # the same without what came from elsewhere
-        self.started = False  # the worker was told that it was admitted
-        self.heard = False
-        self.cancelled = False  # nobody listens any more
-        self.task: asyncio.Task[None] | None = None
-
-
-class Heard(NamedTuple):
-    """News of one sequence. ``cached``: with the first; ``opaque``: what the next worker's engine needs."""
-
-    live: Live
-    cached: int | None = None
-    tokens: Seq[Token] = ()
-    ending: Ending | None = None
-    opaque: bytes | None = None
-    scored: Scored | None = None
 
 
 class Events(NamedTuple):
@@ -76,12 +42,6 @@ class Events(NamedTuple):
     rank: int
     payloads: Seq[bytes]
     lost: bool
-
-
-class Broken(NamedTuple):
-    """The engine has failed."""
-
-    error: BaseException
 
 
 Fact = Heard | Events | Broken
@@ -143,10 +103,10 @@ class Follower:
         if live.hold and output.kv_transfer_params and new:
             opaque = handoff.pack(output.kv_transfer_params, self._layout, prepared.computed, new[-1].token)
         cached = None
-        if not live.heard and (new or ending is not None):
+        if new and not live.heard:
             live.heard = True
             cached = min(max(0, int(output.num_cached_tokens or 0)), live.prompt_len)
-        scored = _scored(live, output.prompt_logprobs) if live.score else None
+        scored = live.scored(output.prompt_logprobs[1:]) if live.score and output.prompt_logprobs else None
         if new or ending is not None or scored is not None:
             self._tell(Heard(live, cached, new, ending, opaque, scored))
 
@@ -175,15 +135,3 @@ class Follower:
     def broken(self, error: BaseException) -> None:
         self._broken = True
         self._tell(Broken(error))
-
-
-def _scored(live: Live, entries: Seq[Any] | None) -> Scored | None:
-    """The prompt's log-probabilities, which come once; the first token's entry is None."""
-    if not entries:
-        return None
-    first, live.score = live.score, 0
-    found = scores(entries[1:], live.prompt, first, live.scored_top)
-    if not found:
-        log.warning("prompt_logprobs_incomplete", entries=len(entries), tokens=live.prompt_len)
-        return None
-    return Scored(live.key, first, found)

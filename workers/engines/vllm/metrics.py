@@ -1,38 +1,8 @@
-"""vLLM's own metrics beside ours, and the statistics that we keep of its scheduler.
+"""The statistics that we keep of vLLM's scheduler, beside its own metrics."""
 
-It registers with prometheus_client's default registry, in several processes if there are several; ours is another
-registry, so this is a collector that hands the ``vllm:`` series of that one on, and no others.
-"""
-
-import os
-from collections.abc import Iterator
 from typing import Any
 
-from prometheus_client import REGISTRY, CollectorRegistry
-from prometheus_client.core import Metric
-from prometheus_client.multiprocess import MultiProcessCollector
-from prometheus_client.registry import Collector
-
-PREFIX = "vllm:"
-MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"  # to be set before prometheus_client is imported
-
-
-class NativeMetrics(Collector):
-    """Register it with the worker's registry."""
-
-    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        self._registry = registry
-
-    def collect(self) -> Iterator[Metric]:
-        source: CollectorRegistry = self._registry
-        if os.environ.get(MULTIPROCESS):
-            source = CollectorRegistry()
-            MultiProcessCollector(source)  # type: ignore[no-untyped-call]
-        yield from (metric for metric in source.collect() if metric.name.startswith(PREFIX))
-
-    def describe(self) -> Iterator[Metric]:
-        """Nothing: names are known only when there are values."""
-        return iter(())
+PREFIX = "vllm:"  # of its own
 
 
 class Scheduler:

@@ -6,8 +6,9 @@ import structlog
 
 from schemas.errors import Code
 from workers.engines.base import EngineInfo, RequestError, SequenceRequest
+from workers.engines.foreign import requests
+from workers.engines.foreign.handed import Used
 from workers.engines.vllm import handoff, sampling
-from workers.engines.vllm.handoff import Used
 
 log = structlog.get_logger("engine")
 
@@ -46,34 +47,13 @@ def check(request: SequenceRequest, info: EngineInfo, options: Options) -> None:
     Raises:
         RequestError: it can never run here; the message names the limit.
     """
-    prompt, generated = len(request.prompt), len(request.generated)
-    if not prompt:
-        raise RequestError(Code.invalid_request, "the prompt has no tokens; give at least one")
-    highest = max(max(request.prompt), max(request.generated, default=0))
-    if highest >= info.vocab_size:
-        raise RequestError(Code.invalid_request, f"token id {highest} is outside the vocabulary of {info.vocab_size}")
-    if request.stop.max_tokens <= generated:
-        raise RequestError(
-            Code.invalid_request,
-            f"max_tokens is {request.stop.max_tokens} and {generated} are generated already: nothing to do",
-        )
-    known = prompt + generated
-    if known >= info.max_model_len:
-        raise RequestError(
-            Code.context_length_exceeded,
-            f"prompt and answer have {known} tokens; this model takes {info.max_model_len}, at least one new one "
-            "included",
-        )
-    if any(not 0 <= token < info.vocab_size for token in request.sampling.logit_bias):
-        raise RequestError(Code.invalid_request, f"logit_bias names tokens outside the vocabulary of {info.vocab_size}")
+    requests.check(request, info)
     if max(request.sampling.logprobs or 0, request.sampling.prompt_logprobs or 0) > options.max_logprobs:
         raise RequestError(Code.invalid_request, f"logprobs and prompt_logprobs: at most {options.max_logprobs}")
     if request.sampling.logits_processors:
         raise RequestError(Code.unsupported, "this worker's engine runs no logits processors of ours")
     if request.media:
         raise RequestError(Code.unsupported, "this worker's engine takes text only; send the request without images")
-    if request.reservation is not None:
-        raise RequestError(Code.transfer_failed, "this engine fetches KV by itself; it takes no blocks of ours")
     if request.hold and not options.layout:
         raise RequestError(Code.unsupported, "this worker hands no KV over; start it with --role prefill")
 
@@ -124,4 +104,4 @@ def _handed(request: SequenceRequest, tokens: list[int], options: Options, used:
     except ValueError as error:
         log.warning("handed_state_unusable", error=str(error), action="computing the prompt here")
         return None
-    return params if used.take(params) else None
+    return params if used.take(params.get("remote_engine_id"), params.get("remote_request_id")) else None

@@ -9,23 +9,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from schemas.requests import Sampling, Stop
-
-_MASK = (1 << 63) - 1
-_STRIDE = 0x9E3779B97F4A7C15  # golden ratio: neighbours get seeds that have nothing in common
-
-
-def stop_ids(stop: Stop, eos: Seq[int]) -> list[int]:
-    """Token ids that end an answer."""
-    return sorted({*stop.token_ids, *(() if stop.ignore_eos else eos)})
-
-
-def seed_of(seed: int, choice: int, position: int) -> int:
-    """The seed of a choice that goes on at an output position: no two draw the same numbers."""
-    return (seed + (choice * 0x10001 + position) * _STRIDE) & _MASK
-
-
-def greedy(sampling: Sampling) -> bool:
-    return sampling.temperature == 0 or sampling.top_p == 0 or sampling.top_k == 1
+from workers.engines.foreign.draw import greedy, seed_of, shape, stop_ids
 
 
 def arguments(
@@ -53,22 +37,14 @@ def arguments(
         "max_tokens": max_tokens,
         "detokenize": False,
         "ignore_eos": True,
-        "stop_token_ids": stop_ids(stop, eos),
+        "stop_token_ids": sorted(stop_ids(stop, eos)),
         "seed": seed_of(sampling.seed, choice, len(earlier)),
     }
     if min_tokens > 0:
         given["min_tokens"] = min(min_tokens, max_tokens)  # more would be refused
     if greedy(sampling):
         given["temperature"] = 0.0
-    else:
-        given |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-        if sampling.min_p > 0:
-            given["min_p"] = sampling.min_p
-    if sampling.repetition_penalty != 1.0:
-        given["repetition_penalty"] = sampling.repetition_penalty
-    if sampling.presence_penalty or sampling.frequency_penalty:
-        given["presence_penalty"] = sampling.presence_penalty
-        given["frequency_penalty"] = sampling.frequency_penalty
+    given |= shape(sampling)
     if bias := _bias(sampling, earlier):
         given["logit_bias"] = bias
     if sampling.logprobs is not None:

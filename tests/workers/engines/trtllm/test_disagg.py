@@ -108,7 +108,7 @@ def test_the_state_of_other_tokens_is_refused(sequence: list[int], prompt: int) 
 
 
 def test_engines_whose_cache_differs_do_not_take_over() -> None:
-    with pytest.raises(ValueError, match=r"kv_cache_config \(dtype, tokens_per_block, max_attention_window\)"):
+    with pytest.raises(ValueError, match="data type, block size, attention windows"):
         unpack(pack(DONE, LAYOUT, PROMPT), Params, "trtllm:32:fp8:2", [*PROMPT, FIRST], 3)
 
 
@@ -119,6 +119,6 @@ def test_damaged_states_are_refused(opaque: bytes) -> None:
 
 
 def test_another_version_is_refused() -> None:
-    opaque = pack(DONE, LAYOUT, PROMPT).replace(b'"version":1', b'"version":2')
-    with pytest.raises(ValueError, match="version 2"):
+    opaque = msgspec.msgpack.encode(msgspec.msgpack.decode(pack(DONE, LAYOUT, PROMPT)) | {"version": 7})
+    with pytest.raises(ValueError, match="version 7"):
         unpack(opaque, Params, LAYOUT, [*PROMPT, FIRST], 3)

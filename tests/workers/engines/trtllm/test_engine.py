@@ -14,8 +14,8 @@ from schemas.kv import Cleared, Removed, Stored
 from schemas.requests import Sampling
 from tests.workers.engines.trtllm.conftest import BLOCK, LIMIT, MODEL, Told, ask, run, until
 from workers.engines.base import Engine, EngineError, RequestError
+from workers.engines.foreign import engine as shell
 from workers.engines.native.build import build as native_engine
-from workers.engines.trtllm import engine as shell
 from workers.engines.trtllm import follow
 
 Make = Callable[..., Any]

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from schemas.requests import Sampling, Stop
 from tests import standins
-from workers.engines.trtllm.sampling import arguments, end_id, seed_of, stop_ids
+from workers.engines.foreign.draw import seed_of, stop_ids
+from workers.engines.trtllm.sampling import arguments, end_id
 
 with standins.installed():
     SamplingParams: Any = importlib.import_module("tensorrt_llm.sampling_params").SamplingParams

@@ -15,8 +15,9 @@ from configs.settings import WorkerSettings
 from tests import standins
 from workers.engines import host
 from workers.engines.base import EngineError
+from workers.engines.foreign.arguments import given
 from workers.engines.vllm.args import MULTIMODAL, Resolved, Wanted, layout, resolve, transfer
-from workers.engines.vllm.build import address, channels, cpu_bytes, environ, extra, on_device, side_channel, wanted_of
+from workers.engines.vllm.build import address, channels, cpu_bytes, environ, on_device, side_channel, wanted_of
 
 FIELDS = runpy.run_path(str(standins.FOLDER / "vllm" / "_standin" / "fields.py"))["FIELDS"]
 NIXL = {
@@ -239,9 +240,9 @@ def test_the_json_is_laid_over_the_yaml(tmp_path: Path) -> None:
     file = tmp_path / "args.yaml"
     file.write_text("gpu_memory_utilization: 0.5\nkv_events_config: {hwm: 5}\n")
     settings = read("--extra-engine-args", str(file), "--override-engine-args", '{"kv_events_config": {"topic": "t"}}')
-    assert extra(settings) == {"gpu_memory_utilization": 0.5, "kv_events_config": {"hwm": 5, "topic": "t"}}
+    assert given(settings) == {"gpu_memory_utilization": 0.5, "kv_events_config": {"hwm": 5, "topic": "t"}}
     with pytest.raises(BadArguments, match="--extra-engine-args"):
-        extra(read("--extra-engine-args", str(tmp_path / "none")))
+        given(read("--extra-engine-args", str(tmp_path / "none")))
 
 
 def test_the_device_is_that_of_the_build() -> None:

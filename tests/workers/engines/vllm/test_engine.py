@@ -19,8 +19,9 @@ from schemas.requests import Sampling
 from tests import standins
 from tests.workers.engines.contract import ALL, BLOCK, WORDS, Driver, ask, fold, names, prefilled
 from workers.engines.base import EngineError
-from workers.engines.vllm import handoff
-from workers.engines.vllm.metrics import NativeMetrics, Scheduler
+from workers.engines.foreign import handed
+from workers.engines.foreign.metrics import NativeSeries
+from workers.engines.vllm.metrics import PREFIX, Scheduler
 
 (SUBJECT,) = (subject for subject in ALL if subject.name == "vllm")
 PROMPT = WORDS[5:105]
@@ -143,8 +144,8 @@ def test_a_token_that_is_drawn_anew_and_differs_is_gone_on_behind(make: Make) ->
     source, target = make(role="prefill"), make(role="decode")
     held, first = prefilled(source, ask("h", PROMPT, 12))
     other = next(token for token in range(50, 60) if token != first)
-    handed = msgspec.msgpack.decode(held.opaque, type=handoff.Handed)
-    opaque = msgspec.msgpack.encode(msgspec.structs.replace(handed, token=other))
+    state = msgspec.msgpack.decode(held.opaque, type=handed.Handed)
+    opaque = msgspec.msgpack.encode(msgspec.structs.replace(state, first=[other]))
     whole = target.answer(ask(0, PROMPT, 12, generated=[other], base=b"r" * 16))
     seen = target.run(ask(1, PROMPT, 12, generated=[other], opaque=opaque))
     assert seen.failures == []
@@ -282,6 +283,6 @@ def test_only_vllm_s_own_series_are_handed_on() -> None:
     Counter("vllm:prompt_tokens", "of vLLM", registry=registry).inc(3)
     Counter("other", "of others", registry=registry)
     ours = CollectorRegistry()
-    ours.register(NativeMetrics(registry))
+    ours.register(NativeSeries(PREFIX, registry))
     assert {metric.name for metric in ours.collect()} == {"vllm:prompt_tokens"}
     assert ours.get_sample_value("vllm:prompt_tokens_total") == 3.0

@@ -12,10 +12,13 @@ from schemas.errors import Code
 from schemas.requests import LogitsProcessor, Sampling, Stop
 from schemas.tokens import Logprob
 from workers.engines.base import EngineInfo, MediaSpan, RequestError, SequenceRequest
+from workers.engines.foreign.answer import MISSING, Ending, Token
+from workers.engines.foreign.draw import seed_of
+from workers.engines.foreign.handed import Used
 from workers.engines.vllm import handoff
-from workers.engines.vllm.answers import MISSING, Answer, Diverged, Ending, Token
+from workers.engines.vllm.answers import Answer, Diverged
 from workers.engines.vllm.prepare import Options, check, prepare
-from workers.engines.vllm.sampling import arguments, seed_of
+from workers.engines.vllm.sampling import arguments
 
 INFO = EngineInfo("vllm", 16, 20, 4, 512, 100, (2, 3), True, handover="l")
 OPTIONS = Options(b"r" * 16, "l")
@@ -166,21 +169,12 @@ def test_damaged_states_are_refused(junk: bytes) -> None:
         handoff.unpack(handoff.pack({}, "l", [5], 7), "l", [5, 7])
 
 
-def test_an_offer_is_taken_once() -> None:
-    used = handoff.Used(remembered=2)
-    assert used.take(PARAMS)
-    assert not used.take(PARAMS)
-    assert used.take(PARAMS | {"remote_request_id": "2"})
-    assert used.take(PARAMS | {"remote_request_id": "3"})
-    assert used.take(PARAMS)  # forgotten since
-
-
 def ask(**changes: Any) -> SequenceRequest:
     return SequenceRequest(**{"key": 0, "prompt": [5] * 20, "sampling": Sampling(), "stop": Stop(8)} | changes)
 
 
 def test_a_prefill_worker_computes_one_token_and_keeps_the_kv() -> None:
-    found = prepare(ask(hold=True, generated=[6]), INFO, OPTIONS, handoff.Used())
+    found = prepare(ask(hold=True, generated=[6]), INFO, OPTIONS, Used())
     assert found.prompt == {"prompt_token_ids": [5] * 20 + [6]}
     assert found.sampling["max_tokens"] == 1
     assert found.sampling["extra_args"]["kv_transfer_params"]["do_remote_decode"]
@@ -188,7 +182,7 @@ def test_a_prefill_worker_computes_one_token_and_keeps_the_kv() -> None:
 
 
 def test_a_decode_worker_fetches_what_the_other_computed_once() -> None:
-    used = handoff.Used()
+    used = Used()
     state = handoff.pack(PARAMS, "l", [5] * 20, 6)
     request = ask(generated=[6], opaque=state, root=b"t" * 16)
     found = prepare(request, INFO, OPTIONS, used)
@@ -199,8 +193,8 @@ def test_a_decode_worker_fetches_what_the_other_computed_once() -> None:
     assert (again.known, again.adopted, again.sampling["max_tokens"]) == ((), False, 7)
     assert again.prompt["prompt_token_ids"] == [5] * 20 + [6]
     for useless in (ask(generated=[6], opaque=b"junk"), ask(opaque=state)):
-        assert not prepare(useless, INFO, OPTIONS, handoff.Used()).adopted
-    assert not prepare(request, INFO, Options(b"r" * 16), handoff.Used()).adopted
+        assert not prepare(useless, INFO, OPTIONS, Used()).adopted
+    assert not prepare(request, INFO, Options(b"r" * 16), Used()).adopted
 
 
 @pytest.mark.parametrize(

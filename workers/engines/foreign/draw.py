@@ -1,0 +1,38 @@
+"""What is the same in all engines' sampling parameters: names and values. Pure."""
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from schemas.requests import Sampling, Stop
+
+_MASK = (1 << 63) - 1
+_STRIDE = 0x9E3779B97F4A7C15  # golden ratio: neighbours get seeds that have nothing in common
+
+
+def stop_ids(stop: Stop, eos: Seq[int]) -> frozenset[int]:
+    """Token ids that end an answer."""
+    return frozenset(stop.token_ids) | (frozenset() if stop.ignore_eos else frozenset(eos))
+
+
+def seed_of(seed: int, choice: int, position: int) -> int:
+    """The seed of a choice that goes on at an output position: no two draw the same numbers."""
+    return (seed + (choice * 0x10001 + position) * _STRIDE) & _MASK
+
+
+def greedy(sampling: Sampling) -> bool:
+    return sampling.temperature == 0 or sampling.top_p == 0 or sampling.top_k == 1
+
+
+def shape(sampling: Sampling) -> dict[str, Any]:
+    """How the next token's distribution is bent and cut; greedy has no temperature and no cuts."""
+    given: dict[str, Any] = {}
+    if not greedy(sampling):
+        given |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+        if sampling.min_p > 0:
+            given["min_p"] = sampling.min_p
+    if sampling.repetition_penalty != 1.0:
+        given["repetition_penalty"] = sampling.repetition_penalty
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        given["presence_penalty"] = sampling.presence_penalty
+        given["frequency_penalty"] = sampling.frequency_penalty
+    return given
