@@ -54,13 +54,32 @@ class Forest:
         block = self._blocks.get(key)
         if block is None or tier not in block.tiers:
             return False
+        self._leave(block, tier)
+        self._prune(block)
+        return True
+
+    def move(self, block: Block, tier: int) -> None:
+        """From wherever it lies to this memory."""
+        for before in sorted(block.tiers - {tier}):
+            self._leave(block, before)
+        self.store(block.key, block.parent, block.digest, tier)
+
+    def _leave(self, block: Block, tier: int) -> None:
         block.tiers.remove(tier)
         if tier:
             self._out.append(Removed(block.digest, tier=tier))
         else:
             self._hide(block)
-        self._prune(block)
-        return True
+
+    def fell(self, key: Hashable) -> None:
+        """It is gone, and with it whatever hangs below it: their names can be found no more."""
+        first = self._blocks.get(key)
+        below = [] if first is None else [first]
+        for block in below:
+            below += block.children.values()
+        for block in reversed(below):
+            for tier in sorted(block.tiers):
+                self.remove(block.key, tier)
 
     def clear(self, tier: int | None = None) -> None:
         """Everything is void; with ``tier``, what lies in that memory."""

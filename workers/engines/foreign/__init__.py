@@ -5,5 +5,6 @@ moves KV between workers by itself. Its adapter has the same parts each time: a 
 turned into one call, which is followed in a loop of its own (``workers.engines.loop``); what is heard becomes facts in
 a queue, and ``engine`` tells them step by step. ``answer`` is what is told of a sequence, ``draw`` what is the same in
 all sampling parameters, ``handed`` how its state travels to the next worker, ``arguments`` what the user gave it,
-``metrics`` its own metrics beside ours. Nothing here knows one of the packages.
+``metrics`` its own metrics beside ours, ``guard``
+its processes. Nothing here knows one of the packages.
 """

@@ -109,15 +109,16 @@ class Broken(NamedTuple):
 
 
 L = TypeVar("L", bound=Live)
+L_contra = TypeVar("L_contra", bound=Live, contravariant=True)
 
 
-class Follower(Protocol[L]):
+class Follower(Protocol[L_contra]):
     """Asks for sequences and follows them, in the loop's thread."""
 
-    def launch(self, live: L, /) -> None:
+    def launch(self, live: L_contra, /) -> None:
         """Ask for a sequence."""
 
-    def abort(self, live: L, /) -> None:
+    def abort(self, live: L_contra, /) -> None:
         """Have it end."""
 
 

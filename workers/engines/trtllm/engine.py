@@ -31,6 +31,8 @@ class TrtllmEngine(ForeignEngine[Live], Sighted):
     KV moves by TensorRT-LLM's own cache transceiver: hand-overs are ``opaque``; ``memory`` is of embeddings only.
     """
 
+    _follower: Follower
+
     def __init__(
         self,
         info: EngineInfo,

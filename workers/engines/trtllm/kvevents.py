@@ -19,7 +19,9 @@ import msgspec
 import structlog
 
 from schemas import blocks
-from schemas.kv import Cleared, KvEvent, Removed, Stored
+from schemas.kv import KvEvent, Removed, Stored
+from workers.engines.events.consolidator import Consolidator
+from workers.engines.events.forest import Block, Forest, joined
 
 log = structlog.get_logger("engine")
 
@@ -39,23 +41,12 @@ class Counts(msgspec.Struct):
     malformed: int = 0
 
 
-class _Block(msgspec.Struct, eq=False):
-    """One block of one rank. ``shown``: it and all before it are on the device."""
-
-    digest: bytes
-    parent: "_Block | None"
-    level: int
-    children: "dict[int, _Block]"
-    hash: int
-    shown: bool = False
-
-
 class _Rank(msgspec.Struct, eq=False):
-    blocks: dict[int, _Block] = {}
-    roots: dict[int, _Block] = {}
-    partial: set[int] = set()
+    number: int
+    forest: Forest
+    partial: set[int]
+    created: set[int]  # windows
     expected: int | None = None  # the next event_id
-    created: set[int] = set()  # windows
 
 
 def signed(value: int) -> int:
@@ -119,23 +110,28 @@ class Translator:
         self._block_size = block_size
         self._roots = roots
         self._ranks: dict[int, _Rank] = {}
-        self._shown: dict[bytes, int] = {}  # name -> ranks that show it
-        self._host: dict[tuple[bytes, int], int] = {}  # name, level -> ranks that have it there
-        self._out: list[KvEvent] = []
+        self._names = Consolidator()
         self._warned: set[str] = set()
 
     # --- in ---
 
     def feed(self, events: Iterable[Mapping[str, Any]]) -> list[KvEvent]:
         """Translate a batch. Nothing in an event can raise: what is malformed is counted and skipped."""
+        out: list[KvEvent] = []
         for event in events:
             try:
                 self._event(event)
             except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
                 self.counts.malformed += 1
                 self._once("kv_event_malformed", error=repr(error))
-        out, self._out = self._out, []
-        return _joined(out)
+            for rank in self._ranks.values():
+                out += self._names.feed(rank.number, rank.forest.take())
+        for told in out:
+            if isinstance(told, Stored) and not told.tier:
+                self.counts.stored += len(told.digests) // blocks.DIGEST_BYTES
+            elif isinstance(told, Removed) and not told.tier:
+                self.counts.removed += len(told.digests) // blocks.DIGEST_BYTES
+        return joined(out)
 
     def _event(self, event: Mapping[str, Any]) -> None:
         rank = self._rank(int(event.get("attention_dp_rank") or 0))
@@ -161,7 +157,7 @@ class Translator:
     def _rank(self, number: int) -> _Rank:
         rank = self._ranks.get(number)
         if rank is None:
-            rank = self._ranks[number] = _Rank({}, {}, set(), None, set())
+            rank = self._ranks[number] = _Rank(number, Forest(), set(), set())
         return rank
 
     def _check_sequence(self, rank: _Rank, event_id: int) -> None:
@@ -194,9 +190,9 @@ class Translator:
 
     def _stored(self, rank: _Rank, data: Mapping[str, Any]) -> None:
         above = data.get("parent_hash")
-        parent: _Block | None = None
+        parent: Block | None = None
         if above is not None:
-            parent = rank.blocks.get(unsigned(int(above)))
+            parent = rank.forest.find(unsigned(int(above)))
             if parent is None:
                 self.counts.orphans += len(data["blocks"])
                 return
@@ -209,20 +205,16 @@ class Translator:
                 return  # whatever followed it would have no name either
             if len(tokens) > self._block_size:
                 raise ValueError(f"a block of {len(tokens)} tokens where blocks have {self._block_size}")
-            known = rank.blocks.get(value)
+            known = rank.forest.find(value)
             if known is None:
                 digest = self._name(parent, tokens, block.get("mm_keys") or ())
                 if digest is None:
                     self.counts.ambiguous += 1
                     return
-                known = _Block(digest, parent, int(block.get("cache_level") or 0), {}, value)
-                rank.blocks[value] = known
-                (rank.roots if parent is None else parent.children)[value] = known
-                self._put_by(known)
-                self._refresh(known)
+                known = rank.forest.store(value, parent, digest, int(block.get("cache_level") or 0))
             parent = known
 
-    def _name(self, parent: _Block | None, tokens: Seq[Any], media: Seq[Any]) -> bytes | None:
+    def _name(self, parent: Block | None, tokens: Seq[Any], media: Seq[Any]) -> bytes | None:
         ids = [token["token_id"] if isinstance(token, Mapping) else token for token in tokens]
         strange = any(isinstance(token, Mapping) and token.get("token_extra_id") for token in tokens)
         packed = pack(ids)
@@ -241,105 +233,19 @@ class Translator:
         if value in rank.partial:
             rank.partial.discard(value)
             return
-        block = rank.blocks.pop(value, None)
-        if block is None:
-            return
-        del (rank.roots if block.parent is None else block.parent.children)[value]
-        self._take_off(block)
-        below = list(block.children.values())
-        self._hide(block)
-        while below:  # their names can be found no more, wherever their blocks are
-            orphan = below.pop()
-            below += orphan.children.values()
-            rank.blocks.pop(orphan.hash, None)
-            self._take_off(orphan)
+        rank.forest.fell(value)
 
     def _updated(self, rank: _Rank, data: Mapping[str, Any]) -> None:
         """A block went to another memory, or its priority changed (which is nobody's business)."""
         change = data.get("cache_level")
-        block = rank.blocks.get(unsigned(int(data["block_hash"])))
+        block = rank.forest.find(unsigned(int(data["block_hash"])))
         if block is None or not isinstance(change, Mapping) or change.get("new_value") is None:
             return
-        level = int(change["new_value"])
-        if level == block.level:
-            return
-        self._take_off(block)
-        if level:
-            self._hide(block)
-        block.level = level
-        self._put_by(block)
-        self._refresh(block)
-
-    def _put_by(self, block: _Block) -> None:
-        """It is in host memory, if it is."""
-        if not block.level:
-            return
-        place = (block.digest, block.level)
-        self._host[place] = self._host.get(place, 0) + 1
-        if self._host[place] == 1:
-            self._out.append(Stored(block.digest, _name_of(block.parent), tier=block.level))
-
-    def _take_off(self, block: _Block) -> None:
-        """It is not there any more."""
-        if not block.level:
-            return
-        place = (block.digest, block.level)
-        self._host[place] -= 1
-        if not self._host[place]:
-            del self._host[place]
-            self._out.append(Removed(block.digest, tier=block.level))
-
-    def _refresh(self, block: _Block) -> None:
-        """Show it and what hangs below it, as far as it is on the device."""
-        todo = [block]
-        while todo:
-            each = todo.pop()
-            if each.shown or each.level or not (each.parent is None or each.parent.shown):
-                continue
-            each.shown = True
-            count = self._shown.get(each.digest, 0)
-            self._shown[each.digest] = count + 1
-            if not count:
-                self.counts.stored += 1
-                self._out.append(Stored(each.digest, _name_of(each.parent)))
-            todo += each.children.values()
-
-    def _hide(self, block: _Block) -> None:
-        """It left the device: neither it nor what hangs below it is of use to a prompt now."""
-        gone: list[_Block] = []
-        todo = [block]
-        while todo:
-            each = todo.pop()
-            if each.shown:
-                each.shown = False
-                gone.append(each)
-                todo += each.children.values()
-        for each in reversed(gone):
-            self._drop(each.digest)
-
-    def _drop(self, digest: bytes) -> None:
-        count = self._shown[digest] - 1
-        if count:
-            self._shown[digest] = count
-            return
-        del self._shown[digest]
-        self.counts.removed += 1
-        self._out.append(Removed(digest))
+        rank.forest.move(block, int(change["new_value"]))
 
     def _forget(self, rank: _Rank) -> None:
         """All that is known of a rank is void."""
-        lonely = all(other is rank or not other.blocks for other in self._ranks.values())
-        if lonely and rank.blocks:
-            self._shown.clear()
-            self._host.clear()
-            self._out.append(Cleared())
-        else:
-            for block in rank.blocks.values():
-                self._take_off(block)
-            for block in list(rank.roots.values()):
-                self._hide(block)
-        rank.blocks.clear()
-        rank.roots.clear()
+        rank.forest.clear()
         rank.partial.clear()
 
     # --- out ---
@@ -347,21 +253,11 @@ class Translator:
     @property
     def names(self) -> int:
         """Blocks on the device that have a name, each counted once."""
-        return len(self._shown)
+        return self._names.count()
 
     def dump(self) -> list[KvEvent]:
         """All names, parents before children."""
-        out: list[KvEvent] = []
-        seen: set[tuple[bytes, int]] = set()
-        for rank in self._ranks.values():
-            todo = list(rank.roots.values())
-            while todo:
-                block = todo.pop()
-                todo += block.children.values()
-                if (block.shown or block.level) and (block.digest, block.level) not in seen:
-                    seen.add((block.digest, block.level))
-                    out.append(Stored(block.digest, _name_of(block.parent), tier=block.level))
-        return _joined(out)
+        return self._names.dump()
 
     def _once(self, event: str, **fields: object) -> None:
         if event not in self._warned:
@@ -384,35 +280,3 @@ def pack(tokens: Seq[int]) -> bytes:
         OverflowError: a token id does not fit 32 bits.
     """
     return array("I", tokens).tobytes()
-
-
-def _name_of(block: _Block | None) -> bytes | None:
-    return None if block is None else block.digest
-
-
-def _joined(events: list[KvEvent]) -> list[KvEvent]:
-    """Neighbours that tell of one chain, or that remove, as one event."""
-    out: list[KvEvent] = []
-    run: list[KvEvent] = []
-    for event in events:
-        if run and not _continues(run[-1], event):
-            out.append(_as_one(run))
-            run = []
-        run.append(event)
-    if run:
-        out.append(_as_one(run))
-    return out
-
-
-def _continues(last: KvEvent, event: KvEvent) -> bool:
-    if isinstance(last, Stored) and isinstance(event, Stored):
-        return event.tier == last.tier and event.parent == last.digests
-    return isinstance(last, Removed) and isinstance(event, Removed) and event.tier == last.tier
-
-
-def _as_one(run: list[KvEvent]) -> KvEvent:
-    first = run[0]
-    if len(run) == 1 or isinstance(first, Cleared):
-        return first
-    digests = b"".join(event.digests for event in run if not isinstance(event, Cleared))
-    return msgspec.structs.replace(first, digests=digests)

@@ -25,6 +25,7 @@ from workers.engines.base import EngineError, EngineInfo
 from workers.engines.events.subscribe import Subscriber
 from workers.engines.foreign import arguments as foreign
 from workers.engines.foreign.engine import shut_down
+from workers.engines.foreign.guard import Guard, children
 from workers.engines.loop import LoopThread
 from workers.engines.vllm import api as apis
 from workers.engines.vllm.api import Api
@@ -76,8 +77,10 @@ def from_settings(settings: WorkerSettings, path: Path) -> VllmEngine:
         if resolved.kv_events:  # before the engine: whoever comes late misses the first events
             for rank in range(resolved.ranks):
                 early.callback(subscribe(resolved.tree, rank, facts).close)
+        before = children()
         with environ(variables):
             llm = construct(api, str(path), resolved.tree, scheduler, loop)
+        undo.callback(Guard(children() - before).close)
         undo.callback(shut_down, llm)
         undo.push(early.pop_all())
         warm_up(llm, api, loop)

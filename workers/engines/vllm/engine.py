@@ -41,6 +41,7 @@ class VllmEngine(ForeignEngine[Live]):
     """
 
     slot_tokens = 0  # takes no embeddings of ours
+    _follower: Follower
 
     def __init__(
         self,

@@ -77,6 +77,9 @@ class Core:
             assert transfer.engine_id
             self.engine_id, self.policy = transfer.engine_id, transfer.kv_load_failure_policy
             self.lease = float(found.get("kv_lease_duration", 30))
+            self.port = int(os.environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600"))
+            taken = any(other.port == self.port for other in ENGINES.values())
+            assert not taken, "the real one would wait for its port for ever"
             ENGINES[self.engine_id] = self
 
     def close(self) -> None:
@@ -333,7 +336,7 @@ class Core:
             "remote_engine_id": self.engine_id,
             "remote_request_id": request.id,
             "remote_host": "localhost",
-            "remote_port": 5600,
+            "remote_port": self.port,
             "tp_size": 1,
             "dcp_size": 1,
             "pp_size": 1,

@@ -259,6 +259,18 @@ def test_without_nixl_a_hand_over_is_refused_at_start(make: Make, monkeypatch: p
     assert make().answer(ask(0, PROMPT))
 
 
+def test_builds_for_cpus_and_gpus_take_blocks_of_other_sizes(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BadArguments, match="multiples of 32"):
+        make(block_size=16)
+    with pytest.raises(BadArguments, match="raise --kv-blocks"):
+        make(kv_blocks=3)
+    with pytest.raises(BadArguments, match="install vllm$"):
+        make(device="cuda")
+    monkeypatch.setenv("VLLM_STANDIN_PLATFORM", "cuda")
+    driver = make(block_size=16, device="cuda")
+    assert len(driver.answer(ask(0, PROMPT))) == 8
+
+
 def test_preemptions_and_usage_come_from_the_scheduler() -> None:
     scheduler = Scheduler()
     assert scheduler.used == 0.0

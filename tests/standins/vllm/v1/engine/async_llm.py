@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import subprocess
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from pathlib import Path
@@ -101,6 +102,8 @@ class AsyncLLM:
                 events.max_queue_size,
                 events.topic,
             )
+        # Its core runs in a process of its own, which does not notice when this one is killed.
+        self._process = subprocess.Popen(["sleep", "3600"], stdin=subprocess.DEVNULL)
         self._work = asyncio.Event()
         self.output_handler: asyncio.Task[None] | None = None
         try:
@@ -313,6 +316,8 @@ class AsyncLLM:
 
     def shutdown(self, timeout: float | None = None) -> None:
         self._standin.close()
+        self._process.kill()
+        self._process.wait()
         if self._events is not None:
             self._events.shutdown()
             self._events = None
