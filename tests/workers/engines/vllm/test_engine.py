@@ -264,7 +264,7 @@ def test_builds_for_cpus_and_gpus_take_blocks_of_other_sizes(make: Make, monkeyp
         make(block_size=16)
     with pytest.raises(BadArguments, match="raise --kv-blocks"):
         make(kv_blocks=3)
-    with pytest.raises(BadArguments, match="install vllm$"):
+    with pytest.raises(BadArguments, match=r"install vllm$"):
         make(device="cuda")
     monkeypatch.setenv("VLLM_STANDIN_PLATFORM", "cuda")
     driver = make(block_size=16, device="cuda")
