@@ -28,7 +28,8 @@ test-trtllm:
 # Its imports warn; on a CPU, each engine takes about 15 s to start.
 test-vllm:
 	PENSTOCK_CONTRACT_REAL=vllm PENSTOCK_CONTRACT_BOUND_S=120 \
-	  $(BIN)/python -m pytest tests/workers/engines/test_contract.py tests/pipeline/test_vllm.py -k vllm \
+	  $(BIN)/python -m pytest tests/workers/engines/test_contract.py tests/workers/engines/vllm/test_real.py \
+	  tests/pipeline/test_vllm.py tests/standins/test_vllm.py -k vllm \
 	  -W default --timeout 900 $(ARGS)
 
 lint: $(VENV)/.installed-dev

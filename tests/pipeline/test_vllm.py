@@ -122,7 +122,7 @@ def chat(text: str, **more: Any) -> dict[str, Any]:
 
 
 def long_answer(text: str) -> dict[str, Any]:
-    return chat(text, max_tokens=500 if REAL else 150, ignore_eos=True, stream=True)
+    return chat(text, max_tokens=500 if REAL else 80, ignore_eos=True, stream=True)
 
 
 async def whole(http: httpx.AsyncClient, body: dict[str, Any]) -> str:
