@@ -1,7 +1,7 @@
 """What an importable ``vllm`` looks like where adapters touch it, as data: stand-in and real one must agree.
 
 ``python -m tests.standins.vllm_signatures`` prints it as JSON for whichever is importable. ``differences`` compares
-two of them: what the stand-in has, the real one must have, with the same defaults. It has what 0.32 and 0.33 have in common.
+two of them: what the stand-in has, the real one must have, with the same defaults.
 """
 
 import dataclasses
