@@ -56,6 +56,10 @@ class Consolidator:
         """All names, parents before children."""
         return joined([Stored(key[0], held.parent, tier=key[1], group=key[2]) for key, held in self._names.items()])
 
+    def count(self, tier: int = 0) -> int:
+        """Names in this memory."""
+        return sum(key[1] == tier for key in self._names)
+
     def _stored(self, source: Hashable, event: Stored, out: list[KvEvent]) -> None:
         mine = self._of.setdefault(source, {})
         parent = event.parent

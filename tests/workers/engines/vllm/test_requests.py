@@ -221,7 +221,7 @@ def test_the_rank_reaches_the_engine_where_there_are_several(ranks: int, rank: i
     info = msgspec.structs.replace(INFO, dp_size=ranks, total_blocks=20 * ranks)
     request = SequenceRequest("k", [1, 2], Sampling(), Stop(4), rank=rank)
     check(request, info, OPTIONS)
-    assert prepare(request, info, OPTIONS, handoff.Used()).rank == given
+    assert prepare(request, info, OPTIONS, Used()).rank == given
 
 
 def test_a_sequence_must_fit_the_cache_of_one_rank() -> None:
