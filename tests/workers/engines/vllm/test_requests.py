@@ -222,9 +222,3 @@ def test_the_rank_reaches_the_engine_where_there_are_several(ranks: int, rank: i
     request = SequenceRequest("k", [1, 2], Sampling(), Stop(4), rank=rank)
     check(request, info, OPTIONS)
     assert prepare(request, info, OPTIONS, Used()).rank == given
-
-
-def test_a_sequence_must_fit_the_cache_of_one_rank() -> None:
-    info = msgspec.structs.replace(INFO, dp_size=4, total_blocks=20, max_model_len=10_000)
-    with pytest.raises(RequestError, match="80 tokens"):
-        check(SequenceRequest("k", [1] * 81, Sampling(), Stop(4)), info, OPTIONS)
