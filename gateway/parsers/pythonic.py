@@ -4,6 +4,7 @@ A call is shown when it is complete: only then are its values known to be litera
 """
 
 import ast
+import math
 import re
 import warnings
 from typing import Any
@@ -75,12 +76,14 @@ def _named(key: str | None) -> str:
 
 def _literal(node: ast.expr | None) -> Any:
     match node:
-        case ast.Constant(value=str() | int() | float() | None):
+        case ast.Constant(value=str() | int() | None):
             return node.value
+        case ast.Constant(value=float() as number) if math.isfinite(number):  # JSON has no 1e999
+            return number
         case ast.Name(id=word) if word in _WORDS:  # as in JSON
             return _WORDS[word]
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
-            return -number
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float()) as operand):
+            return -_literal(operand)
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return [_literal(item) for item in items]
         case ast.Dict(keys=keys, values=values):

@@ -123,6 +123,8 @@ LLAMA = [
     Case("", "pythonic", "[see(here)]", "[see(here)]"),
     Case("", "pythonic", "[run(x=__import__('os'))]", "[run(x=__import__('os'))]"),
     Case("", "pythonic", "[a(**{'x': 1})]", "[a(**{'x': 1})]"),
+    Case("", "pythonic", "[a(x=1e999)]", "[a(x=1e999)]"),
+    Case("", "pythonic", "[a(x=[-1e999])]", "[a(x=[-1e999])]"),
     Case("", "pythonic", "[a(x=1), b(y=", ", b(y=", calls=(("a", '{"x":1}'),)),
     Case("", "pythonic", "Call [a(x=1)] for it.", "Call [a(x=1)] for it."),
 ]  # fmt: skip
