@@ -7,7 +7,10 @@ send again what was never confirmed.
 
 import asyncio
 import contextlib
+import math
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -20,6 +23,7 @@ FULL = b"no space left on device"
 ROOM_BYTES = 64 << 20  # free space that a new start is worth, or a twentieth of a small disk
 SCARCE = 0.02  # of the disk: a warning before it is full
 EVERY_S = 1.0
+REST_S = 30.0  # between two starts: a disk without inodes, or over a quota, has room and is full all the same
 
 
 class Server(Protocol):
@@ -34,9 +38,13 @@ class Server(Protocol):
 class DiskWatch:
     """Runs from ``async with`` to its end."""
 
-    def __init__(self, server: Server, every_s: float = EVERY_S) -> None:
+    def __init__(
+        self, server: Server, every_s: float = EVERY_S, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._server = server
         self._every_s = every_s
+        self._clock = clock
+        self._restart_after = -math.inf
         self._read = 0  # bytes of the log
         with contextlib.suppress(OSError):
             self._read = server.log_path.stat().st_size
@@ -78,8 +86,8 @@ class DiskWatch:
                 "disk_full", folder=str(folder), free_bytes=usage.free, action="make room; the broker then goes on"
             )
         room = min(ROOM_BYTES, usage.total // 20)
-        if self._full and usage.free >= room:
-            self._full = False
+        if self._full and usage.free >= room and (now := self._clock()) >= self._restart_after:
+            self._full, self._restart_after = False, now + REST_S
             log.warning("broker_restarts", reason="the disk was full and has room again", free_bytes=usage.free)
             self._server.terminate()
         scarce = usage.free < SCARCE * usage.total
@@ -94,5 +102,5 @@ class DiskWatch:
             new = file.read(1 << 20)
         self._read += len(new)
         text = self._rest + new
-        self._rest = text[-len(FULL) :]
+        self._rest = text[-len(FULL) + 1 :]  # never the words themselves: they count once
         return FULL in text

@@ -72,6 +72,34 @@ def test_a_server_that_met_no_full_disk_is_left_alone(tmp_path: Path, free: dict
     assert server.ended == 0
 
 
+def test_one_message_counts_once_wherever_a_look_cuts_the_log(tmp_path: Path, free: dict[str, int]) -> None:
+    server = Server(tmp_path)
+    watch = DiskWatch(server, clock=iter(range(0, 1000, 100)).__next__)
+    free["bytes"] = 500
+    server.says("[ERR] write /x: no space left on device")
+    watch.look()
+    watch.look()
+    server.says("\n[INF] started\n")
+    watch.look()
+    assert server.ended == 1
+
+
+def test_a_disk_that_has_room_and_is_full_does_not_end_the_server_at_each_look(
+    tmp_path: Path, free: dict[str, int]
+) -> None:
+    now = 0.0
+    server = Server(tmp_path)
+    watch = DiskWatch(server, clock=lambda: now)
+    free["bytes"] = 500  # but no inodes
+    for _ in range(20):
+        server.says("[ERR] write /x: no space left on device\n")
+        watch.look()
+    assert server.ended == 1
+    now = disk.REST_S
+    watch.look()
+    assert server.ended == 2
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"
