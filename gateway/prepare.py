@@ -330,12 +330,14 @@ def _prompt_logprobs(body: ChatBody | TextBody, tokens: int) -> int | None:
     if not asked:
         return None
     most = max(asked)
-    if (values := tokens * (1 + most)) > MAX_PROMPT_LOGPROBS:
+    shown = body.n or 1 if isinstance(body, TextBody) else 1  # each choice of a text completion repeats them
+    if (values := tokens * (1 + most) * shown) > MAX_PROMPT_LOGPROBS:
         field = "prompt_logprobs" if most == body.prompt_logprobs else "logprobs"
+        times, choices = (f", in each of {shown} choices", ", ask for fewer choices (n)") if shown > 1 else ("", "")
         raise invalid(
             field,
-            f"{field} {most} of a prompt of {tokens} tokens are {values} values, {1 + most} of each token; the limit "
-            f"is {MAX_PROMPT_LOGPROBS}. Ask for fewer alternatives or shorten the prompt.",
+            f"{field} {most} of a prompt of {tokens} tokens are {values} values, {1 + most} of each token{times}; the "
+            f"limit is {MAX_PROMPT_LOGPROBS}. Ask for fewer alternatives{choices} or shorten the prompt.",
         )
     return most
 

@@ -98,6 +98,15 @@ def test_tokens_times_alternatives_have_a_limit(target: Target, field: str, monk
     assert MAX_PROMPT_LOGPROBS == 131_072
 
 
+def test_the_limit_counts_what_each_choice_of_a_text_repeats(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.prepare.MAX_PROMPT_LOGPROBS", 400)
+    assert text(target, [5] * 50, prompt_logprobs=1, n=4)
+    with pytest.raises(ServingError, match=r"408 values.* in each of 4 choices.* fewer choices") as caught:
+        text(target, [5] * 51, prompt_logprobs=1, n=4)
+    assert caught.value.param == "prompt_logprobs"
+    assert chat(target, prompt_logprobs=1, n=100)  # shown once
+
+
 # -- answers
 
 
