@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from gateway import media
+from gateway.parsers.formats import NAME
 from schemas.errors import Code, ServingError
 from schemas.requests import Priority
 from schemas.streams import LONGEST_DEADLINE_S
@@ -20,7 +21,7 @@ MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_LOGPROBS = 20
-MAX_PROMPT_LOGPROBS = 131_072  # prompt tokens x (1 + alternatives) of a request
+MAX_PROMPT_LOGPROBS = 131_072  # prompt tokens x (1 + alternatives), as often as an answer shows them
 MAX_MESSAGES = 16_384
 MAX_PROCESSORS = 8
 MAX_PROCESSOR_BYTES = 65_536  # arguments of all logits processors of a request, as JSON
@@ -187,8 +188,10 @@ def parse_chat(data: bytes) -> ChatBody:
         raise unsupported("response_format", f"response_format type {body.response_format.type!r}; only 'text'")
     if body.audio is not None or any(kind != "text" for kind in body.modalities or ()):
         raise unsupported("modalities", "only text can be answered; leave out audio and other modalities")
-    if body.tools and body.tool_choice not in (None, "auto", "none"):
+    if body.tool_choice not in (None, "auto", "none"):
         raise unsupported("tool_choice", "tool_choice can be 'auto' or 'none'; a call cannot be forced")
+    for number, tool in enumerate(body.tools or ()):
+        _check_tool(f"tools[{number}]", tool)
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
     _check(body, body.max_completion_tokens or body.max_tokens)
@@ -261,10 +264,30 @@ def media_parts(messages: list[ChatMessage]) -> list[media.Part]:
     return found
 
 
+def _check_tool(where: str, tool: dict[str, Any]) -> None:
+    """
+    Raises:
+        ServingError: it is no function, or one whose calls nobody could read.
+    """
+    if (kind := tool.get("type", "function")) != "function":
+        raise unsupported(f"{where}.type", f"tools of type {str(kind)[:40]!r}; only 'function'")
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise invalid(f"{where}.function", f"{where}.function must be an object with name, description and parameters")
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        field = f"{where}.function.name"
+        raise invalid(field, f"{field} must be 1 to 256 letters, digits and any of _ . - /, not {str(name)[:40]!r}")
+    if not isinstance(parameters, dict | None):
+        raise invalid(f"{where}.function.parameters", f"{where}.function.parameters must be a JSON schema (an object)")
+
+
 def _template_message(number: int, message: ChatMessage) -> dict[str, Any]:
     where = f"messages[{number}]"
     content = message.content
-    if content is None and not (message.role == "assistant" and message.tool_calls):
+    # an answer of ours may have nothing but calls, or thoughts that were cut off: it can be sent back
+    silent = message.role == "assistant" and (message.tool_calls or message.reasoning_content is not None)
+    if content is None and not silent:
         raise invalid(f"{where}.content", f"{where}.content is missing")
     out: dict[str, Any] = {"role": message.role, "content": _content(where, message.role, content)}
     for key in ("name", "tool_call_id", "reasoning_content"):

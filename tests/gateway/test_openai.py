@@ -109,6 +109,45 @@ def test_a_tool_call_cannot_be_forced() -> None:
     assert refusal(tools=tools, tool_choice="required").code is Code.unsupported
 
 
+def test_a_choice_without_tools_is_held_to_the_same() -> None:
+    for choice in ("required", "bogus", {"type": "function", "function": {"name": "f"}}):
+        assert refusal(tool_choice=choice).param == "tool_choice"
+        assert refusal(tools=[], tool_choice=choice).param == "tool_choice"
+    assert chat(tool_choice="auto").tool_choice == "auto"
+
+
+@pytest.mark.parametrize(
+    ("tool", "param"),
+    [
+        ({}, "function"),
+        ({"type": "function"}, "function"),
+        ({"type": "function", "function": None}, "function"),
+        ({"type": "function", "name": "f", "parameters": {}}, "function"),
+        ({"type": "web_search"}, "type"),
+        ({"type": ["function"], "function": {"name": "f"}}, "type"),
+        ({"type": "function", "function": {"description": "no name"}}, "function.name"),
+        ({"type": "function", "function": {"name": 5}}, "function.name"),
+        ({"type": "function", "function": {"name": "a b"}}, "function.name"),
+        ({"type": "function", "function": {"name": "x" * 257}}, "function.name"),
+        ({"type": "function", "function": {"name": "f", "parameters": "bad"}}, "function.parameters"),
+    ],
+)
+def test_a_tool_whose_calls_nobody_could_read_is_refused_with_its_place(tool: Any, param: str) -> None:
+    good = {"type": "function", "function": {"name": "ns.get-x_1", "parameters": None, "strict": True}}
+    assert chat(tools=[good]).tools == [good]
+    error = refusal(tools=[good, tool])
+    assert error.param == f"tools[1].{param}"
+    assert error.code.status == 400
+
+
+def test_an_answer_of_thoughts_alone_can_be_sent_back() -> None:
+    cut = {"role": "assistant", "content": None, "reasoning_content": "so far"}
+    body = chat(messages=[{"role": "user", "content": "a"}, cut, {"role": "user", "content": "b"}])
+    assert template_messages(body.messages)[1] == {"role": "assistant", "content": "", "reasoning_content": "so far"}
+    error = refusal(messages=[{"role": "assistant", "content": None}])
+    assert error.param == "messages[0].content"
+
+
 def test_fields_depend_on_each_other() -> None:
     assert refusal(top_logprobs=2).param == "top_logprobs"
     assert refusal(stream_options={"include_usage": True}).param == "stream_options"

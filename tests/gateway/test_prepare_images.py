@@ -222,7 +222,11 @@ ANYWHERE: list[tuple[str, Any, dict[str, Any]]] = [
         ],
         {},
     ),
-    ("tools", [{"role": "user", "content": "x"}], {"tools": [{"<image>": [{"a": "<image>"}]}]}),
+    (
+        "tools",
+        [{"role": "user", "content": "x"}],
+        {"tools": [{"function": {"name": "f", "<image>": [{"a": "<image>"}]}}]},
+    ),
 ]  # fmt: skip
 
 
