@@ -191,6 +191,11 @@ def known_shape(model: str, folder: Path = FOLDER) -> Shape | None:
     return shape_of(config, model=model)
 
 
+def known_models(folder: Path = FOLDER) -> list[str]:
+    """Ids of the models that ``known_shape`` knows."""
+    return sorted(path.stem.replace("--", "/") for path in (folder / "models").glob("*.json"))
+
+
 def context_of(recipe: Recipe) -> Context:
     """The circumstances that a recipe is written for."""
     header = recipe.header

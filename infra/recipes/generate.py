@@ -21,42 +21,29 @@ from infra.recipes.shape import shape_at
 
 OK, REFUSED, USAGE = 0, 1, 2
 PER_NODE = {"GB200": 4}  # a tray; of the others a node has eight
-_HEADER = (
-    "title",
-    "model",
-    "engine",
-    "backend",
-    "role",
-    "set",
-    "gpus",
-    "nodes",
-    "gpu",
-    "longest_prompt",
-    "use",
-    "rows",
-)
+_NAME = re.compile(r"\w[\w.-]{0,100}", re.ASCII)
 
 
 def run_generate(argv: Sequence[str]) -> int:
     """Print the files, or write them to a folder."""
     args = _parser().parse_args(argv)
     try:
-        shape = shape_at(args.model)
-        texts = files(shape, args.model, vars(args))
+        texts = files(shape_at(args.model), args.model, vars(args))
+        if args.out:
+            Path(args.out).mkdir(parents=True, exist_ok=True)
+        for name, (text, made) in texts.items():
+            for warning in made.warnings:
+                print(f"{name}: {warning}", file=sys.stderr)
+            if args.out:
+                path = Path(args.out) / f"{name}.yaml"
+                path.write_text(text, encoding="utf-8")
+                print(path)
+            else:
+                print(f"# ---- {name}.yaml\n{text}")
     except (BadArguments, UnknownShape, OSError) as error:
         for problem in error.problems if isinstance(error, BadArguments) else (str(error),):
             print(f"penstock recipe generate: {problem}", file=sys.stderr)
         return REFUSED
-    for name, (text, made) in texts.items():
-        for warning in made.warnings:
-            print(f"{name}: {warning}", file=sys.stderr)
-        if args.out:
-            Path(args.out).mkdir(parents=True, exist_ok=True)
-            path = Path(args.out) / f"{name}.yaml"
-            path.write_text(text, encoding="utf-8")
-            print(path)
-        else:
-            print(f"# ---- {name}.yaml\n{text}")
     return OK
 
 
@@ -73,6 +60,8 @@ def files(shape: Shape, model: str, given: dict[str, Any]) -> dict[str, tuple[st
     if set(counts) not in ({"aggregated"}, {"prefill", "decode"}):
         raise BadArguments(["gpus: give --gpus, or --prefill-gpus with --decode-gpus"])
     name = given["set"] or _slug(model)
+    if not _NAME.fullmatch(name):
+        raise BadArguments([f"set: {name!r}: it names files; use letters, digits and any of _ . -"])
     memory, blackwell = GPUS[given["gpu"]]
     made = {}
     for role, gpus in counts.items():
@@ -170,7 +159,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
     if value < 1:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
     return value

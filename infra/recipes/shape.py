@@ -5,15 +5,14 @@ from pathlib import Path
 import msgspec
 
 from configs.engine_args.shapes import Shape, UnknownShape, shape_of
-from infra.recipes.catalogue import known_shape
+from infra.recipes.catalogue import known_models, known_shape
 
 
 def shape_at(model: str) -> Shape:
     """Of a directory with a config.json, or of a model that a recipe is for.
 
     Raises:
-        OSError: no directory with a config.json, and no model that is known by this name.
-        UnknownShape: the config.json does not tell.
+        UnknownShape: no directory with a config.json, and no model that is known by this name; or it does not tell.
     """
     known = known_shape(model)
     if known is not None:
@@ -21,5 +20,10 @@ def shape_at(model: str) -> Shape:
     config = Path(model).expanduser() / "config.json"
     try:
         return shape_of(msgspec.json.decode(config.read_bytes(), type=dict), model=model)
+    except OSError as error:
+        raise UnknownShape(
+            f"{config} cannot be read ({error.strerror}): name a directory with a config.json, or the id of a model that "
+            f"is known here: {', '.join(known_models())}"
+        ) from error
     except msgspec.DecodeError as error:
         raise UnknownShape(f"{config} is not JSON: {error}") from error

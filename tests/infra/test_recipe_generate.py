@@ -135,6 +135,9 @@ BASE = "--model meta-llama/Llama-3.1-8B-Instruct --gpu H100 --isl 4096 --osl 512
         (BASE + "--gpus 12", "do not fill nodes of 8; use a multiple"),
         (BASE.replace("4096", "200000") + "--gpus 1", "the model knows 131072 positions"),
         (BASE.replace("meta-llama/Llama-3.1-8B-Instruct", "no/such"), "no/such/config.json"),
+        (BASE.replace("meta-llama/Llama-3.1-8B-Instruct", "llama3") + "--gpus 1", "meta-llama/Llama-3.1-8B-Instruct"),
+        (BASE + "--gpus 1 --set ../up", "set: '../up': it names files"),
+        (BASE + "--gpus 1 --out /dev/null/here", "/dev/null"),
         (
             "--model deepseek-ai/DeepSeek-R1 --gpu H100 --gpus 4 --isl 3000 --osl 1000 --concurrency 8",
             "gpus: 16 would do",
@@ -148,6 +151,13 @@ def test_what_cannot_be_served_is_refused_with_what_would_do(
     said = capsys.readouterr()
     assert says in said.err
     assert said.out == ""
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "many"])
+def test_a_number_that_is_none_is_named(count: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run_generate([*BASE.split(), f"--gpus={count}"])
+    assert f"--gpus: {count!r} is not a whole number from 1 on" in capsys.readouterr().err
 
 
 def test_more_at_once_than_fits_is_told(capsys: pytest.CaptureFixture[str]) -> None:
