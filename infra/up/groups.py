@@ -82,6 +82,11 @@ def fleet_of(up: UpSettings, members: Sequence[Member] = (), read: Callable[[str
     first = members[0].header if members else None
     engine = _engine(up, first.engine if first else "")
     roles = roles_of(up, recipe)
+    for role, name in _FILES.items():
+        if getattr(up, name) and not roles[role]:
+            raise PlanError(
+                f"--{name.replace('_', '-')}: no {role} worker is started; add --{role} N, or leave the file out"
+            )
     blocks = {member.block_size for member in members} or {up.block_size}
     if up.block_size not in blocks | {BLOCK_SIZE}:
         raise PlanError(f"--block-size {up.block_size}: the recipe's files say {min(blocks)}; leave it out")
@@ -174,6 +179,11 @@ def _group(
     if engine not in EXTERNAL:
         if path or up.override_engine_args:
             raise PlanError(f"engine arguments are read by {' and '.join(EXTERNAL)}, not by {engine}: name --engine")
+        if up.tensor_parallel_size > 1:
+            raise PlanError(
+                f"--tensor-parallel-size {up.tensor_parallel_size}: only {' and '.join(EXTERNAL)} share layers, not "
+                f"{engine}: name --engine, or start more workers instead"
+            )
         return Group(role, count, settings, gpus=0 if engine == "mock" else 1)
     tree = read(path) if path else {}
     if up.override_engine_args:

@@ -80,6 +80,12 @@ def test_one_recipe_by_its_own_name_is_that_file_only() -> None:
         ({"extra_engine_args": "x.yaml"}, "read by trtllm and vllm, not by native"),
         ({"engine": "trtllm", "extra_engine_args": "/no/such.yaml"}, "No such file"),
         ({"engine": "trtllm", "override_engine_args": "{"}, "--override-engine-args: not JSON"),
+        ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2: only trtllm and vllm share layers, not native"),
+        ({"prefill_engine_args": "x.yaml"}, "--prefill-engine-args: no prefill worker is started; add --prefill N"),
+        (
+            {"engine": "trtllm", "workers": 1, "decode_engine_args": "x.yaml"},
+            "--decode-engine-args: no decode worker is started",
+        ),
         ({"diffusion": 1}, "--diffusion needs --diffusion-model"),
     ],
 )
