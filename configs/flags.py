@@ -53,6 +53,10 @@ class BadValue(ValueError):
     """A value that its flag does not take."""
 
 
+class BadFlags(ValueError):
+    """A command line that cannot be used; the text names the flags."""
+
+
 def flags_of(kind: type[msgspec.Struct]) -> list[Flag]:
     """The flags of a settings Struct, in the order of its fields."""
     hints = get_type_hints(kind, include_extras=True)
@@ -74,9 +78,25 @@ def parse(
     Raises:
         SystemExit: 0 after ``--help``, 2 for an unknown flag or a wrong value (told on stderr).
     """
+    parser = _Parser(prog=prog, description=about or None, allow_abbrev=False)
+    try:
+        return _settled(kind, parser, argv, os.environ if environ is None else environ)
+    except BadFlags as error:
+        parser.exit(2, f"{prog}: {error}\n(see `{prog} --help`)\n")
+
+
+def read(kind: type[S], argv: Sequence[str]) -> S:
+    """The settings that flags give which another process will be started with.
+
+    Raises:
+        BadFlags: it would not start with them.
+    """
+    return _settled(kind, _Parser(add_help=False, allow_abbrev=False), argv, {})
+
+
+def _settled(kind: type[S], parser: "_Parser", argv: Sequence[str], env: Mapping[str, str]) -> S:
     flags = flags_of(kind)
     defaults = {field.name: field for field in msgspec.structs.fields(kind)}
-    parser = _Parser(prog=prog, description=about or None, allow_abbrev=False)
     for flag in flags:
         text = f"{flag.help} (default: {_shown(defaults[flag.field].default)})".strip().replace("%", "%%")
         if flag.kind is bool:
@@ -90,7 +110,6 @@ def parse(
                 flag.name, dest=flag.field, metavar=flag.metavar, action=action, default=None, help=text
             )
     given = vars(parser.parse_args(argv))
-    env = os.environ if environ is None else environ
     values = {}
     problems = []
     for flag in flags:
@@ -170,4 +189,4 @@ class _Parser(argparse.ArgumentParser):
     """Errors without the usage text, which would hide them."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n(see `{self.prog} --help`)\n")
+        raise BadFlags(message)

@@ -9,13 +9,14 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
-from configs.engine_args.tree import BadArguments, parse_yaml
+from configs.engine_args.tree import BadArguments, decode, parse_yaml
 from infra.recipes.catalogue import BLOCK_SIZE, Header, Member
 from infra.up.groups import EXTERNAL, gpus_of
 
 Name = Annotated[str, Meta(pattern=r"^[a-z]([-a-z0-9]{0,40}[a-z0-9])?$")]
 Count = Annotated[int, Meta(ge=1)]
 Quantity = Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)?(m|[kKMGTPE]i?)?$")]
+Seconds = Annotated[float, Meta(gt=0, le=7 * 86_400)]
 Role = Literal["aggregated", "prefill", "decode", "encode", "diffusion"]
 Engine = Literal["native", "mock", "trtllm", "vllm"]
 
@@ -75,8 +76,8 @@ class Workers(Section, frozen=True, kw_only=True):
     model: str = ""
     engine_args: str = ""
     flags: tuple[str, ...] = ()
-    drain_s: Annotated[float, Meta(gt=0)] = 30.0
-    load_s: Annotated[float, Meta(gt=0)] = 3600.0
+    drain_s: Seconds = 30.0
+    load_s: Seconds = 3600.0
     cpu: Quantity = "16"
     memory: Quantity = "64Gi"
     shm: Quantity = "16Gi"
@@ -105,7 +106,7 @@ class Description(Section, frozen=True, kw_only=True):
     model: str = ""
     served_model_name: str = ""
     block_size: Count | None = None
-    drain_s: Annotated[float, Meta(gt=0)] = 30.0
+    drain_s: Seconds = 30.0
     hub_secret: str = ""
     gateway: Front = Front()
     router: Front = Front()
@@ -181,6 +182,11 @@ def _pool(given: Description, role: Role, spec: Workers, member: Member | None, 
     args = spec.engine_args or text
     if args and engine not in EXTERNAL:
         raise BadArguments([f"engine_args: read by {' and '.join(EXTERNAL)}, not by {engine}"])
+    if spec.engine_args and engine == "trtllm":
+        try:
+            decode(parse_yaml(spec.engine_args))
+        except BadArguments as error:
+            raise BadArguments(f"engine_args: {problem}" for problem in error.problems) from error
     image = given.engine_image if engine in EXTERNAL else given.image
     if not image:
         raise BadArguments([f"engine_image: name the image with penstock and {engine}; see infra/Containerfile"])

@@ -1,9 +1,11 @@
 """The pods of a deployment, as trees: which process, with which settings, volumes, probes and resources. Pure."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
-from configs.flags import to_argv
+from configs.engine_args.tree import BadArguments
+from configs.flags import BadFlags, flags_of, read, to_argv
 from configs.settings import Common, GatewaySettings, RouterSettings, WorkerSettings
 from infra.kubernetes.description import Description, Front, Pool, quantity
 from infra.kubernetes.multinode import KEYS, SSH_PORT
@@ -17,6 +19,11 @@ GRACE_S = 15.0  # beyond drain_s, to close connections and unregister
 GPU = "nvidia.com/gpu"
 USER = 1000  # of infra/Containerfile
 _PROBE_S = 10
+# what probes, services, mounts and the other processes rely on
+_SETTLED = {
+    *("name", "nats_url", "sys_nats_url", "http_host", "http_port", "metrics_host", "metrics_port", "drain_s"),
+    *("role", "engine", "model", "served_model_name", "block_size", "extra_engine_args"),
+}
 
 
 def labels(given: Description, component: str) -> dict[str, str]:
@@ -90,7 +97,7 @@ def worker(given: Description, pool: Pool) -> Tree:
         log_format="json",
     )
     container = _process("worker", pool.image, settings, given, None, port=("metrics", METRICS_PORT))
-    container["args"] += pool.spec.flags
+    container["args"] += _extra(f"workers.{pool.role}", settings, pool.spec.flags)
     if pool.nodes > 1:
         container["command"] = [
             *("bash", f"{SCRIPTS}/lead.sh", str(pool.gpus)),
@@ -165,12 +172,29 @@ def _process(
         "ports": [{"name": port[0], "containerPort": port[1]}],
     }
     if front is not None:
-        container["args"] += front.flags
+        container["args"] += _extra(role, settings, front.flags)
         container["resources"] = {
             "requests": {"cpu": front.cpu, "memory": front.memory}, "limits": {"memory": front.memory},
         }  # fmt: skip
         container["securityContext"] = _confined()
     return container
+
+
+def _extra(where: str, settings: Common, flags: Sequence[str]) -> Sequence[str]:
+    """Further flags of a process.
+
+    Raises:
+        BadArguments: it would not start with them, or no longer be what the other objects say.
+    """
+    argv = to_argv(settings)
+    try:
+        plain, made = read(type(settings), argv), read(type(settings), [*argv, *flags])
+    except BadFlags as error:
+        raise BadArguments([f"{where}.flags: {' '.join(str(error).split())}"]) from error
+    for flag in flags_of(type(settings)):
+        if flag.field in _SETTLED and getattr(plain, flag.field) != getattr(made, flag.field):
+            raise BadArguments([f"{where}.flags: {flag.name} follows from the rest of the description; leave it out"])
+    return flags
 
 
 def pod(given: Description, component: str, container: Tree, volumes: list[Tree], *, drain_s: float) -> Tree:

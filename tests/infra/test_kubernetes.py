@@ -368,6 +368,9 @@ def test_a_script_is_sound_bash(name: str) -> None:
 # -- descriptions -----------------------------------------------------------------------------------------------------
 
 
+NATIVE = "model: m\nworkers: {aggregated: {}}\n"
+
+
 def describe(text: str) -> Description:
     return read("image: i\n" + text)
 
@@ -384,6 +387,19 @@ def describe(text: str) -> Description:
         ("model: m\nworkers: {aggregated: {nodes: 2}}\n", "only trtllm runs one engine over several nodes"),
         ("model: m\nworkers: {decode: {}, prefill: {model: n}}\n", "one language model per deployment, not m, n"),
         ("recipe: llama9\n", "no recipe 'llama9'"),
+        (
+            "engine: trtllm\nengine_image: e\nmodel: m\nworkers: {decode: {engine_args: 'max_bach_size: 8'}}\n",
+            "workers.decode: engine_args: .*max_batch_size",
+        ),
+        (NATIVE + "gateway: {flags: [--nope]}\n", "gateway.flags: .*--nope"),
+        (NATIVE + "gateway: {flags: [--help]}\n", "gateway.flags: .*--help"),
+        (NATIVE + "gateway: {flags: [--http-port=9]}\n", "gateway.flags: --http-port follows from the rest"),
+        (NATIVE + "router: {flags: [--name, x]}\n", "router.flags: --name follows from the rest"),
+        (NATIVE + "router: {flags: [--mode=best]}\n", "router.flags: --mode: 'best' is not one of"),
+        (
+            "model: m\nworkers: {aggregated: {flags: [--kv-blocks, abc]}}\n",
+            "workers.aggregated.flags: --kv-blocks: 'abc' was given",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_place(text: str, says: str) -> None:
@@ -397,6 +413,8 @@ def test_what_cannot_be_is_refused_with_its_place(text: str, says: str) -> None:
         ("workers: {decode: {replica: 2}}\n", r"workers\[...\]: .*replica"),
         ("name: Upper\n", "name: "),
         ("nats: {storage: much}\n", "nats.storage: "),
+        ("workers: {decode: {load_s: .inf}}\n", r"workers\[...\].load_s: .*604800"),
+        ("drain_s: 1e9\n", "drain_s: "),
     ],
 )
 def test_a_wrong_key_or_value_is_named(text: str, says: str) -> None:
