@@ -13,7 +13,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from gateway.openai import Duration, Name, invalid, parse, unsupported
-from gateway.prepare import SEED_MASK, TIERS, Prepared, random_seed
+from gateway.options import SEED_MASK
+from gateway.prepare import TIERS, Prepared, random_seed
 from schemas.errors import Code, ServingError
 from schemas.fleet import Diffuser
 from schemas.ids import new_request_id

@@ -19,8 +19,9 @@ from gateway.exchange import CLOCK_SKEW_NS, Exchange, TokenFeed
 from gateway.metrics import Metrics
 from gateway.parsers.table import Parsers, agreed
 from gateway.pictures import PATHS, prepare_picture
-from gateway.prepare import CHAT, Draft, Prepared, Target, finish, prepare_chat, prepare_text
+from gateway.prepare import CHAT, Draft, Prepared, finish, prepare_chat, prepare_text
 from gateway.studios import ROLE, Studios
+from gateway.target import Target
 from schemas import control, done, fleet, requests, wire
 from schemas.errors import Code, ServingError
 from schemas.ids import time_of

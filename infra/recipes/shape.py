@@ -22,8 +22,8 @@ def shape_at(model: str) -> Shape:
         return shape_of(msgspec.json.decode(config.read_bytes(), type=dict), model=model)
     except OSError as error:
         raise UnknownShape(
-            f"{config} cannot be read ({error.strerror}): name a directory with a config.json, or the id of a model that "
-            f"is known here: {', '.join(known_models())}"
+            f"{config} cannot be read ({error.strerror}): name a directory with a config.json, or the id of a model "
+            f"that is known here: {', '.join(known_models())}"
         ) from error
     except msgspec.DecodeError as error:
         raise UnknownShape(f"{config} is not JSON: {error}") from error

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from configs.modeldir import ModelDir, load
-from gateway.prepare import Target
+from gateway.target import Target
 from tests.tiny_model import write
 
 

@@ -7,7 +7,8 @@ import msgspec
 import pytest
 
 from gateway.openai import MAX_PROCESSOR_BYTES, MAX_PROCESSORS
-from gateway.prepare import Prepared, Target, prepare_chat, prepare_text
+from gateway.prepare import Prepared, prepare_chat, prepare_text
+from gateway.target import Target
 from schemas.errors import Code, ServingError
 from schemas.requests import LogitsProcessor
 

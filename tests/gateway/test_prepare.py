@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.modeldir import ModelDir
-from gateway import prepare
-from gateway.prepare import Prepared, Target, prepare_chat, prepare_text
+from gateway import prompt
+from gateway.prepare import Prepared, prepare_chat, prepare_text
+from gateway.target import Target
 from schemas.blocks import chain, root
 from schemas.errors import Code, ServingError
 from schemas.requests import Priority, decode
@@ -220,7 +221,7 @@ def test_all_but_the_tokenisation_of_a_long_prompt_is_fast(
 ) -> None:
     content = CORPUS * 450
     spent = 0.0
-    real = prepare._encode
+    real = prompt.encode
 
     def timed(*args: Any, **options: Any) -> list[int]:
         nonlocal spent
@@ -229,7 +230,7 @@ def test_all_but_the_tokenisation_of_a_long_prompt_is_fast(
         spent += time.thread_time() - start
         return ids
 
-    monkeypatch.setattr(prepare, "_encode", timed)
+    monkeypatch.setattr("gateway.prepare.encode", timed)
     data = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": content}]}).encode()
     best = 1.0
     for _ in range(5):

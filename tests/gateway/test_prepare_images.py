@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.modeldir import DEMO, MODELS, ModelDir, load
-from gateway.prepare import Draft, Prepared, Target, finish, prepare_chat, prepare_text
+from gateway.prepare import Draft, Prepared, finish, prepare_chat, prepare_text
+from gateway.target import Target
 from infra.demo_model import template, vision
 from infra.eval.demo import messages_of
 from schemas.blocks import chain, media_extra, root

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from configs.fold import Fold
 from configs.modeldir import ModelDir
-from gateway.prepare import Target, prepare_chat, prepare_text
+from gateway.prepare import prepare_chat, prepare_text
 from gateway.render import Collector, Renderer
+from gateway.target import Target
 from schemas.errors import Code, ServingError
 from schemas.requests import GenerateRequest
 from schemas.tokens import WHOLE_REQUEST, Finish, Logprob, TokenItem

@@ -8,8 +8,9 @@ import pytest
 
 from configs.modeldir import ModelDir
 from gateway.openai import MAX_LOGPROBS, MAX_PROMPT_LOGPROBS
-from gateway.prepare import Prepared, Target, prepare_chat, prepare_text
+from gateway.prepare import Prepared, prepare_chat, prepare_text
 from gateway.render import Collector, Renderer
+from gateway.target import Target
 from schemas.errors import Code, ServingError
 from schemas.requests import GenerateRequest, Sampling
 from schemas.tokens import PROMPT, Finish, Logprob, TokenItem
@@ -86,7 +87,7 @@ def test_chat_answers_have_at_least_a_token(target: Target) -> None:
 
 @pytest.mark.parametrize("field", ["prompt_logprobs", "logprobs"])
 def test_tokens_times_alternatives_have_a_limit(target: Target, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.prepare.MAX_PROMPT_LOGPROBS", 400)
+    monkeypatch.setattr("gateway.options.MAX_PROMPT_LOGPROBS", 400)
     options = {"echo": True, "max_tokens": 1}
     assert text(target, [5] * 80, **{field: 4}, **options)
     with pytest.raises(ServingError) as caught:
@@ -99,7 +100,7 @@ def test_tokens_times_alternatives_have_a_limit(target: Target, field: str, monk
 
 
 def test_the_limit_counts_what_each_choice_of_a_text_repeats(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.prepare.MAX_PROMPT_LOGPROBS", 400)
+    monkeypatch.setattr("gateway.options.MAX_PROMPT_LOGPROBS", 400)
     assert text(target, [5] * 50, prompt_logprobs=1, n=4)
     with pytest.raises(ServingError, match=r"408 values.* in each of 4 choices.* fewer choices") as caught:
         text(target, [5] * 51, prompt_logprobs=1, n=4)

@@ -13,8 +13,9 @@ from tokenizers import AddedToken, Tokenizer
 from configs import modeldir
 from configs.modeldir import ModelDir
 from gateway.parsers.table import Parsers
-from gateway.prepare import Target, prepare_chat, prepare_text
+from gateway.prepare import prepare_chat, prepare_text
 from gateway.render import Collector, Renderer
+from gateway.target import Target
 from schemas.errors import ServingError
 from schemas.requests import GenerateRequest, Parsing
 from schemas.tokens import Finish, Logprob, TokenItem
