@@ -5,6 +5,7 @@ import contextlib
 import os
 import socket
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -30,7 +31,7 @@ from infra.up.http import base_url, get, reachable
 from infra.up.machine import free_run, gpus
 from infra.up.plan import Planned, plan
 from infra.up.process import Process
-from infra.up.show import Board, welcome
+from infra.up.show import Board, readable, welcome
 from infra.up.signals import Stop
 from infra.up.state import Running, State, write_state
 from infra.up.supervisor import Keeper
@@ -246,7 +247,7 @@ class Deployment:
         if hopeless and not self._ready and self._failed is not None and not self._failed.done():
             child = keeper.child
             lines = child.last_lines() if isinstance(child, Process) else []
-            said = "\n".join(f"  {line}" for line in lines) or "  (it said nothing)"
+            said = "\n".join(textwrap.indent(readable(line), "  ") for line in lines) or "  (it said nothing)"
             where = f"\n  (in {child.log_path})" if isinstance(child, Process) else ""
             self._failed.set_exception(
                 UpFailed(f"{child.name} ended with status {keeper.last_status} at start:\n{said}{where}")

@@ -12,6 +12,8 @@ from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElaps
 
 from infra.up.state import State
 
+_EVERYWHERE = {"timestamp", "level", "process", "logger"}  # in each line of a log
+
 
 class Board:
     """One line per process with its state and the time it took; plain lines where there is no terminal."""
@@ -58,6 +60,20 @@ class Board:
             self._progress.update(self._lines[name], completed=1, state=what)
         elif not self._quiet:
             self._console.print(f"{name:<12} {what}  {time.monotonic() - self._began:.1f} s", highlight=False)
+
+
+def readable(line: str) -> str:
+    """A line of a child's log, for people: of one in JSON what happened and why."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return line
+    if not isinstance(entry, dict) or "event" not in entry:
+        return line
+    said = ": ".join(str(entry.pop(key)) for key in ("event", "error") if key in entry)
+    trace = entry.pop("exception", "")
+    more = ", ".join(f"{key}={value}" for key, value in entry.items() if key not in _EVERYWHERE)
+    return said + (f" ({more})" if more else "") + (f"\n{trace}" if trace else "")
 
 
 def curl_line(http_url: str, model: str, makes: str = "text") -> str:

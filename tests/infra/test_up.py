@@ -24,7 +24,7 @@ from infra.up.groups import fleet_of
 from infra.up.main import Deployment, UpFailed, choose_ports
 from infra.up.plan import Planned, plan
 from infra.up.process import Process
-from infra.up.show import curl_line, welcome
+from infra.up.show import curl_line, readable, welcome
 from infra.up.state import State, read_state
 from infra.up.supervisor import Backoff, Keeper
 
@@ -130,6 +130,15 @@ async def test_a_child_that_refuses_its_settings_ends_the_start_with_its_own_wor
     up = Up(up_settings(tmp_path))
     with pytest.raises(UpFailed, match=r"(?s)worker-0 ended with status 2.*cannot use these settings"):
         await up.task
+
+
+def test_a_child_s_log_is_shown_as_what_happened_and_why() -> None:
+    common = {"timestamp": "t", "level": "error", "process": "gateway-0", "logger": "gateway"}
+    line = json.dumps(common | {"event": "start_failed", "error": 'model "x" is not a directory', "port": 5})
+    assert readable(line) == 'start_failed: model "x" is not a directory (port=5)'
+    assert readable(json.dumps(common | {"event": "died", "exception": "Traceback\n  x"})) == "died\nTraceback\n  x"
+    for plain in ("Traceback (most recent call last):", "{", "[1]", '{"a": 1}', ""):
+        assert readable(plain) == plain
 
 
 async def test_a_start_that_takes_too_long_names_who_is_missing(tmp_path: Path) -> None:
