@@ -88,7 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return version([])
     name, rest = split(args)
     if name is None:
-        print(f"penstock: no command {' '.join(args[:2])!r}\n{usage()}", file=sys.stderr)
+        if args[1:] in (["-h"], ["--help"]) and usage(args[0]) != usage():
+            print(usage(args[0]))
+            return 0
+        print(f"penstock: no command {' '.join(args[:2])!r}\n{usage(args[0])}", file=sys.stderr)
         return 2
     command = COMMANDS[name]
     run = _load(command.run)
@@ -112,9 +115,11 @@ def split(args: Sequence[str]) -> tuple[str | None, list[str]]:
     return None, []
 
 
-def usage() -> str:
-    width = max(map(len, COMMANDS))
-    lines = (f"  {name:<{width}}  {command.about}" for name, command in COMMANDS.items())
+def usage(first: str = "") -> str:
+    """The commands that begin with a word; all if none does."""
+    chosen = {name: command for name, command in COMMANDS.items() if name.startswith(f"{first} ")} or COMMANDS
+    width = max(map(len, chosen))
+    lines = (f"  {name:<{width}}  {command.about}" for name, command in chosen.items())
     return "usage: penstock COMMAND [FLAGS]\n\n" + "\n".join(lines) + "\n\n`penstock COMMAND --help` lists its flags."
 
 

@@ -42,6 +42,17 @@ def test_an_unknown_command_is_an_error(argv: Sequence[str], capsys: pytest.Capt
     assert "no command" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("argv", "status"), [(["recipe", "--help"], 0), (["recipe"], 2), (["recipe", "make"], 2)])
+def test_the_first_of_two_words_tells_of_the_second(
+    argv: list[str], status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == status
+    said = capsys.readouterr()
+    told = said.err if status else said.out
+    assert "recipe generate" in told
+    assert "gateway" not in told
+
+
 def test_a_command_of_two_words_keeps_its_arguments() -> None:
     assert split(["bench", "http", "--url", "x"]) == ("bench http", ["--url", "x"])
     assert split(["gateway", "http"]) == ("gateway", ["http"])
