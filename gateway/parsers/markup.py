@@ -97,6 +97,8 @@ class _Arguments:
 
 _PARAMETER_END = Marks("</parameter>")
 _VALUE_END = Marks("</arg_value>")
+_NEXT = ("<parameter=", "</function>")  # behind a parameter
+_NEXT_KEY = ("<arg_key>", "</tool_call>")
 
 
 def _qwen3_coder(reader: Reader, sink: Sink, texts: Texts) -> Steps[None]:
@@ -110,14 +112,14 @@ def _qwen3_coder(reader: Reader, sink: Sink, texts: Texts) -> Steps[None]:
     sink.call(name)
     reader.drop()
     arguments = _Arguments(sink, texts.get(name, {}))
-    while (mark := (yield from closing(reader, sink, "<parameter=", "</function>"))) == "<parameter=":
+    while (mark := (yield from closing(reader, sink, *_NEXT))) == _NEXT[0]:
         key = (yield from reader.run(_KEY)).strip()
         if not (yield from reader.literal(">")) or not key:
             sink.content(mark + key)
             break
         if not (yield from _value(reader, sink, _PARAMETER_END, arguments.key(key), lines=True)):
             return
-    if mark or not reader.ended:
+    if mark or not reader.cut_off(*_NEXT):
         arguments.end()
     yield from closing(reader, sink, "</tool_call>")
 
@@ -127,7 +129,7 @@ def _glm45(reader: Reader, sink: Sink, texts: Texts) -> Steps[None]:
     yield from reader.space()
     name = name_of((yield from reader.run(_NAME_RUN)))
     yield from reader.space()
-    mark = yield from reader.literal("<arg_key>", "</tool_call>")
+    mark = yield from reader.literal(*_NEXT_KEY)
     if not mark:
         raise Malformed
     sink.call(name)
@@ -142,8 +144,8 @@ def _glm45(reader: Reader, sink: Sink, texts: Texts) -> Steps[None]:
             return
         if not (yield from _value(reader, sink, _VALUE_END, arguments.key(key), lines=False)):
             return
-        mark = yield from closing(reader, sink, "<arg_key>", "</tool_call>")
-    if mark or not reader.ended:
+        mark = yield from closing(reader, sink, *_NEXT_KEY)
+    if mark or not reader.cut_off(*_NEXT_KEY):
         arguments.end()
 
 

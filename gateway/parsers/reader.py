@@ -105,6 +105,11 @@ class Reader:
                 return ""
             yield
 
+    def cut_off(self, *options: str) -> bool:
+        """Whether, where ``literal`` found none of ``options``, the text ends before it could be one."""
+        rest = self._text[self._at : self._at + max(map(len, options))]
+        return any(option.startswith(rest) for option in options)
+
     def space(self) -> Steps[str]:
         """Read white space."""
         return (yield from self.run(_SPACE))

@@ -59,6 +59,12 @@ def of_message(message: AnswerMessage) -> Said:
     return message.content, thought, tuple((c.id, c.function.name, c.function.arguments) for c in calls)
 
 
+def at_once(made: AnswerParser, text: str) -> Said:
+    """As an answer that is not streamed is read; what no text says is "" there."""
+    content, *rest = of_message(made.whole(text))
+    return content or "", *rest  # type: ignore[return-value]
+
+
 def cut(text: str, places: Iterable[int]) -> list[str]:
     at = sorted({place % (len(text) + 1) for place in places})
     return [text[start:end] for start, end in zip([0, *at], [*at, len(text)], strict=True)]
@@ -124,6 +130,7 @@ def test_no_cutting_changes_what_any_text_says(names: tuple[str, str, bool], tex
     whole = streamed(reader(reasoning, tools, thinking=thinking, texts=TEXTS), [text])
     assert streamed(reader(reasoning, tools, thinking=thinking, texts=TEXTS), cut(text, places)) == whole
     assert streamed(reader(reasoning, tools, thinking=thinking, texts=TEXTS), list(text)) == whole
+    assert at_once(reader(reasoning, tools, thinking=thinking, texts=TEXTS), text) == (whole[0] or "", *whole[1:])
 
 
 @settings(max_examples=200, deadline=None)
@@ -134,6 +141,20 @@ def test_no_cutting_changes_what_a_damaged_answer_says(case: Case, places: list[
     pieces = cut(text, places)
     whole = streamed(reader(case.reasoning, case.tools, **case.options), [text])
     assert streamed(reader(case.reasoning, case.tools, **case.options), pieces) == whole
+    assert at_once(reader(case.reasoning, case.tools, **case.options), text) == (whole[0] or "", *whole[1:])
+
+
+@pytest.mark.parametrize(
+    ("tools", "text"),
+    [
+        ("qwen3_coder", "<tool_call><function=f>\nso"),
+        ("glm45", "<tool_call>f\n<arg_key>a</arg_key><arg_value>1</arg_value>so"),
+    ],
+)
+def test_a_call_that_goes_over_into_text_is_ended_also_when_all_of_it_is_there(tools: str, text: str) -> None:
+    content, _, ((_, _, arguments),) = whole = at_once(reader("", tools), text)
+    assert (content, arguments[-1:]) == ("so", "}")
+    assert whole == streamed(reader("", tools), list(text))
 
 
 @settings(max_examples=400, deadline=None)
