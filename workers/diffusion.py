@@ -28,6 +28,7 @@ from schemas import done, fleet, jobs, requests
 from schemas.errors import Code, ServingError
 from schemas.requests import Diffusion
 from schemas.tokens import File, Finish, TokenItem
+from workers.choice import Choice
 from workers.engines.base import RequestError
 from workers.engines.diffusion.base import DiffusionEngine, Stopped
 from workers.engines.diffusion.encode import encode, media_type
@@ -35,7 +36,6 @@ from workers.life import Arrived, Life, Model
 from workers.metrics import Metrics
 from workers.process import WorkerProcess
 from workers.requests import Active, admit
-from workers.runner import Choice
 
 log = structlog.get_logger("worker")
 

@@ -4,7 +4,8 @@ import asyncio
 from typing import Any, NamedTuple
 
 from schemas import kv
-from workers.runner import EngineThread, Names
+from workers.choice import Names
+from workers.runner import EngineThread
 
 ANSWER_S = 5.0
 EVENT_BYTES = 64  # what an event takes besides its digests

@@ -15,11 +15,12 @@ from configs.settings import WorkerSettings
 from schemas import blocks
 from schemas.errors import ServingError
 from schemas.transfer import Endpoint
+from workers.choice import Flush
 from workers.engines.base import Engine, EngineError, VisionEngine
 from workers.engines.support import SUPPORT, able
 from workers.multiprocess import own_directory
 from workers.process import EXIT_CONFIG, EXIT_ENGINE, EXIT_OK, EXIT_START, WorkerProcess
-from workers.runner import EngineThread, Flush
+from workers.runner import EngineThread
 from workers.session import Model, Session
 from workers.transfer.base import Transport, TransportUnavailable
 

@@ -13,8 +13,8 @@ from schemas.requests import GenerateRequest, Stop
 from schemas.tokens import Finish
 from schemas.trace import Stamps, headers, stage_name
 from schemas.transfer import Ticket
+from workers.choice import Choice
 from workers.engines.base import Held, MediaReservation, MediaSpan, Reservation, SequenceRequest
-from workers.runner import Choice
 
 
 class Active(msgspec.Struct, eq=False):

@@ -22,6 +22,7 @@ from schemas.control import Ok, Push, Pushed, Release
 from schemas.errors import Code
 from schemas.tokens import Finish, TokenItem
 from schemas.transfer import Endpoint, Memory, Prefilled
+from workers.choice import Choice, Flush
 from workers.dump import Dumper
 from workers.engines.base import (
     Engine,
@@ -35,7 +36,7 @@ from workers.engines.base import (
 from workers.life import Arrived, Life, Model
 from workers.metrics import Metrics
 from workers.requests import Active, admit, already_over, sequences
-from workers.runner import Choice, EngineThread, Flush
+from workers.runner import EngineThread
 from workers.stages import Stages
 from workers.transfer.base import Transport
 

@@ -27,11 +27,12 @@ from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, Subjects
 from schemas.tokens import Finish, TokenBatch, TokenItem
 from schemas.transfer import HandOff
 from tests.configs.bus_support import eventually
+from workers.choice import Flush
 from workers.engines import mock
 from workers.engines.base import Engine, StepResult
 from workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
 from workers.metrics import Metrics
-from workers.runner import EngineThread, Flush
+from workers.runner import EngineThread
 from workers.session import Model, Session
 from workers.transfer import Network, Transport, open_transport
 

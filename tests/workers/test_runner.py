@@ -15,10 +15,11 @@ from configs.modeldir import TINY, load_tokenizer
 from schemas import blocks, kv, wire
 from schemas.requests import Sampling, Stop
 from schemas.tokens import PROMPT, Logprob, TokenItem
+from workers.choice import SCORED_BYTES, Choice, Flush, Names
 from workers.engines import mock
 from workers.engines.base import Engine, EngineError, EngineStats, Failure, Output, SequenceRequest, StepResult
 from workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
-from workers.runner import MAX_AHEAD, SCORED_BYTES, Choice, EngineThread, Flush, Names
+from workers.runner import MAX_AHEAD, EngineThread
 
 VOCABULARY = Vocabulary(1000)
 ROOT = blocks.root("rev")
