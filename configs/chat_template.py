@@ -60,6 +60,8 @@ class ChatTemplate:
                 add_generation_prompt=True,
                 **{**self._special_tokens, **variables},
             )
+        except RecursionError:
+            raise TemplateError("tools, arguments or variables are nested too deeply") from None
         except Exception as error:  # templates are code: anything may come out of them
             raise TemplateError(f"{type(error).__name__}: {error}") from error
         return str(texts[0])

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs import modeldir
 from configs.modeldir import ModelDir
 from gateway import prompt
 from gateway.prepare import Prepared, prepare_chat, prepare_text
@@ -197,6 +198,13 @@ def test_what_a_template_refuses_is_the_clients_error(tmp_path_factory: pytest.T
     error = refusal(prepare_chat, json.dumps(body).encode(), strict, now_ns=NOW)
     assert error.code is Code.invalid_request
     assert "roles must alternate" in error.message
+
+
+def test_arguments_that_are_nested_too_deeply_for_the_template_are_named() -> None:
+    call = {"function": {"name": "f", "arguments": '{"a":' + "[" * 900 + "]" * 900 + "}"}}
+    body = {"model": "demo", "messages": [{"role": "assistant", "tool_calls": [call]}]}
+    with pytest.raises(ServingError, match="arguments or variables are nested too deeply"):
+        prepare_chat(json.dumps(body).encode(), Target(modeldir.load(modeldir.DEMO), ("demo",), "gw1"), now_ns=NOW)
 
 
 def test_template_variables_cannot_replace_the_messages(target: Target) -> None:
