@@ -170,7 +170,7 @@ async def test_a_number_of_requests_is_measured_exactly() -> None:
 async def test_a_duration_is_kept_without_a_stream_too() -> None:
     async with serving() as (_, target):
         (stage,) = await _measure(bench(duration=0.3, warm_up=0.05, stream=False), target, {})
-    assert stage.seconds == pytest.approx(0.3, abs=0.25)
+    assert 0.3 <= stage.seconds < 10  # what was begun is ended, on a machine that may be busy
     assert stage.requests > 10
     assert stage.failed == 0
 

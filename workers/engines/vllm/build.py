@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import structlog
+import zmq
 
 from configs import modeldir
 from configs.engine_args.tree import BadArguments, Tree
@@ -186,7 +187,7 @@ def subscribe(tree: Tree, rank: int, facts: "queue.SimpleQueue[Fact]") -> Subscr
             topic=config.get("topic") or "",
             binds=binds,  # a publisher with a plain address connects to it
         )
-    except OSError as error:  # ZMQError is one
+    except zmq.ZMQError as error:
         raise EngineError(f"kv_events_config.endpoint {endpoint}: {error}") from error
 
 

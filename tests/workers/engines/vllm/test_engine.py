@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from tests.workers.engines.contract import ALL, BLOCK, WORDS, Driver, ask, fold,
 from workers.engines.base import EngineError
 from workers.engines.foreign import handed
 from workers.engines.foreign.metrics import NativeSeries
+from workers.engines.vllm.build import subscribe
 from workers.engines.vllm.metrics import PREFIX, Scheduler
 
 (SUBJECT,) = (subject for subject in ALL if subject.name == "vllm")
@@ -250,6 +252,11 @@ def test_a_wrong_argument_ends_the_start_and_leaves_nothing(make: Make, argument
     with pytest.raises(BadArguments, match=words):
         make(override_engine_args=arguments)
     assert threading.active_count() == before
+
+
+def test_an_endpoint_of_events_that_cannot_be_used_is_named() -> None:
+    with pytest.raises(EngineError, match="kv_events_config.endpoint tcp://no-such-host.invalid"):
+        subscribe({"kv_events_config": {"endpoint": "tcp://no-such-host.invalid:x"}}, 0, queue.SimpleQueue())
 
 
 def test_without_nixl_a_hand_over_is_refused_at_start(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
