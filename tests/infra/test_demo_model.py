@@ -190,7 +190,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     work = tmp_path_factory.mktemp("work")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (work / name).write_bytes((DEMO / name).read_bytes())
-    flags = ["--work", str(work), "--smoke", "--batch-tokens", "8192", "--steps", "14", "--rate", "5e-3"]
+    flags = ["--work", str(work), "--smoke", "--batch-tokens", "8192", "--steps", "8", "--rate", "5e-3"]
     first = train.run(train.options_of([*flags, "--minutes", "0"]))
     assert first["step"] == 1
     return work, train.run(train.options_of(flags))
@@ -198,7 +198,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
 
 def test_a_smoke_training_goes_on_where_it_stopped_and_its_loss_falls(trained: tuple[Path, dict[str, Any]]) -> None:
     work, state = trained
-    assert state["step"] == 14
+    assert state["step"] == 8
     assert all(file.stat().st_size < 16 << 20 for file in work.iterdir())
     assert state["losses"][-1][1] < 0.95 * np.log(1280)
 
@@ -220,16 +220,16 @@ def test_an_interrupted_save_leaves_the_one_before(
             raise KeyboardInterrupt
         return move(file, target)
 
-    flags = ["--work", str(work), "--smoke", "--batch-tokens", "8192", "--steps", "17", "--rate", "5e-3"]
+    flags = ["--work", str(work), "--smoke", "--batch-tokens", "8192", "--steps", "11", "--rate", "5e-3"]
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", fail)
         with pytest.raises(KeyboardInterrupt):  # in the save behind the first of three steps
             train.run(train.options_of([*flags, "--save-minutes", "0"]))
-    assert checkpoint.state_of(work)["step"] == 14
+    assert checkpoint.state_of(work)["step"] == 8
     assert all(before[name].equal(weight) for name, weight in checkpoint.weights_of(work).items())
-    assert train.run(train.options_of(flags))["step"] == 17
+    assert train.run(train.options_of(flags))["step"] == 11
     assert sorted(file.name for file in work.glob("*.safetensors*")) == [
-        f"{part}-17.safetensors" for part in ("exp_avg", "exp_avg_sq", "rest", "weights")
+        f"{part}-11.safetensors" for part in ("exp_avg", "exp_avg_sq", "rest", "weights")
     ]
 
 
