@@ -98,6 +98,13 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
     publish_events_and_metrics: Annotated[bool, about("publish KV events and serve metrics")] = True
     device: Annotated[Literal["auto", "cpu", "cuda"], about("where the engine computes; vllm: as its build")] = "auto"
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], about("of weights and KV")] = "auto"
+    kv_dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16", "fp8"],
+        about("native engine: KV is kept in this; auto: as --dtype; fp8 needs half of bfloat16's memory"),
+    ] = "auto"
+    kv_memory_fraction: Annotated[
+        float, Meta(ge=0, le=1, description="native engine: free memory for KV; 0: 0.85 on CUDA, 0.25 on a CPU")
+    ] = 0.0
     threads: Annotated[int, Meta(ge=0, description="CPU threads of the engine; 0: it decides")] = 0
     mock_speedup: Annotated[float, Meta(ge=0, description="mock engine: times faster than life; 0: no waiting")] = 1.0
     mock_ranks: Annotated[Positive, about("mock engine: attention data-parallel ranks, each with its own cache")] = 1

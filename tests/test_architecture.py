@@ -74,6 +74,19 @@ def find(name: str, roots: tuple[Path, ...], beside: Path | None) -> Path | None
     return None
 
 
+def is_identifier(name: str) -> bool:
+    """Of our source; and no path that leads nowhere."""
+    plain = re.fullmatch(r"[A-Za-z_.]+", name) is not None
+    return plain and all(re.search(rf"\b{part}\b", source()) for part in name.split("."))
+
+
+def is_in_module(name: str, beside: Path | None) -> bool:
+    """``folder/module.name``."""
+    module, _, attribute = name.rpartition(".")
+    path = find(module, SOURCE_ROOTS, beside) if module else None
+    return path is not None and path.is_file() and re.search(rf"\b{attribute}\b", text_of(path)) is not None
+
+
 def missing(row: Row) -> list[str]:
     """Names of a row's places that mean nothing."""
     wrong, beside = [], None
@@ -84,23 +97,25 @@ def missing(row: Row) -> list[str]:
                 wrong.append(name)
         elif path := find(name, SOURCE_ROOTS, beside):
             beside = path if path.is_dir() else path.parent
-        elif not re.fullmatch(r"[A-Za-z_.]+", name):  # a path that leads nowhere
-            wrong.append(name)
-        elif not all(re.search(rf"\b{part}\b", source()) for part in name.split(".")):
+        elif not is_identifier(name) and not is_in_module(name, beside):
             wrong.append(name)
     return wrong
 
 
 def missing_tests(row: Row) -> list[str]:
     """Names of a row's tests that no file or function has."""
-    wrong, beside = [], None
+    wrong: list[str] = []
+    path = beside = None
     for name in row.tests:
         if name.startswith("python -m "):
             if find(name.removeprefix("python -m ").replace(".", "/"), (ROOT,), None) is None:
                 wrong.append(name)
             continue
         file, _, function = name.partition("::")
-        path = find(file, TEST_ROOTS, beside)
+        if name.startswith("…"):  # another one of the same file
+            function = name
+        else:
+            path = find(file, TEST_ROOTS, beside)
         if path is None:
             wrong.append(name)
             continue

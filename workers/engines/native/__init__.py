@@ -25,6 +25,8 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine:
         threads=settings.threads,
         embed_slots=settings.embed_slots,
         processors=processors(settings, path),
+        kv_dtype=settings.kv_dtype,
+        kv_memory_fraction=settings.kv_memory_fraction,
     )
 
 

@@ -11,7 +11,7 @@ from workers.engines.core.scheduler import Scheduler
 from workers.engines.logits import Registry
 from workers.engines.native.executor import TorchExecutor
 from workers.engines.native.model import Model, ModelError, eyes, load
-from workers.engines.native.pool import Pool, blocks_that_fit, out_of_memory
+from workers.engines.native.pool import DTYPES, Pool, blocks_that_fit, out_of_memory
 
 
 def build(
@@ -29,6 +29,8 @@ def build(
     threads: int = 0,
     embed_slots: int = 0,
     processors: Registry | None = None,
+    kv_dtype: str = "auto",
+    kv_memory_fraction: float = 0.0,
 ) -> ScheduledEngine:
     """Load a model and make its engine; the first step finds everything in place.
 
@@ -40,6 +42,8 @@ def build(
         threads: of torch on a CPU, for this process; 0: torch decides.
         embed_slots: pictures whose embeddings are kept, if the model sees; 0: 256, or fewer where memory is short.
         processors: of logits, that requests may name; None: none.
+        kv_dtype: that KV is kept in; "auto": the weights'.
+        kv_memory_fraction: of free memory for the pool; 0: 0.85 on CUDA, a quarter on a CPU.
 
     Raises:
         ModelError: the model cannot be served here; the text says what to change.
@@ -54,7 +58,7 @@ def build(
         loaded = load(model, device=where, dtype=dtype)
         sight = eyes(model, loaded.forward, embed_slots) if loaded.sees else None
         limit = _model_len(max_model_len, loaded.max_positions)
-        pool = _pool(loaded, kv_blocks, block_size, limit)
+        pool = _pool(loaded, kv_blocks, block_size, limit, kv_dtype, kv_memory_fraction)
     except torch.OutOfMemoryError as error:
         raise EngineError(out_of_memory(error)) from error
     blocks = BlockManager(pool.blocks, prefix_cache=prefix_cache, kv_events=kv_events)
@@ -99,17 +103,18 @@ def _model_len(wanted: int, limit: int) -> int:
     return wanted or limit
 
 
-def _pool(model: Model, kv_blocks: int, block_size: int, model_len: int) -> Pool:
+def _pool(model: Model, kv_blocks: int, block_size: int, model_len: int, kv_dtype: str, share: float) -> Pool:
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1, not {block_size}")
-    block_bytes = model.shape.block_bytes(block_size, model.dtype)
-    blocks = kv_blocks or blocks_that_fit(block_bytes, -(-model_len // block_size), model.device)
+    dtype = DTYPES.get(kv_dtype, model.dtype)
+    block_bytes = model.shape.block_bytes(block_size, dtype)
+    blocks = kv_blocks or blocks_that_fit(block_bytes, -(-model_len // block_size), model.device, share)
     if blocks < 1:
         raise EngineError(
             f"no memory is left for a single KV block of {block_bytes} bytes on {model.device}; "
-            "set kv_blocks, lower block_size, or use a smaller model or dtype"
+            "set kv_blocks, raise kv_memory_fraction, lower block_size, or use a smaller model or dtype"
         )
     try:
-        return Pool(model.shape, blocks, block_size, model.dtype, model.device)
+        return Pool(model.shape, blocks, block_size, dtype, model.device, model.dtype)
     except OSError as error:  # mmap
         raise EngineError(f"{blocks} KV blocks of {block_bytes} bytes do not fit; lower kv_blocks") from error

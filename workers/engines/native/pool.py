@@ -15,6 +15,12 @@ from schemas.transfer import Memory
 from workers.engines import host
 
 CUDA_SHARE = 0.85  # of what weights leave; activations need the rest
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +38,32 @@ class KvShape:
 class Pool:
     """KV of all sequences.
 
+    Args:
+        dtype: that it is kept in.
+        computed: that the model computes in; None: the same.
+
     Attributes:
         data: (blocks, layers, 2, block_size, kv_heads, head_dim); index 0 of the third axis is keys, 1 values.
     """
 
-    def __init__(self, shape: KvShape, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        shape: KvShape,
+        blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        computed: torch.dtype | None = None,
+    ) -> None:
         self.shape = shape
+        self.computed = computed or dtype
         self.blocks = blocks
         self.block_size = block_size
         self.block_bytes = shape.block_bytes(block_size, dtype)
         size = (blocks, shape.layers, 2, block_size, shape.kv_heads, shape.head_dim)
         self.data = zeros(size, dtype, device)
+        self._raw = self.data if dtype.itemsize > 1 else self.data.view(torch.uint8)  # 8-bit floats cannot be indexed
+        self._limit = torch.finfo(dtype).max if self.computed != dtype else 0.0
 
     def write(self, layer: int, blocks: Tensor, offsets: Tensor, key: Tensor, value: Tensor) -> None:
         """Store new tokens.
@@ -51,9 +72,15 @@ class Pool:
             blocks, offsets: (tokens,) int64, where each goes; no position twice.
             key, value: (tokens, kv_heads, head_dim).
         """
-        place = self.data[:, layer]
+        place = self._raw[:, layer]
+        if self._limit:
+            key, value = self._narrowed(key), self._narrowed(value)
         place[blocks, 0, offsets] = key
         place[blocks, 1, offsets] = value
+
+    def _narrowed(self, values: Tensor) -> Tensor:
+        """As they are kept: the largest number instead of infinity or none, which would spoil every later token."""
+        return values.clamp(-self._limit, self._limit).to(self.data.dtype).view(self._raw.dtype)
 
     def read(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of keys and values of whole blocks.
@@ -65,13 +92,15 @@ class Pool:
         rows, n = table.shape
         flat = table.reshape(-1)
         tokens = (rows, n * self.block_size, self.shape.kv_heads, self.shape.head_dim)
-        keys, values = (self.data[:, layer, part].index_select(0, flat).view(tokens) for part in (0, 1))
+        keys, values = (self._raw[:, layer, part].index_select(0, flat).view(tokens) for part in (0, 1))
+        if self._limit:
+            keys, values = (part.view(self.data.dtype).to(self.computed) for part in (keys, values))
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def clear(self, blocks: list[int]) -> None:
         """Forget what earlier owners left: what a batch reads beside its own tokens must at least be finite."""
         if blocks:
-            self.data.index_fill_(0, torch.tensor(blocks, device=self.data.device), 0)
+            self._raw.index_fill_(0, torch.tensor(blocks, device=self.data.device), 0)
 
     def memory(self) -> Memory:
         """Where other processes find the blocks."""
@@ -117,17 +146,20 @@ def out_of_memory(error: Exception) -> str:
     )
 
 
-def blocks_that_fit(block_bytes: int, wanted: int, device: torch.device) -> int:
+def blocks_that_fit(block_bytes: int, wanted: int, device: torch.device, share: float = 0.0) -> int:
     """How many blocks a pool may have: a share of free memory, or ``wanted`` if that is more and half would do.
 
     Args:
         wanted: blocks of one sequence as long as the model takes.
+        share: of free memory, which then decides alone; 0: as above.
     """
     free = free_bytes(device)
+    if share:
+        return int(free * share) // block_bytes
     if device.type == "cuda":
         return int(free * CUDA_SHARE) // block_bytes
-    share = host.share(free) // block_bytes
-    return max(share, min(wanted, free // 2 // block_bytes))
+    usual = host.share(free) // block_bytes
+    return max(usual, min(wanted, free // 2 // block_bytes))
 
 
 def free_bytes(device: torch.device) -> int:

@@ -5,11 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from configs.settings import WorkerSettings
 from schemas.requests import Sampling, Stop
 from tests.workers.engines.native.models import COMMON, EOS, VOCAB, prompt, reference, request, run, tokens
-from workers.engines import host
+from workers.engines import host, native
 from workers.engines.base import EngineError
 from workers.engines.native import attention as attention_module
 from workers.engines.native import pool as pool_module
@@ -45,6 +48,58 @@ def test_default_pool_is_a_share_of_memory_that_is_only_taken_when_used(
     monkeypatch.setattr(pool_module, "free_bytes", lambda device: 0)
     with pytest.raises(EngineError, match="kv_blocks"):
         build(str(llama), device="cpu")
+
+
+@given(fraction=st.floats(0.01, 1.0))
+def test_the_number_of_blocks_follows_the_fraction(fraction: float) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool_module, "free_bytes", lambda device: 1000)
+        for device in ("cpu", "cuda"):
+            found = pool_module.blocks_that_fit(10, 50, torch.device(device), fraction)
+            assert found == int(1000 * fraction) // 10
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.5])
+def test_a_pool_takes_the_fraction_that_it_is_told(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, fraction: float
+) -> None:
+    block_bytes = 3 * 2 * 32 * 2 * 16 * 4
+    monkeypatch.setattr(pool_module, "free_bytes", lambda device: 100 * block_bytes)
+    settings = WorkerSettings(model=str(llama), device="cpu", kv_memory_fraction=fraction)
+    monkeypatch.setattr(native, "processors", lambda settings, path: None)  # this model has no tokenizer
+    assert native.from_settings(settings, llama).info.total_blocks == 100 * fraction
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("auto", torch.float32), ("bfloat16", torch.bfloat16), ("float16", torch.float16), ("fp8", torch.float8_e4m3fn)],
+)
+def test_kv_is_kept_in_the_dtype_that_was_asked_for(llama: Path, name: str, dtype: torch.dtype) -> None:
+    """Half the bytes, twice the blocks; and what is computed from it differs by its rounding only."""
+    engine: Any = build(str(llama), device="cpu", block_size=8, kv_blocks=16, kv_dtype=name)
+    assert engine._executor._pool.data.dtype == dtype
+    assert engine.memory()["kv"].block_bytes == 3 * 2 * 8 * 2 * 16 * dtype.itemsize
+    sampling = Sampling(temperature=0, logprobs=0)
+    found = run(engine, [request(0, prompt(20), 8, sampling), request(1, prompt(20), 8, sampling)])
+    exact = run(build(str(llama), device="cpu", block_size=8, kv_blocks=16), [request(0, prompt(20), 8, sampling)])[0]
+    assert tokens(found)[0] == tokens(found)[1]
+    first, wanted = found[0][0].logprob, exact[0].logprob  # of tokens computed from the pool's values
+    assert first is not None
+    assert wanted is not None
+    assert first.logprob == pytest.approx(wanted.logprob, abs={4: 1e-6, 2: 0.1, 1: 1.0}[dtype.itemsize])
+    assert (abs(first.logprob - wanted.logprob) < 1e-5) == (dtype == torch.float32)  # it is really narrowed
+
+
+def test_numbers_that_eight_bits_do_not_hold_become_the_largest() -> None:
+    pool = Pool(KvShape(1, 1, 2), 2, 4, torch.float8_e4m3fn, torch.device("cpu"), torch.float32)
+    place = torch.tensor([1]), torch.tensor([2])
+    pool.write(0, *place, torch.tensor([[[1e9, 0.3]]]), torch.tensor([[[-1e9, 2.0]]]))
+    keys, values = pool.read(0, torch.tensor([[1]]))
+    assert keys.dtype == torch.float32
+    assert keys[0, 0, 2].tolist() == [448.0, 0.3125]
+    assert values[0, 0, 2].tolist() == [-448.0, 2.0]
+    pool.clear([1])
+    assert not pool.read(0, torch.tensor([[1]]))[0].any()
 
 
 def test_one_block_is_one_contiguous_range() -> None:
