@@ -93,6 +93,10 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
     ] = 0
     max_running: Annotated[Positive, about("sequences per step")] = 256
     max_batched_tokens: Annotated[Positive, about("tokens computed per step")] = 8192
+    scheduler_policy: Annotated[
+        Literal["max_utilization", "guaranteed_no_evict"],
+        about("native, mock: start a sequence when its prompt fits the KV pool, or when its longest answer does, too"),
+    ] = "max_utilization"
     max_model_len: Annotated[int, Meta(ge=0, description="prompt + output; 0: the model's own limit")] = 0
     prefix_cache: Annotated[bool, about("reuse KV blocks across requests")] = True
     publish_events_and_metrics: Annotated[bool, about("publish KV events and serve metrics")] = True

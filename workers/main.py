@@ -169,6 +169,17 @@ def _check(settings: WorkerSettings) -> None:
             raise ValueError(f"--role {settings.role} needs a transfer backend; use --transfer auto")
     elif settings.role == "encode" and settings.transfer == "none":
         raise ValueError("--role encode needs a transfer backend for its embeddings; use --transfer auto")
+    if settings.scheduler_policy != "max_utilization":
+        if settings.engine not in ("native", "mock"):
+            raise ValueError(
+                f"--scheduler-policy is of the native engine and the mock; {settings.engine} takes it from "
+                "--extra-engine-args"
+            )
+        if settings.role == "decode":
+            raise ValueError(
+                f"--scheduler-policy {settings.scheduler_policy}: a decode worker takes blocks in before it knows the "
+                "longest answer; use it with --role aggregated or prefill"
+            )
     support = SUPPORT[settings.engine]
     if settings.role == "encode" and not support.encode:
         raise ValueError(

@@ -207,6 +207,7 @@ def test_a_worker_whose_transfer_backend_is_broken_does_not_start_and_says_why(
         (("--role", "encode"), "needs no encode worker"),
         (("--event-plane", "zmq", "--mock-ranks", "3", "--kv-events-port", "65531"), "use 65530 at most"),
         (("--role", "decode", "--mock-ranks", "2"), "only workers of --role aggregated have ranks"),
+        (("--role", "decode", "--scheduler-policy", "guaranteed_no_evict"), "--role aggregated or prefill"),
     ],
     ids=str,
 )
@@ -225,9 +226,10 @@ def test_roles_that_cannot_work_are_refused_with_the_way_out(
         ({"event_plane": "zmq", "prefix_cache": False}, "no KV events"),
         ({"event_plane": "zmq", "publish_events_and_metrics": False}, "no KV events"),
         ({"event_plane": "zmq", "role": "encode"}, "no KV events"),
+        ({"engine": "trtllm", "scheduler_policy": "guaranteed_no_evict"}, "--extra-engine-args"),
     ],
     ids=str,
 )
-def test_event_planes_without_events_are_refused(settings: dict[str, Any], words: str) -> None:
+def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         module._check(WorkerSettings(**settings))

@@ -71,14 +71,19 @@ class BlockManager:
             found.append(block)
         return found
 
-    def take(self, hits: list[int], fresh: int) -> list[int] | None:
-        """A new table: hold ``hits`` (from ``match``) and ``fresh`` empty blocks; None: there is no room."""
-        holders, idle = self._holders, self._idle
+    def left(self, hits: list[int], fresh: int) -> int:
+        """What would be ``available`` after such a ``take``; below 0: there is no room for it."""
+        holders = self._holders
         revived = 0
         for block in hits:
             if not holders[block]:
                 revived += 1
-        if fresh + revived > self.available:
+        return self.available - fresh - revived
+
+    def take(self, hits: list[int], fresh: int) -> list[int] | None:
+        """A new table: hold ``hits`` (from ``match``) and ``fresh`` empty blocks; None: there is no room."""
+        holders, idle = self._holders, self._idle
+        if self.left(hits, fresh) < 0:
             return None
         for block in hits:
             if not holders[block]:

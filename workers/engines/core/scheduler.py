@@ -3,7 +3,8 @@
 Continuous batching with chunked prefill: running sequences first, in admission order, then waiting ones first
 come first served, within a budget of tokens. A sequence gets blocks for all it knows when it is admitted, then
 one at a time; when there is none, the newest running one is preempted: it gives its blocks back, waits at the
-front with the tokens it has generated, and is computed again (mostly from the cache).
+front with the tokens it has generated, and is computed again (mostly from the cache). With ``no_evict`` it waits
+until there is room for its longest answer beside those of all that run, and is never preempted.
 """
 
 from array import array
@@ -48,6 +49,8 @@ class Scheduler:
         max_batched_tokens: tokens computed per step, prompt and decode.
         max_model_len: prompt + output of one sequence, tokens.
         max_scored_tokens: prompt tokens per step of sequences whose prompts are scored.
+        no_evict: whoever runs is sure of all blocks it may need. Not of sequences with a reservation, which was made
+            without knowing them.
 
     Attributes:
         scoring: slots of the last plan whose sequences get ``scores``.
@@ -63,6 +66,7 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: Iterable[int] = (),
         max_scored_tokens: int = MAX_SCORED_TOKENS,
+        no_evict: bool = False,
     ) -> None:
         for name, value in (
             ("block_size", block_size),
@@ -82,6 +86,7 @@ class Scheduler:
         self._max_batched_tokens = max_batched_tokens
         self._max_model_len = max_model_len
         self._max_scored_tokens = max_scored_tokens
+        self._no_evict = no_evict
         self.scoring: list[Slot] = []
         self._pool_tokens = blocks.total_blocks * block_size
         self._eos = frozenset(eos_token_ids)
@@ -308,7 +313,10 @@ class Scheduler:
             fresh = sequence.score if sequence.score < sequence.prompt_len else known
             hits = blocks.match(sequence.digests, (fresh - 1) // size)
             tail = self._tail(sequence, hits)
-            table = blocks.take(hits, -(-known // size) - len(hits) - len(tail))
+            new = -(-known // size) - len(hits) - len(tail)
+            if self._no_evict and sequence.reservation is None and not self._sure(sequence, hits, new):
+                return
+            table = blocks.take(hits, new)
             if table is None:  # what runs ends and makes room, or a hand-over does
                 return
             del waiting[key]
@@ -336,6 +344,14 @@ class Scheduler:
             if now:
                 self._plan(plan, Slot(sequence, cached, now, cached + now == known))
                 budget -= now
+
+    def _sure(self, sequence: Sequence, hits: list[int], new: int) -> bool:
+        """Room for all that a sequence may become, beside all that those that run may."""
+        size = self._block_size
+        rest = -(-(sequence.limit - 1) // size) - len(hits) - new  # the last token is never computed
+        for other in self.running:
+            rest += max(0, -(-(other.limit - 1) // size) - len(other.blocks))
+        return self.blocks.left(hits, new) >= rest
 
     @staticmethod
     def _tail(sequence: Sequence, hits: list[int]) -> list[int]:

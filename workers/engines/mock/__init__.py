@@ -38,6 +38,7 @@ def build(
     memory_block_bytes: int = 0,
     image_tokens: int = 0,
     embed_slots: int = 0,
+    no_evict: bool = False,
 ) -> ScheduledEngine:
     """A mock engine.
 
@@ -49,6 +50,7 @@ def build(
         memory_block_bytes: of each KV block, which then holds a checksum of what it stands for; 0: no memory.
         image_tokens: placeholder tokens of an image; 0: a model without eyes.
         embed_slots: images whose embeddings are kept; 0: the default.
+        no_evict: see ``Scheduler``.
 
     Raises:
         ValueError: a size below 1, or every id is excluded.
@@ -63,6 +65,7 @@ def build(
         max_batched_tokens=max_batched_tokens,
         max_model_len=max_model_len,
         eos_token_ids=eos,
+        no_evict=no_evict,
     )
     eyes = MockEyes(embed_slots or DEFAULT_SLOTS, image_tokens) if image_tokens else None
     pool = MockBlocks(blocks.total_blocks, block_size, memory_block_bytes, eyes) if memory_block_bytes else None
@@ -168,6 +171,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine | Ran
         memory_block_bytes=0 if settings.role == "aggregated" else BLOCK_BYTES,
         image_tokens=seen,
         embed_slots=settings.embed_slots,
+        no_evict=settings.scheduler_policy == "guaranteed_no_evict",
     )
 
 

@@ -31,6 +31,7 @@ def build(
     processors: Registry | None = None,
     kv_dtype: str = "auto",
     kv_memory_fraction: float = 0.0,
+    no_evict: bool = False,
 ) -> ScheduledEngine:
     """Load a model and make its engine; the first step finds everything in place.
 
@@ -44,6 +45,7 @@ def build(
         processors: of logits, that requests may name; None: none.
         kv_dtype: that KV is kept in; "auto": the weights'.
         kv_memory_fraction: of free memory for the pool; 0: 0.85 on CUDA, a quarter on a CPU.
+        no_evict: see ``Scheduler``.
 
     Raises:
         ModelError: the model cannot be served here; the text says what to change.
@@ -69,6 +71,7 @@ def build(
         max_batched_tokens=max_batched_tokens,
         max_model_len=limit,
         eos_token_ids=loaded.eos_token_ids,
+        no_evict=no_evict,
     )
     info = EngineInfo(
         name="native",

@@ -30,6 +30,7 @@ class Bench:
         max_batched_tokens: int = 64,
         max_model_len: int = 1000,
         prefix_cache: bool = True,
+        no_evict: bool = False,
         token: Callable[[Slot], int] = lambda slot: 100 + len(slot.sequence.tokens),
     ) -> None:
         self.blocks = BlockManager(total_blocks, prefix_cache=prefix_cache)
@@ -40,6 +41,7 @@ class Bench:
             max_batched_tokens=max_batched_tokens,
             max_model_len=max_model_len,
             eos_token_ids=(2,),
+            no_evict=no_evict,
         )
         self.token = token
         self.plan: list[Slot] = []
@@ -213,6 +215,56 @@ def test_a_preempted_one_is_started_once_and_goes_before_the_waiting() -> None:
     assert order == ["old", "new", "later"]
     assert started == ["old", "new", "later"]
     assert bench.scheduler.stats().preemptions > 0
+
+
+def test_where_nobody_may_be_evicted_a_sequence_waits_for_room_for_its_longest_answer() -> None:
+    bench = Bench(total_blocks=5, no_evict=True)
+    bench.scheduler.submit(request("old", [1] * 7, max_tokens=8))  # 4 blocks in the end
+    bench.scheduler.submit(request("new", [3] * 7, max_tokens=4))  # 3
+    bench.step()
+    assert [slot[0] for slot in bench.shape] == ["old"]
+    assert bench.scheduler.stats().waiting == 1
+    got = bench.finish()
+    assert [len(got[key]) for key in ("old", "new")] == [7, 4]
+    assert bench.scheduler.stats().preemptions == 0
+    bench.scheduler.submit(request("whole", [5] * 7, max_tokens=100))  # its answer ends where the pool does
+    assert isinstance(bench.finish()["whole"][-1], Failure)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    asked=st.lists(
+        st.tuples(st.lists(st.sampled_from([0, 1]), min_size=1, max_size=9), st.integers(1, 12), st.integers(0, 3)),
+        min_size=1,
+        max_size=12,
+    ),
+    block_size=st.integers(1, 4),
+    total_blocks=st.integers(6, 24),
+    prefix_cache=st.booleans(),
+)
+def test_where_nobody_may_be_evicted_nobody_is(
+    asked: list[tuple[list[int], int, int]], block_size: int, total_blocks: int, prefix_cache: bool
+) -> None:
+    """Prompts that share beginnings, coming at any time; all that can end at all end, with no step done twice."""
+    answers = {}
+    for no_evict in (True, False):
+        bench = Bench(total_blocks=total_blocks, block_size=block_size, prefix_cache=prefix_cache, no_evict=no_evict)
+        got: dict[object, list[int]] = {}
+        for key, (prompt, max_tokens, pause) in enumerate(asked):
+            try:
+                bench.scheduler.submit(request(key, prompt, max_tokens=max_tokens))
+            except RequestError:  # larger than the pool
+                continue
+            for _ in range(pause):
+                for output in bench.step().outputs:
+                    got.setdefault(output.key, []).append(output.token)
+        for key, items in bench.finish(2000).items():
+            got.setdefault(key, []).extend(item.token for item in items if isinstance(item, Output))
+        check_pool(bench.blocks, [])
+        if no_evict:
+            assert bench.scheduler.stats().preemptions == 0
+        answers[no_evict] = got
+    assert answers[True] == answers[False]
 
 
 def test_cancel_frees_at_once_in_any_state() -> None:

@@ -1,6 +1,8 @@
 import math
 from array import array
+from typing import Literal
 
+import msgspec
 import pytest
 
 from configs import modeldir
@@ -186,3 +188,21 @@ def test_settings_may_shorten_the_model_and_quiet_its_events() -> None:
     settings = WorkerSettings(engine="mock", max_model_len=100, publish_events_and_metrics=False)
     info = from_settings(settings, modeldir.TINY).info
     assert (info.max_model_len, info.total_blocks, info.kv_events) == (100, DEFAULT_BLOCKS, False)
+
+
+@pytest.mark.parametrize(("policy", "evicted"), [("max_utilization", True), ("guaranteed_no_evict", False)])
+def test_settings_say_whether_a_sequence_may_be_evicted(policy: Literal["max_utilization"], evicted: bool) -> None:
+    settings = WorkerSettings(engine="mock", block_size=8, kv_blocks=12, mock_speedup=0, scheduler_policy=policy)
+    engine = from_settings(settings, modeldir.TINY)
+    for key in "ab":
+        asked = request(40, prompt=[ord(key), *PROMPT[:30]], ignore_eos=True)
+        engine.submit(msgspec.structs.replace(asked, key=key))
+    told: dict[object, int] = {}
+    waited = False
+    while engine.has_work():
+        for output in engine.step().outputs:
+            told[output.key] = told.get(output.key, 0) + 1
+        waited = waited or engine.stats().waiting > 0
+    assert told == {"a": 40, "b": 40}
+    assert waited
+    assert (engine.stats().preemptions > 0) == evicted

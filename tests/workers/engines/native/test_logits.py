@@ -9,12 +9,13 @@ import structlog
 import torch
 
 from configs import modeldir
+from configs.flags import parse
 from configs.settings import WorkerSettings
 from schemas.errors import Code
 from schemas.requests import LogitsProcessor, Sampling, Stop
 from tests.workers.engines.logits.support import OWN, chosen
 from tests.workers.engines.native.models import run
-from workers.engines import mock
+from workers.engines import mock, native
 from workers.engines.base import Output, RequestError, SequenceRequest
 from workers.engines.core.engine import ScheduledEngine
 from workers.engines.logits.flags import from_settings
@@ -184,6 +185,14 @@ def test_min_tokens_holds_where_there_is_a_choice(demo: ScheduledEngine) -> None
 def test_a_worker_can_apply_some_to_every_request() -> None:
     everybody = engine('[{"name": "forced_text", "args": {"text": "Hello world!"}}]')
     assert text(answer(everybody, ask())) == "Hello world!"
+
+
+def test_the_environment_can_force_a_text_on_a_worker_for_tests_of_what_is_around_it() -> None:
+    argv = ["--device", "cpu", "--threads", "1", "--kv-blocks", "32"]
+    environ = {"PENSTOCK_APPLY_LOGITS_PROCESSORS": '[{"name": "forced_text", "args": {"text": "Hello world!"}}]'}
+    for given, words in ((environ, "Hello world!"), ({}, "933")):
+        settings = parse(WorkerSettings, argv, prog="worker", environ=given)
+        assert words in text(answer(native.from_settings(settings, modeldir.DEMO), ask()))
 
 
 def test_names_are_told_and_others_are_refused_without_harm(demo: ScheduledEngine) -> None:
