@@ -3,8 +3,9 @@
 from tensorrt_llm._standin.variant import LATER, VARIANT
 from tensorrt_llm.llmapi.llm import LLM
 from tensorrt_llm.llmapi.mm_encoder import MultimodalEncoder
+from tensorrt_llm.logger import logger
 from tensorrt_llm.sampling_params import SamplingParams
 
 __version__ = "1.3.0rc29" if LATER else "1.2.1"
 
-__all__ = ["LLM", "VARIANT", "MultimodalEncoder", "SamplingParams", "__version__"]
+__all__ = ["LLM", "VARIANT", "MultimodalEncoder", "SamplingParams", "__version__", "logger"]

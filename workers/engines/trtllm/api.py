@@ -98,7 +98,10 @@ class Api:
 
 
 def set_log_level(level: str) -> None:
-    """Ours as theirs, for this process before the import and for its ranks; a variable that is set already wins."""
+    """Ours as theirs, for this process and its ranks. A variable that is set already wins.
+
+    It is read at import and from then on final: the package's ``set_level`` only complains.
+    """
     os.environ.setdefault(_LEVEL_VARIABLE, LEVELS[level].upper())
 
 
@@ -158,8 +161,6 @@ def load() -> Api:
     )
     for note in notes(api.version):
         log.warning("tensorrt_llm_version", note=note)
-    if _LEVEL_VARIABLE in os.environ:
-        _apply_level(os.environ[_LEVEL_VARIABLE].lower())
     return api
 
 
@@ -203,12 +204,3 @@ def _parameters(function: Any) -> list[str]:
         return list(inspect.signature(function).parameters)
     except (TypeError, ValueError):
         return []
-
-
-def _apply_level(level: str) -> None:
-    set_level = _find("set_level", "tensorrt_llm.logger")
-    if callable(set_level):
-        try:
-            set_level(level)
-        except Exception as error:
-            log.warning("engine_log_level", level=level, error=str(error))

@@ -63,10 +63,12 @@ def from_settings(settings: WorkerSettings, path: Path, processors: "TrtllmProce
     if reason := launch.problem(os.environ, resolved.args.gpus):
         raise EngineError(reason)
     with contextlib.ExitStack() as undo:
-        undo.callback(Watch().attach())
+        watch = Watch()
+        undo.callback(watch.attach())
         loop = LoopThread("trtllm")
         undo.callback(loop.close)
-        llm = construct(api, str(path), resolved)
+        with watch.processes():
+            llm = construct(api, str(path), resolved)
         undo.callback(shut_down, llm)  # first of all, while the loop runs: its threads deliver to it until they end
         metrics = NativeMetrics(
             api.collector if wanted.publish else None, {"model_name": model.name, "engine_type": "trtllm"}

@@ -1,8 +1,16 @@
-"""Reads what TensorRT-LLM logs through Python, and says what it means (``symptoms``)."""
+"""Reads what TensorRT-LLM logs, and says what it means (``symptoms``).
 
+Its Python code in this process logs through ``logging``. Its ranks are processes of their own, started while the engine
+is made, and write to the output that they inherit: they get pipes instead, and what comes out is handed on. Ranks that
+a launcher has started (``launch``) write elsewhere and are not heard.
+"""
+
+import contextlib
 import logging
+import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import structlog
 
@@ -11,6 +19,8 @@ from workers.engines.trtllm.symptoms import Detector
 log = structlog.get_logger("engine")
 
 LOGGERS = ("TRT-LLM", "tensorrt_llm")
+OUTPUTS = (1, 2)
+LINE_BYTES = 1 << 16  # of a line without end, so many are looked at together
 
 
 class Watch(logging.Handler):
@@ -22,12 +32,16 @@ class Watch(logging.Handler):
         self._clock = clock
 
     def emit(self, record: logging.LogRecord) -> None:
-        found = self._detector.line(record.getMessage(), self._clock())
+        self.heard(record.getMessage())
+
+    def heard(self, line: str) -> None:
+        """Look at a line of its log."""
+        found = self._detector.line(line, self._clock())
         if found is not None:
             log.error("engine_diagnosis", code=found.code, advice=found.advice)
 
     def attach(self) -> Callable[[], None]:
-        """Start; call what it returns to stop."""
+        """Start with this process; call what it returns to stop."""
         for name in LOGGERS:
             logging.getLogger(name).addHandler(self)
 
@@ -36,3 +50,43 @@ class Watch(logging.Handler):
                 logging.getLogger(name).removeHandler(self)
 
         return detach
+
+    @contextlib.contextmanager
+    def processes(self) -> Iterator[None]:
+        """What processes that are started within write, as long as they live, is heard and goes on to our output."""
+        with contextlib.ExitStack() as undo:
+            for output in OUTPUTS:
+                try:
+                    ours = os.dup(output)
+                except OSError:  # this process has none
+                    continue
+                reads, writes = os.pipe()
+                os.dup2(writes, output)  # inheritable, unlike the pipe's own ends
+                os.close(writes)
+                threading.Thread(
+                    target=self._hand_on, args=(reads, ours), name=f"engine output {output}", daemon=True
+                ).start()
+                undo.callback(os.dup2, ours, output)
+            yield
+
+    def _hand_on(self, reads: int, ours: int) -> None:
+        """Until everybody who could write has ended."""
+        rest = b""
+        try:
+            while chunk := os.read(reads, LINE_BYTES):
+                with contextlib.suppress(OSError):  # nobody reads it any more; whoever writes must not wait for that
+                    _write(ours, chunk)
+                *lines, rest = (rest + chunk).split(b"\n")
+                if len(rest) > LINE_BYTES:
+                    lines, rest = [*lines, rest], b""
+                for line in lines:
+                    self.heard(line.decode(errors="replace"))
+            self.heard(rest.decode(errors="replace"))
+        finally:
+            os.close(reads)
+            os.close(ours)
+
+
+def _write(file: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(file, data) :]

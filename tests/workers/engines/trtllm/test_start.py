@@ -1,7 +1,10 @@
 """From settings to an engine: what is asked of TensorRT-LLM, what is refused, and that nothing stays behind."""
 
 import functools
+import logging
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +20,7 @@ from tests import standins
 from tests.workers.engines.trtllm.conftest import BLOCK, LIMIT, MODEL, ask, run, until
 from workers.engines.base import EngineError
 from workers.engines.trtllm import api, build, from_settings
+from workers.engines.trtllm.watch import Watch
 from workers.main import build_engine
 
 Make = Callable[..., Any]
@@ -184,20 +188,53 @@ def test_ranks_started_without_the_launcher_do_not_serve(make: Make, monkeypatch
         make()
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs"), [("debug", "DEBUG"), ("info", "INFO"), ("warning", "WARNING"), ("error", "ERROR")]
-)
-def test_log_levels(monkeypatch: pytest.MonkeyPatch, ours: str, theirs: str) -> None:
+@pytest.mark.parametrize("level", ["debug", "info", "warning", "error"])
+def test_its_log_has_the_workers_level(monkeypatch: pytest.MonkeyPatch, level: Any) -> None:
     monkeypatch.delenv("TLLM_LOG_LEVEL", raising=False)
-    api.set_log_level(ours)
-    assert os.environ["TLLM_LOG_LEVEL"] == theirs
-    api.set_log_level("debug")
-    assert os.environ["TLLM_LOG_LEVEL"] == theirs  # what is set stays
+    said: list[str] = []
+    theirs = logging.getLogger("TRT-LLM")
+    before = theirs.level
+    with standins.installed():
+        api.set_log_level(settings(log_level=level).log_level)
+        monkeypatch.setattr(theirs, "warning", said.append)
+        api.load()
+        from tensorrt_llm.logger import logger
+
+        assert logger.level == level
+        assert os.environ["TLLM_LOG_LEVEL"] == level.upper()  # for its ranks
+        api.set_log_level("debug")
+        assert os.environ["TLLM_LOG_LEVEL"] == level.upper()  # what is set stays
+    theirs.setLevel(before)
+    assert said == []  # it was not asked for what it refuses
+
+
+def test_what_its_processes_write_is_heard_and_handed_on(capfd: pytest.CaptureFixture[str]) -> None:
+    words = "num_fitting_reqs=0 and fitting_disagg_gen_init_requests is empty, may not have enough kvCache"
+    code = (
+        f"import sys; print('ready', flush=True); sys.stdin.read(1); print({words!r}); "
+        "print('Can not find sequence 5', end='', file=sys.stderr); print('x' * 200_000)"
+    )
+    before = set(threading.enumerate())
+    with capture_logs() as lines:
+        watch = Watch()
+        with watch.processes():
+            process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+        os.write(1, b"of ours: num_fitting_reqs=0, fitting_disagg_gen_init_requests=[]\n")  # not heard
+        threads = set(threading.enumerate()) - before
+        assert lines == []
+        process.communicate(b"x", timeout=20)
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()  # nobody can write any more
+    told = capfd.readouterr()
+    assert sorted(line["code"] for line in lines) == ["disagg_deadlock", "sequence_lost"]
+    assert told.out.count(words) == 1
+    assert "of ours" in told.out
+    assert "x" * 200_000 in told.out
+    assert told.err == "Can not find sequence 5"
 
 
 def test_lines_of_its_log_become_diagnoses_while_it_lives(make: Make) -> None:
-    import logging
-
     engine = make()
     logger = logging.getLogger("TRT-LLM")
     with capture_logs() as lines:
