@@ -5,10 +5,12 @@ Pure: what a recipe and a file of engine arguments say comes in as values.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from configs import modeldir
-from configs.engine_args.tree import BadArguments, Tree, merge, parse_json
+from configs.engine_args import pairs
+from configs.engine_args.tree import BadArguments, Tree, decode, merge, parse_json
 from configs.settings import UpSettings, WorkerSettings
 from infra.recipes.catalogue import Member
 
@@ -34,6 +36,7 @@ class Group(NamedTuple):
         settings: of ``WorkerSettings``, laid over what goes through from ``penstock up``.
         gpus: of each worker.
         alone: no other worker uses them; else one is shared when there are not enough.
+        arguments: of the engine, as its file and the override say.
     """
 
     role: str
@@ -41,6 +44,7 @@ class Group(NamedTuple):
     settings: Mapping[str, Any]
     gpus: int = 0
     alone: bool = False
+    arguments: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def engine(self) -> str:
@@ -98,6 +102,8 @@ def fleet_of(up: UpSettings, members: Sequence[Member] = (), read: Callable[[str
         for role, count in roles.items()
         if count
     ]
+    if engine == "trtllm":
+        _agree(groups, block_size)
     if up.diffusion:
         groups.append(_diffusion(up))
     alone = bool(up.diffusion) and not sum(roles.values()) and not up.model
@@ -191,7 +197,32 @@ def _group(
             tree = merge(tree, parse_json(up.override_engine_args))
         except BadArguments as error:
             raise PlanError(f"--override-engine-args: {error}") from error
-    return Group(role, count, settings, gpus=gpus_of(engine, tree, up.tensor_parallel_size), alone=True)
+    gpus = gpus_of(engine, tree, up.tensor_parallel_size)
+    return Group(role, count, settings, gpus=gpus, alone=True, arguments=tree)
+
+
+def _agree(groups: Sequence[Group], block_size: int) -> None:
+    """Engines that hand KV to each other must cut and keep it alike: routers would pair none that do not.
+
+    Raises:
+        PlanError: they do not.
+    """
+    members = []
+    for group in groups:
+        tree = {key: value for key, value in group.arguments.items() if key != "cache_transceiver_config"}
+        kv = {"tokens_per_block": block_size}
+        transceiver = group.arguments.get("cache_transceiver_config") or {}
+        named = transceiver.get("backend") if isinstance(transceiver, Mapping) else None
+        named = "NIXL" if named in (None, "DEFAULT") else named  # as the worker does
+        try:
+            args = decode(merge({"kv_cache_config": kv, "cache_transceiver_config": {"backend": named}}, tree))
+        except BadArguments:
+            continue  # the worker says what is wrong, with its own defaults below
+        members.append(pairs.Member(f"--{group.role}", group.role, "", args))  # type: ignore[arg-type]
+    wrong = [finding for finding in pairs.compare(members) if finding.level == "error"]
+    if wrong:
+        told = "; ".join(f"{each.where} {each.message}: {each.fix}" for each in wrong)
+        raise PlanError(f"the workers' engine arguments do not go together: {told}")
 
 
 def gpus_of(engine: str, tree: Tree, tensor_parallel_size: int = 0) -> int:

@@ -94,6 +94,39 @@ def test_what_cannot_be_is_refused_with_the_fix(given: dict[str, Any], says: str
         fleet(**given)
 
 
+WINDOWS = "kv_cache_config: {max_attention_window: [%s, 8192]}"
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "says"),
+    [
+        (WINDOWS % 512, WINDOWS % 1024, "kv_cache_config.max_attention_window differs.*give all the same"),
+        (WINDOWS % 512, "{}", "max_attention_window differs.*512,8192.*None"),
+        ("{}", "kv_cache_config: {dtype: fp8}", "kv_cache_config.dtype differs"),
+        ("cache_transceiver_config: {backend: UCX}", "{}", "cache_transceiver_config.backend.*UCX.*NIXL"),
+        ("max_seq_len: 9000", "max_seq_len: 8000", "max_seq_len.*raise decode's to 9000"),
+        (WINDOWS % 512, WINDOWS % 512, ""),
+        ("cache_transceiver_config: {backend: DEFAULT}", "cache_transceiver_config: {backend: NIXL}", ""),
+        ("max_batch_size: 4", "max_batch_size: 128", ""),
+    ],
+)
+def test_prefill_and_decode_whose_kv_does_not_fit_are_not_started(
+    tmp_path: Path, prefill: str, decode: str, says: str
+) -> None:
+    paths = {role: tmp_path / f"{role}.yaml" for role in ("prefill", "decode")}
+    for role, text in (("prefill", prefill), ("decode", decode)):
+        paths[role].write_text(text)
+    given: dict[str, Any] = {
+        "engine": "trtllm", "model": "m", "prefill": 1, "decode": 1,
+        "prefill_engine_args": str(paths["prefill"]), "decode_engine_args": str(paths["decode"]),
+    }  # fmt: skip
+    if not says:
+        assert [group.role for group in fleet(**given).groups] == ["prefill", "decode"]
+        return
+    with pytest.raises(PlanError, match=says):
+        fleet(**given)
+
+
 def test_a_file_of_a_role_goes_before_the_common_one_and_the_recipe(tmp_path: Path) -> None:
     for name, ranks in (("all", 1), ("decode", 4)):
         (tmp_path / f"{name}.yaml").write_text(f"tensor_parallel_size: {ranks}\n")
@@ -154,6 +187,7 @@ GROUPS = st.lists(
         role=st.sampled_from(["aggregated", "prefill", "decode", "encode"]),
         number=st.integers(1, 3),
         settings=st.just({"engine": "trtllm"}),
+        arguments=st.just({}),
         gpus=st.integers(1, 4),
         alone=st.booleans(),
     ),
