@@ -1,0 +1,29 @@
+"""Where a worker is asked: subjects that follow from namespace, role and name, and flags that change each."""
+
+import pytest
+
+from configs.flags import parse
+from configs.settings import WorkerSettings
+from infra.broker.server import EmbeddedNats
+from schemas.subjects import Subjects
+from tests.configs.bus_support import eventually
+from tests.workers.support import Record, engine, living
+from workers.transfer import Network
+
+
+@pytest.mark.parametrize("role", ["aggregated", "prefill", "decode"])
+@pytest.mark.parametrize(("flags", "name"), [((), "worker"), (("--name", "left"), "left")])
+async def test_work_comes_by_role_and_name(
+    broker: EmbeddedNats, pipeline: Subjects, record: Record, role: str, flags: tuple[str, ...], name: str
+) -> None:
+    settings = parse(WorkerSettings, ["--role", role, *flags], prog="worker", environ={})
+    held, network = engine(memory_block_bytes=64), Network("here")
+    async with living(broker, pipeline, held, network=network, role=settings.role, name=settings.name) as worker:
+        assert worker.id.rpartition("-")[0] == name  # the rest tells its lives apart
+        stream = pipeline.stream("WORK")
+        consumer = await record.bus.js.consumer_info(stream, worker.id)
+        assert consumer.config.filter_subject == f"{pipeline.namespace}.work.{role}.{worker.id}"
+        await eventually(lambda: record.registered(worker.id))
+        found = record.registered(worker.id)
+        assert found is not None
+        assert (found.role, found.name) == (role, settings.name)

@@ -1,0 +1,47 @@
+"""Which workers are reached when they register, on a real nats-server, and what is said of those that are not."""
+
+import pytest
+from structlog.testing import capture_logs
+
+from infra.broker.server import EmbeddedNats
+from schemas.subjects import Subjects
+from tests.configs.bus_support import eventually
+from tests.workers.support import engine, living
+from workers.transfer import Network
+
+
+@pytest.mark.parametrize("reached", [True, False])
+async def test_partners_are_reached_before_any_block_moves_and_those_that_cannot_be_are_named(
+    broker: EmbeddedNats, pipeline: Subjects, reached: bool
+) -> None:
+    here = Network("here")
+    there = here if reached else Network("there")  # no way leads to it, though it is registered
+    with capture_logs() as lines:
+        async with (
+            living(broker, pipeline, engine(memory_block_bytes=64), network=here, role="prefill") as prefill,
+            living(broker, pipeline, engine(memory_block_bytes=64), network=there, role="decode") as decode,
+        ):
+            wanted = "peer_connected" if reached else "peer_not_connected"
+            await eventually(lambda: len([line for line in lines if line["event"] == wanted]) == 2)
+            told = [line for line in lines if line["event"].startswith("peer_")]
+            assert {line["worker"] for line in told} == {prefill.id, decode.id}
+            assert {line["event"] for line in told} == {wanted}
+            if not reached:
+                assert all(line["log_level"] == "warning" for line in told)
+                assert all("is not there" in line["error"] for line in told)
+
+
+async def test_workers_that_never_meet_are_not_reached(broker: EmbeddedNats, pipeline: Subjects) -> None:
+    """Of the same role, or of another model."""
+    network = Network("here")
+    with capture_logs() as lines:
+        async with (
+            living(broker, pipeline, engine(memory_block_bytes=64), network=network, role="prefill"),
+            living(broker, pipeline, engine(memory_block_bytes=64), network=network, role="prefill"),
+            living(broker, pipeline, engine(memory_block_bytes=64), network=network, role="decode", model="other"),
+            living(broker, pipeline, engine(memory_block_bytes=64), network=network, role="decode") as last,
+        ):
+            await eventually(lambda: sum(line["event"] == "peer_connected" for line in lines) >= 4)
+            told = [line["worker"] for line in lines if line["event"] == "peer_connected"]
+            assert sorted(told.count(worker) for worker in set(told)) == [1, 1, 2]  # both prefills by it, it by both
+            assert told.count(last.id) == 2
