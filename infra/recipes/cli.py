@@ -110,8 +110,12 @@ def _check_parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu", choices=tuple(GPUS), help="kind of GPU")
     parser.add_argument("--gpu-memory-gib", type=float, metavar="X", help="memory of one GPU")
     parser.add_argument("--block-size", type=_positive, metavar="N", help="tokens per block of the pipeline")
-    parser.add_argument("--draft-tokens", type=int, metavar="N", help="proposed so far, from a worker's metrics")
-    parser.add_argument("--accepted-tokens", type=int, metavar="N", help="accepted of those")
+    parser.add_argument(
+        "--draft-tokens", type=int, metavar="N", help="proposed so far: trtllm_spec_draft_tokens_total of a worker"
+    )
+    parser.add_argument(
+        "--accepted-tokens", type=int, metavar="N", help="right ones of those: trtllm_spec_accepted_tokens_total"
+    )
     parser.add_argument("--logits-processors", action="store_true", help="requests may ask for logits processors")
     parser.add_argument("--trtllm-version", metavar="V")
     parser.add_argument("--container-version", metavar="V", help="of NVIDIA's runtime container")

@@ -5,7 +5,7 @@ from typing import Any
 
 import structlog
 from prometheus_client import REGISTRY, CollectorRegistry
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from workers.engines.foreign.metrics import NativeSeries
 from workers.engines.trtllm import stats
@@ -30,6 +30,7 @@ class NativeMetrics(NativeSeries):
         super().__init__(PREFIX, registry)
         self._latest: Mapping[str, Any] = {}
         self._baseline = (0.0, 0.0)
+        self._sums: dict[str, float] = {}
         self._log = self._logger(kind, labels)
 
     def _logger(self, kind: type[Any] | None, labels: Mapping[str, str]) -> Any:
@@ -58,8 +59,10 @@ class NativeMetrics(NativeSeries):
             self._log = None
 
     def observe(self, stat: Mapping[str, Any]) -> None:
-        """The engine's newest statistic."""
+        """The engine's newest statistic; each is of one iteration."""
         self._latest = stat
+        for name, value in stats.sums(stat):
+            self._sums[name] = self._sums.get(name, 0.0) + value
 
     def warmed_up(self, stat: Mapping[str, Any]) -> None:
         """What came before this statistic was the warm-up, which does not count towards the hit rate."""
@@ -74,6 +77,9 @@ class NativeMetrics(NativeSeries):
         for name, value in stats.gauges(stat).items():
             if name not in known:
                 yield GaugeMetricFamily(name, stats.GAUGES[name][2], value)
+        for name, value in self._sums.items():
+            if name not in known:
+                yield CounterMetricFamily(name, stats.COUNTERS[name][2], value)
         rate = stats.hit_rate(stat, self._baseline)
         if rate is not None and "trtllm_kv_cache_hit_rate" not in known:
             yield GaugeMetricFamily("trtllm_kv_cache_hit_rate", "blocks found in the cache, share since warm-up", rate)

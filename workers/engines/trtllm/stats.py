@@ -1,6 +1,6 @@
 """What the engine's iteration statistics say, as far as they say it. Every key may be missing or null."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 # Gauges for Prometheus: name -> (section of the statistics, key, what it is).
@@ -21,6 +21,13 @@ GAUGES: Mapping[str, tuple[str, str, str]] = {
     "trtllm_draft_tokens": ("specDecodingStats", "numDraftTokens", "tokens proposed in the last iteration"),
     "trtllm_accepted_tokens": ("specDecodingStats", "numAcceptedTokens", "proposed tokens that were taken"),
     "trtllm_acceptance_length": ("specDecodingStats", "acceptanceLength", "tokens per request and iteration"),
+}
+
+
+# Counters: what each statistic has is added up.
+COUNTERS: Mapping[str, tuple[str, str, str]] = {
+    "trtllm_spec_draft_tokens": ("specDecodingStats", "numDraftTokens", "tokens proposed by speculation"),
+    "trtllm_spec_accepted_tokens": ("specDecodingStats", "numAcceptedTokens", "proposed tokens that were right"),
 }
 
 
@@ -55,6 +62,14 @@ def gauges(stat: Mapping[str, Any]) -> dict[str, float]:
     """The values that one statistic has for ``GAUGES``."""
     found = {name: number(stat, section, key) for name, (section, key, _) in GAUGES.items()}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def sums(stat: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """What one statistic adds to ``COUNTERS``."""
+    for name, (section, key, _) in COUNTERS.items():
+        value = number(stat, section, key)
+        if value is not None and value > 0:  # a counter never falls; NaN is not above 0
+            yield name, value
 
 
 def hit_rate(stat: Mapping[str, Any], baseline: tuple[float, float]) -> float | None:

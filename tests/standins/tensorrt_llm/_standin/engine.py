@@ -23,7 +23,7 @@ from tensorrt_llm._standin.sampling import Guide, pick, shaped
 from tensorrt_llm._standin.transfer import Offer, TransferError, fetch, offer
 from tensorrt_llm._standin.variant import LATER, QUIRKS
 from tensorrt_llm.executor.result import ErrorResponse, Logprob, Response
-from tensorrt_llm.llmapi.llm_args import BaseLlmArgs
+from tensorrt_llm.llmapi.llm_args import BaseLlmArgs, NGramDecodingConfig
 from tensorrt_llm.sampling_params import SamplingParams, check_processors
 from torch import Tensor
 
@@ -88,6 +88,8 @@ class Run:
     first_scheduled: float = 0.0
     first_token: float = 0.0
     transfer: tuple[float, float] = (0.0, 0.0)
+    drafted: int = 0  # tokens proposed, and how many of them were right
+    accepted: int = 0
 
     @property
     def tokens(self) -> list[int]:
@@ -101,6 +103,7 @@ class Rank:
         self.running: list[Run] = []
         self.sending: list[tuple[Run, float]] = []  # with the time when it began
         self.reused = self.missed = self.fresh = 0
+        self.drafted = self.accepted = self.drafting = 0  # of this iteration
 
     def promised(self, size: int) -> int:
         """Blocks that what runs may come to need."""
@@ -485,9 +488,39 @@ class Engine:
         if run.computed == (len(run.held) + run.own) * self._size:
             rank.cache.take(1)
             run.own += 1
-        logits = self._model.forward(run.tokens[run.computed :], run.kv, [], False)
-        run.computed = len(run.tokens)
-        self._advance(rank, run, self._sample(run, logits[-1]))
+        draft = self._draft(run)
+        logits = self._model.forward(run.tokens[run.computed :] + draft, run.kv, [], True)[-1 - len(draft) :]
+        run.drafted += len(draft)
+        rank.drafted += len(draft)
+        rank.drafting += bool(draft)
+        for row, guess in zip(logits, [*draft, None], strict=True):
+            run.computed = len(run.tokens)
+            token = self._sample(run, row)
+            right = token == guess
+            run.accepted += right
+            rank.accepted += right
+            self._advance(rank, run, token, more=right)
+            if run.finish is not None:
+                return
+            if not right:
+                break
+            draft = draft[1:]
+        if draft:
+            run.kv.crop(-len(draft))  # what was proposed in vain
+
+    def _draft(self, run: Run) -> list[int]:
+        """What followed the last tokens when they came before, if n-gram speculation is asked for."""
+        config = self._args.speculative_config
+        if not isinstance(config, NGramDecodingConfig) or run.processors or run.guide is not None:
+            return []
+        tokens = run.tokens
+        room = (len(run.held) + run.own) * self._size - len(tokens)
+        longest = min(config.max_draft_len or 0, room, run.max_tokens - len(run.generated) - 1)
+        for size in range(config.max_matching_ngram_size, 0, -1):
+            for start in range(len(tokens) - size):
+                if longest > 0 and tokens[start : start + size] == tokens[-size:]:
+                    return tokens[start + size : start + size + longest]
+        return []
 
     def _sample(self, run: Run, raw: Tensor) -> int:
         params = run.job.params
@@ -505,7 +538,8 @@ class Engine:
             run.logprobs.append(_logprobs(raw.log_softmax(-1), token, params.logprobs))
         return token
 
-    def _advance(self, rank: Rank, run: Run, token: int) -> None:
+    def _advance(self, rank: Rank, run: Run, token: int, more: bool = False) -> None:
+        """Args: more: another token of this iteration follows, unless this one ends the answer."""
         params = run.job.params
         run.first_token = run.first_token or time.monotonic()
         run.generated.append(token)
@@ -527,7 +561,7 @@ class Engine:
             elif len(run.generated) >= run.max_tokens:
                 run.finish = "length"
         if run.finish is None:
-            if run.job.streaming and run.iterations % getattr(self._args, "stream_interval", 1) == 0:
+            if run.job.streaming and not more and run.iterations % getattr(self._args, "stream_interval", 1) == 0:
                 self._respond(run)
             return
         rank.running.remove(run)
@@ -644,7 +678,9 @@ class Engine:
                 kv_cache_hit_rate=run.reused / max(1, prompt),
             ),
             speculative_decoding=SimpleNamespace(
-                acceptance_rate=0.0, total_accepted_draft_tokens=0, total_draft_tokens=0
+                acceptance_rate=run.accepted / max(1, run.drafted),
+                total_accepted_draft_tokens=run.accepted,
+                total_draft_tokens=run.drafted,
             ),
             first_iter=self.iteration - run.iterations + 1,
             last_iter=self.iteration,
@@ -715,6 +751,16 @@ class Engine:
                     "avgNumDecodedTokensPerIter": 0.0,
                 },
             }
+            if args.speculative_config is not None:
+                found["specDecodingStats"] = {
+                    "numDraftTokens": rank.drafted,
+                    "numAcceptedTokens": rank.accepted,
+                    "numRequestsWithDraftTokens": rank.drafting,
+                    "acceptanceLength": 1 + rank.accepted / max(1, rank.drafting),
+                    "iterLatencyMS": 0.0,
+                    "draftOverhead": 0.0,
+                }
+                rank.drafted = rank.accepted = rank.drafting = 0
             if args.enable_iter_req_stats:
                 found["requestStats"] = [
                     _request_stats(run, run in rank.running) for run in [*rank.running, *rank.waiting]

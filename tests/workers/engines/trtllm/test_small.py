@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
 from schemas.errors import Code
 from workers.engines.trtllm import stats
 from workers.engines.trtllm.backoff import Backoff
 from workers.engines.trtllm.errors import code_of, own_fault
 from workers.engines.trtllm.launch import Launch, launch_of, problem
+from workers.engines.trtllm.metrics import NativeMetrics
 from workers.engines.trtllm.symptoms import Detector
 
 
@@ -61,8 +63,29 @@ def test_the_warm_up_does_not_count_towards_the_hit_rate() -> None:
     assert stats.hit_rate({}, (0.0, 0.0)) is None
 
 
+def test_proposed_and_accepted_tokens_are_added_up() -> None:
+    metrics = NativeMetrics(None, {}, CollectorRegistry())
+    for proposed, accepted in ((6, 4), (None, None), (3, 0)):
+        found = None if proposed is None else {"numDraftTokens": proposed, "numAcceptedTokens": accepted}
+        metrics.observe(STAT | {"specDecodingStats": found})
+    told = {sample.name: sample.value for metric in metrics.collect() for sample in metric.samples}
+    assert told["trtllm_spec_draft_tokens_total"] == 9
+    assert told["trtllm_spec_accepted_tokens_total"] == 4
+    assert told["trtllm_draft_tokens"] == 3  # of the last iteration
+
+
 values = st.none() | st.booleans() | st.floats() | st.text()
-sections = st.sampled_from(["kvCacheStats", "maxNumBlocks", "usedNumBlocks", "freeNumBlocks", "numActiveRequests"])
+sections = st.sampled_from(
+    [
+        "kvCacheStats",
+        "specDecodingStats",
+        "numDraftTokens",
+        "maxNumBlocks",
+        "usedNumBlocks",
+        "freeNumBlocks",
+        "numActiveRequests",
+    ]
+)
 
 
 @given(st.dictionaries(sections, values | st.dictionaries(sections, values)))
@@ -70,6 +93,7 @@ def test_no_statistic_can_break_the_worker(stat: dict[str, Any]) -> None:
     stats.blocks(stat)
     stats.hit_rate(stat, (0.0, 0.0))
     stats.gauges(stat)
+    list(stats.sums(stat))
 
 
 # --- log lines

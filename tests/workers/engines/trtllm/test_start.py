@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 from configs import modeldir
 from configs.engine_args import BadArguments
 from configs.settings import WorkerSettings
+from schemas.requests import Sampling
 from tests import standins
 from tests.workers.engines.trtllm.conftest import BLOCK, LIMIT, MODEL, ask, run, until
 from workers.engines.base import EngineError
@@ -81,11 +82,29 @@ def test_files_and_overrides_reach_the_engine(make: Make, tmp_path: Path) -> Non
     assert (kv.free_gpu_memory_fraction, kv.host_cache_size, kv.tokens_per_block) == (0.4, 4096, BLOCK)
 
 
-def test_speculation_is_handed_over_as_an_object_and_changes_no_token(make: Make) -> None:
-    plain = run(make(), ask("a", PROMPT, 12, ignore_eos=True)).tokens("a")
+def test_speculation_changes_no_token_and_its_acceptance_is_counted(make: Make) -> None:
+    from prometheus_client import CollectorRegistry
+
+    asked = [
+        ask("greedy", PROMPT, 60, ignore_eos=True),  # soon goes round in circles, which are easily foreseen
+        ask("drawn", PROMPT, 30, sampling=Sampling(temperature=1.0, seed=3), ignore_eos=True),
+    ]
+    plain = run(make(), *asked)
     speculation = '{"speculative_config": {"decoding_type": "NGram", "max_draft_len": 3, "max_matching_ngram_size": 2}}'
-    told = run(make(override_engine_args=speculation), ask("a", PROMPT, 12, ignore_eos=True))
-    assert told.tokens("a") == plain
+    engine = make(override_engine_args=speculation)
+    told = run(engine, *asked)
+    for key in ("greedy", "drawn"):
+        assert told.tokens(key) == plain.tokens(key)
+    registry = CollectorRegistry()
+    for collector in engine.collectors():
+        registry.register(collector)
+
+    def count(name: str) -> float:
+        return registry.get_sample_value(f"trtllm_spec_{name}_tokens_total") or 0.0
+
+    steps = [len([o for o in step.outputs if o.key == "greedy"]) for step in told.steps]
+    told = until(engine, lambda _: count("draft") >= count("accepted") > 0)
+    assert max(steps) > 1  # right ones come together
 
 
 @pytest.mark.parametrize(
