@@ -28,6 +28,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine:
         kv_dtype=settings.kv_dtype,
         kv_memory_fraction=settings.kv_memory_fraction,
         no_evict=settings.scheduler_policy == "guaranteed_no_evict",
+        warm=True,
     )
 
 

@@ -4,7 +4,8 @@ import time
 
 import torch
 
-from workers.engines.base import EngineError, EngineInfo
+from schemas.requests import Sampling, Stop
+from workers.engines.base import EngineError, EngineInfo, SequenceRequest
 from workers.engines.core.blocks import BlockManager
 from workers.engines.core.engine import ScheduledEngine
 from workers.engines.core.scheduler import Scheduler
@@ -12,6 +13,8 @@ from workers.engines.logits import Registry
 from workers.engines.native.executor import TorchExecutor
 from workers.engines.native.model import Model, ModelError, eyes, load
 from workers.engines.native.pool import DTYPES, Pool, blocks_that_fit, out_of_memory
+
+WARM_TOKENS = 4  # of the request that comes before all others
 
 
 def build(
@@ -32,6 +35,7 @@ def build(
     kv_dtype: str = "auto",
     kv_memory_fraction: float = 0.0,
     no_evict: bool = False,
+    warm: bool = False,
 ) -> ScheduledEngine:
     """Load a model and make its engine; the first step finds everything in place.
 
@@ -46,6 +50,7 @@ def build(
         kv_dtype: that KV is kept in; "auto": the weights'.
         kv_memory_fraction: of free memory for the pool; 0: 0.85 on CUDA, a quarter on a CPU.
         no_evict: see ``Scheduler``.
+        warm: compute a short request first, so that no client waits for libraries to be loaded and kernels chosen.
 
     Raises:
         ModelError: the model cannot be served here; the text says what to change.
@@ -73,6 +78,9 @@ def build(
         eos_token_ids=loaded.eos_token_ids,
         no_evict=no_evict,
     )
+    executor = TorchExecutor(loaded, pool, sight)
+    if warm and min(pool.blocks * block_size, limit) > WARM_TOKENS:
+        _warm_up(executor, pool.blocks, block_size)
     info = EngineInfo(
         name="native",
         block_size=block_size,
@@ -85,7 +93,23 @@ def build(
         load_seconds=time.perf_counter() - started,
         logits_processors=() if processors is None else processors.names,
     )
-    return ScheduledEngine(info, scheduler, TorchExecutor(loaded, pool, sight), sight, processors)
+    return ScheduledEngine(info, scheduler, executor, sight, processors)
+
+
+def _warm_up(executor: TorchExecutor, blocks: int, block_size: int) -> None:
+    """One step of a prompt and one of its answer, under a scheduler of its own: nothing is named or counted."""
+    scheduler = Scheduler(
+        BlockManager(blocks, prefix_cache=False),
+        block_size=block_size,
+        max_running=1,
+        max_batched_tokens=WARM_TOKENS,
+        max_model_len=WARM_TOKENS,
+    )
+    half = WARM_TOKENS // 2
+    scheduler.submit(SequenceRequest("warm-up", [0] * half, Sampling(temperature=0.0), Stop(half, ignore_eos=True)))
+    while scheduler.has_work():
+        plan = scheduler.schedule()
+        scheduler.commit(plan, executor.execute(plan))
 
 
 def find_device(name: str) -> torch.device:

@@ -18,6 +18,7 @@ from workers.engines.native import attention as attention_module
 from workers.engines.native import pool as pool_module
 from workers.engines.native.attention import Unsupported, attention
 from workers.engines.native.build import build
+from workers.engines.native.executor import TorchExecutor
 from workers.engines.native.model import ModelError
 from workers.engines.native.pool import KvShape, Pool
 
@@ -100,6 +101,27 @@ def test_numbers_that_eight_bits_do_not_hold_become_the_largest() -> None:
     assert values[0, 0, 2].tolist() == [-448.0, 2.0]
     pool.clear([1])
     assert not pool.read(0, torch.tensor([[1]]))[0].any()
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 32])
+def test_a_workers_first_request_finds_an_engine_that_has_answered_before(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, block_size: int
+) -> None:
+    computed: list[list[int]] = []
+    real = TorchExecutor.execute
+
+    def execute(self: TorchExecutor, plan: Any, scoring: Any = ()) -> Any:
+        computed.append([slot.count for slot in plan])
+        return real(self, plan, scoring)
+
+    monkeypatch.setattr(TorchExecutor, "execute", execute)
+    monkeypatch.setattr(native, "processors", lambda settings, path: None)  # this model has no tokenizer
+    engine = native.from_settings(WorkerSettings(device="cpu", kv_blocks=8, block_size=block_size), llama)
+    assert computed == [[2], [1]]  # a prompt and a token
+    assert not engine.has_work()
+    assert engine.dump() == []
+    stats = engine.stats()
+    assert (stats.used_blocks, stats.cached_blocks, stats.free_blocks, stats.prompt_tokens) == (0, 0, 8, 0)
 
 
 def test_one_block_is_one_contiguous_range() -> None:
