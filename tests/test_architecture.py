@@ -148,6 +148,11 @@ def test_the_test_of_a_requirement_or_failure_exists(row: Row) -> None:
     assert missing_tests(row) == []
 
 
-def test_the_names_of_requirements_are_numbers() -> None:
+def test_no_requirement_up_to_the_engines_is_left_out() -> None:
+    found = set[int]()
     for row in requirements():
-        assert all(NUMBERS.match(each.strip()) for each in row.what.split(",")), row.what
+        for each in row.what.split(","):
+            numbers = NUMBERS.match(each.strip())
+            assert numbers, f"{each} is no number of a requirement"
+            found |= set(range(int(numbers[1]), int(numbers[2] or numbers[1]) + 1))
+    assert set(range(1, 151)) - found == set()

@@ -27,3 +27,6 @@ async def test_work_comes_by_role_and_name(
         found = record.registered(worker.id)
         assert found is not None
         assert (found.role, found.name) == (role, settings.name)
+        info = held.info
+        sizes = (found.total_blocks, found.slots, found.max_model_len, found.block_size)
+        assert sizes == (info.total_blocks, info.slots, info.max_model_len, info.block_size)

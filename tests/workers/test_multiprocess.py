@@ -82,6 +82,7 @@ def test_a_worker_shows_the_sums_of_its_processes_and_none_of_a_dead_workers(
         assert (found["engine_seconds_count"], found["engine_seconds_sum"]) == (2, 7)
         assert found['engine_seconds_bucket{le="10.0"}'] == 2
         assert "trtllm_own_total" not in found
+        assert found["penstock_worker_model_load_seconds"] > 0
         ours = [name for name in found if name.startswith("penstock_worker_running")]
         assert ours == ["penstock_worker_running"]
         writers[0].kill()
