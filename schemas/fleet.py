@@ -73,6 +73,7 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     logits_processors: tuple[str, ...] = ()  # that requests may name
     reasoning_parser: str = ""  # what its model's thoughts are written in; "": nothing known
     tool_call_parser: str = ""
+    max_batched_tokens: int = 0  # it computes per step, on each rank; 0: not known
 
 
 def removal_headers(revision: int) -> dict[str, str]:

@@ -156,6 +156,7 @@ class Session(Life):
             logits_processors=info.logits_processors,
             reasoning_parser=self._model.reasoning_parser,
             tool_call_parser=self._model.tool_call_parser,
+            max_batched_tokens=info.max_batched_tokens,
         )
 
     def _endpoint(self) -> Endpoint | None:

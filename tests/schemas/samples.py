@@ -211,6 +211,7 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
             logits_processors=("temperature",),
             reasoning_parser="qwen3",
             tool_call_parser="hermes",
+            max_batched_tokens=8192,
         ),
         fleet.decode,
     ),

@@ -47,6 +47,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     dp_size: int = 1
     handover: str = ""  # of engines that move KV between workers by themselves: who can, has the same text here
     logits_processors: tuple[str, ...] = ()  # names that ``Sampling.logits_processors`` may have
+    max_batched_tokens: int = 0  # computed per step, on each rank; 0: not known
 
 
 class MediaSpan(NamedTuple):

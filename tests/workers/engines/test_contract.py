@@ -20,6 +20,7 @@ from tests.workers.engines.contract import (
     BARRED,
     BIAS,
     BLOCK,
+    BUDGET,
     ENDING,
     EOS,
     LIMIT,
@@ -97,7 +98,7 @@ def other_than(tokens: list[int], after: int) -> int:
 def test_info_tells_the_sizes_that_were_asked_for(shared: Driver) -> None:
     info = shared.engine.info
     assert (info.block_size, info.max_model_len, info.slots, info.vocab_size) == (BLOCK, LIMIT, SLOTS, 1280)
-    assert info.total_blocks == POOL
+    assert (info.total_blocks, info.max_batched_tokens) == (POOL, BUDGET)
     assert info.eos_token_ids
     assert info.kv_events
 

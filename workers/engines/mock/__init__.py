@@ -87,6 +87,7 @@ def build(
         eos_token_ids=eos,
         kv_events=blocks.kv_events,
         load_seconds=time.perf_counter() - started,
+        max_batched_tokens=max_batched_tokens,
     )
     return ScheduledEngine(info, scheduler, executor, eyes)
 

@@ -92,6 +92,7 @@ def build(
         kv_events=blocks.kv_events,
         load_seconds=time.perf_counter() - started,
         logits_processors=() if processors is None else processors.names,
+        max_batched_tokens=max_batched_tokens,
     )
     return ScheduledEngine(info, scheduler, executor, sight, processors)
 

@@ -94,6 +94,7 @@ def from_settings(settings: WorkerSettings, path: Path, processors: "TrtllmProce
             dp_size=ranks,
             handover=resolved.layout if args.cache_transceiver_config is not None else "",
             logits_processors=() if processors is None else processors.names,
+            max_batched_tokens=args.max_num_tokens or 0,
         )
         album = _album(model, settings)
         options = Options(

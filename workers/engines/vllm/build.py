@@ -99,6 +99,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> VllmEngine:
             load_seconds=time.perf_counter() - began,
             dp_size=ranks,
             handover=layout(api.version, resolved.tree) if resolved.moves else "",
+            max_batched_tokens=config.scheduler_config.max_num_batched_tokens,
         )
         if info.block_size != settings.block_size:
             raise EngineError(
