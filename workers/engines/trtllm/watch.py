@@ -1,8 +1,9 @@
 """Reads what TensorRT-LLM logs, and says what it means (``symptoms``).
 
 Its Python code in this process logs through ``logging``. Its ranks are processes of their own, started while the engine
-is made, and write to the output that they inherit: they get pipes instead, and what comes out is handed on. Ranks that
-a launcher has started (``launch``) write elsewhere and are not heard.
+is made, and log to the standard output that they inherit: they get a pipe instead, and what comes out is handed on. The
+standard error stays as it is, so that the last words of a process that crashes are not in a pipe that it reads itself.
+Ranks that a launcher has started (``launch``) write elsewhere and are not heard.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from workers.engines.trtllm.symptoms import Detector
 log = structlog.get_logger("engine")
 
 LOGGERS = ("TRT-LLM", "tensorrt_llm")
-OUTPUTS = (1, 2)
+STDOUT = 1
 LINE_BYTES = 1 << 16  # of a line without end, so many are looked at together
 
 
@@ -54,20 +55,19 @@ class Watch(logging.Handler):
     @contextlib.contextmanager
     def processes(self) -> Iterator[None]:
         """What processes that are started within write, as long as they live, is heard and goes on to our output."""
-        with contextlib.ExitStack() as undo:
-            for output in OUTPUTS:
-                try:
-                    ours = os.dup(output)
-                except OSError:  # this process has none
-                    continue
-                reads, writes = os.pipe()
-                os.dup2(writes, output)  # inheritable, unlike the pipe's own ends
-                os.close(writes)
-                threading.Thread(
-                    target=self._hand_on, args=(reads, ours), name=f"engine output {output}", daemon=True
-                ).start()
-                undo.callback(os.dup2, ours, output)
+        try:
+            ours = os.dup(STDOUT)
+        except OSError:  # this process has none
             yield
+            return
+        reads, writes = os.pipe()
+        os.dup2(writes, STDOUT)  # inheritable, unlike the pipe's own ends
+        os.close(writes)
+        threading.Thread(target=self._hand_on, args=(reads, ours), name="engine output", daemon=True).start()
+        try:
+            yield
+        finally:
+            os.dup2(ours, STDOUT)
 
     def _hand_on(self, reads: int, ours: int) -> None:
         """Until everybody who could write has ended."""
