@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import structlog
 from nats.errors import Error as NatsError
+from nats.js.errors import NotFoundError
 
 from configs.bus.connection import Bus
 from schemas import fleet, wire
@@ -182,9 +183,9 @@ class Lease:
         """
         try:
             message = await self._bus.js.get_last_msg(self._stream, self._subject, direct=True)
-        except (NatsError, TimeoutError) as error:
-            if getattr(error, "code", None) == 404:
-                raise _Lost from None
+        except NotFoundError:  # even the mark that a removal leaves is gone
+            raise _Lost from None
+        except (NatsError, TimeoutError):
             return False
         operation = (message.headers or {}).get("KV-Operation") or (message.headers or {}).get("Nats-Marker-Reason")
         if operation or not message.data or not self._ours(message.data):

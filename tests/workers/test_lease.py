@@ -130,6 +130,16 @@ async def test_a_key_removed_by_someone_else_is_a_lost_lease(bus: Bus, owner: Ow
     assert await owner.revision() == removal, "a lost lease is not taken again"
 
 
+async def test_a_lease_whose_removal_left_no_trace_is_lost_too(bus: Bus) -> None:
+    """As for a worker that slept longer than the mark of a removal is kept."""
+    owner = Owner(bus)
+    await owner.lease.acquire()
+    await bus.js.purge_stream(f"KV_{bus.subjects.bucket('workers')}", subject=owner.subject)
+    await eventually(lambda: owner.lost)
+    assert await owner.stored() is None
+    await owner.lease.abandon()
+
+
 async def test_a_lease_that_ran_out_while_the_process_slept_is_lost(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet, "LEASE_S", 1)
     monkeypatch.setattr(fleet, "RENEW_S", 60)
