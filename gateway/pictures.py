@@ -25,6 +25,12 @@ VIDEO = "video"
 PATHS = {IMAGE: "/v1/images/generations", VIDEO: "/v1/videos/generations"}
 
 MAX_PROMPT_CHARS = 32_000  # as OpenAI's API
+SIDES = {
+    "jpeg": 65_500,
+    "webp": 16_383,
+    "gif": 65_535,
+    "mp4": 16_384,
+}  # pixels
 _SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
 # one token of a subject; not "$", which in Python also matches before a last line break
 _WORKER = r"^[A-Za-z0-9_-]{1,128}(?![\s\S])"
@@ -75,7 +81,7 @@ class VideoBody(PictureBody, frozen=True, kw_only=True):
     """POST /v1/videos/generations. The number of frames: num_frames, else seconds x fps, else the pipeline's own."""
 
     seconds: Annotated[float, Meta(gt=0.0, le=3600.0)] | str | None = None
-    fps: Annotated[float, Meta(gt=0.0, le=240.0, description="frames per second")] | None = None
+    fps: Annotated[float, Meta(ge=0.1, le=240.0, description="frames per second")] | None = None
     num_frames: Count | None = None
     input_reference: Any = None
     image: Any = None
@@ -182,6 +188,8 @@ def decided(body: PictureBody, made: Diffuser, seed: int) -> Diffusion:
     name = {"jpg": "jpeg"}.get(body.output_format or "", body.output_format) or made.formats[0]
     if name not in made.formats:
         raise unsupported("output_format", f"output_format {name!r}; served: {', '.join(made.formats)}")
+    if max(width, height) > SIDES.get(name, max(width, height)):
+        raise invalid("size", f"size {width}x{height}: a side of a {name} file has at most {SIDES[name]} pixels")
     frame_rate = made.frame_rate
     if isinstance(body, VideoBody) and body.fps is not None:
         frame_rate = body.fps

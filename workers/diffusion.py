@@ -282,7 +282,11 @@ class DiffusionSession(Life):
             if run.stop.is_set():
                 raise Stopped
             frames, height, width, _ = picture.frames.shape
-            data = encode(picture, run.ask.format, run.ask.quality)
+            try:
+                data = encode(picture, run.ask.format, run.ask.quality)
+            except Exception as error:  # what was computed is whole, and so is the engine
+                what = f"{frames} frames of {width}x{height} could not be written as {run.ask.format}: {error!r}"
+                raise RequestError(Code.engine_error, what[:500]) from error
             made.append(Developed(data, width, height, frames, picture.frame_rate))
         return made
 

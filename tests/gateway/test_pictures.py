@@ -158,7 +158,10 @@ def test_a_video_is_never_shorter_than_asked_and_never_a_step_longer(
         (VIDEO, {"seconds": "long"}, "seconds", "is not a number"),
         (VIDEO, {"seconds": "nan"}, "seconds", "is not a number"),
         (VIDEO, {"seconds": "-1"}, "seconds", "is not a number"),
-        (VIDEO, {"fps": 0}, "fps", "> 0"),
+        (VIDEO, {"fps": 0}, "fps", ">= 0.1"),
+        (VIDEO, {"fps": 0.0001}, "fps", ">= 0.1"),
+        (IMAGE, {"size": "16384x16", "output_format": "webp"}, "size", "a webp file has at most 16383 pixels"),
+        (IMAGE, {"size": "65504x16", "output_format": "jpg"}, "size", "a jpeg file has at most 65500 pixels"),
         (IMAGE, {"worker": "a.b"}, "worker", "regex"),
     ],
 )
@@ -170,6 +173,11 @@ def test_what_cannot_be_made_is_refused_with_field_and_limit(
     assert caught.value.param == field
     assert says in caught.value.message
     assert caught.value.code in (Code.invalid_request, Code.unsupported, Code.model_not_found)
+
+
+def test_a_side_that_one_format_cannot_hold_is_made_in_another() -> None:
+    assert decided(IMAGE, size="16384x16", output_format="png").width == 16_384
+    assert decided(VIDEO, size="16368x16", output_format="webp").width == 16_368
 
 
 def test_what_is_not_json_is_refused() -> None:

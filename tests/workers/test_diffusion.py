@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from PIL import Image
@@ -261,6 +262,21 @@ async def test_a_request_that_the_engine_refuses_ends_alone(record: Record, work
     worker.easel.fails = None
     await give(record, worker.id, good)
     assert (await record.end(good)).code == ""
+    assert not worker.broken
+
+
+async def test_a_picture_that_no_file_can_hold_ends_its_request_alone(
+    record: Record, worker: Living, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = Picture(np.zeros((1, 1, 16_384, 3), dtype=np.uint8))
+    monkeypatch.setattr(worker.easel, "generate", lambda ask, progress: [wide])
+    asked = picture()
+    assert asked.diffusion is not None
+    as_webp = msgspec.structs.replace(asked.diffusion, format="webp")
+    await give(record, worker.id, msgspec.structs.replace(asked, diffusion=as_webp))
+    end = await record.end(asked)
+    assert end.code == Code.engine_error
+    assert "16384x1 could not be written as webp" in end.message
     assert not worker.broken
 
 
