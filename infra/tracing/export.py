@@ -25,31 +25,54 @@ class NoExporter(Exception):
 
 
 class Sink(Protocol):
-    """Where spans go; False: they did not arrive."""
+    """Where spans go."""
 
-    async def send(self, spans: Sequence[Span]) -> bool: ...
+    @property
+    def why(self) -> str:
+        """The last that did not arrive did not."""
+
+    async def send(self, spans: Sequence[Span]) -> bool:
+        """False: they did not arrive."""
 
     def close(self) -> None:
         """What is being sent ends soon."""
+
+
+class Words(logging.Handler):
+    """The first thing that a library logs about a batch: only there its exporter says why it failed."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.first = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.first = self.first or record.getMessage()[:500]
 
 
 class Exporter:
     """
     Args:
         exporter: called in a thread, one batch at a time.
+        words: what it says of its failures.
     """
 
-    def __init__(self, exporter: "sdk.SpanExporter", namespace: str = "ps") -> None:
+    def __init__(self, exporter: "sdk.SpanExporter", namespace: str = "ps", words: "Words | None" = None) -> None:
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
         self._exporter = exporter
+        self._words = words or Words()
         self._namespace = namespace
         self._scope = InstrumentationScope("penstock", version("penstock"))
         self._resources: dict[tuple[str, str], Resource] = {}
 
+    @property
+    def why(self) -> str:
+        return self._words.first
+
     async def send(self, spans: Sequence[Span]) -> bool:
         from opentelemetry.sdk.trace.export import SpanExportResult
 
+        self._words.first = ""
         given = [self._readable(span) for span in spans]
         return await asyncio.to_thread(self._exporter.export, given) is SpanExportResult.SUCCESS
 
@@ -109,6 +132,6 @@ def otlp(endpoint: str, namespace: str = "ps") -> Exporter:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
         raise NoExporter(f"spans cannot be sent without OpenTelemetry ({error}); {INSTALL}") from error
-    # A collector that is away is our log line, once; not one of the library's per try.
-    logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)
-    return Exporter(OTLPSpanExporter(endpoint=endpoint, timeout=SEND_S), namespace)
+    logger, words = logging.getLogger("opentelemetry.exporter"), Words()
+    logger.handlers, logger.propagate = [words], False  # our log has a line now and then, not one for each try
+    return Exporter(OTLPSpanExporter(endpoint=endpoint, timeout=SEND_S), namespace, words)

@@ -92,6 +92,14 @@ class Open(NamedTuple):
     journey: Journey | None
 
 
+class Ended(NamedTuple):
+    """A terminal event, when it was stored, and as what."""
+
+    event: Done
+    at_ns: int
+    seq: int
+
+
 class Following:
     """``run`` until it is cancelled, or ``once`` to the end of the log.
 
@@ -122,8 +130,8 @@ class Following:
         self._work = Reader(bus, "WORK", subjects.all("work"), since_ns=since)
         self._ledger = Reader(bus, "HANDOFF", subjects.all("handoff"), since_ns=since)
         self._open: dict[str, Open] = {}
-        self._fresh: list[tuple[Done, int]] = []  # ends that were read at this look, and when they were stored
-        self._due: list[tuple[Done, int]] = []  # and at the last one
+        self._fresh: list[Ended] = []  # read at this look
+        self._due: list[Ended] = []  # read at the last one, and not yet sent
         self._sent_seq = start.done_seq
         self._due_seq = start.done_seq
         self._said_at = -SAID_S
@@ -150,12 +158,13 @@ class Following:
                 await asyncio.sleep(POLL_S)
 
     async def once(self) -> None:
-        """Everything that has ended by now.
+        """Everything that has ended by now, not what ends meanwhile.
 
         Raises:
             ServingError: a stream cannot be read.
         """
-        while await self.look() or self._due:
+        end = await last_seq(self._bus)
+        while (await self.look() or self._due) and self._sent_seq < end:
             pass
 
     async def look(self) -> bool:
@@ -170,12 +179,12 @@ class Following:
                 break
         full = len(self._fresh) >= ENDS
         # Far behind, the other streams are read only as far as these ends need it, or all of them would be in memory.
-        until_ns = self._fresh[-1][1] + SKEW_NS if full else 0
+        until_ns = self._fresh[-1].at_ns + SKEW_NS if full else 0
         async for entry in self._work.entries(until_ns):
             self._on_work(entry)
         async for entry in self._ledger.entries(until_ns):
             self._on_ledger(entry)
-        await self._send(self._due)
+        await self._send()
         self._sent_seq, self._due_seq = self._due_seq, self._done.after
         self._due, self._fresh = self._fresh, []
         self._forget()
@@ -184,7 +193,7 @@ class Following:
     @property
     def position(self) -> Position:
         """From where another one could go on."""
-        begun = [event.timings.created_ns for event, _ in self._due]
+        begun = [ended.event.timings.created_ns for ended in self._due]
         if self._open:
             begun.append(next(iter(self._open.values())).created_ns)  # in the order of their jobs: about the oldest
         return Position(self._sent_seq, min([time.time_ns(), *begun]) - BEFORE_NS)
@@ -195,7 +204,7 @@ class Following:
         event = _end(entry)
         if isinstance(event, Done):
             if event.timings.ended_ns >= self._not_before_ns:
-                self._fresh.append((event, entry.time_ns))
+                self._fresh.append(Ended(event, entry.time_ns, entry.seq))
         elif event is not None and (known := self._open.get(event.request)) is not None and known.journey is not None:
             known.journey.end(event, entry.time_ns)
 
@@ -236,25 +245,29 @@ class Following:
 
     # --- sending ---
 
-    async def _send(self, ends: list[tuple[Done, int]]) -> None:
-        unplaced = [event for event, _ in ends if event.request not in self._open]
+    async def _send(self) -> None:
+        """What is due, batch by batch: what has been sent is due no more, even if the rest is interrupted."""
+        unplaced = [ended.event for ended in self._due if ended.event.request not in self._open]
         if unplaced:
             await self._look_up(unplaced)
-        spans: list[Span] = []
-        told: list[str] = []
-        for event, at_ns in ends:
-            known = self._open.get(event.request)
-            if known is None:
-                continue
-            told.append(event.request)
-            if known.journey is None:
-                continue
-            known.journey.end(event, at_ns)
-            spans += known.journey.spans()
-            if len(spans) >= BATCH_SPANS:
-                await self._deliver(spans, told)
-                spans, told = [], []
-        await self._deliver(spans, told)
+        while self._due:
+            spans: list[Span] = []
+            told: list[str] = []
+            count = 0
+            for event, at_ns, _ in self._due:
+                count += 1
+                known = self._open.get(event.request)
+                if known is None:
+                    continue
+                told.append(event.request)
+                if known.journey is not None:
+                    known.journey.end(event, at_ns)
+                    spans += known.journey.spans()
+                if len(spans) >= BATCH_SPANS:
+                    break
+            await self._deliver(spans, told)
+            self._sent_seq = self._due[count - 1].seq
+            del self._due[:count]
 
     async def _look_up(self, ends: list[Done]) -> None:
         """Requests that ended without a job, from one pass over REQUESTS."""
@@ -282,7 +295,13 @@ class Following:
             self.counts.sent += requests
         else:
             self.counts.dropped += requests
-            log.error("traces_dropped", requests=requests, spans=len(spans), dropped=self.counts.dropped)
+            log.error(
+                "traces_dropped",
+                requests=requests,
+                spans=len(spans),
+                dropped=self.counts.dropped,
+                why=self._exporter.why,
+            )
 
     async def _arrive(self, spans: list[Span]) -> bool:
         pause, until = RETRY_S, time.monotonic() + self._patience_s
@@ -297,7 +316,12 @@ class Following:
     def _say_away(self) -> None:
         if time.monotonic() - self._said_at > SAID_S:
             self._said_at = time.monotonic()
-            log.warning("collector_away", action="waiting; the log keeps what has ended", sent=self.counts.sent)
+            log.warning(
+                "spans_not_taken",
+                why=self._exporter.why,
+                action="trying again; the log keeps what has ended",
+                sent=self.counts.sent,
+            )
 
     def _forget(self) -> None:
         """Requests whose end will not come any more."""
@@ -316,16 +340,25 @@ async def begin(bus: Bus, kept: Position | None) -> Position:
     Raises:
         ServingError: there is no such stream.
     """
+    last = await last_seq(bus)
+    if kept is not None and kept.done_seq <= last:
+        return kept
+    return Position(last, time.time_ns() - BEFORE_NS)
+
+
+async def last_seq(bus: Bus) -> int:
+    """Of the newest terminal event.
+
+    Raises:
+        ServingError: there is no such stream.
+    """
     stream = bus.subjects.stream("DONE")
     try:
-        last = (await bus.js.stream_info(stream)).state.last_seq
+        return int((await bus.js.stream_info(stream)).state.last_seq)
     except _FAILED as error:
         raise ServingError(
             Code.broker_unavailable, f"stream {stream} does not answer ({error!r}); run 'penstock streams apply'"
         ) from error
-    if kept is not None and kept.done_seq <= last:
-        return kept
-    return Position(last, time.time_ns() - BEFORE_NS)
 
 
 class Kept:

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 import structlog
@@ -67,11 +68,19 @@ def check(settings: TraceSettings) -> None:
     """
     if bool(settings.request) == bool(settings.otlp_endpoint):
         raise BadUse("say either --request ID, to see one trace, or --otlp-endpoint URL, to send all")
-    if settings.otlp_endpoint and not settings.otlp_endpoint.startswith(("http://", "https://")):
+    if settings.otlp_endpoint and not _is_url(settings.otlp_endpoint):
         raise BadUse(
             f"--otlp-endpoint {settings.otlp_endpoint!r}: an HTTP URL, such as http://127.0.0.1:4318/v1/traces"
         )
     seconds_of(settings.since)
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def seconds_of(since: str) -> float:

@@ -1,19 +1,25 @@
 """Spans as OpenTelemetry's exporters get them, and as OTLP JSON."""
 
 import base64
+import contextlib
 import json
 from typing import Any
 
+import pytest
 from google.protobuf import json_format
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
+from configs.settings import TraceSettings
+from infra.tracing import export
 from infra.tracing.export import Exporter
+from infra.tracing.main import BadUse, check
 from infra.tracing.otlp_json import document
 from infra.tracing.span import Span
 from schemas.trace import Trace
+from tests.infra.tracing.collector import Collector
 from tests.infra.tracing.journeys import PARENT, at, split
 
 
@@ -82,3 +88,29 @@ async def test_the_json_says_what_the_protobuf_says() -> None:
         return found
 
     assert told(ours) == told(theirs)
+
+
+@pytest.mark.parametrize(
+    ("status", "path", "says"), [(200, "/v1/trace", "404"), (401, "/v1/traces", "401"), (None, "/v1/traces", "refused")]
+)
+async def test_why_spans_were_not_taken_is_said(
+    status: int | None, path: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "SEND_S", 2.0)  # for one try more than the first, before which the reason is said
+    collector = Collector()
+    collector.start()
+    exporter = export.otlp(collector.url.replace("/v1/traces", path))
+    with contextlib.ExitStack() as states:
+        states.enter_context(collector.away() if status is None else collector.answering(status))
+        assert not await exporter.send(split().spans())
+        assert says in exporter.why
+    exporter.close()
+    collector.stop()
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["http://", "http://[::bad/v1", "http://127.0.0.1:99999/", "ftp://h/", "localhost:4318"]
+)
+def test_an_endpoint_that_cannot_be_is_refused_at_once(endpoint: str) -> None:
+    with pytest.raises(BadUse, match="an HTTP URL, such as"):
+        check(TraceSettings(otlp_endpoint=endpoint))

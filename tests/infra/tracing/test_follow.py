@@ -29,16 +29,20 @@ UNSAMPLED = journeys.PARENT[:-1] + "0"
 class Sent:
     """A collector in memory, that may be away."""
 
+    why = "nobody is there"
+
     def __init__(self) -> None:
         self.spans: list[Span] = []
         self.batches = 0
         self.away = False
+        self.takes = 10**9  # batches
 
     async def send(self, spans: Sequence[Span]) -> bool:
         self.batches += 1
-        if not self.away:
-            self.spans += spans
-        return not self.away
+        if self.away or self.batches > self.takes:
+            return False
+        self.spans += spans
+        return True
 
     def close(self) -> None:
         """Nothing."""
@@ -201,6 +205,45 @@ async def test_who_is_cancelled_while_the_collector_is_away_has_sent_nothing(bus
     sent.away = False
     await following.once()
     assert sent.requests == waiting
+
+
+async def test_who_is_cancelled_between_two_batches_sends_only_the_second_again(
+    bus: Bus, sent: Sent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow, "BATCH_SPANS", 3)  # one request's
+    following = Following(bus, sent, await begin(bus, None))
+    all_ = [made(), made()]
+    for asked in all_:
+        await accept(bus, asked)
+        await place(bus, asked)
+        await finish(bus, asked)
+    start = following.position.done_seq
+    sent.takes = 1
+    work = asyncio.create_task(following.once())
+    await eventually(lambda: sent.batches == 2)
+    work.cancel()
+    await asyncio.wait([work])
+    assert following.position.done_seq == start + 1
+    sent.takes = 10**9
+    await following.once()
+    assert sent.requests == [asked.id for asked in all_]
+    assert [span.name for span in sent.spans] == ["chat tiny", "route", "aggregated"] * 2
+    assert following.counts == follow.Counts(sent=2)
+
+
+async def test_once_ends_though_requests_go_on_ending(bus: Bus, sent: Sent, monkeypatch: pytest.MonkeyPatch) -> None:
+    following = Following(bus, sent, await begin(bus, None))
+    first = await run(bus, 2)
+    look = following.look
+
+    async def busy() -> bool:
+        await run(bus)
+        return await look()
+
+    monkeypatch.setattr(following, "look", busy)
+    await asyncio.wait_for(following.once(), 10)
+    assert sent.requests[:2] == first
+    assert len(sent.requests) <= 4
 
 
 async def test_far_behind_it_reads_no_more_than_it_sends(bus: Bus, sent: Sent, monkeypatch: pytest.MonkeyPatch) -> None:
