@@ -11,7 +11,6 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, NoReturn
 
-import nats
 import structlog
 from nats.aio.client import Client
 from nats.errors import SlowConsumerError
@@ -30,6 +29,15 @@ DROPPED_S = 0.25
 SAME_ERROR_S = 5.0
 
 Hook = Callable[[], Awaitable[None]]
+
+
+class _Client(Client):  # type: ignore[misc]  # untyped
+    """Outlives a flush that was given up: nats-py ends its read loop over the answer, and is deaf from then on."""
+
+    async def _process_pong(self) -> None:
+        if self._pongs and self._pongs[0].done():
+            self._pongs[0] = asyncio.get_running_loop().create_future()
+        await super()._process_pong()
 
 
 class Bus:
@@ -143,9 +151,10 @@ async def connect(
         if holder and not holder[0].closing:
             log.warning("bus_disconnected")
 
+    client = _Client()
     try:
-        client = await asyncio.wait_for(
-            nats.connect(
+        await asyncio.wait_for(
+            client.connect(
                 url.split(","),
                 name=name,
                 max_reconnect_attempts=-1,

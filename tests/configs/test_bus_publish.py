@@ -159,6 +159,17 @@ async def test_closing_a_bus_does_not_end_the_process(broker: EmbeddedNats) -> N
     assert not ended
 
 
+async def test_a_flush_that_was_given_up_does_not_deafen_the_connection(bus: Bus) -> None:
+    flush = asyncio.create_task(bus.nc.flush())
+    await asyncio.sleep(0)
+    assert bus.nc._pongs
+    flush.cancel()  # before its answer can have been read
+    await asyncio.wait([flush])
+    assert flush.cancelled()
+    await bus.nc.flush()
+    assert (await bus.nc.request("$JS.API.INFO", timeout=5)).data
+
+
 async def test_a_failing_reconnect_hook_does_not_keep_the_others_from_running(broker: EmbeddedNats) -> None:
     bus = await connect(broker.url("operator"), role="operator", name="x")
     ran = asyncio.Event()
