@@ -3,6 +3,8 @@
 Sockets are touched by the publisher's own thread only.
 """
 
+import contextlib
+import os
 import queue
 import threading
 import time
@@ -17,7 +19,6 @@ from schemas.kv import KvEvent
 from workers.engines.events import wire
 
 KEPT = 10_000  # messages for replay
-TICK_MS = 20  # how long a replay may wait
 
 
 class Publisher:
@@ -61,28 +62,45 @@ class Publisher:
             raise
         self.endpoint = self._news.getsockopt_string(zmq.LAST_ENDPOINT)
         self.replay = self._again.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._heard, self._bell = os.pipe()  # something is in the queue
+        os.set_blocking(self._heard, False)
+        os.set_blocking(self._bell, False)
+        self._turn = threading.Lock()  # nobody rings once the bell is taken down
+        self._open = True
         self._thread = threading.Thread(target=self._run, name="kv publisher", daemon=True)
         self._thread.start()
 
     def publish(self, events: Seq[KvEvent]) -> None:
         """One message; from any thread, never blocks."""
-        self._queue.put(tuple(events))
+        self._put(tuple(events))
+
+    def _put(self, item: tuple[KvEvent, ...] | None) -> None:
+        self._queue.put(item)
+        with self._turn, contextlib.suppress(BlockingIOError):  # full: it rings already
+            if self._open:
+                os.write(self._bell, b"!")
 
     def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._heard, zmq.POLLIN)
+        poller.register(self._again, zmq.POLLIN)
         try:
             while True:
-                try:
-                    events = self._queue.get(timeout=TICK_MS / 1000)
-                except queue.Empty:
-                    events = ()
-                if events is None:
-                    return
-                if events:
+                if self._heard in dict(poller.poll()):
+                    os.read(self._heard, 65_536)  # before the queue: what comes after that rings again
+                while not self._queue.empty():
+                    events = self._queue.get()
+                    if events is None:
+                        return
                     self._send(wire.encode(self._clock(), events, self._block_size, self._rank))
                 while self._again.poll(0):
                     self._answer(self._again.recv_multipart())
         finally:
             self._context.destroy(linger=200)
+            with self._turn:
+                self._open = False
+                os.close(self._heard)
+                os.close(self._bell)
 
     def _send(self, payload: bytes) -> None:
         number, self._next = self._next, self._next + 1
@@ -100,6 +118,6 @@ class Publisher:
 
     def close(self, timeout: float = 5.0) -> bool:
         """Send what is queued, end the thread and its sockets; False: it still hangs."""
-        self._queue.put(None)
+        self._put(None)
         self._thread.join(timeout)
         return not self._thread.is_alive()

@@ -103,7 +103,8 @@ def relayed(engine: Engine, settings: WorkerSettings, root: bytes, wake: Callabl
         (relay or engine).close()
         if isinstance(error, zmq.ZMQError):
             raise EngineError(
-                f"--kv-events-host {settings.kv_events_host}, --kv-events-port {settings.kv_events_port}: {error}"
+                f"--kv-events-host {settings.kv_events_host}, --kv-events-port {settings.kv_events_port}: {error}; "
+                "give each worker of a host ports of its own, or 0 for any that are free"
             ) from error
         raise
     return cast(Engine, relay)  # what it has not itself, it has from the engine

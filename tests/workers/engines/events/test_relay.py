@@ -389,6 +389,15 @@ def test_what_cannot_be_is_refused_at_the_start_and_the_engine_closed(
     assert threading.active_count() == before
 
 
+def test_a_port_that_another_worker_of_the_host_has_is_refused_with_the_fix() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as other:
+        port = other.getsockname()[1]
+        inner = Closing()
+        with pytest.raises(EngineError, match=f"{port}: .*ports of its own, or 0 for any that are free"):
+            relayed(inner, WorkerSettings(kv_events_port=port), ROOT, lambda: None)
+    assert inner.closed == 1
+
+
 def test_closing_leaves_neither_threads_nor_sockets(make: Callable[..., Any]) -> None:
     def counts() -> tuple[int, int]:
         gc.collect()

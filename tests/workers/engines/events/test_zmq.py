@@ -4,6 +4,7 @@ import gc
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -158,6 +159,21 @@ def test_closing_leaves_neither_threads_nor_sockets(tmp_path: Path) -> None:
     for _ in range(3):
         once()
     assert counts() == before
+
+
+def test_a_publisher_that_has_nothing_to_say_sleeps(tmp_path: Path) -> None:
+    def switches() -> int:
+        status = Path(f"/proc/self/task/{publisher._thread.native_id}/status").read_text()
+        return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+
+    publisher = Publisher(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
+    try:
+        time.sleep(0.05)  # it begins
+        before = switches()
+        time.sleep(0.3)
+        assert switches() - before < 5
+    finally:
+        assert publisher.close()
 
 
 def test_an_address_that_is_taken_is_an_error_and_nothing_stays_open(tmp_path: Path) -> None:
