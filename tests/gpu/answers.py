@@ -37,7 +37,31 @@ def answer(made: ScheduledEngine, model: modeldir.ModelDir, question: str, pictu
     return str(model.tokenizer.decode(ids))
 
 
+def scores(made: ScheduledEngine, prompt: list[int]) -> list[float]:
+    """Log-probabilities of a prompt's tokens, from the second on."""
+    made.submit(SequenceRequest("key", prompt, Sampling(temperature=0.0, prompt_logprobs=0), Stop(1), score=1))
+    found: list[float] = []
+    while made.has_work():
+        found += [value.logprob for told in made.step().scored for value in told.logprobs]
+    return found
+
+
+def demo(device: str, kv_dtype: str = "auto") -> ScheduledEngine:
+    return build(str(modeldir.DEMO), device=device, kv_blocks=200, dtype="float32", kv_dtype=kv_dtype, warm=True)
+
+
 def main() -> None:
+    prompt = [(7 * i) % 1000 + 20 for i in range(700)]  # scored in two steps
+    here, there = (scores(demo(device), prompt) for device in ("cpu", "cuda"))
+    apart = max(abs(one - other) for one, other in zip(here, there, strict=True))
+    print(f"scores of {len(there) + 1} prompt tokens: at most {apart:.2g} from the CPU's")
+    assert apart < 1e-3
+    model = modeldir.load(modeldir.DEMO)
+    for kv_dtype in ("bfloat16", "fp8"):
+        made = [demo(device, kv_dtype) for device in ("cpu", "cuda")]
+        for question in QUESTIONS:
+            cpu, gpu = (answer(each, model, question) for each in made)
+            print(f"KV as {kv_dtype}: {question} -> {gpu}" + ("" if cpu == gpu else f"   (CPU: {cpu})"))
     for name in ("demo", "demo-vision"):
         path = modeldir.resolve(name)
         model = modeldir.load(path)
