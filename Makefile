@@ -9,15 +9,21 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: up test test-trtllm test-vllm bench lint clean
+.PHONY: up test types pytest test-trtllm test-vllm bench lint clean
 
 up: $(VENV)/.installed
 	@$(BIN)/penstock up $(ARGS)
 
+# Types beside the tests: both take one core.
 test: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@$(MAKE) --no-print-directory -j2 types pytest
+
+types:
 	$(BIN)/mypy
+
+pytest:
 	$(BIN)/python -m pytest $(ARGS)
 
 # Not on the stamp: tensorrt_llm comes from NVIDIA's index or container, so BIN may be any environment that has it.

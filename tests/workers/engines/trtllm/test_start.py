@@ -181,6 +181,9 @@ def test_a_start_that_fails_leaves_neither_engine_nor_thread(make: Make, monkeyp
     with pytest.raises((EngineError, RuntimeError), match="no luck"):
         make()
     assert ended == ([] if phase == "construction" else [1])
+    for thread in threading.enumerate():
+        if thread.name == "engine output":  # it has nothing to read any more
+            thread.join(10)
     assert threading.active_count() <= before
 
 
