@@ -25,7 +25,7 @@ from workers.engines import host
 from workers.engines.base import EngineError, EngineInfo
 from workers.engines.events.subscribe import Subscriber
 from workers.engines.foreign import arguments as foreign
-from workers.engines.foreign.engine import shut_down
+from workers.engines.foreign.engine import CLOSE_S, shut_down
 from workers.engines.foreign.guard import Guard, children
 from workers.engines.loop import LoopThread
 from workers.engines.vllm import api as apis
@@ -82,7 +82,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> VllmEngine:
         with environ(variables):
             llm = construct(api, str(path), resolved.tree, scheduler, loop)
         undo.callback(Guard(children() - before).close)
-        undo.callback(shut_down, llm)
+        undo.callback(close, llm, loop)
         undo.push(early.pop_all())
         warm_up(llm, api, loop)
         config = llm.vllm_config
@@ -109,6 +109,19 @@ def from_settings(settings: WorkerSettings, path: Path) -> VllmEngine:
         engine = VllmEngine(info, llm, api, loop, options, scheduler, facts, undo.pop_all())
     log.info("vllm_ready", layout=info.handover, blocks=info.total_blocks, slots=info.slots, ranks=ranks)
     return engine
+
+
+def close(llm: Any, loop: LoopThread) -> None:
+    """End the engine. Its reader goes first: it would take the end of its core for a failure, and say so."""
+    reader = getattr(llm, "output_handler", None)
+
+    async def leave() -> None:
+        if reader is not None:
+            reader.cancel()
+
+    with contextlib.suppress(TimeoutError):
+        loop.run(leave(), CLOSE_S)
+    shut_down(llm)
 
 
 def wanted_of(settings: WorkerSettings, model_len: int, folder: Path, ranks: int) -> Wanted:

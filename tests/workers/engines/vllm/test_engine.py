@@ -243,6 +243,13 @@ def test_closing_ends_threads_and_files(make: Make) -> None:
     assert counts() == before
 
 
+def test_an_end_in_order_is_not_told_as_a_failure(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    driver = make()
+    driver.answer(ask(0, PROMPT, 2))
+    driver.engine.close()
+    assert "output_handler failed" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [('{"block_sise": 1}', "did you mean block_size"), ('{"max_num_batched_tokens": 2}', "vLLM 0.33.0 refuses")],
