@@ -13,6 +13,7 @@ from rich.table import Table
 
 from configs.bus.connection import Bus, connect
 from configs.bus.read import read
+from infra.terminal import stdout
 from schemas import done, jobs, requests
 from schemas.errors import ServingError
 from schemas.ids import time_of
@@ -241,7 +242,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--namespace", default="")
     parser.add_argument("--data-dir", default=".penstock")
     args = parser.parse_args(argv)
-    console = Console()
+    console = stdout()
     state = _state(Path(args.data_dir))
     url = args.nats_url or state.get("nats_url", "nats://127.0.0.1:4222")
     namespace = args.namespace or state.get("namespace", "ps")

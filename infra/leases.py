@@ -12,6 +12,7 @@ from rich.console import Console
 
 from configs.bus.connection import Bus, connect
 from configs.bus.read import read
+from infra.terminal import stdout
 from infra.up.state import read_state
 from schemas import transfer
 from schemas.errors import ServingError
@@ -108,7 +109,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--namespace", default="")
     parser.add_argument("--data-dir", default=".penstock")
     args = parser.parse_args(argv)
-    console = Console()
+    console = stdout()
     state = None
     with contextlib.suppress(OSError, msgspec.DecodeError):
         state = read_state(Path(args.data_dir) / "state.json")

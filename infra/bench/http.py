@@ -20,6 +20,7 @@ from rich.table import Table
 
 from infra.bench.answers import Connection, Tally
 from infra.bench.cpu import cpu_of, own_seconds
+from infra.terminal import stdout
 from infra.up.http import get
 from infra.up.state import read_state
 
@@ -352,9 +353,7 @@ def percentile(ordered: list[float], share: float) -> float:
 
 
 def _report(stages: list[Stage], processes: Mapping[str, int]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=150)
+    console = stdout()
     table = Table(title="closed loop, times in ms")
     names = ("conns", "req/s", "tokens/s", "TTFT p50", "p99", "ITL p50", "p99", "latency p50", "tok/event", "failed")
     for name in (*names, *(("CPU µs/token", "CPU ms/req") if processes else ()), "own CPU"):

@@ -19,6 +19,7 @@ from rich.table import Table
 from infra.demo_model import mix, vision
 from infra.demo_model.sample import Sample, right, tool_call, valid_json
 from infra.demo_model.template import IMAGE
+from infra.terminal import stdout
 from infra.up.state import read_state
 
 _TASKS = (*mix.TASKS, *vision.TASKS)
@@ -214,4 +215,4 @@ def _print(scores: list[Score], model: str) -> None:
             f"{score.seconds:.1f}",
             style=style,
         )
-    Console().print(table)
+    stdout().print(table)

@@ -11,12 +11,12 @@ from urllib.parse import urlsplit
 
 import msgspec
 import structlog
-from rich.console import Console
 
 from configs import logs
 from configs.bus.connection import Bus, connect
 from configs.settings import TraceSettings
 from infra.explain import Story, story
+from infra.terminal import stdout
 from infra.tracing.export import Exporter, NoExporter, otlp
 from infra.tracing.facts import facts
 from infra.tracing.follow import BEFORE_NS, Following, Kept, Position, begin
@@ -130,7 +130,7 @@ async def _print(settings: TraceSettings) -> int:
     if settings.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(document(spans, settings.namespace))).decode() + "\n")
     else:
-        show(spans, Console())
+        show(spans, stdout())
     return 0
 
 

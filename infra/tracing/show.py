@@ -8,7 +8,9 @@ from rich.table import Table
 
 from infra.tracing.span import Span
 
-WIDTH = 48  # columns of the picture
+WIDTH = 48  # columns of the picture, at most
+NARROWEST = 12
+TEXT = 84  # columns of all that stands beside it
 _COLOURS = {"gateway": "cyan", "router": "magenta", "worker": "green"}
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
@@ -18,15 +20,17 @@ def show(spans: Sequence[Span], console: Console) -> None:
     root = spans[0]
     whole = max(1, root.end_ns - root.start_ns)
     console.print(f"trace [bold]{root.trace_id}[/]" + (f", part of span {root.parent_id}" if root.parent_id else ""))
+    width = max(NARROWEST, min(WIDTH, console.width - TEXT))
     table = Table("span", "where", f"0 … {_ms(whole)}", "from", "took", "", box=None, pad_edge=False)
-    table.columns[2].no_wrap = True
+    for column in table.columns[:-1]:
+        column.no_wrap = True
     table.columns[3].justify = table.columns[4].justify = "right"
     for depth, span in _ordered(spans):
         colour = "red" if span.error is not None else _COLOURS[span.service]
         table.add_row(
             f"{'  ' * depth}[bold {colour}]{escape(span.name)}[/]",
-            escape(span.instance or span.service),
-            f"[{colour}]{bar(span, root.start_ns, whole)}[/]",
+            escape(_where(span, short=width < WIDTH)),
+            f"[{colour}]{bar(span, root.start_ns, whole, width)}[/]",
             _ms(span.start_ns - root.start_ns),
             _ms(span.end_ns - span.start_ns),
             escape(_said(span)),
@@ -58,6 +62,12 @@ def _ordered(spans: Sequence[Span]) -> list[tuple[int, Span]]:
         return found
 
     return walk(spans[0], 0)
+
+
+def _where(span: Span, short: bool) -> str:
+    """``short``: without the part of the name that is new with each start of the process."""
+    name = span.instance or span.service
+    return name.rpartition("-")[0] or name if short else name
 
 
 def _said(span: Span) -> str:

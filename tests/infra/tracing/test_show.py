@@ -13,9 +13,9 @@ from schemas.trace import Trace
 from tests.infra.tracing.journeys import PARENT, split
 
 
-def shown(spans: list[Span]) -> list[str]:
+def shown(spans: list[Span], width: int = 200) -> list[str]:
     out = io.StringIO()
-    show(spans, Console(file=out, width=200, no_color=True))
+    show(spans, Console(file=out, width=width, no_color=True))
     return out.getvalue().splitlines()
 
 
@@ -31,6 +31,14 @@ def test_a_line_per_span_indented_below_its_parent_in_order_of_time() -> None:
     assert "kv → p-1, overlap 2/3" in lines[1]
     assert "4 blocks, 0.00 MiB, over nixl" in lines[6]
     assert "100 in, 32 cached, 2 out, length" in lines[0]
+
+
+@pytest.mark.parametrize("width", [80, 100, 130])
+def test_on_a_narrow_terminal_only_the_last_column_is_broken_into_lines(width: int) -> None:
+    _, _, *lines = shown(split(Trace(PARENT), stamped=True).spans(), width)
+    assert all(len(line) <= width for line in lines)
+    for name in ("chat tiny", "route", "prefill", "decode", "transfer", "first token", "generate"):
+        assert any(line.lstrip().startswith(f"{name} ") and " ms" in line for line in lines), name
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 100), (0, 0), (99, 100), (100, 100), (50, 51), (37, 63), (1, 1)])
