@@ -94,15 +94,13 @@ def test_what_is_made_has_no_errors_and_is_read_back_as_it_was_meant(asked: dict
         assert args.batch_size * ranks >= min(wish.concurrency, 2048 * ranks)
 
 
-@pytest.mark.parametrize("name", sorted(load()))
+@pytest.mark.parametrize("name", sorted(name for name, recipe in load().items() if recipe.role != "encode"))
 def test_it_makes_something_for_every_load_that_a_recipe_is_for(name: str) -> None:
     recipe = load()[name]
     context = context_of_recipe(recipe)
     header, shape = recipe.header, context.shape
     assert header is not None
     assert shape is not None
-    if recipe.role == "encode":
-        pytest.skip("an encoder has no KV cache")
     length = recipe.args.max_seq_len or 0
     made = generate(
         shape,
