@@ -64,7 +64,7 @@ class Reservation(msgspec.Struct, eq=False):
     """Blocks held for a prompt whose KV comes from elsewhere; shared by the sequences of its choices.
 
     ``blocks[:have]`` were in the cache, the others and ``tails`` are to be filled. Once all ``users`` have started
-    (or were dropped) it is let go of.
+    (or were dropped) it is let go of; sooner if what runs needs the blocks, and the prompt is computed after all.
     """
 
     digests: list[bytes]  # of the prompt's full blocks
@@ -72,6 +72,8 @@ class Reservation(msgspec.Struct, eq=False):
     have: int
     tails: list[int]  # for the prompt's last block, if it is not full: one copy for each choice, which goes on in it
     users: int = 1
+    filled: bool = False  # adopted
+    named: int = 0  # leading ``blocks`` that the cache knows by their names; of the others it has other copies
 
 
 class SequenceRequest(msgspec.Struct):

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 import msgspec
 
@@ -21,7 +22,7 @@ from workers.engines.base import (
 )
 from workers.engines.core.embeddings import EmbeddingCache, Eyes
 from workers.engines.core.scheduler import Scheduler
-from workers.engines.core.sequence import Executor, Sampled, Slot
+from workers.engines.core.sequence import AheadExecutor, Executor, Launched, Sampled, Slot
 from workers.engines.logits.registry import Registry
 
 ABSENT = "the embeddings of an image are not on this worker"
@@ -128,26 +129,44 @@ class Sighted:
                 raise RequestError(Code.invalid_request, f"there are only {cache.total_slots} embedding slots")
 
 
+class Flight(NamedTuple):
+    """A step that was launched and not yet committed."""
+
+    plan: list[Slot]
+    scoring: list[Slot]
+    failures: list[Failure]
+    launched: Launched
+
+
 class ScheduledEngine(Sighted):
     """Implements ``workers.engines.base.Engine`` and ``VisionEngine``; owns ``executor`` and ``eyes``, closes both.
 
     Args:
         processors: that requests may name; None: none, they are refused.
+        executor: None: ``ahead`` is given.
+        ahead: an executor that takes the next plan while it computes one: a step's outputs are returned by the call
+            after it, which has launched the next step before it waits for them.
     """
 
     def __init__(
         self,
         info: EngineInfo,
         scheduler: Scheduler,
-        executor: Executor,
+        executor: Executor | None,
         eyes: Eyes | None = None,
         processors: Registry | None = None,
+        ahead: AheadExecutor | None = None,
     ) -> None:
         super().__init__(eyes)
+        self._ahead = ahead
+        self._flight: Flight | None = None
         self._processors = processors or Registry()
         self.info = info
         self._scheduler = scheduler
         self._executor = executor
+        owned = executor if executor is not None else ahead
+        assert owned is not None
+        self._owned: Executor | AheadExecutor = owned
         self._may_miss = False  # a sequence was taken without its embeddings
 
     def submit(self, request: SequenceRequest) -> None:
@@ -179,21 +198,33 @@ class ScheduledEngine(Sighted):
         Raises:
             EngineError: the executor is broken; so is this engine.
         """
-        plan = self._scheduler.schedule()
-        missing = [slot for slot in plan if _misses(slot)] if self._may_miss else []
-        if missing:
-            plan = [slot for slot in plan if slot not in missing]
-            for slot in missing:
-                self._scheduler.cancel(slot.sequence.key)
-        scoring = self._scheduler.scoring
-        if scoring and missing:
+        scheduler = self._scheduler
+        plan = scheduler.schedule()
+        failures: list[Failure] = []
+        scoring = scheduler.scoring
+        if self._may_miss and (missing := [slot for slot in plan if _misses(slot)]):
+            plan = scheduler.unplan(plan, missing)
             scoring = [slot for slot in scoring if slot not in missing]
-        sampled: list[Sampled] = self._executor.execute(plan, scoring) if plan else []
-        result = self._scheduler.commit(plan, sampled)
-        if missing:
             failures = [Failure(slot.sequence.key, Code.transfer_failed, ABSENT) for slot in missing]
-            result = result._replace(failures=result.failures + failures)
-        return result
+        if self._executor is None:
+            return self._step_ahead(plan, scoring, failures)
+        sampled: list[Sampled] = self._executor.execute(plan, scoring) if plan else []
+        result = scheduler.commit(plan, sampled, scoring)
+        return result._replace(failures=result.failures + failures) if failures else result
+
+    def _step_ahead(self, plan: list[Slot], scoring: list[Slot], failures: list[Failure]) -> StepResult:
+        """Launch this plan, then commit the one before."""
+        assert self._ahead is not None
+        done, self._flight = self._flight, None
+        if plan:
+            self._flight = Flight(plan, scoring, failures, self._ahead.launch(plan, scoring))
+            failures = []
+        if done is None:
+            result = self._scheduler.commit([], [], [])
+        else:
+            result = self._scheduler.commit(done.plan, done.launched.result(), done.scoring)
+            failures = done.failures + failures
+        return result._replace(failures=result.failures + failures) if failures else result
 
     def stats(self) -> EngineStats:
         return msgspec.structs.replace(self._scheduler.stats(), logits_errors=self._processors.faults.count)
@@ -208,7 +239,7 @@ class ScheduledEngine(Sighted):
     def memory(self) -> dict[str, Memory]:
         """Each pool with the generations of its owner."""
         generations, _ = self._scheduler.blocks.generations.buffer_info()
-        pools = self._executor.memory()
+        pools = self._owned.memory()
         return {
             name: msgspec.structs.replace(pool, generations=generations) for name, pool in pools.items()
         } | self._embeds()
@@ -226,7 +257,8 @@ class ScheduledEngine(Sighted):
         self._scheduler.let_go(reservation)
 
     def close(self) -> None:
-        self._executor.close()
+        self._flight = None
+        self._owned.close()
         if self._eyes is not None:
             self._eyes.close()
 

@@ -4,17 +4,18 @@ Continuous batching with chunked prefill: running sequences first, in admission 
 come first served, within a budget of tokens. A sequence gets blocks for all it knows when it is admitted, then
 one at a time; when there is none, the newest running one is preempted: it gives its blocks back, waits at the
 front with the tokens it has generated, and is computed again (mostly from the cache). With ``no_evict`` it waits
-until there is room for its longest answer beside those of all that run, and is never preempted.
+until there is room for its longest answer beside those of all that run, and is never preempted. Who is next among
+those that wait is ``workers.engines.core.queue``'s matter.
 """
 
 from array import array
-from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from schemas.blocks import chain, extend, split
 from schemas.errors import Code
+from schemas.requests import Sampling
 from schemas.tokens import Logprob
 from schemas.wire import pack_tokens
 from workers.engines.base import (
@@ -31,6 +32,7 @@ from workers.engines.base import (
     StepResult,
 )
 from workers.engines.core.blocks import BlockManager
+from workers.engines.core.queue import Queue
 from workers.engines.core.sequence import Sampled, Sequence, Slot
 
 if TYPE_CHECKING:
@@ -43,6 +45,9 @@ _tuple = tuple.__new__  # a named tuple's own __new__ costs twice as much, and t
 
 class Scheduler:
     """Alternate ``schedule`` and ``commit``; between those pairs ``submit`` and ``cancel`` at will.
+
+    Or run ahead: plan once more before the last plan is committed. Then tokens that are not known yet are counted, a
+    sequence that ends meanwhile keeps its blocks until its last plan is committed, and nobody is preempted before.
 
     Args:
         max_running: sequences that run at once.
@@ -79,14 +84,13 @@ class Scheduler:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         self.blocks = blocks
         self.running: list[Sequence] = []  # in admission order
-        self._waiting: OrderedDict[object, Sequence] = OrderedDict()  # next first
+        self._queue = Queue(blocks, block_size, no_evict=no_evict)
         self._by_key: dict[object, Sequence] = {}
         self._block_size = block_size
         self._max_running = max_running
         self._max_batched_tokens = max_batched_tokens
         self._max_model_len = max_model_len
         self._max_scored_tokens = max_scored_tokens
-        self._no_evict = no_evict
         self.scoring: list[Slot] = []
         self._pool_tokens = blocks.total_blocks * block_size
         self._eos = frozenset(eos_token_ids)
@@ -99,7 +103,10 @@ class Scheduler:
         self._measured: list[Measured] = []
         self._held: list[Held] = []  # not yet told
         self._holds: dict[object, list[int]] = {}  # blocks of ended sequences, kept for a hand-over
-        self._reserved = 0  # blocks in reservations
+        self._plans = 0  # that were made, if not empty
+        self._commits = 0
+        self._late = 0  # sequences that have ended, but not their last plan
+        self._starved = False  # the last plan lacked a block; the next one is made when nothing is under way
 
     # -- between steps ---------------------------------------------------------------------------------------
 
@@ -118,7 +125,7 @@ class Scheduler:
         stops = frozenset() if stop.ignore_eos else self._eos
         if stop.token_ids:
             stops = stops.union(stop.token_ids)
-        self._by_key[request.key] = self._waiting[request.key] = Sequence(
+        self._by_key[request.key] = sequence = Sequence(
             key=request.key,
             tokens=tokens,
             prompt_len=len(prompt),
@@ -136,7 +143,10 @@ class Scheduler:
             reservation=request.reservation,
             processors=processors,
             score=min(request.score or len(prompt), len(prompt)),
+            length=len(tokens),
+            lockstep=processors is not None or _penalised(request.sampling) or bool(request.score),
         )
+        self._queue.add(sequence)
 
     def _check(self, request: SequenceRequest, prompt_len: int, known: int) -> None:
         if request.key in self._by_key:
@@ -182,18 +192,10 @@ class Scheduler:
             return False
         if sequence.blocks:
             self.running.remove(sequence)
-            self._let_go(sequence)
+            self._end(sequence)
         else:
-            del self._waiting[key]
-            self._unreserve(sequence)
+            self._queue.remove(sequence)
         return True
-
-    def _unreserve(self, sequence: Sequence) -> None:
-        reservation, sequence.reservation = sequence.reservation, None
-        if reservation is not None:
-            reservation.users -= 1
-            if not reservation.users:
-                self.let_go(reservation)
 
     def drop(self, key: object) -> bool:
         """Let go of the blocks that an ended sequence left held."""
@@ -204,49 +206,35 @@ class Scheduler:
         return True
 
     def reserve(self, digests: Seq[bytes], tails: int, users: int) -> Reservation | None:
-        """Hold the blocks of a prompt whose KV comes from elsewhere; None: there is no room.
-
-        Room means: what runs can still grow by a block each. A reservation cannot be preempted.
-        """
-        hits = self.blocks.match(digests, len(digests))
-        fresh = len(digests) - len(hits) + tails
-        if fresh + len(self.running) > self.blocks.available:
-            return None
-        table = self.blocks.take(hits, fresh)
-        if table is None:
-            return None
-        full = len(digests)
-        self._reserved += len(table)
-        return Reservation(list(digests), table[:full], len(hits), table[full:], users)
+        """Hold the blocks of a prompt whose KV comes from elsewhere; None: there is no room."""
+        return self._queue.reserve(digests, tails, users, len(self.running))
 
     def adopt(self, reservation: Reservation) -> None:
         """The blocks of a reservation are filled; sequences with this prompt find them."""
-        if self.blocks.prefix_cache:
-            self.blocks.name(reservation.blocks, reservation.digests, reservation.have, len(reservation.blocks))
+        self._queue.adopt(reservation)
 
     def let_go(self, reservation: Reservation) -> None:
-        table = reservation.blocks + reservation.tails
-        self._reserved -= len(table)
-        self.blocks.release(table)
-        reservation.blocks, reservation.tails = [], []
+        self._queue.let_go(reservation)
 
     @property
     def blocked(self) -> bool:
         """Sequences wait, none runs: every other block is held for a hand-over. Only its end helps."""
-        return bool(self._waiting) and not self.running
+        return bool(self._queue) and not self.running and not self._late
 
     def has_work(self) -> bool:
+        if self._plans > self._commits:
+            return True
         return bool(self._by_key or self._failures or self._started or self._held or self.blocks.has_events)
 
     def stats(self) -> EngineStats:
         blocks = self.blocks
         return EngineStats(
             running=len(self.running),
-            waiting=len(self._waiting),
+            waiting=len(self._queue),
             used_blocks=blocks.used_blocks,
             cached_blocks=blocks.cached_blocks,
             free_blocks=blocks.free_blocks,
-            pinned_blocks=self._reserved + sum(map(len, self._holds.values())),
+            pinned_blocks=self._queue.reserved_blocks + sum(map(len, self._holds.values())),
             preemptions=self._preemptions,
             hit_tokens=self._hit_tokens,
             prompt_tokens=self._prompt_tokens,
@@ -259,25 +247,58 @@ class Scheduler:
         plan: list[Slot] = []
         budget = self._max_batched_tokens
         size = self._block_size
+        number = self._plans + 1
+        ahead = self._plans > self._commits
         self.scoring = []
+        if ahead and self._starved:
+            return plan
+        self._starved = False
         for sequence in self.running:  # may shrink from its end while we walk
-            if not budget:
+            if not budget or self._starved:
                 break
+            if ahead and self._must_wait(sequence):
+                continue
             start = sequence.computed
-            count = len(sequence.tokens) - start
+            count = sequence.length - start
             if count == 1:
                 if start == len(sequence.blocks) * size and not self._grow(sequence):
                     continue
                 plan.append(_tuple(Slot, (sequence, start, 1, True)))
+                sequence.computed = start + 1
+                sequence.length += 1
+                sequence.step = number
                 budget -= 1
             else:
                 now = self._chunk(sequence, count, budget)
                 if now:
                     self._plan(plan, Slot(sequence, start, now, now == count))
                     budget -= now
-        if self._waiting and budget:
+        if self._queue and budget and not self._starved:
             self._admit(plan, budget)
+        if plan:
+            self._plans = number
         return plan
+
+    def _must_wait(self, sequence: Sequence) -> bool:
+        """With a step under way: whether the next token of a sequence is its last, or the next step depends on it."""
+        if sequence.length >= sequence.limit:
+            return True
+        if not sequence.lockstep or sequence.step <= self._commits:
+            return False
+        return sequence.length > len(sequence.tokens) or sequence.score < sequence.prompt_len
+
+    def unplan(self, plan: list[Slot], slots: list[Slot]) -> list[Slot]:
+        """The last plan without some of its slots, whose sequences are cancelled."""
+        for sequence, start, _, samples in slots:
+            sequence.computed = start
+            sequence.length -= samples
+            sequence.step = self._plans - 1  # it may be in the plan before, which may be under way
+        rest = [slot for slot in plan if slot not in slots]
+        if not rest:
+            self._plans -= 1
+        for slot in slots:
+            self.cancel(slot.sequence.key)
+        return rest
 
     def _chunk(self, sequence: Sequence, count: int, budget: int) -> int:
         """How many of ``count`` tokens are computed now; 0: it waits for its turn to be scored."""
@@ -287,17 +308,25 @@ class Scheduler:
 
     def _plan(self, plan: list[Slot], slot: Slot) -> None:
         plan.append(slot)
-        if slot.sequence.score < slot.sequence.prompt_len:
+        sequence, start, count, samples = slot
+        sequence.computed = start + count
+        sequence.length += samples
+        sequence.step = self._plans + 1
+        if sequence.score < sequence.prompt_len:
             self.scoring.append(slot)
 
     def _grow(self, sequence: Sequence) -> bool:
-        """One more block, at the cost of newer sequences; False: this one had to go itself."""
+        """One more block, at the cost of those that wait, then of newer sequences; False: it goes itself, or waits."""
         while not self.blocks.grow(sequence.blocks):
+            if self._queue.give_way():
+                continue
+            if self._plans > self._commits:
+                self._starved = True
+                return False
             newest = self.running.pop()  # the last one is ``sequence`` itself: then the rest of the pool is pinned
             self._let_go(newest)
             newest.computed = newest.named = 0
-            self._waiting[newest.key] = newest
-            self._waiting.move_to_end(newest.key, last=False)
+            self._queue.add(newest, first=True)
             self._preemptions += 1
             self._measured.append(Measured(newest.key, {}, preemptions=1))
             if newest is sequence:
@@ -305,32 +334,13 @@ class Scheduler:
         return True
 
     def _admit(self, plan: list[Slot], budget: int) -> None:
-        size, blocks, waiting = self._block_size, self.blocks, self._waiting
-        while waiting and budget and len(self.running) < self._max_running:
-            key, sequence = next(iter(waiting.items()))
-            known = len(sequence.tokens)
-            # Never all that is known: the last token must be computed, for its logits; so must be what is scored.
-            fresh = sequence.score if sequence.score < sequence.prompt_len else known
-            hits = blocks.match(sequence.digests, (fresh - 1) // size)
-            tail = self._tail(sequence, hits)
-            new = -(-known // size) - len(hits) - len(tail)
-            if self._no_evict and sequence.reservation is None and not self._sure(sequence, hits, new):
+        while self._queue and budget and len(self.running) < self._max_running:
+            seat = self._queue.next(self.running)
+            if seat is None:  # what runs ends and makes room, or a hand-over does
                 return
-            table = blocks.take(hits, new)
-            if table is None:  # what runs ends and makes room, or a hand-over does
-                return
-            del waiting[key]
-            cached = len(hits) * size
-            if tail:
-                assert sequence.reservation is not None
-                table[len(hits) : len(hits)] = tail
-                sequence.reservation.tails.pop()
-                self._reserved -= 1
-                cached = sequence.prompt_len
-            sequence.blocks = table
-            self._unreserve(sequence)
+            sequence, cached, named = seat
             sequence.computed = cached
-            sequence.named = len(hits)
+            sequence.named = named
             sequence.arrived = self._admitted
             self._admitted += 1
             if not sequence.started:
@@ -338,42 +348,41 @@ class Scheduler:
                 sequence.cached = min(cached, sequence.prompt_len)
                 self._hit_tokens += sequence.cached
                 self._prompt_tokens += sequence.prompt_len
-                self._started.append(Started(key, sequence.cached))
+                self._started.append(Started(sequence.key, sequence.cached))
             self.running.append(sequence)
-            now = self._chunk(sequence, known - cached, budget)
+            count = len(sequence.tokens) - cached
+            now = self._chunk(sequence, count, budget)
             if now:
-                self._plan(plan, Slot(sequence, cached, now, cached + now == known))
+                self._plan(plan, Slot(sequence, cached, now, now == count))
                 budget -= now
 
-    def _sure(self, sequence: Sequence, hits: list[int], new: int) -> bool:
-        """Room for all that a sequence may become, beside all that those that run may."""
-        size = self._block_size
-        rest = -(-(sequence.limit - 1) // size) - len(hits) - new  # the last token is never computed
-        for other in self.running:
-            rest += max(0, -(-(other.limit - 1) // size) - len(other.blocks))
-        return self.blocks.left(hits, new) >= rest
+    def commit(self, plan: list[Slot], sampled: Seq[Sampled], scoring: list[Slot] | None = None) -> StepResult:
+        """Take in what was computed.
 
-    @staticmethod
-    def _tail(sequence: Sequence, hits: list[int]) -> list[int]:
-        """The prompt's last block as it was handed over; of use only behind all blocks before it."""
-        reservation = sequence.reservation
-        if reservation is None or len(hits) != len(reservation.blocks) or sequence.score < sequence.prompt_len:
-            return []
-        return reservation.tails[-1:]
-
-    def commit(self, plan: list[Slot], sampled: Seq[Sampled]) -> StepResult:
-        """Take in what was computed. ``sampled``: one per slot with ``samples``, in plan order."""
+        Args:
+            plan: the oldest that was not committed.
+            sampled: one per slot with ``samples``, in plan order.
+            scoring: ``scoring`` as it was with this plan; None: as it is.
+        """
         outputs: list[Output] = []
         ended = False
         size = self._block_size
         naming = self.blocks.prefix_cache
         draws = iter(sampled)
         total = 0
+        late = self._late
+        if plan:
+            self._commits += 1
         for sequence, start, count, samples in plan:
             total += count
-            sequence.computed = computed = start + count
+            if late and sequence.ended:
+                if samples:
+                    next(draws)
+                self._leave(sequence)
+                continue
+            computed = start + count
             if naming and (count > 1 or not computed % size):
-                self._name(sequence, leaving=False)
+                self._name(sequence, computed, leaving=False)
             if not samples:
                 continue
             token, logprob = next(draws)
@@ -391,20 +400,21 @@ class Scheduler:
             del self._by_key[sequence.key]
             if sequence.hold:
                 self._hold(sequence)
-            self._let_go(sequence)
+            self._end(sequence)
         if ended:
-            self.running = [sequence for sequence in self.running if sequence.blocks]
+            self.running = [sequence for sequence in self.running if sequence.blocks and not sequence.ended]
         started, self._started = self._started, []
         failures, self._failures = self._failures, []
         held, self._held = self._held, []
-        scored = self._scored() if self.scoring else ()
+        scoring = self.scoring if scoring is None else scoring
+        scored = self._scored(scoring) if scoring else ()
         measured, self._measured = self._measured, []
         return StepResult(outputs, self.blocks.take_events(), started, failures, total, held, scored, measured=measured)
 
-    def _scored(self) -> list[Scored]:
-        """What the executor has left with the sequences of this step."""
+    def _scored(self, scoring: list[Slot]) -> list[Scored]:
+        """What the executor has left with the sequences of a step."""
         found = []
-        for slot in self.scoring:
+        for slot in scoring:
             sequence = slot.sequence
             if sequence.scores:
                 found.append(Scored(sequence.key, sequence.score, sequence.scores))
@@ -428,10 +438,10 @@ class Scheduler:
         self._failures.append(Failure(sequence.key, Code.out_of_blocks, text))
         return Output(sequence.key, token, "", logprob)
 
-    def _name(self, sequence: Sequence, *, leaving: bool) -> None:
-        """Name the blocks whose KV is complete."""
+    def _name(self, sequence: Sequence, computed: int, *, leaving: bool) -> None:
+        """Name the blocks whose KV is complete: that of so many leading tokens."""
         size = self._block_size
-        full = sequence.computed // size
+        full = computed // size
         if full <= sequence.named:
             return
         digests = sequence.digests
@@ -442,11 +452,32 @@ class Scheduler:
             digests.append(extend(parent, tokens, sequence.extra.get(done, b"")))
         sequence.named = self.blocks.name(sequence.blocks, digests, sequence.named, full, leaving=leaving)
 
+    def _end(self, sequence: Sequence) -> None:
+        """Give its blocks back, as soon as no step that is under way uses them."""
+        if sequence.step > self._commits:
+            sequence.ended = True
+            self._late += 1
+        else:
+            self._let_go(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """A plan with a sequence that has ended is committed."""
+        if sequence.step <= self._commits:
+            self._late -= 1
+            self._let_go(sequence)
+
     def _let_go(self, sequence: Sequence) -> None:
         if self.blocks.prefix_cache:
-            self._name(sequence, leaving=sequence.key not in self._holds)  # held blocks stay longer than their release
+            self._name(
+                sequence, sequence.computed, leaving=sequence.key not in self._holds
+            )  # held blocks stay longer than their release
         self.blocks.release(sequence.blocks)
         sequence.blocks = []
+
+
+def _penalised(sampling: Sampling) -> bool:
+    s = sampling
+    return s.repetition_penalty != 1 or s.presence_penalty != 0 or s.frequency_penalty != 0
 
 
 def _tokens(tokens: Seq[int]) -> "array[int]":

@@ -27,7 +27,11 @@ class Sequence(msgspec.Struct, eq=False):
     digests: list[bytes]  # of full blocks of ``tokens``, as far as they were needed yet
     root: bytes
     blocks: list[int] = []  # pool blocks in order, only appended to; a new list at each admission; empty while waiting
-    computed: int = 0  # leading tokens whose KV is in ``blocks``
+    computed: int = 0  # leading tokens whose KV is in ``blocks``, once the planned steps are done
+    length: int = 0  # of ``tokens``, with those that planned steps will draw
+    step: int = 0  # number of the last plan it is in
+    lockstep: bool = False  # what a step needs of it depends on the token that the step before draws
+    ended: bool = False  # its blocks are kept until the step that still uses them is done
     cached: int = 0  # prompt tokens found in the cache at first admission
     named: int = 0  # leading blocks that are in the prefix cache under their digest
     state: object = None  # for the executor: random generator, penalties, ...
@@ -70,6 +74,32 @@ def scored_to(slot: Slot) -> int:
 class Sampled(NamedTuple):
     token: int
     logprob: Logprob | None = None
+
+
+class Launched(Protocol):
+    """A step that an ``AheadExecutor`` has begun."""
+
+    def result(self) -> list[Sampled]:
+        """What ``Executor.execute`` returns, once the step is done; KV is in its blocks then, too.
+
+        Raises:
+            EngineError: the device is lost.
+        """
+
+
+class AheadExecutor(Protocol):
+    """An executor that takes the next plan while it computes one. It computes them in order.
+
+    A slot's last token may not be known yet when it is launched (``start + count > len(tokens)``): then it is the one
+    that the step before draws for the same sequence.
+    """
+
+    def launch(self, plan: list[Slot], scoring: Seq[Slot] = ()) -> Launched:
+        """Begin a step; for the arguments and errors see ``Executor.execute``."""
+
+    def memory(self) -> dict[str, Memory]: ...
+
+    def close(self) -> None: ...
 
 
 class Executor(Protocol):

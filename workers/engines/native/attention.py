@@ -29,7 +29,15 @@ class Paged(Protocol):
     """The attention of one step over one packed batch of sequences."""
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Store the step's keys and values, then attend.
 
@@ -39,6 +47,7 @@ class Paged(Protocol):
             scale: of the scores.
             window: tokens a query sees, itself included; None: all.
             softcap: scores become softcap * tanh(score / softcap); 0: they stay.
+            sinks: (heads,), each a score whose weight goes nowhere; None: there are none.
         Returns: (tokens, heads, head_dim).
         """
 
@@ -54,17 +63,18 @@ def attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls; query, key, value are (1, heads, tokens, head_dim).
 
     Raises:
-        Unsupported: the layer asks for more than causal attention (sinks, biases, a mask of its own), or the model
+        Unsupported: the layer asks for more than causal attention (biases, a mask of its own), or the model
             does not hand its arguments on.
     """
     if paged is None:
         raise Unsupported("a forward() that does not hand its keyword arguments on to attention")
-    for name in ("s_aux", "position_bias", "relative_position_bias"):
+    for name in ("position_bias", "relative_position_bias"):
         if kwargs.get(name) is not None:
             raise Unsupported(f"attention with {name}")
     if attention_mask is not None or not getattr(module, "is_causal", True):
@@ -79,6 +89,7 @@ def attention(
         query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         sliding_window,
         softcap or 0.0,
+        s_aux,
     )
     return out.unsqueeze(0), None
 
@@ -136,28 +147,47 @@ class ReferenceAttention:
         pool.clear(opened)
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         self._pool.write(layer, self._blocks, self._offsets, key, value)
         out = torch.empty_like(query)
         if window not in self._groups:
             self._groups[window] = self._group(window)
         for group in self._groups[window]:
-            out[group.rows] = self._decode(layer, query[group.rows], group, scale, softcap)
+            out[group.rows] = self._decode(layer, query[group.rows], group, scale, softcap, sinks)
         for span in self._prefills:
             rows = slice(span.row, span.row + span.count)
-            out[rows] = self._prefill(layer, query[rows], span, scale, window, softcap)
+            out[rows] = self._prefill(layer, query[rows], span, scale, window, softcap, sinks)
         return out
 
-    def _decode(self, layer: int, query: Tensor, group: _Group, scale: float, softcap: float) -> Tensor:
+    def _decode(
+        self, layer: int, query: Tensor, group: _Group, scale: float, softcap: float, sinks: Tensor | None
+    ) -> Tensor:
         """One token per sequence: the query heads that share a KV head stand in for a query axis."""
         keys, values = self._pool.read(layer, group.table)
         n, heads, dim = query.shape
         shared = query.view(n, keys.shape[1], heads // keys.shape[1], dim)
-        return _attend(shared, keys, values, group.mask, scale, softcap).reshape(n, heads, dim)
+        if sinks is not None:
+            sinks = sinks.view(keys.shape[1], -1)
+        return _attend(shared, keys, values, group.mask, scale, softcap, sinks).reshape(n, heads, dim)
 
     def _prefill(
-        self, layer: int, query: Tensor, span: Span, scale: float, window: int | None, softcap: float
+        self,
+        layer: int,
+        query: Tensor,
+        span: Span,
+        scale: float,
+        window: int | None,
+        softcap: float,
+        sinks: Tensor | None,
     ) -> Tensor:
         """A chunk of one sequence, in tiles of queries so that a long context needs no square of memory."""
         size = self._pool.block_size
@@ -171,7 +201,9 @@ class ReferenceAttention:
         keys = keys[0, :, None, :seen].expand(kv_heads, heads // kv_heads, seen, dim)
         values = values[0, :, None, :seen].expand_as(keys)
         queries = query.view(count, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
-        if not span.start and not softcap and (window is None or window >= count):
+        if sinks is not None:
+            sinks = sinks.view(kv_heads, -1, 1)
+        elif not span.start and not softcap and (window is None or window >= count):
             fresh = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale)
             return fresh.permute(2, 0, 1, 3).reshape(count, heads, dim)  # a fifth of the time of a mask
         positions = torch.arange(first * size, span.end, device=self._device)
@@ -182,7 +214,7 @@ class ReferenceAttention:
             mask = positions <= rows
             if window is not None:
                 mask &= positions > rows - window
-            parts.append(_attend(queries[:, :, at : at + tile], keys, values, mask, scale, softcap))
+            parts.append(_attend(queries[:, :, at : at + tile], keys, values, mask, scale, softcap, sinks))
         out = torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
         return out.permute(2, 0, 1, 3).reshape(count, heads, dim)
 
@@ -215,10 +247,22 @@ def _first_seen(position: int, window: int | None) -> int:
     return 0 if window is None else max(0, position - window + 1)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
-    """(batch, heads, queries, head_dim) each; ``mask`` broadcasts over batch and heads, True: seen."""
-    if not softcap:
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float, sinks: Tensor | None
+) -> Tensor:
+    """(batch, heads, queries, head_dim) each; ``mask`` broadcasts over batch and heads, True: seen.
+
+    Args:
+        sinks: broadcasts over the scores of one key.
+    """
+    if not softcap and sinks is None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
-    scores = softcap * torch.tanh(query @ key.transpose(2, 3) * (scale / softcap))
-    weights = torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1, dtype=torch.float32)
+    scores = query @ key.transpose(2, 3) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, float("-inf")).float()
+    if sinks is not None:
+        nowhere = sinks[..., None].float().expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, nowhere], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : key.shape[2]]
     return weights.to(query.dtype) @ value

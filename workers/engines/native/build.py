@@ -1,7 +1,10 @@
 """From settings to a running native engine."""
 
 import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
+import structlog
 import torch
 
 from schemas.requests import Sampling, Stop
@@ -9,10 +12,18 @@ from workers.engines.base import EngineError, EngineInfo, SequenceRequest
 from workers.engines.core.blocks import BlockManager
 from workers.engines.core.engine import ScheduledEngine
 from workers.engines.core.scheduler import Scheduler
+from workers.engines.core.sequence import Executor
 from workers.engines.logits import Registry
+from workers.engines.native.attention import Unsupported
 from workers.engines.native.executor import TorchExecutor
 from workers.engines.native.model import Model, ModelError, eyes, load
 from workers.engines.native.pool import DTYPES, Pool, blocks_that_fit, out_of_memory
+from workers.engines.native.vision import TorchEyes
+
+if TYPE_CHECKING:
+    from workers.engines.native.cuda.modules import Rotation
+
+log = structlog.get_logger("engine")
 
 WARM_TOKENS = 4  # of the request that comes before all others
 
@@ -64,7 +75,59 @@ def build(
     try:
         loaded = load(model, device=where, dtype=dtype)
         sight = eyes(model, loaded.forward, embed_slots) if loaded.sees else None
+    except torch.OutOfMemoryError as error:
+        raise EngineError(out_of_memory(error)) from error
+    return assemble(
+        loaded,
+        sight,
+        block_size=block_size,
+        kv_blocks=kv_blocks,
+        max_running=max_running,
+        max_batched_tokens=max_batched_tokens,
+        max_model_len=max_model_len,
+        prefix_cache=prefix_cache,
+        kv_events=kv_events,
+        processors=processors,
+        kv_dtype=kv_dtype,
+        kv_memory_fraction=kv_memory_fraction,
+        no_evict=no_evict,
+        warm=warm,
+        started=started,
+        again=lambda: load(model, device=where, dtype=dtype),
+    )
+
+
+def assemble(
+    loaded: Model,
+    sight: TorchEyes | None = None,
+    *,
+    block_size: int = 32,
+    kv_blocks: int = 0,
+    max_running: int = 256,
+    max_batched_tokens: int = 8192,
+    max_model_len: int = 0,
+    prefix_cache: bool = True,
+    kv_events: bool = True,
+    processors: Registry | None = None,
+    kv_dtype: str = "auto",
+    kv_memory_fraction: float = 0.0,
+    no_evict: bool = False,
+    warm: bool = False,
+    started: float = 0.0,
+    again: Callable[[], Model] | None = None,
+) -> ScheduledEngine:
+    """An engine of a loaded model; for the arguments see ``build``.
+
+    Args:
+        started: when loading began, by ``time.perf_counter``.
+        again: loads the model once more, if what makes it faster on CUDA does not suit it.
+    """
+    began = time.perf_counter()
+    try:
         limit = _model_len(max_model_len, loaded.max_positions)
+        rotation = None
+        if loaded.device.type == "cuda":
+            loaded, rotation = _faster(loaded, again)
         pool = _pool(loaded, kv_blocks, block_size, limit, kv_dtype, kv_memory_fraction)
     except torch.OutOfMemoryError as error:
         raise EngineError(out_of_memory(error)) from error
@@ -78,9 +141,26 @@ def build(
         eos_token_ids=loaded.eos_token_ids,
         no_evict=no_evict,
     )
-    executor = TorchExecutor(loaded, pool, sight)
+    executor: TorchExecutor | None = None
+    ahead: Any = None
+    if rotation is None:
+        executor = TorchExecutor(loaded, pool, sight)
+    else:
+        from workers.engines.native.cuda.executor import CudaExecutor
+
+        ahead = CudaExecutor(
+            loaded,
+            pool,
+            rotation,
+            width=-(-limit // block_size) + 1,
+            max_running=max_running,
+            max_batched_tokens=max_batched_tokens,
+            eyes=sight,
+        )
+        if warm:
+            ahead.capture()
     if warm and min(pool.blocks * block_size, limit) > WARM_TOKENS:
-        _warm_up(executor, pool.blocks, block_size)
+        _warm_up(executor or ahead, pool.blocks, block_size, (0.0,) if ahead is None else (0.0, 1.0))
     info = EngineInfo(
         name="native",
         block_size=block_size,
@@ -90,15 +170,32 @@ def build(
         vocab_size=loaded.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
         kv_events=blocks.kv_events,
-        load_seconds=time.perf_counter() - started,
+        load_seconds=time.perf_counter() - (started or began),
         logits_processors=() if processors is None else processors.names,
         max_batched_tokens=max_batched_tokens,
     )
-    return ScheduledEngine(info, scheduler, executor, sight, processors)
+    return ScheduledEngine(info, scheduler, executor, sight, processors, ahead)
 
 
-def _warm_up(executor: TorchExecutor, blocks: int, block_size: int) -> None:
+def _faster(model: Model, again: Callable[[], Model] | None) -> "tuple[Model, Rotation | None]":
+    """A model for the kernels of ``cuda``; without Triton, or if they do not suit it, as it was and None."""
+    try:
+        from workers.engines.native.cuda.prepare import prepare
+    except ImportError as error:
+        log.warning("cuda_without_kernels", reason=f"{error}; install triton, which torch's CUDA builds come with")
+        return model, None
+    try:
+        return model, prepare(model)
+    except (ModelError, Unsupported) as error:
+        if again is None:
+            raise
+        log.warning("cuda_without_kernels", model=type(model.forward).__name__, reason=str(error))
+        return again(), None
+
+
+def _warm_up(executor: Executor | None, blocks: int, block_size: int, temperatures: tuple[float, ...]) -> None:
     """One step of a prompt and one of its answer, under a scheduler of its own: nothing is named or counted."""
+    assert executor is not None
     scheduler = Scheduler(
         BlockManager(blocks, prefix_cache=False),
         block_size=block_size,
@@ -107,7 +204,9 @@ def _warm_up(executor: TorchExecutor, blocks: int, block_size: int) -> None:
         max_model_len=WARM_TOKENS,
     )
     half = WARM_TOKENS // 2
-    scheduler.submit(SequenceRequest("warm-up", [0] * half, Sampling(temperature=0.0), Stop(half, ignore_eos=True)))
+    for temperature in temperatures:  # on CUDA each kind of draw is a kernel
+        sampling = Sampling(temperature=temperature)
+        scheduler.submit(SequenceRequest(temperature, [0] * half, sampling, Stop(half, ignore_eos=True)))
     while scheduler.has_work():
         plan = scheduler.schedule()
         scheduler.commit(plan, executor.execute(plan))

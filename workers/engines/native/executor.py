@@ -51,7 +51,8 @@ class TorchExecutor:
         for slot in plan:
             end = slot.start + slot.count
             if slot.sequence.media:
-                seen += self._seen(slot, len(tokens))
+                assert self._eyes is not None
+                seen += media_rows(slot, len(tokens), self._eyes.slot_tokens)
             if scoring and slot in scoring:
                 first = len(tokens) - slot.start - 1
                 scored += range(first + slot.sequence.score, first + scored_to(slot))
@@ -64,22 +65,12 @@ class TorchExecutor:
         paged = ReferenceAttention(self._pool, _spans(plan))
         logits = self._model.logits(inputs, places, last, paged, self._embeddings(seen) if seen else None)
         if scored:
-            _score(logits[len(rows) :], scoring)
+            score_slots(logits[len(rows) :], scoring)
         if rows:  # brings tokens to the host, so what was written before is there
             return sample(logits[: len(rows)], [slot.sequence for slot in plan if slot.samples])
         if self._model.device.type == "cuda":  # blocks get their names now, and whoever knows a name may read
             torch.cuda.synchronize(self._model.device)
         return []
-
-    def _seen(self, slot: Slot, row: int) -> Iterator[tuple[int, int]]:
-        """For each placeholder token of a slot: its row in the batch, from ``row`` on, and its place in the pool."""
-        assert self._eyes is not None
-        size = self._eyes.slot_tokens
-        end = slot.start + slot.count
-        for position, tokens, _, slots in slot.sequence.media:
-            for at in range(max(position, slot.start), min(position + tokens, end)):
-                part, offset = divmod(at - position, size)
-                yield row + at - slot.start, slots[part] * size + offset
 
     def _embeddings(self, seen: list[tuple[int, int]]) -> Embeddings:
         assert self._model is not None
@@ -97,7 +88,20 @@ class TorchExecutor:
         self._model = self._pool = self._eyes = None
 
 
-def _score(logits: Tensor, scoring: Seq[Slot]) -> None:
+def media_rows(slot: Slot, row: int, size: int) -> Iterator[tuple[int, int]]:
+    """For each placeholder token of a slot: its row in the batch, from ``row`` on, and its place in the pool.
+
+    Args:
+        size: tokens of a slot of the embedding pool.
+    """
+    end = slot.start + slot.count
+    for position, tokens, _, slots in slot.sequence.media:
+        for at in range(max(position, slot.start), min(position + tokens, end)):
+            part, offset = divmod(at - position, size)
+            yield row + at - slot.start, slots[part] * size + offset
+
+
+def score_slots(logits: Tensor, scoring: Seq[Slot]) -> None:
     """Give the sequences of ``scoring`` their scores; ``logits``: (positions of all of them, vocab), in their order."""
     at = 0
     for slot in scoring:

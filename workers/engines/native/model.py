@@ -18,12 +18,10 @@ from transformers.utils import logging as transformers_logging
 
 from workers.engines.base import EngineError
 from workers.engines.native import attention, vision
-from workers.engines.native.pool import KvShape, Pool
+from workers.engines.native.pool import KvShape
 
 PAGED_LAYERS = {"full_attention", "sliding_attention"}
 BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}  # transformers picks their factors by the longest position in the batch
-
-ROUNDING = 0.1  # relative; bfloat16 through many layers stays well below
 
 
 class ModelError(EngineError):
@@ -48,13 +46,14 @@ class Model:
     vocab_size: int
     max_positions: int
     eos_token_ids: tuple[int, ...]
+    heads: int  # of queries, in every layer
     sees: bool = False  # ``forward`` has a vision tower, too
 
     def logits(
         self,
         tokens: Tensor,
         positions: Tensor,
-        rows: Tensor,
+        rows: Tensor | None,
         paged: attention.Paged,
         embeddings: Embeddings | None = None,
     ) -> Tensor:
@@ -62,7 +61,7 @@ class Model:
 
         Args:
             tokens, positions: (tokens,) int64.
-            rows: (n,) int64, those whose logits are wanted.
+            rows: (n,) int64, those whose logits are wanted; None: all.
         Returns: (n, vocab_size) in the model's dtype.
         """
         words = tokens.unsqueeze(0)
@@ -76,7 +75,7 @@ class Model:
             **inputs,
             position_ids=positions.unsqueeze(0),
             use_cache=False,
-            logits_to_keep=rows,
+            logits_to_keep=0 if rows is None else rows,
             paged=paged,
         )
         logits: Tensor = output.logits[0]
@@ -90,7 +89,15 @@ class _Probe:
         self.layers: dict[int, tuple[int, int]] = {}  # index -> (kv heads, head dim)
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if layer in self.layers:
             raise attention.Unsupported("a layer that attends twice")
@@ -111,19 +118,32 @@ def load(model: str, *, device: torch.device, dtype: str = "auto") -> Model:
     sees = config.model_type in vision.KINDS
     loader = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     paged = {"text_config": attention.NAME} if sees else attention.NAME  # the tower keeps transformers' own
-    loaded = weights(loader, model, config, device=device, dtype=dtype, attn_implementation=paged)
-    shape, vocab_size = _inspect(loaded, device)
+    return describe(weights(loader, model, config, device=device, dtype=dtype, attn_implementation=paged), sees)
+
+
+def describe(loaded: Any, sees: bool = False) -> Model:
+    """What the engine must know of a model by transformers, whose attention is ``attention.NAME``.
+
+    Raises:
+        ModelError: its attention cannot be paged.
+    """
+    from workers.engines.native.verify import reference, reference_attention, verify
+
+    attention.register()
+    shape, vocab_size = _inspect(loaded, loaded.device)
+    text = loaded.config.get_text_config()
     made = Model(
         forward=loaded,
         shape=shape,
         dtype=loaded.dtype,
-        device=device,
+        device=loaded.device,
         vocab_size=vocab_size,
-        max_positions=max_positions(config.get_text_config()),
+        max_positions=max_positions(text),
         eos_token_ids=end_tokens(loaded),
+        heads=text.num_attention_heads,
         sees=sees,
     )
-    _verify(made)
+    verify(made, reference(made), reference_attention)
     return made
 
 
@@ -222,32 +242,6 @@ def _inspect(model: Any, device: torch.device) -> tuple[KvShape, int]:
         raise ModelError(f"{name} has layers of different (KV heads, head size): {sorted(shapes)}; choose another")
     kv_heads, head_dim = shapes.pop()
     return KvShape(layers, kv_heads, head_dim), int(output.logits.shape[-1])
-
-
-def _verify(model: Model, tokens: int = 12) -> None:
-    """Compare logits of a prefill and a decode step with those of transformers' own attention.
-
-    Raises:
-        ModelError: they differ by more than any dtype's rounding.
-    """
-    name, size = type(model.forward).__name__, 8
-    words = (torch.arange(tokens, device=model.device) * 37 + 1) % model.vocab_size
-    places = torch.arange(tokens, device=model.device)
-    pool = Pool(model.shape, 2, size, model.dtype, model.device)
-    with torch.inference_mode():
-        ours = []
-        for start, stop in ((0, tokens - 1), (tokens - 1, tokens)):
-            paged = attention.ReferenceAttention(pool, [attention.Span(0, start, stop - start, [1, 0])])
-            ours.append(model.logits(words[start:stop], places[start:stop], places[: stop - start], paged))
-        language = model.forward.get_decoder() if model.sees else model.forward
-        language.set_attn_implementation("eager")
-        try:
-            theirs = model.forward(input_ids=words[None], use_cache=False).logits[0].float()
-        finally:
-            language.set_attn_implementation(attention.NAME)
-    apart = (torch.cat(ours).float() - theirs).norm(dim=-1) / theirs.norm(dim=-1)
-    if not float(apart.median()) < ROUNDING:  # the median: an expert's near-tie may throw off a single row
-        raise ModelError(f"{name} computes attention in a way that cannot be paged; choose another model or engine")
 
 
 def max_positions(config: Any) -> int:

@@ -44,6 +44,7 @@ class Pool:
 
     Attributes:
         data: (blocks, layers, 2, block_size, kv_heads, head_dim); index 0 of the third axis is keys, 1 values.
+        limit: beyond which the kept dtype has no numbers; 0: it is the computed one.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Pool:
         size = (blocks, shape.layers, 2, block_size, shape.kv_heads, shape.head_dim)
         self.data = zeros(size, dtype, device)
         self._raw = self.data if dtype.itemsize > 1 else self.data.view(torch.uint8)  # 8-bit floats cannot be indexed
-        self._limit = torch.finfo(dtype).max if self.computed != dtype else 0.0
+        self.limit = torch.finfo(dtype).max if self.computed != dtype else 0.0
 
     def write(self, layer: int, blocks: Tensor, offsets: Tensor, key: Tensor, value: Tensor) -> None:
         """Store new tokens.
@@ -73,14 +74,14 @@ class Pool:
             key, value: (tokens, kv_heads, head_dim).
         """
         place = self._raw[:, layer]
-        if self._limit:
+        if self.limit:
             key, value = self._narrowed(key), self._narrowed(value)
         place[blocks, 0, offsets] = key
         place[blocks, 1, offsets] = value
 
     def _narrowed(self, values: Tensor) -> Tensor:
         """As they are kept: the largest number instead of infinity or none, which would spoil every later token."""
-        return values.clamp(-self._limit, self._limit).to(self.data.dtype).view(self._raw.dtype)
+        return values.clamp(-self.limit, self.limit).to(self.data.dtype).view(self._raw.dtype)
 
     def read(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of keys and values of whole blocks.
@@ -93,7 +94,7 @@ class Pool:
         flat = table.reshape(-1)
         tokens = (rows, n * self.block_size, self.shape.kv_heads, self.shape.head_dim)
         keys, values = (self._raw[:, layer, part].index_select(0, flat).view(tokens) for part in (0, 1))
-        if self._limit:
+        if self.limit:
             keys, values = (part.view(self.data.dtype).to(self.computed) for part in (keys, values))
         return keys.transpose(1, 2), values.transpose(1, 2)
 

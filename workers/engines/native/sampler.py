@@ -33,21 +33,69 @@ class Counts:
     seen: int = field(default=0)
 
 
+@dataclass(slots=True)
+class Chosen:
+    """Tokens that were drawn, and the log-probabilities that were asked for, where they were computed."""
+
+    tokens: Tensor  # (rows,) int64
+    asked: list[tuple[int, int]]  # (row, how many of the best)
+    logprobs: tuple[Tensor, Tensor, Tensor] | None  # of those rows: the token's, ids of the best, theirs
+
+    def moved(self) -> "Chosen":
+        """On the host, once what the device has been given so far is done."""
+        there = None
+        if self.logprobs is not None:
+            chosen, ids, values = (_pinned(part) for part in self.logprobs)
+            there = (chosen, ids, values)
+        return Chosen(_pinned(self.tokens), self.asked, there)
+
+    def sampled(self) -> list[Sampled]:
+        found: dict[int, Logprob] = {}
+        if self.logprobs is not None:
+            columns = (part.tolist() for part in self.logprobs)
+            for (row, k), logprob, ids, values in zip(self.asked, *columns, strict=True):
+                found[row] = Logprob(logprob, _possible(ids[:k], values[:k]))
+        return [Sampled(token, found.get(row)) for row, token in enumerate(self.tokens.tolist())]
+
+
+def _pinned(part: Tensor) -> Tensor:
+    if not part.is_cuda:
+        return part
+    return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)
+
+
+def place(values: Seq[int] | Seq[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers on a device; nobody waits for what the device was given before."""
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
 def sample(logits: Tensor, sequences: Seq[Sequence]) -> list[Sampled]:
     """Draw one token for each sequence.
 
     Args:
         logits: (len(sequences), vocab), any float type; not changed.
     """
+    return choose(logits, sequences, [len(sequence.tokens) for sequence in sequences]).sampled()
+
+
+def choose(logits: Tensor, sequences: Seq[Sequence], lengths: Seq[int]) -> Chosen:
+    """As ``sample``, without a wait for the device.
+
+    Args:
+        lengths: of the sequences; the last token of some may not be known yet, but not of those whose logits depend
+            on it (processors, penalties).
+    """
     raw = process(logits.float(), sequences)
-    shaped = shape(raw, sequences)
+    shaped = shape(raw, sequences, lengths)
     tokens = shaped.argmax(dim=-1)
     random = [row for row, sequence in enumerate(sequences) if sequence.sampling.temperature > 0]
     if random:
-        rows = torch.tensor(random, device=logits.device)
-        tokens[rows] = draw(shaped[rows], [sequences[row] for row in random])
-    logprobs = _logprobs(raw, tokens, sequences)
-    return [Sampled(token, logprobs.get(row)) for row, token in enumerate(tokens.tolist())]
+        rows = place(random, torch.int64, logits.device)
+        drawn = draw(shaped[rows], [sequences[row] for row in random], [lengths[row] for row in random])
+        tokens.index_copy_(0, rows, drawn)
+    return Chosen(tokens, *_logprobs(raw, tokens, sequences))
 
 
 def score(logits: Tensor, tokens: Seq[int], wanted: int) -> list[Logprob]:
@@ -79,12 +127,13 @@ def process(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
     return logits
 
 
-def shape(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
+def shape(logits: Tensor, sequences: Seq[Sequence], lengths: Seq[int]) -> Tensor:
     """Logits with bias, tokens that would end an answer too soon, and penalties; the same tensor if nobody asked."""
     biases = [(row, token, bias) for row, s in enumerate(sequences) for token, bias in s.sampling.logit_bias.items()]
-    early = [(row, token, _NEVER) for row, s in enumerate(sequences) if _too_short(s) for token in s.stops]
+    short = [length < s.stoppable for s, length in zip(sequences, lengths, strict=True)]
+    early = [(row, token, _NEVER) for row, s in enumerate(sequences) if short[row] for token in s.stops]
     if early:
-        early = _without_only_choices(logits, early, sequences)
+        early = _without_only_choices(logits, early, sequences, short)
     penalised = [row for row, s in enumerate(sequences) if _has_penalty(s)]
     if not (biases or early or penalised):
         return logits
@@ -95,7 +144,7 @@ def shape(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
     return logits
 
 
-def draw(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
+def draw(logits: Tensor, sequences: Seq[Sequence], lengths: Seq[int]) -> Tensor:
     """One token each from the distributions that temperature, min_p, top_k and top_p leave (Gumbel-max trick).
 
     Args:
@@ -104,7 +153,7 @@ def draw(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
     """
     temperatures = _column([max(s.sampling.temperature, 1e-5) for s in sequences], logits)
     filtered = narrow(logits / temperatures, sequences)
-    keys = [key(s.sampling.seed, s.choice, s.output_len) for s in sequences]
+    keys = [key(s.sampling.seed, s.choice, length - s.prompt_len) for s, length in zip(sequences, lengths, strict=True)]
     return (filtered + gumbel(keys, logits.shape[-1], logits.device)).argmax(dim=-1)
 
 
@@ -180,7 +229,7 @@ def gumbel(keys: Seq[int], vocab: int, device: torch.device) -> Tensor:
 
     Returns: (len(keys), vocab) float32.
     """
-    start = torch.tensor([_signed(key) for key in keys], dtype=torch.int64, device=device)[:, None]
+    start = place([_signed(key) for key in keys], torch.int64, device)[:, None]
     steps = torch.arange(1, vocab + 1, dtype=torch.int64, device=device)
     bits = start + steps * _signed(_GAMMA)
     bits = (bits ^ _shift(bits, 30)) * _signed(_MIX1)
@@ -207,24 +256,21 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-def _logprobs(logits: Tensor, tokens: Tensor, sequences: Seq[Sequence]) -> dict[int, Logprob]:
+def _logprobs(
+    logits: Tensor, tokens: Tensor, sequences: Seq[Sequence]
+) -> tuple[list[tuple[int, int]], tuple[Tensor, Tensor, Tensor] | None]:
     """By row, for those who asked: of the distribution before bias, penalties and temperature, without the impossible.
 
     The chosen token is possible, unless nothing else was left to be forbidden.
     """
     asked = [(row, s.sampling.logprobs) for row, s in enumerate(sequences) if s.sampling.logprobs is not None]
     if not asked:
-        return {}
-    rows = torch.tensor([row for row, _ in asked], device=logits.device)
+        return [], None
+    rows = place([row for row, _ in asked], torch.int64, logits.device)
     logprobs = logits[rows].log_softmax(dim=-1)
-    chosen = logprobs.gather(-1, tokens[rows, None]).squeeze(-1).tolist()
+    chosen = logprobs.gather(-1, tokens[rows, None]).squeeze(-1)
     best = logprobs.topk(min(max(k for _, k in asked), logits.shape[-1]), dim=-1)
-    return {
-        row: Logprob(logprob, _possible(ids[:k], values[:k]))
-        for (row, k), logprob, ids, values in zip(
-            asked, chosen, best.indices.tolist(), best.values.tolist(), strict=True
-        )
-    }
+    return asked, (chosen, best.indices, best.values)
 
 
 def _possible(ids: list[int], values: list[float]) -> tuple[tuple[int, float], ...]:
@@ -235,10 +281,10 @@ def _possible(ids: list[int], values: list[float]) -> tuple[tuple[int, float], .
 
 
 def _without_only_choices(
-    logits: Tensor, early: list[tuple[int, int, float]], sequences: Seq[Sequence]
+    logits: Tensor, early: list[tuple[int, int, float]], sequences: Seq[Sequence], short: list[bool]
 ) -> list[tuple[int, int, float]]:
     """Bans of stop ids, but not in rows whose processors left nothing else to draw."""
-    rows = [row for row, s in enumerate(sequences) if s.processors is not None and _too_short(s)]
+    rows = [row for row, s in enumerate(sequences) if s.processors is not None and short[row]]
     stuck = set()
     for row in rows:
         others = logits[row].clone()
@@ -246,10 +292,6 @@ def _without_only_choices(
         if others.max() == _NEVER:
             stuck.add(row)
     return [ban for ban in early if ban[0] not in stuck] if stuck else early
-
-
-def _too_short(sequence: Sequence) -> bool:
-    return len(sequence.tokens) < sequence.stoppable
 
 
 def _has_penalty(sequence: Sequence) -> bool:
@@ -261,9 +303,10 @@ def _add(logits: Tensor, changes: list[tuple[int, int, float]]) -> None:
     """Add (row, token, bias) in place; tokens that the model does not have are passed over."""
     fit = [change for change in changes if 0 <= change[1] < logits.shape[-1]]
     if fit:
-        rows, tokens, biases = (torch.tensor(column, device=logits.device) for column in zip(*fit, strict=True))
-        logits.index_put_((rows, tokens), biases.to(logits.dtype), accumulate=True)
+        rows, tokens, biases = zip(*fit, strict=True)
+        where = (place(rows, torch.int64, logits.device), place(tokens, torch.int64, logits.device))
+        logits.index_put_(where, place(biases, logits.dtype, logits.device), accumulate=True)
 
 
 def _column(values: Seq[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+    return place(values, like.dtype, like.device)[:, None]

@@ -1,21 +1,74 @@
 """Watchers for tests of the engine core: what every step must leave true, whatever the sequences are."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from schemas.blocks import DIGEST_BYTES, extend, split
+from schemas.blocks import DIGEST_BYTES, chain, extend, root, split
 from schemas.kv import KvEvent, Removed, Stored
 from schemas.requests import Sampling, Stop
 from schemas.wire import pack_tokens
-from workers.engines.base import SequenceRequest
+from workers.engines.base import Failure, Output, SequenceRequest, StepResult
 from workers.engines.core.blocks import BlockManager
+from workers.engines.core.scheduler import Scheduler
 from workers.engines.core.sequence import Executor, Sampled, Slot
 
 GREEDY = Sampling(temperature=0.0)
+ROOT = root("weights")
 
 
 def request(key: object, prompt: list[int], max_tokens: int = 8, **more: object) -> SequenceRequest:
     stop = Stop(max_tokens, **{k: more.pop(k) for k in ("min_tokens", "token_ids", "ignore_eos") if k in more})  # type: ignore[arg-type]
     return SequenceRequest(key, prompt, more.pop("sampling", GREEDY), stop, **more)  # type: ignore[arg-type]
+
+
+def names(prompt: list[int]) -> list[bytes]:
+    """Of its full blocks of four tokens."""
+    return split(chain(pack_tokens(prompt), 4, ROOT))
+
+
+class Bench:
+    """A scheduler whose next tokens are dictated by the test."""
+
+    def __init__(
+        self,
+        *,
+        total_blocks: int = 64,
+        block_size: int = 4,
+        max_running: int = 8,
+        max_batched_tokens: int = 64,
+        max_model_len: int = 1000,
+        prefix_cache: bool = True,
+        no_evict: bool = False,
+        token: Callable[[Slot], int] = lambda slot: 100 + len(slot.sequence.tokens),
+    ) -> None:
+        self.blocks = BlockManager(total_blocks, prefix_cache=prefix_cache)
+        self.scheduler = Scheduler(
+            self.blocks,
+            block_size=block_size,
+            max_running=max_running,
+            max_batched_tokens=max_batched_tokens,
+            max_model_len=max_model_len,
+            eos_token_ids=(2,),
+            no_evict=no_evict,
+        )
+        self.token = token
+        self.plan: list[Slot] = []
+
+    def step(self) -> StepResult:
+        self.plan = self.scheduler.schedule()
+        # Seen by the test as it was when planned.
+        self.shape = [(slot.sequence.key, slot.start, slot.count, slot.samples) for slot in self.plan]
+        return self.scheduler.commit(self.plan, [Sampled(self.token(slot)) for slot in self.plan if slot.samples])
+
+    def finish(self, steps: int = 200) -> dict[object, list[Output | Failure]]:
+        """Step until nothing is left; what each sequence got."""
+        got: dict[object, list[Output | Failure]] = {}
+        for _ in range(steps):
+            if not self.scheduler.has_work():
+                return got
+            result = self.step()
+            for item in (*result.outputs, *result.failures):
+                got.setdefault(item.key, []).append(item)
+        raise AssertionError(f"work is left after {steps} steps")
 
 
 class Mirror:

@@ -1,5 +1,3 @@
-from collections.abc import Callable
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,60 +6,11 @@ from schemas.blocks import chain, root, split
 from schemas.errors import Code
 from schemas.kv import Removed, Stored
 from schemas.wire import pack_tokens
-from tests.workers.engines.core.support import GREEDY, Mirror, PoolMemory, check_pool, request
-from workers.engines.base import Failure, Output, RequestError, Started, StepResult
+from tests.workers.engines.core.support import GREEDY, ROOT, Bench, Mirror, PoolMemory, check_pool, names, request
+from workers.engines.base import Failure, Output, RequestError, Started
 from workers.engines.core.blocks import BlockManager
 from workers.engines.core.scheduler import Scheduler
-from workers.engines.core.sequence import Sampled, Slot
 from workers.engines.mock.executor import MockExecutor, Vocabulary, expected_tokens
-
-ROOT = root("weights")
-
-
-class Bench:
-    """A scheduler whose next tokens are dictated by the test."""
-
-    def __init__(
-        self,
-        *,
-        total_blocks: int = 64,
-        block_size: int = 4,
-        max_running: int = 8,
-        max_batched_tokens: int = 64,
-        max_model_len: int = 1000,
-        prefix_cache: bool = True,
-        no_evict: bool = False,
-        token: Callable[[Slot], int] = lambda slot: 100 + len(slot.sequence.tokens),
-    ) -> None:
-        self.blocks = BlockManager(total_blocks, prefix_cache=prefix_cache)
-        self.scheduler = Scheduler(
-            self.blocks,
-            block_size=block_size,
-            max_running=max_running,
-            max_batched_tokens=max_batched_tokens,
-            max_model_len=max_model_len,
-            eos_token_ids=(2,),
-            no_evict=no_evict,
-        )
-        self.token = token
-        self.plan: list[Slot] = []
-
-    def step(self) -> StepResult:
-        self.plan = self.scheduler.schedule()
-        # Seen by the test as it was when planned.
-        self.shape = [(slot.sequence.key, slot.start, slot.count, slot.samples) for slot in self.plan]
-        return self.scheduler.commit(self.plan, [Sampled(self.token(slot)) for slot in self.plan if slot.samples])
-
-    def finish(self, steps: int = 200) -> dict[object, list[Output | Failure]]:
-        """Step until nothing is left; what each sequence got."""
-        got: dict[object, list[Output | Failure]] = {}
-        for _ in range(steps):
-            if not self.scheduler.has_work():
-                return got
-            result = self.step()
-            for item in (*result.outputs, *result.failures):
-                got.setdefault(item.key, []).append(item)
-        raise AssertionError(f"work is left after {steps} steps")
 
 
 def test_a_long_prompt_is_computed_in_chunks_beside_decoding_ones() -> None:
@@ -557,10 +506,6 @@ def test_any_history_ends_with_the_tokens_of_an_uninterrupted_run(
 # -- hand-over ----------------------------------------------------------------------------------------------------
 
 
-def names(prompt: list[int]) -> list[bytes]:
-    return split(chain(pack_tokens(prompt), 4, ROOT))
-
-
 def test_blocks_of_a_held_sequence_outlive_it_until_they_are_dropped() -> None:
     bench = Bench(total_blocks=8)
     prompt = list(range(10, 20))  # two full blocks and a half one
@@ -706,7 +651,9 @@ def test_hand_overs_leak_nothing_whatever_happens(data: st.DataObject) -> None:
                 mirror.apply(list(result.events))
                 held += [one.key for one in result.held]
         tables = [s.blocks for s in scheduler.running] + list(scheduler._holds.values())
-        waiting = {id(s.reservation): s.reservation for s in scheduler._waiting.values() if s.reservation is not None}
+        waiting = {
+            id(s.reservation): s.reservation for s in scheduler._queue._waiting.values() if s.reservation is not None
+        }
         tables += [r.blocks + r.tails for r in waiting.values()] + [r.blocks + r.tails for r, _ in reserved]  # type: ignore[misc, has-type]
         check_pool(bench.blocks, tables)
     for key in list(scheduler._by_key):

@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -47,6 +48,13 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**COMMON),
     "gemma3": Gemma3TextConfig(**COMMON, **LOCAL_AND_GLOBAL),
     "gemma2": Gemma2Config(**COMMON, **LOCAL_AND_GLOBAL, attn_logit_softcapping=5.0, final_logit_softcapping=30.0),
+    "gpt_oss": GptOssConfig(
+        **COMMON,
+        sliding_window=8,
+        layer_types=LOCAL_AND_GLOBAL["layer_types"],
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
     "mistral": MistralConfig(**COMMON, sliding_window=12),
 }
 

@@ -192,8 +192,8 @@ def test_attention_beyond_causal_is_refused() -> None:
     q = torch.zeros(1, 2, 3, 4)
     module: Any = torch.nn.Module()
     paged: Any = object()
-    with pytest.raises(Unsupported, match="s_aux"):
-        attention(module, q, q, q, None, paged=paged, s_aux=torch.zeros(2))
+    with pytest.raises(Unsupported, match="position_bias"):
+        attention(module, q, q, q, None, paged=paged, position_bias=torch.zeros(2))
     with pytest.raises(Unsupported, match="causal"):
         attention(module, q, q, q, torch.zeros(3, 3), paged=paged)
     with pytest.raises(Unsupported, match="shape"):

@@ -1,0 +1,181 @@
+"""Kernels of the native engine against plain torch in float32.
+
+python -m tests.gpu.kernels                                (on a GPU; every check on its own, then times)
+TRITON_INTERPRET=1 python -m tests.gpu.kernels --device cpu   (without one, slowly)
+"""
+
+import argparse
+import random
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from workers.engines.native import sampler
+from workers.engines.native.attention import ReferenceAttention, Span
+from workers.engines.native.cuda import modules, rewrite, rows
+from workers.engines.native.cuda.paged import Batch, PagedAttention, Scratch, tile_rows
+from workers.engines.native.pool import KvShape, Pool
+
+BOUND = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
+
+
+def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+class Case:
+    """A pool with random contents, and a batch of decodes and chunks of prompts over it."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, page: int = 8,
+                 decodes: tuple[int, ...] = (1, 9, 70, 200), chunks: tuple[tuple[int, int], ...] = ((0, 40), (33, 150)),
+                 layers: int = 2) -> None:  # fmt: skip
+        self.heads, self.kv_heads, self.dim, self.device, self.dtype = heads, kv_heads, dim, device, dtype
+        ends = [*decodes, *(start + count for start, count in chunks)]
+        blocks = sum(-(-end // page) for end in ends)
+        ids = list(range(blocks))
+        random.Random(3).shuffle(ids)
+        self.pool, self.twin = (Pool(KvShape(layers, kv_heads, dim), blocks, page, dtype, device) for _ in range(2))
+        self.pool.data.normal_()
+        self.twin.data.copy_(self.pool.data)
+        width = max(-(-end // page) for end in ends) + 1
+        tables = torch.zeros((len(ends), width), dtype=torch.int32)
+        self.spans, lanes, positions, tiles = [], [], [], []
+        for lane, end in enumerate(ends):
+            mine = [ids.pop() for _ in range(-(-end // page))]
+            tables[lane, : len(mine)] = torch.tensor(mine)
+            start = end - 1 if lane < len(decodes) else chunks[lane - len(decodes)][0]
+            count = end - start
+            row = len(lanes)
+            self.spans.append(Span(row, start, count, mine))
+            if lane >= len(decodes):
+                most = tile_rows(dtype)
+                tiles += [(row + at, start + at, min(most, count - at), lane) for at in range(0, count, most)]
+            lanes += [lane] * count
+            positions += range(start, end)
+        self.tokens = len(lanes)
+        as_ints: Callable[[Any], torch.Tensor] = lambda values: torch.tensor(values, dtype=torch.int32, device=device)  # noqa: E731
+        self.batch = Batch(
+            tables.to(device), as_ints(lanes), as_ints(positions), len(decodes), as_ints(tiles) if tiles else None
+        )
+        self.scratch = Scratch(max(1, len(decodes)), kv_heads, heads, dim, device)
+        both = torch.randn((self.tokens, heads + 2 * kv_heads, dim), device=device).to(dtype)
+        self.q, self.k, self.v = both.split([heads, kv_heads, kv_heads], dim=1)
+        angles = torch.randn((1, self.tokens, dim // 2), device=device)
+        self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def rotated(self, x: torch.Tensor) -> torch.Tensor:
+        low, high = x.float().chunk(2, -1)
+        cos, sin = self.cos[0, :, None].float(), self.sin[0, :, None].float()
+        return torch.cat([low * cos - high * sin, high * cos + low * sin], -1).to(self.dtype)
+
+    def compare(self, rotate: bool, window: int | None, softcap: float, sinks: bool) -> tuple[float, float]:
+        sink = torch.randn(self.heads, device=self.device).to(self.dtype) if sinks else None
+        rotation = modules.Rotation()
+        if rotate:
+            rotation._left = (self.cos, self.sin)
+        paged = PagedAttention(self.pool, self.scratch, rotation, self.batch)
+        found = paged.attend(1, self.q, self.k, self.v, self.dim**-0.5, window, softcap, sink)
+        q, k = (self.rotated(self.q), self.rotated(self.k)) if rotate else (self.q, self.k)
+        twin = self.twin
+        data = twin.data.float()
+        exact = Pool(twin.shape, twin.blocks, twin.block_size, torch.float32, self.device)
+        exact.data.copy_(data)
+        spans = self.spans
+        reference = ReferenceAttention.__new__(ReferenceAttention)
+        kept = exact.clear
+        exact.clear = lambda blocks: None  # type: ignore[method-assign]
+        reference.__init__(exact, spans)  # type: ignore[misc]
+        exact.clear = kept  # type: ignore[method-assign]
+        expected = reference.attend(
+            1, q.float(), k.float(), self.v.float(), self.dim**-0.5, window, softcap,
+            None if sink is None else sink.float(),
+        )  # fmt: skip
+        stored = apart(self.pool.data, exact.data)
+        return apart(found, expected), stored
+
+
+def check_attention(device: torch.device) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        if dtype != torch.float32 and device.type == "cpu":
+            continue
+        for heads, kv_heads, dim in ((8, 2, 128), (4, 2, 16), (4, 4, 80)):
+            for rotate, window, softcap, sinks in (
+                (True, None, 0.0, False), (False, None, 0.0, True), (True, 16, 0.0, True), (True, None, 5.0, False),
+                (False, 100, 0.0, False),
+            ):  # fmt: skip
+                case = Case(device, dtype, heads, kv_heads, dim)
+                out, stored = case.compare(rotate, window, softcap, sinks)
+                good = out < BOUND[dtype] and stored < BOUND[dtype]
+                print(f"attention {dtype} {heads}/{kv_heads} x {dim} rotate={rotate} window={window} cap={softcap} "
+                      f"sinks={sinks}: {out:.1e}, stored {stored:.1e}" + ("" if good else "   WRONG"))  # fmt: skip
+    many = Case(device, torch.float32, 4, 2, 16, decodes=tuple(range(1, 20)), chunks=())
+    out, stored = many.compare(True, None, 0.0, False)
+    print(f"19 decodes: {out:.1e}, stored {stored:.1e}")
+
+
+def check_rows(device: torch.device) -> None:
+    dtypes = (torch.float32,) if device.type == "cpu" else (torch.float32, torch.bfloat16)
+    for dtype in dtypes:
+        x = torch.randn((3, 4096), device=device).to(dtype)
+        for count, out_features, in_features in ((1, 136, 512), (1, 40, 1200)):
+            linear = modules.Linear(
+                torch.randn((out_features, in_features), device=device).to(dtype) * in_features**-0.5,
+                torch.randn(out_features, device=device).to(dtype),
+            )
+            given = x[:count, :in_features].contiguous()
+            residual = torch.randn((count, out_features), device=device).to(dtype)
+            expected = residual.double() + torch.nn.functional.linear(
+                given.double(), linear.weight.double(), linear.bias.double() if linear.bias is not None else None
+            )
+            print(f"thin {dtype} {count} x {in_features} -> {out_features}: "
+                  f"{apart(linear.single(given, residual), expected):.1e}")  # fmt: skip
+    logits = torch.randn((5, 9000), device=device)
+    logits[3, 77] = logits[3, 4099] = 9.0
+    keys = [sampler.key(seed, 0, 5) for seed in range(5)]
+    temperatures = torch.tensor([0.0, 1.0, 0.5, 0.0, 2.0], device=device)
+    noisy = torch.where(
+        temperatures[:, None] > 0,
+        logits / temperatures.clamp(min=1e-5)[:, None] + sampler.gumbel(keys, 9000, device),
+        logits,
+    )
+    signed = torch.tensor([key - (1 << 64) if key >> 63 else key for key in keys], device=device)
+    drawn, latest, best = (torch.zeros(64, dtype=torch.int32, device=device) for _ in range(3))
+    targets = torch.tensor([4, 3, 2, 1, 0], dtype=torch.int32, device=device)
+    counters = torch.zeros(5, dtype=torch.int32, device=device)
+    scores = torch.zeros(64, device=device)
+    for _ in range(2):
+        rows.draw[(5, 3)](
+            logits, signed, temperatures, targets, scores, best, counters, latest, drawn, 9000, 9000,
+            CHUNKS=3, CHUNKS_P=4, CHUNK=4096, BLOCK=1024, RANDOM=True, num_warps=4,
+        )  # fmt: skip
+    expected = noisy.argmax(-1)
+    print("draws:", drawn[:5].tolist(), "expected", expected.tolist(), "by lane", latest[:5].tolist())
+
+
+def check_modules(device: torch.device) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from tests.workers.engines.native.models import CONFIGS
+
+    for name, config in CONFIGS.items():
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_config(config).to(device).eval().requires_grad_(False)
+        _, counts = rewrite.rewrite(model)
+        print(name, dict(counts))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cuda")
+    device = torch.device(parser.parse_args().device)
+    for check in (check_rows, check_attention, check_modules):
+        try:
+            check(device)
+        except Exception:
+            traceback.print_exc(limit=-6)
+
+
+if __name__ == "__main__":
+    main()

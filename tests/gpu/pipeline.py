@@ -1,0 +1,325 @@
+"""The native engine through the whole pipeline (HTTP, broker, router, worker), beside the engine alone, on one GPU.
+
+python -m tests.gpu.pipeline --shape 8b --streams 1,32,128,256 [--profile]
+
+A model with random weights is written to a folder (keep it in memory: /dev/shm). First an engine in a process of its
+own runs so many sequences at a time, a new one for each that ends; then the same load comes over HTTP from `penstock
+bench http`. `--profile` needs py-spy.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from configs import modeldir
+from infra.bench.http import WORDS
+from infra.up.state import State, read_state
+
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+          "num_key_value_heads")  # fmt: skip
+SHAPES = {
+    "8b": (128256, 4096, 14336, 32, 32, 8),
+    "0.3b": (32768, 1024, 4096, 16, 16, 8),
+    "tiny": (4200, 64, 128, 2, 4, 2),
+}
+LONGEST = 4096
+ROOM = 18e9  # bytes of the largest shape, and some
+
+
+def tokenizer(folder: Path, vocab: int) -> None:
+    """The tiny model's tokenizer with a word for every further token, so that each token of an answer has text."""
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        shutil.copy(modeldir.TINY / name, folder)
+    made = json.loads((modeldir.TINY / "tokenizer.json").read_text())
+    words = made["model"]["vocab"]
+    special = {each["id"] for each in made["added_tokens"]}
+    words |= {f"Ġw{token}": token for token in range(len(words), vocab) if token not in special}
+    (folder / "tokenizer.json").write_text(json.dumps(made))
+
+
+def make(folder: Path, shape: str) -> Any:
+    """Write the model; the same, ready for an engine in this process."""
+    import torch
+    from transformers import LlamaConfig
+
+    from tests.gpu import native
+
+    config = LlamaConfig(
+        **dict(zip(_SIZES, SHAPES[shape], strict=True)),
+        max_position_embeddings=LONGEST, rope_theta=500000.0, tie_word_embeddings=False,
+        bos_token_id=None, eos_token_id=4095, pad_token_id=4093, dtype="bfloat16",
+        architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    began = time.perf_counter()
+    torch.manual_seed(1)
+    model = native.large(config, "cuda" if torch.cuda.is_available() else "cpu")
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    tokenizer(folder, config.vocab_size)
+    print(f"{shape}: written in {time.perf_counter() - began:.1f} s", flush=True)
+    return model
+
+
+def alone(asked: argparse.Namespace, folder: Path) -> None:
+    """In a process of its own: make the model, run the engine, write its figures."""
+    from tests.gpu import native
+    from workers.engines.native import settle
+    from workers.engines.native.build import assemble
+    from workers.engines.native.model import describe
+
+    made = make(folder, asked.shape)
+    began = time.perf_counter()
+    engine = assemble(
+        describe(made), max_running=asked.max_running, max_model_len=LONGEST, warm=True, kv_blocks=asked.kv_blocks
+    )
+    settle()
+    print(f"engine ready in {time.perf_counter() - began:.1f} s", flush=True)
+    rows = [closed_loop(engine, *row, asked, native) for row in zip(asked.streams, asked.generations, strict=True)]
+    (folder / "alone.json").write_text(json.dumps(rows))
+    engine.close()
+
+
+def closed_loop(
+    engine: Any, streams: int, generations: int, asked: argparse.Namespace, native: Any
+) -> dict[str, float]:
+    """``streams`` sequences at a time, from the first request to the last answer's end, as `bench http --requests`."""
+    made = native.ask(streams * generations, asked.prompt, asked.answer, SHAPES[asked.shape][0], 1000 + streams)
+    waiting = iter(made)
+    sent: dict[object, float] = {}
+    last: dict[object, float] = {}
+    first, between = [], []
+    began = time.perf_counter()
+    for request in itertools.islice(waiting, streams):
+        sent[request.key] = time.perf_counter()
+        engine.submit(request)
+    while engine.has_work():
+        result = engine.step()
+        now = time.perf_counter()
+        for output in result.outputs:
+            if output.key in last:
+                between.append(now - last[output.key])
+            else:
+                first.append(now - sent[output.key])
+            last[output.key] = now
+            if output.finish and (following := next(waiting, None)) is not None:
+                sent[following.key] = time.perf_counter()
+                engine.submit(following)
+    tokens, took = len(made) * asked.answer, time.perf_counter() - began
+    first = first[streams:]  # as `bench http`: those of the beginning do not count
+    return {
+        "streams": streams,
+        "tokens_per_s": tokens / took,
+        "ttft_p50_ms": of(first, 0.5),
+        "ttft_p99_ms": of(first, 0.99),
+        "itl_p50_ms": of(between, 0.5),
+        "itl_p99_ms": of(between, 0.99),
+    }
+
+
+def of(seconds: list[float], share: float) -> float:
+    ordered = sorted(seconds)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] * 1e3 if ordered else 0.0
+
+
+def penstock(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "infra.cli", *map(str, arguments)]
+
+
+def words_for(folder: Path, tokens: int) -> int:
+    """How many words of `bench http` make a prompt of so many tokens, the template's among them."""
+    from tokenizers import Tokenizer
+
+    made = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    count = len(made.encode(" ".join(WORDS)).ids) / len(WORDS)
+    return max(1, round((tokens - 8) / count))
+
+
+def up(asked: argparse.Namespace, folder: Path, data: Path) -> tuple[subprocess.Popen[bytes], State]:
+    """Start a deployment; it is ready."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    began = time.perf_counter()
+    with (data / "up.log").open("wb") as out:
+        process = subprocess.Popen(
+            penstock("up", "--engine", "native", "--model", folder, "--data-dir", data / "penstock",
+                     "--http-port", port, "--gateways", asked.gateways, "--max-running", asked.max_running,
+                     "--kv-blocks", asked.kv_blocks, "--max-model-len", LONGEST, "--ready-s", 150,
+                     "--log-format", "json", "--drain-s", 3),
+            stdout=out, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    while b'"ready"' not in (data / "up.log").read_bytes():
+        if process.poll() is not None or time.perf_counter() - began > 160:
+            logs = (data / "up.log").read_text()[-3000:]
+            process.kill()
+            raise SystemExit(f"penstock up did not get ready:\n{logs}")
+        time.sleep(0.1)
+    print(f"penstock up ready after {time.perf_counter() - began:.1f} s", flush=True)
+    return process, read_state(data / "penstock" / "state.json")
+
+
+def prompt_tokens(state: State, words: int) -> int:
+    text = " ".join(random.Random(words).choices(WORDS, k=words))
+    body = {"model": state.model, "max_tokens": 2, "messages": [{"role": "user", "content": text}]}
+    request = urllib.request.Request(
+        state.http_url + "/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return int(json.load(answer)["usage"]["prompt_tokens"])
+
+
+def bench(asked: argparse.Namespace, data: Path, words: int, streams: int, generations: int) -> subprocess.Popen[Any]:
+    return subprocess.Popen(
+        penstock("bench", "http", "--state", data / "penstock" / "state.json", "--concurrency", streams,
+                 "--requests", streams * (generations - 1), "--warm-up", 0, "--seed", streams * 100 + generations,
+                 "--prompt-words", words, "--shared-prefix", 0, "--output-tokens", asked.answer,
+                 "--json", data / "bench.json"),
+        stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def row_of(asked: argparse.Namespace, data: Path, generations: int) -> dict[str, Any]:
+    """Without a warm-up the first request of each connection is in the time, but not among the requests: add it."""
+    (row,) = json.loads((data / "bench.json").read_text())["stages"]
+    less = (generations - 1) / generations
+    row["tokens_per_s"] /= less
+    row["total_cpu_us_per_token"] *= less
+    row["cpu_us_per_token"] = {name: cost * less for name, cost in row["cpu_us_per_token"].items()}
+    return dict(row)
+
+
+def profile(asked: argparse.Namespace, state: State, data: Path, words: int) -> None:
+    """Where worker and gateway spend their time under the heaviest load: functions, with those they called."""
+    load = bench(asked, data, words, max(asked.streams), 3 + asked.generations[-1])
+    time.sleep(3)
+    for running in state.processes:
+        if running.role not in ("worker", "gateway") or not running.pid:
+            continue
+        raw = data / f"{running.name}.raw"
+        done = subprocess.run(
+            ["py-spy", "record", "-p", str(running.pid), "-d", "4", "-r", "200", "-f", "raw", "-o", str(raw), "-t",
+             "--nonblocking"], capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        if not raw.exists():
+            print(f"py-spy {running.name}: {done.stderr[-300:]}")
+            continue
+        summarise(running.name, raw.read_text())
+    load.wait(timeout=120)
+
+
+def summarise(name: str, raw: str) -> None:
+    own: Counter[str] = Counter()
+    under: Counter[str] = Counter()
+    threads: Counter[str] = Counter()
+    for line in raw.splitlines():
+        stack, _, count = line.rpartition(" ")
+        frames = stack.split(";")
+        threads[frames[0]] += int(count)
+        own[f"{frames[-1]}"] += int(count)
+        under.update({frame: int(count) for frame in set(frames[1:])})
+    total = sum(threads.values()) or 1
+    print(f"-- {name}: samples by thread:", dict(threads.most_common(4)))
+    for title, counts, most in (("own", own, 14), ("with callees", under, 26)):
+        print(f"   {title}: " + "; ".join(f"{n / total:.0%} {frame}" for frame, n in counts.most_common(most)))
+
+
+def table(shape: str, rows: list[dict[str, Any]], alone_rows: list[dict[str, Any]]) -> None:
+    print("| streams | | tokens/s | TTFT p50 | p99 | ITL p50 | p99 (ms) | CPU-µs/token | of them |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for bare, row in zip(alone_rows, rows, strict=True):
+        for title, each in ((f"{shape} engine alone", bare), (f"{shape} pipeline", row)):
+            times = " | ".join(f"{each[key]:.1f}" for key in ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms"))
+            cpu = f"{each['total_cpu_us_per_token']:.0f}" if "errors" in each else ""
+            parts = ", ".join(f"{name} {cost:.0f}" for name, cost in each.get("cpu_us_per_token", {}).items())
+            print(f"| {bare['streams']} | {title} | {each['tokens_per_s']:,.0f} | {times} | {cpu} | {parts} |")
+        print(f"  pipeline / engine: {row['tokens_per_s'] / bare['tokens_per_s']:.3f}; tokens per event "
+              f"{row['tokens_per_event']}; load generator {row['own_cpu_share']:.0%} of a core; "
+              f"{row['requests']} requests, failed {row['failed']} {row['errors'] or ''}")  # fmt: skip
+
+
+def whole(asked: argparse.Namespace, folder: Path) -> None:
+    """Both measurements and the table."""
+    arguments = ["--alone", "--folder", str(folder)]
+    subprocess.run([sys.executable, "-m", "tests.gpu.pipeline", *sys.argv[1:], *arguments], check=True, timeout=300)
+    data = Path(tempfile.mkdtemp(prefix="pipeline-"))
+    process, state = up(asked, folder, data)
+    try:
+        words = words_for(folder, asked.prompt)
+        print(f"prompts of {words} words are {prompt_tokens(state, words)} tokens", flush=True)
+        rows = []
+        for streams, generations in zip(asked.streams, asked.generations, strict=True):
+            bench(asked, data, words, streams, generations).wait(timeout=120)
+            rows.append(row_of(asked, data, generations))
+        table(asked.shape, rows, json.loads((folder / "alone.json").read_text()))
+        if asked.profile:
+            profile(asked, state, data, words)
+        report(data)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        shutil.rmtree(data, ignore_errors=True)
+
+
+def report(data: Path) -> None:
+    """Warnings in the logs, each kind once."""
+    lines: Counter[str] = Counter()
+    for path in [*(data / "penstock" / "logs").glob("*.log")]:
+        for line in path.read_text(errors="replace").splitlines():
+            if '"warning"' in line or '"error"' in line or "Traceback" in line:
+                try:
+                    said = json.loads(line)
+                    lines[f"{path.name}: {said.get('event')}"] += 1
+                except ValueError:
+                    lines[f"{path.name}: {line[:200]}"] += 1
+    for line, count in lines.most_common(12):
+        print(f"{count} x {line}")
+
+
+def ints(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--streams", type=ints, default=(1, 32, 128, 256))
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--answer", type=int, default=128)
+    parser.add_argument("--generations", type=ints, default=(8, 4, 3, 3), help="requests of each stream, by row")
+    parser.add_argument("--gateways", type=int, default=1)
+    parser.add_argument("--max-running", type=int, default=256)
+    parser.add_argument("--kv-blocks", type=int, default=0)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--alone", action="store_true", help="the first half only")
+    parser.add_argument("--folder", type=Path, help="of the model; default: one in /dev/shm, removed at the end")
+    asked = parser.parse_args()
+    if asked.alone:
+        alone(asked, asked.folder)
+        return
+    memory = os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > ROOM
+    folder = asked.folder or Path(tempfile.mkdtemp(prefix="model-", dir="/dev/shm" if memory else None))
+    try:
+        whole(asked, folder / f"random-{asked.shape}")
+    finally:
+        if not asked.folder:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""Who of those that wait is next, and with which blocks. Pure.
+
+First come, first served, and nobody waits for itself. A reservation holds blocks for a sequence that has not begun, so
+a queue served in order alone can stop for good: its head needs blocks that one behind it holds until its own turn.
+Three rules prevent that:
+
+1. If there is no room for the head, the first behind it whose blocks are reserved goes before it: it needs little or
+   nothing more, and its end makes room.
+2. What the first without a reservation needs is reserved for nobody behind it, so few go before it.
+3. Reservations give way, the last one first: to whatever runs and has to grow, and, if nothing runs, to the head. Their
+   sequences keep their places, and compute what is no longer in the cache.
+
+So if nothing runs, the head waits for nothing but reservations that are still to be filled (bounded by the transfer's
+time) and blocks held for other workers (bounded by their leases).
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+from workers.engines.base import Reservation
+from workers.engines.core.blocks import BlockManager
+from workers.engines.core.sequence import Sequence
+
+
+class Seat(NamedTuple):
+    """A sequence that may begin: ``sequence.blocks`` are its own now."""
+
+    sequence: Sequence
+    computed: int  # leading tokens whose KV is in its blocks
+    named: int  # leading blocks that are in the prefix cache
+
+
+class _Need(NamedTuple):
+    hits: list[int]  # blocks that are there
+    tail: list[int]  # the prompt's last one, not full, as it was handed over
+    fresh: int  # blocks besides
+    named: int
+
+
+class Queue:
+    """
+    Args:
+        no_evict: whoever runs is sure of all blocks it may need, except sequences with a reservation.
+    """
+
+    def __init__(self, blocks: BlockManager, block_size: int, *, no_evict: bool = False) -> None:
+        self._blocks = blocks
+        self._block_size = block_size
+        self._no_evict = no_evict
+        self._waiting: OrderedDict[object, Sequence] = OrderedDict()  # next first
+        self._seated = 0  # of those that wait: how many have a reservation
+        self._expected = 0  # sequences that reservations were made for, and that have not begun
+        self.reserved_blocks = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._waiting
+
+    def add(self, sequence: Sequence, *, first: bool = False) -> None:
+        self._waiting[sequence.key] = sequence
+        self._seated += sequence.reservation is not None
+        if first:
+            self._waiting.move_to_end(sequence.key, last=False)
+
+    def remove(self, sequence: Sequence) -> None:
+        del self._waiting[sequence.key]
+        self._unreserve(sequence)
+
+    # -- reservations ----------------------------------------------------------------------------------------
+
+    def reserve(self, digests: Seq[bytes], tails: int, users: int, running: int) -> Reservation | None:
+        """Hold the blocks of a prompt whose KV comes from elsewhere; None: there is no room.
+
+        Room means: what runs, and what has a reservation, can still grow by a block each, and the first that waits
+        without one finds what it needs.
+        """
+        hits = self._blocks.match(digests, len(digests))
+        fresh = len(digests) - len(hits) + tails
+        if self._blocks.left(hits, fresh) < running + self._expected + self._claimed():
+            return None
+        table = self._blocks.take(hits, fresh)
+        assert table is not None
+        full = len(digests)
+        self.reserved_blocks += len(table)
+        self._expected += users
+        return Reservation(list(digests), table[:full], len(hits), table[full:], users)
+
+    def _claimed(self) -> int:
+        """Blocks that are to be left to the first in line without a reservation."""
+        for sequence in self._waiting.values():
+            if sequence.reservation is None:
+                need = self._need(sequence)
+                return self._blocks.available - self._blocks.left(need.hits, need.fresh)
+        return 0
+
+    def adopt(self, reservation: Reservation) -> None:
+        """The blocks of a reservation are filled; sequences with this prompt find them."""
+        reservation.filled = True
+        if self._blocks.prefix_cache:
+            reservation.named = self._blocks.name(
+                reservation.blocks, reservation.digests, reservation.have, len(reservation.blocks)
+            )
+
+    def let_go(self, reservation: Reservation) -> None:
+        table = reservation.blocks + reservation.tails
+        self.reserved_blocks -= len(table)
+        self._expected -= reservation.users
+        self._blocks.release(table)
+        reservation.blocks, reservation.tails, reservation.users = [], [], 0
+
+    def _unreserve(self, sequence: Sequence) -> None:
+        """A sequence that waits or begins needs its reservation no longer."""
+        reservation, sequence.reservation = sequence.reservation, None
+        if reservation is not None:
+            self._seated -= 1
+            if not reservation.users:  # it was let go of before
+                return
+            reservation.users -= 1
+            self._expected -= 1
+            if not reservation.users:
+                self.let_go(reservation)
+
+    def give_way(self) -> bool:
+        """The last reservation of those that wait goes to what runs; False: there is none whose loss can be mended."""
+        for sequence in reversed(self._waiting.values()) if self._seated else ():
+            if sequence.reservation is not None and all(span.slots for span in sequence.media):
+                self._unreserve(sequence)
+                return True
+        return False
+
+    # -- who is next -----------------------------------------------------------------------------------------
+
+    def next(self, running: Seq[Sequence]) -> Seat | None:
+        """Take the next one out of the queue; None: nobody can begin."""
+        head = next(iter(self._waiting.values()))
+        seat = self._seat(head, running)
+        if seat is None and self._seated:
+            seat = self._sooner(head, running)
+            if seat is None and not running:
+                seat = self._make_way(head)
+        return seat
+
+    def _sooner(self, head: Sequence, running: Seq[Sequence]) -> Seat | None:
+        for sequence in self._waiting.values():
+            if sequence.reservation is not None and sequence is not head:
+                seat = self._seat(sequence, running)
+                if seat is not None:
+                    return seat
+        return None
+
+    def _make_way(self, head: Sequence) -> Seat | None:
+        """Nothing runs, so nothing else makes room: the last reservations end, until there is some for the head."""
+        for sequence in [*reversed(self._waiting.values())]:  # the head's own is the last
+            if sequence.reservation is not None:
+                self._unreserve(sequence)
+                seat = self._seat(head, ())
+                if seat is not None:
+                    return seat
+        return None
+
+    def _seat(self, sequence: Sequence, running: Seq[Sequence]) -> Seat | None:
+        need = self._need(sequence)
+        if self._no_evict and sequence.reservation is None and not self._sure(sequence, need, running):
+            return None
+        table = self._blocks.take(need.hits, need.fresh)
+        if table is None:
+            return None
+        computed = len(need.hits) * self._block_size
+        if need.tail:
+            assert sequence.reservation is not None
+            table[len(need.hits) : len(need.hits)] = need.tail
+            sequence.reservation.tails.pop()
+            self.reserved_blocks -= 1
+            computed = sequence.prompt_len
+        del self._waiting[sequence.key]
+        sequence.blocks = table
+        self._unreserve(sequence)
+        return Seat(sequence, computed, need.named)
+
+    def _need(self, sequence: Sequence) -> _Need:
+        size, scored = self._block_size, sequence.score >= sequence.prompt_len
+        known = len(sequence.tokens)
+        # Never all that is known: the last token must be computed, for its logits; so must be what is scored.
+        most = ((known if scored else sequence.score) - 1) // size
+        reservation, tail = sequence.reservation, []
+        if reservation is not None and reservation.filled:
+            # Not by their names: another copy may have had those, and be gone.
+            hits = reservation.blocks[:most]
+            named = min(reservation.named, len(hits))
+            if scored and len(hits) == len(reservation.blocks) and known > sequence.prompt_len:
+                tail = reservation.tails[-1:]
+        else:
+            hits = self._blocks.match(sequence.digests, most)
+            named = len(hits)
+        return _Need(hits, tail, -(-known // size) - len(hits) - len(tail), named)
+
+    def _sure(self, sequence: Sequence, need: _Need, running: Seq[Sequence]) -> bool:
+        """Room for all that a sequence may become, beside all that those that run may."""
+        size = self._block_size
+        rest = -(-(sequence.limit - 1) // size) - len(need.hits) - need.fresh  # the last token is never computed
+        for other in running:
+            rest += max(0, -(-(other.limit - 1) // size) - len(other.blocks))
+        return self._blocks.left(need.hits, need.fresh) >= rest

@@ -1,0 +1,163 @@
+"""Faster forms of the modules that models are made of; ``rewrite`` puts them in."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from workers.engines.native.cuda import rows
+
+
+class Rotation:
+    """Cosines and sines on their way from a layer's rotation to its attention."""
+
+    def __init__(self) -> None:
+        self._left: tuple[Tensor, Tensor] | None = None
+
+    def instead_of(self, function: Callable[..., tuple[Tensor, Tensor]], width: int) -> Callable[..., Any]:
+        """In place of ``apply_rotary_pos_emb``, for cosines of this width; others are left to the function."""
+
+        def leave(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            if args or kwargs or cos.shape[-1] != width or cos.dim() != 3 or cos.shape[0] != 1:
+                return function(q, k, cos, sin, *args, **kwargs)
+            self._left = (cos, sin)
+            return q, k
+
+        return leave
+
+    def take(self) -> tuple[Tensor, Tensor] | None:
+        left, self._left = self._left, None
+        return left
+
+
+class Norm(nn.Module):
+    """RMS norm in one kernel."""
+
+    def __init__(self, weight: Tensor, eps: float, kind: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.eps, self.kind = eps, kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = x.shape[-1]
+        if x.stride(-1) != 1 or x.dim() < 2:
+            x = x.contiguous()
+        if x.dim() > 3 and x.shape[0] == 1:
+            inner, outer_stride, inner_stride = x.shape[-2], x.stride(-3), x.stride(-2)
+        else:
+            x = x if x.dim() == 2 or x.shape[0] == 1 else x.contiguous()
+            inner, outer_stride, inner_stride = 1, x.stride(-2), 0
+        dtype = torch.promote_types(x.dtype, self.weight.dtype) if self.kind == rows.ROUNDED else x.dtype
+        out = torch.empty(x.shape, dtype=dtype, device=x.device)
+        wide = 1 << (size - 1).bit_length()
+        count = x.numel() // size
+        rows.rms_norm[(count,)](
+            x, self.weight, out, self.eps, inner, outer_stride, inner_stride,
+            N=size, N_P=wide, KIND=self.kind, num_warps=max(1, min(8, wide // 512)),
+        )  # fmt: skip
+        return out
+
+
+class Linear(nn.Module):
+    """A linear layer that may add its product to ``residual``, in place, and is given that before each call."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.out_features, self.in_features = weight.shape
+        self.residual: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        residual, self.residual = self.residual, None
+        if x.numel() == self.in_features and x.is_contiguous() and x.dtype == self.weight.dtype != torch.float32:
+            return self.single(x, residual)
+        if residual is None:
+            return F.linear(x, self.weight, self.bias)
+        if self.bias is not None:
+            return residual.add_(F.linear(x, self.weight, self.bias))
+        flat = residual.view(-1, self.out_features)
+        torch.addmm(flat, x.view(-1, self.in_features), self.weight.t(), out=flat)
+        return residual
+
+    def single(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """Of one row."""
+        out = residual
+        if out is None:
+            out = torch.empty((*x.shape[:-1], self.out_features), dtype=x.dtype, device=x.device)
+        block_n, block_k, stages, warps = thin_shape(self.out_features)
+        rows.thin[(-(-self.out_features // block_n),)](
+            x, self.weight, x if self.bias is None else self.bias, x if residual is None else residual, out,
+            self.out_features, K=self.in_features, BLOCK_N=block_n, BLOCK_K=block_k, BIAS=self.bias is not None,
+            ADDED=residual is not None, STAGES=stages, num_warps=warps,
+        )  # fmt: skip
+        return out
+
+
+def thin_shape(out_features: int) -> tuple[int, int, int, int]:
+    """Rows and columns of weight per program and iteration, stages, warps."""
+    if out_features <= 8192:
+        return 8, 512, 4, 4
+    return (16, 256, 1, 4) if out_features < 65536 else (16, 1024, 4, 4)
+
+
+class Leader(nn.Module):
+    """The first of several linear layers with one input: computes all of them."""
+
+    def __init__(self, linear: Linear, sizes: list[int]) -> None:
+        super().__init__()
+        self.linear = linear
+        self._sizes = sizes
+        self._parts: list[Tensor | None] = []
+        self._source: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, *others = self.linear(x).split(self._sizes, dim=-1)
+        self._parts, self._source = [None, *others], x
+        return first  # type: ignore[no-any-return]
+
+    def part(self, number: int, x: Tensor) -> Tensor:
+        """Of this input, once; nothing is kept longer than that."""
+        if self._source is not x or (found := self._parts[number]) is None:
+            start = sum(self._sizes[:number])
+            bias = self.linear.bias
+            stop = start + self._sizes[number]
+            return F.linear(x, self.linear.weight[start:stop], None if bias is None else bias[start:stop])
+        self._parts[number] = None
+        if not any(part is not None for part in self._parts):
+            self._source = None
+        return found
+
+
+class Follower(nn.Module):
+    def __init__(self, leader: Leader, number: int) -> None:
+        super().__init__()
+        self._ask = leader.part
+        self._number = number
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._ask(self._number, x)
+
+
+class GatedMlp(nn.Module):
+    """``down(act(gate(x)) * up(x))``."""
+
+    def __init__(self, gate_up: Linear, down_proj: Linear, act: int) -> None:
+        super().__init__()
+        self.gate_up = gate_up
+        self.down_proj = down_proj
+        self._act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = self.gate_up(x)
+        width = both.shape[-1] // 2
+        out = torch.empty((*both.shape[:-1], width), dtype=both.dtype, device=both.device)
+        block = min(2048, 1 << (width - 1).bit_length())
+        count = out.numel() // width
+        rows.gate[(count, -(-width // block))](
+            both, out, WIDTH=width, ACT=self._act, BLOCK=block,
+            num_warps=8 if block == 2048 else 1,
+        )  # fmt: skip
+        return self.down_proj(out)  # type: ignore[no-any-return]

@@ -1,0 +1,147 @@
+"""``Paged`` on CUDA: the arguments of the kernels in ``attend`` for one batch; decodes come first, then prompts."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workers.engines.native.cuda import attend
+from workers.engines.native.cuda.modules import Rotation
+from workers.engines.native.pool import Pool
+
+PROGRAMS = 256  # that a decode step's attention should be split into: about two for each multiprocessor
+MOST_SPLITS = 32
+DECODE_TILE = 64
+
+
+def power(value: int) -> int:
+    """The next power of two."""
+    return 1 << max(0, value - 1).bit_length()
+
+
+def tile_rows(dtype: torch.dtype) -> int:
+    """Queries of one program of a prompt."""
+    return 128 if dtype.itemsize < 4 else 32
+
+
+def splits(rows: int, kv_heads: int) -> int:
+    return max(1, min(MOST_SPLITS, power(-(-PROGRAMS // (rows * kv_heads)))))
+
+
+class Scratch:
+    """What splits leave for the last of them, for any batch of up to ``rows`` decodes; counters are 0 between."""
+
+    def __init__(self, rows: int, kv_heads: int, heads: int, head_dim: int, device: torch.device) -> None:
+        self.group = max(16, power(heads // kv_heads))
+        self.dim = max(16, power(head_dim))
+        most = max(n * splits(n, kv_heads) for n in range(1, rows + 1)) * kv_heads
+        self.acc = torch.empty(most * self.group * self.dim, dtype=torch.float32, device=device)
+        self.best = torch.empty(most * self.group, dtype=torch.float32, device=device)
+        self.total = torch.empty_like(self.best)
+        self.counters = torch.zeros(rows * kv_heads, dtype=torch.int32, device=device)
+
+
+@dataclass(slots=True)
+class Batch:
+    """Where the tokens of a batch are.
+
+    Args:
+        tables: (lanes, width) int32, blocks of each lane.
+        lanes, positions: (tokens,) int32; position -1: padding.
+        decodes: leading tokens that are one sequence each.
+        tiles: (n, 4) int32 of the others, see ``attend.prefill``.
+    """
+
+    tables: Tensor
+    lanes: Tensor
+    positions: Tensor
+    decodes: int
+    tiles: Tensor | None = None
+
+
+class PagedAttention:
+    """Implements ``workers.engines.native.attention.Paged``.
+
+    Args:
+        rotation: leaves the step's cosines and sines here, if rotation was left to us.
+    """
+
+    def __init__(self, pool: Pool, scratch: Scratch, rotation: Rotation, batch: Batch) -> None:
+        self._pool, self._scratch, self._rotation, self._batch = pool, scratch, rotation, batch
+        data = pool.data
+        self._strides = (data.stride(0), data.stride(1), data.stride(2))
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        batch, rotated = self._batch, self._store(layer, query, key, value)
+        tokens, heads, dim = query.shape
+        out = torch.empty((tokens, heads, dim), dtype=query.dtype, device=query.device)
+        common: dict[str, Any] = {
+            "KV_HEADS": key.shape[1],
+            "DIM": dim,
+            "DIM_P": self._scratch.dim,
+            "PAGE": self._pool.block_size,
+            "WINDOW": window or 0,
+            "CAPPED": softcap > 0,
+            "SINKS": sinks is not None,
+            "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+        }
+        places = (rotated.stride(0), rotated.stride(1), batch.tables.stride(0), *self._strides)
+        given = out if sinks is None else sinks
+        if batch.decodes:
+            self._decode(layer, rotated, given, out, (scale, softcap or 1.0), places, common)
+        if batch.tiles is not None:
+            attend.prefill[(heads, batch.tiles.shape[0])](
+                rotated, self._pool.data, batch.tables, batch.tiles, given, out, layer, scale, softcap or 1.0, *places,
+                HEADS=heads, ROWS=tile_rows(query.dtype),
+                TILE=64 if query.element_size() < 4 else 32,
+                num_warps=4, num_stages=2 if query.element_size() < 4 else 1,
+                **common,
+            )  # fmt: skip
+        return out
+
+    def _decode(
+        self,
+        layer: int,
+        query: Tensor,
+        sinks: Tensor,
+        out: Tensor,
+        scales: tuple[float, float],
+        places: tuple[int, ...],
+        common: dict[str, Any],
+    ) -> None:
+        batch, scratch = self._batch, self._scratch
+        kv_heads, heads = common["KV_HEADS"], query.shape[1]
+        parts = splits(batch.decodes, kv_heads)
+        attend.decode[(batch.decodes, kv_heads, parts)](
+            query, self._pool.data, batch.tables, batch.lanes, batch.positions, sinks, out,
+            scratch.acc, scratch.best, scratch.total, scratch.counters, layer, *scales, *places,
+            GROUP=heads // kv_heads, GROUP_P=scratch.group, TILE=DECODE_TILE if query.element_size() < 4 else 32,
+            SPLITS=parts, num_warps=4, num_stages=3 if query.element_size() < 4 else 2, **common,
+        )  # fmt: skip
+
+    def _store(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        batch, pool, turned = self._batch, self._pool, self._rotation.take()
+        tokens, heads, dim = query.shape
+        kv_heads = key.shape[1]
+        cos, sin = turned if turned is not None else (query, query)
+        rotated = query if turned is None else torch.empty((tokens, heads, dim), dtype=query.dtype, device=query.device)
+        attend.store[(tokens, kv_heads)](
+            query, key, value, cos, sin, rotated, pool.data, batch.tables, batch.lanes, batch.positions, layer,
+            query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+            cos.stride(-2), batch.tables.stride(0), *self._strides, pool.limit or 1.0,
+            KV_HEADS=kv_heads, GROUP=heads // kv_heads, GROUP_P=power(heads // kv_heads), DIM=dim,
+            HALF_P=power(dim // 2), PAGE=pool.block_size, ROTATE=turned is not None, LIMITED=pool.limit > 0,
+            num_warps=2,
+        )  # fmt: skip
+        return rotated

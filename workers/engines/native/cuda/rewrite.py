@@ -1,0 +1,198 @@
+"""Modelling code of transformers, made faster by rules over its modules. Each rewrite is compared with the original.
+
+Norms and gated MLPs become one kernel each; linear layers that share an input become one product; few rows are
+multiplied by a kernel of ours; a layer's residuals are added within its last products; rotation is left to the
+attention, which stores keys anyway. What a rule does not fit, or what it would change, stays as it is.
+"""
+
+import types
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workers.engines.native.cuda import rows
+from workers.engines.native.cuda.modules import Follower, GatedMlp, Leader, Linear, Norm, Rotation
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # relative, of a module's output
+LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+
+
+def rewrite(model: Any) -> tuple[Rotation, Counter[str]]:
+    """Apply all rules to a loaded model; returns how often each did. ``undo_layers`` takes the boldest back."""
+    counts: Counter[str] = Counter()
+    generator = torch.Generator(device=model.device).manual_seed(1)
+    for path in [name for name, _ in model.named_modules() if name]:  # no list of modules: it would keep old weights
+        parent, name, child = _find(model, path)
+        if type(child).__name__.endswith("RMSNorm"):
+            _replace(parent, name, _norm(child, model.dtype, generator), counts, "norms")
+        elif type(child).__name__.endswith("MLP"):
+            _replace(parent, name, _mlp(child, model.dtype, generator), counts, "gated MLPs")
+        else:
+            counts["merged linear layers"] += _merge(child)
+    for path in [name for name, _ in model.named_modules() if name]:
+        parent, name, child = _find(model, path)
+        if type(child) is nn.Linear:
+            setattr(parent, name, Linear(child.weight, child.bias))
+    for layer in model.modules():
+        counts["residuals within products"] += _layer(layer)
+    rotation = Rotation()
+    counts["rotations within attention"] = sum(_rotation(module, rotation, generator) for module in model.modules())
+    return rotation, counts
+
+
+def undo_layers(model: Any) -> None:
+    """Layers add their residuals themselves again."""
+    for module in model.modules():
+        if module.__dict__.pop("_penstock_layer", False):
+            del module.forward
+
+
+def _replace(parent: nn.Module, name: str, new: nn.Module | None, counts: Counter[str], rule: str) -> None:
+    if new is not None:
+        setattr(parent, name, new)
+        counts[rule] += 1
+
+
+def _same(new: Callable[[Tensor], Tensor], old: Callable[[Tensor], Tensor], x: Tensor) -> bool:
+    with torch.inference_mode():
+        expected = old(x.clone())
+        found = new(x.clone())
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    bound = TOLERANCE[torch.bfloat16 if x.dtype == torch.bfloat16 else x.dtype]
+    return bool((found.float() - expected.float()).norm() <= bound * expected.float().norm())
+
+
+def _norm(norm: Any, dtype: torch.dtype, generator: torch.Generator) -> Norm | None:
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    weight = getattr(norm, "weight", None)
+    if not isinstance(eps, float) or weight is None or weight.dim() != 1 or dtype not in TOLERANCE:
+        return None
+    x = torch.randn((1, 3, len(weight)), generator=generator, device=weight.device).to(dtype)
+    # A weight of ones, or zeros, would not show what is done with it.
+    probe = torch.randn(weight.shape, generator=generator, device=weight.device).to(weight.dtype)
+    kept = weight.data
+    try:
+        norm.weight.data = probe
+        kinds = [kind for kind in (0, 1, 2) if _same(Norm(probe, eps, kind), norm, x)]
+    finally:
+        norm.weight.data = kept
+    return Norm(kept, eps, kinds[0]) if kinds else None
+
+
+def _mlp(mlp: Any, dtype: torch.dtype, generator: torch.Generator) -> GatedMlp | None:
+    children = dict(mlp.named_children())
+    linears = [children.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
+    if not set(children) <= {"gate_proj", "up_proj", "down_proj", "act_fn"} or dtype not in TOLERANCE:
+        return None
+    if any(type(linear) is not nn.Linear for linear in linears):
+        return None
+    gate_proj, up_proj, down_proj = linears
+    assert isinstance(gate_proj, nn.Linear)
+    assert isinstance(up_proj, nn.Linear)
+    assert isinstance(down_proj, nn.Linear)
+    gate_up, down = _joined([gate_proj, up_proj]), Linear(down_proj.weight, down_proj.bias)
+    x = torch.randn((1, 3, gate_proj.in_features), generator=generator, device=gate_proj.weight.device).to(dtype)
+    for act in (rows.SILU, rows.GELU_TANH):
+        new = GatedMlp(gate_up, down, act)
+        if _same(new, mlp, x):
+            return new
+    return None
+
+
+def _joined(linears: list[nn.Linear]) -> Linear:
+    weight = torch.cat([linear.weight.data for linear in linears])
+    biases = [linear.bias for linear in linears]
+    if all(bias is None for bias in biases):
+        return Linear(weight, None)
+    filled = [weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.data for linear in linears]
+    return Linear(weight, torch.cat(filled))
+
+
+def _find(model: nn.Module, path: str) -> tuple[nn.Module, str, Any]:
+    """A module by its path, with its parent; None if a rewrite has taken it away."""
+    above, _, name = path.rpartition(".")
+    try:
+        parent = model.get_submodule(above)
+    except AttributeError:
+        return model, name, None
+    return parent, name, getattr(parent, name, None)
+
+
+def _merge(parent: nn.Module | None) -> int:
+    """Whether linear layers with one input, known by their names, became one."""
+    names = ("q_proj", "k_proj", "v_proj")
+    found: list[Any] = [getattr(parent, name, None) for name in names]
+    if parent is None or any(type(linear) is not nn.Linear for linear in found):
+        return 0
+    if len({(linear.in_features, linear.weight.dtype) for linear in found}) != 1:
+        return 0
+    leader = Leader(_joined(found), [linear.out_features for linear in found])
+    setattr(parent, names[0], leader)
+    for number, name in enumerate(names[1:], 1):
+        setattr(parent, name, Follower(leader, number))
+    return 1
+
+
+def _layer(layer: Any) -> int:
+    """A layer that does nothing but attention and MLP, each normalised before and added after."""
+    children = dict(layer.named_children())
+    if set(children) != LAYER or not isinstance(layer.mlp, GatedMlp):
+        return 0
+    if not isinstance(getattr(layer.self_attn, "o_proj", None), Linear):
+        return 0
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        attn, mlp = self.self_attn, self.mlp
+        normal = self.input_layernorm(hidden_states)
+        attn.o_proj.residual = hidden_states
+        hidden_states, _ = attn(normal, *args, **kwargs)
+        normal = self.post_attention_layernorm(hidden_states)
+        mlp.down_proj.residual = hidden_states
+        return mlp(normal)  # type: ignore[no-any-return]
+
+    layer.forward = types.MethodType(forward, layer)
+    layer._penstock_layer = True
+    return 1
+
+
+def _rotation(module: Any, rotation: Rotation, generator: torch.Generator) -> int:
+    """Where a module's code rotates by ``apply_rotary_pos_emb`` of the usual form, that is left to the attention."""
+    forward = getattr(type(module), "forward", None)
+    space = getattr(forward, "__globals__", {})
+    if not isinstance(forward, types.FunctionType) or "apply_rotary_pos_emb" not in forward.__code__.co_names:
+        return 0
+    dim, function = getattr(module, "head_dim", 0), space["apply_rotary_pos_emb"]
+    width = _width(function, dim, generator) if isinstance(dim, int) and dim >= 4 and not dim % 2 else 0
+    if not width:
+        return 0
+    ours = {**space, "apply_rotary_pos_emb": rotation.instead_of(function, width)}
+    made = types.FunctionType(forward.__code__, ours, forward.__name__, forward.__defaults__, forward.__closure__)
+    made.__kwdefaults__ = forward.__kwdefaults__
+    module.forward = types.MethodType(made, module)
+    return 1
+
+
+def _width(function: Callable[..., tuple[Tensor, Tensor]], dim: int, generator: torch.Generator) -> int:
+    """Of its cosines, if halves are rotated against each other by the first half of them; else 0."""
+    device = generator.device
+    q, k = (torch.randn((1, heads, 3, dim), generator=generator, device=device) for heads in (4, 2))
+    angles = torch.randn((1, 3, dim // 2), generator=generator, device=device)
+    cos, sin = angles.cos(), angles.sin()
+    for copies in (2, 1):  # as wide as a head, or as half of one
+        try:
+            found = function(q, k, torch.cat([cos] * copies, -1), torch.cat([sin] * copies, -1))
+        except RuntimeError:
+            continue
+        alike = (_alike(x, turned, cos[:, None], sin[:, None]) for x, turned in zip((q, k), found, strict=True))
+        return copies * dim // 2 if all(alike) else 0
+    return 0
+
+
+def _alike(x: Tensor, turned: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    low, high = x.chunk(2, dim=-1)
+    expected = torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
+    return turned.shape == x.shape and torch.allclose(turned, expected, atol=1e-4)
