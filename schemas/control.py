@@ -55,9 +55,17 @@ class Ok(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str = ""
 
 
+class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a gateway has seen of a request that runs; ``attempt`` below 1: nothing yet."""
+
+    attempt: int = -1
+    tokens: int = 0  # of all choices
+
+
 WorkerControl = DumpKv | Drain | Release | Push
 
 decode_cancel = decoder(Cancel)
 decode_worker = decoder(WorkerControl)  # type: ignore[arg-type, var-annotated]
 decode_ok = decoder(Ok)
+decode_progress = decoder(Progress)
 decode_pushed = decoder(Pushed)

@@ -1,14 +1,23 @@
 """How requests and attempts end: worker or router → all.
 
-``Done`` is the one terminal event of a request; its Nats-Msg-Id is the request id. ``Returned`` ends an
-attempt only: the worker gives the request back unstarted or unfinished, and a router steers it again.
+``Done`` is the one terminal event of a request, and its record: request, output, usage and timings. It is stored under
+a subject of its own, only if nothing is stored there (``configs.bus.publish``: ``once``), so that a log holds one per
+request. ``Returned`` ends an attempt only: the worker gives the request back unstarted or unfinished, and a router
+steers it again. Both are republished without their bodies: whoever follows them reads headers.
 """
+
+from typing import NamedTuple
 
 import msgspec
 
-from schemas.tokens import File
+from schemas import requests
+from schemas.requests import GenerateRequest
+from schemas.tokens import PROMPT, WHOLE_REQUEST, File, Finish, Logprob, TokenItem
 from schemas.trace import Stamps
 from schemas.wire import decoder, encode
+
+_FAILED = ("error", "cancelled")
+_HEADER_TEXT = 200  # characters of a reason in a header
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -30,12 +39,13 @@ class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One choice: its tokens (packed u32) and why it ended."""
+    """One choice: its tokens (packed u32) and why it ended. ``logprobs``: one per token, if asked for and known."""
 
     tokens: bytes = b""
     reason: str = ""
     stop: str | int | None = None
     files: tuple[File, ...] = ()  # of a request for pictures
+    logprobs: tuple[Logprob, ...] = ()
 
 
 class Done(msgspec.Struct, frozen=True, omit_defaults=True, tag="done"):
@@ -52,6 +62,9 @@ class Done(msgspec.Struct, frozen=True, omit_defaults=True, tag="done"):
     message: str = ""
     user: str = ""
     stamps: Stamps | None = None  # of a traced request, by its last worker
+    submitted: bytes = b""  # the encoded GenerateRequest; releases up to 0.1 left it out
+    scores: tuple[Logprob, ...] = ()  # of the prompt's tokens behind the first, if asked for and known
+    left_out: tuple[str, ...] = ()  # what the record lacks: "prompt", "scores", "logprobs", "tokens", "request"
 
 
 class Returned(msgspec.Struct, frozen=True, omit_defaults=True, tag="returned"):
@@ -68,10 +81,108 @@ class Returned(msgspec.Struct, frozen=True, omit_defaults=True, tag="returned"):
 decode = decoder(Done | Returned)  # type: ignore[arg-type]
 
 
+class ReturnedHeader(NamedTuple):
+    """What routers fold of a ``Returned`` without its body."""
+
+    attempt: int
+    reason: str
+
+
+def returned_header(event: Returned) -> str:
+    """The ``Penstock-Returned`` header; further words may be put before the reason by changing the first one."""
+    reason = " ".join(event.reason.split())[:_HEADER_TEXT].encode("ascii", "replace").decode()
+    return f"1 {event.attempt} {reason}"
+
+
+def read_returned_header(text: str) -> ReturnedHeader:
+    """Inverse of ``returned_header``.
+
+    Raises:
+        ValueError: malformed, or of a later form.
+    """
+    form, attempt, reason = text.split(" ", 2)
+    if form != "1":
+        raise ValueError(f"{text!r} is not a header of this form")
+    return ReturnedHeader(int(attempt), reason)
+
+
+def request_of(event: Done) -> GenerateRequest | None:
+    """The request as it was accepted, but for what ``left_out`` names; None: the record has none.
+
+    Raises:
+        msgspec.MsgspecError: of a version that this one cannot read.
+    """
+    return requests.decode(event.submitted) if event.submitted else None
+
+
+def items(event: Done) -> list[TokenItem]:
+    """A terminal event as the token items that say the same; each choice from its first token on."""
+    request, attempt, cached = event.request, event.attempt, event.usage.cached
+    failed = Finish("cancelled" if event.code == "cancelled" else "error", None, cached, event.code, event.message)
+    out = []
+    if event.scores:
+        out.append(TokenItem(request, attempt, PROMPT, 1, b"", None, event.scores))
+    for index, choice in enumerate(event.choices):
+        own = Finish(choice.reason, choice.stop, cached, files=choice.files)
+        finish = failed if event.code and choice.reason in ("", *_FAILED) else own
+        out.append(TokenItem(request, attempt, index, 0, choice.tokens, finish, choice.logprobs or None))
+    if event.code:
+        out.append(TokenItem(request, attempt, WHOLE_REQUEST, 0, b"", failed))
+    return out
+
+
 def encode_within(event: Done, limit: int) -> bytes:
-    """A terminal event in at most ``limit`` bytes: its tokens, which the token log has too, are left out if need be."""
+    """A terminal event in at most ``limit`` bytes.
+
+    What does not fit is left out in this order: the prompt, its scores, the output's log-probabilities, the output, the
+    rest of the request. ``left_out`` names it; how the request ended, usage and timings always fit.
+    """
     payload = encode(event)
-    if len(payload) <= limit:
-        return payload
+    for name, without in _LESS:
+        if len(payload) <= limit:
+            break
+        event = without(event)
+        event = msgspec.structs.replace(event, left_out=(*event.left_out, name))
+        payload = encode(event)
+    return payload
+
+
+def _without_prompt(event: Done) -> Done:
+    try:
+        request = request_of(event)
+    except msgspec.MsgspecError:
+        request = None
+    if request is None:
+        return event
+    drawn = request.diffusion
+    if drawn is not None:
+        drawn = msgspec.structs.replace(drawn, prompt="", negative="")
+    request = msgspec.structs.replace(request, prompt=b"", digests=b"", media=(), diffusion=drawn)
+    return msgspec.structs.replace(event, submitted=encode(request))
+
+
+def _without_scores(event: Done) -> Done:
+    return msgspec.structs.replace(event, scores=())
+
+
+def _without_logprobs(event: Done) -> Done:
+    choices = tuple(msgspec.structs.replace(choice, logprobs=()) for choice in event.choices)
+    return msgspec.structs.replace(event, choices=choices)
+
+
+def _without_tokens(event: Done) -> Done:
     choices = tuple(msgspec.structs.replace(choice, tokens=b"") for choice in event.choices)
-    return encode(msgspec.structs.replace(event, choices=choices))
+    return msgspec.structs.replace(event, choices=choices)
+
+
+def _without_request(event: Done) -> Done:
+    return msgspec.structs.replace(event, submitted=b"", message=event.message[:1000], user=event.user[:1000])
+
+
+_LESS = (
+    ("prompt", _without_prompt),
+    ("scores", _without_scores),
+    ("logprobs", _without_logprobs),
+    ("tokens", _without_tokens),
+    ("request", _without_request),
+)

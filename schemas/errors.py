@@ -9,6 +9,8 @@ class Code(enum.StrEnum):
     invalid_request = "invalid_request"
     model_not_found = "model_not_found"
     request_not_found = "request_not_found"
+    answer_ended = "answer_ended"
+    idempotency_conflict = "idempotency_conflict"
     context_length_exceeded = "context_length_exceeded"
     body_too_large = "body_too_large"
     unsupported = "unsupported"
@@ -17,10 +19,14 @@ class Code(enum.StrEnum):
     cancelled = "cancelled"
     out_of_blocks = "out_of_blocks"
     worker_lost = "worker_lost"
+    revision_unavailable = "revision_unavailable"
     engine_error = "engine_error"
     broker_unavailable = "broker_unavailable"
     transfer_failed = "transfer_failed"
     shutting_down = "shutting_down"
+    headers_too_large = "headers_too_large"
+    request_timeout = "request_timeout"
+    too_many_connections = "too_many_connections"
     internal = "internal"
 
     @property
@@ -36,6 +42,8 @@ _STATUS = {
     Code.invalid_request: 400,
     Code.model_not_found: 404,
     Code.request_not_found: 404,
+    Code.answer_ended: 416,
+    Code.idempotency_conflict: 422,
     Code.context_length_exceeded: 400,
     Code.body_too_large: 413,
     Code.unsupported: 400,
@@ -44,20 +52,27 @@ _STATUS = {
     Code.cancelled: 499,
     Code.out_of_blocks: 400,
     Code.worker_lost: 502,
+    Code.revision_unavailable: 503,
     Code.engine_error: 500,
     Code.broker_unavailable: 503,
     Code.transfer_failed: 502,
     Code.shutting_down: 503,
+    Code.headers_too_large: 431,
+    Code.request_timeout: 408,
+    Code.too_many_connections: 503,
     Code.internal: 500,
 }
 
 _RETRY = {
     Code.queue_full,
     Code.worker_lost,
+    Code.revision_unavailable,
     Code.engine_error,
     Code.broker_unavailable,
     Code.transfer_failed,
     Code.shutting_down,
+    Code.request_timeout,
+    Code.too_many_connections,
 }
 
 

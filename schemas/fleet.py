@@ -58,7 +58,7 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     max_model_len: int  # prompt + output, tokens
     state: State = State.ready
     aliases: tuple[str, ...] = ()
-    revision: str = ""  # of the weights; the root of block names
+    revision: str = ""  # of weights and configuration; the root of block names
     kv_events: bool = True
     load: Load = Load()
     dp_size: int = 1  # attention data-parallel ranks: each is a place for requests
@@ -74,6 +74,12 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     reasoning_parser: str = ""  # what its model's thoughts are written in; "": nothing known
     tool_call_parser: str = ""
     max_batched_tokens: int = 0  # it computes per step, on each rank; 0: not known
+    tokenizer: str = ""  # digest of what decides tokenisation; "": an older build, or no tokenizer
+
+
+def same_but_load(old: Registration, new: Registration) -> bool:
+    """Whether a renewal says nothing new but the load: so it is with nearly all of them."""
+    return msgspec.structs.replace(old, load=new.load) == new
 
 
 def removal_headers(revision: int) -> dict[str, str]:

@@ -19,13 +19,18 @@ def new_request_id(now_ns: int | None = None, randomness: bytes | None = None) -
     return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
 
+_LAST_MS = 253_402_300_799_999  # the year 9999, the last that RFC 3339 can write
+
+
 def time_of(request_id: str) -> int:
     """Nanoseconds since 1970 at which the id was made (millisecond resolution).
 
     Raises:
-        ValueError: not a UUIDv7.
+        ValueError: not a UUIDv7, or of a time that no log can be asked for.
     """
     uuid = UUID(request_id)
     if uuid.version != 7:
         raise ValueError(f"{request_id!r} is not a UUIDv7")
-    return (uuid.int >> 80) * 1_000_000
+    if (ms := uuid.int >> 80) > _LAST_MS:
+        raise ValueError(f"{request_id!r} is of a time beyond the year 9999")
+    return ms * 1_000_000

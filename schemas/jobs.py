@@ -5,7 +5,7 @@ from typing import NamedTuple
 import msgspec
 
 from schemas.requests import GenerateRequest
-from schemas.tokens import Finish
+from schemas.tokens import Finish, Logprob
 from schemas.transfer import Encoded, Prefilled
 from schemas.wire import decoder
 
@@ -50,6 +50,7 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
     reason: str = ""  # "new", "worker_lost", "returned", ...
     route: tuple[Stage, ...] = ()  # all stages, the chosen one first; empty: one worker does everything
     how: str = ""  # why split or not, in words
+    revision: str = ""  # of the model, that the job runs in: who goes on with it must be of the same
 
 
 class Job(msgspec.Struct, frozen=True, omit_defaults=True, tag="job"):
@@ -66,6 +67,8 @@ class Job(msgspec.Struct, frozen=True, omit_defaults=True, tag="job"):
     route: tuple[Stage, ...] = ()  # disaggregated: the stages after this one
     endings: tuple[Finish, ...] = ()  # of the choices in ``finished``, in the same order
     scored: int = 0  # leading prompt tokens whose log-probabilities were streamed; 0: none
+    logprobs: tuple[tuple[Logprob, ...], ...] = ()  # of the tokens in ``resume``, for the record; may be left out
+    scores: tuple[Logprob, ...] = ()  # of the prompt's tokens 1 .. ``scored``, for the record; may be left out
 
 
 class Revoke(msgspec.Struct, frozen=True, tag="revoke"):

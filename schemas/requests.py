@@ -135,6 +135,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     unanswered: bool = False  # only the prompt is shown, not the one token that is computed
     parsing: Parsing | None = None  # None: the text is shown as it is
     trace: Trace | None = None
+    revision: str = ""  # of the model, that must answer it; "": whichever serves when it is placed
+    tokenizer: str = ""  # digest of the tokenizer that made the prompt; "": an older build, or no tokens
+    tenant: str = "default"
+    form: str = ""  # how the NATS door answers: "stream", "stream+usage"; "": in one message
+    client_request_id: str = ""  # what the client calls it; ours is ``id``
 
 
 decode = decoder(GenerateRequest)

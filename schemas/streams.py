@@ -1,20 +1,27 @@
 """Streams, buckets and shared consumers as data; applied by ``penstock streams apply``, never deleted.
 
-Retention is by limits (replay is a feature): acks delete nothing, age and bytes do.
+Retention is by limits (replay is a feature): acks delete nothing, age and bytes do, and a full stream discards its
+oldest. That these are finished is seen to by those who publish: they take no new work when the edge comes near. Clients
+publish to SUBMIT themselves, so there the server has to refuse: it is a queue.
 """
 
 from dataclasses import dataclass, field
 
-from schemas.subjects import Subjects
+from schemas.subjects import DEFAULT_TENANT, Subjects
+from schemas.tenants import MAX_PENDING
 
 MINUTE = 60.0
 HOUR = 60 * MINUTE
 DAY = 24 * HOUR
+WEEK = 7 * DAY
 MIB = 1 << 20
 GIB = 1 << 30
 
 MAX_PAYLOAD = 8 * MIB
 HEADROOM = 4096  # the server counts headers too; beyond max_payload it cuts the connection
+# A router that dies holds requests for so long: what it had not placed comes again to another one, or to its successor.
+# Coming twice costs little, since a job is stored once whoever publishes it; so it is short.
+ROUTER_ACK_WAIT_S = 1.5
 LONGEST_DEADLINE_S = HOUR  # nothing unfinished is older than this
 
 
@@ -29,7 +36,9 @@ class StreamSpec:
     dedup_s: float = 2 * MINUTE
     live: tuple[str, str] | None = None  # (source subject, destination)
     live_headers_only: bool = False
+    queue: bool = False  # an acknowledged message is gone, and a full stream refuses more (decided when it is made)
     description: str = ""
+    retired: tuple[str, ...] = ()  # subjects of earlier releases, to be taken away
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +46,7 @@ class BucketSpec:
     """One key-value bucket; a key that is not renewed within its own TTL leaves a marker."""
 
     name: str
-    live: tuple[str, str]
+    live: tuple[str, str] | None = None
     marker_ttl_s: float = 1.0
     max_bytes: int = 64 * MIB
 
@@ -55,7 +64,7 @@ class ConsumerSpec:
 
     stream: str
     name: str
-    filter_subject: str
+    filter_subjects: tuple[str, ...]
     ack_wait_s: float
     max_ack_pending: int = 20_000
 
@@ -77,8 +86,31 @@ class Topology:
         return sum(part.max_bytes for part in parts)
 
 
-def topology(s: Subjects) -> Topology:
-    """The streams of one namespace."""
+def submissions(
+    s: Subjects, tenant: str = DEFAULT_TENANT, max_pending: int = MAX_PENDING
+) -> tuple[StreamSpec, ConsumerSpec]:
+    """A tenant's submissions, in a stream of their own: deduplication is per stream, and a flood fills only its own."""
+    default = tenant == DEFAULT_TENANT
+    name = s.stream("SUBMIT") if default else f"{s.stream('SUBMIT')}_{tenant}"
+    own = f"{s.namespace}.submit.{tenant}.>"
+    stream = StreamSpec(
+        name,
+        # The second: from the pipeline's own account, where a broker has no account per tenant.
+        (own, f"{s.namespace}.submit.*") if default else (own,),
+        max_age_s=DAY,
+        max_bytes=GIB,
+        dedup_s=0.1,  # the shortest there is: what a repeat means is decided by its Nats-Msg-Id for a day, not here
+        queue=True,
+        description="OpenAI bodies from NATS clients",
+        retired=(s.all("submit"),) if default else (),
+    )
+    pending = min(max_pending, MAX_PENDING)
+    return stream, ConsumerSpec(name, "gateway", (s.all("submit"),), ack_wait_s=5, max_ack_pending=pending)
+
+
+def topology(s: Subjects, *, record: bool = False) -> Topology:
+    """The streams of one namespace. ``record``: all that a replay needs is kept as long as records are."""
+    day, hour = (WEEK, WEEK) if record else (DAY, HOUR)
 
     def stream(name: str, *kinds: str, age: float, size: int, **more: object) -> StreamSpec:
         return StreamSpec(s.stream(name), tuple(s.all(k) for k in kinds), age, size, **more)  # type: ignore[arg-type]
@@ -87,32 +119,37 @@ def topology(s: Subjects) -> Topology:
         return s.all(kind), s.live(s.all(kind))
 
     streams = (
-        stream("SUBMIT", "submit", age=DAY, size=GIB, description="OpenAI bodies from NATS clients"),
+        submissions(s)[0],
         stream("REQUESTS", "request", age=DAY, size=4 * GIB, description="accepted requests"),
         stream(
             "WORK",
             "work",
-            age=DAY,
+            age=day,
             size=4 * GIB,
             live=live("work"),
             live_headers_only=True,
             description="jobs with the decisions behind them",
         ),
-        stream("KV", "kv", age=HOUR, size=GIB, live=live("kv"), description="KV-cache events"),
+        stream("KV", "kv", age=hour, size=GIB, live=live("kv"), description="KV-cache events"),
         stream("HANDOFF", "handoff", age=HOUR, size=GIB // 4, description="ledger of blocks handed between workers"),
-        stream("TOKENS", "tokens", age=HOUR, size=4 * GIB, live=live("tokens"), description="token output"),
+        stream("TOKENS", "tokens", age=hour, size=4 * GIB, live=live("tokens"), description="token output"),
         StreamSpec(
             s.stream("DONE"),
             (s.all("done"), s.all("returned")),
-            7 * DAY,
+            WEEK,
             4 * GIB,
             dedup_s=5 * MINUTE,
             live=(f"{s.namespace}.>", f"{s.namespace}.live.>"),
-            description="terminal events",
+            live_headers_only=True,
+            description="terminal events, each the record of its request",
         ),
     )
-    workers = s.bucket("workers")
-    buckets = (BucketSpec(workers, live=(f"$KV.{workers}.>", s.live(f"$KV.{workers}.>"))),)
+
+    def followed(name: str) -> BucketSpec:
+        keys = f"$KV.{s.bucket(name)}.>"
+        return BucketSpec(s.bucket(name), live=(keys, s.live(keys)))
+
+    buckets = (followed("workers"), followed("tenants"), BucketSpec(s.bucket("idempotency")))
     objects = (
         # A request that names an object may be as old as the object's half life, and then run this long.
         ObjectSpec(s.bucket("media"), 2 * HOUR + 5 * MINUTE, 4 * GIB),
@@ -121,8 +158,13 @@ def topology(s: Subjects) -> Topology:
         ObjectSpec(s.bucket("results"), 6 * HOUR, 8 * GIB),  # pictures, until they are fetched
     )
     routers = (
-        ConsumerSpec(s.stream("REQUESTS"), f"router-{c}", f"{s.namespace}.request.*.{c}", ack_wait_s=10)
+        ConsumerSpec(
+            s.stream("REQUESTS"),
+            f"router-{c}",
+            (f"{s.namespace}.request.*.{c}.*", f"{s.namespace}.request.*.{c}"),  # the latter of releases up to 0.1
+            ROUTER_ACK_WAIT_S,
+        )
         for c in ("interactive", "standard", "batch")
     )
-    consumers = (*routers, ConsumerSpec(s.stream("SUBMIT"), "gateway", s.all("submit"), ack_wait_s=5))
+    consumers = (*routers, submissions(s)[1])
     return Topology(streams, buckets, objects, consumers, s)

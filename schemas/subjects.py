@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 _TOKEN = re.compile(r"[^A-Za-z0-9_-]+")
 _NAMESPACE = re.compile(r"[a-z][a-z0-9_-]{0,31}")
@@ -9,14 +10,31 @@ _NAMESPACE = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 HEADER_REPLY_TO = "Penstock-Reply-To"
 HEADER_FINAL = "Penstock-Final"
 HEADER_EVENT_ID = "Penstock-Event-Id"
+HEADER_SEQ = "Penstock-Seq"
+HEADER_FROM = "Penstock-From"
+HEADER_ERROR = "Penstock-Error"
+HEADER_RECORD = "Penstock-Record"
 HEADER_REQUEST = "Penstock-Request-Id"
 HEADER_LOAD = "Penstock-Load"
+HEADER_RETURNED = "Penstock-Returned"
 HEADER_MSG_ID = "Nats-Msg-Id"
+HEADER_LAST_ON_SUBJECT = "Nats-Expected-Last-Subject-Sequence"
+
+DEFAULT_TENANT = "default"
 
 
+KEPT = "kept"  # behind the job's own message id, in that of its copy
+
+
+@lru_cache(maxsize=4096)
 def token(name: str) -> str:
     """A name as one subject token: what NATS gives a meaning (dots, blanks, wildcards) becomes "_"."""
     return _TOKEN.sub("_", name) or "_"
+
+
+def _shard(request: str) -> str:
+    """One of 4,096: three random digits of an id."""
+    return token(request[-3:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +53,45 @@ class Subjects:
                 f"namespace {self.namespace!r}: use a lower-case word of at most 32 letters, digits, '_' or '-'"
             )
 
-    def submit(self, model: str) -> str:
-        return f"{self.namespace}.submit.{token(model)}"
+    def submit(self, model: str, tenant: str = "") -> str:
+        """A submission: as its client writes it, or (with the tenant) as the pipeline's account has it."""
+        return self.door("submit", tenant, token(model))
 
-    def request(self, model: str, priority: str) -> str:
-        return f"{self.namespace}.request.{token(model)}.{priority}"
+    def door(self, kind: str, tenant: str, *rest: str) -> str:
+        """A subject of the NATS door; the tenant's token is put in by its account's imports."""
+        return ".".join([self.namespace, kind, *([tenant] if tenant else []), *rest])
+
+    def answer(self, key: str, tenant: str = "") -> str:
+        return self.door("answer", tenant, key)
+
+    def mailbox(self, tenant: str, subject: str) -> str:
+        """What the gateway publishes there arrives at ``subject`` of the tenant's account."""
+        return f"{self.namespace}.to.{tenant}.{subject}"
+
+    def request(self, model: str, priority: str, request: str = "") -> str:
+        """An accepted request; with its id, in the shard in which it is found by that.
+
+        Releases up to 0.1 know no shards. A few thousand of them cost the server nothing; a subject per request would
+        cost it 250 bytes each, for a day.
+        """
+        subject = f"{self.namespace}.request.{token(model)}.{priority}"
+        return f"{subject}.{_shard(request)}" if request else subject
+
+    def shard_of(self, request: str) -> str:
+        """All requests of the shard that this one is in."""
+        return f"{self.namespace}.request.*.*.{_shard(request)}"
+
+    @property
+    def unsharded(self) -> str:
+        """All requests that releases up to 0.1 have accepted."""
+        return f"{self.namespace}.request.*.*"
 
     def work(self, role: str, worker: str) -> str:
         return f"{self.namespace}.work.{role}.{worker}"
+
+    def kept(self, role: str, worker: str) -> str:
+        """A copy of a job that runs, for whoever takes it over: no worker reads it."""
+        return f"{self.namespace}.work.{KEPT}.{role}.{worker}"
 
     def kv(self, model: str, worker: str) -> str:
         return f"{self.namespace}.kv.{token(model)}.{worker}"
@@ -50,7 +99,16 @@ class Subjects:
     def tokens(self, gateway: str) -> str:
         return f"{self.namespace}.tokens.{gateway}"
 
-    def done(self, model: str) -> str:
+    def done(self, tenant: str, model: str, request: str) -> str:
+        """The terminal event of one request: its only message there, ever."""
+        return f"{self.namespace}.done.{token(tenant)}.{token(model)}.{token(request)}"
+
+    def done_of(self, request: str) -> str:
+        """The terminal event of a request of whatever tenant and model."""
+        return f"{self.namespace}.done.*.*.{token(request)}"
+
+    def done_together(self, model: str) -> str:
+        """Where releases up to 0.1 put the terminal events of all requests for a model."""
         return f"{self.namespace}.done.{token(model)}"
 
     def returned(self, model: str) -> str:
@@ -61,6 +119,10 @@ class Subjects:
 
     def control(self, worker: str) -> str:
         return f"{self.namespace}.ctl.{worker}"
+
+    def progress(self, gateway: str) -> str:
+        """Where a gateway is asked how far a request is."""
+        return f"{self.namespace}.progress.{gateway}"
 
     @property
     def cancel(self) -> str:
@@ -88,7 +150,9 @@ class Subjects:
     def live(self, subject: str) -> str:
         """Where the server republishes what it stored under ``subject`` (also for wildcards)."""
         if subject.startswith("$KV."):
-            return f"{self.namespace}.live.bucket.{subject.split('.', 2)[2]}"
+            _, bucket, key = subject.split(".", 2)
+            kind = "bucket" if bucket == self.bucket("workers") else bucket.removeprefix(f"{self.namespace}_")
+            return f"{self.namespace}.live.{kind}.{key}"
         head = self.namespace + "."
         assert subject.startswith(head), subject
         rest = subject[len(head) :]

@@ -7,6 +7,8 @@ highest seen for its request is void. A fence is an item of the next attempt wit
 router before it reads what the attempt before had streamed; after it the old worker's output counts nowhere.
 """
 
+from collections.abc import Sequence
+
 import msgspec
 
 from schemas.wire import decoder
@@ -21,6 +23,15 @@ class Logprob(msgspec.Struct, frozen=True, array_like=True):
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     rank: int = 0
+
+
+CARRIED_BYTES = 1 << 20  # of log-probabilities in a job, for the record of its request
+
+
+def carried(logprobs: Sequence[Logprob]) -> tuple[Logprob, ...]:
+    """Those that a job can carry: all, or none if they are too many."""
+    size = sum(16 + 16 * len(each.top) for each in logprobs)
+    return tuple(logprobs) if size <= CARRIED_BYTES else ()
 
 
 class File(msgspec.Struct, frozen=True, array_like=True):

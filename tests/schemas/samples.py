@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from schemas import control, done, fleet, jobs, kv, requests, tokens, trace, transfer
+from schemas import control, done, fleet, jobs, kv, requests, tenants, tokens, trace, transfer
 from schemas.wire import encode, pack_tokens
 
 REQUEST = requests.GenerateRequest(
@@ -61,6 +61,11 @@ REQUEST = requests.GenerateRequest(
     unanswered=True,
     parsing=requests.Parsing("qwen3", "hermes", thinking=True, one_call=True, texts={"f": {"a": True}}),
     trace=trace.Trace("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "vendor=1"),
+    revision="abc",
+    tokenizer="def",
+    tenant="acme",
+    form="stream",
+    client_request_id="theirs",
 )
 STAMPS = trace.Stamps(1, 2, 3, 4, {"queue_s": 0.5})
 DECISION = jobs.Decision(
@@ -78,6 +83,7 @@ DECISION = jobs.Decision(
     reason="worker_lost",
     route=(jobs.Stage("prefill", "w-1"), jobs.Stage("decode", "w-2", 1)),
     how="split",
+    revision="abc",
 )
 JOB = jobs.Job(
     request=msgspec.Raw(encode(REQUEST)),
@@ -88,6 +94,8 @@ JOB = jobs.Job(
     route=(jobs.Stage("decode", "w-2", 1),),
     endings=(tokens.Finish("stop", "END", 32),),
     scored=3,
+    logprobs=((tokens.Logprob(-1.0), tokens.Logprob(-2.0)), ()),
+    scores=(tokens.Logprob(-3.0), tokens.Logprob(-4.0)),
 )
 ENDPOINT = transfer.Endpoint(
     agent="w-1/3",
@@ -136,6 +144,7 @@ TOKENS = tokens.TokenBatch(
 SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
     "request": (REQUEST, requests.decode),
     "job": (JOB, jobs.decode),
+    "tenant": (tenants.Limits(("tiny", "other"), 7), tenants.decode),
     "revoke": (jobs.Revoke(REQUEST.id, 2), jobs.decode),
     "encoded": (transfer.Encoded(REQUEST.id, 2, msgspec.Raw(encode(1)), TICKET, 5, STAMPS), jobs.decode),
     "prefilled": (
@@ -155,13 +164,19 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
             model="tiny",
             attempt=2,
             worker="w-1",
-            choices=(done.Outcome(pack_tokens([4]), "stop", "Ende"), done.Outcome(b"", "stop", 7, (FILE,))),
+            choices=(
+                done.Outcome(pack_tokens([4]), "stop", "Ende", logprobs=(tokens.Logprob(-1.0),)),
+                done.Outcome(b"", "stop", 7, (FILE,)),
+            ),
             usage=done.Usage(1, 2, 3),
             timings=done.Timings(1, 2, 3, 4, 5),
             code="worker_lost",
             message="what to do",
             user="someone",
             stamps=STAMPS,
+            submitted=encode(1),
+            scores=(tokens.Logprob(-2.0),),
+            left_out=("prompt",),
         ),
         done.decode,
     ),
@@ -212,6 +227,7 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
             reasoning_parser="qwen3",
             tool_call_parser="hermes",
             max_batched_tokens=8192,
+            tokenizer="def",
         ),
         fleet.decode,
     ),
@@ -224,5 +240,6 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         control.decode_worker,
     ),
     "pushed": (control.Pushed("timeout", "late", 8, 0.5, False), control.decode_pushed),
+    "progress": (control.Progress(2, 7), control.decode_progress),
     "ok": (control.Ok("no such ticket"), control.decode_ok),
 }

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 import schemas
+from schemas import done
 from schemas.wire import encode
 from tests.schemas.samples import SAMPLES
 
@@ -149,3 +150,10 @@ def test_schemas_import_nothing_of_ours(name: str) -> None:
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0
             assert (node.module or "").split(".")[0] not in ours
+
+
+def test_terminal_events_of_releases_without_records_stay_readable() -> None:
+    event = done.decode((GOLDEN / "done_without_record.bin").read_bytes())
+    assert isinstance(event, done.Done)
+    assert (event.code, event.submitted, event.left_out) == ("worker_lost", b"", ())
+    assert done.request_of(event) is None

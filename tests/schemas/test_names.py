@@ -94,7 +94,7 @@ def test_half_a_digest_is_refused() -> None:
 # --- ids ---
 
 
-@given(st.integers(0, (2**48 - 1) * 1_000_000), st.binary(min_size=10, max_size=10))
+@given(st.integers(0, 253_402_300_799 * 10**9), st.binary(min_size=10, max_size=10))
 def test_request_ids_are_uuid7_and_tell_their_time(now_ns: int, randomness: bytes) -> None:
     text = ids.new_request_id(now_ns, randomness)
     parsed = uuid.UUID(text)
@@ -103,6 +103,11 @@ def test_request_ids_are_uuid7_and_tell_their_time(now_ns: int, randomness: byte
     assert parsed.variant == uuid.RFC_4122
     assert ids.time_of(text) == now_ns // 1_000_000 * 1_000_000
     assert text == ids.new_request_id(now_ns, randomness)
+
+
+def test_an_id_of_a_year_that_no_log_can_be_asked_for_is_none() -> None:
+    with pytest.raises(ValueError, match="year 9999"):
+        ids.time_of("ffffffff-ffff-7fff-bfff-ffffffffffff")
 
 
 @given(st.integers(0, 2**60), st.integers(1_000_000, 2**50))
@@ -191,7 +196,7 @@ def test_live_subjects_keep_the_rest_of_the_name() -> None:
     assert s.live(s.all("tokens")) == "ps.live.>"
     assert s.live(s.kv("m", "w")) == "ps.live.kv.m.w"
     assert s.live(s.all("work")) == "ps.live.work.>"
-    assert s.live(s.done("m")) == "ps.live.done.m"
+    assert s.live(s.done("t", "m", "r")) == "ps.live.done.t.m.r"
     assert s.live(s.lease("w")) == "ps.live.bucket.w"
 
 
@@ -228,7 +233,10 @@ def test_no_two_streams_store_the_same_subject() -> None:
 def test_nothing_republished_is_stored_again() -> None:
     stored = [subject for stream in TOPOLOGY.streams for subject in stream.subjects]
     stored += [f"$KV.{bucket.name}.>" for bucket in TOPOLOGY.buckets]
-    for _, destination in [*(s.live for s in TOPOLOGY.streams if s.live), *(b.live for b in TOPOLOGY.buckets)]:
+    for _, destination in [
+        *(s.live for s in TOPOLOGY.streams if s.live),
+        *(b.live for b in TOPOLOGY.buckets if b.live),
+    ]:
         for subject in stored:
             assert not overlap(destination, subject), (destination, subject)
 
@@ -239,14 +247,17 @@ def test_nothing_republished_is_stored_again() -> None:
         ("WORK", "ps.work.aggregated.w"),
         ("KV", "ps.kv.m.w"),
         ("TOKENS", "ps.tokens.gw"),
-        ("DONE", "ps.done.m"),
+        ("DONE", "ps.done.t.m.r"),
         ("DONE", "ps.returned.m"),
-        ("KV_", "$KV.ps_workers.w"),
+        ("KV_workers", "$KV.ps_workers.w"),
+        ("KV_tenants", "$KV.ps_tenants.acme"),
     ],
 )
 def test_readers_listen_where_the_server_republishes(name: str, subject: str) -> None:
     """The server maps source to destination by their common wildcard tail; ``Subjects.live`` must say the same."""
-    live = [s.live for s in TOPOLOGY.streams if s.name == f"ps_{name}"] or [b.live for b in TOPOLOGY.buckets]
+    live = [s.live for s in TOPOLOGY.streams if s.name == f"ps_{name}"] or [
+        b.live for b in TOPOLOGY.buckets if name == b.name.replace("ps_", "KV_")
+    ]
     assert live[0]
     source, destination = (pattern.removesuffix(">") for pattern in live[0])
     assert subject.startswith(source)
@@ -266,9 +277,22 @@ def test_live_subjects_of_different_streams_do_not_mix() -> None:
 def test_every_consumer_reads_what_its_stream_stores() -> None:
     for consumer in TOPOLOGY.consumers:
         stream = next(s for s in TOPOLOGY.streams if s.name == consumer.stream)
-        assert any(overlap(consumer.filter_subject, subject) for subject in stream.subjects)
-    routed = [c.filter_subject.rpartition(".")[2] for c in TOPOLOGY.consumers if c.name.startswith("router-")]
-    assert sorted(routed) == sorted(Priority)
+        for wanted in consumer.filter_subjects:
+            assert any(overlap(wanted, subject) for subject in stream.subjects)
+
+
+@pytest.mark.parametrize("request_id", ["", "01932c07-a4b8-7000-8000-0123456789ab"])
+def test_each_class_of_requests_has_one_consumer_that_reads_it_with_and_without_shards(request_id: str) -> None:
+    for priority in Priority:
+        subject = TOPOLOGY.subjects.request("m", priority.value, request_id)
+        readers = [c.name for c in TOPOLOGY.consumers for wanted in c.filter_subjects if overlap(wanted, subject)]
+        assert readers == [f"router-{priority.value}"]
+
+
+def test_a_request_is_found_in_the_shard_that_its_id_names() -> None:
+    s, request_id = TOPOLOGY.subjects, "01932c07-a4b8-7000-8000-0123456789ab"
+    assert s.request("m", "batch", request_id) == "ps.request.m.batch.9ab"
+    assert s.shard_of(request_id) == "ps.request.*.*.9ab"
 
 
 def test_every_stream_is_bounded() -> None:
@@ -287,3 +311,11 @@ def test_two_namespaces_share_nothing() -> None:
     for stream in TOPOLOGY.streams:
         for theirs in other.streams:
             assert not any(overlap(a, b) for a in stream.subjects for b in theirs.subjects)
+
+
+def test_with_record_all_that_a_replay_needs_is_kept_as_long_as_records() -> None:
+    kept = {stream.name: stream.max_age_s for stream in topology(Subjects(), record=True).streams}
+    assert kept["ps_KV"] == kept["ps_WORK"] == kept["ps_TOKENS"] == kept["ps_DONE"] == 7 * 86_400
+    shorter = {stream.name: stream.max_age_s for stream in TOPOLOGY.streams}
+    assert shorter["ps_DONE"] == kept["ps_DONE"]
+    assert shorter["ps_TOKENS"] == 3600

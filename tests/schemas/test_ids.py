@@ -1,0 +1,24 @@
+"""Who has a request's id may read its answer where there are no keys: it cannot be guessed."""
+
+import itertools
+
+from schemas.ids import new_request_id, time_of
+
+
+def _bits(text: str) -> int:
+    return int(text.replace("-", ""), 16)
+
+
+def test_an_id_has_74_random_bits_and_the_time_in_milliseconds() -> None:
+    at_ns = 1_700_000_000_123_000_000
+    differing = _bits(new_request_id(at_ns, bytes(10))) ^ _bits(new_request_id(at_ns, b"\xff" * 10))
+    assert differing.bit_count() == 74
+    assert time_of(new_request_id(at_ns)) == at_ns
+
+
+def test_ids_of_the_same_millisecond_differ_in_about_half_of_their_random_bits() -> None:
+    at_ns = 1_700_000_000_123_000_000
+    ids = [_bits(new_request_id(at_ns)) for _ in range(200)]
+    assert len(set(ids)) == 200
+    changed = [(a ^ b).bit_count() for a, b in itertools.pairwise(ids)]
+    assert 34 < sum(changed) / len(changed) < 40
