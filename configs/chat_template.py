@@ -1,12 +1,14 @@
 """A model's Jinja chat template: messages → prompt text. Compiled once; knows no tokens but the special ones' text."""
 
 import contextlib
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 Message = dict[str, Any]
 
 _PROBE = "probe text"
+_OWN = frozenset({"self", "messages", "tools", "documents", "conversations", "chat_template", "add_generation_prompt"})
 
 
 class TemplateError(Exception):
@@ -17,6 +19,7 @@ class ChatTemplate:
     """Renders conversations.
 
     Attributes:
+        own_variables: names that ``render`` gives to the template itself.
         source: its text.
         wants_parts: it takes a message's content as a list of typed parts and fails on plain strings.
     """
@@ -32,6 +35,7 @@ class ChatTemplate:
         from transformers.utils import chat_template_utils
 
         self._render = chat_template_utils.render_jinja_template  # keeps the compiled template in a cache of its own
+        self.own_variables = _OWN | inspect.signature(self._render).parameters.keys()
         _flatten_globals(chat_template_utils, source)
         self.source = source
         self._special_tokens = dict(special_tokens)
@@ -44,12 +48,14 @@ class ChatTemplate:
             self.wants_parts = True
             self.render([{"role": "user", "content": _PROBE}])
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Message] | None = None, **variables: Any) -> str:
+    def render(self, messages: Sequence[Message], tools: Sequence[Message] | None = None, /, **variables: Any) -> str:
         """The prompt, ending where the assistant begins to speak.
 
         Raises:
-            TemplateError: the template refuses these messages.
+            TemplateError: the template refuses these messages, or a variable has a name of ours.
         """
+        if taken := self.own_variables & variables.keys():
+            raise TemplateError(f"variables cannot be called {sorted(taken)}")
         if self.wants_parts:
             messages = [_in_parts(message) for message in messages]
         try:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from schemas.tokens import PROMPT, WHOLE_REQUEST, Finish, TokenItem
+from schemas.tokens import PROMPT, WHOLE_REQUEST, Finish, Logprob, TokenItem
 
 
 class _Choice:
@@ -35,6 +35,29 @@ class Fold:
         self.open = n
         self._choices = [_Choice() for _ in range(n)]
         self._prompt: _Choice | None = None
+
+    @property
+    def mark(self) -> tuple[int, ...]:
+        """Changes whenever something came out, or an attempt began."""
+        return (self.attempt, self.open, self.scored, *(choice.position for choice in self._choices))
+
+    def conclude(self, items: Sequence[TokenItem]) -> Sequence[TokenItem]:
+        """What is due of the items of a terminal event (``schemas.done.items``), whatever attempt came to that end.
+
+        They tell each choice from its beginning, so whatever did not come out yet comes now. No later item is due.
+        """
+        out: list[TokenItem] = []
+        self.attempt = max((self.attempt, *(item.attempt for item in items)))
+        for choice in self._choices:
+            choice.early.clear()
+        for item in items:
+            if item.choice == PROMPT:
+                out += self._push_prompt(item)
+            elif item.choice == WHOLE_REQUEST:
+                out += self._end_all(item)
+            elif item.choice < len(self._choices) and not (choice := self._choices[item.choice]).ended:
+                out += self._take(choice, item, len(item.tokens) >> 2)
+        return out
 
     @property
     def waiting(self) -> bool:
@@ -133,26 +156,30 @@ class Progress(msgspec.Struct):
 
     tokens: bytes = b""
     finish: Finish | None = None
+    logprobs: tuple[Logprob, ...] = ()  # one per token, if they were asked for
 
 
 def replay(items: Iterable[TokenItem], n: int = 1) -> list[Progress]:
     """What a request has streamed, by choice, from its items in stream order (of all attempts)."""
     fold = Fold(n)
     tokens: list[list[bytes]] = [[] for _ in range(n)]
+    logprobs: list[list[Logprob]] = [[] for _ in range(n)]
     finishes: list[Finish | None] = [None] * n
     for item in items:
         for due in fold.push(item):
             if due.choice == PROMPT:
                 continue
             tokens[due.choice].append(due.tokens)
+            logprobs[due.choice] += due.logprobs or ()
             if due.finish is not None:
                 finishes[due.choice] = due.finish
-    return [Progress(b"".join(parts), finish) for parts, finish in zip(tokens, finishes, strict=True)]
+    return [
+        Progress(b"".join(parts), finish, tuple(told))
+        for parts, finish, told in zip(tokens, finishes, logprobs, strict=True)
+    ]
 
 
-def scored(items: Iterable[TokenItem]) -> int:
-    """``Fold.scored`` behind a request's items in stream order (of all attempts)."""
+def scores(items: Iterable[TokenItem]) -> tuple[Logprob, ...]:
+    """Of the prompt's tokens 1 .., what a request's items in stream order (of all attempts) tell."""
     fold = Fold(0)
-    for item in items:
-        fold.push(item)
-    return fold.scored
+    return tuple(each for item in items for due in fold.push(item) for each in due.logprobs or ())

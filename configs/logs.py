@@ -41,7 +41,11 @@ def setup(format: Format = "auto", level: Level = "info", *, name: str = "", str
     if name:
         shared.insert(0, _Named(name))
     if text:
-        last: list[Processor] = [structlog.dev.ConsoleRenderer(colors=out.isatty(), pad_event_to=0)]
+        # Not rich's tracebacks: they print local variables, prompts and keys among them, and take up to a second each.
+        plain = structlog.dev.plain_traceback
+        last: list[Processor] = [
+            structlog.dev.ConsoleRenderer(colors=out.isatty(), pad_event_to=0, exception_formatter=plain)
+        ]
     else:
         last = [structlog.processors.format_exc_info, _json]
     structlog.configure(

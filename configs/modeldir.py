@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from configs.chat_template import ChatTemplate, TemplateError
 from configs.detokenize import Detokenizer
+from configs.plain_text import PlainText
 from schemas.requests import Sampling
 
 BUNDLED = ("demo", "demo-vision", "tiny")
@@ -21,6 +22,13 @@ TINY = MODELS / "tiny"  # random weights, but a long context and common words in
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
+_DECIDING = (
+    *("config.json", "generation_config.json", "tokenizer.json"),
+    *("preprocessor_config.json", "processor_config.json", "model_index.json"),
+)
+WHOLE_BYTES = 256 << 20  # weights up to this size are read as a whole to name them
+SAMPLES = 2048
+SAMPLE_BYTES = 1 << 16
 _NO_LIMIT = 1 << 31  # tokenizer_config.json writes "unlimited" as 1e30
 _FALLBACK_LEN = 2048  # for models that name no limit
 
@@ -51,12 +59,14 @@ class ModelDir:
     """One model, as gateways and workers see it. Lengths in tokens.
 
     Attributes:
-        revision: names the weights; equal wherever the directory has the same content.
+        revision: names weights and configuration; equal wherever the directory has the same content.
+        tokenizer_digest: names the tokenizer; workers of another one read other texts in the same ids.
         max_model_len: prompt + output.
         vocab_size: width of the logits; token ids of requests are below it.
         sampling: the model's own defaults, from generation_config.json.
         vision: None: images cannot be given.
         no_vision: why not.
+        plain: keeps clients' text from becoming control tokens.
     """
 
     path: Path
@@ -69,8 +79,10 @@ class ModelDir:
     detokenizer: Detokenizer
     template: ChatTemplate | None
     sampling: Sampling
+    plain: PlainText
     vision: Vision | None = None
     no_vision: str = ""
+    tokenizer_digest: str = ""
 
 
 def resolve(model: str, *, weights: bool = False) -> Path:
@@ -130,8 +142,10 @@ def load(path: Path, *, name: str = "", chat_template: str = "") -> ModelDir:
         detokenizer=Detokenizer(tokenizer),
         template=_template(path, special, chat_template),
         sampling=_sampling(path, generation),
+        plain=PlainText(tokenizer, vision.image_token if vision is not None else ""),
         vision=vision,
         no_vision=no_vision,
+        tokenizer_digest=tokenizer_digest(path),
     )
 
 
@@ -154,20 +168,50 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def revision(path: Path) -> str:
-    """A name for the weights: a Hugging Face snapshot's commit, else blake3 over config, tokenizer and weight sizes.
+    """A name for what decides a model's output: a Hugging Face snapshot's commit, else blake3 over configuration,
+    tokenizer and weights.
 
-    Cheap, since no weights are read; different weights of equal names and sizes need different served names.
+    Of weights beyond ``WHOLE_BYTES`` it reads evenly spread samples: whoever trains on changes nearly all of them.
     """
-    if path.resolve().parent.name == "snapshots":
-        return path.resolve().name
+    real = path.resolve()
+    if real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--"):
+        return real.name
     digest = blake3()
-    for part in ("config.json", "tokenizer.json"):
+    for part in _DECIDING:
         data = (path / part).read_bytes() if (path / part).is_file() else b""
         digest.update(len(data).to_bytes(8, "little") + data)
     weights = sorted({file for pattern in _WEIGHTS for file in path.glob(pattern)})
+    total = sum(file.stat().st_size for file in weights)
     for file in weights:
-        digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+        size = file.stat().st_size
+        digest.update(f"{file.name}\0{size}\0".encode())
+        _add_content(digest, file, size, SAMPLES * size // total if total > WHOLE_BYTES else 0)
     return digest.hexdigest(length=16)
+
+
+def _add_content(digest: Any, file: Path, size: int, samples: int) -> None:
+    """``samples``: how many parts to read, the first and the last among them; 0: all of it."""
+    with file.open("rb", buffering=0) as opened:
+        if not samples:
+            while part := opened.read(SAMPLE_BYTES):
+                digest.update(part)
+            return
+        last = max(0, size - SAMPLE_BYTES)
+        for number in range(max(2, samples)):
+            opened.seek(number * last // (max(2, samples) - 1))
+            digest.update(opened.read(SAMPLE_BYTES))
+
+
+def tokenizer_digest(path: Path) -> str:
+    """blake3 over what decides how text becomes token ids: equal digests, equal ids.
+
+    Raises:
+        ModelError: tokenizer.json is malformed.
+    """
+    described = _json(path / "tokenizer.json", needed=True)
+    for part in ("truncation", "padding"):  # not used here, whatever the file says
+        described.pop(part, None)
+    return blake3(msgspec.json.encode(described, order="sorted")).hexdigest(length=16)
 
 
 def _name(path: Path) -> str:

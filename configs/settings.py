@@ -18,6 +18,9 @@ def about(text: str) -> Meta:
     return Meta(description=text)
 
 
+Durability = Literal["process", "power"]
+
+
 class Common(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What every process is told."""
 
@@ -35,9 +38,26 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
     http_host: Annotated[str, about("address to listen on")] = "127.0.0.1"
     http_port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0: any free one")] = 8000
     max_body_bytes: Annotated[Positive, about("largest request body")] = 16 << 20
+    max_header_bytes: Annotated[Positive, about("largest header of an HTTP request; a line has at most 8192")] = 32_768
+    header_timeout_s: Annotated[Seconds, about("for the header of an HTTP request to arrive")] = 30.0
+    body_timeout_s: Annotated[Seconds, about("for its body to arrive, and 1 s more per 16 KiB")] = 30.0
+    keep_alive_s: Annotated[Seconds, about("how long an idle HTTP connection is kept")] = 75.0
+    write_timeout_s: Annotated[Seconds, about("how long a client may read nothing before it is cut off")] = 60.0
+    max_connections: Annotated[Positive, about("HTTP connections at once; further ones are refused with 503")] = 16_384
+    max_connections_per_address: Annotated[
+        int, Meta(ge=0, description="the same per client address; 0: no limit, as clients may share a proxy's")
+    ] = 0
+    special_tokens_in_messages: Annotated[
+        Literal["text", "control"],
+        about(
+            "what the text of a special token in a message is; control: it takes effect, as apply_chat_template has it"
+        ),
+    ] = "text"
     default_max_tokens: Annotated[Positive, about("output tokens when the client names none")] = 512
     default_deadline_s: Annotated[Seconds, about("life of a request that names no deadline")] = 600.0
-    max_queue: Annotated[Positive, about("accepted but unrouted requests beyond which clients get 429")] = 4096
+    max_queue: Annotated[
+        Positive, about("unrouted requests of a class (interactive, standard, batch) beyond which its clients get 429")
+    ] = 4096
     block_size: Annotated[Positive, about("tokens per KV block when no worker is registered yet")] = 32
     max_media_bytes: Annotated[Positive, about("largest image or embedding file, as sent or fetched")] = 20 << 20
     max_image_pixels: Annotated[Positive, about("largest image, width x height")] = 40_000_000
@@ -70,6 +90,9 @@ class RouterSettings(Common, frozen=True, kw_only=True):
     ] = 256
     waiting_room: Annotated[Positive, about("requests held ready while the fleet is full or empty")] = 512
     max_attempts: Annotated[Positive, about("tries of one request before it fails with worker_lost")] = 4
+    revision_wait_s: Annotated[
+        Seconds, about("how long a begun answer waits for a worker of its model revision, when the last one is gone")
+    ] = 30.0
     kv_events: Annotated[bool, about("fold the workers' KV events; off: guess from past decisions")] = True
     max_index_blocks: Annotated[Positive, about("hard cap of the radix index")] = 8_000_000
     sys_nats_url: Annotated[str, about("system account, for disconnect events; empty: leases only")] = ""
@@ -175,6 +198,7 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
     max_pictures: Annotated[Positive, about("diffusion: images or videos of a request, at most")] = 4
     frame_rate: Annotated[float, Meta(ge=0, description="diffusion: frames per second; 0: the pipeline's own")] = 0.0
     drain_s: Annotated[Seconds, about("on SIGTERM, how long running requests may go on")] = 30.0
+    durability: Annotated[Durability, about("the broker's; power: output waits until it is on the disk")] = "process"
     otlp_endpoint: Annotated[
         str, about("trtllm, vllm: where the engine sends spans of its own, below penstock's, which need nothing here")
     ] = ""
@@ -198,6 +222,12 @@ class TraceSettings(Common, frozen=True, kw_only=True):
     patience_s: Annotated[Seconds, about("how long a batch is tried while the collector is away")] = 300.0
 
 
+RECORD = about("keep tokens, jobs and KV events for 7 days, as records are, for replay; it is never taken back")
+_DURABILITY = about(
+    "what an acknowledged message survives; process: the end of any process, power: also of the machine, at a price"
+)
+
+
 class NatsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The embedded broker."""
 
@@ -205,6 +235,8 @@ class NatsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     namespace: Annotated[str, about("prefix of all subjects and streams")] = "ps"
     nats_port: Annotated[int, Meta(ge=0, le=65535, description="port on loopback; 0: any free one")] = 4222
     monitor_port: Annotated[int, Meta(ge=0, le=65535, description="HTTP monitoring port; 0: none")] = 0
+    durability: Annotated[Durability, _DURABILITY] = "process"
+    record: Annotated[bool, RECORD] = False
 
 
 class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -263,6 +295,8 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     data_dir: Annotated[str, about("store, secrets, logs and state.json")] = ".penstock"
     nats_url: Annotated[str, about("use this server or cluster instead of starting one")] = ""
     nats_port: Annotated[int, Meta(ge=0, le=65535, description="port of the embedded broker; 0: any free one")] = 0
+    durability: Annotated[Durability, _DURABILITY] = "process"
+    record: Annotated[bool, RECORD] = False
     namespace: Annotated[str, about("prefix of all subjects and streams")] = "ps"
     chat_template: Annotated[str, about("Jinja file that replaces the model's own chat template")] = ""
     reasoning_parser: Annotated[ReasoningParser, about("how the model writes thoughts; auto: by the template")] = "auto"
@@ -270,7 +304,9 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     block_size: Annotated[Positive, about("tokens per KV block")] = 32
     kv_blocks: Annotated[int, Meta(ge=0, description="blocks per worker; 0: from free memory")] = 0
     max_running: Annotated[Positive, about("sequences per worker and step")] = 256
-    max_queue: Annotated[Positive, about("accepted but unrouted requests beyond which clients get 429")] = 4096
+    max_queue: Annotated[
+        Positive, about("unrouted requests of a class (interactive, standard, batch) beyond which its clients get 429")
+    ] = 4096
     max_media_bytes: Annotated[Positive, about("largest image or embedding file, as sent or fetched")] = 20 << 20
     max_image_pixels: Annotated[Positive, about("largest image, width x height")] = 40_000_000
     max_images: Annotated[Positive, about("images per request")] = 16

@@ -6,16 +6,19 @@ starts another.
 """
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, NoReturn
+from urllib.parse import unquote, urlsplit
 
 import structlog
 from nats.aio.client import Client
 from nats.errors import SlowConsumerError
 from nats.js import JetStreamContext
 
+from configs.bus.tasks import Failed, Tasks
 from schemas.errors import Code, ServingError
 from schemas.streams import HEADROOM, MAX_PAYLOAD
 from schemas.subjects import Subjects
@@ -26,13 +29,26 @@ EXIT_BROKER_LOST = 75  # EX_TEMPFAIL: a supervisor should start the process agai
 CONNECT_S = 10.0
 CLOSE_S = 3.0
 DROPPED_S = 0.25
+# With others to go to, a server that hangs is left after 2 to 3 s, before an election (4 to 9 s) can be over:
+# nobody listens to a leader that wakes up deposed.
+_QUICK: dict[str, Any] = {"ping_interval": 1, "connect_timeout": 1}
 SAME_ERROR_S = 5.0
 
 Hook = Callable[[], Awaitable[None]]
 
 
 class _Client(Client):  # type: ignore[misc]  # untyped
-    """Outlives a flush that was given up: nats-py ends its read loop over the answer, and is deaf from then on."""
+    """What nats-py leaves undone.
+
+    It outlives a flush that was given up (nats-py ends its read loop over the answer, and is deaf from then on), and
+    closes the link to a server that accepted and said nothing before it tries the next.
+    """
+
+    async def _connect_to_server(self, s: Any) -> None:
+        if self._transport is not None:
+            with contextlib.suppress(Exception):
+                self._transport.close()
+        await super()._connect_to_server(s)
 
     async def _process_pong(self) -> None:
         if self._pongs and self._pongs[0].done():
@@ -41,10 +57,15 @@ class _Client(Client):  # type: ignore[misc]  # untyped
 
 
 class Bus:
-    """One connection. ``on_reconnect`` hooks run in order after each reconnect, in a task of their own."""
+    """One connection. ``on_reconnect`` hooks run in order after each reconnect, in a task of their own.
 
-    def __init__(self, client: Client, subjects: Subjects) -> None:
+    Attributes:
+        tasks: the process's background tasks; what works on this connection spawns in it or in a group of it.
+    """
+
+    def __init__(self, client: Client, subjects: Subjects, tasks: Tasks | None = None) -> None:
         self.nc = client
+        self.tasks = tasks if tasks is not None else Tasks("process")  # an empty group is false
         self.js: JetStreamContext = client.jetstream()
         self.subjects = subjects
         self.on_reconnect: list[Hook] = []
@@ -61,6 +82,11 @@ class Bus:
         return int(self.nc.stats["reconnects"])
 
     @property
+    def clustered(self) -> bool:
+        """Whether the server is one of several: streams may have replicas then, and leaders that change."""
+        return bool(self.nc._server_info.get("cluster"))  # as of the last connect; nats-py shows it nowhere else
+
+    @property
     def max_message(self) -> int:
         """Largest body, in bytes, that leaves room for headers."""
         return min(int(self.nc.max_payload), MAX_PAYLOAD) - HEADROOM
@@ -69,12 +95,12 @@ class Bus:
         """Run the reconnect hooks; a recovery that is still running is replaced, since it worked on a dead link."""
         if self._recovery is not None:
             self._recovery.cancel()
-        self._recovery = asyncio.create_task(self._recover(), name="bus-recovery")
+        self._recovery = self.tasks.spawn(self._recover(), name="bus-recovery")
 
     def recover_soon(self) -> None:
         """Messages were dropped on a link that stands: the same hooks mend that. Once for a burst of drops."""
         if self._recovery is None or self._recovery.done():
-            self._recovery = asyncio.create_task(self._recover(after=DROPPED_S), name="bus-recovery")
+            self._recovery = self.tasks.spawn(self._recover(after=DROPPED_S), name="bus-recovery")
 
     async def _recover(self, after: float = 0.0) -> None:
         await asyncio.sleep(after)
@@ -85,10 +111,9 @@ class Bus:
                 log.warning("reconnect_hook_failed", hook=getattr(hook, "__qualname__", "?"), error=repr(error))
 
     async def close(self) -> None:
-        """Send what is queued and close; never raises, bounded to a few seconds."""
+        """Send what is queued, end the tasks, close; never raises, bounded to a few seconds."""
         self.closing = True
-        if self._recovery is not None:
-            self._recovery.cancel()
+        await self.tasks.aclose()
         if self.connected:
             await _bounded(self.nc.flush(timeout=2))
         await _bounded(self.nc.close())
@@ -106,6 +131,14 @@ async def _bounded(step: Coroutine[Any, Any, None]) -> None:
         log.debug("close_failed", error=repr(task.exception()))
 
 
+def _login(url: str) -> dict[str, Any]:
+    """The URL's credentials as options: nats-py would not show them to servers that it learns of later."""
+    parts = urlsplit(url)
+    if parts.username and parts.password is not None:
+        return {"user": unquote(parts.username), "password": unquote(parts.password)}
+    return {"token": unquote(parts.username)} if parts.username else {}
+
+
 async def connect(
     url: str,
     *,
@@ -114,6 +147,7 @@ async def connect(
     namespace: str = "ps",
     timeout: float = CONNECT_S,
     end_process: Callable[[int], NoReturn] = os._exit,
+    on_fatal: Failed | None = None,
     **options: Any,
 ) -> Bus:
     """Open the connection of one process.
@@ -122,6 +156,7 @@ async def connect(
         url: one or more servers, comma-separated, with credentials.
         role: the broker user's role; names the private inbox that its permissions allow.
         name: shown in the broker's monitoring and in its disconnect events.
+        on_fatal: ends the process in order, when one of its background tasks failed (``Stop.failed``).
     Raises:
         ServingError: no server answered within ``timeout`` seconds, or it refused the credentials.
     """
@@ -152,21 +187,27 @@ async def connect(
             log.warning("bus_disconnected")
 
     client = _Client()
+    urls = url.split(",")
+    if len(urls) > 1:
+        options = _QUICK | options
     try:
         await asyncio.wait_for(
             client.connect(
-                url.split(","),
-                name=name,
-                max_reconnect_attempts=-1,
-                reconnect_time_wait=0.1,
-                ping_interval=5,
-                pending_size=32 << 20,
-                inbox_prefix=f"_INBOX_{role}" if role != "client" else "_INBOX",
-                error_cb=on_error,
-                closed_cb=on_closed,
-                reconnected_cb=on_reconnected,
-                disconnected_cb=on_disconnected,
-                **options,
+                urls,
+                **{
+                    "name": name,
+                    "max_reconnect_attempts": -1,
+                    "reconnect_time_wait": 0.1,
+                    "ping_interval": 5,
+                    "pending_size": 32 << 20,
+                    "inbox_prefix": f"_INBOX_{role}" if role != "client" else "_INBOX",
+                    "error_cb": on_error,
+                    "closed_cb": on_closed,
+                    "reconnected_cb": on_reconnected,
+                    "disconnected_cb": on_disconnected,
+                }
+                | _login(urls[0])
+                | options,
             ),
             timeout,
         )
@@ -177,6 +218,6 @@ async def connect(
             f"no NATS server answers at {where} within {timeout:g} s ({type(error).__name__}: {error}); "
             "start one with 'penstock nats', or check --nats-url and its credentials",
         ) from None
-    bus = Bus(client, Subjects(namespace))
+    bus = Bus(client, Subjects(namespace), Tasks(role, on_fatal))
     holder.append(bus)
     return bus

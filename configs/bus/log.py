@@ -2,7 +2,10 @@
 
 Live messages come from the server's republished subject, which carries only what was stored, with its sequence
 and the previous one of its subject: a gap shows at once and is read from the stream before going on. After a
-reconnect the tail is read in any case, since a burst may have passed unseen.
+reconnect the tail is read in any case, since a burst may have passed unseen. In a cluster the last message before a
+silence may be stored without being republished (its leader died in between), and a subscription takes a moment to be
+known everywhere: so a silent tail compares its position with the leader's, a second after the last message and each
+five seconds.
 """
 
 import asyncio
@@ -13,13 +16,15 @@ from typing import Any
 import structlog
 
 from configs.bus.connection import Bus
-from configs.bus.read import Entry, read
+from configs.bus.read import Entry, get_last, read
 
 log = structlog.get_logger("bus")
 
 RETRY_S = 0.25
 LOOK_AGAIN_S = 0.05  # a replica may lag behind what was republished
 LOOKS = 20
+IDLE_S = 1.0  # of silence before a first look, in a cluster
+IDLE_AGAIN_S = 5.0
 MAX_HELD = 10_000  # live entries kept during a repair; beyond it they are read from the stream
 
 
@@ -48,6 +53,7 @@ class LogTail:
         self._stale = False  # something may be stored that was not seen live
         self._repair: asyncio.Task[None] | None = None
         self._sub: Any = None
+        self._idle: asyncio.Task[None] | None = None
         self.position = 0  # everything up to this sequence was handled
         self.repairs = 0
 
@@ -71,10 +77,14 @@ class LogTail:
         self._take_held()
         if self._held or self._stale:
             self._begin_repair()
+        self._idle = asyncio.create_task(self._look_when_idle(), name=f"log-idle-{self._stream}")
 
     async def stop(self) -> None:
         if self._reconnected in self._bus.on_reconnect:
             self._bus.on_reconnect.remove(self._reconnected)
+        if self._idle is not None:
+            self._idle.cancel()
+            await asyncio.wait([self._idle])
         await self._stop_repair()
         if self._sub is not None and not self._bus.nc.is_closed:
             await self._sub.unsubscribe()
@@ -174,6 +184,25 @@ class LogTail:
                 looks = 0
                 self._deliver(self._held.popleft())
                 self._take_held()
+
+    async def _look_when_idle(self) -> None:
+        pause, seen = IDLE_S, self.position
+        while True:
+            await asyncio.sleep(pause)
+            repairing = self._repair is not None and not self._repair.done()
+            if not self._bus.clustered or not self._bus.connected or repairing or self.position != seen:
+                pause, seen = IDLE_S, self.position
+                continue
+            pause = IDLE_AGAIN_S
+            try:
+                entry = await get_last(self._bus, self._stream, self._subject, newest=True)
+            except Exception as error:
+                log.warning("log_end_unknown", stream=self._stream, error=repr(error))
+                continue
+            if entry is not None and entry.seq > self.position == seen:
+                log.info("log_fell_behind", stream=self._stream, position=seen, end=entry.seq)
+                self._begin_repair()
+            seen = self.position
 
     async def _check_end(self) -> None:
         """Go back with a stream that was made anew or lost its end, or everything in it would look old."""

@@ -20,7 +20,7 @@ import msgspec
 from nats.errors import Error as NatsError
 
 from configs.bus.connection import Bus
-from configs.bus.read import format_time, parse_time, read
+from configs.bus.read import format_time, get_last, read
 from schemas.errors import Code, ServingError
 from schemas.ids import new_request_id
 from schemas.streams import topology
@@ -34,7 +34,6 @@ REQUEST_S = 2.0
 PAUSE_S = 0.05
 LARGE = 256 * 1024  # bytes from which hashing leaves the event loop
 MARGIN_S = 60.0  # of an object's age: its first chunk is older than its entry, and clocks differ
-LAG_S = (0.05, 0.2, 0.5)  # in a cluster, the replica that answers a read may not have it yet
 
 _MOVED = 10071  # the entry is not the one that was seen
 _BUSY = frozenset({10008, 10167})
@@ -141,14 +140,11 @@ async def get(bus: Bus, bucket: str, name: str, *, limit: int, timeout: float = 
     full, until = bus.subjects.bucket(bucket), time.monotonic() + timeout
     try:
         async with asyncio.timeout(timeout):
-            for pause in (*LAG_S, None):
-                found = await _find(bus, full, name, until)
-                if found is not None and not found.info.deleted:
-                    data = await _read(bus, full, found.info, limit)
-                    if data is not None:
-                        return data
-                if pause is not None:
-                    await asyncio.sleep(pause)
+            found = await _find(bus, full, name, until)
+            if found is not None and not found.info.deleted:
+                data = await _read(bus, full, found.info, limit)
+                if data is not None:
+                    return data
     except TimeoutError:
         raise _silent(full, timeout) from None
     raise ServingError(
@@ -229,19 +225,14 @@ async def _find(bus: Bus, full: str, name: str, until: float) -> _Found | None:
     Raises:
         ServingError: the bucket cannot be read.
     """
-    subject = f"$JS.API.DIRECT.GET.OBJ_{full}.{_entry(full, name)}"
-    message = await _request(bus, subject, b"", None, until)
-    headers = message.headers or {}
-    status = headers.get("Status")
-    if status == "404":
+    entry = await get_last(bus, f"OBJ_{full}", _entry(full, name), within_s=until - time.monotonic())
+    if entry is None:
         return None
-    if status is not None:
-        raise ServingError(Code.broker_unavailable, f"bucket {full} cannot be read ({status})")
     try:
-        info = _info(message.data)
+        info = _info(entry.data)
     except msgspec.MsgspecError as error:
         raise ServingError(Code.broker_unavailable, f"object {name[:80]!r} of {full} is unreadable: {error}") from None
-    return _Found(info, int(headers["Nats-Sequence"]), parse_time(headers["Nats-Time-Stamp"]))
+    return _Found(info, entry.seq, entry.time_ns)
 
 
 async def _request(

@@ -1,12 +1,14 @@
 """Publishing with acknowledgement, many at once over one inbox, sent again until stored or given up.
 
-Every message carries a ``Nats-Msg-Id``, so sending again is safe: the stream stores it once. nats-py's own
-acknowledged publish costs a future, a timer and a task each; this is the same protocol with one sweep for all.
+Every message carries a ``Nats-Msg-Id``, so sending again is safe within the stream's duplicate window; what is tried
+for longer than that is stored under a subject of its own, and ``once`` has the stream refuse a second one for ever.
+nats-py's own acknowledged publish costs a future, a timer and a task each; this is the same protocol with one sweep
+for all.
 """
 
 import asyncio
-import contextlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -15,17 +17,20 @@ from nats.errors import Error as NatsError
 
 from configs.bus.connection import Bus
 from schemas.errors import Code, ServingError
-from schemas.subjects import HEADER_MSG_ID
+from schemas.subjects import HEADER_LAST_ON_SUBJECT, HEADER_MSG_ID
 
 log = structlog.get_logger("bus")
 
 RESEND_S = 1.0
 SWEEP_S = 0.25
-BUSY = frozenset({10008, 10167})  # no leader at the moment; too many requests in flight
+WRONG_LAST = 10071  # the subject has another last sequence than the publisher expects
+BUSY = frozenset({10008, 10164, 10167})  # no leader; one for this subject in flight; too many requests in flight
+# Expected elsewhere, too large, malformed: no time will heal that. All else (a full disk, a limit, a move) passes.
+FINAL = frozenset({10053, 10054, 10060, 10070, WRONG_LAST, 10097, 10109, 10165, 10166})
 
 
 class Ack(msgspec.Struct, frozen=True):
-    """Stored at ``seq``; ``duplicate``: it had been stored there before."""
+    """Stored at ``seq``; ``duplicate``: it had been stored there before (0: where is not known)."""
 
     seq: int
     duplicate: bool = False
@@ -47,7 +52,7 @@ _decode = msgspec.json.Decoder(_Reply).decode
 
 
 class _Pending:
-    __slots__ = ("deadline", "future", "headers", "payload", "sent", "subject")
+    __slots__ = ("deadline", "future", "gate", "headers", "insist", "once", "payload", "refusal", "sent", "subject")
 
     def __init__(
         self, subject: str, payload: bytes, headers: dict[str, str], future: "asyncio.Future[Ack]", deadline: float
@@ -58,6 +63,10 @@ class _Pending:
         self.future = future
         self.deadline = deadline
         self.sent = time.monotonic()
+        self.once = False
+        self.insist = True
+        self.gate: Callable[[], bool] | None = None
+        self.refusal = ""  # of the last time
 
 
 class Publisher:
@@ -68,20 +77,17 @@ class Publisher:
         self._inbox = bus.nc.new_inbox()
         self._next = 0
         self._pending: dict[str, _Pending] = {}
-        self._sweeper: asyncio.Task[None] | None = None
+        self._tasks = bus.tasks.group("publish")
         self._sub: Any = None
         self._closed = False
 
     async def open(self) -> None:
         self._sub = await self._bus.nc.subscribe(self._inbox + ".*", cb=self._on_reply)
         self._bus.on_reconnect.append(self._resend_all)
-        self._sweeper = asyncio.create_task(self._sweep(), name="publish-sweep")
+        self._tasks.spawn(self._sweep(), name="publish-sweep")
 
     async def close(self) -> None:
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._sweeper
+        await self._tasks.aclose()
         self._closed = True
         if self._resend_all in self._bus.on_reconnect:
             self._bus.on_reconnect.remove(self._resend_all)
@@ -105,12 +111,19 @@ class Publisher:
         *,
         headers: dict[str, str] | None = None,
         timeout: float = 30.0,
+        once: bool = False,
+        insist: bool = True,
+        gate: Callable[[], bool] | None = None,
     ) -> "asyncio.Future[Ack]":
         """Put one message on its way; the returned future is its acknowledgement.
 
-        The future fails with ServingError (broker_unavailable): not stored within ``timeout`` seconds, or
-        refused by the stream (full disk, limits).
+        The future fails with ServingError (broker_unavailable): not stored within ``timeout`` seconds, or refused for
+        good. A future that is cancelled is sent no more.
 
+        Args:
+            once: only the first message of its subject is stored. That there is one counts as stored.
+            insist: a refusal that may pass (full disk, limits) is no failure before the time is over.
+            gate: asked before each time it is sent; while it says no, the message waits.
         Raises:
             ServingError: body_too_large, before anything is sent; shutting_down: the publisher is closed.
         """
@@ -124,10 +137,13 @@ class Publisher:
         token = str(self._next)
         self._next += 1
         all_headers = {HEADER_MSG_ID: msg_id}
+        if once:
+            all_headers[HEADER_LAST_ON_SUBJECT] = "0"
         if headers:
             all_headers.update(headers)
         future: asyncio.Future[Ack] = asyncio.get_running_loop().create_future()
         pending = _Pending(subject, payload, all_headers, future, time.monotonic() + timeout)
+        pending.once, pending.insist, pending.gate = once, insist, gate
         self._pending[token] = pending
         try:
             await self._transmit(token, pending)
@@ -144,11 +160,23 @@ class Publisher:
         *,
         headers: dict[str, str] | None = None,
         timeout: float = 30.0,
+        once: bool = False,
+        insist: bool = True,
+        gate: Callable[[], bool] | None = None,
     ) -> Ack:
         """Send and wait for the acknowledgement; raises what ``send``'s future fails with."""
-        return await (await self.send(subject, payload, msg_id, headers=headers, timeout=timeout))
+        return await (
+            await self.send(
+                subject, payload, msg_id, headers=headers, timeout=timeout, once=once, insist=insist, gate=gate
+            )
+        )
 
     async def _transmit(self, token: str, pending: _Pending) -> None:
+        if pending.future.done():
+            return
+        if pending.gate is not None and not pending.gate():
+            pending.sent = 0.0  # the next sweep asks again
+            return
         pending.sent = time.monotonic()
         # While disconnected the sweep sends it again; nats-py's own buffer would fill up and raise.
         if not self._bus.connected:
@@ -168,21 +196,21 @@ class Publisher:
         if not message.data:
             return  # 503: no stream listens (yet, after a restart); the sweep sends it again
         reply = _decode(message.data)
-        if reply.error is not None and reply.error.err_code in BUSY:
+        error = reply.error
+        if error is not None and error.err_code not in FINAL and (pending.insist or error.err_code in BUSY):
+            if not pending.refusal and error.err_code not in BUSY:
+                log.warning("publish_refused", subject=pending.subject, error=error.description, code=error.err_code)
+            pending.refusal = f"{error.description} ({error.err_code})"
             return  # the sweep sends it again
         del self._pending[token]
         if pending.future.done():
             return
-        if reply.error is None:
+        if error is None:
             pending.future.set_result(Ack(reply.seq, reply.duplicate))
+        elif pending.once and error.err_code == WRONG_LAST:
+            pending.future.set_result(Ack(0, True))
         else:
-            pending.future.set_exception(
-                ServingError(
-                    Code.broker_unavailable,
-                    f"the stream of {pending.subject} refused the message: {reply.error.description} "
-                    f"({reply.error.err_code}); check its limits and the free disk space",
-                )
-            )
+            pending.future.set_exception(_refused(pending.subject, f"{error.description} ({error.err_code})"))
 
     async def _resend_all(self) -> None:
         for token, pending in list(self._pending.items()):
@@ -193,17 +221,38 @@ class Publisher:
             await asyncio.sleep(SWEEP_S)
             now = time.monotonic()
             for token, pending in list(self._pending.items()):
-                if pending.future.done():
+                try:
+                    await self._look(token, pending, now)
+                except Exception as error:  # of one message; the others still need their time
+                    log.exception("publish_failed", subject=pending.subject)
                     self._pending.pop(token, None)
-                elif now > pending.deadline:
-                    self._pending.pop(token, None)
-                    pending.future.set_exception(
-                        ServingError(
-                            Code.broker_unavailable,
-                            f"the broker did not confirm {pending.subject} in time; check that it runs, has its "
-                            "streams ('penstock streams apply') and room on its disk",
-                            retry_after=1.0,
-                        )
-                    )
-                elif now - pending.sent > RESEND_S:
-                    await self._transmit(token, pending)
+                    if not pending.future.done():
+                        pending.future.set_exception(error)
+
+    async def _look(self, token: str, pending: _Pending, now: float) -> None:
+        if pending.future.done():
+            self._pending.pop(token, None)
+        elif now > pending.deadline:
+            self._pending.pop(token, None)
+            pending.future.set_exception(_late(pending))
+        elif now - pending.sent > RESEND_S:
+            await self._transmit(token, pending)
+
+
+def _refused(subject: str, why: str) -> ServingError:
+    return ServingError(
+        Code.broker_unavailable,
+        f"the stream of {subject} refused the message: {why}; check its limits and the free disk space",
+        retry_after=1.0,
+    )
+
+
+def _late(pending: _Pending) -> ServingError:
+    if pending.refusal:
+        return _refused(pending.subject, pending.refusal)
+    return ServingError(
+        Code.broker_unavailable,
+        f"the broker did not confirm {pending.subject} in time; check that it runs, has its streams "
+        "('penstock streams apply') and room on its disk",
+        retry_after=1.0,
+    )

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable
 
+import msgspec
 import pytest
 
 from configs.bus.connection import Bus
@@ -18,13 +19,17 @@ class Watched:
         self.now = 1000.0
         self.joined: list[fleet.Registration] = []
         self.left: list[tuple[str, str]] = []
-        self.watch = FleetWatch(bus, self._joined, self._left, clock=lambda: self.now)
+        self.renewed: list[int] = []
+        self.watch = FleetWatch(bus, self._joined, self._left, self._renewed, clock=lambda: self.now)
 
     def _joined(self, member: Member) -> None:
         self.joined.append(member.registration)
 
     def _left(self, member: Member, why: str) -> None:
         self.left.append((member.registration.worker, why))
+
+    def _renewed(self, member: Member) -> None:
+        self.renewed.append(member.registration.load.running)
 
     def pass_time(self, seconds: float) -> None:
         """As a process would live through it: looking four times a second."""
@@ -77,8 +82,13 @@ async def test_a_renewal_replaces_what_was_known(bus: Bus, watched: Watched) -> 
     revision = await register(bus, "early", running=3)
     await eventually(lambda: watched.watch.members["early"].revision == revision)
     assert watched.watch.members["early"].registration.load.running == 3
-    assert [r.load.running for r in watched.joined] == [0, 3]
+    assert (len(watched.joined), watched.renewed) == (1, [3])
     assert not watched.left
+    draining = msgspec.structs.replace(registration("early", 4), state=fleet.State.draining)
+    await bus.js.publish(bus.subjects.lease("early"), encode(draining))
+    await eventually(lambda: len(watched.joined) == 2)  # more than the load has changed
+    assert watched.joined[1] == draining
+    assert watched.renewed == [3]
 
 
 async def test_who_unregisters_leaves_at_once(bus: Bus, watched: Watched) -> None:
@@ -183,3 +193,61 @@ async def test_a_short_absence_of_the_broker_gives_every_lease_a_new_start(
         watched.pass_time(0.5)
         assert not watched.left
         await watched.watch.stop()
+
+
+async def test_a_registration_that_outlived_its_lease_is_no_member_until_it_is_renewed(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a server leaves them behind that was killed: their time to live is not enforced any more."""
+    old = await register(bus, "ghost")
+    monkeypatch.setattr("configs.bus.fleet.GHOST_NS", -3_600_000_000_000)  # whatever is read is too old
+    watched = Watched(bus)
+    await watched.watch.start()
+    assert (watched.watch.ghosts, watched.watch.members, watched.joined) == ({"ghost": old}, {}, [])
+    watched.pass_time(fleet.LEASE_S)
+    assert watched.watch.take_ghosts() == {}, "it may live, on a machine whose clock differs"
+    await register(bus, "ghost")
+    await eventually(lambda: "ghost" in watched.watch.members)
+    assert not watched.watch.ghosts
+    await watched.watch.stop()
+
+
+async def test_a_registration_that_nobody_renews_is_given_up_for_removal(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = await register(bus, "ghost")
+    monkeypatch.setattr("configs.bus.fleet.GHOST_NS", -3_600_000_000_000)
+    watched = Watched(bus)
+    await watched.watch.start()
+    watched.pass_time(2 * fleet.LEASE_S)
+    assert (watched.watch.take_ghosts(), watched.watch.take_ghosts()) == ({"ghost": old}, {})
+    await watched.watch.stop()
+
+
+async def test_a_young_registration_is_a_member_at_once(bus: Bus) -> None:
+    await register(bus, "young")
+    watched = Watched(bus)
+    await watched.watch.start()
+    assert (list(watched.watch.members), watched.watch.ghosts) == (["young"], {})
+    await watched.watch.stop()
+
+
+async def test_a_registration_that_a_broker_brings_back_while_it_is_followed_is_given_up_too(
+    bus: Bus, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = await register(bus, "ghost")
+    await eventually(lambda: "ghost" in watched.watch.members)
+    watched.watch.drop("ghost", "connection lost")  # and its key is in the table, unseen
+    monkeypatch.setattr(Bus, "reconnects", bus.reconnects + 1)
+    watched.watch.expire()
+    await watched.watch.look_for_ghosts()
+    assert not watched.watch.ghosts, "who lives has not had the time to renew"
+    revision = await register(bus, "early")
+    await revision_is(watched, "early", revision)
+    watched.now += 2 * fleet.LEASE_S
+    await watched.watch.look_for_ghosts()
+    assert watched.watch.ghosts == {"ghost": old}
+    watched.now += 2 * fleet.LEASE_S
+    assert watched.watch.take_ghosts() == {"ghost": old}
+    await watched.watch.look_for_ghosts()
+    assert not watched.watch.ghosts, "one look for each reconnect"

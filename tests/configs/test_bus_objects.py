@@ -166,18 +166,6 @@ async def test_an_object_whose_chunks_went_is_not_found(bus: Bus) -> None:
     assert caught.value.code is Code.request_not_found
 
 
-async def test_a_reader_waits_a_moment_for_a_replica_that_lags(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    data, real, asked = some(10), objects._find, []
-
-    async def find(*args: Any) -> Any:
-        asked.append(args)
-        return await real(*args) if len(asked) > 1 else None
-
-    await put(bus, "media", "name", data)
-    monkeypatch.setattr(objects, "_find", find)
-    assert await read_back(bus, "name") == data
-
-
 async def test_an_object_above_the_limit_is_not_read(bus: Bus) -> None:
     await put(bus, "media", "name", some(1000))
     with pytest.raises(ServingError, match="1000 bytes, and the limit is 999") as caught:

@@ -1,9 +1,11 @@
 """Acknowledged publishing on a real nats-server: once each, whatever happens to the server in between."""
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -184,3 +186,98 @@ async def test_a_failing_reconnect_hook_does_not_keep_the_others_from_running(br
     bus.recover()
     await asyncio.wait_for(ran.wait(), 5)
     await bus.close()
+
+
+async def limit(bus: Bus, stream: str, **changes: Any) -> None:
+    """Change a stream's limits."""
+    name = bus.subjects.stream(stream)
+    config = json.loads((await bus.nc.request(f"$JS.API.STREAM.INFO.{name}", b"")).data)["config"] | changes
+    config.pop("metadata", None)
+    reply = json.loads((await bus.nc.request(f"$JS.API.STREAM.UPDATE.{name}", json.dumps(config).encode())).data)
+    assert "error" not in reply, reply
+
+
+async def test_a_refusal_that_passes_is_tried_again_for_the_time_that_was_promised(
+    bus: Bus, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("configs.bus.publish.RESEND_S", 0.1)
+    subject = bus.subjects.request("m", "batch")
+    await publisher.publish(subject, b"", "filler")
+    await limit(bus, "REQUESTS", max_msgs=1, discard="new")
+    waiting = await publisher.send(subject, b"one", "id", timeout=10)
+    with pytest.raises(ServingError, match="refused"):
+        await publisher.publish(subject, b"two", "id-2", insist=False)
+    with pytest.raises(ServingError, match="refused"):
+        await publisher.publish(subject, b"three", "id-3", timeout=0.3)
+    assert not waiting.done()
+    await limit(bus, "REQUESTS", max_msgs=-1, discard="old")
+    assert (await asyncio.wait_for(waiting, 10)).seq == 2
+
+
+async def test_of_what_is_published_once_a_subject_has_the_first_one_only(bus: Bus, publisher: Publisher) -> None:
+    """Also when the stream has long forgotten the message's id."""
+    subject = bus.subjects.done("t", "m", "r")
+    first = await publisher.publish(subject, b"one", "id-1", once=True)
+    again = await publisher.publish(subject, b"two", "id-2", once=True)
+    assert (first.duplicate, again.duplicate) == (False, True)
+    assert await stored(bus, "DONE", subject) == [b"one"]
+
+
+async def test_what_waits_at_its_gate_is_sent_when_that_opens(bus: Bus, publisher: Publisher) -> None:
+    subject = bus.subjects.request("m", "batch")
+    gate = False
+    waiting = await publisher.send(subject, b"one", "id", gate=lambda: gate)
+    dropped = await publisher.send(subject, b"two", "id-2", gate=lambda: gate)
+    await asyncio.sleep(0.5)  # longer than a sweep
+    assert not waiting.done()
+    dropped.cancel()
+    gate = True
+    assert (await asyncio.wait_for(waiting, 5)).seq == 1
+    await eventually(lambda: publisher.waiting == 0, 2)
+    assert await stored(bus, "REQUESTS", subject) == [b"one"]
+
+
+async def test_one_message_that_cannot_be_asked_about_does_not_hold_up_the_others(
+    bus: Bus, publisher: Publisher
+) -> None:
+    subject = bus.subjects.request("m", "batch")
+    asked = False
+
+    def broken() -> bool:
+        nonlocal asked
+        if asked:
+            raise RuntimeError("a broken gate")
+        asked = True
+        return False
+
+    failing = await publisher.send(subject, b"", "id", gate=broken)
+    late = await publisher.send(f"{bus.subjects.namespace}.nowhere", b"", "id", timeout=0.4)
+    with pytest.raises(RuntimeError):
+        await asyncio.wait_for(failing, 5)
+    with pytest.raises(ServingError, match="did not confirm"):
+        await asyncio.wait_for(late, 5)
+
+
+async def test_a_server_that_accepts_and_says_nothing_is_passed_over_and_its_link_closed(
+    make_broker: Callable[..., EmbeddedNats],
+) -> None:
+    left = asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        left.set()
+        writer.close()
+        await writer.wait_closed()
+
+    broker = make_broker()
+    await broker.start()
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
+        url = f"{broker.url('operator')},nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        bus = await connect(url, role="operator", name="test", dont_randomize=True)
+        broker.kill()
+        await eventually(lambda: not bus.connected)
+        await broker.start()
+        await eventually(lambda: bus.connected)
+        async with asyncio.timeout(5):
+            await left.wait()
+        await bus.close()

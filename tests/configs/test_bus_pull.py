@@ -235,3 +235,125 @@ async def test_it_goes_on_at_once_after_the_server_was_killed(
         await eventually(lambda: b"2" in taker.seen)
         assert time.monotonic() - began < 1.0
         await taker.puller.close()
+
+
+class Slow:
+    """Takes whatever comes, a little at a time."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus = bus
+        self.seen: list[bytes] = []
+        self.within = 0
+        self.puller = Puller(bus, bus.subjects.stream("WORK"), CONSUMER, self._handle, lambda: 1000 - len(self.seen))
+
+    async def _handle(self, message: Any) -> None:
+        self.within += 1
+        await asyncio.sleep(0)
+        self.seen.append(message.data)
+        await self.bus.nc.publish(message.reply, ACK)
+        self.within -= 1
+
+
+@pytest.mark.parametrize("restarts", [0, 1, 3])
+async def test_after_a_drain_nothing_is_handed_over_and_all_that_came_has_been(bus: Bus, restarts: int) -> None:
+    await make_consumer(bus)
+    came = 0
+    process = bus.nc._process_msg
+
+    async def counted(sid: int, subject: bytes, reply: bytes, *rest: Any) -> None:
+        nonlocal came
+        came += reply.startswith(b"$JS.ACK.")
+        await process(sid, subject, reply, *rest)
+
+    bus.nc._process_msg = counted
+    for delay in (0.0, 0.003, 0.01, 0.02):
+        came = 0
+        taker = Slow(bus)
+        await taker.puller.start()
+        giving = asyncio.create_task(give(bus, *range(60)))
+        await asyncio.sleep(delay)
+        restarting = [asyncio.create_task(taker.puller._restart()) for _ in range(restarts)]
+        await taker.puller.drain()
+        seen = len(taker.seen)
+        assert taker.within == 0
+        assert came == seen, "the server has sent more than was handed over"
+        await giving
+        await asyncio.gather(*restarting)
+        await bus.nc.flush()
+        await bus.nc.flush()
+        assert len(taker.seen) == seen
+        assert came == seen, "the server still sends"
+        await bus.js.purge_stream(bus.subjects.stream("WORK"))
+    assert not bus.on_reconnect
+
+
+async def test_a_drain_hands_over_what_had_come_although_the_server_is_gone_and_nothing_comes_when_it_is_back(
+    make_broker: Callable[..., EmbeddedNats], subjects: Subjects
+) -> None:
+    server = make_broker()
+    await server.start()
+    async with opened(server, subjects) as bus:
+        await make_consumer(bus)
+        taker = Slow(bus)
+        await taker.puller.start()
+        await give(bus, *range(20))
+        server.kill()
+        await eventually(lambda: not bus.connected)
+        began = time.monotonic()
+        await taker.puller.drain()
+        assert time.monotonic() - began < 1.0
+        seen = len(taker.seen)
+        await server.start()
+        await eventually(lambda: bus.connected)
+        await give(bus, 99)
+        await bus.nc.flush()
+        await asyncio.sleep(0.2)  # whatever would come now
+        assert len(taker.seen) == seen
+        assert b"99" not in taker.seen
+
+
+class Gated:
+    """A handler that goes on when the test says so."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.begun: list[bytes] = []
+        self.gate = asyncio.Event()
+        self.puller = Puller(bus, bus.subjects.stream("WORK"), CONSUMER, self._handle, lambda: 5)
+
+    async def _handle(self, message: Any) -> None:
+        self.begun.append(message.data)
+        await self.gate.wait()
+
+
+async def test_a_drain_waits_for_what_came_before_a_reconnect(bus: Bus) -> None:
+    await make_consumer(bus)
+    taker = Gated(bus)
+    await taker.puller.start()
+    await give(bus, 1, 2, 3)
+    await eventually(lambda: taker.begun)
+    await bus.nc.flush()
+    await taker.puller._restart()
+    drained = asyncio.create_task(taker.puller.drain())
+    done, _ = await asyncio.wait([drained], timeout=0.3)
+    assert not done
+    taker.gate.set()
+    await drained
+    assert taker.begun == [b"1", b"2", b"3"]
+
+
+async def test_a_handler_that_hangs_does_not_hold_up_a_drain_for_ever_and_gets_nothing_more(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("configs.bus.pull.DRAIN_S", 0.3)
+    await make_consumer(bus)
+    taker = Gated(bus)
+    await taker.puller.start()
+    await give(bus, 1, 2)
+    await eventually(lambda: taker.begun)
+    began = time.monotonic()
+    await taker.puller.drain()
+    assert time.monotonic() - began < 2.0
+    taker.gate.set()
+    await give(bus, 3)
+    await bus.nc.flush()
+    assert taker.begun == [b"1"]

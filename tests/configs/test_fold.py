@@ -3,7 +3,9 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.fold import Fold, replay, scored
+from configs.fold import Fold, replay, scores
+from schemas import done
+from schemas.done import Done, Outcome
 from schemas.tokens import PROMPT, WHOLE_REQUEST, Finish, Logprob, TokenItem
 from schemas.wire import pack_tokens, unpack_tokens
 
@@ -155,14 +157,14 @@ def test_each_of_the_prompts_logprobs_comes_out_once_and_in_order(data: st.DataO
         return found
 
     before = pieces(1, 1, min(lost, length))
-    known = scored(before)
+    known = len(scores(before)) + 1
     again = pieces(2, data.draw(st.integers(1, max(1, known))), length)
     tokens = data.draw(cut(attempt=2, choice=0, start=0, end=3, finish=True))
     later = again + data.draw(st.lists(st.sampled_from([*again, *before, *tokens]), max_size=6)) + tokens
     items = [*before, fence(2), *data.draw(st.permutations(later))]
     fold = Fold()
     assert read_prompt(fold, items) == list(range(1, length))
-    assert fold.scored == scored(items) == length
+    assert fold.scored == len(scores(items)) + 1 == length
     assert fold.open == 0
     assert not fold.waiting
     assert [list(unpack_tokens(part.tokens)) for part in replay(items)] == [[0, 10, 20]]
@@ -185,3 +187,51 @@ def test_replay_tells_what_was_streamed_and_what_ended() -> None:
     first, second = replay(items, 2)
     assert (list(unpack_tokens(first.tokens)), first.finish) == ([1, 2, 3], None)
     assert (list(unpack_tokens(second.tokens)), second.finish) == ([5], Finish("stop"))
+
+
+@given(st.data())
+def test_a_terminal_event_completes_what_came_before_it_once_and_without_a_hole(data: st.DataObject) -> None:
+    """Whatever was lost of the stream, whatever attempts began, and whatever still comes behind it."""
+    lengths = data.draw(st.lists(st.integers(0, 8), min_size=1, max_size=3))
+    streamed: list[TokenItem] = []
+    for choice, length in enumerate(lengths):
+        streamed += data.draw(cut(attempt=1, choice=choice, start=0, end=length, finish=True))
+    kept = [each for each in data.draw(st.permutations(streamed)) if data.draw(st.booleans())]
+    if data.draw(st.booleans()):
+        kept.append(fence(2))
+    outcomes = []
+    for length in lengths:
+        known = [10 * position for position in range(length)]
+        logprobs = tuple(Logprob(-float(token)) for token in known)
+        outcomes.append(Outcome(pack_tokens(known), "stop", logprobs=logprobs))
+    fold = Fold(len(lengths))
+    out = read(fold, kept)
+    for due in fold.conclude(done.items(Done("r", "m", data.draw(st.integers(1, 2)), choices=tuple(outcomes)))):
+        tokens = out.setdefault(due.choice, [])
+        assert due.first == len(tokens)
+        new = list(unpack_tokens(due.tokens))
+        assert [-entry.logprob for entry in due.logprobs or ()] == new
+        tokens += new
+    assert out == {choice: [10 * position for position in range(length)] for choice, length in enumerate(lengths)}
+    assert fold.open == 0
+    assert not fold.waiting
+    assert [due for late in [*streamed, item(0, [0, 10], attempt=3)] for due in fold.push(late)] == []
+
+
+def test_a_terminal_event_of_a_failure_ends_every_choice_with_it_but_those_that_had_ended() -> None:
+    fold = Fold(3)
+    fold.push(item(0, [0], finish="stop"))
+    event = Done("r", "m", 1, choices=(Outcome(pack_tokens([0]), "stop"), Outcome(b"", "error")), code="worker_lost")
+    ends = {due.choice: due.finish for due in fold.conclude(done.items(event))}
+    assert {choice: end.code for choice, end in ends.items() if end is not None} == {1: "worker_lost", 2: "worker_lost"}
+    assert fold.open == 0
+
+
+def test_an_answer_whose_beginning_the_log_has_lost_is_taken_over_from_its_beginning() -> None:
+    lost = [item(0, [0, 10]), item(2, [20])]
+    left = [item(3, [30, 40]), item(5, [50]), fence(2)]
+    (progress,) = replay(left)
+    assert (progress.tokens, progress.finish) == (b"", None)
+    # The client had everything; of what is computed again it takes what it does not have.
+    again = [item(0, [0, 10, 20, 30], attempt=2), item(4, [40, 50, 60], attempt=2, finish="length")]
+    assert read(Fold(1), [*lost, *left, *again]) == {0: [0, 10, 20, 30, 40, 50, 60]}

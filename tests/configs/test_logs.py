@@ -103,3 +103,18 @@ def test_auto_is_json_off_a_terminal_and_text_is_readable() -> None:
     structlog.get_logger("bus").info("connected", url="u")
     assert "connected" in out.getvalue()
     assert "url=u" in out.getvalue()
+
+
+def test_a_traceback_shows_no_values_of_local_variables() -> None:
+    out = io.StringIO()
+    setup("text", "info", stream=out)
+
+    def fails(prompt: str) -> None:
+        raise ValueError(len(prompt))
+
+    try:
+        fails("a client's secret"[:])
+    except ValueError:
+        structlog.get_logger("t").exception("it_failed")
+    assert "in fails" in out.getvalue()
+    assert out.getvalue().count("a client's secret") == 1, "the line of the call; not the value of ``prompt``"

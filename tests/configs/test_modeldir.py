@@ -1,5 +1,6 @@
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -7,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from configs import modeldir
 from configs.chat_template import ChatTemplate, TemplateError
-from configs.modeldir import MODELS, ModelDir, ModelError, Vision, load, resolve, revision
+from configs.modeldir import MODELS, ModelDir, ModelError, Vision, load, resolve, revision, tokenizer_digest
 from schemas.requests import Sampling
 from tests.tiny_model import CHATML, write
 
@@ -59,6 +61,37 @@ def test_revision_follows_content_and_not_place(tmp_path: Path) -> None:
     assert revision(two) not in (weights, revision(one))
     edit(one / "config.json", hidden_size=2)
     assert revision(one) != revision(write(tmp_path / "three"))
+
+
+def test_other_weights_of_the_same_size_are_another_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "one")
+    weights = bytearray(random.Random(1).randbytes(300_000))
+    (path / "model.safetensors").write_bytes(weights)
+    for sampled in (False, True):
+        if sampled:  # as of a model that is too large to be read as a whole: the front, the end and parts between
+            monkeypatch.setattr(modeldir, "WHOLE_BYTES", 1000)
+            monkeypatch.setattr(modeldir, "SAMPLE_BYTES", 1000)
+            monkeypatch.setattr(modeldir, "SAMPLES", 300)
+        seen = {revision(path)}
+        for at in (0, 150_000, 299_999):
+            changed = weights.copy()
+            changed[at] ^= 1
+            (path / "model.safetensors").write_bytes(changed)
+            seen.add(revision(path))
+        assert len(seen) == 4
+        (path / "model.safetensors").write_bytes(weights)
+        assert revision(path) in seen
+
+
+def test_a_tokenizer_is_named_by_what_it_does_and_not_by_how_its_file_is_written(tmp_path: Path) -> None:
+    one, two = write(tmp_path / "one"), write(tmp_path / "two")
+    described = json.loads((two / "tokenizer.json").read_text())
+    described["truncation"] = {"max_length": 5, "stride": 0, "strategy": "LongestFirst", "direction": "Right"}
+    (two / "tokenizer.json").write_text(json.dumps(dict(reversed(described.items())), indent=4))
+    assert tokenizer_digest(one) == tokenizer_digest(two) == load(two).tokenizer_digest
+    described["added_tokens"][0]["content"] = "<|other|>"
+    (two / "tokenizer.json").write_text(json.dumps(described))
+    assert tokenizer_digest(one) != tokenizer_digest(two)
 
 
 def test_a_hub_snapshot_is_named_by_its_commit(tmp_path: Path) -> None:

@@ -1,0 +1,176 @@
+"""Who owns a background task: a group that sees each failure and ends its tasks with itself.
+
+A process has one group; its components have groups within it (``Tasks.group``). A task that fails either fails what it
+worked for (``on_failure``) or ends the process in order, so that its supervisor starts it again: it never just stops.
+"""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+import structlog
+
+from schemas.errors import Code, ServingError
+
+log = structlog.get_logger("tasks")
+
+EXIT_OK = 0
+EXIT_FAILED = 70  # EX_SOFTWARE: a supervisor should start the process again
+EXIT_STUCK = 71  # EX_OSERR: asked to stop, it did not within its bound
+CLOSE_S = 3.0
+CANCEL_AGAIN_S = 0.1  # a cancellation can get lost: asyncio.wait_for before Python 3.12, handlers that suppress it
+
+Failed = Callable[[BaseException], None]
+
+
+class Stop:
+    """When and why a process ends: it was asked to (SIGTERM, SIGINT), or one of its tasks failed.
+
+    Args:
+        bound_s: the process ends so long after that, whatever it still waits for: a thread, a lost cancellation.
+    """
+
+    def __init__(self, *, bound_s: float | None = None, end_process: Callable[[int], object] = os._exit) -> None:
+        self._event = asyncio.Event()
+        self._bound_s = bound_s
+        self._end_process = end_process
+        self.error: BaseException | None = None  # the first one
+
+    def on_signals(self) -> None:
+        """End on SIGTERM and SIGINT."""
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(signum, self.ask)
+
+    def ask(self) -> None:
+        if self._bound_s is not None and not self._event.is_set():
+            # A thread: the event loop itself may be what does not go on.
+            threading.Thread(target=self._end, args=(self._bound_s,), name="stop-bound", daemon=True).start()
+        self._event.set()
+
+    def failed(self, error: BaseException) -> None:
+        """The fatal handler of the process's ``Tasks``."""
+        self.error = self.error or error
+        self.ask()
+
+    def _end(self, bound_s: float) -> None:
+        time.sleep(bound_s)
+        log.error("stop_took_too_long", seconds=bound_s, action="exiting")
+        self._end_process(self.status or EXIT_STUCK)
+
+    async def wait(self) -> None:
+        await self._event.wait()
+
+    @property
+    def status(self) -> int:
+        """What the process exits with."""
+        return EXIT_OK if self.error is None else EXIT_FAILED
+
+
+class Tasks:
+    """Background tasks of one process or component. Close it before what its tasks use.
+
+    Args:
+        name: of the owner, for the log.
+        on_fatal: ends the process in order; called with the failure of a task without a handler of its own. By
+            default the process gets its SIGTERM.
+    """
+
+    def __init__(self, name: str, on_fatal: Failed | None = None) -> None:
+        self.name = name
+        self._on_fatal = on_fatal or _terminate
+        self._tasks: dict[asyncio.Task[Any], Failed | None] = {}
+        self._groups: set[Tasks] = set()
+        self._parent: Tasks | None = None
+        self._closed = False
+
+    def __len__(self) -> int:
+        """Tasks that run, those of its groups included."""
+        return len(self._tasks) + sum(map(len, self._groups))
+
+    def group(self, name: str) -> "Tasks":
+        """A component's tasks: the same fatal handler; ends with this one at the latest."""
+        made = Tasks(f"{self.name}.{name}", self._on_fatal)
+        made._parent = self
+        made._closed = self._closed
+        self._groups.add(made)
+        return made
+
+    def spawn(
+        self, coroutine: Coroutine[Any, Any, Any], *, name: str, on_failure: Failed | None = None
+    ) -> "asyncio.Task[Any]":
+        """Run it in the background. On a group that is closed it is cancelled before its first step.
+
+        Args:
+            on_failure: gets what the coroutine raised, and answers for it. Without one, a failure ends the process.
+        """
+        task = asyncio.get_running_loop().create_task(coroutine, name=name)
+        self._tasks[task] = on_failure
+        task.add_done_callback(self._ended)
+        if self._closed:
+            task.cancel()
+        return task
+
+    def _ended(self, task: "asyncio.Task[Any]") -> None:
+        on_failure = self._tasks.pop(task, None)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if on_failure is not None:
+            try:
+                on_failure(error)
+                return
+            except Exception as second:
+                error = second
+        log.error("task_failed", owner=self.name, task=task.get_name(), exc_info=error)
+        if not self._closed:
+            self._on_fatal(error)
+
+    async def aclose(self, within_s: float = CLOSE_S) -> bool:
+        """Cancel all and wait for their end; False: one ignores it still (and was logged). May be called again."""
+        self._closed = True
+        if self._parent is not None:
+            self._parent._groups.discard(self)
+        return await end(self._all(), within_s=within_s)
+
+    def _all(self) -> "list[asyncio.Task[Any]]":
+        self._closed = True
+        found = list(self._tasks)
+        for group in self._groups:
+            found += group._all()
+        return found
+
+
+async def end(tasks: "Iterable[asyncio.Task[Any] | None]", *, within_s: float = CLOSE_S) -> bool:
+    """Cancel tasks and wait for their end, at most ``within_s``; False: one of them goes on, which is logged.
+
+    Raises nothing that a task raised. A task that ends itself this way is left out.
+    """
+    current = asyncio.current_task()
+    left = {task for task in tasks if task is not None and not task.done() and task is not current}
+    deadline = time.monotonic() + within_s
+    while left:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=min(CANCEL_AGAIN_S, max(0.0, deadline - time.monotonic())))
+        if left and time.monotonic() >= deadline:
+            log.error("tasks_outlive_their_owner", tasks={task.get_name(): repr(task.get_coro()) for task in left})
+            return False
+    return True
+
+
+def as_serving_error(error: BaseException, what: str) -> ServingError:
+    """A task's failure as the reason that its request fails with."""
+    if isinstance(error, ServingError):
+        return error
+    return ServingError(Code.internal, f"{what} failed ({type(error).__name__}); the process's log has the details")
+
+
+def _terminate(error: BaseException) -> None:
+    """SIGTERM for this process, if it handles that; else it is left to the event loop's exception handler."""
+    if callable(signal.getsignal(signal.SIGTERM)):
+        signal.raise_signal(signal.SIGTERM)
+    else:
+        asyncio.get_running_loop().call_exception_handler({"message": "a background task failed", "exception": error})
