@@ -31,6 +31,7 @@ COMMANDS = {
         "infra.broker.main:run_apply",
         "infra.cli:StreamsSettings",
     ),
+    "tenants": Command("who may use the NATS door: add, list, rotate, remove", "infra.broker.tenants_cli:run"),
     "gateway": Command("run a gateway (OpenAI API)", "gateway.main:run", "GatewaySettings"),
     "router": Command("run a router", "router.main:run", "RouterSettings"),
     "worker": Command("run a worker", "workers.main:run", "WorkerSettings"),
@@ -73,6 +74,9 @@ class StreamsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         "nats://127.0.0.1:4222"
     )
     namespace: Annotated[str, msgspec.Meta(description="prefix of all subjects and streams")] = "ps"
+    record: Annotated[
+        bool, msgspec.Meta(description="keep tokens, jobs and KV events for 7 days, as records are, for replay")
+    ] = False
     replicas: Annotated[int, msgspec.Meta(ge=1, le=5, description="copies of each stream in a cluster")] = 1
 
 

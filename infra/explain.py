@@ -12,14 +12,14 @@ from rich.console import Console
 from rich.table import Table
 
 from configs.bus.connection import Bus, connect
-from configs.bus.read import read
+from configs.bus.read import Entry, get_last, read
 from infra.terminal import stdout
 from schemas import done, jobs, requests
 from schemas.errors import ServingError
 from schemas.ids import time_of
 from schemas.jobs import Decision, Job, Revoke, WorkMessage
 from schemas.requests import GenerateRequest
-from schemas.subjects import HEADER_MSG_ID
+from schemas.subjects import HEADER_MSG_ID, KEPT
 from schemas.transfer import Encoded, HandOff, Prefilled, decode_ledger
 
 SKEW_NS = 2_000_000_000
@@ -59,23 +59,30 @@ async def story(bus: Bus, request_id: str) -> Story:
     """
     since = time_of(request_id) - SKEW_NS
     subjects = bus.subjects
-    found = None
-    async for entry in read(bus, subjects.stream("REQUESTS"), subjects.all("request"), since_ns=since):
-        if entry.headers.get(HEADER_MSG_ID) == request_id:
-            found = Story(requests.decode(entry.data))
+    last = await get_last(bus, subjects.stream("DONE"), subjects.done_of(request_id))
+    request = await _request(bus, request_id, since, last)
+    if request is None:
+        raise ValueError(f"no request {request_id} in the log; it keeps a day, and its record a week")
+    found = Story(request)
+    if last is None:  # it runs, or ended under a release up to 0.1
+        async for entry in read(bus, subjects.stream("DONE"), subjects.done_together(request.model), since_ns=since):
+            if entry.headers.get(HEADER_MSG_ID) == request_id:
+                last = entry
+                break
+    async for entry in read(bus, subjects.stream("DONE"), subjects.all("returned"), since_ns=since):
+        if last is not None and entry.time_ns > last.time_ns:
             break
-    if found is None:
-        raise ValueError(f"no request {request_id} in the log; it keeps a day")
-    async for entry in read(bus, subjects.stream("DONE"), f"{subjects.namespace}.>", since_ns=since):
         if entry.headers.get(HEADER_MSG_ID, "").startswith(request_id):
             found.ends.append(done.decode(entry.data))
             found.ended_ns.append(entry.time_ns)
-            if isinstance(found.ends[-1], done.Done):
-                break
+    if last is not None:
+        found.ends.append(done.decode(last.data))
+        found.ended_ns.append(last.time_ns)
     ended_ns = found.ends[-1].timings.ended_ns if found.ends and isinstance(found.ends[-1], done.Done) else 0
     until_ns = ended_ns + SKEW_NS if ended_ns else 0
     async for entry in read(bus, subjects.stream("WORK"), subjects.all("work"), since_ns=since):
-        if entry.headers.get(HEADER_MSG_ID, "").startswith(request_id):
+        name = entry.headers.get(HEADER_MSG_ID, "")
+        if name.startswith(request_id) and KEPT not in name.split(":"):
             role, worker = entry.subject.split(".")[-2:]
             found.work.append(Given(worker, role, entry.time_ns, jobs.decode(entry.data)))
         elif until_ns and entry.time_ns > until_ns:
@@ -83,6 +90,19 @@ async def story(bus: Bus, request_id: str) -> Story:
     if any(isinstance(given.message, Encoded | Prefilled) for given in found.work):
         found.ledger = await _ledger(bus, request_id, since, until_ns)
     return found
+
+
+async def _request(bus: Bus, request_id: str, since: int, last: Entry | None) -> GenerateRequest | None:
+    """From its record, if it is over, or its place in REQUESTS."""
+    event = done.decode(last.data) if last is not None else None
+    if isinstance(event, done.Done) and event.submitted and "prompt" not in event.left_out:
+        return done.request_of(event)
+    subjects = bus.subjects
+    for subject in (subjects.shard_of(request_id), subjects.unsharded):
+        async for entry in read(bus, subjects.stream("REQUESTS"), subject, since_ns=since):
+            if entry.headers.get(HEADER_MSG_ID) == request_id:
+                return requests.decode(entry.data)
+    return done.request_of(event) if isinstance(event, done.Done) else None
 
 
 async def _ledger(bus: Bus, request_id: str, since: int, until_ns: int) -> list[HandOff]:

@@ -28,7 +28,7 @@ _BUSY = 0.85  # share of a core from which the generator is itself the limit
 _RECONNECT_S = 0.05
 _STUCK_S = 60.0
 _SHOW_S = 0.25
-_WORDS = """time year people way day man thing woman life child world school state family student group country problem
+WORDS = """time year people way day man thing woman life child world school state family student group country problem
 hand part place case week company system program question work government number night point home water room mother
 area money story fact month lot right study book eye job word business issue side kind head house service friend
 father power hour game line end member law car city community name president team minute idea kid body information
@@ -131,7 +131,7 @@ def _target(settings: Settings) -> tuple[Target, dict[str, int]]:
         except (OSError, msgspec.DecodeError) as error:
             raise BenchFailed(f"--state {settings.state}: {error}") from None
         url = url or state.http_url
-        processes = {process.name: process.pid for process in state.processes} | processes
+        processes = {process.name: process.pid for process in state.processes if process.pid} | processes
     parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
     if not parts.hostname:
         raise BenchFailed("name the server: --url http://127.0.0.1:8000 or --state .penstock/state.json")
@@ -147,7 +147,7 @@ class Requests:
     def __init__(self, settings: Settings, target: Target, model: str) -> None:
         self._random = random.Random(settings.seed)
         shared = round(settings.prompt_words * settings.shared_prefix)
-        self._shared = " ".join(self._random.choices(_WORDS, k=shared))
+        self._shared = " ".join(self._random.choices(WORDS, k=shared))
         self._own = settings.prompt_words - shared
         body: dict[str, Any] = {"model": model, "max_tokens": settings.output_tokens, "temperature": 0}
         if settings.stream:
@@ -163,7 +163,7 @@ class Requests:
         )
 
     def make(self) -> bytes:
-        prompt = " ".join([self._shared, *self._random.choices(_WORDS, k=self._own)])
+        prompt = " ".join([self._shared, *self._random.choices(WORDS, k=self._own)])
         body = f"{self._before}{prompt}{self._after}"
         return f"{self._head}{len(body)}\r\n\r\n{body}".encode()
 

@@ -12,7 +12,17 @@ from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError
 
 from infra.broker.binary import MINIMUM, parse_version
-from schemas.streams import HEADROOM, MAX_PAYLOAD, BucketSpec, ConsumerSpec, ObjectSpec, StreamSpec, Topology
+from schemas.streams import (
+    HEADROOM,
+    MAX_PAYLOAD,
+    BucketSpec,
+    ConsumerSpec,
+    ObjectSpec,
+    StreamSpec,
+    Topology,
+    submissions,
+)
+from schemas.subjects import Subjects
 
 Config = dict[str, Any]
 
@@ -38,11 +48,24 @@ async def apply(nc: Client, topology: Topology, replicas: int = 1) -> list[str]:
     """
     await check(nc, topology)
     done = []
+    retired = {spec.name: spec.retired for spec in topology.streams}
     for config in stream_configs(topology, replicas):
-        done += await _apply_stream(nc, config)
+        done += await _apply_stream(nc, config, retired.get(config["name"], ()))
     for consumer in topology.consumers:
         done += await _apply_consumer(nc, consumer)
     return done
+
+
+async def apply_submissions(nc: Client, subjects: Subjects, tenant: str, max_pending: int) -> list[str]:
+    """One tenant's stream of submissions, made or changed.
+
+    Raises:
+        BrokerProblem: as ``apply``.
+    """
+    stream, consumer = submissions(subjects, tenant, max_pending)
+    info = await _request(nc, f"STREAM.INFO.{subjects.stream('SUBMIT')}", {})
+    done = await _apply_stream(nc, _stream(stream, info["config"]["num_replicas"]), stream.retired)
+    return done + await _apply_consumer(nc, consumer)
 
 
 async def check(nc: Client, topology: Topology) -> None:
@@ -103,6 +126,8 @@ def _stream(spec: StreamSpec, replicas: int) -> Config:
     config["description"] = spec.description
     config["max_age"] = int(spec.max_age_s * _NS)
     config["duplicate_window"] = int(min(spec.dedup_s, spec.max_age_s) * _NS)
+    if spec.queue:
+        config |= {"retention": "workqueue", "discard": "new"}
     if spec.live:
         config["republish"] = _republish(spec.live, spec.live_headers_only)
     return config
@@ -118,7 +143,7 @@ def _bucket(spec: BucketSpec, replicas: int) -> Config:
         "deny_delete": True,
         "allow_msg_ttl": True,
         "subject_delete_marker_ttl": int(spec.marker_ttl_s * _NS),
-        "republish": _republish(spec.live, False),
+        **({"republish": _republish(spec.live, False)} if spec.live else {}),
     }
 
 
@@ -153,7 +178,7 @@ def _larger(one: int, other: int) -> int:
     return one if one <= 0 else other if other <= 0 else max(one, other)
 
 
-async def _apply_stream(nc: Client, wanted: Config) -> list[str]:
+async def _apply_stream(nc: Client, wanted: Config, retired: tuple[str, ...] = ()) -> list[str]:
     name = wanted["name"]
     try:
         existing = (await _request(nc, f"STREAM.INFO.{name}", {}))["config"]
@@ -162,6 +187,9 @@ async def _apply_stream(nc: Client, wanted: Config) -> list[str]:
             raise
         await _request(nc, f"STREAM.CREATE.{name}", wanted)
         return [f"created {name}"]
+    if wanted["retention"] == "workqueue" and existing["retention"] == "limits":
+        # Of an earlier release, and cannot be changed in place; by limits, only the oldest may be discarded.
+        wanted = wanted | {"retention": "limits", "discard": "old"}
     for key in ("retention", "storage"):
         if existing[key] != wanted[key]:
             raise BrokerProblem(
@@ -169,6 +197,9 @@ async def _apply_stream(nc: Client, wanted: Config) -> list[str]:
                 "in place: use another --namespace, or move that stream away"
             )
     merged = widened(existing, wanted)
+    if retired:  # of an earlier release, whose settings were not an operator's choice
+        merged["subjects"] = [subject for subject in merged["subjects"] if subject not in retired]
+        merged["duplicate_window"] = wanted["duplicate_window"]
     changed = sorted(key for key in wanted if merged[key] != existing.get(key))
     if not changed:
         return []
@@ -186,7 +217,7 @@ async def _apply_consumer(nc: Client, spec: ConsumerSpec) -> list[str]:
         "max_deliver": -1,
         "max_ack_pending": spec.max_ack_pending,
         "max_waiting": 512,
-        "filter_subject": spec.filter_subject,
+        **_filter(spec.filter_subjects),
         "replay_policy": "instant",
     }
     label = f"{spec.stream}.{spec.name}"
@@ -196,13 +227,18 @@ async def _apply_consumer(nc: Client, spec: ConsumerSpec) -> list[str]:
     except _ApiError as error:
         if error.number != _CONSUMER_NOT_FOUND:
             raise
-    merged = (existing or {}) | wanted
+    merged = {k: v for k, v in (existing or {}).items() if k not in ("filter_subject", "filter_subjects")} | wanted
     merged.pop("metadata", None)
     changed = sorted(key for key in wanted if existing is None or existing.get(key) != wanted[key])
     if not changed:
         return []
     await _request(nc, f"CONSUMER.CREATE.{label}", {"stream_name": spec.stream, "config": merged})
     return [f"created {label}" if existing is None else f"updated {label}: {', '.join(changed)}"]
+
+
+def _filter(subjects: tuple[str, ...]) -> Config:
+    """The server wants one subject and several in different fields."""
+    return {"filter_subject": subjects[0]} if len(subjects) == 1 else {"filter_subjects": list(subjects)}
 
 
 class _ApiError(BrokerProblem):

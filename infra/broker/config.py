@@ -1,31 +1,34 @@
 """The generated nats-server configuration: a pure function from settings and secrets to text.
 
 One account (``APP``) holds the application, with one user per role that may use only the subjects its role
-needs; a second (``SYS``) hears connects and disconnects. A process of role ``r`` connects with the inbox prefix
-``_INBOX_r``, so that no role can read another's replies.
+needs; a second (``SYS``) hears connects and disconnects; each tenant of the NATS door has its own (``accounts``).
+A process of role ``r`` connects with the inbox prefix ``_INBOX_r``, so that no role can read another's replies.
 """
 
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from infra.broker.accounts import TenantUser, account, exports
+from infra.broker.roles import ROLES, Permissions, permissions
 from schemas.streams import MAX_PAYLOAD
-from schemas.subjects import Subjects
+from schemas.subjects import DEFAULT_TENANT, Subjects
 
-ROLES = ("gateway", "router", "worker", "client", "operator")
 USERS = (*ROLES, "sys")
 
 # Each stream has its own max_bytes; the store's limit only must not be below their sum, for any number of namespaces.
 STORE_BYTES = 1 << 50
+SYNC_S = 120  # between two syncs of the store, unless it syncs always: the server's own default, said aloud
 
 
 @dataclass(frozen=True, slots=True)
-class Permissions:
-    """What one user may publish and subscribe; ``respond``: also once to the reply subject of what it received."""
+class Cluster:
+    """A server's place among others: the same name, secrets and all routes on each; ``node`` and ``port`` its own."""
 
-    publish: tuple[str, ...]
-    subscribe: tuple[str, ...]
-    respond: bool = False
+    name: str
+    node: str
+    port: int
+    routes: tuple[str, ...]  # host:port of every server's cluster port
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,10 @@ class ServerConfig:
     """What the text depends on.
 
     Attributes:
-        secrets: user -> password, one per entry of USERS.
+        sync_always: a publish is acknowledged once it is on the disk, not only with the operating system.
+        cluster: None: a server of its own.
+        secrets: user -> password, one per entry of USERS. ``client`` is the user of the tenant ``default``.
+        tenants_file: what to include for the tenants' accounts (``tenant_accounts``); empty: ``default`` alone, inline.
         passwords_from_environment: the secrets are ``$NAME``s of variables that the server reads.
     """
 
@@ -46,89 +52,18 @@ class ServerConfig:
     jetstream: bool = True
     host: str = "127.0.0.1"
     passwords_from_environment: bool = False
+    sync_always: bool = False
+    cluster: Cluster | None = None
+    tenants_file: str = ""
 
     def password(self, user: str) -> str:
         """As it is written in the file."""
         return self.secrets[user] if self.passwords_from_environment else _quote(self.secrets[user])
 
 
-def inbox_prefix(role: str) -> str:
-    """What a process of this role passes to ``nats.connect(inbox_prefix=...)``; NATS clients keep the default."""
-    return "_INBOX" if role == "client" else f"_INBOX_{role}"
-
-
-def permissions(role: str, s: Subjects) -> Permissions | None:
-    """The least a role needs; None: everything in its account."""
-    inbox = f"{inbox_prefix(role)}.>"
-    # Not a stream's content: limits and counts, to check at start that all is there and how far behind a reader is.
-    look = ("$JS.API.INFO", "$JS.API.STREAM.INFO.*", "$JS.API.CONSUMER.INFO.>")
-    match role:
-        case "gateway":
-            submit = s.stream("SUBMIT")
-            return Permissions(
-                publish=(
-                    *(s.all("request"), s.cancel),
-                    *("_INBOX.>", s.all("reply")),  # answers to NATS clients
-                    *look,
-                    *("$JS.API.DIRECT.GET.>", f"$JS.API.CONSUMER.MSG.NEXT.{submit}.gateway", f"$JS.ACK.{submit}.>"),
-                    *_object_store(s.bucket("media")),
-                    *_object_store(s.bucket("batches")),
-                    *_object_read(s.bucket("results")),
-                ),
-                subscribe=(inbox, s.all("live")),
-            )
-        case "router":
-            requests = s.stream("REQUESTS")
-            return Permissions(
-                publish=(
-                    *(s.all("work"), s.all("tokens"), s.all("done"), s.all("ctl"), s.cancel),
-                    f"$KV.{s.bucket('workers')}.>",  # to fence a dead worker
-                    *look,
-                    *("$JS.API.DIRECT.GET.>", f"$JS.API.CONSUMER.MSG.NEXT.{requests}.>", f"$JS.ACK.{requests}.>"),
-                    *_object_store(s.bucket("snapshots")),
-                ),
-                subscribe=(inbox, s.all("live"), s.cancel),
-            )
-        case "worker":
-            work = s.stream("WORK")
-            consumer = tuple(f"$JS.API.CONSUMER.{verb}.{work}.>" for verb in ("CREATE", "DELETE", "MSG.NEXT"))
-            return Permissions(
-                publish=(
-                    *(s.all("tokens"), s.all("done"), s.all("returned"), s.all("kv"), s.all("handoff")),
-                    *(s.work(role, "*") for role in ("prefill", "decode", "aggregated")),  # to the next stage
-                    s.all("ctl"),  # to the owner of its blocks
-                    f"$KV.{s.bucket('workers')}.>",
-                    *look,
-                    *("$JS.API.DIRECT.GET.>", *consumer, f"$JS.ACK.{work}.>"),
-                    *_object_read(s.bucket("media")),
-                    *_object_store(s.bucket("results")),
-                ),
-                subscribe=(inbox, f"{s.namespace}.ctl.*", s.cancel, s.live(f"$KV.{s.bucket('workers')}.>")),
-                respond=True,
-            )
-        case "client":
-            return Permissions(publish=(s.all("submit"), s.cancel), subscribe=(inbox, s.all("reply")))
-        case "operator" | "sys":
-            return None
-    raise ValueError(f"no such role: {role!r}")
-
-
-def _object_read(bucket: str) -> tuple[str, ...]:
-    """Reading an object is an ordered push consumer with flow control."""
-    stream = f"OBJ_{bucket}"
-    return (
-        "$JS.API.STREAM.NAMES",
-        f"$JS.API.CONSUMER.CREATE.{stream}",  # nats-py's ordered consumers have no name
-        f"$JS.API.CONSUMER.CREATE.{stream}.>",
-        f"$JS.API.CONSUMER.DELETE.{stream}.>",
-        f"$JS.API.STREAM.MSG.GET.{stream}",
-        f"$JS.FC.{stream}.>",
-    )
-
-
-def _object_store(bucket: str) -> tuple[str, ...]:
-    """Reading and writing; replacing an object purges the old one's chunks."""
-    return (f"$O.{bucket}.>", f"$JS.API.STREAM.PURGE.OBJ_{bucket}", *_object_read(bucket))
+def tenant_user(tenant: str) -> str:
+    """The broker's name for a tenant's user; role names have no such beginning."""
+    return f"tenant-{tenant}"
 
 
 def render(config: ServerConfig) -> str:
@@ -142,14 +77,20 @@ def render(config: ServerConfig) -> str:
 jetstream {{
   store_dir: {_quote(config.store_dir)}
   max_file_store: {STORE_BYTES}
+  sync_interval: {"always" if config.sync_always else f'"{SYNC_S}s"'}
   max_buffered_msgs: 1000000
   max_buffered_size: {512 << 20}
   limits {{ default_max_consumers: -1 }}
 }}
 """
-    users = "\n".join(_user(role, config.password(role), permissions(role, config.subjects)) for role in ROLES)
+    app = (role for role in ROLES if role != "client")
+    users = "\n".join(_user(role, config.password(role), permissions(role, config.subjects)) for role in app)
+    if config.tenants_file:
+        accounts = f"  include {_quote(config.tenants_file)}\n"
+    else:
+        accounts = account(TenantUser(DEFAULT_TENANT, "client", config.password("client")), config.subjects)
     return f"""# Generated by penstock at every start; edits are lost.
-server_name: {_quote(config.name)}
+server_name: {_quote(config.cluster.node if config.cluster else config.name)}
 host: "{config.host}"
 port: {config.port}
 {monitor}
@@ -160,7 +101,7 @@ write_deadline: "5s"
 # A peer that answers two pings late is cut off: a hung process is noticed within 3 s.
 ping_interval: "1s"
 ping_max: 2
-{jetstream}
+{jetstream}{_cluster(config)}
 system_account: SYS
 accounts {{
   SYS {{
@@ -173,9 +114,31 @@ accounts {{
     users: [
 {users}
     ]
-  }}
+{exports(config.subjects)}  }}
+{accounts}}}
+"""
+
+
+def _cluster(config: ServerConfig) -> str:
+    if config.cluster is None:
+        return ""
+    cluster, password = config.cluster, config.password("sys")  # who knows it may do everything anyway
+    routes = ", ".join(_quote(f"nats-route://route:{config.secrets['sys']}@{at}") for at in cluster.routes)
+    return f"""
+cluster {{
+  name: {_quote(cluster.name)}
+  listen: "{config.host}:{cluster.port}"
+  authorization {{ user: "route", password: {password}, timeout: 5 }}
+  routes: [{routes}]
 }}
 """
+
+
+def tenant_accounts(client_password: str, passwords: Mapping[str, str], s: Subjects) -> str:
+    """The accounts of ``default`` and of all others, to be included in the ``accounts`` block."""
+    tenants = [TenantUser(DEFAULT_TENANT, "client", _quote(client_password))]
+    tenants += [TenantUser(name, tenant_user(name), _quote(password)) for name, password in passwords.items()]
+    return "".join(account(tenant, s) for tenant in tenants)
 
 
 def _user(name: str, password: str, allowed: Permissions | None) -> str:

@@ -10,9 +10,9 @@ from configs.logs import setup
 from configs.settings import NatsSettings
 from infra.broker.apply import BrokerProblem, apply
 from infra.broker.binary import NoServerBinary
-from infra.broker.config import ROLES, inbox_prefix
 from infra.broker.datadir import DataDirBusy
 from infra.broker.disk import DiskWatch
+from infra.broker.roles import ROLES, inbox_prefix
 from infra.broker.server import EmbeddedNats, ServerFailed
 from infra.cli import StreamsSettings
 from infra.up.signals import Stop
@@ -34,12 +34,18 @@ def run(settings: NatsSettings) -> int:
 
 
 async def _serve(settings: NatsSettings) -> int:
-    broker = EmbeddedNats(settings.data_dir, settings.namespace, settings.nats_port, settings.monitor_port)
+    broker = EmbeddedNats(
+        settings.data_dir,
+        settings.namespace,
+        settings.nats_port,
+        settings.monitor_port,
+        durability=settings.durability,
+    )
     keeper = Keeper(broker)
     with Stop() as stop:
         try:
             await keeper.start()
-            await apply_at(broker.url("operator"), broker.subjects)
+            await apply_at(broker.url("operator"), broker.subjects, record=settings.record)
             print(f"nats-server on 127.0.0.1:{broker.port}; log: {broker.log_path}")
             print(f"passwords of {', '.join(ROLES)} and sys: {broker.data_dir / 'secrets.json'}")
             async with DiskWatch(broker):
@@ -54,7 +60,7 @@ def run_apply(settings: StreamsSettings) -> int:
     """Make the streams on a broker and say what was done."""
     try:
         subjects = Subjects(settings.namespace)
-        done = asyncio.run(apply_at(settings.nats_url, subjects, settings.replicas))
+        done = asyncio.run(apply_at(settings.nats_url, subjects, settings.replicas, record=settings.record))
     except (BrokerProblem, ValueError) as error:
         print(f"penstock streams apply: {error}", file=sys.stderr)
         return 1
@@ -63,7 +69,7 @@ def run_apply(settings: StreamsSettings) -> int:
     return 0
 
 
-async def apply_at(url: str, subjects: Subjects, replicas: int = 1) -> list[str]:
+async def apply_at(url: str, subjects: Subjects, replicas: int = 1, *, record: bool = False) -> list[str]:
     """Connect as the operator, apply, close.
 
     Raises:
@@ -71,7 +77,7 @@ async def apply_at(url: str, subjects: Subjects, replicas: int = 1) -> list[str]
     """
     nc = await connect_operator(url)
     try:
-        return await apply(nc, topology(subjects), replicas)
+        return await apply(nc, topology(subjects, record=record), replicas)
     finally:
         await nc.close()
 

@@ -10,9 +10,11 @@ import subprocess
 import time
 from pathlib import Path
 
+from configs.settings import Durability
 from infra.broker.binary import find_server
-from infra.broker.config import USERS, ServerConfig, render
+from infra.broker.config import USERS, Cluster, ServerConfig, render
 from infra.broker.datadir import Lock, load_secrets, write_private
+from infra.broker.tenants import INCLUDE, write_accounts
 from infra.up.deathsig import die_with_parent
 from schemas.subjects import Subjects
 
@@ -41,6 +43,8 @@ class EmbeddedNats:
         monitor_port: int = 0,
         *,
         jetstream: bool = True,
+        durability: Durability = "process",
+        cluster: Cluster | None = None,
     ) -> None:
         self.data_dir = Path(data_dir).resolve()
         self.subjects = Subjects(namespace)
@@ -49,15 +53,17 @@ class EmbeddedNats:
         self._port = 0
         self._monitor_port = monitor_port
         self._jetstream = jetstream
+        self._durability = durability
+        self._cluster = cluster
         self._secrets: dict[str, str] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = Lock(self.data_dir / "nats.lock")
         self._log_start = 0
 
     @property
-    def pid(self) -> int:
-        """0: not running."""
-        return self._process.pid if self._process is not None and self._process.returncode is None else 0
+    def pid(self) -> int | None:
+        """None: not running."""
+        return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     @property
     def port(self) -> int:
@@ -87,6 +93,7 @@ class EmbeddedNats:
             await asyncio.to_thread(end_stale, self.data_dir / "nats.pid", self._config_path)
             self._secrets = load_secrets(self.data_dir / "secrets.json", USERS)
             self._port = self._choose_port()
+            write_accounts(self.data_dir, self._secrets["client"], self.subjects)
             write_private(self._config_path, self._render())
             self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
             with self.log_path.open("ab") as log:
@@ -146,6 +153,9 @@ class EmbeddedNats:
                 subjects=self.subjects,
                 monitor_port=self._monitor_port,
                 jetstream=self._jetstream,
+                sync_always=self._durability == "power",
+                cluster=self._cluster,
+                tenants_file=INCLUDE,
             )
         )
 

@@ -28,7 +28,7 @@ from schemas.done import Done, Returned
 from schemas.errors import Code, ServingError
 from schemas.jobs import Job
 from schemas.streams import LONGEST_DEADLINE_S
-from schemas.subjects import HEADER_MSG_ID
+from schemas.subjects import HEADER_MSG_ID, KEPT
 from schemas.trace import trace_id
 from schemas.transfer import decode_ledger
 
@@ -209,7 +209,9 @@ class Following:
             known.journey.end(event, entry.time_ns)
 
     def _on_work(self, entry: Entry) -> None:
-        request_id = entry.headers.get(HEADER_MSG_ID, "").partition(":")[0]
+        request_id, *rest = entry.headers.get(HEADER_MSG_ID, "").split(":")
+        if KEPT in rest:
+            return
         known = self._open.get(request_id)
         if known is not None and known.journey is None:
             return

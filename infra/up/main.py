@@ -43,6 +43,7 @@ USAGE = 2  # a child's exit status for settings it cannot use: starting it again
 _TRIES = 3  # ends of one child before all is ready, after which the start is given up
 _POLL_S = 0.05
 _GRACE_S = 5.0  # beyond drain_s, to close connections
+ROUTER_STANDSTILL_S = 2.0  # a stopped router is killed after this: its requests then wait for no more than 5 s
 
 
 class UpFailed(Exception):
@@ -145,13 +146,13 @@ class Deployment:
                 sys_url = ""
             else:
                 self._board.starting("nats")
-                self._broker = EmbeddedNats(self.data_dir, up.namespace, up.nats_port)
+                self._broker = EmbeddedNats(self.data_dir, up.namespace, up.nats_port, durability=up.durability)
                 await self._keep(Keeper(self._broker, self._on_change))
                 await self._watches.enter_async_context(DiskWatch(self._broker))
                 self._board.ready("nats", f"ready on port {self._broker.port}")
                 url, sys_url = self._broker.url, self._broker.sys_url
             self._board.starting("streams")
-            await apply_at(url("operator"), self.subjects)
+            await apply_at(url("operator"), self.subjects, record=up.record)
             self._board.ready("streams")
             children = self._planned = plan(
                 up,
@@ -165,7 +166,9 @@ class Deployment:
             )
             for planned in children:
                 self._board.starting(planned.name)
-                await self._keep(Keeper(self._process(planned), self._on_change))
+                # A lone router that stands still holds up every request, and has nothing that another start would lose.
+                standstill_s = ROUTER_STANDSTILL_S if planned.role == "router" else None
+                await self._keep(Keeper(self._process(planned), self._on_change, standstill_s=standstill_s))
             await self._until_ready(children)
 
     def _metrics_ports(self) -> list[int]:

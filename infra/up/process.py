@@ -39,8 +39,8 @@ class Process:
         self._log_start = 0
 
     @property
-    def pid(self) -> int:
-        return self._process.pid if self._process is not None and self._process.returncode is None else 0
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     async def start(self) -> None:
         assert not self.pid, f"{self.name} is already running"

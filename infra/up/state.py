@@ -7,10 +7,12 @@ import msgspec
 from infra.broker.datadir import write_private
 
 
-class Running(msgspec.Struct, frozen=True):
+class Running(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One process. It has no ``pid`` while it waits to be started again: pid 0 is the sender's own group."""
+
     name: str
     role: str
-    pid: int  # 0: waiting to be started again
+    pid: int | None = None
     metrics_url: str = ""  # Prometheus; "": none of its own (a gateway's are at its http_url + /metrics)
 
 

@@ -4,11 +4,14 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import structlog
 
 log = structlog.get_logger("up")
+
+LOOK_S = 0.25  # between two looks at a child that must not stand still
 
 
 class Child(Protocol):
@@ -18,8 +21,8 @@ class Child(Protocol):
     role: str
 
     @property
-    def pid(self) -> int:
-        """0: not running."""
+    def pid(self) -> int | None:
+        """None: not running."""
 
     async def start(self) -> None: ...
 
@@ -54,10 +57,19 @@ class Keeper:
 
     Args:
         changed: called after each start and each end.
+        standstill_s: how long the child may be stopped (SIGSTOP, a debugger's break) before it is killed and started
+            again; None: as long as it likes.
     """
 
-    def __init__(self, child: Child, changed: Callable[["Keeper"], None] | None = None) -> None:
+    def __init__(
+        self,
+        child: Child,
+        changed: Callable[["Keeper"], None] | None = None,
+        *,
+        standstill_s: float | None = None,
+    ) -> None:
         self.child = child
+        self._standstill_s = standstill_s
         self.exits = 0
         self.last_status: int | None = None
         self._changed = changed or (lambda _: None)
@@ -93,7 +105,7 @@ class Keeper:
         running = True
         while True:
             if running:
-                self.last_status = await self.child.wait()
+                self.last_status = await self._ended()
             if self._stopping.is_set():
                 return
             self.exits += 1
@@ -108,6 +120,24 @@ class Keeper:
                 pass
             running = await self._restart()
 
+    async def _ended(self) -> int:
+        """The child's exit status, once it has one; a child at a standstill is killed."""
+        ended = asyncio.ensure_future(self.child.wait())
+        moved = time.monotonic()
+        while True:
+            await asyncio.wait([ended], timeout=LOOK_S if self._standstill_s is not None else None)
+            if ended.done():
+                return ended.result()
+            now, pid = time.monotonic(), self.child.pid
+            if pid is None or not is_stopped(pid):
+                moved = now
+            elif self._standstill_s is not None and now - moved > self._standstill_s:
+                log.warning(
+                    "process_at_a_standstill", name=self.child.name, seconds=self._standstill_s, action="killed"
+                )
+                self.child.kill()
+                moved = now
+
     async def _restart(self) -> bool:
         self._began = time.monotonic()
         try:
@@ -119,3 +149,11 @@ class Keeper:
             self.child.terminate()
         self._changed(self)
         return True
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, by a signal or a debugger (Linux; elsewhere never)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except (OSError, IndexError):
+        return False

@@ -25,7 +25,7 @@ from infra.up.main import Deployment, UpFailed, choose_ports
 from infra.up.plan import Planned, plan
 from infra.up.process import Process
 from infra.up.show import curl_line, readable, welcome
-from infra.up.state import State, read_state
+from infra.up.state import State, read_state, write_state
 from infra.up.supervisor import Backoff, Keeper
 
 FAKE = [sys.executable, "-m", "tests.infra.fake_child"]
@@ -67,7 +67,9 @@ class Up:
         return read_state(self.path)
 
     def pids(self) -> dict[str, int]:
-        return {process.name: process.pid for process in self.state().processes} if self.path.exists() else {}
+        if not self.path.exists():
+            return {}
+        return {process.name: process.pid for process in self.state().processes if process.pid is not None}
 
     async def ready(self) -> State:
         await until(lambda: self.task.done() or (self.path.exists() and self.state().model))
@@ -123,6 +125,27 @@ async def test_killed_children_come_back_under_new_pids(tmp_path: Path) -> None:
     assert await up.stop() == 0
 
 
+async def test_a_child_that_waits_to_be_started_again_has_no_pid_in_the_state_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[dict[str, dict[str, Any]]] = []
+
+    def record(path: Path, state: State) -> None:
+        write_state(path, state)
+        written.append({process["name"]: process for process in json.loads(path.read_text())["processes"]})
+
+    monkeypatch.setattr("infra.up.main.write_state", record)
+    up = Up(up_settings(tmp_path))
+    await up.ready()
+    before = up.pids()["worker-0"]
+    os.kill(before, signal.SIGKILL)
+    await until(lambda: up.pids().get("worker-0", before) != before)
+    worker = [processes["worker-0"].get("pid") for processes in written if "worker-0" in processes]
+    assert None in worker[worker.index(before) :]
+    assert not any(process.get("pid") == 0 for processes in written for process in processes.values())
+    assert await up.stop() == 0
+
+
 async def test_a_child_that_refuses_its_settings_ends_the_start_with_its_own_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,7 +190,7 @@ async def test_children_die_with_a_killed_supervisor(tmp_path: Path) -> None:
     )
     path = tmp_path / "state.json"
     await until(lambda: path.exists() and read_state(path).model)
-    pids = [process.pid for process in read_state(path).processes]
+    pids = [process.pid for process in read_state(path).processes if process.pid]
     assert all(alive(pid) for pid in pids)
     supervisor.kill()
     await supervisor.wait()
@@ -203,7 +226,7 @@ async def test_a_child_that_ignores_sigterm_is_killed_in_time(tmp_path: Path) ->
     await until(lambda: child.last_lines() == ["up"])
     async with asyncio.timeout(10):
         await keeper.stop(patience_s=0.2)
-    assert child.pid == 0
+    assert child.pid is None
 
 
 async def test_a_child_is_never_run_twice_at_once(tmp_path: Path) -> None:
@@ -216,6 +239,17 @@ async def test_a_child_is_never_run_twice_at_once(tmp_path: Path) -> None:
     times = [float(word[1]) for word in words]
     assert times == sorted(times)
     assert [word[0] == "end" for word in words[:6]] == [False, True] * 3
+
+
+async def test_a_child_at_a_standstill_is_killed_and_started_again_if_it_must_not_stand_still(tmp_path: Path) -> None:
+    keeper = Keeper(process(tmp_path, "import signal; signal.pause()"), standstill_s=0.1)
+    await keeper.start()
+    first = keeper.child.pid
+    assert first is not None
+    os.kill(first, signal.SIGSTOP)
+    await until(lambda: keeper.child.pid not in (None, first))
+    assert keeper.last_status == -signal.SIGKILL
+    await keeper.stop(patience_s=5)
 
 
 async def test_output_is_echoed_and_kept_when_asked(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:

@@ -84,7 +84,9 @@ async def accept(bus: Bus, asked: GenerateRequest) -> None:
 async def finish(bus: Bus, asked: GenerateRequest, worker: str = "w-1", code: str = "") -> None:
     times = Timings(asked.created_ns, ended_ns=time.time_ns())
     event = Done(asked.id, asked.model, 1, worker, timings=times, code=code)
-    await bus.js.publish(bus.subjects.done(asked.model), encode(event), headers={HEADER_MSG_ID: asked.id})
+    await bus.js.publish(
+        bus.subjects.done(asked.tenant, asked.model, asked.id), encode(event), headers={HEADER_MSG_ID: asked.id}
+    )
 
 
 async def run(bus: Bus, count: int = 1, **more: Any) -> list[str]:
@@ -275,7 +277,7 @@ async def test_what_never_ends_is_forgotten(bus: Bus, sent: Sent, monkeypatch: p
 async def test_rubbish_in_the_streams_stops_nothing(bus: Bus, sent: Sent) -> None:
     following = Following(bus, sent, await begin(bus, None))
     s = bus.subjects
-    for subject in (s.work("aggregated", "w-1"), s.done("tiny"), s.handoff("w-1")):
+    for subject in (s.work("aggregated", "w-1"), s.done("default", "tiny", "r"), s.handoff("w-1")):
         await bus.js.publish(subject, b"\xc1")
         await bus.js.publish(subject, encode({"type": "of a later version"}))
     after = await run(bus)

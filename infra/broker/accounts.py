@@ -1,0 +1,78 @@
+"""The tenants' accounts in the server's configuration: what the pipeline exports, and what a tenant imports of it.
+
+A tenant's account holds its users and its inboxes. The subjects of the NATS door lead from it into the pipeline's
+account with the tenant's name put in, and back; nothing else does.
+"""
+
+from dataclasses import dataclass
+
+from schemas.subjects import Subjects
+
+# An answer may take as long as a request's deadline; the reply subject is good until it has been silent for this long.
+REPLY_S = "2h"
+
+
+@dataclass(frozen=True, slots=True)
+class TenantUser:
+    """``password`` is written as it is: quoted, or the name of a variable."""
+
+    tenant: str
+    user: str
+    password: str
+
+
+def exports(s: Subjects) -> str:
+    """The block of the pipeline's account. It names no tenant, so that a new one does not change it."""
+    n = s.namespace
+    reply = f'response_type: "stream", response_threshold: "{REPLY_S}"'
+    lines = (
+        f'{{ service: "{n}.submit.*.>" }}',
+        f'{{ service: "{n}.ask.*.>", {reply} }}',
+        f'{{ service: "{n}.read.*", {reply} }}',
+        f'{{ service: "{n}.cancel.*" }}',
+        f'{{ stream: "{n}.answer.*.>" }}',
+        f'{{ stream: "{n}.to.*.>" }}',
+    )
+    return "    exports: [\n" + "".join(f"      {line}\n" for line in lines) + "    ]\n"
+
+
+def publishes(s: Subjects) -> tuple[str, ...]:
+    """What a tenant's user may publish."""
+    return s.all("submit"), s.all("ask"), f"{s.namespace}.read", s.cancel
+
+
+def subscribes(s: Subjects) -> tuple[str, ...]:
+    return s.all("answer"), s.all("reply"), "_INBOX.>"
+
+
+def account(user: TenantUser, s: Subjects) -> str:
+    """One tenant's account, with its one user."""
+    n, tenant = s.namespace, user.tenant
+    services = (
+        (f"{n}.submit.{tenant}.>", f"{n}.submit.>"),
+        (f"{n}.ask.{tenant}.>", f"{n}.ask.>"),
+        (f"{n}.read.{tenant}", f"{n}.read"),
+        (f"{n}.cancel.{tenant}", s.cancel),
+    )
+    streams = (
+        (f"{n}.answer.{tenant}.>", f"{n}.answer.>"),
+        (s.mailbox(tenant, s.all("reply")), s.all("reply")),
+        (s.mailbox(tenant, "_INBOX.>"), "_INBOX.>"),
+    )
+    imports = "".join(
+        f'      {{ {kind}: {{ account: APP, subject: "{subject}" }}, to: "{to}" }}\n'
+        for kind, pairs in (("service", services), ("stream", streams))
+        for subject, to in pairs
+    )
+    allow, hear = (", ".join(f'"{one}"' for one in list_) for list_ in (publishes(s), subscribes(s)))
+    return f"""  T_{tenant.replace("-", "_")} {{
+    imports: [
+{imports}    ]
+    users: [
+      {{ user: "{user.user}", password: {user.password}, permissions: {{
+        publish: {{ allow: [{allow}] }}
+        subscribe: {{ allow: [{hear}] }}
+      }}}}
+    ]
+  }}
+"""

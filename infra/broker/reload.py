@@ -1,0 +1,57 @@
+"""Making a running embedded broker read its configuration anew, from any process of its user.
+
+A tenant's account that is new to the server has its stream imports at once, but its service imports only after a second
+reload (nats-server 2.15.1), so there are always two. Nobody else's connection, subscription or reply is disturbed.
+"""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+from infra.broker.apply import BrokerProblem
+
+RELOAD_S = 10.0
+_DONE = re.compile(rb"Reloaded server configuration|Failed to reload server configuration: (.*)")
+
+
+def reload(data_dir: Path) -> None:
+    """Have the broker that runs on this folder take over what is written in it.
+
+    Raises:
+        BrokerProblem: no broker runs there, or it refused the configuration.
+    """
+    pid = running_pid(data_dir)
+    log = data_dir / "nats.log"
+    for _ in range(2):
+        seen = log.stat().st_size
+        os.kill(pid, signal.SIGHUP)
+        deadline = time.monotonic() + RELOAD_S
+        while (found := _DONE.search(_since(log, seen))) is None:
+            if time.monotonic() > deadline:
+                raise BrokerProblem(f"the broker (pid {pid}) did not reload within {RELOAD_S:g} s; see {log}")
+            time.sleep(0.01)
+        if found[1]:
+            raise BrokerProblem(f"the broker refused its new configuration: {found[1].decode(errors='replace')}")
+
+
+def running_pid(data_dir: Path) -> int:
+    """
+    Raises:
+        BrokerProblem: no broker runs there.
+    """
+    config = str((data_dir / "nats.conf").resolve()).encode()
+    try:
+        pid = int((data_dir / "nats.pid").read_text())
+        if pid > 0 and config in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+            return pid
+    except (OSError, ValueError):
+        pass
+    raise BrokerProblem(f"no broker runs on {data_dir}: start 'penstock up' or 'penstock nats', or give --data-dir")
+
+
+def _since(log: Path, offset: int) -> bytes:
+    with log.open("rb") as file:
+        file.seek(offset)
+        return file.read()

@@ -1,0 +1,179 @@
+"""What each role may publish and subscribe, and why: the least that it uses, by name where a name can be known.
+
+Roles share one broker user per role, and a subject's tokens can only be given whole. So what belongs to one worker is
+open to all workers (``SHARED`` says what that means); whoever holds a worker's password is trusted with the pool.
+"""
+
+from typing import NamedTuple
+
+from infra.broker.accounts import publishes, subscribes
+from schemas.subjects import Subjects
+
+ROLES = ("gateway", "router", "worker", "client", "operator")
+DOOR = ("submit", "ask", "read", "cancel", "pass")  # what gateways hear of NATS clients, and of each other
+CLASSES = ("interactive", "standard", "batch")
+
+SHARED = (
+    "A worker may publish tokens, terminal events and returns of any request, jobs to any worker, and any worker's "
+    "registration: each is one user, and requests come to any of them. Attempts, leases and the one terminal event per "
+    "request keep an erring worker from harm, not a hostile one.",
+    "A worker may pull and acknowledge another worker's jobs, and hear its control messages: consumers and subjects "
+    "have the names of workers, which are made at start.",
+    "A worker may not delete consumers, its own included: the broker removes one that nobody has used for 120 s.",
+    "A gateway or router reads every subject of a stream that it may read: direct gets are allowed by stream only.",
+    "A gateway may publish below `_R_.`, where the broker expects the answers of services.",
+)
+
+
+class Right(NamedTuple):
+    """``why``: what it is used for."""
+
+    why: str
+    publish: tuple[str, ...] = ()
+    subscribe: tuple[str, ...] = ()
+
+
+class Permissions(NamedTuple):
+    """What one user may publish and subscribe; ``respond``: also once to the reply subject of what it received."""
+
+    publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
+    respond: bool = False
+
+
+def inbox_prefix(role: str) -> str:
+    """What a process of this role passes to ``nats.connect(inbox_prefix=...)``; NATS clients keep the default."""
+    return "_INBOX" if role == "client" else f"_INBOX_{role}"
+
+
+def permissions(role: str, s: Subjects) -> Permissions | None:
+    """The least a role needs; None: everything in its account."""
+    given = rights(role, s)
+    if given is None:
+        return None
+    publish = (subject for right in given for subject in right.publish)
+    subscribe = (subject for right in given for subject in right.subscribe)
+    return Permissions(tuple(dict.fromkeys(publish)), tuple(dict.fromkeys(subscribe)), respond=role == "worker")
+
+
+def rights(role: str, s: Subjects) -> tuple[Right, ...] | None:
+    """In the order of the table in docs/roles.md; None: everything in its account.
+
+    Raises:
+        ValueError: there is no such role.
+    """
+    inbox = Right("answers to its own requests", subscribe=(f"{inbox_prefix(role)}.>",))
+    match role:
+        case "gateway":
+            return (inbox, *_gateway(s))
+        case "router":
+            return (inbox, *_router(s))
+        case "worker":
+            return (inbox, *_worker(s))
+        case "client":
+            return (Right("the NATS door, in its tenant's account", publishes(s), subscribes(s)),)
+        case "operator" | "sys":
+            return None
+    raise ValueError(f"no such role: {role!r}")
+
+
+def _gateway(s: Subjects) -> tuple[Right, ...]:
+    requests = s.stream("REQUESTS")
+    return (
+        Right("accept and cancel requests", (s.all("request"), s.cancel)),
+        Right("hear NATS clients and other gateways", (), (*(s.all(kind) for kind in DOOR), f"{s.namespace}.read")),
+        Right("answer NATS clients", (s.all("answer"), s.all("to"), s.all("pass"), "_R_.>")),
+        Right(
+            "ask other gateways how far their answers are, and tell them",
+            (s.progress("*"), f"{inbox_prefix('gateway')}.>"),
+            (s.progress("*"),),
+        ),
+        # A stream per tenant, and tenants come and go; the consumer of each is called "gateway".
+        Right("take submissions", ("$JS.API.CONSUMER.MSG.NEXT.*.gateway", "$JS.ACK.*.gateway.>")),
+        Right("know repeats", (f"$KV.{s.bucket('idempotency')}.>",)),
+        Right("follow the log", (), (s.all("live"),)),
+        _reads(*(s.stream(name) for name in ("TOKENS", "REQUESTS", "DONE")), *_buckets(s, "workers", "tenants")),
+        _reads(*_buckets(s, "idempotency")),
+        Right("know how long the queue is", (f"$JS.API.CONSUMER.INFO.{requests}.*",)),
+        _stores(s.bucket("media")),
+        _stores(s.bucket("batches")),
+        _fetches(s.bucket("results")),
+    )
+
+
+def _router(s: Subjects) -> tuple[Right, ...]:
+    requests = s.stream("REQUESTS")
+    consumers = tuple(f"router-{name}" for name in CLASSES)
+    return (
+        Right("take requests", (
+            *(f"$JS.API.CONSUMER.MSG.NEXT.{requests}.{name}" for name in consumers),
+            *(f"$JS.ACK.{requests}.{name}.>" for name in consumers),
+        )),
+        Right("publish anew what waits for long", (s.all("request"),)),
+        Right("place them, fence lost attempts, end what cannot run", (s.all("work"), s.all("tokens"), s.all("done"))),
+        Right("ask workers for their blocks, and cancel", (s.all("ctl"), s.cancel), (s.cancel,)),
+        Right("fence a dead worker", (f"$KV.{s.bucket('workers')}.*",)),
+        Right("follow the log", (), (s.all("live"),)),
+        _reads(*(s.stream(name) for name in ("REQUESTS", "WORK", "TOKENS", "KV", "DONE")), *_buckets(s, "workers")),
+        _stores(s.bucket("snapshots")),
+    )  # fmt: skip
+
+
+def _worker(s: Subjects) -> tuple[Right, ...]:
+    work = s.stream("WORK")
+    return (
+        Right("say what it does", tuple(s.all(kind) for kind in ("tokens", "done", "returned", "kv", "handoff"))),
+        Right("hand over to the next stage", tuple(s.work(role, "*") for role in ("prefill", "decode", "aggregated"))),
+        Right("talk about blocks, and hear the router", (s.all("ctl"),), (f"{s.namespace}.ctl.*", s.cancel)),
+        Right("be registered, and know the others", (f"$KV.{s.bucket('workers')}.*",),
+              (s.live(f"$KV.{s.bucket('workers')}.>"),)),
+        Right("take jobs from its own consumer", (
+            f"$JS.API.CONSUMER.CREATE.{work}.*.{s.namespace}.work.*.*",  # with one filter: a worker's own subject
+            f"$JS.API.CONSUMER.MSG.NEXT.{work}.*",
+            f"$JS.ACK.{work}.>",
+        )),
+        _reads(*_buckets(s, "workers")),
+        _fetches(s.bucket("media")),
+        _stores(s.bucket("results")),
+    )  # fmt: skip
+
+
+def _buckets(s: Subjects, *names: str) -> tuple[str, ...]:
+    return tuple(f"KV_{s.bucket(name)}" for name in names)
+
+
+def _reads(*streams: str) -> Right:
+    """Look something up, also at the leader (a replica may lag), and know where the stream ends."""
+    verbs = ("DIRECT.GET.{}", "DIRECT.GET.{}.>", "STREAM.MSG.GET.{}", "STREAM.INFO.{}")
+    return Right(
+        f"read {', '.join(streams)}", tuple(f"$JS.API.{verb.format(stream)}" for stream in streams for verb in verbs)
+    )
+
+
+def _fetches(bucket: str) -> Right:
+    """Reading an object; NATS clients do it with an ordered push consumer with flow control."""
+    stream = f"OBJ_{bucket}"
+    consumer = (
+        "$JS.API.STREAM.NAMES",
+        f"$JS.API.CONSUMER.CREATE.{stream}",  # nats-py's ordered consumers have no name
+        f"$JS.API.CONSUMER.CREATE.{stream}.>",
+        f"$JS.API.CONSUMER.DELETE.{stream}.>",
+        f"$JS.FC.{stream}.>",
+    )
+    return Right(f"read objects of {bucket}", (*_reads(stream).publish, *consumer))
+
+
+def _stores(bucket: str) -> Right:
+    """Reading and writing; replacing an object purges the old one's chunks."""
+    write = (f"$O.{bucket}.>", f"$JS.API.STREAM.PURGE.OBJ_{bucket}")
+    return Right(f"read and write objects of {bucket}", (*write, *_fetches(bucket).publish))
+
+
+def table(s: Subjects) -> str:
+    """What docs/roles.md shows."""
+    lines = ["| role | to | may publish | may subscribe |", "|---|---|---|---|"]
+    for role in ROLES:
+        for right in rights(role, s) or (Right("administer: everything in the pipeline's account", (">",), (">",)),):
+            publish, subscribe = (" ".join(f"`{name}`" for name in names) for names in (right.publish, right.subscribe))
+            lines.append(f"| {role} | {right.why} | {publish or '–'} | {subscribe or '–'} |")
+    return "\n".join(lines) + "\n\n" + "\n".join(f"- {text}" for text in SHARED) + "\n"

@@ -1,0 +1,171 @@
+"""``penstock tenants``: who may use the NATS door, and how much.
+
+On the broker of a data folder everything is done at once. With ``--nats-url`` (a broker of your own) streams and limits
+are made there, and ``tenants.conf`` is written, for the ``accounts`` block of the server's configuration.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from nats.aio.client import Client
+
+from infra.broker import tenants
+from infra.broker.apply import BrokerProblem, apply_submissions
+from infra.broker.config import USERS, tenant_user
+from infra.broker.datadir import load_secrets
+from infra.broker.main import connect_operator
+from infra.broker.reload import reload, running_pid
+from infra.broker.tenants import Tenant, Tenants
+from infra.up.state import read_state
+from schemas import wire
+from schemas.subjects import DEFAULT_TENANT, Subjects
+from schemas.tenants import MAX_PENDING, check_name
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which deployment. ``own``: the broker is not that of the data folder."""
+
+    data_dir: Path
+    operator_url: str
+    subjects: Subjects
+    own: bool
+
+    @property
+    def server(self) -> str:
+        """Host and port, for the credentials."""
+        return self.operator_url.rpartition("@")[2].removeprefix("nats://")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Do what the first argument says; the exit status."""
+    args = _parser().parse_args(argv)
+    try:
+        place = _place(args)
+        with tenants.held(place.data_dir):
+            known = tenants.load(place.data_dir)
+            if args.verb == "list":
+                _list(known)
+                return 0
+            name = check_name(args.name)
+            if name == DEFAULT_TENANT:
+                raise ValueError(f"{DEFAULT_TENANT!r} is always there: its clients use client_nats_url of state.json")
+            asyncio.run(_change(place, known, name, args))
+    except (BrokerProblem, ValueError, OSError) as error:
+        print(f"penstock tenants: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="penstock tenants", description="who may use the NATS door, and how much")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    for verb, about in (
+        ("add", "make a tenant, or change the limits of one, and write its credentials"),
+        ("list", "all tenants but the default one"),
+        ("rotate", "give a tenant a new password; the old one ends at once"),
+        ("remove", "end a tenant's access; its submissions stay until they expire"),
+    ):
+        one = verbs.add_parser(verb, help=about, description=about)
+        if verb != "list":
+            one.add_argument("name", help="lower-case letters, digits and '-'")
+        if verb == "add":
+            one.add_argument("--models", default="", help="comma-separated; default: all")
+            one.add_argument("--max-pending", type=_positive, default=MAX_PENDING, help="default: %(default)s")
+        one.add_argument("--data-dir", default=".penstock", help="of 'penstock up' or 'penstock nats'")
+        one.add_argument("--nats-url", default="", help="a broker of your own, with the operator's credentials")
+        one.add_argument("--namespace", default="", help="default: the deployment's, or ps")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= MAX_PENDING:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {MAX_PENDING}")
+    return int(text)
+
+
+def _place(args: argparse.Namespace) -> Place:
+    """
+    Raises:
+        BrokerProblem: no broker runs on the data folder, and no other is named.
+        ValueError: no such namespace.
+    """
+    data_dir = Path(args.data_dir).resolve()
+    namespace = args.namespace
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        namespace = namespace or read_state(data_dir / "state.json").namespace
+    subjects = Subjects(namespace or "ps")
+    if args.nats_url:
+        return Place(data_dir, args.nats_url, subjects, own=True)
+    running_pid(data_dir)
+    password = load_secrets(data_dir / "secrets.json", USERS)["operator"]
+    port = int((data_dir / "nats.port").read_text())
+    return Place(data_dir, f"nats://operator:{password}@127.0.0.1:{port}", subjects, own=False)
+
+
+async def _change(place: Place, known: Tenants, name: str, args: argparse.Namespace) -> None:
+    """
+    Raises:
+        BrokerProblem: the broker does not take it.
+        ValueError: there is no such tenant.
+    """
+    if args.verb != "add" and name not in known:
+        raise ValueError(f"no tenant {name!r}; there are: {', '.join(sorted(known)) or 'none'}")
+    nc = await connect_operator(place.operator_url)
+    try:
+        if args.verb == "remove":
+            del known[name]
+            _write_accounts(place, known)  # first: nothing is accepted from it any more
+            await _forget(nc, place.subjects, name)
+            tenants.credentials_path(place.data_dir, name).unlink(missing_ok=True)
+            print(f"removed {name}")
+            return
+        old = known.get(name)
+        password = old.password if old is not None and args.verb == "add" else tenants.new_password()
+        if args.verb == "add":
+            models = tuple(model for model in args.models.split(",") if model)
+            tenant = Tenant(password=password, models=models, max_pending=args.max_pending)
+        else:
+            assert old is not None
+            tenant = Tenant(password=password, models=old.models, max_pending=old.max_pending)
+        await apply_submissions(nc, place.subjects, name, tenant.max_pending)
+        await _publish(nc, place.subjects, name, wire.encode(tenant.limits))
+        known[name] = tenant
+        _write_accounts(place, known)  # last: when it can connect, everything is there
+        url = f"nats://{tenant_user(name)}:{password}@{place.server}"
+        path = tenants.write_credentials(place.data_dir, name, url)
+        print(f"{'changed' if old is not None else 'added'} {name}; credentials: {path}")
+    finally:
+        await nc.close()
+
+
+def _write_accounts(place: Place, known: Tenants) -> None:
+    tenants.save(place.data_dir, known)
+    secrets = load_secrets(place.data_dir / "secrets.json", USERS)
+    tenants.write_accounts(place.data_dir, secrets["client"], place.subjects)
+    if place.own:
+        path = place.data_dir / tenants.INCLUDE
+        print(f"include {path} in the broker's accounts block and reload it twice (see docs/nats.md)")
+    else:
+        reload(place.data_dir)
+
+
+async def _publish(nc: Client, subjects: Subjects, name: str, value: bytes, **headers: str) -> None:
+    named = {key.replace("_", "-"): text for key, text in headers.items()}
+    await nc.jetstream().publish(f"$KV.{subjects.bucket('tenants')}.{name}", value, headers=named or None)
+
+
+async def _forget(nc: Client, subjects: Subjects, name: str) -> None:
+    await _publish(nc, subjects, name, b"", KV_Operation="DEL")
+
+
+def _list(known: Tenants) -> None:
+    print(f"{'tenant':<32}  {'max-pending':>11}  models")
+    for name, tenant in sorted(known.items()):
+        print(f"{name:<32}  {tenant.max_pending:>11}  {','.join(tenant.models) or 'all'}")

@@ -1,0 +1,109 @@
+"""Each role on the real broker, over everything that any role may do and what none may."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from infra.broker.apply import apply
+from infra.broker.roles import ROLES, permissions
+from infra.broker.roles_doc import PAGE, page
+from infra.broker.server import EmbeddedNats
+from schemas.streams import topology
+from schemas.subjects import Subjects
+from tests.conftest import Connect, round_trip
+
+MakeBroker = Callable[..., EmbeddedNats]
+S = Subjects()
+NARROW = [role for role in ROLES if permissions(role, S) is not None]
+
+# What nobody but the operator may do, whatever the role.
+NOBODY = (
+    "$JS.API.STREAM.DELETE.ps_DONE",
+    "$JS.API.STREAM.PURGE.ps_REQUESTS",
+    "$JS.API.STREAM.UPDATE.ps_TOKENS",
+    "$JS.API.STREAM.CREATE.mine",
+    "$JS.API.STREAM.MSG.DELETE.ps_DONE",
+    "$JS.API.STREAM.LIST",
+    "$JS.API.CONSUMER.DELETE.ps_WORK.worker-7",
+    "$JS.API.CONSUMER.DELETE.ps_REQUESTS.router-standard",
+    "$JS.API.CONSUMER.CREATE.ps_WORK.spy",
+    "$JS.API.CONSUMER.CREATE.ps_WORK.spy.ps.work.>",
+    "$JS.API.CONSUMER.DURABLE.CREATE.ps_WORK.spy",
+    "$JS.API.CONSUMER.CREATE.ps_REQUESTS.spy.ps.request.m.standard",
+    "$JS.API.CONSUMER.PAUSE.ps_WORK.worker-7",
+    "$JS.API.DIRECT.GET.ps_SUBMIT",
+    "$JS.API.DIRECT.GET.ps_HANDOFF",
+    "$JS.API.STREAM.MSG.GET.ps_SUBMIT",
+    "$KV.ps_tenants.acme",
+    "ps.live.gw",
+    "$SYS.REQ.SERVER.PING",
+)
+
+
+def matches(pattern: str, subject: str) -> bool:
+    """As the broker does it: "*" one token, ">" the rest."""
+    exact = re.escape(pattern).replace(r"\*", r"[^.]+")
+    return re.fullmatch(exact.removesuffix(">") + (r".+" if exact.endswith(">") else ""), subject) is not None
+
+
+def samples(patterns: tuple[str, ...]) -> list[str]:
+    """One subject for each pattern."""
+    return [pattern.replace("*", "x").replace(">", "x.y") for pattern in patterns]
+
+
+@pytest.fixture
+async def ready(make_broker: MakeBroker, connect: Connect) -> EmbeddedNats:
+    """A server of its own: what is allowed here leaves nonsense in its streams."""
+    server = make_broker()
+    await server.start()
+    await apply(await connect(server), topology(S))
+    return server
+
+
+@pytest.mark.parametrize("role", NARROW)
+async def test_a_role_may_publish_what_its_rights_say_and_nothing_else(
+    ready: EmbeddedNats, connect: Connect, role: str
+) -> None:
+    own = permissions(role, S)
+    assert own is not None
+    every = {subject for other in NARROW for subject in samples(permissions(other, S).publish)} | {*NOBODY}  # type: ignore[union-attr]
+    errors: list[str] = []
+    client = await connect(ready, role, errors)
+    for subject in sorted(every):
+        await client.publish(subject, b"")
+    await round_trip(client)
+    refused = {subject for subject in every if any(f'"{subject.lower()}"' in error.lower() for error in errors)}
+    assert refused == {subject for subject in every if not any(matches(one, subject) for one in own.publish)}
+    assert refused >= {*NOBODY}
+
+
+@pytest.mark.parametrize("role", NARROW)
+async def test_a_role_may_hear_what_its_rights_say_and_nothing_else(
+    ready: EmbeddedNats, connect: Connect, role: str
+) -> None:
+    own = permissions(role, S)
+    assert own is not None
+    every = {subject for other in NARROW for subject in permissions(other, S).subscribe}  # type: ignore[union-attr]
+    every |= {">", "ps.>", "$JS.>", "$SYS.>", "ps.work.>", "ps.request.>", "ps.tokens.>", "_INBOX_operator.>"}
+    errors: list[str] = []
+    client = await connect(ready, role, errors)
+    for subject in sorted(every):
+        await client.subscribe(subject)
+    await round_trip(client)
+    refused = {subject for subject in every if any(f'"{subject.lower()}"' in error.lower() for error in errors)}
+    assert refused == {subject for subject in every if not any(covers(one, subject) for one in own.subscribe)}
+
+
+def covers(allowed: str, wanted: str) -> bool:
+    """Whether a subscription with wildcards lies within one that is allowed."""
+    return allowed == wanted or (
+        matches(allowed, wanted.replace(">", "x.y").replace("*", "x"))
+        and not (wanted.endswith(">") and not allowed.endswith(">"))
+    )
+
+
+def test_the_page_about_roles_is_up_to_date() -> None:
+    """Else: python -m infra.broker.roles_doc."""
+    text = PAGE.read_text(encoding="utf-8")
+    assert page(text) == text
