@@ -6,7 +6,7 @@ from configs.fold import Progress
 from schemas import done
 from schemas.errors import Code
 from schemas.requests import GenerateRequest
-from schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
+from schemas.tokens import WHOLE_REQUEST, Finish, Logprob, TokenItem
 
 _FAILED = ("error", "cancelled")
 
@@ -18,9 +18,21 @@ def last_item(request: GenerateRequest, attempt: int, code: Code, message: str) 
 
 
 def refused(
-    request: GenerateRequest, attempt: int, streamed: Sequence[bytes], code: Code, message: str, now_ns: int
+    request: GenerateRequest,
+    raw: bytes,
+    attempt: int,
+    streamed: Sequence[bytes],
+    *,
+    code: Code,
+    message: str,
+    now_ns: int,
 ) -> done.Done:
-    """The terminal event of a request that goes to no (further) worker; ``streamed``: packed u32 per choice."""
+    """The terminal event of a request that goes to no (further) worker.
+
+    Args:
+        raw: the request as it was stored.
+        streamed: packed u32 per choice.
+    """
     return done.Done(
         request=request.id,
         model=request.model,
@@ -31,11 +43,20 @@ def refused(
         code=code.value,
         message=message,
         user=request.user,
+        submitted=raw,
+        left_out=("logprobs",) if request.sampling.logprobs is not None and any(streamed) else (),
     )
 
 
 def completed(
-    request: GenerateRequest, attempt: int, worker: str, progress: Sequence[Progress], now_ns: int
+    request: GenerateRequest,
+    raw: bytes,
+    attempt: int,
+    worker: str,
+    *,
+    progress: Sequence[Progress],
+    scores: Sequence[Logprob],
+    now_ns: int,
 ) -> done.Done:
     """The terminal event that a worker had no time for: all its choices had ended in the token log."""
     finishes = [part.finish or Finish("") for part in progress]
@@ -46,7 +67,7 @@ def completed(
         attempt=attempt,
         worker=worker,
         choices=tuple(
-            done.Outcome(part.tokens, finish.reason, finish.stop, finish.files)
+            done.Outcome(part.tokens, finish.reason, finish.stop, finish.files, part.logprobs)
             for part, finish in zip(progress, finishes, strict=True)
         ),
         usage=done.Usage(
@@ -58,6 +79,8 @@ def completed(
         code=failed.code,
         message=failed.message,
         user=request.user,
+        submitted=raw,
+        scores=tuple(scores),
     )
 
 

@@ -5,6 +5,7 @@ from typing import Literal
 
 import msgspec
 
+from configs.revisions import reads
 from router.fleet import DIFFUSION, ENCODE, Member, serves
 from schemas.errors import Code
 from schemas.fleet import Registration, State
@@ -29,6 +30,8 @@ class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
     medium: bytes = b""  # digest of its first medium; empty: it has none
     picture: str = ""  # "image" or "video", if it asks for one; else for tokens
     processors: frozenset[str] = frozenset()  # logits processors that it names
+    revision: str | None = None  # of the model, that must answer it; None: any
+    tokenizer: str = ""  # digest of the one that made the prompt
 
     def names(self, registration: Registration) -> bool:
         """Whether the request asks for this very worker."""
@@ -49,7 +52,7 @@ class Weights(msgspec.Struct, frozen=True):
 
 
 # Why a worker was not scored. First what may pass: then waiting helps, whatever is wrong with the other workers.
-_PASSING = ("full", "prefill_full", "draining", "no_encoder")
+_PASSING = ("full", "prefill_full", "draining", "other_revision", "other_tokenizer", "no_encoder")
 _HOPELESS = {
     "other_kind": (Code.invalid_request, "the worker that it names makes something else"),
     "no_transfer": (Code.unsupported, "nobody can be handed what encode workers make of images"),
@@ -85,6 +88,10 @@ def excluded(ask: Ask, member: Member, need: Need | None = None) -> str:
         return "other_model"
     if ask.worker and not ask.names(registration):
         return "not_asked_for"
+    if ask.revision is not None and ask.revision != registration.revision:
+        return "other_revision"
+    if not reads(registration, ask.tokenizer):
+        return "other_tokenizer"
     if ask.picture or registration.role == DIFFUSION:
         return _excluded_from_pictures(ask, member)
     if registration.role == ENCODE:

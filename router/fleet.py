@@ -10,16 +10,18 @@ they all will have to take it; each message to a later stage moves it on. Which 
 told by the number of stages left, not by the order in which they are heard.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
 
+from configs.revisions import Revisions, revisions
 from router.holders import Place
 from schemas.blocks import DEFAULT_BLOCK_SIZE
 from schemas.fleet import Registration, State
 from schemas.jobs import Stage
 
+MODELS_REMEMBERED = 256  # names that requests may ask for, of which their workers are known
 CLOSED_REMEMBERED = 65_536  # ended requests remembered, so that a late WORK echo does not revive them
 PREFILL_TOKENS_PER_S = 20_000.0
 ENCODE = "encode"  # the role that computes no part of a prompt
@@ -117,6 +119,16 @@ class FleetState(msgspec.Struct, frozen=True, omit_defaults=True):
     backlogs: tuple[tuple[str, int, float, int], ...] = ()  # worker, rank, tokens, at_ns
 
 
+def merge(parts: Iterable[FleetState]) -> FleetState:
+    """What ``Fleet.parts`` gave, in one."""
+    found = list(parts)
+    return FleetState(
+        tuple(entry for part in found for entry in part.unfinished),
+        tuple(entry for part in found for entry in part.closed),
+        tuple(entry for part in found for entry in part.backlogs),
+    )
+
+
 class _Work:
     """Sums over the unfinished requests of one place, and its prefill backlog as a leaky bucket."""
 
@@ -149,9 +161,12 @@ class Fleet:
     def __init__(self, prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S) -> None:
         self._rate = prefill_tokens_per_s
         self._registrations: dict[str, Registration] = {}
+        self._serving: dict[str, list[Registration]] = {}  # by model, in the order of their names; made when asked for
+        self._revisions: dict[tuple[str, str], Revisions] = {}  # by model and tokenizer; made when asked for
         self._requests: dict[str, Unfinished] = {}
         self._shares: dict[str, list[Share]] = {}  # of what is in ``_requests``
         self._work: dict[Place, _Work] = {}
+        self._unlooked: list[str] = []  # requests that ``expire`` comes to in this round
         self._closed: dict[str, int] = {}  # request -> highest attempt that has ended, oldest first
 
     # Workers
@@ -160,6 +175,7 @@ class Fleet:
         """A worker registered or renewed; True: it was not known (or its cache was made anew)."""
         old = self._registrations.get(registration.worker)
         self._registrations[registration.worker] = registration
+        self._workers_changed()
         return old is None or old.epoch != registration.epoch
 
     def lost(self, worker: str) -> list[Unfinished]:
@@ -169,24 +185,52 @@ class Fleet:
         attempt is admitted, they end, or they expire.
         """
         self._registrations.pop(worker, None)
+        self._workers_changed()
         return self.unfinished_of(worker)
 
     def worker(self, worker: str) -> Registration | None:
         return self._registrations.get(worker)
 
+    @property
+    def size(self) -> int:
+        """Registered workers."""
+        return len(self._registrations)
+
     def workers(self) -> list[Registration]:
         return list(self._registrations.values())
 
-    def members(self, now_ns: int, model: str | None = None) -> list[Member]:
-        """Every (worker, rank) with its load, in a fixed order; only those that serve ``model`` if given."""
+    def members(self, now_ns: int, model: str) -> list[Member]:
+        """Every (worker, rank) of a model with its load, in a fixed order."""
         found = []
-        for name in sorted(self._registrations):
-            registration = self._registrations[name]
-            if model is None or serves(registration, model):
-                for rank in range(registration.dp_size):
-                    place = (name, rank)
-                    found.append(Member(place, registration, self.load(place, now_ns)))
+        for registration in self.serving(model):
+            for rank in range(registration.dp_size):
+                place = (registration.worker, rank)
+                found.append(Member(place, registration, self.load(place, now_ns)))
         return found
+
+    def serving(self, model: str) -> list[Registration]:
+        """The workers of a model, by any of its names."""
+        known = self._serving.get(model)
+        if known is None:
+            names = sorted(self._registrations)
+            known = [r for name in names if serves(r := self._registrations[name], model)]
+            if len(self._serving) >= MODELS_REMEMBERED:
+                self._serving.clear()
+            self._serving[model] = known
+        return known
+
+    def revisions(self, model: str, tokenizer: str) -> Revisions:
+        """Which revision answers prompts of this tokenizer."""
+        known = self._revisions.get((model, tokenizer))
+        if known is None:
+            if len(self._revisions) >= MODELS_REMEMBERED:
+                self._revisions.clear()
+            known = self._revisions[model, tokenizer] = revisions(self.serving(model), tokenizer)
+        return known
+
+    def _workers_changed(self) -> None:
+        self._serving.clear()
+        self._revisions.clear()
 
     def load(self, place: Place, now_ns: int) -> Load:
         work = self._work.get(place)
@@ -201,6 +245,10 @@ class Fleet:
             return 0
         work = self._work.get((worker, rank))
         return max(0, registration.slots + registration.queue - (work.sequences if work else 0))
+
+    def any_room(self) -> bool:
+        """Whether any place takes another sequence."""
+        return any(self.room(name, rank) for name, r in self._registrations.items() for rank in range(r.dp_size))
 
     def total_room(self, model: str) -> int:
         """Sequences that all places of a model take together."""
@@ -283,6 +331,15 @@ class Fleet:
         self._add(entry, now_ns)
         return True
 
+    def kept(self, request: str, attempt: int, seq: int) -> bool:
+        """The job of a request was stored anew at ``seq``; False: that request is not known."""
+        old = self._requests.get(request)
+        if old is None:
+            return self._closed.get(request, -1) >= attempt
+        if old.attempt == attempt and seq > old.seq:
+            self._replace(msgspec.structs.replace(old, seq=seq))
+        return True
+
     def finished(self, request: str) -> Unfinished | None:
         """The terminal event: whatever attempt ran is over, and none begins any more."""
         self._close(request, _FOR_EVER)
@@ -325,9 +382,17 @@ class Fleet:
         """Requests that have a worker before them that is not registered: this attempt cannot come to an end."""
         return self._at(place for place in self._work if place[0] not in self._registrations)
 
-    def expire(self, now_ns: int, margin_ns: int = 0) -> list[Unfinished]:
-        """Drop and return requests whose deadline passed ``margin_ns`` ago: their end was missed."""
-        late = [entry for entry in self._requests.values() if entry.deadline_ns + margin_ns <= now_ns]
+    def expire(self, now_ns: int, margin_ns: int = 0, limit: int = 1 << 60) -> list[Unfinished]:
+        """Drop and return requests whose deadline passed ``margin_ns`` ago: their end was missed.
+
+        Looks at ``limit`` requests, where it stopped the last time.
+        """
+        if not self._unlooked:
+            self._unlooked = list(self._requests)
+        part = self._unlooked[-limit:]
+        del self._unlooked[-limit:]
+        entries = [entry for name in part if (entry := self._requests.get(name)) is not None]
+        late = [entry for entry in entries if entry.deadline_ns + margin_ns <= now_ns]
         for entry in late:
             self._close(entry.request, entry.attempt)
             self._drop(entry)
@@ -335,10 +400,22 @@ class Fleet:
 
     # Restart
 
-    def state(self) -> FleetState:
-        """The folded load, to be stored together with the positions in WORK and DONE that it stands at."""
-        backlogs = tuple((*place, work.backlog, work.at_ns) for place, work in sorted(self._work.items()))
-        return FleetState(tuple(self._requests.values()), tuple(self._closed.items()), backlogs)
+    def parts(self, size: int = 1000) -> Iterator[FleetState]:
+        """The folded load, to be stored with the positions in WORK and DONE that were reached before the first part.
+
+        The fold may go on between two parts: what is read again from those positions on changes nothing that is known.
+        """
+        requests = list(self._requests)
+        for start in range(0, len(requests), size):
+            entries = map(self._requests.get, requests[start : start + size])
+            yield FleetState(unfinished=tuple(entry for entry in entries if entry is not None))
+        yield FleetState(
+            backlogs=tuple((*place, work.backlog, work.at_ns) for place, work in sorted(self._work.items()))
+        )
+        closed = list(self._closed)
+        for start in range(0, len(closed), size):
+            attempts = ((request, self._closed.get(request)) for request in closed[start : start + size])
+            yield FleetState(closed=tuple((name, attempt) for name, attempt in attempts if attempt is not None))
 
     @classmethod
     def restore(
@@ -347,7 +424,7 @@ class Fleet:
         registrations: Iterable[Registration] = (),
         prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S,
     ) -> "Fleet":
-        """Inverse of ``state``."""
+        """Inverse of ``parts``."""
         fleet = cls(prefill_tokens_per_s)
         for registration in registrations:
             fleet.put(registration)

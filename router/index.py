@@ -5,16 +5,18 @@ the one that keeps the longest history; the other groups and tiers are counted i
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 from blake3 import blake3
 
 from router.holders import Holders, Holding, Place, keys_view
-from schemas.blocks import key_of
+from schemas.blocks import DIGEST_BYTES, key_of
 from schemas.kv import Cleared, KvBatch, KvDump, KvEvent, Stored
 
 PENDING_BATCHES = 1024  # kept per worker while its dump is awaited
+STEP_BYTES = 2048 * DIGEST_BYTES  # of a dump at once: 1 ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +78,26 @@ class PrefixIndex:
             return False
         feed.seq = batch.seq
         for event in batch.events:
-            self._fold(feed, event)
+            feed.holding = self._fold(feed.holding, event)
         return True
 
     def load_dump(self, pages: Sequence[KvDump]) -> bool:
+        """``loading`` in one go; returns what that returns."""
+        loading = self.loading(pages)
+        try:
+            while True:
+                next(loading)
+        except StopIteration as end:
+            return bool(end.value)
+
+    def loading(self, pages: Sequence[KvDump]) -> Generator[None, None, bool]:
         """Replace what is known of a place by its dump (all pages, in order), then replay what came meanwhile.
 
-        A dump older than what is already known in full changes nothing.
+        In steps, between which anything else may be called. A dump older than what is already known in full changes
+        nothing.
 
         Returns: False: a dump is still needed, since the pages do not belong together, the place has a newer
-            epoch, or batches between dump and pending ones are missing.
+            epoch or was forgotten, or batches between dump and pending ones are missing.
         """
         if not pages:
             return False
@@ -93,16 +105,24 @@ class PrefixIndex:
         if any((p.worker, p.rank, p.epoch, p.seq) != (head.worker, head.rank, head.epoch, head.seq) for p in pages):
             return False
         place = (head.worker, head.rank)
-        feed = self._feeds.get(place)
-        if feed is not None and head.epoch < feed.epoch:
-            return feed.holding is not None
-        if feed is not None and feed.holding is not None and (head.epoch, head.seq) < (feed.epoch, feed.seq):
+        known = self._feeds.get(place)
+        if known is not None and head.epoch < known.epoch:
+            return known.holding is not None
+        if known is not None and known.holding is not None and (head.epoch, head.seq) < (known.epoch, known.seq):
             return True
-        pending = list(feed.pending) if feed is not None else []
-        feed = self._feeds[place] = _Feed(head.epoch, head.seq, self._holders.open(place))
+        feed = self._feeds[place] = _Feed(head.epoch, head.seq, None)
+        if known is not None:
+            feed.pending.extend(known.pending)
+        holding = self._holders.open(place)
         for page in pages:
             for event in page.events:
-                self._fold(feed, event)
+                for part in _parts(event):
+                    holding = self._fold(holding, part)
+                    yield
+                    if self._feeds.get(place) is not feed:
+                        return False
+        feed.holding, pending = holding, list(feed.pending)
+        feed.pending.clear()
         whole = True
         for batch in pending:
             whole = self.apply(batch)
@@ -129,6 +149,11 @@ class PrefixIndex:
     def awaiting_dump(self) -> list[Place]:
         """Places whose events have a gap."""
         return sorted(place for place, feed in self._feeds.items() if feed.holding is None)
+
+    @property
+    def blocks(self) -> int:
+        """Distinct blocks."""
+        return len(self._holders)
 
     def held(self, place: Place) -> int:
         """Blocks that ``place`` is known to hold."""
@@ -163,14 +188,26 @@ class PrefixIndex:
         feed = self._feeds[place] = _Feed(epoch, -1, self._holders.open(place))
         return feed
 
-    def _fold(self, feed: _Feed, event: KvEvent) -> None:
-        assert feed.holding is not None
+    def _fold(self, holding: Holding, event: KvEvent) -> Holding:
         if isinstance(event, Cleared):
-            feed.holding = self._holders.open(feed.holding.place)
-        elif event.tier or event.group:
-            self._ignored += len(event.digests) // 16
+            return self._holders.open(holding.place)
+        if event.tier or event.group:
+            self._ignored += len(event.digests) // DIGEST_BYTES
         elif isinstance(event, Stored):
             parent = None if event.parent is None else key_of(event.parent)
-            self._holders.store(feed.holding, keys_view(event.digests), parent)
+            self._holders.store(holding, keys_view(event.digests), parent)
         else:
-            self._holders.remove(feed.holding, keys_view(event.digests))
+            self._holders.remove(holding, keys_view(event.digests))
+        return holding
+
+
+def _parts(event: KvEvent) -> Iterator[KvEvent]:
+    """A chain of a dump as several, so that none takes long."""
+    if not isinstance(event, Stored) or len(event.digests) <= STEP_BYTES:
+        yield event
+        return
+    parent = event.parent
+    for start in range(0, len(event.digests), STEP_BYTES):
+        part = event.digests[start : start + STEP_BYTES]
+        yield msgspec.structs.replace(event, digests=part, parent=parent)
+        parent = part[-DIGEST_BYTES:]

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import signal
 
 import structlog
 from faststream import FastStream
@@ -10,9 +9,11 @@ from faststream.nats import NatsMessage
 from prometheus_client import CollectorRegistry, start_http_server
 
 from configs import logs
+from configs.bus import looplag
 from configs.bus.connection import connect
 from configs.bus.publish import Publisher
 from configs.bus.shell import OwnConnection, raw
+from configs.bus.tasks import Stop
 from configs.settings import RouterSettings
 from router.metrics import Metrics
 from router.service import Router
@@ -21,8 +22,8 @@ from schemas.errors import ServingError
 
 log = structlog.get_logger("router")
 
-EXIT_OK = 0
 EXIT_START = 69  # EX_UNAVAILABLE: the broker or its streams are not there (yet)
+END_S = 6.0  # after it was asked to: then the process ends, whatever it waits for; ends on their way have 3 s of it
 
 
 def run(settings: RouterSettings) -> int:
@@ -39,21 +40,22 @@ def run(settings: RouterSettings) -> int:
 
 
 async def _serve(settings: RouterSettings) -> int:
-    stop = asyncio.Event()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    stop = Stop(bound_s=END_S)
+    stop.on_signals()
     bus = await connect(
         settings.nats_url,
         role="router",
         name=f"router:{settings.name}",
         namespace=settings.namespace,
         skip_subject_validation=True,
+        on_fatal=stop.failed,
     )
     publisher = Publisher(bus)
     registry = CollectorRegistry()
     metrics = Metrics(registry)
     loop = asyncio.get_running_loop()
     metrics.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
+    bus.tasks.spawn(looplag.gauge(registry, "router").watch(), name="loop-lag")
     router = Router(bus, publisher, settings, metrics)
     broker = OwnConnection(bus)
 
@@ -67,6 +69,7 @@ async def _serve(settings: RouterSettings) -> int:
         await publisher.open()
         await app.start()
         await router.open()
+        looplag.freeze_loaded()
         if settings.metrics_port:
             start_http_server(settings.metrics_port, settings.metrics_host, registry=registry)
         await stop.wait()
@@ -77,4 +80,4 @@ async def _serve(settings: RouterSettings) -> int:
     finally:
         await publisher.close()
         await bus.close()
-    return EXIT_OK
+    return stop.status

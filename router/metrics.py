@@ -16,6 +16,9 @@ class Metrics:
             "penstock_router_wait_seconds", "arrival to decision", buckets=WAIT_BUCKETS, registry=registry
         )
         self.ended = Counter("penstock_router_ended", "requests ended by the router", ["code"], registry=registry)
+        self.repinned = Counter(
+            "penstock_router_repinned", "requests moved to another revision before their first token", registry=registry
+        )
         self.lost = Counter("penstock_router_workers_lost", "workers declared dead", registry=registry)
         self.waiting = Gauge("penstock_router_waiting_requests", "requests without a worker", registry=registry)
         self.workers = Gauge("penstock_router_workers", "registered workers", registry=registry)

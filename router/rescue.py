@@ -9,18 +9,16 @@ import time
 
 import msgspec
 import structlog
-from nats.errors import Error as NatsError
-from nats.js.errors import NotFoundError
 
 from configs.bus.connection import Bus
 from configs.bus.publish import Publisher
-from configs.bus.read import read
-from configs.fold import Progress, replay, scored
+from configs.bus.read import get, read
+from configs.fold import Progress, replay, scores
 from schemas import jobs, requests, tokens, wire
 from schemas.errors import Code, ServingError
 from schemas.requests import GenerateRequest
 from schemas.subjects import HEADER_MSG_ID
-from schemas.tokens import WHOLE_REQUEST, TokenBatch, TokenItem
+from schemas.tokens import WHOLE_REQUEST, Logprob, TokenBatch, TokenItem
 
 log = structlog.get_logger("router")
 
@@ -38,7 +36,8 @@ class Orphan(msgspec.Struct):
     raw: bytes = b""
     request: GenerateRequest | None = None
     progress: list[Progress] = []
-    scored: int = 0  # as of ``Job``
+    revision: str = ""  # of the model, that it ran in
+    scores: tuple[Logprob, ...] = ()  # of the prompt's tokens 1 .., as far as they were streamed
 
 
 async def recover(bus: Bus, publisher: Publisher, router: str, orphans: list[Orphan]) -> list[Orphan]:
@@ -65,21 +64,21 @@ async def _load_job(bus: Bus, orphan: Orphan) -> bool:
         return False
     stream = bus.subjects.stream("WORK")
     try:
-        message = await bus.js.get_msg(stream, orphan.work_seq, direct=True)
-        work = jobs.decode(message.data or b"")
-        named = (message.headers or {}).get(HEADER_MSG_ID, "").split(":")[:2]
+        entry = await get(bus, stream, orphan.work_seq)
+        if entry is None:
+            log.error("job_not_found", request=orphan.request_id, seq=orphan.work_seq)
+            return False
+        work = jobs.decode(entry.data)
+        named = entry.headers.get(HEADER_MSG_ID, "").split(":")[:2]
         if named == [orphan.request_id, str(orphan.attempt)] and not isinstance(work, jobs.Revoke):
             job = work if isinstance(work, jobs.Job) else jobs.decode_job(bytes(work.job))
             orphan.raw = bytes(job.request)
+            orphan.revision = job.decision.revision
             orphan.request = requests.decode(orphan.raw)
             return True
         log.error("job_not_found", request=orphan.request_id, seq=orphan.work_seq)
-    except NotFoundError:
-        log.error("job_not_found", request=orphan.request_id, seq=orphan.work_seq)
     except msgspec.MsgspecError as error:  # of a newer version, perhaps; the others must not wait for it
         log.error("job_unreadable", request=orphan.request_id, seq=orphan.work_seq, error=str(error))
-    except (NatsError, TimeoutError) as error:
-        raise ServingError(Code.broker_unavailable, f"stream {stream} did not answer ({error!r})") from None
     return False
 
 
@@ -115,7 +114,7 @@ async def _read_progress(bus: Bus, gateway: str, group: list[Orphan], until_seq:
             raise ServingError(Code.broker_unavailable, f"the fence of {orphan.request_id} cannot be read back yet")
         orphan.progress = replay(found, orphan.request.n)
         if orphan.request.sampling.prompt_logprobs is not None:
-            orphan.scored = scored(found)
+            orphan.scores = scores(found)
 
 
 __all__ = ["Orphan", "recover"]

@@ -11,23 +11,27 @@ import heapq
 import random
 import secrets
 import time
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import msgspec
 import structlog
+from nats.errors import Error as NatsError
 
 from configs.bus.connection import Bus
+from configs.bus.looplag import Turns
 from configs.bus.publish import Ack, Publisher
 from configs.bus.pull import ACK, IN_PROGRESS, NAK, TERM, Puller
 from configs.settings import RouterSettings
 from router import ends
 from router.fleet import ENCODE, Unfinished
 from router.holders import keys_view
+from router.keeping import Keeping
 from router.metrics import Metrics
 from router.policy import Ask, Choice, Weights, choose, explained
 from router.rescue import Orphan, recover
+from router.stragglers import Stragglers
 from router.view import View
 from router.waiting import Waiting as Entry
 from router.waiting import WaitingRoom
@@ -35,19 +39,23 @@ from schemas import done, jobs, requests, wire
 from schemas.errors import Code, ServingError
 from schemas.jobs import Decision, Job
 from schemas.requests import GenerateRequest, Priority
+from schemas.streams import ROUTER_ACK_WAIT_S
 from schemas.subjects import HEADER_LOAD
-from schemas.tokens import Finish, TokenBatch
+from schemas.tokens import Finish, Logprob, TokenBatch, carried
 
 log = structlog.get_logger("router")
 
-RENEW_S = 3.0  # the consumers' ack_wait is 10 s
+RENEW_S = ROUTER_ACK_WAIT_S / 3
 SWEEP_S = 0.1
 ORPHANS_S = 1.0
 SNAPSHOT_S = 10.0
+KEEP_S = 1.0  # between two looks at how full WORK is
 TERMINAL_S = 600.0
 REMEMBERED = 50_000
 UNKNOWN_S = 30.0  # a return is kept so long for a job that is not known (yet)
 NO_LIMIT = 1 << 30
+CLOSE_S = 3.0
+PARKED_NS = 2_000_000_000
 
 
 class Waiting(msgspec.Struct, eq=False):
@@ -64,6 +72,20 @@ class Waiting(msgspec.Struct, eq=False):
     reason: str = "new"
     renewed: float = 0.0
     scored: int = 0  # as of ``Job``
+    revision: str = ""  # that its earlier attempts ran in
+    logprobs: tuple[tuple[Logprob, ...], ...] = ()  # as of ``Job``
+    scores: tuple[Logprob, ...] = ()
+    share: str = ""  # of its class's room, that it is counted in
+    missing_since: float = 0.0  # when it was first seen that no worker of its revision is left; 0: one is there
+
+    @property
+    def begun(self) -> bool:
+        """The client has tokens of ``revision``, and another's cannot follow them. Pictures begin anew."""
+        return self.request.diffusion is None and (self.scored > 0 or any(self.resume) or bool(self.finished))
+
+    @property
+    def pin(self) -> str:
+        return self.revision or self.request.revision
 
     @property
     def resumed_tokens(self) -> int:
@@ -99,13 +121,17 @@ class Router:
         )
         self._room: WaitingRoom[Waiting] = WaitingRoom(NO_LIMIT)  # what enters from the log is limited by class
         self._held = dict.fromkeys(Priority, 0)
+        self._shares: Counter[tuple[Priority, str]] = Counter()  # of what is held, by ``Waiting.share``
         self._pullers: list[Puller] = []
+        self._keeping = Keeping(bus, publisher)
+        self._stragglers = Stragglers(bus, publisher)
+        self._parked: dict[str, str] = {}  # requests that were sent away for a while, with where to acknowledge them
         self._cancels: OrderedDict[str, str] = OrderedDict()
         self._given_back: OrderedDict[str, tuple[int, str, float]] = OrderedDict()  # request -> attempt, reason, when
         self._rescuing: set[tuple[str, int]] = set()
         self._ending: set[str] = set()
-        self._tasks: set[asyncio.Future[Any]] = set()
-        self._upkeep: list[asyncio.Task[None]] = []
+        self.tasks = bus.tasks.group("router")
+        self._turns = Turns()
         self._pump_due = False
         self._started = time.monotonic()
 
@@ -117,11 +143,10 @@ class Router:
             ServingError: a stream or the workers bucket cannot be read.
         """
         await self.view.start()
-        self._upkeep = [
-            asyncio.create_task(self._sweep(), name="router-sweep"),
-            asyncio.create_task(self._watch_orphans(), name="router-orphans"),
-            asyncio.create_task(self._save(), name="router-snapshots"),
-        ]
+        self.tasks.spawn(self._sweep(), name="sweep")
+        self.tasks.spawn(self._watch_orphans(), name="orphans")
+        self.tasks.spawn(self._save(), name="snapshots")
+        self.tasks.spawn(self._keep(), name="keeping")
         stream = self._bus.subjects.stream("REQUESTS")
         for priority in Priority:
             space = functools.partial(self._space, priority)
@@ -133,15 +158,18 @@ class Router:
     async def close(self) -> None:
         for puller in self._pullers:
             await puller.drain()  # or what is given back below would come here again
-        for task in self._upkeep:
-            task.cancel()
-        await asyncio.gather(*self._upkeep, return_exceptions=True)
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=3.0)
+        await self._finish_ends(CLOSE_S)
+        await self.tasks.aclose()
         for entry in self._room:
             if entry.item.reply and self._bus.connected:
                 await self._bus.nc.publish(entry.item.reply, NAK)
         await self.view.stop()
+
+    async def _finish_ends(self, seconds: float) -> None:
+        """Until the ends that are on their way are stored, or so long."""
+        deadline = time.monotonic() + seconds
+        while self._ending and time.monotonic() < deadline:  # noqa: ASYNC110 - rare, and bounded
+            await asyncio.sleep(SWEEP_S)
 
     # --- requests in ---
 
@@ -163,34 +191,58 @@ class Router:
         if request.id in self._room:  # delivered again
             return
         await self._place(Waiting(request, message.data, message.reply, time.time_ns()))
+        await self._turns.give()
 
     def _space(self, priority: Priority) -> int:
         """How many more requests of a class may be taken from the log."""
-        return max(0, self._settings.waiting_room - self._held[priority])
+        return max(0, self._settings.waiting_room - self._held[priority]) if not self._keeping.full else 0
 
     def _wait(self, waiting: Waiting) -> None:
         request = waiting.request
+        if waiting.reply and self._crowded(waiting):
+            delay_ns = min(PARKED_NS, max(1, request.deadline_ns - time.time_ns()))
+            self._say(waiting.reply, NAK + b' {"delay": %d}' % delay_ns)
+            self._parked[request.id] = waiting.reply
+            return
         entered = self._room.push(
             request.id,
             waiting,
             rank=request.priority.rank,
             arrived_ns=request.created_ns,
             deadline_ns=request.deadline_ns,
-            lane=self._lane(request),
+            lane=self._lane(request, waiting.pin),
         )
         if entered:
             self._held[request.priority] += 1
+            self._shares[request.priority, waiting.share] += 1
 
-    def _lane(self, request: GenerateRequest) -> str:
+    def _crowded(self, waiting: Waiting) -> bool:
+        """Whether requests of its model would take the room from those of others; then it comes again in a while.
+
+        Models without a worker may have a quarter of a class's room together, each other model half of it.
+        """
+        request, fleet = waiting.request, self.view.fleet
+        mine = fleet.serving(request.model)
+        if len(mine) == fleet.size:  # there is no other model
+            return False
+        waiting.share = request.model if mine else ""
+        limit = self._settings.waiting_room // (2 if mine else 4)
+        return self._shares[request.priority, waiting.share] >= max(1, limit)
+
+    def _lane(self, request: GenerateRequest, pin: str) -> str:
         """Requests that wait for the same workers: others must not wait behind them."""
         long = len(request.prompt) // 4 > self._settings.local_prefill_tokens
         kind = "media" if request.media else "long" if long else "short"
         kind = request.diffusion.kind if request.diffusion is not None else kind
-        return " ".join([request.model, request.worker, kind, *sorted(_processors(request))])
+        parts = (request.model, request.worker, kind, pin, request.tokenizer, *sorted(_processors(request)))
+        return " ".join(parts)
 
     def _left(self, entry: Entry[Waiting]) -> Waiting:
-        self._held[entry.item.request.priority] -= 1
-        return entry.item
+        waiting = entry.item
+        priority = waiting.request.priority
+        self._held[priority] -= 1
+        self._shares[priority, waiting.share] -= 1
+        return waiting
 
     def _overtaken(self, waiting: Waiting) -> bool:
         """Whether another replica, that was given the same request, has placed it or seen it end."""
@@ -199,11 +251,27 @@ class Router:
         if not placed and not self.view.fleet.ended(waiting.request.id):
             return False
         if waiting.reply:
-            self._spawn(self._bus.nc.publish(waiting.reply, ACK))
+            self._say(waiting.reply, ACK)
         return True
 
     async def _place(self, waiting: Waiting) -> bool:
-        """Give a request to a worker, or end it; False: it has to wait."""
+        """Give a request to a worker, or end it; False: it has to wait. Whatever fails, fails for this one only."""
+        request = waiting.request
+        try:
+            return await self._try_place(waiting)
+        except (NatsError, OSError, TimeoutError) as error:  # the link broke just now
+            log.warning("placement_postponed", request=request.id, error=repr(error))
+            self.view.fleet.withdraw(request.id, waiting.attempt)
+            self._wait(waiting)
+            return False
+        except Exception as error:
+            log.exception("placement_failed", request=request.id)
+            self.view.fleet.withdraw(request.id, waiting.attempt)
+            what = f"the router could not place it ({type(error).__name__}); its log has the details"
+            self._end(waiting, Code.internal, what)
+            return True
+
+    async def _try_place(self, waiting: Waiting) -> bool:
         request = waiting.request
         now_ns = time.time_ns()
         if self._overtaken(waiting):
@@ -239,6 +307,8 @@ class Router:
             medium=request.media[0].digest if request.media else b"",
             picture=request.diffusion.kind if request.diffusion is not None else "",
             processors=_processors(request),
+            revision=self._revision_for(waiting),
+            tokenizer=request.tokenizer,
         )
         self._turn += 1
         return choose(
@@ -249,6 +319,42 @@ class Router:
             self._weights,
             self._rng,
             self._turn,
+        )
+
+    def _revision_for(self, waiting: Waiting) -> str | None:
+        """The revision that has to run it; None: whichever has the worker that it names."""
+        request, pin = waiting.request, waiting.pin
+        if waiting.begun and pin:
+            return pin
+        if request.worker:
+            return None
+        known = self.view.fleet.revisions(request.model, request.tokenizer)
+        if pin and (pin in known.present or known.serving is None):
+            return pin
+        if pin:
+            log.info("request_moved_to_revision", request=request.id, before=pin, revision=known.serving)
+            self._metrics.repinned.inc()
+            waiting.revision = known.serving or ""
+        return known.serving
+
+    def _stranded(self, waiting: Waiting, now: float) -> bool:
+        """Whether a request that has begun has waited long enough for a worker of its revision."""
+        request, pin = waiting.request, waiting.pin
+        if not waiting.begun or not pin or pin in self.view.fleet.revisions(request.model, request.tokenizer).present:
+            waiting.missing_since = 0.0
+            return False
+        if not waiting.missing_since:
+            waiting.missing_since = now
+        return now - waiting.missing_since >= self._settings.revision_wait_s
+
+    def _end_stranded(self, waiting: Waiting) -> None:
+        tokens, wait_s = waiting.resumed_tokens, self._settings.revision_wait_s
+        self._end(
+            waiting,
+            Code.revision_unavailable,
+            f"its first {tokens} tokens came from revision {waiting.pin} of {waiting.request.model!r}, whose last "
+            f"worker is gone, and none came back within {wait_s:g} s (--revision-wait-s); another revision would go "
+            "on in other words: send the request again",
         )
 
     async def _dispatch(self, waiting: Waiting, choice: Choice, keys: Sequence[int], now_ns: int) -> None:
@@ -274,6 +380,7 @@ class Router:
             reason=waiting.reason,
             route=route if len(route) > 1 else (),
             how=choice.how,
+            revision=computing.revision,
         )
         job = Job(
             request=msgspec.Raw(waiting.raw),
@@ -284,6 +391,8 @@ class Router:
             endings=waiting.endings,
             route=route[1:],
             scored=waiting.scored,
+            logprobs=waiting.logprobs,
+            scores=waiting.scores,
         )
         self.view.placed(request, attempt, route, cached, keys, now_ns)
         load = jobs.load_header(
@@ -316,7 +425,7 @@ class Router:
             error = future.exception()
             if error is None:  # if another router was first, with another worker perhaps, the log will say so
                 if waiting.reply:
-                    self._spawn(self._bus.nc.publish(waiting.reply, ACK))
+                    self._say(waiting.reply, ACK)
                 return
             log.warning("job_not_stored", request=request.id, error=str(error))
             self.view.fleet.withdraw(request.id, attempt)
@@ -328,41 +437,46 @@ class Router:
         """Room may have come free: look once per loop turn, not once per event."""
         if not self._pump_due and len(self._room):
             self._pump_due = True
-            self._spawn(self._pump())
+            self.tasks.spawn(self._pump(), name="pump")
 
     async def _pump(self) -> None:
         """Place who waits: who is next of all lanes first, and in each lane until one finds no room."""
         self._pump_due = False
         lanes = self._room.lanes if self.view.any_room() else []
-        heads = [entry for lane in lanes if (entry := self._room.peek(lane)) is not None]
+        heads = [(turn, lane) for lane in lanes if (turn := self._room.turn(lane)) is not None]
         heapq.heapify(heads)
         while heads:
-            lane = heapq.heappop(heads).lane
+            _, lane = heapq.heappop(heads)
             entry = self._room.pop_best(lane)
             if entry is not None and await self._place(self._left(entry)):
-                following = self._room.peek(lane)
+                following = self._room.turn(lane)
                 if following is not None:
-                    heapq.heappush(heads, following)
+                    heapq.heappush(heads, (following, lane))
+            await self._turns.give()
         for puller in self._pullers:
             await puller.top_up()
 
     # --- ends that the router decides ---
 
     def _end(self, waiting: Waiting, code: Code, message: str) -> None:
+        if waiting.request.id in self._ending:
+            return
         self._ending.add(waiting.request.id)
-        self._spawn(self._tell_end(waiting, code, message))
+        self._spawn(self._tell_end(waiting, code, message), f"end-{waiting.request.id}")
 
     async def _tell_end(self, waiting: Waiting, code: Code, message: str) -> None:
         """Terminal token item, terminal event, acknowledgement: in this order, each stored before the next."""
         request, attempt = waiting.request, waiting.attempt
         batch = TokenBatch(self.id, 0, 0, (ends.last_item(request, attempt, code, message),))
-        event = ends.refused(request, attempt, waiting.resume, code, message, time.time_ns())
+        event = ends.refused(
+            request, waiting.raw, attempt, waiting.resume, code=code, message=message, now_ns=time.time_ns()
+        )
         subjects = self._bus.subjects
         try:
             await self._publisher.publish(
                 subjects.tokens(request.gateway), wire.encode(batch), f"{request.id}:{attempt}:end", timeout=TERMINAL_S
             )
-            await self._tell_done(event)
+            await self._tell_done(request, event)
             if waiting.reply:
                 await self._bus.nc.publish(waiting.reply, ACK)
         finally:
@@ -371,9 +485,28 @@ class Router:
         self._metrics.ended.labels(code.value).inc()
         log.info("request_ended_by_router", request=request.id, code=code.value)
 
-    async def _tell_done(self, event: done.Done) -> None:
+    async def _tell_done(self, request: GenerateRequest, event: done.Done) -> None:
         payload = done.encode_within(event, self._bus.max_message)
-        await self._publisher.publish(self._bus.subjects.done(event.model), payload, event.request, timeout=TERMINAL_S)
+        subject = self._bus.subjects.done(request.tenant, request.model, request.id)
+        await self._publisher.publish(subject, payload, request.id, timeout=TERMINAL_S, once=True)
+
+    async def _complete(self, orphan: Orphan) -> None:
+        """Nothing but the terminal event is missing."""
+        request = orphan.request
+        assert request is not None
+        try:
+            event = ends.completed(
+                request,
+                orphan.raw,
+                orphan.attempt,
+                orphan.worker,
+                progress=orphan.progress,
+                scores=orphan.scores,
+                now_ns=time.time_ns(),
+            )
+            await self._tell_done(request, event)
+        finally:
+            self._ending.discard(request.id)
 
     async def on_cancel(self, request_id: str, reason: str) -> None:
         """A client gave up. If the request waits here it ends now; else its worker hears the same message."""
@@ -392,20 +525,20 @@ class Router:
         log.warning("worker_lost", worker=worker, why=why, requests=len(orphans))
         self._metrics.lost.inc()
         if orphans:
-            self._spawn(self._rescue(orphans, "worker_lost"))
+            self._spawn(self._rescue(orphans, "worker_lost"), f"rescue-{worker}")
 
     def _on_stranded(self, entry: Unfinished) -> None:
         """An attempt is at a worker, or goes to one, that is known to be gone."""
-        self._spawn(self._rescue([entry], "worker_lost"))
+        self._spawn(self._rescue([entry], "worker_lost"), f"rescue-{entry.request}")
 
-    def _on_returned(self, event: done.Returned) -> None:
-        reason = f"returned: {event.reason}"[:200]
-        self._given_back[event.request] = (event.attempt, reason, time.monotonic())
+    def _on_returned(self, request_id: str, attempt: int, why: str) -> None:
+        reason = f"returned: {why}"[:200]
+        self._given_back[request_id] = (attempt, reason, time.monotonic())
         if len(self._given_back) > REMEMBERED:
             self._given_back.popitem(last=False)
-        entry = self.view.fleet.request(event.request)
-        if entry is not None and entry.attempt == event.attempt:
-            self._spawn(self._rescue([entry], reason))
+        entry = self.view.fleet.request(request_id)
+        if entry is not None and entry.attempt == attempt:
+            self._spawn(self._rescue([entry], reason), f"rescue-{request_id}")
 
     def _still_given_back(self, now: float) -> dict[str, list[Unfinished]]:
         """By reason: returns that came before their job was known, or whose rescue failed."""
@@ -422,14 +555,11 @@ class Router:
         """The backstop: unfinished work of workers that are not registered or gave it back, whoever placed it."""
         while True:
             await asyncio.sleep(ORPHANS_S)
-            try:
-                orphans = self.view.orphans()
-                if orphans:
-                    await self._rescue(orphans, "worker_lost")
-                for reason, entries in self._still_given_back(time.monotonic()).items():
-                    await self._rescue(entries, reason)
-            except Exception:
-                log.exception("orphan_watch_failed")
+            orphans = self.view.orphans()
+            if orphans:
+                await self._rescue(orphans, "worker_lost")
+            for reason, entries in self._still_given_back(time.monotonic()).items():
+                await self._rescue(entries, reason)
 
     async def _rescue(self, lost: list[Unfinished], reason: str) -> None:
         """Steer unfinished requests again, behind the tokens that they have streamed."""
@@ -442,6 +572,7 @@ class Router:
             orphans = [Orphan(e.request, e.attempt, e.worker, e.gateway, e.seq) for e in fresh]
             for found in await recover(self._bus, self._publisher, self.id, orphans):
                 await self._steer_again(found, reason)
+                await self._turns.give()
         except ServingError as error:
             log.warning("rescue_postponed", error=error.message, requests=len(fresh))
         finally:
@@ -455,6 +586,7 @@ class Router:
             return  # its terminal event or another router's decision came in the meantime
         if reason == "worker_lost":
             await self._revoke(entry)
+        wants_logprobs = request.sampling.logprobs is not None
         waiting = Waiting(
             request,
             orphan.raw,
@@ -465,12 +597,15 @@ class Router:
             finished=tuple(i for i, part in enumerate(orphan.progress) if part.finish is not None),
             endings=tuple(part.finish for part in orphan.progress if part.finish is not None),
             reason=reason,
-            scored=orphan.scored,
+            revision=orphan.revision,
+            logprobs=tuple(carried(part.logprobs) for part in orphan.progress) if wants_logprobs else (),
+            scores=carried(orphan.scores),
+            scored=len(orphan.scores) + 1 if orphan.scores else 0,
         )
         if len(waiting.finished) == request.n:
-            await self._tell_done(
-                ends.completed(request, orphan.attempt, orphan.worker, orphan.progress, time.time_ns())
-            )
+            if request.id not in self._ending:
+                self._ending.add(request.id)
+                self._spawn(self._complete(orphan), f"end-{request.id}")
         elif waiting.attempt > self._settings.max_attempts:
             self._end(
                 waiting,
@@ -499,46 +634,81 @@ class Router:
 
     # --- upkeep ---
 
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(KEEP_S)
+            try:
+                await self._keeping.look(self.view.fleet.unfinished())
+            except ServingError as error:
+                log.warning("jobs_not_kept", error=error.message)
+            try:
+                await self._keep_waiting()
+            except ServingError as error:
+                log.warning("requests_not_kept", error=error.message)
+
+    async def _keep_waiting(self) -> None:
+        """Only where this router asks for more: a copy of what waits must not stand behind what was never read."""
+        parked, self._parked = self._parked, {}
+        held = {
+            entry.id: entry.item.reply
+            for entry in self._room
+            if entry.item.reply and self._space(entry.item.request.priority)
+        }
+        for request_id, reply in await self._stragglers.look((parked | held).items()):
+            entry = self._room.get(request_id)
+            if entry is not None and entry.item.reply == reply:
+                self._room.remove(request_id)
+                self._left(entry)
+            self._say(reply, ACK)
+
     async def _save(self) -> None:
         while True:
             await asyncio.sleep(SNAPSHOT_S)
-            try:
-                await self.view.save()
-            except Exception:
-                log.exception("snapshot_failed")
+            await self.view.save()
 
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            try:
-                await self._sweep_once(time.time_ns(), time.monotonic())
-            except Exception:
-                log.exception("sweep_failed")
+            await self._sweep_once(time.time_ns(), time.monotonic())
 
     async def _sweep_once(self, now_ns: int, now: float) -> None:
-        self.view.upkeep(now_ns)
+        await self.view.upkeep(now_ns)
         for entry in self._room.expired(now_ns):
             await self._place(self._left(entry))  # to its end
         for entry in self._room:
             waiting = entry.item
+            if self._stranded(waiting, now):
+                self._room.remove(entry.id)
+                self._end_stranded(self._left(entry))
+                continue
             if waiting.reply and now - waiting.renewed > RENEW_S and self._bus.connected:
                 waiting.renewed = now
-                await self._bus.nc.publish(waiting.reply, IN_PROGRESS)
+                await self._claim(waiting.reply)
+            await self._turns.give()
         self._metrics.waiting.set(len(self._room))
         if self.view.index is not None:
-            self._metrics.blocks.set(self.view.index.stats.blocks)
-        self._metrics.workers.set(len(self.view.fleet.workers()))
+            self._metrics.blocks.set(self.view.index.blocks)
+        self._metrics.workers.set(self.view.fleet.size)
         self._pump_soon()
 
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended_task)
+    async def _claim(self, reply: str) -> None:
+        """What waits here shall not come to another router."""
+        try:
+            await self._bus.nc.publish(reply, IN_PROGRESS)
+        except (NatsError, OSError) as error:  # the link broke just now
+            log.debug("claim_failed", error=repr(error))
 
-    def _ended_task(self, task: "asyncio.Future[Any]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("router_task_failed", error=repr(task.exception()))
+    def _say(self, reply: str, verdict: bytes) -> None:
+        """How a request's message ends; if it is not heard, the message comes again."""
+        self._spawn(self._bus.nc.publish(reply, verdict), "verdict")
+
+    def _spawn(self, work: Coroutine[Any, Any, Any], name: str) -> None:
+        """Work for single requests, which come again if it fails: their messages, or by the watch for orphans."""
+
+        def failed(error: BaseException) -> None:
+            log.error("router_task_failed", task=name, error=repr(error), exc_info=error)
+
+        self.tasks.spawn(work, name=name, on_failure=failed)
 
 
 def _computes_all(waiting: Waiting) -> bool:

@@ -1,4 +1,9 @@
-"""A router's load state in the object store, so that a restart reads the tail of the logs and not their last hour."""
+"""A router's load state in the object store, so that a restart reads the tail of the logs and not their last hour.
+
+It is made in parts, between which the event loop goes on; each is stored behind its length.
+"""
+
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import structlog
@@ -6,24 +11,26 @@ from nats.errors import Error as NatsError
 from nats.js.errors import Error as JetStreamError
 
 from configs.bus.connection import Bus
-from router.fleet import FleetState
+from router.fleet import FleetState, merge
 from schemas import wire
 
 log = structlog.get_logger("router")
 
-_FAILED = (NatsError, JetStreamError, TimeoutError)
+_FAILED = (NatsError, JetStreamError, TimeoutError, OSError)
+_LENGTH = 4  # bytes
 
 
 class Snapshot(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The fold of WORK and DONE up to these stream sequences."""
+    """The fold of WORK and DONE up to these stream sequences, and perhaps somewhat further."""
 
     taken_ns: int
     work_seq: int
     done_seq: int
     returned_seq: int
-    fleet: FleetState
 
 
+encode_part = wire.encode
+_decode_part = wire.decoder(FleetState)
 _decode = wire.decoder(Snapshot)
 
 
@@ -35,18 +42,41 @@ class Snapshots:
         self._name = f"fleet-{router or 'router'}"
         self._bucket = bus.subjects.bucket("snapshots")
 
-    async def load(self) -> Snapshot | None:
+    async def load(self) -> tuple[Snapshot, FleetState] | None:
         try:
             store = await self._bus.js.object_store(self._bucket)
             found = await store.get(self._name)
-            return _decode(found.data or b"")
-        except (*_FAILED, msgspec.MsgspecError) as error:
+            head, *parts = _split(found.data or b"")
+            return _decode(head), merge(map(_decode_part, parts))
+        except (*_FAILED, msgspec.MsgspecError, ValueError) as error:
             log.info("no_snapshot", reason=repr(error)[:200])
             return None
 
-    async def save(self, snapshot: Snapshot) -> None:
+    async def save(self, snapshot: Snapshot, parts: Sequence[bytes]) -> None:
+        """
+        Args:
+            parts: by ``encode_part``.
+        """
         try:
             store = await self._bus.js.object_store(self._bucket)
-            await store.put(self._name, wire.encode(snapshot))
+            await store.put(self._name, _join([wire.encode(snapshot), *parts]))
         except _FAILED as error:
             log.warning("snapshot_not_saved", error=repr(error)[:200])
+
+
+def _join(parts: Sequence[bytes]) -> bytes:
+    return b"".join(piece for part in parts for piece in (len(part).to_bytes(_LENGTH, "little"), part))
+
+
+def _split(data: bytes) -> Iterator[bytes]:
+    """
+    Raises:
+        ValueError: cut off, or something else.
+    """
+    at = 0
+    while at < len(data) or not at:
+        size = int.from_bytes(data[at : at + _LENGTH], "little")
+        at += _LENGTH + size
+        if not size or at > len(data):
+            raise ValueError(f"no snapshot: {len(data)} bytes, a part ends at {at}")
+        yield data[at - size : at]

@@ -19,20 +19,23 @@ from router.approximate import ApproximateIndex
 from router.fleet import ENCODE, Fleet, FleetState, Unfinished
 from router.holders import Place
 from router.index import PrefixIndex
-from router.snapshot import Snapshot, Snapshots
+from router.keeping import stages
+from router.snapshot import Snapshot, Snapshots, encode_part
 from schemas import control, done, fleet, jobs, kv, wire
 from schemas.errors import ServingError
 from schemas.jobs import Stage
 from schemas.requests import GenerateRequest
 from schemas.streams import LONGEST_DEADLINE_S
-from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID
+from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, HEADER_RETURNED
 
 log = structlog.get_logger("router")
 
 SUSPECT_S = 0.4  # a worker whose connection broke has this long to come back
 SETTLE_S = fleet.LEASE_S + 0.5
 DUMP_AGAIN_S = 1.0
-SWEEP_BLOCKS = 20_000
+SWEEP_BLOCKS = 2_000  # at once: 2 ms
+SWEEP_STEPS = 5
+EXPIRE_REQUESTS = 2_000
 REMEMBERED = 1024  # workers that left
 OVERDUE_NS = 30_000_000_000  # a request this long past its deadline ended without our hearing of it
 
@@ -42,7 +45,7 @@ class View:
 
     Args:
         on_change: room may have come free.
-        on_returned: a worker gave an attempt back.
+        on_returned: a worker gave an attempt back: request, attempt, reason.
         on_lost: a member is gone, and leaves these requests.
         on_stranded: a request came to a worker, or goes to one, that is gone.
     """
@@ -53,7 +56,7 @@ class View:
         settings: RouterSettings,
         *,
         on_change: Callable[[], None],
-        on_returned: Callable[[done.Returned], None],
+        on_returned: Callable[[str, int, str], None],
         on_lost: Callable[[str, str, list[Unfinished]], None],
         on_stranded: Callable[[Unfinished], None],
     ) -> None:
@@ -67,7 +70,7 @@ class View:
         self.fleet = Fleet()
         self.index: PrefixIndex | None = PrefixIndex(settings.max_index_blocks) if settings.kv_events else None
         self._guess = None if settings.kv_events else ApproximateIndex(settings.max_index_blocks)
-        self._members = FleetWatch(bus, joined=self._joined, left=self._left)
+        self._members = FleetWatch(bus, joined=self._joined, left=self._left, renewed=self._renewed)
 
         def tail(stream: str, kind: str, handle: Callable[[Entry], None]) -> LogTail:
             subject = subjects.all(kind)
@@ -78,7 +81,10 @@ class View:
         self._done = tail("DONE", "done", self._on_done)
         self._returned = tail("DONE", "returned", self._on_returned)
         self._suspects: dict[str, float] = {}  # connection name -> when it broke
+        self.tasks = bus.tasks.group("view")
+        self._ghosts: asyncio.Task[None] | None = None
         self._dumps: dict[str, asyncio.Task[None]] = {}
+        self._fetching: set[asyncio.Future[None]] = set()
         self._loaded: set[str] = set()  # workers whose cache the index knows
         self._gone: OrderedDict[str, None] = OrderedDict()  # workers that were registered, the last to leave last
         self._sys: Bus | None = None
@@ -96,9 +102,10 @@ class View:
         now_ns = time.time_ns()
         past = now_ns - int(LONGEST_DEADLINE_S * 1e9)
         saved = await self._snapshots.load()
-        if saved is not None and saved.taken_ns > past:
-            self.fleet = Fleet.restore(saved.fleet)
-            starts = {"done": saved.done_seq, "returned": saved.returned_seq, "work": saved.work_seq}
+        if saved is not None and saved[0].taken_ns > past:
+            at, state = saved
+            self.fleet = Fleet.restore(state)
+            starts = {"done": at.done_seq, "returned": at.returned_seq, "work": at.work_seq}
         else:
             starts = {}
         # Members before jobs: these are counted in the block size of their worker.
@@ -117,9 +124,10 @@ class View:
             await self._listen_to_the_server()
 
     async def stop(self) -> None:
-        for task in self._dumps.values():
+        running = [*self._dumps.values(), *self._fetching]
+        for task in running:
             task.cancel()
-        await asyncio.gather(*self._dumps.values(), return_exceptions=True)
+        await asyncio.gather(*running, return_exceptions=True)
         await self._members.stop()
         for tail in (self._kv, self._work, self._done, self._returned):
             await tail.stop()
@@ -133,21 +141,29 @@ class View:
         """Store the loads for the next start, if they changed since the last time."""
         positions = (self._work.position, self._done.position, self._returned.position)
         if positions != self._saved and self._bus.connected:
-            self._saved = positions
-            await self._snapshots.save(Snapshot(time.time_ns(), *positions, _logged(self.fleet.state())))
+            self._saved, taken_ns, parts = positions, time.time_ns(), []
+            for part in self.fleet.parts():
+                parts.append(encode_part(_logged(part)))
+                await asyncio.sleep(0)
+            await self._snapshots.save(Snapshot(taken_ns, *positions), parts)
 
-    def upkeep(self, now_ns: int) -> None:
+    async def upkeep(self, now_ns: int) -> None:
         """A few times a second: leases, suspects, deadlines, index cleaning."""
         now = time.monotonic()
         self._members.expire()
+        if self._ghosts is None or self._ghosts.done():
+            self._ghosts = self.tasks.spawn(self._remove_ghosts(), name="ghosts", on_failure=_ghosts_not_removed)
         for connection, since in list(self._suspects.items()):
             if now - since > SUSPECT_S:
                 del self._suspects[connection]
                 self._condemn(connection)
-        self.fleet.expire(now_ns, OVERDUE_NS)
+        self.fleet.expire(now_ns, OVERDUE_NS, EXPIRE_REQUESTS)
         index = self.index or self._guess
         assert index is not None
-        index.sweep(SWEEP_BLOCKS)
+        for _ in range(SWEEP_STEPS):
+            if index.sweep(SWEEP_BLOCKS):
+                break
+            await asyncio.sleep(0)
         if self._guess is not None:
             self._guess.expire(now_ns / 1e9)
 
@@ -199,7 +215,7 @@ class View:
                     self._guess.record((stage.worker, stage.rank), keys, now_ns / 1e9)
 
     def any_room(self) -> bool:
-        return any(self.fleet.room(r.worker, rank) for r in self.fleet.workers() for rank in range(r.dp_size))
+        return self.fleet.any_room()
 
     def orphans(self) -> list[Unfinished]:
         """Unfinished requests with a worker before them that is not registered, once all had the time to register."""
@@ -219,8 +235,11 @@ class View:
         role, worker = entry.subject.split(".")[-2:]
         try:
             load = jobs.read_load_header(header)
-            request_id, number, *stage = entry.headers.get(HEADER_MSG_ID, "").split(":")
+            request_id, number, *rest = entry.headers.get(HEADER_MSG_ID, "").split(":")
             attempt = int(number)
+            stage, copy = stages(rest)
+            if copy and self.fleet.kept(request_id, attempt, entry.seq):
+                return
             if load.route and load.route[0].worker != worker:
                 raise ValueError("another worker's route")
         except ValueError:
@@ -253,13 +272,33 @@ class View:
         self._on_change()
 
     def _on_returned(self, entry: Entry) -> None:
+        header = entry.headers.get(HEADER_RETURNED)
         try:
-            event = done.decode(entry.data)
-        except msgspec.MsgspecError as error:
+            if header is not None:
+                request = entry.headers.get(HEADER_MSG_ID, "").partition(":")[0]
+                self._on_returned_attempt(request, *done.read_returned_header(header))
+            elif entry.data:
+                self._on_returned_body(entry.data)
+            else:  # of a worker of an older release; only its body tells
+                task = asyncio.ensure_future(self._fetch_returned(entry.seq))
+                self._fetching.add(task)
+                task.add_done_callback(self._fetched)
+        except (msgspec.MsgspecError, ValueError) as error:
             log.warning("return_unreadable", seq=entry.seq, error=str(error))
-            return
+
+    def _on_returned_body(self, data: bytes) -> None:
+        event = done.decode(data)
         if isinstance(event, done.Returned):
-            self._on_returned_attempt(event)
+            self._on_returned_attempt(event.request, event.attempt, event.reason)
+
+    async def _fetch_returned(self, seq: int) -> None:
+        message = await self._bus.js.get_msg(self._bus.subjects.stream("DONE"), seq, direct=True)
+        self._on_returned_body(message.data or b"")
+
+    def _fetched(self, task: "asyncio.Future[None]") -> None:
+        self._fetching.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.warning("return_unreadable", error=repr(task.exception()))
 
     def _on_kv(self, entry: Entry) -> None:
         assert self.index is not None
@@ -283,6 +322,10 @@ class View:
             self._ask_for_dump(registration.worker)
         self._on_change()
 
+    def _renewed(self, member: Member) -> None:
+        if self._suspects:
+            self._suspects.pop(member.registration.connection, None)
+
     def _left(self, member: Member, why: str) -> None:
         worker = member.registration.worker
         orphans = self.fleet.lost(worker)
@@ -300,9 +343,15 @@ class View:
         """A connection stayed away: its worker is dead. Removing its key tells it so, should it live."""
         for worker, member in list(self._members.members.items()):
             if member.registration.connection == connection:
-                task = asyncio.ensure_future(self._remove_key(worker, member.revision))
-                task.add_done_callback(lambda t: t.cancelled() or t.exception())
+                self.tasks.spawn(self._remove_key(worker, member.revision), name=f"remove-{worker}")
                 self._members.drop(worker, "its connection broke")
+
+    async def _remove_ghosts(self) -> None:
+        """Registrations that a killed broker brought back."""
+        await self._members.look_for_ghosts()
+        for worker, revision in self._members.take_ghosts().items():
+            await self._remove_key(worker, revision)
+            log.info("stale_registration_removed", worker=worker)
 
     async def _remove_key(self, worker: str, revision: int) -> None:
         headers = fleet.removal_headers(revision)
@@ -338,16 +387,22 @@ class View:
 
     def _ask_for_dump(self, worker: str) -> None:
         if worker not in self._dumps:
-            task = asyncio.create_task(self._dump(worker), name=f"dump-{worker}")
+            task = self.tasks.spawn(self._dump(worker), name=f"dump-{worker}", on_failure=_logged_failure(worker))
             self._dumps[worker] = task
             task.add_done_callback(lambda _: self._dumps.pop(worker, None))
 
-    def _load(self, pages: Sequence[kv.KvDump]) -> bool:
+    async def _load(self, pages: Sequence[kv.KvDump]) -> bool:
         """A worker's dump has the pages of one rank after those of another; False: some rank needs a newer one."""
         assert self.index is not None
         whole = True
         for part in _by_rank(pages):
-            whole &= self.index.load_dump(part)
+            loading = self.index.loading(part)
+            try:
+                while True:
+                    next(loading)
+                    await asyncio.sleep(0)
+            except StopIteration as end:
+                whole &= end.value
         return whole
 
     async def _dump(self, worker: str) -> None:
@@ -364,7 +419,7 @@ class View:
                     page = pages[-1].next_page
                     if not page:
                         break
-                if self._load(pages):
+                if await self._load(pages):
                     self._loaded.add(worker)
                     log.info("index_loaded", worker=worker, seq=pages[0].seq)
                     return
@@ -380,12 +435,24 @@ def _by_rank(pages: Sequence[kv.KvDump]) -> list[list[kv.KvDump]]:
     return list(found.values())
 
 
-def _logged(state: FleetState) -> FleetState:
+def _logged(part: FleetState) -> FleetState:
     """Without decisions of this router whose jobs may never be stored."""
-    unfinished = tuple(entry for entry in state.unfinished if entry.echoed)
-    places = {share.place for entry in unfinished for share in entry.shares()}
-    backlogs = tuple(backlog for backlog in state.backlogs if backlog[:2] in places)
-    return FleetState(unfinished, state.closed, backlogs)
+    if all(entry.echoed for entry in part.unfinished):
+        return part
+    return msgspec.structs.replace(part, unfinished=tuple(entry for entry in part.unfinished if entry.echoed))
+
+
+def _ghosts_not_removed(error: BaseException) -> None:
+    log.debug("stale_registrations_not_read", error=repr(error))  # the next look is a moment later
+
+
+def _logged_failure(worker: str) -> Callable[[BaseException], None]:
+    """What went wrong with one worker concerns no other: without its dump, its cache is not known."""
+
+    def failed(error: BaseException) -> None:
+        log.error("worker_task_failed", worker=worker, error=repr(error), exc_info=error)
+
+    return failed
 
 
 class _Client(msgspec.Struct, frozen=True):

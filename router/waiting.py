@@ -1,14 +1,16 @@
 """The waiting room: requests that no worker can take now, in the order in which they shall be tried.
 
-Each request gets a fixed due time when it enters, so the order never has to be recomputed:
+Classes take turns by arrival alone: next is the class whose oldest turn, plus the head start of the classes above it,
+is oldest. Each request brings one turn, dated when it arrived, and whoever is taken uses up the oldest turn of its
+class. So no deadline changes which class is next, whatever clients make up.
 
-    due = min(arrived + the head start of the classes above it, deadline − URGENT)
+Within a class the order is by min(arrived, deadline - URGENT): first come, first served, but for near deadlines.
 
-Within a class that is first come, first served. A lower class goes behind what arrives during its handicap, and
-no longer, so it is never starved; whoever's deadline is near is tried first, whatever its class.
+Nobody is overtaken by a request that came more than its class's handicap and twice URGENT after it.
 """
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from typing import Generic, NamedTuple, TypeVar
 
@@ -28,16 +30,31 @@ class Waiting(NamedTuple, Generic[T]):
     deadline_ns: int
     arrived_ns: int
     lane: str
+    rank: int
     item: T
 
 
+class _Class(Generic[T]):
+    """The requests of one class in one lane."""
+
+    __slots__ = ("heap", "turns")
+
+    def __init__(self) -> None:
+        self.heap: list[Waiting[T]] = []  # those that left the room early, too, until they come up
+        self.turns: list[int] = []  # arrivals, oldest first: one for each that is here
+
+    def give_up(self, arrived_ns: int) -> None:
+        """One request leaves untaken, with its own turn or, if that was used for another, the next."""
+        del self.turns[min(bisect_left(self.turns, arrived_ns), len(self.turns) - 1)]
+
+
 class WaitingRoom(Generic[T]):
-    """At most ``limit`` requests, in lanes (one per model) that do not hold each other up. O(log n) a step."""
+    """At most ``limit`` requests, in lanes (one per model) that do not hold each other up."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._waiting: dict[str, Waiting[T]] = {}
-        self._lanes: dict[str, list[Waiting[T]]] = {}
+        self._lanes: dict[str, dict[int, _Class[T]]] = {}  # by lane and rank; only where somebody waits
         self._deadlines: list[tuple[int, int, str]] = []
         self._order = 0
 
@@ -50,10 +67,13 @@ class WaitingRoom(Generic[T]):
     def __iter__(self) -> Iterator[Waiting[T]]:
         return iter(list(self._waiting.values()))
 
+    def get(self, request: str) -> Waiting[T] | None:
+        return self._waiting.get(request)
+
     @property
     def lanes(self) -> list[str]:
         """Lanes in which somebody waits."""
-        return [lane for lane in list(self._lanes) if self._head(lane) is not None]
+        return list(self._lanes)
 
     def push(self, id: str, item: T, *, rank: int, arrived_ns: int, deadline_ns: int, lane: str = "") -> bool:
         """Let a request in; False: the room is full, or it is in already.
@@ -64,30 +84,49 @@ class WaitingRoom(Generic[T]):
         """
         if id in self._waiting or len(self._waiting) >= self.limit:
             return False
-        due = min(arrived_ns + HANDICAP_NS[min(rank, len(HANDICAP_NS) - 1)], deadline_ns - URGENT_NS)
         self._order += 1
-        entry = self._waiting[id] = Waiting(due, self._order, id, deadline_ns, arrived_ns, lane, item)
-        heapq.heappush(self._lanes.setdefault(lane, []), entry)
+        due = min(arrived_ns, deadline_ns - URGENT_NS)
+        entry = Waiting(due, self._order, id, deadline_ns, arrived_ns, lane, rank, item)
+        self._waiting[id] = entry
+        self._admit(entry)
+        insort(self._lanes[lane][rank].turns, arrived_ns)
         heapq.heappush(self._deadlines, (deadline_ns, entry.order, id))
         if len(self._deadlines) > 2 * len(self._waiting) + 64:
             self._compact()
         return True
 
+    def turn(self, lane: str = "") -> int | None:
+        """When a lane's turn is, to be compared with other lanes'; None: nobody waits there."""
+        classes = self._lanes.get(lane)
+        return min(_turn(rank, each) for rank, each in classes.items())[0] if classes else None
+
     def peek(self, lane: str = "") -> Waiting[T] | None:
         """Who is next in a lane."""
-        return self._head(lane)
+        classes = self._lanes.get(lane)
+        if not classes:
+            return None
+        heap = classes[min(_turn(rank, each) for rank, each in classes.items())[1]].heap
+        while self._waiting.get(heap[0].id) is not heap[0]:
+            heapq.heappop(heap)
+        return heap[0]
 
     def pop_best(self, lane: str = "") -> Waiting[T] | None:
         """Take out who is next in a lane."""
-        entry = self._head(lane)
+        entry = self.peek(lane)
         if entry is not None:
-            heapq.heappop(self._lanes[lane])
-            del self._waiting[entry.id]
+            among = self._lanes[lane][entry.rank]
+            heapq.heappop(among.heap)
+            del self._waiting[entry.id], among.turns[0]
+            self._forget_empty(entry)
         return entry
 
     def remove(self, id: str) -> Waiting[T] | None:
         """Take out one request, wherever it stands."""
-        return self._waiting.pop(id, None)
+        entry = self._waiting.pop(id, None)
+        if entry is not None:
+            self._lanes[entry.lane][entry.rank].give_up(entry.arrived_ns)
+            self._forget_empty(entry)
+        return entry
 
     def expired(self, now_ns: int) -> list[Waiting[T]]:
         """Take out and return everybody whose deadline has come, earliest first."""
@@ -96,27 +135,38 @@ class WaitingRoom(Generic[T]):
             _, order, id = heapq.heappop(self._deadlines)
             entry = self._waiting.get(id)
             if entry is not None and entry.order == order:
-                late.append(self._waiting.pop(id))
+                self.remove(id)
+                late.append(entry)
         return late
 
-    def next_deadline_ns(self) -> int | None:
-        """When ``expired`` has something to say next; may be early, never late."""
-        return self._deadlines[0][0] if self._deadlines else None
+    def _admit(self, entry: Waiting[T]) -> None:
+        classes = self._lanes.setdefault(entry.lane, {})
+        among = classes.get(entry.rank)
+        if among is None:
+            among = classes[entry.rank] = _Class()
+        heapq.heappush(among.heap, entry)
 
-    def _head(self, lane: str) -> Waiting[T] | None:
-        heap = self._lanes.get(lane)
-        while heap:
-            if self._waiting.get(heap[0].id) is heap[0]:
-                return heap[0]
-            heapq.heappop(heap)
-        self._lanes.pop(lane, None)
-        return None
+    def _forget_empty(self, entry: Waiting[T]) -> None:
+        classes = self._lanes[entry.lane]
+        if not classes[entry.rank].turns:
+            del classes[entry.rank]
+            if not classes:
+                del self._lanes[entry.lane]
 
     def _compact(self) -> None:
+        """Drop what is kept of those who left early."""
         self._deadlines = [(e.deadline_ns, e.order, e.id) for e in self._waiting.values()]
         heapq.heapify(self._deadlines)
-        self._lanes = {}
+        for classes in self._lanes.values():
+            for among in classes.values():
+                among.heap.clear()
         for entry in self._waiting.values():
-            self._lanes.setdefault(entry.lane, []).append(entry)
-        for heap in self._lanes.values():
-            heapq.heapify(heap)
+            self._admit(entry)
+
+
+def _turn(rank: int, among: _Class[T]) -> tuple[int, int]:
+    """When a class's turn is; of two at the same time the higher class goes first."""
+    return among.turns[0] + HANDICAP_NS[min(rank, len(HANDICAP_NS) - 1)], rank
+
+
+__all__ = ["HANDICAP_NS", "SECOND_NS", "URGENT_NS", "Waiting", "WaitingRoom"]

@@ -19,7 +19,7 @@ from router.service import Router
 from schemas import blocks, control, done, fleet, jobs, kv, wire
 from schemas.jobs import Job
 from schemas.requests import GenerateRequest
-from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, Subjects
+from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, HEADER_RETURNED, Subjects
 from schemas.transfer import Encoded, Endpoint, Memory, Prefilled, Ticket
 from tests.configs.bus_support import eventually
 from tests.workers.support import BLOCK, MODEL, Record, dial
@@ -31,7 +31,8 @@ class Routing:
     def __init__(self, bus: Bus, settings: RouterSettings) -> None:
         self.bus = bus
         self.publisher = Publisher(bus)
-        self.router = Router(bus, self.publisher, settings, Metrics(CollectorRegistry()))
+        self.registry = CollectorRegistry()
+        self.router = Router(bus, self.publisher, settings, Metrics(self.registry))
         self.ended = False
 
     @property
@@ -42,6 +43,9 @@ class Routing:
     def unfinished(self) -> dict[str, tuple[int, str]]:
         """Attempt and worker by request."""
         return {entry.request: (entry.attempt, entry.worker) for entry in self.router.view.fleet.unfinished()}
+
+    def metric(self, name: str) -> float:
+        return self.registry.get_sample_value(name) or 0.0
 
     async def knows(self, *workers: str) -> None:
         await eventually(lambda: set(workers) <= {r.worker for r in self.router.view.fleet.workers()})
@@ -59,9 +63,8 @@ class Routing:
         await self.bus.nc.close()
         for puller in router._pullers:
             await puller.stop()
-        for task in [*router._upkeep, *router._tasks, *router.view._dumps.values()]:
-            task.cancel()
-        await asyncio.gather(*router._upkeep, *router._tasks, return_exceptions=True)
+        await router.tasks.aclose()
+        await router.view.tasks.aclose()
         await self.publisher.close()
 
 
@@ -87,7 +90,7 @@ class Stub:
         self.bus = bus
         defaults: dict[str, Any] = {"model": MODEL, "slots": 8, "total_blocks": 1000, "max_model_len": 1000, "queue": 0}
         self.registration = fleet.Registration(
-            worker=worker, engine="stub", epoch=1, block_size=BLOCK, **{"role": "aggregated"} | defaults | fields
+            worker=worker, engine="stub", block_size=BLOCK, **{"role": "aggregated", "epoch": 1} | defaults | fields
         )
         ranks = range(self.registration.dp_size)
         self.caches: list[list[bytes]] = [[] for _ in ranks]
@@ -151,12 +154,17 @@ class Stub:
     async def finish(self, asked: GenerateRequest, attempt: int = 1, choices: Sequence[done.Outcome] = ()) -> None:
         """The terminal event."""
         event = done.Done(asked.id, asked.model, attempt, self.id, tuple(choices))
-        subject = self.bus.subjects.done(asked.model)
+        subject = self.bus.subjects.done(asked.tenant, asked.model, asked.id)
         await self.bus.js.publish(subject, wire.encode(event), headers={HEADER_MSG_ID: asked.id})
 
-    async def hand_back(self, asked: GenerateRequest, attempt: int = 1, reason: str = "draining") -> None:
+    async def hand_back(
+        self, asked: GenerateRequest, attempt: int = 1, reason: str = "draining", *, header: bool = True
+    ) -> None:
+        """Without its ``header`` as workers of releases up to 0.1 do."""
         event = done.Returned(asked.id, asked.model, attempt, self.id, reason)
         headers = {HEADER_MSG_ID: f"{asked.id}:{attempt}:returned"}
+        if header:
+            headers[HEADER_RETURNED] = done.returned_header(event)
         await self.bus.js.publish(self.bus.subjects.returned(asked.model), wire.encode(event), headers=headers)
 
     async def hand_over(self, job: Job, resume: tuple[bytes, ...] = ()) -> int:

@@ -102,7 +102,7 @@ def test_a_prompt_goes_to_the_rank_that_holds_it(rank: int, seed: int) -> None:
     overlaps = index.match(keys_view(digests_of(prompt)))
     assert overlaps == {("w", rank): 3}
     ask = Ask("m", len(prompt), 1, prompt_blocks=3)
-    choice = choose(ask, fleet.members(0), overlaps, "kv", Weights(), Random(seed))
+    choice = choose(ask, fleet.members(0, "m"), overlaps, "kv", Weights(), Random(seed))
     assert choice.chosen == ("w", rank)
     assert choice.overlap_blocks == 3
     assert {candidate.rank for candidate in choice.candidates} == set(range(RANKS))

@@ -158,14 +158,18 @@ async def test_a_request_that_outlives_too_many_workers_ends(
         assert [job.attempt for _, job in await clients.work()] == [1, 2]
 
 
-async def test_a_request_that_was_given_back_is_steered_again(record: Record, clients: Clients, one: Routing) -> None:
+@pytest.mark.parametrize("header", [True, False])
+async def test_a_request_that_was_given_back_is_steered_again(
+    record: Record, clients: Clients, one: Routing, header: bool
+) -> None:
+    """Also by a worker of a release whose returns are told by their bodies alone."""
     asked = request()
     stub = await on(clients, one, "w1", asked)
     await streamed(record, asked, answer(asked, 2))
     await stub.change(state="draining")
     await clients.stub("w2")
     await one.knows("w2")
-    await stub.hand_back(asked)
+    await stub.hand_back(asked, header=header)
     worker, job = await clients.placed(asked, 2)
     assert (worker, job.decision.reason, ids(job.resume[0])) == ("w2", "returned: draining", answer(asked, 2))
     assert one.unfinished == {asked.id: (2, "w2")}

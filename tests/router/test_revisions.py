@@ -1,0 +1,86 @@
+"""Requests and the revisions of their model: placed in one, gone on with in the same, or ended with the reason."""
+
+from infra.broker.server import EmbeddedNats
+from schemas.errors import Code
+from schemas.fleet import State
+from schemas.subjects import Subjects
+from tests.configs.bus_support import eventually
+from tests.router.support import Clients, Routing, routing
+from tests.router.test_rescue import lose, on, streamed
+from tests.workers.support import Record, answer, request
+
+
+async def test_one_revision_serves_and_the_next_takes_over_when_it_drains(clients: Clients, one: Routing) -> None:
+    old = await clients.stub("z-old", revision="old", epoch=1)
+    await clients.stub("a-new", revision="new", epoch=2)
+    await one.knows("z-old", "a-new")
+    asked = [request(revision=pin) for pin in ("", "old", "new")]
+    await clients.ask(*asked)
+    assert [(await clients.placed(each))[0] for each in asked] == ["z-old", "z-old", "a-new"]
+    assert (await clients.placed(asked[0]))[1].decision.revision == "old"
+    await old.change(state=State.draining)
+    await eventually(lambda: one.router.view.fleet.worker("z-old").state is State.draining)  # type: ignore[union-attr]
+    moved = [request(revision=pin) for pin in ("", "old")]
+    await clients.ask(*moved)
+    assert [(await clients.placed(each))[0] for each in moved] == ["a-new", "a-new"]
+    assert one.metric("penstock_router_repinned_total") == 1
+
+
+async def test_a_worker_that_is_named_is_taken_whatever_revision_serves(clients: Clients, one: Routing) -> None:
+    await clients.stub("old", revision="old", epoch=1)
+    await clients.stub("new", revision="new", epoch=2)
+    await one.knows("old", "new")
+    asked = request(worker="new")
+    await clients.ask(asked)
+    assert (await clients.placed(asked))[0] == "new"
+
+
+async def test_a_worker_with_another_tokenizer_is_given_nothing(clients: Clients, one: Routing) -> None:
+    await clients.stub("foreign", revision="other", epoch=1, tokenizer="t2", slots=100)
+    await one.knows("foreign")
+    asked = request(tokenizer="t1")
+    await clients.ask(asked)
+    await eventually(lambda: one.waiting == [asked.id])
+    await clients.stub("own", revision="r", epoch=2, tokenizer="t1")
+    assert (await clients.placed(asked))[0] == "own"
+    await clients.stub("older-build", revision="r", epoch=3)  # does not say: as before
+    asked = request(tokenizer="t1", worker="older-build")
+    await clients.ask(asked)
+    assert (await clients.placed(asked))[0] == "older-build"
+
+
+async def test_an_answer_that_has_begun_waits_for_its_revision(record: Record, clients: Clients, one: Routing) -> None:
+    asked = request(max_tokens=20)
+    stub = await on(clients, one, "w1", asked, revision="old")
+    await clients.stub("w2", revision="new", epoch=2, slots=100)
+    await one.knows("w2")
+    await streamed(record, asked, answer(asked, 7))
+    await lose(clients, stub)
+    await eventually(lambda: one.waiting == [asked.id])
+    other = request()  # is not held up by it
+    await clients.ask(other)
+    assert (await clients.placed(other))[0] == "w2"
+    await clients.stub("w3", revision="old", epoch=3)
+    name, job = await clients.placed(asked, 2)
+    assert (name, job.decision.revision) == ("w3", "old")
+
+
+async def test_an_answer_whose_revision_does_not_come_back_ends_with_the_reason(
+    broker: EmbeddedNats, pipeline: Subjects, record: Record, clients: Clients
+) -> None:
+    async with routing(broker, pipeline, revision_wait_s=0.5) as one:
+        asked, unheard = request(max_tokens=20), request()
+        stub = await on(clients, one, "w1", asked, revision="old")
+        await clients.ask(unheard)
+        await clients.placed(unheard)
+        await clients.stub("w2", revision="new", epoch=2)
+        await one.knows("w2")
+        await streamed(record, asked, answer(asked, 7))
+        await eventually(lambda: len(one.unfinished) == 2)
+        await lose(clients, stub)
+        assert (await clients.placed(unheard, 2))[0] == "w2"  # nobody has heard anything of it yet
+        end = await record.end(asked)
+        assert end.code == Code.revision_unavailable
+        assert "first 7 tokens" in end.message
+        assert "--revision-wait-s" in end.message
+        assert one.unfinished[unheard.id] == (2, "w2")
