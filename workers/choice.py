@@ -32,7 +32,9 @@ class Choice:
         "measured",
         "owner",
         "request_id",
+        "said",
         "scored",
+        "scores",
         "started_ns",
         "stream",
         "tokens",
@@ -60,6 +62,8 @@ class Choice:
         self.buffer: list[int] = []
         self.logprobs: list[Logprob] | None = [] if want_logprobs else None
         self.want_logprobs = want_logprobs
+        self.said: list[Logprob] = []  # of ``tokens``, if wanted; those of earlier attempts may be unknown
+        self.scores: list[Logprob] = []  # of the prompt's tokens, likewise
         self.stream = stream  # only if the request has stop strings
         self.finish: Finish | None = None
         self.cached = 0
@@ -68,7 +72,7 @@ class Choice:
         self.max_tokens = 0  # of a prefill stage, whose engine stops earlier: what the client allows; 0: no such stage
         self.adopted = -1  # its prompt came from elsewhere, where so many of its tokens had been cached
         self.lacking = ""  # what came from elsewhere and is gone, so that this worker cannot go on
-        self.handed = False  # the engine is done with it, and another worker goes on
+        self.handed = False  # the engine is done with it, all was said, and another worker goes on; set in the loop
         self.scored = 0  # leading prompt tokens whose log-probabilities were flushed
         self.measured: list[Measured] | None = None  # by the engine
 
@@ -127,6 +131,7 @@ def token_item(choice: Choice) -> TokenItem:
     choice.first += len(tokens)
     choice.buffer.clear()
     if choice.logprobs is not None:
+        choice.said += choice.logprobs
         choice.logprobs = []
     choice.dirty = False
     return item

@@ -23,6 +23,7 @@ import structlog
 from configs.bus.connection import Bus, connect
 from configs.bus.objects import put
 from configs.bus.publish import Publisher
+from configs.bus.tasks import end
 from configs.settings import WorkerSettings
 from schemas import done, fleet, jobs, requests
 from schemas.errors import Code, ServingError
@@ -34,8 +35,9 @@ from workers.engines.diffusion.base import DiffusionEngine, Stopped
 from workers.engines.diffusion.encode import encode, media_type
 from workers.life import Arrived, Life, Model
 from workers.metrics import Metrics
-from workers.process import WorkerProcess
+from workers.process import EXIT_OK, WorkerProcess
 from workers.requests import Active, admit
+from workers.stopping import StoppedEarly
 
 log = structlog.get_logger("worker")
 
@@ -45,6 +47,7 @@ PROGRESS_S = 0.1  # between two messages of one request
 STORE_S = 120.0  # for one picture; its request's deadline holds all the same
 TRUST_AGAIN_S = 0.02
 BUCKET = "results"
+JOIN_S = 5.0  # for an engine to end in order
 
 
 class Studio:
@@ -153,8 +156,8 @@ class DiffusionSession(Life):
         self._waiting: asyncio.Queue[Active] = asyncio.Queue()
         self._running: _Run | None = None
 
-    def _background(self) -> list[asyncio.Task[None]]:
-        return [asyncio.create_task(self._work(), name="pictures")]
+    def _background(self) -> None:
+        self._tasks.spawn(self._work(), name="pictures")
 
     def _registration(self) -> fleet.Registration:
         return fleet.Registration(
@@ -239,7 +242,7 @@ class DiffusionSession(Life):
         """
         active = run.active
         active.started_ns = time.time_ns()
-        telling = asyncio.create_task(self._tell(run), name="progress")
+        telling = self._tasks.spawn(self._tell(run), name="progress", on_failure=_not_told)
         try:
             made = await asyncio.wrap_future(self._studio.call(lambda: self._make(run)))
         except Stopped:
@@ -251,8 +254,7 @@ class DiffusionSession(Life):
         except Exception as error:
             raise _Broken(error) from error
         finally:
-            telling.cancel()
-            await asyncio.gather(telling, return_exceptions=True)
+            await end([telling])
         seconds = round((time.time_ns() - active.started_ns) / 1e9, 3)
         files = [await self._store(run, index, each, seconds) for index, each in enumerate(made)]
         while not self.trusted() and self.current(active):  # noqa: ASYNC110 - told to others before this life is over, or not at all
@@ -328,17 +330,39 @@ class DiffusionWorker(WorkerProcess[DiffusionSession]):
     """``penstock worker --role diffusion``."""
 
     async def serve(self) -> int:
-        settings = self._settings
-        self._on_signals()
+        self._stopping.on_signals()
         studio = Studio()
-        engine = await asyncio.wrap_future(studio.call(lambda: build_engine(settings)))
+        status, ended = EXIT_OK, True
+        try:
+            status = await self._with(studio)
+        except StoppedEarly:
+            log.info("stopped_before_it_served")
+        finally:
+            ended = await asyncio.to_thread(studio.stop, self._stopping.left(JOIN_S + 0.5) - 0.5)
+            self._stopping.over()
+        if not ended:
+            log.warning("engine_busy", action="the process ends without waiting for it")
+            self._stopping.end_now(status)
+        return status
+
+    async def _with(self, studio: Studio) -> int:
+        """Serve, and close everything but the thread.
+
+        Raises:
+            StoppedEarly: the process was asked to stop before that.
+        """
+        settings = self._settings
+        engine = await self._stopping.unless_asked(_built(studio, settings))
         connection = f"worker:{settings.name}:{secrets.token_hex(4)}"
-        bus = await connect(
-            settings.nats_url,
-            role="worker",
-            name=connection,
-            namespace=settings.namespace,
-            skip_subject_validation=True,
+        bus = await self._stopping.unless_asked(
+            connect(
+                settings.nats_url,
+                role="worker",
+                name=connection,
+                namespace=settings.namespace,
+                skip_subject_validation=True,
+                on_fatal=self._task_failed,
+            )
         )
         publisher = Publisher(bus)
         names = tuple(n for n in settings.served_model_name.split(",") if n) or (_name(settings.model),)
@@ -352,10 +376,17 @@ class DiffusionWorker(WorkerProcess[DiffusionSession]):
             return await self._live(bus, make, engine.load_seconds)
         finally:
             studio.call(engine.close)
-            if not await asyncio.to_thread(studio.stop, 5.0):
-                log.warning("engine_busy", action="the process ends without waiting for it")
             await publisher.close()
             await bus.close()
+
+
+async def _built(studio: Studio, settings: WorkerSettings) -> DiffusionEngine:
+    return await asyncio.wrap_future(studio.call(lambda: build_engine(settings)))
+
+
+def _not_told(error: BaseException) -> None:
+    """The next message has all that was not said."""
+    log.warning("progress_not_told", error=repr(error))
 
 
 def _name(model: str) -> str:

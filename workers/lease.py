@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import structlog
 from nats.errors import Error as NatsError
-from nats.js.errors import NotFoundError
 
 from configs.bus.connection import Bus
+from configs.bus.read import get_last
 from schemas import fleet, wire
 from schemas.errors import Code, ServingError
 
@@ -182,16 +182,15 @@ class Lease:
         False: no answer. Raises _Lost.
         """
         try:
-            message = await self._bus.js.get_last_msg(self._stream, self._subject, direct=True)
-        except NotFoundError:  # even the mark that a removal leaves is gone
-            raise _Lost from None
-        except (NatsError, TimeoutError):
+            entry = await get_last(self._bus, self._stream, self._subject, newest=True, within_s=1.0)
+        except ServingError:
             return False
-        operation = (message.headers or {}).get("KV-Operation") or (message.headers or {}).get("Nats-Marker-Reason")
-        if operation or not message.data or not self._ours(message.data):
+        if entry is None:  # even the mark that a removal leaves is gone
             raise _Lost
-        assert message.seq is not None
-        self._revision = message.seq
+        operation = entry.headers.get("KV-Operation") or entry.headers.get("Nats-Marker-Reason")
+        if operation or not entry.data or not self._ours(entry.data):
+            raise _Lost
+        self._revision = entry.seq
         return True
 
     def _ours(self, stored: bytes) -> bool:

@@ -11,6 +11,8 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,6 +23,7 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 from configs.bus.connection import Bus
 from configs.bus.publish import Publisher
 from configs.bus.pull import ACK, IN_PROGRESS, TERM, Puller
+from configs.bus.tasks import as_serving_error
 from configs.detokenize import Detokenizer
 from configs.settings import WorkerSettings
 from schemas import fleet, jobs, requests
@@ -39,6 +42,7 @@ from workers.requests import Active
 log = structlog.get_logger("worker")
 
 ACK_WAIT_S = 30.0
+SETTLE_S = 2.0  # for what is on its way in the end
 REMEMBERED = 20_000
 
 Arrived = Prefilled | Encoded
@@ -54,6 +58,7 @@ class Model(msgspec.Struct, frozen=True):
     connection: str
     reasoning_parser: str = ""
     tool_call_parser: str = ""
+    tokenizer: str = ""  # digest of it
 
 
 class Life(ABC):
@@ -87,13 +92,14 @@ class Life(ABC):
         self._loop = asyncio.get_running_loop()
         self._active: dict[str, Active] = {}
         self._finishing: set[asyncio.Future[Any]] = set()
+        self._ending: dict[str, Active] = {}  # those whose end is not stored yet
         self._over: OrderedDict[str, int] = OrderedDict()  # request -> attempt that ended or was revoked here
         self._cancels: OrderedDict[str, str] = OrderedDict()
         self._state = fleet.State.ready
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = bus.tasks.group(self.id)  # what fails there without a handler ends the process
         self._idle = asyncio.Event()
         self._lease = Lease(bus, self.id, self._registration, self._on_lost, self._on_regained)
-        self._outbox = Outbox(bus, self._lease.trusted)
+        self._outbox = Outbox(bus, self._lease.trusted, acknowledged=settings.durability == "power")
         self._report = Reporter(bus, publisher, self._outbox, self.id, self.epoch, metrics)
         self._puller = Puller(bus, bus.subjects.stream("WORK"), self.id, self._on_work, self._room)
 
@@ -121,9 +127,11 @@ class Life(ABC):
             del self._active[active.request.id]
         self._idle.set()
 
-    def _background(self) -> list[asyncio.Task[None]]:
-        """Tasks that run from ``open`` to the end."""
-        return []
+    def _background(self) -> None:  # noqa: B027
+        """Begin what runs from ``open`` to the end."""
+
+    def _unwanted(self, arrived: Arrived) -> None:  # noqa: B027
+        """What the stage before made of a request that is not run here (any more)."""
 
     async def _opening(self) -> None:  # noqa: B027
         """Before the first job can come."""
@@ -167,7 +175,8 @@ class Life(ABC):
                 f"no consumer could be created on {stream} ({error!r}); run 'penstock streams apply' and check the "
                 "user's permissions",
             ) from error
-        self._tasks = [*self._background(), asyncio.create_task(self._housekeeping(), name="housekeeping")]
+        self._background()
+        self._tasks.spawn(self._housekeeping(), name="housekeeping")
         await self._opening()
         await self._puller.start()
         await self._lease.acquire()
@@ -182,7 +191,8 @@ class Life(ABC):
             ack_policy=AckPolicy.EXPLICIT,
             ack_wait=ACK_WAIT_S,
             max_ack_pending=4 * (self._slots + self._queue),
-            inactive_threshold=120.0,  # the server removes what a killed worker leaves behind
+            # The server removes it behind us: the right to do that would be one over all workers' consumers.
+            inactive_threshold=120.0,
         )
 
     async def drain(self, timeout: float) -> None:
@@ -190,8 +200,10 @@ class Life(ABC):
         if self._state is not fleet.State.draining:
             self._state = fleet.State.draining
             # Jobs are still taken, to be given back at once: routers hear of the draining a moment later.
-            await self._puller.top_up()
-            await self._lease.update()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SETTLE_S):
+                    await self._puller.top_up()
+                    await self._lease.update()
             for active in [a for a in self._active.values() if not a.started_ns]:
                 await self.give_back(active, "draining")
         try:
@@ -204,16 +216,23 @@ class Life(ABC):
             log.warning("drain_timeout", unfinished=len(self._active))
             for active in list(self._active.values()):
                 await self.give_back(active, "draining")
-        await self._puller.drain()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_S):
+                await self._puller.drain()
+        await self._puller.close()
         await self._settle()
         await self._lease.release()
         await self._close()
 
-    async def fail(self, reason: str) -> None:
-        """What computes is broken: give everything back, as poison if it was running, and leave."""
+    async def fail(self, reason: str, *, poison: bool = True) -> None:
+        """What computes, or serves it, is broken: give everything back, and leave.
+
+        Args:
+            poison: what was running may be the cause.
+        """
         await self._puller.close()
         for active in list(self._active.values()):
-            await self.give_back(active, reason, poison=bool(active.started_ns))
+            await self.give_back(active, reason, poison=poison and bool(active.started_ns))
         await self._settle()
         await self._lease.release()
         await self._close()
@@ -227,22 +246,19 @@ class Life(ABC):
         await self._puller.close()
         await self._lease.abandon()
         self._outbox.drop()
+        for end in self._finishing:
+            end.cancel()
         for active in list(self._active.values()):
             self._remove(active)
 
     async def _settle(self) -> None:
         """Wait, bounded, until terminal events and returns are stored."""
         if self._finishing:
-            await asyncio.wait(self._finishing, timeout=5.0)
+            await asyncio.wait(self._finishing, timeout=SETTLE_S)
 
     async def _close(self) -> None:
         await self._closing()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._bus.connected:
-            with contextlib.suppress(Exception):
-                await self._bus.js.delete_consumer(self._bus.subjects.stream("WORK"), self.id)
+        await self._tasks.aclose()  # of ends: whoever takes over reads in the log how far they came
 
     def _on_lost(self) -> None:
         self.lost.set()
@@ -257,8 +273,11 @@ class Life(ABC):
     # --- work in ---
 
     def _room(self) -> int:
-        taken = len(self._active) if self._state is fleet.State.ready else 0
-        return self._slots + self._queue - taken
+        room = self._slots + self._queue
+        if self._state is not fleet.State.ready:
+            return room
+        # Ends that cannot be stored are as many as fit in here once more, then no more work is taken.
+        return room - len(self._active) - max(0, len(self._ending) - room)
 
     async def _on_work(self, message: Any) -> None:
         try:
@@ -275,7 +294,11 @@ class Life(ABC):
             await self._revoke(work)
         elif job is not None and request is not None:
             arrived = work if isinstance(work, Prefilled | Encoded) else None
-            if not await self._on_job(job, request, message, arrived):
+            over = await self._on_job(job, request, message, arrived)
+            running = self._active.get(request.id)
+            if arrived is not None and (running is None or running.attempt != job.attempt):
+                self._unwanted(arrived)
+            if not over:
                 return
         await self._bus.nc.publish(message.reply, ACK)
 
@@ -285,6 +308,12 @@ class Life(ABC):
         """Start a job, or what the stage before made of it; True: its message needs no more than an acknowledgement."""
         if self._over.get(request.id, -1) >= job.attempt:
             return True
+        ending = self._ending.get(request.id)
+        if ending is not None and ending.attempt > job.attempt:
+            return True
+        if ending is not None and ending.attempt == job.attempt:
+            ending.delivery = message  # neither run again nor acknowledged before its end is stored
+            return False
         running = self._active.get(request.id)
         if running is not None and running.attempt > job.attempt:
             return True
@@ -297,7 +326,7 @@ class Life(ABC):
             active = self._admit(job, request, message)
         except Exception as error:
             log.exception("job_refused", request=request.id)
-            active = Active(request, job.attempt, message, [], [], job.decision.at_ns)
+            active = Active(request, job.attempt, message, [], [], job.decision.at_ns, job=job)
             await self._end(active, Code.invalid_request, f"the worker cannot run this request: {error}")
             return False
         if self._state is fleet.State.draining:
@@ -314,12 +343,19 @@ class Life(ABC):
             active.marks = {"received_ns": time.time_ns()}
         self._active[request.id] = active
         active.renewed = time.monotonic()
-        await self._take(active, arrived)
+        try:
+            await self._take(active, arrived)
+        except Exception as error:
+            self._failed(active, "its start", error)
         return False
 
     def current(self, active: Active) -> bool:
         """It is still this worker's to run."""
-        return self._active.get(active.request.id) is active and active.cancelled is None
+        return self.owns(active) and active.cancelled is None
+
+    def owns(self, active: Active) -> bool:
+        """It is still this worker's, to run or to end."""
+        return self._active.get(active.request.id) is active
 
     def trusted(self) -> bool:
         """This worker may speak."""
@@ -336,7 +372,7 @@ class Life(ABC):
         """The client gave up. Remembered, in case the job is still on its way."""
         active = self._active.get(request_id)
         if active is None:
-            if request_id not in self._over:
+            if request_id not in self._over and request_id not in self._ending:
                 self._cancels[request_id] = reason
                 if len(self._cancels) > REMEMBERED:
                     self._cancels.popitem(last=False)
@@ -348,8 +384,22 @@ class Life(ABC):
     def _finish(self, active: Active) -> None:
         """All choices ended: the terminal event, and after its acknowledgement the job's."""
         self._remove(active, cancel=False)
-        self._remember(active.request.id, active.attempt)
-        self._spawn(self._report.done(active))
+        self._conclude(active, partial(self._report.done, active))
+
+    def _conclude(self, active: Active, store: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """The request is over here once its end is stored; until then a job delivered again only waits for that."""
+        self._ending[active.request.id] = active
+        self._spawn(self._concluded(active, store))
+
+    async def _concluded(self, active: Active, store: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        request_id = active.request.id
+        try:
+            await store()
+            self._remember(request_id, active.attempt)
+            await self._bus.nc.publish(active.delivery.reply, ACK)
+        finally:
+            if self._ending.get(request_id) is active:
+                del self._ending[request_id]
 
     async def end(self, active: Active, code: Code, message: str) -> None:
         """End a request that this worker still has."""
@@ -372,23 +422,45 @@ class Life(ABC):
 
     async def give_back(self, active: Active, reason: str, poison: bool = False) -> None:
         """This attempt ends here; a router steers the request again, from the tokens already streamed."""
-        request = active.request
-        if self._active.get(request.id) is not active:
-            return
-        self._remember(request.id, active.attempt)
-        self._remove(active)
-        self._spawn(self._report.returned(active, reason, poison))
+        if self.owns(active):
+            self._return(active, reason, poison)
 
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
+    def _return(self, active: Active, reason: str, poison: bool) -> None:
+        self._remove(active)
+        self._conclude(active, partial(self._report.returned, active, reason, poison))
+
+    def _failed(self, active: Active, what: str, error: BaseException) -> None:
+        """Something that this worker did for a request failed: another one may do better, once."""
+        log.error("request_failed", request=active.request.id, attempt=active.attempt, what=what, exc_info=error)
+        if not self.owns(active):
+            return
+        if active.attempt == 1 and active.cancelled is None:
+            self._return(active, f"{what} failed: {error!r}"[:300], poison=True)
+            return
+        reason = as_serving_error(error, what)
+        active.cancelled = active.cancelled or (reason.code, reason.message)
+        self._remove(active)
+        self._spawn(self._end_anyway(active, *active.cancelled))
+
+    async def _end_anyway(self, active: Active, code: Code, message: str) -> None:
+        try:
+            await self._end(active, code, message)
+        except Exception as error:  # the terminal event says it too
+            log.warning("end_not_streamed", request=active.request.id, error=repr(error))
+            self._finish(active)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._tasks.spawn(work, name="end", on_failure=self._not_ended)
         self._finishing.add(task)
         task.add_done_callback(self._spawned_done)
 
     def _spawned_done(self, task: "asyncio.Future[Any]") -> None:
         self._finishing.discard(task)
         self._idle.set()
-        if not task.cancelled() and task.exception() is not None:
-            log.error("ending_failed", error=repr(task.exception()))
+
+    def _not_ended(self, error: BaseException) -> None:
+        """Its job is not acknowledged, so it is delivered again."""
+        log.error("ending_failed", error=repr(error))
 
     def _remember(self, request_id: str, attempt: int) -> None:
         self._over[request_id] = attempt
@@ -406,7 +478,11 @@ class Life(ABC):
             for active in list(self._active.values()):
                 if now_ns >= active.request.deadline_ns:
                     self._stop_early(active, Code.deadline_exceeded, "the deadline passed while the request ran")
+            for active in (*self._active.values(), *self._ending.values()):
                 if now - active.renewed > ACK_WAIT_S / 3 and self._bus.connected:
                     active.renewed = now
-                    await self._bus.nc.publish(active.delivery.reply, IN_PROGRESS)
+                    with contextlib.suppress(NatsError):  # the link broke just now; on the next one again
+                        await self._bus.nc.publish(active.delivery.reply, IN_PROGRESS)
+            with contextlib.suppress(NatsError):
+                await self._outbox.confirm()
             self._upkeep(now)

@@ -9,6 +9,7 @@ from pathlib import Path
 import structlog
 
 from configs import logs, modeldir, parsers
+from configs.bus import looplag
 from configs.bus.connection import connect
 from configs.bus.publish import Publisher
 from configs.settings import WorkerSettings
@@ -22,9 +23,12 @@ from workers.multiprocess import own_directory
 from workers.process import EXIT_CONFIG, EXIT_ENGINE, EXIT_OK, EXIT_START, WorkerProcess
 from workers.runner import EngineThread
 from workers.session import Model, Session
+from workers.stopping import StoppedEarly
 from workers.transfer.base import Transport, TransportUnavailable
 
 log = structlog.get_logger("worker")
+
+JOIN_S = 10.0  # for an engine to end in order
 
 
 def run(settings: WorkerSettings) -> int:
@@ -58,7 +62,7 @@ class _Worker(WorkerProcess[Session]):
     async def serve(self) -> int:
         settings = self._settings
         loop = asyncio.get_running_loop()
-        self._on_signals()
+        self._stopping.on_signals()
         _check(settings)
         path = modeldir.resolve(settings.model, weights=settings.engine in ("native", "trtllm", "vllm"))
         described = modeldir.load(path, name=settings.served_model_name.split(",")[0])
@@ -76,22 +80,47 @@ class _Worker(WorkerProcess[Session]):
 
         engine = EngineThread(build, self._deliver, failed)
         engine.start()
+        status, ended = EXIT_OK, True
+        try:
+            status = await self._with(engine, described)
+        except StoppedEarly:
+            log.info("stopped_before_it_served")
+        finally:
+            engine.stop()
+            ended = await asyncio.to_thread(engine.join, self._stopping.left(JOIN_S + 0.5) - 0.5)
+            self._stopping.over()
+        if not ended:
+            log.warning("engine_busy", action="the process ends without waiting for it")
+            self._stopping.end_now(status)
+        return status
+
+    async def _with(self, engine: EngineThread, described: modeldir.ModelDir) -> int:
+        """Serve with an engine that may still be loading; everything else is closed in the end.
+
+        Raises:
+            StoppedEarly: the process was asked to stop before that.
+        """
+        settings, loop = self._settings, asyncio.get_running_loop()
         connection = f"worker:{settings.name}:{secrets.token_hex(4)}"
-        bus = await connect(
-            settings.nats_url,
-            role="worker",
-            name=connection,
-            namespace=settings.namespace,
-            skip_subject_validation=True,
+        bus = await self._stopping.unless_asked(
+            connect(
+                settings.nats_url,
+                role="worker",
+                name=connection,
+                namespace=settings.namespace,
+                skip_subject_validation=True,
+                on_fatal=self._task_failed,
+            )
         )
         publisher = Publisher(bus)
         transport: Transport | None = None
         try:
             await publisher.open()
-            built = await asyncio.to_thread(engine.wait_ready)
+            built = await self._stopping.unless_asked(asyncio.to_thread(engine.wait_ready))
             for collector in getattr(built, "collectors", tuple)():  # the engine's own metrics
                 self._metrics.registry.register(collector)
             transport = await self._transport(engine, built, connection, loop)
+            looplag.freeze_loaded()
             vision = _eyes(built)
             names = tuple(n for n in settings.served_model_name.split(",") if n) or (described.name,)
             template = described.template.source if described.template is not None else ""
@@ -103,6 +132,7 @@ class _Worker(WorkerProcess[Session]):
                 connection,
                 parsers.reasoning_parser(settings.reasoning_parser, template),
                 parsers.tool_call_parser(settings.tool_call_parser, template),
+                described.tokenizer_digest,
             )
 
             def make() -> Session:
@@ -112,8 +142,6 @@ class _Worker(WorkerProcess[Session]):
         finally:
             if transport is not None:  # before the memory that it registered goes
                 await asyncio.to_thread(transport.close)
-            engine.stop()
-            await asyncio.to_thread(engine.join, 10.0)
             await publisher.close()
             await bus.close()
 

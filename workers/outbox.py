@@ -3,7 +3,9 @@
 Published plainly, with a message id, and kept for a few seconds. After a reconnect everything kept is sent again
 in order; the stream stores each message once. While the gate is shut (disconnected, or the worker's lease is in
 doubt) messages are only kept. A renewed lease on the same link proves that the server has read what was sent
-before, so only then may the oldest go.
+before, so only then may the oldest go. In a cluster it proves nothing (the stream's leader is elsewhere), nor where the
+server writes to its disk before it goes on (it may have read far ahead): there each message waits for its own
+acknowledgement.
 """
 
 import asyncio
@@ -16,6 +18,7 @@ import msgspec
 from configs.bus.connection import Bus
 from schemas.errors import Code, ServingError
 from schemas.subjects import HEADER_MSG_ID
+from workers.unconfirmed import Unconfirmed
 
 KEEP_S = 5.0
 LIMIT_BYTES = 64 << 20
@@ -29,9 +32,20 @@ class _Message(msgspec.Struct):
 
 
 class Outbox:
-    """``send`` waits when ``LIMIT_BYTES`` could not be sent: the engine then waits too."""
+    """``send`` waits when ``LIMIT_BYTES`` could not be sent: the engine then waits too.
 
-    def __init__(self, bus: Bus, trusted: Callable[[], bool], clock: Callable[[], float] = time.monotonic) -> None:
+    Args:
+        acknowledged: wait for the streams' acknowledgements on a single server too.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        trusted: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        acknowledged: bool = False,
+    ) -> None:
         self._bus = bus
         self._trusted = trusted
         self._clock = clock
@@ -39,12 +53,20 @@ class Outbox:
         self._behind = False  # from the first message that was only kept to the end of a resend
         self._link = bus.reconnects
         self._unsent_bytes = 0
+        self._unconfirmed = Unconfirmed(bus, self._on_confirmed)
+        self._acknowledged = acknowledged
         self._room = asyncio.Event()
         self._room.set()
 
     @property
     def unsent_bytes(self) -> int:
         return self._unsent_bytes
+
+    def open(self) -> bool:
+        """Nothing is kept back, so what is published now is read by the server behind all that was sent before."""
+        # On a new link what the old one lost goes first.
+        bus = self._bus
+        return not self._behind and bus.connected and self._link == bus.reconnects and self._trusted()
 
     async def send(self, subject: str, payload: bytes, msg_id: str) -> None:
         """Publish, or keep for ``resend``.
@@ -56,12 +78,17 @@ class Outbox:
             raise ServingError(Code.body_too_large, f"{len(payload)} bytes for {subject} do not fit into one message")
         now = self._clock()
         message = _Message(now, subject, payload, msg_id)
-        # On a new link what the old one lost goes first.
-        if self._behind or not self._bus.connected or self._link != self._bus.reconnects or not self._trusted():
+        if not self.open():
             self._behind = True
             self._kept.append(message)
             self._unsent_bytes += len(payload)
             if self._unsent_bytes > LIMIT_BYTES:
+                self._room.clear()
+                await self._room.wait()
+            return
+        if self._acknowledged or self._bus.clustered:
+            await self._unconfirmed.publish(message)
+            if self._unconfirmed.bytes > LIMIT_BYTES:
                 self._room.clear()
                 await self._room.wait()
             return
@@ -79,6 +106,8 @@ class Outbox:
         """
         self._behind = True
         self._link = self._bus.reconnects
+        if self._acknowledged or self._bus.clustered:
+            await self._resend_unconfirmed()
         index = 0
         while index < len(self._kept):
             message = self._kept[index]
@@ -89,11 +118,32 @@ class Outbox:
         self._unsent_bytes = 0
         self._room.set()
 
+    async def confirm(self) -> None:
+        """A few times a second: what a cluster has not acknowledged is sent again.
+
+        Raises:
+            nats.errors.Error: the link broke; ``resend`` does it on the next one.
+        """
+        if self._unconfirmed and self.open():
+            await self._unconfirmed.again(self._clock())
+
+    async def _resend_unconfirmed(self) -> None:
+        await self._unconfirmed.again(self._clock(), after_s=0.0)
+        while self._kept:
+            message = self._kept.popleft()
+            message.sent = self._clock()
+            await self._unconfirmed.publish(message)
+
+    def _on_confirmed(self) -> None:
+        if not self._behind and self._unconfirmed.bytes <= LIMIT_BYTES:
+            self._room.set()
+
     async def _publish(self, message: _Message) -> None:
         await self._bus.nc.publish(message.subject, message.payload, headers={HEADER_MSG_ID: message.msg_id})
 
     def drop(self) -> None:
         """The lease was lost: nothing of this is ours to say any more."""
         self._kept.clear()
+        self._unconfirmed.clear()
         self._unsent_bytes = 0
         self._room.set()

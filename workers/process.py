@@ -6,7 +6,6 @@ What computes is built before the first life and outlives each of them.
 import asyncio
 import contextlib
 import os
-import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from faststream import FastStream
 from faststream.nats import NatsMessage
 from prometheus_client import CollectorRegistry, start_http_server
 
+from configs.bus import looplag
 from configs.bus.connection import Bus
 from configs.bus.shell import OwnConnection, raw
 from configs.settings import WorkerSettings
@@ -25,10 +25,12 @@ from schemas.subjects import Subjects
 from workers.life import Life
 from workers.metrics import Metrics
 from workers.multiprocess import VARIABLE, Merged
+from workers.stopping import EndProcess, StoppedEarly, Stopping
 
 log = structlog.get_logger("worker")
 
 MAX_ORDERS = 64
+FAIL_S = 15.0  # for giving everything back after a failure
 
 EXIT_OK = 0
 EXIT_ENGINE = 70  # EX_SOFTWARE: the engine failed
@@ -41,34 +43,38 @@ L = TypeVar("L", bound=Life)
 class WorkerProcess(ABC, Generic[L]):
     """Made in the event loop that serves it."""
 
-    def __init__(self, settings: WorkerSettings) -> None:
+    def __init__(self, settings: WorkerSettings, end_process: EndProcess = os._exit) -> None:
         self._settings = settings
+        self._stopping = Stopping(settings.drain_s, end_process)
         self._metrics = Metrics(CollectorRegistry())
         if shared := os.environ.get(VARIABLE):
             self._metrics.registry.register(Merged(Path(shared)))
         self._session: L | None = None
-        self._stop = asyncio.Event()
         self._broken = asyncio.Event()
         self._error: BaseException | None = None
+        self._innocent = False
 
     @abstractmethod
     async def serve(self) -> int:
         """Until SIGTERM; the exit code."""
 
-    def _on_signals(self) -> None:
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(signum, self._stop.set)
-
     def _broke(self, error: BaseException) -> None:
         """What computes is broken, and the process with it."""
-        self._error = error
+        self._error = self._error or error
         self._broken.set()
+        self._stopping.within(FAIL_S)
+
+    def _task_failed(self, error: BaseException) -> None:
+        """A background task is, and the process with it; through no fault of what is computed."""
+        self._innocent = self._error is None
+        self._broke(error)
 
     async def _live(self, bus: Bus, make: Callable[[], L], load_seconds: float) -> int:
         """Measure, obey and live, until told to stop; closes the connection."""
         loop = asyncio.get_running_loop()
         self._metrics.load_time.set(load_seconds)
         self._metrics.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
+        bus.tasks.spawn(looplag.gauge(self._metrics.registry, "worker").watch(), name="loop-lag")
         if self._settings.metrics_port and self._settings.publish_events_and_metrics:
             start_http_server(self._settings.metrics_port, self._settings.metrics_host, registry=self._metrics.registry)
         app = self._application(bus)
@@ -78,31 +84,46 @@ class WorkerProcess(ABC, Generic[L]):
         finally:
             bus.closing = True  # stopping FastStream closes the connection
             with contextlib.suppress(Exception):
-                await asyncio.wait_for(app.stop(), 5)
+                await asyncio.wait_for(app.stop(), 2)
 
     async def _sessions(self, bus: Bus, make: Callable[[], L]) -> int:
         """Live one session after another until told to stop or the engine breaks."""
         while True:
             session = self._session = make()
             control_subject = await self._controlled(session, bus)
-            await session.open()
-            waits = [
-                asyncio.create_task(event.wait(), name=name)
-                for name, event in (("stop", self._stop), ("broken", self._broken), ("lost", session.lost))
-            ]
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            for wait in waits:
-                wait.cancel()
-            await control_subject.stop()
-            if self._broken.is_set():
-                await session.fail(f"engine_error: {self._error!r}"[:500])
-                return EXIT_ENGINE
-            if self._stop.is_set():
-                log.info("draining", worker=session.id)
-                await session.drain(self._settings.drain_s)
-                return EXIT_OK
-            log.warning("session_lost", worker=session.id, action="registering anew")
-            await session.abandon()
+            try:
+                await self._stopping.unless_asked(session.open())
+            except StoppedEarly:
+                await session.abandon()
+                raise
+            await self._interrupted(session)
+            try:
+                if self._broken.is_set():
+                    what = "a task of the worker failed" if self._innocent else "engine_error"
+                    await session.fail(f"{what}: {self._error!r}"[:500], poison=not self._innocent)
+                    return EXIT_ENGINE
+                if self._stopping.asked:
+                    log.info("draining", worker=session.id)
+                    await session.drain(self._settings.drain_s)
+                    return EXIT_OK
+                log.warning("session_lost", worker=session.id, action="registering anew")
+                await session.abandon()
+            finally:  # not before: others release and fetch blocks until the end
+                await control_subject.stop()
+
+    async def _interrupted(self, session: L) -> None:
+        """Until the process is asked to stop, something is broken, or the session has lost its lease."""
+        waits = [
+            asyncio.create_task(waiting, name=name)
+            for name, waiting in (
+                ("stop", self._stopping.wait()),
+                ("broken", self._broken.wait()),
+                ("lost", session.lost.wait()),
+            )
+        ]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
 
     def _application(self, bus: Bus) -> FastStream:
         """Control messages: FastStream subscribers on our connection."""
@@ -135,7 +156,7 @@ class WorkerProcess(ABC, Generic[L]):
         if isinstance(order, control.DumpKv):
             return wire.encode(await session.dump(order.page))
         if isinstance(order, control.Drain):
-            self._stop.set()
+            self._stopping.ask()
             return wire.encode(control.Ok())
         if isinstance(order, control.Push):
             return wire.encode(await session.push(order))

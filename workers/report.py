@@ -6,8 +6,8 @@ import structlog
 
 from configs.bus.connection import Bus
 from configs.bus.publish import Publisher
-from configs.bus.pull import ACK
 from schemas import done, kv, wire
+from schemas.subjects import HEADER_RETURNED
 from schemas.tokens import TokenBatch, TokenItem
 from workers.metrics import Metrics
 from workers.outbox import Outbox
@@ -51,20 +51,27 @@ class Reporter:
         )
 
     async def done(self, active: Active) -> None:
-        """The terminal event of a request, and after its acknowledgement the job's.
+        """Store the terminal event of a request: behind its tokens, and only while this worker may speak.
 
         Raises:
             ServingError: it could not be stored for ten minutes.
         """
+        request = active.request
         event = terminal(active, self._worker, time.time_ns())
         self._metrics.ended(event)
         payload = done.encode_within(event, self._bus.max_message)
-        await self._publisher.publish(self._bus.subjects.done(event.model), payload, event.request, timeout=TERMINAL_S)
-        await self._bus.nc.publish(active.delivery.reply, ACK)
+        await self._publisher.publish(
+            self._bus.subjects.done(request.tenant, request.model, request.id),
+            payload,
+            request.id,
+            timeout=TERMINAL_S,
+            once=True,
+            gate=self._outbox.open,
+        )
         log.debug("request_done", request=event.request, code=event.code, tokens=event.usage.completion)
 
     async def returned(self, active: Active, reason: str, poison: bool) -> None:
-        """This attempt is given back.
+        """Store that this attempt is given back.
 
         Raises:
             ServingError: that could not be stored for ten minutes.
@@ -75,6 +82,7 @@ class Reporter:
             self._bus.subjects.returned(request.model),
             wire.encode(event),
             f"{request.id}:{active.attempt}:returned",
+            headers={HEADER_RETURNED: done.returned_header(event)},
             timeout=TERMINAL_S,
+            gate=self._outbox.open,
         )
-        await self._bus.nc.publish(active.delivery.reply, ACK)

@@ -10,7 +10,7 @@ from schemas import blocks, done, wire
 from schemas.errors import Code
 from schemas.jobs import Job, Stage, rank_of
 from schemas.requests import GenerateRequest, Stop
-from schemas.tokens import Finish
+from schemas.tokens import Finish, Logprob, carried
 from schemas.trace import Stamps, headers, stage_name
 from schemas.transfer import Ticket
 from workers.choice import Choice
@@ -74,8 +74,12 @@ def admit(job: Job, request: GenerateRequest, delivery: Any, detokenizer: Detoke
         )
         if job.route:
             choice.max_tokens = request.stop.max_tokens
+        if index < len(job.logprobs):
+            choice.said += job.logprobs[index]
         active.choices.append(choice)
         active.outcomes.append(_ended_before(job, index, resumed) if ended else None)
+    if job.scores:
+        active.choices[0].scores += job.scores
     return active
 
 
@@ -88,10 +92,15 @@ def _ended_before(job: Job, index: int, tokens: "array[int]") -> done.Outcome:
 
 def prompt_digests(request: GenerateRequest, revision: str, block_size: int) -> list[bytes]:
     """Names of the prompt's full blocks."""
-    if request.block_size == block_size and request.digests:
+    if request.digests and _named_here(request, revision, block_size):
         return blocks.split(request.digests)
     root = blocks.root(revision, request.lora, request.salt)
     return blocks.split(blocks.chain(request.prompt, block_size, root, media_extra(request, block_size)))
+
+
+def _named_here(request: GenerateRequest, revision: str, block_size: int) -> bool:
+    """Whether the gateway has named the blocks as this worker does; a request may have moved to another revision."""
+    return request.block_size == block_size and request.revision in ("", revision)
 
 
 def media_extra(request: GenerateRequest, block_size: int) -> dict[int, bytes]:
@@ -120,7 +129,7 @@ def sequences(
     """
     request = active.request
     prompt = wire.unpack_tokens(request.prompt)
-    digests = blocks.split(request.digests) if request.block_size == block_size else []
+    digests = blocks.split(request.digests) if _named_here(request, revision, block_size) else []
     root = blocks.root(revision, request.lora, request.salt)
     extra = media_extra(request, block_size)
     slots = active.media.slots if active.media is not None else [()] * len(request.media)
@@ -182,6 +191,7 @@ def stamps(active: Active) -> Stamps | None:
 def next_job(active: Active) -> Job:
     """The job of the stage after this one: it goes on behind what was generated here."""
     assert active.job is not None
+    wanted = active.request.sampling.logprobs is not None
     finished, endings = [], []
     for choice, outcome in zip(active.choices, active.outcomes, strict=True):
         if outcome is not None:
@@ -194,7 +204,14 @@ def next_job(active: Active) -> Job:
         endings=tuple(endings),
         route=active.route[1:],
         scored=max(active.job.scored, *(choice.scored for choice in active.choices)),
+        logprobs=tuple(carried(choice.said) for choice in active.choices) if wanted else (),
+        scores=carried(_scores(active)),
     )
+
+
+def _scores(active: Active) -> tuple[Logprob, ...]:
+    """Log-probabilities of the prompt that are known here: one choice told them, behind what earlier attempts did."""
+    return next((tuple(choice.scores) for choice in active.choices if choice.scores), ())
 
 
 def already_over(choice: Choice, request: GenerateRequest) -> Finish | None:
@@ -220,6 +237,14 @@ def terminal(active: Active, worker: str, now_ns: int) -> done.Done:
         outcome or done.Outcome(choice.tokens.tobytes(), reason)
         for outcome, choice in zip(active.outcomes, active.choices, strict=True)
     )
+    scores: tuple[Logprob, ...] = ()
+    left_out: tuple[str, ...] = ()
+    if request.sampling.logprobs is not None:
+        outcomes, left_out = _with_logprobs(active, outcomes)
+    if request.sampling.prompt_logprobs is not None:
+        scores = _scores(active)
+        if len(scores) + 1 < len(request.prompt) // 4:
+            scores, left_out = (), (*left_out, "scores")
     return done.Done(
         request=request.id,
         model=request.model,
@@ -242,4 +267,18 @@ def terminal(active: Active, worker: str, now_ns: int) -> done.Done:
         message=message,
         user=request.user,
         stamps=stamps(active),
+        submitted=bytes(active.job.request) if active.job is not None else wire.encode(request),
+        scores=scores,
+        left_out=left_out,
     )
+
+
+def _with_logprobs(
+    active: Active, outcomes: tuple[done.Outcome, ...]
+) -> tuple[tuple[done.Outcome, ...], tuple[str, ...]]:
+    """Outcomes with their log-probabilities, and the name of what is not known of them."""
+    told = [choice.said for choice in active.choices]
+    if any(len(said) != len(outcome.tokens) // 4 for said, outcome in zip(told, outcomes, strict=True)):
+        return outcomes, ("logprobs",)
+    with_them = [msgspec.structs.replace(o, logprobs=tuple(said)) for o, said in zip(outcomes, told, strict=True)]
+    return tuple(with_them), ()

@@ -6,6 +6,7 @@ the engine waits, so that neither memory nor latency grows when the broker is sl
 """
 
 import concurrent.futures
+import contextlib
 import queue
 import threading
 import time
@@ -18,7 +19,8 @@ from schemas import kv
 from schemas.errors import Code
 from schemas.tokens import Finish
 from workers.choice import Batch, Choice, Flush, Names, prompt_items, token_item
-from workers.engines.base import Engine, Held, RequestError, Scored, SequenceRequest
+from workers.engines.base import Engine, EngineError, Held, RequestError, Scored, SequenceRequest
+from workers.room import Room, Wait
 
 log = structlog.get_logger("engine")
 
@@ -68,6 +70,9 @@ class EngineThread:
         self._in_flight = 0  # flushes that were delivered and not yet taken
         self._ahead = 0  # steps since then
         self._wake = threading.Condition()  # a flush was taken, or a command put
+        self._room = Room()  # used in the thread only
+        self._calls: set[concurrent.futures.Future[Any]] = set()  # not yet answered
+        self._over: EngineError | None = None  # the thread has ended
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # --- called from the event loop ---
@@ -119,10 +124,14 @@ class EngineThread:
         self._put(lambda engine: answer(question(engine)))
 
     def call(self, question: Callable[[Engine], T]) -> "concurrent.futures.Future[T]":
-        """Run ``question`` between two steps. A RequestError is its answer; any other exception ends the engine too."""
+        """Run ``question`` between two steps. A RequestError is its answer; any other exception ends the engine too.
+
+        It fails with an EngineError if the engine ends first.
+        """
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def run(engine: Engine) -> None:
+            self._calls.discard(future)
             if not future.set_running_or_notify_cancel():
                 return
             try:
@@ -132,8 +141,21 @@ class EngineThread:
                 if not isinstance(error, RequestError):
                     raise
 
+        self._calls.add(future)
         self._put(run)
+        if self._over is not None:
+            self._fail_calls(self._over)
         return future
+
+    def wait(self, pool: str, take: Callable[[Engine], T | None]) -> Wait[T]:
+        """Ask for blocks or slots of a pool, behind those who asked before: now, and whenever something comes free."""
+        wait = Wait(pool, take)
+        self.call(lambda engine: self._room.add(wait, engine)).add_done_callback(wait.failed)
+        return wait
+
+    def give_up(self, wait: Wait[Any]) -> None:
+        """Answer with nothing, unless it was answered."""
+        self._put(lambda engine: self._room.give_up(wait, engine))
 
     def dump(self, answer: Callable[[list[Names]], None]) -> None:
         """The cached names of each rank, all as of one moment."""
@@ -198,7 +220,16 @@ class EngineThread:
             log.error("engine_failed", error=repr(error), exc_info=True)
             self._failed(error)
         finally:
+            self._over = EngineError("the engine has ended")
+            self._fail_calls(self._over)
+            self._room.fail(self._over)
             engine.close()
+
+    def _fail_calls(self, error: EngineError) -> None:
+        """There is nobody to answer them any more."""
+        while self._calls:
+            with contextlib.suppress(KeyError, concurrent.futures.InvalidStateError):  # the other thread was faster
+                self._calls.pop().set_exception(error)
 
     def _loop(self, engine: Engine) -> None:
         commands = self._commands
@@ -209,9 +240,14 @@ class EngineThread:
                 if command is None:
                     return
                 command(engine)
+                if self._room:
+                    self._room.serve(engine)
             elif working and self._ahead < MAX_AHEAD:
+                ended = len(self._ended)
                 self._absorb(engine)
                 self._ahead += 1
+                if self._room and len(self._ended) > ended:
+                    self._room.serve(engine)
                 if engine.blocked:
                     self._pause()
                 if not self._in_flight and self._clock() >= self._flush_due:
@@ -265,9 +301,8 @@ class EngineThread:
             if choice.stream is not None and self._stops(engine, choice, token, finish):
                 continue
             if finish:
-                if finish == "length" and len(choice.tokens) + len(choice.buffer) < choice.max_tokens:
-                    choice.handed = True
-                else:
+                # Else another worker goes on; the session says so, once it has this token too.
+                if finish != "length" or len(choice.tokens) + len(choice.buffer) >= choice.max_tokens:
                     choice.finish = Finish(finish, stop_token, choice.cached)
                 self._ended.append(choice)
         for choice, code, message in failures:
@@ -336,4 +371,5 @@ class EngineThread:
         for choice, first, logprobs in self._scored:
             flush.items.setdefault(choice.gateway, []).extend(prompt_items(choice, first, logprobs))
             choice.scored = first + len(logprobs)
+            choice.scores += logprobs
         self._scored.clear()

@@ -9,6 +9,8 @@ import contextlib
 import os
 import socket
 import time
+from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,6 +18,7 @@ import structlog
 
 from configs.bus.connection import Bus
 from configs.bus.publish import Publisher
+from configs.bus.tasks import end
 from configs.settings import WorkerSettings
 from schemas import done, fleet, jobs, kv, requests
 from schemas.control import Ok, Push, Pushed, Release
@@ -69,7 +72,7 @@ class Session(Life):
         self._dumper = Dumper(engine, self.id, self.epoch)
         self._transport = transport
         self._vision = vision
-        self._moving: set[asyncio.Future[Any]] = set()  # stages under way between workers
+        self._moving: set[asyncio.Task[Any]] = set()  # stages under way between workers
         self._silent: dict[str, Active] = {}  # traced, and no token of this worker yet
         self._stages = Stages(
             self,
@@ -88,8 +91,8 @@ class Session(Life):
 
     # --- life ---
 
-    def _background(self) -> list[asyncio.Task[None]]:
-        return [asyncio.create_task(self._publish_flushes(), name="flushes")]
+    def _background(self) -> None:
+        self._tasks.spawn(self._publish_flushes(), name="flushes")
 
     async def _opening(self) -> None:
         await self._stages.open()
@@ -118,9 +121,7 @@ class Session(Life):
 
     async def _closing(self) -> None:
         await self._stages.close()
-        for task in self._moving:
-            task.cancel()
-        await asyncio.gather(*self._moving, return_exceptions=True)
+        await end(self._moving)
 
     async def _close(self) -> None:
         await super()._close()
@@ -157,6 +158,7 @@ class Session(Life):
             reasoning_parser=self._model.reasoning_parser,
             tool_call_parser=self._model.tool_call_parser,
             max_batched_tokens=info.max_batched_tokens,
+            tokenizer=self._model.tokenizer,
         )
 
     def _endpoint(self) -> Endpoint | None:
@@ -185,13 +187,16 @@ class Session(Life):
         else:
             self._begin(active, arrived)
 
+    def _unwanted(self, arrived: Arrived) -> None:
+        self._stages.unwanted(arrived)
+
     def _begin(self, active: Active, arrived: Arrived | None) -> None:
         if self._settings.role == "encode":
-            self._move(self._stages.encode(active))
+            self._move(active, self._stages.encode(active))
         elif isinstance(arrived, Prefilled):
-            self._move(self._stages.take_over(active, arrived))
+            self._move(active, self._stages.take_over(active, arrived))
         elif active.request.media:
-            self._move(self._stages.see(active, arrived))
+            self._move(active, self._stages.see(active, arrived))
         else:
             self.compute(active)
 
@@ -219,20 +224,19 @@ class Session(Life):
     async def push(self, order: Push) -> Pushed:
         return await self._stages.push(order)
 
-    def _move(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
+    def _move(self, active: Active, work: Coroutine[Any, Any, None]) -> None:
+        task = self._tasks.spawn(work, name="stage", on_failure=partial(self._failed, active, "a stage"))
         self._moving.add(task)
         task.add_done_callback(self._moved)
 
-    def _moved(self, task: "asyncio.Future[Any]") -> None:
+    def _moved(self, task: "asyncio.Task[Any]") -> None:
         self._moving.discard(task)
         self._idle.set()
-        if not task.cancelled() and task.exception() is not None:
-            log.error("stage_failed", error=repr(task.exception()), exc_info=task.exception())
 
     def _remove(self, active: Active, *, cancel: bool = True, drop: bool = True) -> None:
         """The engine lets go of all that is kept for it."""
         super()._remove(active)
+        self._stages.left(active)
         if active.marks is not None and self._silent.get(active.request.id) is active:
             del self._silent[active.request.id]
         if cancel:
@@ -271,21 +275,44 @@ class Session(Life):
     async def _publish_flushes(self) -> None:
         while True:
             flush = await self._flushes.get()
-            try:
-                if isinstance(flush, _Ended):
+            if isinstance(flush, _Ended):
+                try:
                     await self._end_early(flush.active)
-                    continue
-                for gateway, items in flush.items.items():
-                    await self._report.items(gateway, tuple(items))
-                if flush.batches and self._settings.publish_events_and_metrics:
-                    for rank, seq, events in flush.batches:
-                        await self._report.events(self._model.name, rank, seq, tuple(events))
-                self._account(flush)
-            except Exception:
-                log.exception("flush_failed")
+                except Exception as error:
+                    self._failed(flush.active, "its end", error)
+                continue
+            try:
+                await self._publish(flush)
             finally:
-                if not isinstance(flush, _Ended):
-                    self._engine.taken()
+                self._engine.taken()
+
+    async def _publish(self, flush: Flush) -> None:
+        """What fails concerns the requests that it was for; all others go on, and batches stay in order."""
+        for gateway, items in flush.items.items():
+            try:
+                await self._report.items(gateway, tuple(items))
+            except Exception as error:
+                for active in {id(one): one for item in items if (one := self._active.get(item.request))}.values():
+                    self._failed(active, "its tokens' way out", error)
+        if flush.batches and self._settings.publish_events_and_metrics:
+            for rank, seq, events in flush.batches:
+                try:
+                    await self._report.events(self._model.name, rank, seq, tuple(events))
+                except Exception:  # routers see the gap in the numbers, and ask for the whole cache
+                    log.exception("kv_batch_failed", rank=rank, seq=seq)
+        try:
+            self._account(flush)
+        except Exception as error:
+            owners = [choice.owner for choice in (*flush.started, *flush.ended)]
+            for active in {id(one): one for one in owners if isinstance(one, Active)}.values():
+                self._failed(active, "its accounting", error)
+        for choice in flush.ended:
+            owner = choice.owner
+            assert isinstance(owner, Active)
+            try:
+                self._ended(owner, choice)
+            except Exception as error:
+                self._failed(owner, "its end", error)
 
     def _account(self, flush: Flush) -> None:
         for choice in flush.started:
@@ -319,22 +346,25 @@ class Session(Life):
             assert isinstance(active, Active)
             if active.fetching is not None:
                 self._stages.fetched(active)
-        for choice in flush.ended:
-            active = choice.owner
-            assert isinstance(active, Active)
-            finish = choice.finish
-            if choice.lacking:
-                self._spawn(self.give_back(active, choice.lacking))
-                continue
-            if finish is not None:
-                active.outcomes[choice.index] = done.Outcome(choice.tokens.tobytes(), finish.reason, finish.stop)
-            if not active.computed or active.leaving or not self.current(active):
-                continue
-            if active.ended:
-                self._finish(active)
-            else:
-                active.leaving = True
-                self._move(self._stages.hand_over(active))
+
+    def _ended(self, active: Active, choice: Choice) -> None:
+        """The engine is done with a choice, and all that it said of it is on its way."""
+        finish = choice.finish
+        if choice.lacking:
+            if self.owns(active):
+                self._return(active, choice.lacking, poison=False)
+            return
+        if finish is not None:
+            active.outcomes[choice.index] = done.Outcome(choice.tokens.tobytes(), finish.reason, finish.stop)
+        else:
+            choice.handed = True
+        if not active.computed or active.leaving or not self.current(active):
+            return
+        if active.ended:
+            self._finish(active)
+        else:
+            active.leaving = True
+            self._move(active, self._stages.hand_over(active))
 
     def _spoke(self, flush: Flush, now_ns: int) -> None:
         """Of traced requests, the first token of this worker, which need not be the request's."""

@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import structlog
@@ -35,6 +35,7 @@ from workers.media import MediaLoader
 from workers.metrics import Metrics
 from workers.outbox import Outbox
 from workers.requests import Active, next_job, prompt_digests, stamps
+from workers.room import Wait
 from workers.runner import EngineThread
 from workers.transfer.base import TransferError, Transport
 
@@ -42,7 +43,6 @@ log = structlog.get_logger("worker")
 
 T = TypeVar("T")
 
-ROOM_AGAIN_S = 0.01  # between two looks for free blocks
 ROOM_S = 5.0  # how long a hand-over waits for free blocks before the prompt is queued like any other
 LEASE_MARGIN_NS = 1_000_000_000
 TRUST_AGAIN_S = 0.02
@@ -56,6 +56,9 @@ class Host(Protocol):
 
     def current(self, active: Active) -> bool:
         """It is still this worker's to run."""
+
+    def owns(self, active: Active) -> bool:
+        """It is still this worker's, to run or to end."""
 
     def trusted(self) -> bool:
         """This worker may speak."""
@@ -97,11 +100,13 @@ class Stages:
         self._vision = vision
         self._revision = revision
         self._transport = transport
+        self._quarantine_s = settings.transfer_timeout_s + settings.quarantine_s
         self._loader = MediaLoader(bus, vision) if vision is not None else None
         self._ledger = Ledger(bus, outbox, host.id, metrics)
         self._owner: Owner | None = None
         self._reader: Reader | None = None
         self._peers: Peers | None = None
+        self._waits: dict[int, Wait[Any]] = {}  # for blocks or slots, by the identity of an Active
         if transport is not None or info.handover:
             self._owner = Owner(engine, transport, self._ledger, host.id, settings.handoff_lease_s, metrics)
             self._reader = Reader(
@@ -201,8 +206,10 @@ class Stages:
             active.route,
         )
         try:
-            while not self._host.trusted():  # noqa: ASYNC110 - somebody else may have the request by now
-                await asyncio.sleep(TRUST_AGAIN_S)
+            if not await self._trusted(active, min(ticket.lease_ns, request.deadline_ns)):
+                self._owner.withdraw(ticket.id, "not_published")
+                await self._host.give_back(active, "the hand-over could not be published: the lease is in doubt")
+                return
             await self._publisher.publish(
                 self._bus.subjects.work(stage.role, stage.worker),
                 wire.encode(message),
@@ -217,8 +224,19 @@ class Stages:
             else:
                 await self._host.give_back(active, f"the hand-over could not be published: {error.message}")
             return
+        except Exception:
+            self._owner.withdraw(ticket.id, "not_published")
+            raise
         await self._bus.nc.publish(active.delivery.reply, ACK)
         self._host.passed_on(active)
+
+    async def _trusted(self, active: Active, until_ns: int) -> bool:
+        """Wait until this worker may speak: somebody else may have the request by now."""
+        while not self._host.trusted():
+            if time.time_ns() >= until_ns or not self._host.owns(active):
+                return False
+            await asyncio.sleep(TRUST_AGAIN_S)
+        return self._host.owns(active)
 
     # --- decode ---
 
@@ -249,6 +267,11 @@ class Stages:
         else:
             await self.see(active, None)
 
+    def unwanted(self, arrived: Prefilled | Encoded) -> None:
+        """It came for a request that this worker does not run (any more)."""
+        if self._reader is not None:
+            self._reader.release(arrived.ticket)
+
     def fetched(self, active: Active) -> None:
         """The engine has taken over what the one before kept for it."""
         ticket, active.fetching = active.fetching, None
@@ -269,7 +292,15 @@ class Stages:
         users = sum(outcome is None for outcome in active.outcomes)
         tails = users if rest else 0
         until_ns = min(ticket.lease_ns - LEASE_MARGIN_NS, request.deadline_ns, time.time_ns() + int(ROOM_S * 1e9))
-        reservation = await self._room(active, until_ns, lambda engine: engine.reserve(digests, tails, users))
+        if full + tails > self._info.total_blocks:
+            return None  # the engine's answer to the sequences names the limit, or finds a way
+        reservation = await self._room(
+            active,
+            until_ns,
+            "kv",
+            lambda engine: engine.reserve(digests, tails, users),
+            lambda engine, found: engine.let_go(found),
+        )
         if reservation is None:
             return None
         # The prompt's last block once per choice: each goes on in its own.
@@ -281,15 +312,49 @@ class Stages:
         except TransferError as error:
             self._let_go_when(error.settled, lambda engine: engine.let_go(reservation))
             return None
+        except BaseException:
+            self._let_go_later(lambda engine: engine.let_go(reservation))
+            raise
         return reservation
 
-    async def _room(self, active: Active, until_ns: int, take: Callable[[Engine], T | None]) -> T | None:
-        """Ask the engine for blocks until it has some, the time is up, or nobody wants them."""
-        while True:
-            found = await asyncio.wrap_future(self._engine.call(take))
-            if found is not None or time.time_ns() >= until_ns or not self._host.current(active):
-                return found
-            await asyncio.sleep(ROOM_AGAIN_S)
+    async def _room(
+        self,
+        active: Active,
+        until_ns: int,
+        pool: str,
+        take: Callable[[Engine], T | None],
+        undo: Callable[[Engine, T], object],
+    ) -> T | None:
+        """What ``take`` gives once there is room, in turn; None: the time is up, or nobody wants it any more."""
+        wait = self._engine.wait(pool, take)
+        self._waits[id(active)] = wait
+        left_s = max(0.0, (until_ns - time.time_ns()) / 1e9)
+        timer = asyncio.get_running_loop().call_later(left_s, self._engine.give_up, wait)
+
+        def back(answer: "Future[T | None]") -> None:
+            found = None if answer.exception() else answer.result()
+            if found is not None:
+                self._engine.call(lambda engine: undo(engine, found))
+
+        try:
+            found = await asyncio.shield(asyncio.wrap_future(wait.answer))
+        except asyncio.CancelledError:
+            self._engine.give_up(wait)
+            wait.answer.add_done_callback(back)
+            raise
+        finally:
+            timer.cancel()
+            del self._waits[id(active)]
+        if found is not None and not self._host.current(active):
+            back(wait.answer)
+            return None
+        return found
+
+    def left(self, active: Active) -> None:
+        """This worker has no more to do with a request: it waits for nothing."""
+        wait = self._waits.get(id(active))
+        if wait is not None:
+            self._engine.give_up(wait)
 
     def _let_go(self, reservation: Reservation) -> None:
         self._engine.call(lambda engine: engine.let_go(reservation))
@@ -297,6 +362,10 @@ class Stages:
     def _let_go_when(self, settled: "Future[None]", let_go: Callable[[Engine], object]) -> None:
         """Blocks that something may still write into come back when that has ended."""
         settled.add_done_callback(lambda _: self._engine.call(let_go))
+
+    def _let_go_later(self, let_go: Callable[[Engine], object]) -> None:
+        """Nobody knows whether something still writes into them: a transfer's longest time is waited for."""
+        asyncio.get_running_loop().call_later(self._quarantine_s, self._engine.call, let_go)
 
     # --- media ---
 
@@ -348,16 +417,17 @@ class Stages:
         media = [(medium.digest, medium.tokens) for medium in active.request.media]
         try:
             reservation = await self._room(
-                active, active.request.deadline_ns, lambda engine: _vision(engine).media_reserve(media)
+                active,
+                active.request.deadline_ns,
+                "embeds",
+                lambda engine: _vision(engine).media_reserve(media),
+                lambda engine, found: _vision(engine).media_let_go(found),
             )
         except RequestError as error:
             await self._host.end(active, Code(error.code), error.message)
             return None
         if reservation is None:
             return None  # its deadline, a cancellation: whoever ended it has said so
-        if not self._host.current(active):
-            self._engine.call(lambda engine: _vision(engine).media_let_go(reservation))
-            return None
         active.media = reservation
         return reservation
 
@@ -380,6 +450,9 @@ class Stages:
         except TransferError as error:
             self._let_go_when(error.settled, lambda engine: _vision(engine).media_let_go(reservation))
             return await self._slots(active) if self._host.current(active) else None
+        except BaseException:
+            self._let_go_later(lambda engine: _vision(engine).media_let_go(reservation))
+            raise
         if not self._host.current(active):
             self._engine.call(lambda engine: _vision(engine).media_let_go(reservation))
             return None

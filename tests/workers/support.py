@@ -10,17 +10,20 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import msgspec
+from nats.errors import Error as NatsError
 from prometheus_client import CollectorRegistry
 
 from configs.bus.connection import Bus, connect
 from configs.bus.log import LogTail
 from configs.bus.publish import Publisher
 from configs.bus.read import Entry, read
+from configs.bus.tasks import end
 from configs.detokenize import Detokenizer
 from configs.fold import Progress, replay
 from configs.settings import WorkerSettings
 from infra.broker.server import EmbeddedNats
 from schemas import blocks, control, done, fleet, jobs, kv, tokens, transfer, wire
+from schemas.errors import ServingError
 from schemas.jobs import Decision, Job, Stage
 from schemas.requests import GenerateRequest, Sampling, Stop
 from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, Subjects
@@ -131,28 +134,40 @@ class Record:
         # Of tokens each gateway by itself: live, all of them together cannot be told from other streams.
         heard = [(s.stream("TOKENS"), s.tokens(gateway), self._on_tokens) for gateway in GATEWAYS]
         follow: tuple[tuple[str, str, Callable[[Entry], None]], ...] = (
-            (s.stream("DONE"), s.all("done"), lambda e: self.done.append(done.decode(e.data))),
-            (s.stream("DONE"), s.all("returned"), self._on_returned),
             (s.stream("KV"), s.all("kv"), lambda e: self.kv.append(kv.decode(e.data))),
             (f"KV_{bucket}", f"$KV.{bucket}.>", self._on_registration),
         )
         self._tails = [LogTail(bus, stream, subject, s.live(subject), on) for stream, subject, on in (*heard, *follow)]
+        self._ends: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         for tail in self._tails:
             await tail.start()
+        self._ends = asyncio.create_task(self._read_ends())
 
     async def stop(self) -> None:
+        await end([self._ends])
         for tail in self._tails:
             await tail.stop()
 
+    async def _read_ends(self) -> None:
+        """Ends are republished without their bodies."""
+        after = 0
+        while True:
+            with contextlib.suppress(ServingError, NatsError):  # the broker is away for the moment
+                async for entry in read(
+                    self.bus, self.bus.subjects.stream("DONE"), f"{self.bus.subjects.namespace}.>", after=after
+                ):
+                    after = entry.seq
+                    event: done.Done | done.Returned = done.decode(entry.data)
+                    if isinstance(event, done.Done):
+                        self.done.append(event)
+                    else:
+                        self.returned.append(event)
+            await asyncio.sleep(0.02)
+
     def _on_tokens(self, entry: Entry) -> None:
         self.batches.append(tokens.decode(entry.data))
-
-    def _on_returned(self, entry: Entry) -> None:
-        event: done.Done | done.Returned = done.decode(entry.data)
-        assert isinstance(event, done.Returned)
-        self.returned.append(event)
 
     def _on_registration(self, entry: Entry) -> None:
         worker = entry.subject.rpartition(".")[2]
@@ -367,6 +382,7 @@ class Living:
         self.publisher = Publisher(bus)
         self.metrics = Metrics(CollectorRegistry())
         self.failures: list[BaseException] = []
+        self.fatal: list[BaseException] = []  # of tasks: they end a real process
         self.thread = EngineThread(lambda: held, self._deliver, self.failures.append)
         self.model = Model(model, (), REVISION, detokenizer, bus.nc.options["name"])
         self._controls: list[Any] = []
@@ -439,8 +455,10 @@ async def living(
     **settings: Any,
 ) -> AsyncIterator[Living]:
     """A registered worker; with a ``network`` it hands blocks over in it."""
-    async with dial(server, subjects, f"worker-{next(_numbers)}") as bus:
+    fatal: list[BaseException] = []
+    async with dial(server, subjects, f"worker-{next(_numbers)}", on_fatal=fatal.append) as bus:
         made = Living(bus, held or engine(), WorkerSettings(**settings), detokenizer, model, network)
+        made.fatal = fatal
         made.thread.start()
         await made.publisher.open()
         await asyncio.to_thread(made.thread.wait_ready, 10)
@@ -449,7 +467,7 @@ async def living(
             yield made
         finally:
             made.engine.release()
-            if not all(task.done() for task in made.session._tasks):  # not drained, failed or dead yet
+            if made.session._tasks:  # not drained, failed or dead yet
                 await made.session.abandon()
             if made.transport is not None:
                 await asyncio.to_thread(made.transport.close)

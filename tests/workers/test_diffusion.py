@@ -127,7 +127,7 @@ async def living(broker: EmbeddedNats, subjects: Subjects, easel: Easel) -> Asyn
             yield made
         finally:
             easel.release()
-            if not all(task.done() for task in made.session._tasks):
+            if made.session._tasks:
                 await made.session.abandon()
             assert await asyncio.to_thread(made.studio.stop, 10)
             await made.publisher.close()

@@ -20,6 +20,7 @@ class FakeBus:
     """Notes what is published; also the client itself."""
 
     max_message = 1000
+    clustered = False
 
     def __init__(self) -> None:
         self.connected = True

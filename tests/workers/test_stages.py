@@ -41,9 +41,12 @@ from tests.workers.support import (
     living,
     request,
 )
+from workers import stages
 from workers.engines import mock
+from workers.engines.base import Reservation
 from workers.engines.mock.executor import expected_tokens
 from workers.engines.mock.memory import embedding
+from workers.stopping import GRACE_S
 from workers.transfer import Network
 
 PROMPT = list(range(1, 31))  # seven full blocks and a rest
@@ -66,11 +69,17 @@ class Pair(NamedTuple):
 
 @asynccontextmanager
 async def paired(
-    broker: EmbeddedNats, pipeline: Subjects, *, host: str = "here", pool: int = 512, **settings: Any
+    broker: EmbeddedNats,
+    pipeline: Subjects,
+    *,
+    host: str = "here",
+    pools: tuple[int, int] = (512, 512),
+    **settings: Any,
 ) -> AsyncIterator[Pair]:
+    """``pools``: blocks of prefill and of decode."""
     network = Network(host)
     options: dict[str, Any] = FAST | settings
-    first, second = engine(memory_block_bytes=64), engine(memory_block_bytes=64, total_blocks=pool)
+    first, second = (engine(memory_block_bytes=64, total_blocks=pool) for pool in pools)
     async with (
         living(broker, pipeline, first, network=network, role="prefill", **options) as prefill,
         living(broker, pipeline, second, network=network, role="decode", **options) as decode,
@@ -357,7 +366,7 @@ async def test_blocks_with_a_new_owner_are_recognised_after_the_read(record: Rec
 async def test_without_room_at_decode_the_hand_over_waits_until_there_is_some(
     broker: EmbeddedNats, pipeline: Subjects, record: Record
 ) -> None:
-    async with paired(broker, pipeline, pool=16) as pair:
+    async with paired(broker, pipeline, pools=(512, 16)) as pair:
         long = request(list(range(500, 540)), max_tokens=20)
         pair.decode.engine.hold()
         await record.give(pair.decode.id, long, role="decode")
@@ -460,6 +469,146 @@ async def test_many_hand_overs_at_once_are_all_right_and_leave_nothing(record: R
         await record.end(each)
         assert record.streamed(each) == answer(each)
     await pair.free()
+
+
+# -- pools of any size --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pools", [(512, 20), (512, 33), (512, 64), (20, 512), (24, 24), (20, 33), (33, 20)], ids=str)
+async def test_whatever_the_ratio_of_the_pools_every_request_ends_with_its_answer(
+    broker: EmbeddedNats, pipeline: Subjects, record: Record, pools: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "ROOM_S", 0.05)  # so that many give up waiting for room
+    async with paired(broker, pipeline, pools=pools) as pair:
+        asked = [
+            request(list(range(start, start + 28 + start % 29)), max_tokens=20, n=2 if start % 50 == 1 else 1)
+            for start in range(1, 600, 25)
+        ]
+        await asyncio.gather(*(give(record, pair, each) for each in asked))
+        for each in asked[::8]:
+            await pair.prefill.session.on_cancel(each.id, "gone")
+            await pair.decode.session.on_cancel(each.id, "gone")
+        for number, each in enumerate(asked):
+            end = await record.end(each)
+            if number % 8:
+                assert [record.streamed(each, choice) for choice in range(each.n)] == [
+                    answer(each, choice=choice) for choice in range(each.n)
+                ]
+                assert (end.attempt, end.code) == (1, "")
+        await pair.free()
+
+
+async def test_a_preempted_request_whose_prompt_was_handed_over_goes_on_with_the_same_answer(
+    broker: EmbeddedNats, pipeline: Subjects, record: Record
+) -> None:
+    async with paired(broker, pipeline, pools=(512, 30)) as pair:
+        asked = [request(list(range(start, start + 30)), max_tokens=40) for start in (1, 101)]
+        pair.decode.engine.hold()
+
+        def both_run() -> bool:
+            pair.decode.engine.allow(1)
+            return len([each for each in asked if len(record.streamed(each)) > 1]) == 2
+
+        for each in asked:
+            await give(record, pair, each)
+        await eventually(both_run)
+        assert max(len(record.streamed(each)) for each in asked) < 25
+        pair.decode.engine.release()
+        for each in asked:  # 8 blocks each at first, and 18 in the end
+            await record.end(each)
+            assert record.streamed(each) == answer(each)
+        assert (await pair.decode.stats()).preemptions
+        await pair.free()
+
+
+async def full(living_: Living) -> Reservation:
+    """All blocks of a worker, for nobody."""
+    info = living_.engine.info
+    digests = [bytes([at // 256, at % 256]) * 8 for at in range(info.total_blocks)]
+    found = await asyncio.wrap_future(living_.thread.call(lambda engine: engine.reserve(digests, 0, 1)))
+    assert found is not None
+    return found
+
+
+async def test_a_hand_over_that_waits_for_room_asks_no_more_than_it_must_and_goes_on_at_once(
+    record: Record, pair: Pair
+) -> None:
+    taken = await full(pair.decode)
+    asks: list[int] = []
+    reserve = pair.decode.engine._engine.reserve
+
+    def counted(*options: Any) -> Any:
+        asks.append(1)
+        return reserve(*options)
+
+    pair.decode.engine._engine.reserve = counted  # type: ignore[method-assign]
+    asked = request(PROMPT)
+    await give(record, pair, asked)
+    await eventually(lambda: asks)
+    await asyncio.sleep(0.6)
+    assert len(asks) < 12, "it looks again and again"  # each time that somebody asks the engine for its numbers
+    began = time.monotonic()
+    pair.decode.thread.call(lambda engine: engine.let_go(taken))
+    await record.states(asked, "read")
+    assert time.monotonic() - began < 0.5
+    await record.end(asked)
+    await pair.free()
+
+
+async def test_a_request_cancelled_while_it_waits_for_room_ends_at_once(record: Record, pair: Pair) -> None:
+    taken = await full(pair.decode)
+    asked = request(PROMPT)
+    await give(record, pair, asked)
+    await eventually(lambda: pair.decode.session._stages._waits)
+    began = time.monotonic()
+    await pair.decode.session.on_cancel(asked.id, "gone")
+    assert (await record.end(asked)).code == Code.cancelled
+    await eventually(lambda: not pair.decode.session._moving)
+    assert time.monotonic() - began < stages.ROOM_S / 2
+    pair.decode.thread.call(lambda engine: engine.let_go(taken))
+    await pair.free()
+
+
+async def test_a_life_that_ends_while_a_hand_over_waits_for_room_takes_no_blocks_with_it(
+    record: Record, pair: Pair
+) -> None:
+    taken = await full(pair.decode)
+    asked = request(PROMPT)
+    await give(record, pair, asked)
+    await eventually(lambda: pair.decode.session._stages._waits)
+    await pair.decode.session.abandon()
+    pair.decode.thread.call(lambda engine: engine.let_go(taken))
+    await pair.decode.frees_everything()
+    await pair.decode.begin()
+
+
+async def test_a_hand_over_by_a_worker_that_may_not_speak_ends_with_its_ticket_and_not_later(
+    record: Record, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair.prefill.session, "trusted", lambda: False)
+    asked = request(PROMPT)
+    began = time.monotonic()
+    await give(record, pair, asked)
+    assert "in doubt" in (await record.handed_back(asked)).reason
+    assert time.monotonic() - began < FAST["handoff_lease_s"] + 2
+    await pair.free()
+
+
+async def test_a_drain_in_the_midst_of_a_hand_over_whose_owner_stands_still_ends_in_time(
+    broker: EmbeddedNats, pipeline: Subjects, record: Record
+) -> None:
+    async with paired(broker, pipeline, transfer_timeout_s=60.0, handoff_lease_s=90.0) as pair:
+        assert pair.prefill.transport is not None
+        pair.network.stall(pair.prefill.transport.endpoint.agent)
+        asked = request(PROMPT)
+        await give(record, pair, asked)
+        await eventually(lambda: pair.decode.transport is not None and pair.decode.transport.stats().live)
+        began = time.monotonic()
+        await pair.decode.session.drain(0.3)
+        assert time.monotonic() - began < 0.3 + GRACE_S
+        assert (await record.handed_back(asked)).reason == "draining"
+        await pair.prefill.frees_everything()
+        pair.network.resume(pair.prefill.transport.endpoint.agent)
 
 
 # -- images -------------------------------------------------------------------------------------------------------

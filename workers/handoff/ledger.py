@@ -67,7 +67,7 @@ class Ledger:
         self._metrics.handed(line)
         self._lines.append(line)
         if self._task is None:
-            self._task = asyncio.create_task(self._publish_soon(), name="ledger")
+            self._task = self._bus.tasks.spawn(self._publish_soon(), name="ledger", on_failure=_not_published)
 
     async def _publish_soon(self) -> None:
         try:
@@ -93,3 +93,7 @@ class Ledger:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         await self.flush()
+
+
+def _not_published(error: BaseException) -> None:
+    log.warning("ledger_not_published", error=repr(error))

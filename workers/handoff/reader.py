@@ -5,7 +5,7 @@ import concurrent.futures
 import contextlib
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -42,16 +42,14 @@ class Reader:
         self._inbox = bus.nc.new_inbox()
         self._numbers = itertools.count()
         self._asked: dict[str, tuple[str, asyncio.Future[Pushed]]] = {}  # by reply subject: owner, answer
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = bus.tasks.group("reader")
         self._sub: Any = None
 
     async def open(self) -> None:
         self._sub = await self._bus.nc.subscribe(self._inbox + ".*", cb=self._on_pushed)
 
     async def close(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.aclose()
         for _, future in self._asked.values():
             future.cancel()
         if self._sub is not None and self._bus.connected:
@@ -204,7 +202,10 @@ class Reader:
                 log.debug("release_unanswered", ticket=ticket.id, error=repr(error))
                 await asyncio.sleep(0.1)
 
-    def _spawn(self, work: Any) -> None:
-        task: asyncio.Task[None] = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.spawn(work, name="reader", on_failure=_not_said)
+
+
+def _not_said(error: BaseException) -> None:
+    """Its lease ends a ticket that its owner was not told of; quarantine has ended by then."""
+    log.warning("reader_task_failed", error=repr(error))

@@ -1,0 +1,203 @@
+"""How a request ends at its worker: the terminal event is its record, and nothing is over before that is stored."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from infra.broker.server import EmbeddedNats
+from schemas import done, wire
+from schemas.requests import Sampling
+from schemas.subjects import Subjects
+from tests.configs.bus_support import eventually
+from tests.workers.support import Living, Record, answer, engine, living, request
+
+
+@pytest.fixture
+async def worker(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[Living]:
+    async with living(broker, pipeline) as worker:
+        yield worker
+
+
+async def limit(record: Record, **changes: Any) -> None:
+    """Change the limits of the stream of terminal events."""
+    name = record.bus.subjects.stream("DONE")
+    reply = await record.bus.nc.request(f"$JS.API.STREAM.INFO.{name}", b"")
+    config = json.loads(reply.data)["config"] | changes
+    config.pop("metadata", None)
+    reply = await record.bus.nc.request(f"$JS.API.STREAM.UPDATE.{name}", json.dumps(config).encode())
+    assert "error" not in json.loads(reply.data), reply.data
+
+
+async def refuse_ends(record: Record) -> None:
+    """No terminal event is stored from now on, as on a full disk."""
+    await record.bus.js.publish(
+        record.bus.subjects.returned("filler"), wire.encode(done.Returned("f", "m", 1, "w", ""))
+    )
+    await limit(record, max_msgs=1, discard="new")
+
+
+async def take_ends(record: Record) -> None:
+    await limit(record, max_msgs=-1, discard="old")
+
+
+async def unacknowledged(record: Record, worker: Living) -> int:
+    info = await record.bus.js.consumer_info(record.bus.subjects.stream("WORK"), worker.id)
+    return int(info.num_ack_pending or 0)
+
+
+async def test_a_terminal_event_that_is_refused_is_stored_once_that_is_possible(
+    record: Record, worker: Living, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its job, delivered again meanwhile, is neither run again nor acknowledged."""
+    monkeypatch.setattr("configs.bus.publish.RESEND_S", 0.1)
+    asked = request()
+    await refuse_ends(record)
+    await record.give(worker.id, asked)
+    await eventually(lambda: record.progress(asked)[0].finish is not None)
+    await eventually(lambda: worker.session._ending)
+    steps = worker.engine.steps
+    await record.give(worker.id, asked, msg_id="delivered-again")
+    await eventually(lambda: worker.session._ending[asked.id].delivery.metadata.sequence.consumer == 2)
+    assert await unacknowledged(record, worker) == 2
+    assert not record.ends(asked)
+    await take_ends(record)
+    end = await record.end(asked)
+    assert end.choices[0].tokens == wire.pack_tokens(answer(asked))
+    assert worker.engine.steps == steps
+    await eventually(lambda: not worker.session._ending)
+    again = await record.give(worker.id, asked, msg_id="delivered-late")
+    assert again
+    await eventually(lambda: not worker.session._active and asked.id in worker.session._over)
+    assert len(record.ends(asked)) == 1
+
+
+async def test_a_return_that_is_refused_is_stored_once_that_is_possible(
+    record: Record, worker: Living, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("configs.bus.publish.RESEND_S", 0.1)
+    worker.engine.hold()
+    asked = request()
+    await record.give(worker.id, asked)
+    await eventually(lambda: worker.session._active)
+    await refuse_ends(record)
+    await worker.session.give_back(worker.session._active[asked.id], "a test")
+    await eventually(lambda: asked.id in worker.session._ending)
+    assert asked.id not in worker.session._over
+    assert await unacknowledged(record, worker) == 1
+    await take_ends(record)
+    assert (await record.handed_back(asked)).reason == "a test"
+    await record.settled(worker.id)
+
+
+class Doubt:
+    """The worker's lease cannot be renewed for a while."""
+
+    def __init__(self, worker: Living, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._lease = worker.session._lease
+        self._monkeypatch = monkeypatch
+
+    def begin(self) -> None:
+        async def unanswered(expected: int | None) -> bool:
+            return False
+
+        self._monkeypatch.setattr(self._lease, "_write", unanswered)
+        self._lease._doubted = True
+
+    def end(self) -> None:
+        self._monkeypatch.undo()
+
+
+async def ends_in_doubt(record: Record, worker: Living, doubt: Doubt) -> Any:
+    """A request that has streamed some tokens, and whose rest and end fall into the doubt."""
+    worker.engine.hold()
+    asked = request()
+    await record.give(worker.id, asked)
+    worker.engine.allow(4)
+    await record.has_streamed(asked)
+    doubt.begin()
+    worker.engine.release()
+    await eventually(lambda: worker.session._ending)
+    await eventually(lambda: worker.publisher.waiting == 1)
+    await asyncio.sleep(0.3)  # longer than the publisher's sweep
+    assert not record.ends(asked)
+    assert record.progress(asked)[0].finish is None
+    return asked
+
+
+async def test_a_terminal_event_waits_until_the_lease_is_good_and_the_tokens_before_it_are_sent(
+    record: Record, worker: Living, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    doubt = Doubt(worker, monkeypatch)
+    asked = await ends_in_doubt(record, worker, doubt)
+    doubt.end()
+    await record.end(asked)
+    assert record.streamed(asked) == answer(asked)
+    await record.settled(worker.id)
+
+
+async def test_a_terminal_event_is_dropped_with_the_tokens_before_it_if_the_lease_is_lost(
+    record: Record, worker: Living, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or routers would take the request for finished, and nobody would send the rest."""
+    doubt = Doubt(worker, monkeypatch)
+    asked = await ends_in_doubt(record, worker, doubt)
+    await record.remove_key(worker.id)
+    doubt.end()
+    await asyncio.wait_for(worker.session.lost.wait(), 10)
+    await worker.session.abandon()
+    await eventually(lambda: not worker.publisher.waiting)
+    assert not record.ends(asked)
+    assert record.progress(asked)[0].finish is None
+
+
+async def test_the_terminal_event_is_the_record_of_its_request(record: Record, worker: Living) -> None:
+    asked = request(n=2, tenant="acme", client_request_id="theirs", sampling=Sampling(temperature=0, logprobs=2))
+    await record.give(worker.id, asked)
+    end = await record.end(asked)
+    assert done.request_of(end) == asked
+    assert not end.left_out
+    streamed = record.progress(asked)
+    assert [(choice.tokens, choice.logprobs) for choice in end.choices] == [(p.tokens, p.logprobs) for p in streamed]
+    assert all(choice.logprobs for choice in end.choices)
+    subject = record.bus.subjects.done("acme", asked.model, asked.id)
+    stored = await record.bus.js.get_last_msg(record.bus.subjects.stream("DONE"), subject)
+    assert stored.data == wire.encode(end)
+
+
+async def test_log_probabilities_of_earlier_attempts_are_kept_if_the_job_has_them(
+    record: Record, broker: EmbeddedNats, pipeline: Subjects
+) -> None:
+    asked = request(sampling=Sampling(temperature=0, logprobs=1))
+    async with living(broker, pipeline, engine()) as worker:
+        await record.say(asked, 1, answer(asked)[:3])
+        await record.give(worker.id, asked, attempt=2, resume=(wire.pack_tokens(answer(asked)[:3]),))
+        end = await record.end(asked)
+    assert end.choices[0].tokens == wire.pack_tokens(answer(asked))
+    assert (end.choices[0].logprobs, end.left_out) == ((), ("logprobs",))
+
+
+def test_what_does_not_fit_is_left_out_the_output_last() -> None:
+    asked = request(prompt=tuple(range(200)))
+    tokens = wire.pack_tokens(range(100))
+    event = done.Done(
+        asked.id,
+        asked.model,
+        1,
+        choices=(done.Outcome(tokens, "stop"),),
+        submitted=wire.encode(asked),
+        code="",
+        user="u",
+    )
+    whole = done.encode_within(event, 10_000)
+    assert done.decode(whole) == event
+    small = done.decode(done.encode_within(event, len(whole) - 1))
+    assert (small.left_out, small.choices[0].tokens) == (("prompt",), tokens)
+    kept = done.request_of(small)
+    assert kept == msgspec.structs.replace(asked, prompt=b"", digests=b"")
+    least = done.decode(done.encode_within(event, 200))
+    assert least.left_out == ("prompt", "scores", "logprobs", "tokens", "request")
+    assert least.choices[0].reason == "stop"

@@ -1,0 +1,168 @@
+"""Something within a worker fails that never should: whom it concerns, and that nobody waits for it."""
+
+import time
+from typing import Any
+
+import pytest
+
+from infra.broker.server import EmbeddedNats
+from schemas.errors import Code
+from schemas.subjects import Subjects
+from tests.configs.bus_support import eventually
+from tests.workers.support import Record, answer, living, request
+from tests.workers.test_stages import PROMPT, Pair, give, pair
+
+__all__ = ["pair"]
+
+SOON_S = 5.0  # of deadlines of a minute
+
+
+class Fault(Exception):
+    """Nobody expects it."""
+
+
+def fails_for(asked: str, real: Any) -> Any:
+    """``Reporter.items`` that fails for a request's items."""
+
+    async def items(gateway: str, said: tuple[Any, ...]) -> None:
+        if any(item.request == asked for item in said):
+            raise Fault
+        await real(gateway, said)
+
+    return items
+
+
+async def test_a_flush_that_fails_gives_its_requests_back_and_the_neighbours_go_on(
+    broker: EmbeddedNats, pipeline: Subjects, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with living(broker, pipeline) as worker:
+        hit, beside = request(max_tokens=400), request(list(range(50, 70)), max_tokens=400, gateway="g1")
+        report = worker.session._report
+        monkeypatch.setattr(report, "items", fails_for(hit.id, report.items))
+        began = time.monotonic()
+        await record.give(worker.id, hit)
+        await record.give(worker.id, beside)
+        assert "Fault" in (await record.handed_back(hit)).reason
+        assert time.monotonic() - began < SOON_S
+        await record.end(beside)
+        assert record.streamed(beside) == answer(beside)
+        await worker.frees_everything()
+        await record.settled(worker.id)
+        assert not record.ends(hit)
+        seqs = [batch.seq for batch in record.kv if batch.worker == worker.id]
+        assert seqs == list(range(len(seqs)))
+        assert not worker.fatal
+
+
+async def test_a_flush_that_fails_in_a_second_attempt_too_ends_the_request_with_the_reason(
+    broker: EmbeddedNats, pipeline: Subjects, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with living(broker, pipeline) as worker:
+        hit = request(max_tokens=400)
+        report = worker.session._report
+        monkeypatch.setattr(report, "items", fails_for(hit.id, report.items))
+        await record.give(worker.id, hit, attempt=2)
+        await eventually(lambda: record.ends(hit), SOON_S)
+        (end,) = record.ends(hit)
+        assert end.code == Code.internal
+        assert "Fault" in end.message
+        await worker.frees_everything()
+        await record.settled(worker.id)
+
+
+async def test_a_kv_batch_that_fails_leaves_a_gap_and_no_request_waits(
+    broker: EmbeddedNats, pipeline: Subjects, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with living(broker, pipeline) as worker:
+        real = worker.session._report.events
+        failed: list[int] = []
+
+        async def events(model: str, rank: int, seq: int, said: Any) -> None:
+            if not failed:
+                failed.append(seq)
+                raise Fault
+            await real(model, rank, seq, said)
+
+        monkeypatch.setattr(worker.session._report, "events", events)
+        asked = request(list(range(1, 40)), max_tokens=200)
+        await record.give(worker.id, asked)
+        await record.end(asked)
+        assert record.streamed(asked) == answer(asked)
+        await eventually(lambda: [batch for batch in record.kv if batch.worker == worker.id])
+        seqs = [batch.seq for batch in record.kv if batch.worker == worker.id]
+        assert seqs == list(range(failed[0] + 1, failed[0] + 1 + len(seqs)))
+
+
+@pytest.mark.parametrize("attempt", [1, 2])
+@pytest.mark.parametrize("stage", ["hand_over", "take_over"])
+async def test_a_stage_that_fails_ends_its_request_within_seconds_and_leaks_no_block(
+    record: Record, pair: Pair, monkeypatch: pytest.MonkeyPatch, stage: str, attempt: int
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise Fault
+
+    if stage == "hand_over":
+        monkeypatch.setattr("workers.stages.next_job", fail)
+    else:
+        monkeypatch.setattr(pair.decode.session._stages._reader, "bring", fail)
+        monkeypatch.setattr(pair.decode.session._stages, "_quarantine_s", 0.1)
+    asked = request(PROMPT)
+    began = time.monotonic()
+    await give(record, pair, asked, attempt)
+    if attempt == 1:
+        assert "Fault" in (await record.handed_back(asked)).reason
+    else:
+        assert (await record.end(asked)).code == Code.internal
+    assert time.monotonic() - began < SOON_S
+    await pair.free()
+
+
+@pytest.mark.parametrize("attempt", [1, 2])
+async def test_a_request_that_cannot_even_begin_ends_within_seconds(
+    broker: EmbeddedNats, pipeline: Subjects, record: Record, monkeypatch: pytest.MonkeyPatch, attempt: int
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise Fault
+
+    monkeypatch.setattr("workers.session.sequences", fail)
+    async with living(broker, pipeline) as worker:
+        asked = request()
+        began = time.monotonic()
+        await record.give(worker.id, asked, attempt)
+        if attempt == 1:
+            assert "Fault" in (await record.handed_back(asked)).reason
+        else:
+            assert (await record.end(asked)).code == Code.internal
+        assert time.monotonic() - began < SOON_S
+        await record.settled(worker.id)
+
+
+@pytest.mark.parametrize("what", ["_upkeep", "sweep", "flushes"])
+async def test_upkeep_that_fails_ends_the_process_in_order(
+    broker: EmbeddedNats, pipeline: Subjects, record: Record, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    async with living(broker, pipeline) as worker:
+
+        def fail(*_: Any) -> None:
+            raise Fault
+
+        worker.engine.hold()
+        asked = request(max_tokens=900)
+        await record.give(worker.id, asked)
+        worker.engine.allow(3)
+        await record.has_streamed(asked)
+        if what == "_upkeep":
+            monkeypatch.setattr(worker.session, "_upkeep", fail)
+        elif what == "sweep":  # of the publisher, where no single message is to blame
+            monkeypatch.setattr("configs.bus.publish.time", None)
+        else:
+            monkeypatch.setattr(worker.session, "_publish", fail)
+            worker.engine.allow(3)
+        await eventually(lambda: worker.fatal, SOON_S)
+        monkeypatch.undo()
+        worker.engine.release()
+        began = time.monotonic()
+        await worker.session.fail("a task of the worker failed", poison=False)  # as the process does
+        assert time.monotonic() - began < SOON_S
+        assert (await record.handed_back(asked)).poison is False
+        assert record.registered(worker.id) is None

@@ -1,0 +1,106 @@
+"""When a worker process ends: asked once it drains, and is gone by a certain time whatever it waits for; asked twice it
+is gone at once."""
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import structlog
+
+log = structlog.get_logger("worker")
+
+T = TypeVar("T")
+
+GRACE_S = 4.5  # beyond the drain; supervisors have a little more patience
+EXIT_LATE = 75  # EX_TEMPFAIL: it had to be cut off
+
+EndProcess = Callable[[int], Any]
+
+
+class StoppedEarly(Exception):
+    """The process was asked to stop before it served."""
+
+
+class Stopping:
+    """
+    Args:
+        drain_s: how long running requests may go on.
+        end_process: ends the process now, whatever its threads do.
+    """
+
+    def __init__(self, drain_s: float, end_process: EndProcess = os._exit) -> None:
+        self._drain_s = drain_s
+        self._end_process = end_process
+        self._asked = asyncio.Event()
+        self._signals = 0
+        self._deadline = 0.0  # monotonic; 0: none
+        self._timer: threading.Timer | None = None
+
+    def on_signals(self) -> None:
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(signum, self._on_signal, signum)
+
+    def _on_signal(self, signum: int) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            log.warning("stopped_at_once", signal=signal.Signals(signum).name)
+            self.end_now(128 + signum)
+        self.ask()
+
+    def ask(self) -> None:
+        """Drain, and be gone ``GRACE_S`` after that."""
+        self._asked.set()
+        self.within(self._drain_s + GRACE_S)
+
+    @property
+    def asked(self) -> bool:
+        return self._asked.is_set()
+
+    async def wait(self) -> None:
+        await self._asked.wait()
+
+    def within(self, seconds: float) -> None:
+        """From now on the process has this long; the first time counts. A thread: the event loop may be what hangs."""
+        if self._timer is None:
+            self._deadline = time.monotonic() + seconds
+            self._timer = threading.Timer(seconds, self._late)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def left(self, at_most: float) -> float:
+        """Seconds until the process is cut off, or ``at_most``."""
+        return min(at_most, max(0.0, self._deadline - time.monotonic())) if self._deadline else at_most
+
+    def over(self) -> None:
+        """It ended in time."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _late(self) -> None:
+        log.error("stop_cut_off", action="the process ends now; something in it did not")
+        self.end_now(EXIT_LATE)
+
+    def end_now(self, status: int) -> None:
+        sys.stdout.flush()
+        self._end_process(status)
+
+    async def unless_asked(self, work: Coroutine[Any, Any, T]) -> T:
+        """What ``work`` returns.
+
+        Raises:
+            StoppedEarly: the process was asked to stop first; ``work`` was cancelled.
+        """
+        task, asked = asyncio.create_task(work, name="start"), asyncio.create_task(self.wait(), name="asked")
+        try:
+            await asyncio.wait([task, asked], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise StoppedEarly
+            return task.result()
+        finally:
+            asked.cancel()
+            task.cancel()

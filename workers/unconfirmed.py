@@ -1,0 +1,89 @@
+"""Published messages that their stream has not acknowledged yet, sent again until it has. For clusters and slow disks.
+
+There the link to a server says nothing about the stream: its leader may be on another node, and what comes while one is
+elected (4 to 9 s) is lost without a trace. So each message asks for its acknowledgement, and only that ends it.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from configs.bus.connection import Bus
+from schemas.subjects import HEADER_MSG_ID
+
+RESEND_S = 0.5
+
+
+class Message(Protocol):
+    sent: float
+    subject: str
+    payload: bytes
+    msg_id: str
+
+
+class _Reply(msgspec.Struct):
+    error: msgspec.Raw = msgspec.Raw()  # not "Raw | None": that takes nothing but null
+
+
+_decode = msgspec.json.Decoder(_Reply).decode
+
+
+class Unconfirmed:
+    """In order of their first publish. ``confirmed`` is called when a message has left."""
+
+    def __init__(self, bus: Bus, confirmed: Callable[[], None]) -> None:
+        self._bus = bus
+        self._confirmed = confirmed
+        self._waiting: dict[int, Message] = {}
+        self._next = 0
+        self._inbox = ""
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    async def publish(self, message: Message) -> None:
+        """
+        Raises:
+            nats.errors.Error: the link broke; ``again`` sends it on the next one.
+        """
+        if not self._inbox:
+            self._inbox = self._bus.nc.new_inbox()
+            await self._bus.nc.subscribe(f"{self._inbox}.*", cb=self._on_reply)
+        number = self._next
+        self._next += 1
+        self._waiting[number] = message
+        self.bytes += len(message.payload)
+        await self._transmit(number, message)
+
+    async def again(self, now: float, after_s: float = RESEND_S) -> None:
+        """Send again what has waited for ``after_s`` since the last time, in order.
+
+        Raises:
+            nats.errors.Error: the link broke.
+        """
+        for number, message in list(self._waiting.items()):
+            if message.sent <= now - after_s and number in self._waiting:
+                message.sent = now
+                await self._transmit(number, message)
+
+    def clear(self) -> None:
+        self._waiting.clear()
+        self.bytes = 0
+
+    async def _transmit(self, number: int, message: Message) -> None:
+        await self._bus.nc.publish(
+            message.subject,
+            message.payload,
+            reply=f"{self._inbox}.{number}",
+            headers={HEADER_MSG_ID: message.msg_id},
+        )
+
+    async def _on_reply(self, answer: Any) -> None:
+        if not answer.data or _decode(answer.data).error:
+            return  # no leader, no room on the disk: ``again``
+        message = self._waiting.pop(int(answer.subject.rpartition(".")[2]), None)
+        if message is not None:
+            self.bytes -= len(message.payload)
+            self._confirmed()
