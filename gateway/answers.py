@@ -7,15 +7,19 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import msgspec
 import structlog
 
+from gateway.connections import SCOPE, Connection
 from gateway.exchange import Exchange
 from gateway.prepare import Prepared
 from gateway.render import Collector, Renderer
-from gateway.responses import error_body
+from gateway.repeats import Names, accept_once, named, names_in
+from gateway.responses import error_body, stopping
 from gateway.service import Gateway
 from gateway.tracing import of_http, traced
 from schemas.errors import Code, ServingError
@@ -34,7 +38,9 @@ SSE_HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 REQUEST_ID = b"x-request-id"
-BODY_S = 30.0
+HEAD_S = 0.05  # a stream's header waits so long for the first token: an error by then gets a status of its own
+
+_WRITER = ThreadPoolExecutor(1, "answer-writer")  # several would only take the interpreter from each other
 
 _json = msgspec.json.encode
 
@@ -56,17 +62,26 @@ class Completions:
         code, accepted = "ok", ""
         try:
             body = await read_body(scope, receive, gateway.settings.max_body_bytes)
-            prepared = await gateway.prepare(self._endpoint, body)
-            prepared = traced(prepared, of_http(scope["headers"], gateway.settings.tracing))
-            exchange = await gateway.submit(prepared.request)
-            accepted = prepared.request.id
+            names = names_in(scope["headers"])
+            prepare = partial(self._prepare, scope, body, names)
+            if names.key:
+                prepared, exchange = await accept_once(gateway, names.key, self._endpoint, body, prepare)
+                accepted = exchange.request.id
+            else:
+                prepared = await prepare()
+                accepted = prepared.request.id
+                exchange = await gateway.submit(prepared.request)
             gateway.metrics.prompt.inc(prepared.prompt_tokens)
-            code = await self._answer(scope, prepared, exchange, receive, send, began)
+            code = await self._answer(scope, prepared, exchange, send, began, owner=not names.key)
         except ServingError as error:
             code = error.code.value
             await send_error(send, error, accepted)
         except Gone:
             code = Code.cancelled.value
+        except asyncio.CancelledError:  # the gateway stops, and this was not under way yet
+            code = Code.shutting_down.value
+            with contextlib.suppress(RuntimeError):
+                await send_error(send, stopping(accepted), accepted)
         except Exception:
             code = Code.internal.value
             log.exception("http_handler_failed", path=scope["path"])
@@ -76,15 +91,23 @@ class Completions:
             gateway.metrics.requests.labels("http", code).inc()
             gateway.metrics.e2e.observe(time.monotonic() - began)
 
+    async def _prepare(self, scope: Scope, body: bytes, names: Names) -> Prepared:
+        """
+        Raises:
+            ServingError: the body cannot be served, or the queue is full.
+        """
+        prepared = named(await self._gateway.prepare(self._endpoint, body), names)
+        return traced(prepared, of_http(scope["headers"], self._gateway.settings.tracing))
+
     async def _answer(
-        self, scope: Scope, prepared: Prepared, exchange: Exchange, receive: Receive, send: Send, began: float
+        self, scope: Scope, prepared: Prepared, exchange: Exchange, send: Send, began: float, *, owner: bool
     ) -> str:
         """Send what the request comes to; returns the code for the metrics."""
-        gateway = self._gateway
-        answer = Answer(gateway, exchange, receive, send, began)
+        gateway, request = self._gateway, exchange.request
+        answer = Answer(gateway, exchange, scope, send, began, owner)
         if not prepared.stream:
-            return await answer.whole(Collector(prepared.request, gateway.model.detokenizer))
-        renderer = Renderer(prepared.request, gateway.model.detokenizer, include_usage=prepared.include_usage)
+            return await answer.whole(Collector(request, gateway.model.detokenizer))
+        renderer = Renderer(request, gateway.model.detokenizer, include_usage=prepared.include_usage)
         return await answer.stream(renderer)
 
 
@@ -102,7 +125,7 @@ class Reattach:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self._gateway
         try:
-            request = await gateway.find(bare_id(scope["path_params"]["id"]))
+            request, record = await gateway.look_up(bare_id(scope["path_params"]["id"]))
             last = dict(scope["headers"]).get(b"last-event-id", b"").decode("latin-1")
             if request.diffusion is not None:
                 await self._pictures(request, last, scope, receive, send)
@@ -113,60 +136,75 @@ class Reattach:
                     renderer.resume(last)
                 except ValueError as error:
                     raise ServingError(Code.invalid_request, str(error), param="Last-Event-ID") from None
-            exchange = await gateway.attach(request)
-            await Answer(gateway, exchange, receive, send, time.monotonic(), owner=False).stream(renderer)
+            exchange = await gateway.attach(request, record)
+            await Answer(gateway, exchange, scope, send, time.monotonic(), owner=False).stream(renderer)
         except ServingError as error:
             await send_error(send, error)
-        except Gone:
-            pass
 
 
 class Answer:
     """Sends one exchange's items to one client. ``owner``: if this client leaves, the request is cancelled."""
 
     def __init__(
-        self, gateway: Gateway, exchange: Exchange, receive: Receive, send: Send, began: float, owner: bool = True
+        self, gateway: Gateway, exchange: Exchange, scope: Scope, send: Send, began: float, owner: bool = True
     ) -> None:
         self._gateway = gateway
         self._exchange = exchange
-        self._receive = receive
+        self._connection: Connection = scope[SCOPE]
         self._send = send
         self._began = began
         self._leave = gateway.leave if owner else gateway.detach
+
+    def open(self) -> None:
+        """From now on the exchange fails when the client goes or the gateway stops."""
+        exchange, connection = self._exchange, self._connection
+        gone = partial(exchange.fail, DISCONNECTED)
+        connection.on_lost = gone
+        if connection.lost:
+            gone()
+        exchange.abort = connection.abort
+        self._gateway.answering.add(exchange)
+
+    def close(self) -> None:
+        exchange = self._exchange
+        self._connection.on_lost = exchange.abort = None
+        self._gateway.answering.discard(exchange)
+        self._leave(exchange)
+
+    async def begin_stream(self) -> None:
+        headers = [*SSE_HEADERS, (REQUEST_ID, self._exchange.request.id.encode())]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def stream(self, renderer: Renderer) -> str:
         """Server-sent events; returns the code for the metrics.
 
         Raises:
-            ServingError: the request failed before its first event, or the client went away before it.
+            ServingError: the request failed before the header was sent, or the client went away before it.
         """
         send, exchange = self._send, self._exchange
-        watcher = asyncio.ensure_future(self._watch())
-        started = False
+        started = shown = False
+        self.open()
         try:
             while True:
                 try:
-                    data = renderer.push(await exchange.take())
+                    data = renderer.push(await (exchange.take() if started else exchange.take_within(HEAD_S)))
                 except ServingError as error:
                     renderer.error = renderer.error or error
-                    data = renderer.fail(error)
+                    data = renderer.fail(error, over=error.code is not Code.shutting_down)
                 if not started:
-                    if not data:
-                        continue
                     if renderer.error is not None:
                         raise renderer.error
                     started = True
-                    request_id = exchange.request.id.encode()
-                    headers = [*SSE_HEADERS, (REQUEST_ID, request_id)]
-                    await send({"type": "http.response.start", "status": 200, "headers": headers})
-                    self._gateway.metrics.ttft.observe(time.monotonic() - self._began)
+                    await self.begin_stream()
                 if data:
+                    if not shown:
+                        shown = True
+                        self._gateway.metrics.ttft.observe(time.monotonic() - self._began)
                     await send({"type": "http.response.body", "body": data, "more_body": not renderer.done})
                 if renderer.done:
                     return self._account(renderer)
         finally:
-            await end_task(watcher)
-            self._leave(exchange)
+            self.close()
 
     async def whole(self, collector: Collector) -> str:
         """One JSON body; returns the code for the metrics.
@@ -175,7 +213,7 @@ class Answer:
             ServingError: the request failed, or the client went away.
         """
         exchange = self._exchange
-        watcher = asyncio.ensure_future(self._watch())
+        self.open()
         try:
             while not collector.push(await exchange.take()):
                 pass
@@ -185,14 +223,7 @@ class Answer:
             await self._send({"type": "http.response.body", "body": body})
             return self._account(collector)
         finally:
-            await end_task(watcher)
-            self._leave(exchange)
-
-    async def _watch(self) -> None:
-        """Fail the exchange once the client has gone, so that whoever waits for items wakes up."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self._exchange.fail(DISCONNECTED)
+            self.close()
 
     def _account(self, answer: Renderer | Collector) -> str:
         usage = answer.usage
@@ -202,30 +233,26 @@ class Answer:
 
 
 async def written(collector: Collector) -> bytes:
-    """The JSON body of an answer; a large one is written in a thread, beside the streams of others.
+    """The JSON body of an answer; large ones are written in a thread, one by one, beside the streams of others.
 
     Raises:
         ServingError: the request failed.
     """
-    return await asyncio.to_thread(collector.response) if collector.large else collector.response()
+    if not collector.large:
+        return collector.response()
+    return await asyncio.get_running_loop().run_in_executor(_WRITER, collector.response)
 
 
 INTERNAL = ServingError(Code.internal, "internal error; the gateway's log has the details")
 DISCONNECTED = ServingError(Code.cancelled, "the client disconnected")
 
 
-async def end_task(task: "asyncio.Future[None]") -> None:
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
-
-
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The request body.
+    """The request body. Its connection sees to it that it comes in time.
 
     Raises:
-        ServingError: larger than ``limit`` bytes, or too slow.
-        Gone: the client went away.
+        ServingError: larger than ``limit`` bytes.
+        Gone: the client went away, or was too slow.
     """
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit() and int(value) > limit:
@@ -237,21 +264,17 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
             raise _too_large(limit)
         return body
     parts, size = [], 0
-    try:
-        async with asyncio.timeout(BODY_S):
-            while True:
-                if message["type"] == "http.disconnect":
-                    raise Gone
-                part = message.get("body", b"")
-                size += len(part)
-                if size > limit:
-                    raise _too_large(limit)
-                parts.append(part)
-                if not message.get("more_body"):
-                    return b"".join(parts)
-                message = await receive()
-    except TimeoutError:
-        raise ServingError(Code.invalid_request, f"the body did not arrive within {BODY_S:g} s") from None
+    while True:
+        if message["type"] == "http.disconnect":
+            raise Gone
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise _too_large(limit)
+        parts.append(part)
+        if not message.get("more_body"):
+            return b"".join(parts)
+        message = await receive()
 
 
 def _too_large(limit: int) -> ServingError:

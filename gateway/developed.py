@@ -166,6 +166,6 @@ class PictureRenderer:
         """The last event, with the pictures, and the end of the stream."""
         return b"data: %b\n\n" % _json({"type": f"{self._kind}.completed"} | msgspec.to_builtins(answer)) + DONE
 
-    def fail(self, error: ServingError) -> bytes:
-        """The end of the stream, with an error event."""
-        return b"data: " + _json(error_body(error)) + b"\n\n" + DONE
+    def fail(self, error: ServingError, *, over: bool = True) -> bytes:
+        """The end of the stream, with an error event. ``over``: the request has ended, too."""
+        return b"data: " + _json(error_body(error)) + b"\n\n" + (DONE if over else b"")

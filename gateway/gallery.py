@@ -1,6 +1,5 @@
 """Answering requests for pictures over ASGI, and handing out the files that were made."""
 
-import asyncio
 import re
 import time
 
@@ -9,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from configs.bus import objects
-from gateway.answers import JSON, REQUEST_ID, SSE_HEADERS, Answer, Completions, Receive, Scope, Send, end_task
+from gateway.answers import HEAD_S, JSON, REQUEST_ID, Answer, Completions, Receive, Scope, Send
 from gateway.developed import PictureAnswer, PictureCollector, PictureRenderer
 from gateway.exchange import Exchange
 from gateway.prepare import Prepared
@@ -38,11 +37,11 @@ class Pictures(Completions):
     """``POST /v1/images/generations`` and ``/v1/videos/generations``."""
 
     async def _answer(
-        self, scope: Scope, prepared: Prepared, exchange: Exchange, receive: Receive, send: Send, began: float
+        self, scope: Scope, prepared: Prepared, exchange: Exchange, send: Send, began: float, *, owner: bool
     ) -> str:
         base_url = base_url_of(scope, self._gateway)
-        answer = Development(self._gateway, exchange, receive, send, began, base_url=base_url)
-        return await (answer.show(PictureRenderer(prepared.request)) if prepared.stream else answer.once())
+        answer = Development(self._gateway, exchange, scope, send, began, owner, base_url=base_url)
+        return await (answer.show(PictureRenderer(exchange.request)) if prepared.stream else answer.once())
 
 
 class Again:
@@ -67,7 +66,7 @@ class Again:
                 raise ServingError(Code.invalid_request, str(error), param="Last-Event-ID") from None
         exchange = await gateway.attach(request)
         base_url, began = base_url_of(scope, gateway), time.monotonic()
-        await Development(gateway, exchange, receive, send, began, owner=False, base_url=base_url).show(renderer)
+        await Development(gateway, exchange, scope, send, began, owner=False, base_url=base_url).show(renderer)
 
 
 class Development(Answer):
@@ -77,47 +76,45 @@ class Development(Answer):
         self,
         gateway: Gateway,
         exchange: Exchange,
-        receive: Receive,
+        scope: Scope,
         send: Send,
         began: float,
         owner: bool = True,
         *,
         base_url: str,
     ) -> None:
-        super().__init__(gateway, exchange, receive, send, began, owner)
+        super().__init__(gateway, exchange, scope, send, began, owner)
         self._base_url = base_url
 
     async def show(self, renderer: PictureRenderer) -> str:
         """Server-sent events; returns the code for the metrics.
 
         Raises:
-            ServingError: the request failed before its first event, or the client went away before it.
+            ServingError: the request failed before the header was sent, or the client went away before it.
         """
         send, exchange = self._send, self._exchange
         collected = renderer.collected
-        watcher = asyncio.ensure_future(self._watch())
         started, code = False, "ok"
+        self.open()
         try:
             while not collected.done or not started:
                 try:
-                    data = renderer.push(await exchange.take())
+                    data = renderer.push(await (exchange.take() if started else exchange.take_within(HEAD_S)))
                     if collected.done:
                         data += renderer.end(await self._made(collected))
                 except ServingError as error:
                     if not started:
                         raise
                     collected.error, code = error, error.code.value
-                    data = renderer.fail(error)
-                if data and not started:
+                    data = renderer.fail(error, over=error.code is not Code.shutting_down)
+                if not started:
                     started = True
-                    headers = [*SSE_HEADERS, (REQUEST_ID, exchange.request.id.encode())]
-                    await send({"type": "http.response.start", "status": 200, "headers": headers})
+                    await self.begin_stream()
                 if data:
                     await send({"type": "http.response.body", "body": data, "more_body": not collected.done})
             return code
         finally:
-            await end_task(watcher)
-            self._leave(exchange)
+            self.close()
 
     async def once(self) -> str:
         """One JSON body; returns the code for the metrics.
@@ -127,7 +124,7 @@ class Development(Answer):
         """
         exchange = self._exchange
         collected = PictureCollector(exchange.request)
-        watcher = asyncio.ensure_future(self._watch())
+        self.open()
         try:
             while not collected.push(await exchange.take()):
                 pass
@@ -137,8 +134,7 @@ class Development(Answer):
             await self._send({"type": "http.response.body", "body": body})
             return "ok"
         finally:
-            await end_task(watcher)
-            self._leave(exchange)
+            self.close()
 
     async def _made(self, collected: PictureCollector) -> PictureAnswer:
         contents = None

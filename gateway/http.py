@@ -1,5 +1,7 @@
 """The HTTP door: OpenAI's endpoints, health, metrics and documentation, routed by Starlette."""
 
+import asyncio
+import contextlib
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -14,12 +16,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.answers import INTERNAL, App, Completions, Reattach, Receive, Scope, Send, bare_id
+from gateway.answers import INTERNAL, App, Completions, Reattach, Receive, Scope, Send, bare_id, send_error
 from gateway.gallery import Again, Files, Pictures, base_url_of
 from gateway.openapi import document
 from gateway.pictures import PATHS
 from gateway.prepare import CHAT, TEXT
-from gateway.responses import error_body
+from gateway.responses import error_body, stopping
 from gateway.service import Gateway
 from gateway.status import status_of
 from schemas.errors import Code, ServingError
@@ -42,7 +44,14 @@ def application(gateway: Gateway) -> App:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         # Past Starlette's layers, which handle every message sent: 5 % of a gateway's time.
         direct = answering.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
-        await (direct or others)(scope, receive, send)
+        if direct is not None:
+            await direct(scope, receive, send)
+            return
+        try:
+            await others(scope, receive, send)
+        except asyncio.CancelledError:  # the gateway stops
+            with contextlib.suppress(RuntimeError):  # it had begun
+                await send_error(send, stopping(""))
 
     return app
 
@@ -122,7 +131,7 @@ class _Api:
 
     async def request(self, request: Request) -> Response:
         gateway = self._gateway
-        found = await gateway.find(bare_id(request.path_params["id"]))
+        found = await gateway.look_up(bare_id(request.path_params["id"]))
         return _reply(await status_of(gateway, found, base_url_of(request.scope, gateway)))
 
     async def cancel(self, request: Request) -> Response:

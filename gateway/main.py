@@ -1,29 +1,38 @@
 """A gateway process: connect, open both doors, serve until SIGTERM, drain."""
 
 import asyncio
-import signal
+import contextlib
+import resource
 import socket
+import sys
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import structlog
-import uvicorn
 from prometheus_client import CollectorRegistry
 
 from configs import logs, modeldir
+from configs.bus import looplag
 from configs.bus.connection import connect
 from configs.bus.publish import Publisher
+from configs.bus.tasks import Stop
 from configs.settings import GatewaySettings
+from gateway.connections import Limits
 from gateway.http import application
 from gateway.metrics import Metrics
+from gateway.nats.door import NatsDoor
+from gateway.server import HttpServer
 from gateway.service import Gateway
-from gateway.submit import SubmitDoor
 from schemas.errors import ServingError
 
 log = structlog.get_logger("gateway")
 
 STOP_S = 1.0  # for each step of stopping, beyond drain_s
+CLOSE_S = 3.0  # for connections to end
+END_S = 4.5  # beyond drain_s: then the process ends, whatever it waits for
+FAILED_DRAIN_S = 5.0  # after one of its own tasks failed
+OTHER_FILES = 128  # open files besides clients' connections
 
 EXIT_OK = 0
 EXIT_CONFIG = 2  # starting again would not help
@@ -32,6 +41,7 @@ EXIT_START = 69  # EX_UNAVAILABLE: the broker or the port is not there (yet)
 
 def run(settings: GatewaySettings) -> int:
     """Serve until SIGTERM; returns the exit code."""
+    sys.setswitchinterval(0.001)  # the event loop must get its turn beside threads that compute in Python
     logs.setup(settings.log_format, settings.log_level, name=settings.name)
     import uvloop
 
@@ -54,15 +64,15 @@ def run(settings: GatewaySettings) -> int:
 
 
 async def _serve(settings: GatewaySettings, model: modeldir.ModelDir) -> int:
-    stop = asyncio.Event()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    stop = Stop(bound_s=settings.drain_s + END_S)
+    stop.on_signals()
     listener = listen(settings.http_host, settings.http_port)
     bus = await connect(
         settings.nats_url,
         role="gateway",
         name=f"gateway:{settings.name}",
         namespace=settings.namespace,
+        on_fatal=stop.failed,
         skip_subject_validation=True,
     )
     publisher = Publisher(bus)
@@ -70,44 +80,54 @@ async def _serve(settings: GatewaySettings, model: modeldir.ModelDir) -> int:
     metrics = Metrics(CollectorRegistry())
     loop = asyncio.get_running_loop()
     metrics.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
+    bus.tasks.spawn(looplag.gauge(metrics.registry, "gateway").watch(), name="loop-lag")
     gateway = Gateway(bus, publisher, model, settings, metrics)
-    door = SubmitDoor(gateway)
+    door = NatsDoor(gateway, bus.tasks.group("door"))
+    server = HttpServer(application(gateway), listener, limits_of(settings), bus.tasks)
+    metrics.connections.set_function(lambda: len(server.state.connections))
     try:
         await gateway.open()
         await door.open()
-        server = _Server(
-            uvicorn.Config(
-                application(gateway),
-                http="httptools",
-                ws="none",
-                proxy_headers=False,
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                date_header=False,
-                timeout_keep_alive=75,
-                timeout_graceful_shutdown=max(1, round(settings.drain_s)),
-            )
-        )
-        serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+        looplag.freeze_loaded()
+        await server.start()
         log.info("gateway_listening", port=listener.getsockname()[1], gateway=gateway.id, models=gateway.names)
-        stopping = asyncio.create_task(stop.wait(), name="stop")
-        await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+        await stop.wait()
+        log.info("gateway_stopping", open_requests=gateway.open_requests, drain_s=settings.drain_s)
         gateway.draining = True
-        server.should_exit = True
+        drain_s = settings.drain_s if stop.error is None else min(FAILED_DRAIN_S, settings.drain_s)
         await asyncio.gather(
-            _bounded("http", asyncio.wait([serving]), settings.drain_s + STOP_S),
-            _bounded("submissions", door.close(settings.drain_s), settings.drain_s + STOP_S),
+            _bounded("http", server.drain(drain_s), drain_s + STOP_S),
+            _bounded("submissions", door.close(drain_s), drain_s + STOP_S),
         )
-        stopping.cancel()
-        if serving.done():
-            serving.result()
+        gateway.stop()
+        await _bounded("connections", server.close(), CLOSE_S)
     finally:
         await _bounded("gateway", gateway.close(), STOP_S)
         await _bounded("publisher", publisher.close(), STOP_S)
         await bus.close()
-    return EXIT_OK
+    return stop.status
+
+
+def limits_of(settings: GatewaySettings) -> Limits:
+    """With as many connections as the process can have files open, at most."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    connections = settings.max_connections
+    if files != resource.RLIM_INFINITY and connections > files - OTHER_FILES:
+        connections = max(1, files - OTHER_FILES)
+        log.warning("connections_limited", max_connections=connections, files=files, action="raise ulimit -n")
+    return Limits(
+        header_bytes=settings.max_header_bytes,
+        header_s=settings.header_timeout_s,
+        body_s=settings.body_timeout_s,
+        keep_alive_s=settings.keep_alive_s,
+        write_s=settings.write_timeout_s,
+        connections=connections,
+        per_address=settings.max_connections_per_address,
+    )
 
 
 async def _bounded(step: str, work: Coroutine[Any, Any, Any], seconds: float) -> None:
@@ -138,12 +158,3 @@ def listen(host: str, port: int) -> socket.socket:
     listener.listen(2048)
     listener.setblocking(False)
     return listener
-
-
-class _Server(uvicorn.Server):
-    """Signals are ours: a gateway drains both doors."""
-
-    def capture_signals(self):  # type: ignore[no-untyped-def]
-        import contextlib
-
-        return contextlib.nullcontext()

@@ -23,4 +23,25 @@ class Metrics:
         self.media = Counter("penstock_gateway_media", "images and embedding files taken", ["kind"], registry=registry)
         self.open = Gauge("penstock_gateway_open_requests", "requests being answered", registry=registry)
         self.queued = Gauge("penstock_gateway_queued_requests", "accepted and not placed yet", registry=registry)
+        self.connections = Gauge("penstock_gateway_connections", "clients' open connections", registry=registry)
+        self.workers = Gauge(
+            "penstock_gateway_workers", "workers of the model", ["state", "revision"], registry=registry
+        )
+        self.refused = Gauge(
+            "penstock_gateway_workers_refused",
+            "workers that serve the model's name with another tokenizer",
+            ["worker", "tokenizer", "expected"],
+            registry=registry,
+        )
+        self.unfinished = Gauge(
+            "penstock_gateway_stream_unfinished_ratio",
+            "share of a stream's max_bytes from its oldest unfinished message on",
+            ["stream"],
+            registry=registry,
+        )
+        self.retention = Gauge(
+            "penstock_gateway_record_retention_seconds",
+            "how long records of requests will be kept as things go",
+            registry=registry,
+        )
         self.tasks = Gauge("penstock_gateway_tasks", "asyncio tasks, counted when asked", registry=registry)

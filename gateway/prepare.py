@@ -25,7 +25,7 @@ from gateway.openai import (
 )
 from gateway.options import deadline_of, max_tokens_of, output_limit, sampling_of, stop_of
 from gateway.parsers.table import parsing
-from gateway.prompt import encode, render, tokens_with_images
+from gateway.prompt import encode, prompt_tokens, tokens_with_images
 from gateway.target import Target
 from schemas.blocks import chain, media_extra, root
 from schemas.errors import Code, ServingError
@@ -88,7 +88,7 @@ def prepare_chat(
     media = media_parts(body.messages)
     vision = target.model.vision
     if vision is None and not media:
-        tokens = encode(render(body, messages, target.model), target, special=False)
+        tokens = prompt_tokens(body, messages, target)
         return _request(body, CHAT, tokens, target, now_ns, request_id, seed)
     if vision is None:
         raise unsupported(media[0].field, f"images: {target.model.no_vision}")
@@ -195,6 +195,8 @@ def _request(
         stops_shown=bool(body.include_stop_str_in_output),
         echo=isinstance(body, TextBody) and bool(body.echo),
         unanswered=body.max_tokens == 0,
+        revision="" if body.worker else target.revision,  # who names a worker wants that one, also on trial
+        tokenizer=model.tokenizer_digest,
         parsing=_parsing(body, tokens, target) if target.parsers is not None and isinstance(body, ChatBody) else None,
     )
     usage = body.stream_options is not None and bool(body.stream_options.include_usage)

@@ -31,7 +31,7 @@ from gateway.responses import (
     error_body,
     serving_error,
 )
-from gateway.scored import LOWEST, PromptPart
+from gateway.scored import LARGE, LOWEST, PromptPart
 from schemas.errors import ServingError
 from schemas.requests import GenerateRequest
 from schemas.tokens import PROMPT, Finish, Logprob, TokenItem
@@ -105,7 +105,7 @@ class _Answer:
         cached = min((choice.finish.cached_tokens if choice.finish else 0 for choice in self._choices), default=0)
         return UsageBody(prompt, completion, prompt + completion, PromptTokensDetails(cached))
 
-    def _hides_last(self, finish: Finish | None) -> bool:
+    def hides_last(self, finish: Finish | None) -> bool:
         """Whether the last token is a stop token, which is counted but not shown, like a stop string."""
         if self.request.unanswered:
             return finish is not None
@@ -204,7 +204,7 @@ class Renderer(_Answer):
                 self._token_by_token(out, choice, item)
             else:
                 data = item.tokens
-                if item.finish is not None and self._hides_last(item.finish):
+                if item.finish is not None and self.hides_last(item.finish):
                     data = data[:-4]
                 # one token per item is the rule: spare it the array
                 for token in (int.from_bytes(data, "little"),) if len(data) == 4 else unpack_tokens(data):
@@ -212,7 +212,7 @@ class Renderer(_Answer):
                     if text := choice.push(token):
                         if choice.sent and self._single and not choice.skip:
                             out.append(b"id: %d%b%b%b" % (choice.position, choice.prefix, _json(text), choice.suffix))
-                        else:
+                        elif not choice.sent or 0 <= choice.skip <= choice.position:
                             self._event(out, choice, choice.prefix + _json(text) + choice.suffix)
                 if data is not item.tokens:
                     choice.position += 1
@@ -223,14 +223,14 @@ class Renderer(_Answer):
             self._close(out)
         return b"".join(out)
 
-    def fail(self, error: ServingError) -> bytes:
-        """End the stream with an error event; b"" if it has ended."""
+    def fail(self, error: ServingError, *, over: bool = True) -> bytes:
+        """End the stream with an error event; b"" if it has ended. ``over``: the request has ended, too."""
         if self._closed:
             return b""
         self.error = error
         self._closed = True
         out: list[bytes] = []
-        self._close(out)
+        self._close(out, over)
         return b"".join(out)
 
     def _event(self, out: list[bytes], choice: _Choice, data: bytes) -> None:
@@ -251,7 +251,7 @@ class Renderer(_Answer):
         """Events of answers with logprobs, or that are taken apart."""
         logprobs = item.logprobs or ()
         tokens = unpack_tokens(item.tokens)
-        shown = len(tokens) - self._hides_last(item.finish)
+        shown = len(tokens) - self.hides_last(item.finish)
         for place, token in enumerate(tokens):
             choice.position += 1
             text = choice.push(token) if place < shown else ""
@@ -283,12 +283,13 @@ class Renderer(_Answer):
         if choice.skip >= 0:
             out.append(b"id: " + self._positions() + body + suffix)
 
-    def _close(self, out: list[bytes]) -> None:
+    def _close(self, out: list[bytes], over: bool = True) -> None:
         if self.error is not None:
             out.append(b"data: " + _json(error_body(self.error)) + b"\n\n")
         elif self._include_usage:
             out.append(b'id: %bu%b,"choices":[],"usage":%b}\n\n' % (self._positions(), self._head, _json(self.usage)))
-        out.append(DONE)
+        if over:
+            out.append(DONE)
 
 
 class Collector(_Answer):
@@ -316,7 +317,7 @@ class Collector(_Answer):
             choice = self._choices[item.choice]
             tokens = unpack_tokens(item.tokens)
             choice.position += len(tokens)
-            shown = tokens[:-1] if self._hides_last(item.finish) else tokens
+            shown = tokens[:-1] if self.hides_last(item.finish) else tokens
             self._texts[item.choice] += map(choice.push, shown)
             if self._logprobs:
                 self._entries[item.choice] += zip(tokens, item.logprobs or (), strict=False)
@@ -327,7 +328,10 @@ class Collector(_Answer):
     @property
     def large(self) -> bool:
         """Writing the body takes long enough to do it in a thread."""
-        return self._prompt is not None and self._prompt.large
+        if self._prompt is not None and self._prompt.large:
+            return True
+        top = self.request.sampling.logprobs
+        return top is not None and sum(map(len, self._entries)) * (1 + top) > LARGE
 
     def response(self) -> bytes:
         """The JSON body.

@@ -200,6 +200,7 @@ class Status(Struct, frozen=True, omit_defaults=True):
     output_tokens: int = 0  # of requests for pictures: denoising steps done
     result: Any = None
     error: ErrorDetail | None = None
+    client_request_id: str = ""  # what the client called it in its own X-Request-Id
 
 
 def error_body(error: ServingError) -> ErrorBody:
@@ -213,3 +214,15 @@ def serving_error(code: str, message: str) -> ServingError:
     """An error that came over the wire; a code this process does not know counts as internal."""
     known = Code(code) if code in Code.__members__ else Code.internal
     return ServingError(known, message or known.value)
+
+
+def stopping(request_id: str) -> ServingError:
+    """Why an answer ends here: its request goes on in the pipeline, for any gateway to read."""
+    text = "this gateway is stopping; try again"
+    if request_id:
+        text = (
+            f"this gateway is stopping and request {request_id} goes on: read it at "
+            f"GET /v1/requests/{request_id}/stream (with Last-Event-ID: what comes next) or, once it is done, at "
+            f"GET /v1/requests/{request_id}"
+        )
+    return ServingError(Code.shutting_down, text, retry_after=1.0)

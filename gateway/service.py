@@ -4,6 +4,10 @@ import asyncio
 import contextlib
 import secrets
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
 
 import structlog
 from nats.errors import Error as NatsError
@@ -11,33 +15,46 @@ from nats.errors import Error as NatsError
 from configs.bus.connection import Bus
 from configs.bus.fleet import FleetWatch, Member
 from configs.bus.publish import Publisher
-from configs.bus.read import read
+from configs.bus.tasks import Tasks
 from configs.modeldir import ModelDir
 from configs.settings import GatewaySettings
 from gateway.attachments import Attachments
-from gateway.exchange import CLOCK_SKEW_NS, Exchange, TokenFeed
+from gateway.completion import Completion
+from gateway.exchange import Exchange
+from gateway.feed import TokenFeed
+from gateway.find import Finder
+from gateway.lookup import Found, Lookup
 from gateway.metrics import Metrics
 from gateway.parsers.table import Parsers, agreed
 from gateway.pictures import PATHS, prepare_picture
 from gateway.prepare import CHAT, Draft, Prepared, finish, prepare_chat, prepare_text
+from gateway.progress import Progress
+from gateway.queues import Queues, class_of
+from gateway.records import Records, is_whole
+from gateway.responses import stopping
+from gateway.retention import Retention
+from gateway.room import LogRoom
+from gateway.roster import Roster, Sorted
 from gateway.studios import ROLE, Studios
 from gateway.target import Target
-from schemas import control, done, fleet, requests, wire
+from schemas import control, done, wire
 from schemas.errors import Code, ServingError
-from schemas.ids import time_of
 from schemas.requests import GenerateRequest, Priority
-from schemas.subjects import HEADER_MSG_ID
 
 log = structlog.get_logger("gateway")
 
+T = TypeVar("T")
+
 SWEEP_S = 0.25
 POLL_S = 0.5
+ACCEPT_S = 15.0  # longer than an election in a cluster (4 to 9 s) and what follows it
 CANCEL_AGAIN_S = 1.0
 SILENT_S = 2.0
 DEADLINE_GRACE_NS = 500_000_000  # the worker's own word on a missed deadline comes first
-LARGE_BODY = 32_768  # bytes; larger ones are tokenised in a thread
+LARGE_BODY = 8_192  # bytes; larger ones are tokenised in a thread: 1 KB takes 0.3 ms
 LARGE_PROMPT = 8_192  # tokens; longer ones with images get their block names in a thread
-FIND_WINDOW_NS = 10_000_000_000
+THREADS = 2  # that prepare large bodies: each takes its turn with the event loop
+ABORT_NS = 5_000_000_000  # beyond the deadline, for a client that still has not read what there is
 JOB_BYTES = 65_536  # what a job adds to its request: the decision and its score table
 
 
@@ -56,17 +73,29 @@ class Gateway:
         self.studios = Studios()
         self.fleet = FleetWatch(bus, joined=self._joined, left=self._left)
         self.started_ns = time.time_ns()
-        self.draining = False
+        self.draining = False  # not ready any more; what is asked all the same is served
+        self.stopped = False  # what is open was left to other gateways
+        self.answering: set[Exchange] = set()  # over HTTP
+        self.tasks: Tasks = bus.tasks.group("gateway")
+        self.records = Records(bus)
+        self._completion = Completion(self.records)
         self._publisher = publisher
-        self._feed = TokenFeed(bus, self.id)
+        self._feed = TokenFeed(bus, self.id, self.tasks)
         self._others: dict[str, TokenFeed] = {}
         self._opening = asyncio.Lock()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._finder = Finder(bus, self.tasks)
+        self._lookup = Lookup(self.records, self._finder)
+        self.progress = Progress(bus, self.id, self._feed.watching)
+        self._sharded = False  # the routers' consumers read shards of REQUESTS
+        self._threads = ThreadPoolExecutor(THREADS, "prepare")
         self._attachments = Attachments(bus, settings, metrics)
         self._disagreed: set[frozenset[Parsers]] = set()  # of which it was warned
-        self._target = self._make_target()
-        self._queued = 0  # accepted and not yet taken by a router, at the last look
-        self._accepted_since = 0
+        self._roster = Roster(self.names[0], model.tokenizer_digest, metrics)
+        self._sorted: Sorted | None = None  # both are made when they are needed, after the fleet has changed
+        self._current: Target | None = None
+        self._log_room = LogRoom(bus, metrics)
+        self._retention = Retention(bus, metrics)
+        self._queues = Queues(settings.max_queue, self._unheard)
         self._routers = False
         self._delivered: dict[str, int] = {}
 
@@ -76,20 +105,19 @@ class Gateway:
             ServingError: a stream or the workers bucket cannot be read.
         """
         await self._feed.start(since_ns=self.started_ns)
+        await self.progress.open()
         await self.fleet.start()
         with contextlib.suppress(NatsError, TimeoutError):
             await self._poll_queue()
-        self._tasks = [
-            asyncio.create_task(self._sweep(), name="gateway-sweep"),
-            asyncio.create_task(self._poll(), name="gateway-poll"),
-        ]
+        self.tasks.spawn(self._sweep(), name="sweep")
+        self.tasks.spawn(self._poll(), name="poll")
+        self.tasks.spawn(self._retention.run(), name="retention")
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.tasks.aclose()
+        self._threads.shutdown(wait=False, cancel_futures=True)
         for feed in (self._feed, *self._others.values()):
-            await feed.tail.stop()
+            await feed.close()
 
     # --- what is known ---
 
@@ -105,8 +133,7 @@ class Gateway:
         if not self._routers:
             reasons.append("no router takes requests; start one with 'penstock router'")
         pictures = not self.settings.model and self.studios.present()  # nobody asked for a language model
-        served = (self._serves(m) and m.registration.state is fleet.State.ready for m in self.fleet.members.values())
-        if not pictures and not any(served):
+        if not pictures and not self._known_workers().ready:
             reasons.append(f"no worker serves {self.names[0]!r}; start one with 'penstock worker'")
         if self.draining:
             reasons.append("this gateway is shutting down")
@@ -119,15 +146,27 @@ class Gateway:
 
     def _joined(self, member: Member) -> None:
         self.studios.put(member.registration)
-        self._target = self._make_target()
+        self._sorted = self._current = None
 
     def _left(self, member: Member, why: str) -> None:
         log.info("worker_left", worker=member.registration.worker, why=why)
         self.studios.left(member.registration.worker)
-        self._target = self._make_target()
+        self._sorted = self._current = None
+
+    @property
+    def _target(self) -> Target:
+        if self._current is None:
+            self._current = self._make_target()
+        return self._current
+
+    def _known_workers(self) -> Sorted:
+        if self._sorted is None:
+            serving = (m.registration for m in self.fleet.members.values() if self._serves(m))
+            self._sorted = self._roster.sort(serving)
+        return self._sorted
 
     def _make_target(self) -> Target:
-        workers = [m.registration for m in self.fleet.members.values() if self._serves(m)]
+        workers, revision, _ = self._known_workers()
         parsers, named = agreed(workers)
         if len(named) > 1 and named not in self._disagreed:
             self._disagreed.add(named)
@@ -140,10 +179,11 @@ class Gateway:
             default_max_tokens=self.settings.default_max_tokens,
             default_deadline_s=self.settings.default_deadline_s,
             max_model_len=max((w.max_model_len for w in workers), default=0),
-            revision=workers[0].revision if workers else "",
+            revision=revision if workers else "",
             max_images=self.settings.max_images,
             processors=frozenset(name for w in workers for name in w.logits_processors) if workers else None,
             parsers=parsers if any(parsers) else None,
+            plain=self.settings.special_tokens_in_messages == "text",
         )
 
     # --- in ---
@@ -153,7 +193,7 @@ class Gateway:
         Raises:
             ServingError: the body cannot be served, or the queue is full.
         """
-        self.check_room()
+        self.check_room(body)
         if endpoint in PATHS:
             return prepare_picture(
                 endpoint,
@@ -169,8 +209,11 @@ class Gateway:
         if len(body) <= LARGE_BODY:
             prepared = prepare(body, target, now_ns=now_ns, request_id=request_id)
         else:
-            prepared = await asyncio.to_thread(prepare, body, target, now_ns=now_ns, request_id=request_id)
+            prepared = await self._in_thread(prepare, body, target, now_ns=now_ns, request_id=request_id)
         return await self._illustrated(prepared, target) if isinstance(prepared, Draft) else prepared
+
+    async def _in_thread(self, work: Callable[..., T], *args: Any, **options: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **options))
 
     async def _illustrated(self, draft: Draft, target: Target) -> Prepared:
         """A draft with its media loaded and stored."""
@@ -183,36 +226,34 @@ class Gateway:
             raise ServingError(Code.deadline_exceeded, "the images did not arrive before the deadline") from None
         if len(draft.tokens) <= LARGE_PROMPT:
             return finish(draft, media, target)
-        return await asyncio.to_thread(finish, draft, media, target)
+        return await self._in_thread(finish, draft, media, target)
 
     def has_room(self) -> bool:
-        """Whether a request would be taken now."""
+        """Whether a submission should be taken now."""
+        if self.draining:
+            return False
         try:
-            self.check_room()
+            self._log_room.check()
         except ServingError:
             return False
-        return True
+        return not (self._queues.near and self._queues.full)
 
-    def check_room(self) -> None:
+    def check_room(self, body: bytes) -> None:
         """
+        Args:
+            body: not checked yet; it says of which class it is.
         Raises:
             ServingError: queue_full or shutting_down.
         """
-        if self.draining:
-            raise ServingError(Code.shutting_down, "this gateway is shutting down; try again", retry_after=1.0)
-        limit = self.settings.max_queue
-        if self._queued + self._accepted_since < limit:
-            return
-        # Of those accepted since the last look, some have begun: they are counted only when it matters.
-        unheard = sum(exchange.fold.attempt < 0 for exchange in self._feed.exchanges)
-        waiting = self._queued + min(self._accepted_since, unheard)
-        if waiting >= limit:
-            raise ServingError(
-                Code.queue_full,
-                f"{waiting} requests wait for a worker and the limit is {limit} (--max-queue); "
-                "try again later or add workers",
-                retry_after=1.0,
-            )
+        if self.stopped:
+            raise stopping("")
+        self._log_room.check()
+        if self._queues.near:
+            self._queues.check(class_of(body))
+
+    def _unheard(self, priority: Priority) -> int:
+        """Open requests of a class of which no worker has said anything."""
+        return sum(each.fold.attempt < 0 and each.request.priority is priority for each in self._feed.exchanges)
 
     async def submit(self, request: GenerateRequest, *, owner: bool = True) -> Exchange:
         """Put a request into the log; returns when it is durable.
@@ -220,8 +261,9 @@ class Gateway:
         Args:
             owner: nobody else knows of the request: if its acceptance is not confirmed it is cancelled.
         Raises:
-            ServingError: it could not be stored; it will not run.
+            ServingError: it could not be stored, or its tenant has too much waiting (queue_full); it will not run.
         """
+        self._log_room.check(request.tenant)
         payload = wire.encode(request)
         limit = self.bus.max_message - JOB_BYTES
         if len(payload) > limit:
@@ -231,13 +273,14 @@ class Gateway:
             )
         exchange = Exchange(request)
         self._feed.watch(exchange)  # before publishing: the first token may overtake the acknowledgement
-        self._accepted_since += 1
+        self._queues.accepted(request.priority)
         try:
             ack = await self._publisher.publish(
-                self.bus.subjects.request(request.model, request.priority.value),
+                self.bus.subjects.request(request.model, request.priority.value, request.id if self._sharded else ""),
                 payload,
                 request.id,
-                timeout=min(10.0, max(0.1, (request.deadline_ns - time.time_ns()) / 1e9)),
+                timeout=min(ACCEPT_S, max(0.1, (request.deadline_ns - time.time_ns()) / 1e9)),
+                insist=False,  # a client can come again, and others would pile up behind a full disk
             )
         except BaseException:
             # It may be stored all the same (the acknowledgement was lost).
@@ -246,21 +289,29 @@ class Gateway:
             else:
                 self.detach(exchange)
             raise
-        if ack.duplicate:  # sent again by us, or a submission that another gateway had taken before it died
-            stored = await self.find(request.id)
-            if stored.gateway != self.id:
-                self.detach(exchange)
-                return await self.attach(stored)
+        if ack.duplicate:  # sent again by us, or a repeat, or a submission that a gateway had taken before it died
+            stored, record = await self.look_up(request.id)
+            self.detach(exchange)
+            return await self.attach(stored, record)
         return exchange
 
     def leave(self, exchange: Exchange, reason: str = "the client disconnected") -> None:
-        """The client has gone or has everything. An unfinished request is cancelled, again until it ends."""
-        if exchange.ended:
+        """The client has gone or has everything. An unfinished request is cancelled, again until it ends.
+
+        Not by a gateway that stops: the request is then somebody else's to read.
+        """
+        if exchange.ended or self.stopped:
             self._unwatch(exchange)
             return
         exchange.abandoned = True
         self.metrics.cancelled.inc()
         self._spawn_cancel(exchange, reason)
+
+    def stop(self) -> None:
+        """Leave all requests to the pipeline: each open answer ends with the id at which it goes on."""
+        self.stopped = True
+        for exchange in self.answering:
+            exchange.fail(stopping(exchange.request.id))
 
     def detach(self, exchange: Exchange) -> None:
         """Stop watching without cancelling: the reader was only a second one."""
@@ -274,8 +325,7 @@ class Gateway:
 
     def _spawn_cancel(self, exchange: Exchange, reason: str) -> None:
         exchange.cancel_sent = time.monotonic()
-        task = asyncio.ensure_future(self.cancel(exchange.request.id, reason))
-        task.add_done_callback(lambda t: t.cancelled() or t.exception())
+        self.tasks.spawn(self.cancel(exchange.request.id, reason), name="cancel", on_failure=_not_cancelled)
 
     async def cancel(self, request_id: str, reason: str) -> None:
         if self.bus.connected:
@@ -283,54 +333,54 @@ class Gateway:
 
     # --- finding requests again ---
 
-    async def find(self, request_id: str) -> GenerateRequest:
-        """An accepted request, by any gateway.
+    async def find(self, request_id: str, tenant: str | None = None) -> GenerateRequest:
+        """An accepted request, by any gateway; see ``Lookup.find``."""
+        return (await self.look_up(request_id, tenant)).request
 
-        Raises:
-            ServingError: request_not_found.
-        """
-        try:
-            made_ns = time_of(request_id)
-        except ValueError:
-            raise _unknown(request_id) from None
-        stream = self.bus.subjects.stream("REQUESTS")
-        for before_ns in (50_000_000, CLOCK_SKEW_NS):
-            since = made_ns - before_ns
-            async for entry in read(self.bus, stream, self.bus.subjects.all("request"), since_ns=since):
-                if entry.headers.get(HEADER_MSG_ID) == request_id:
-                    return requests.decode(entry.data)
-                if entry.time_ns > made_ns + FIND_WINDOW_NS:
-                    break
-        raise _unknown(request_id)
+    async def look_up(self, request_id: str, tenant: str | None = None) -> Found:
+        """An accepted request, by any gateway, and its record if it is over; see ``Lookup.find``."""
+        return await self._lookup.find(request_id, tenant)
 
-    async def attach(self, request: GenerateRequest) -> Exchange:
-        """Follow an accepted request from its first token on.
+    async def attach(
+        self, request: GenerateRequest, record: done.Done | None = None, *, whole: bool = False, ordered: bool = True
+    ) -> Exchange:
+        """Follow an accepted request from its first token on. The exchange fails if the log cannot be read.
 
+        Args:
+            record: of one that is over: it is read instead of the token stream, if it has everything.
+            ordered: the reader wants the tokens of several choices as they followed each other, which a record
+                does not tell.
+            whole: keep everything, and return when all that the log has is here.
         Raises:
             ServingError: the log cannot be read.
         """
-        exchange = Exchange(request)
-        if request.gateway == self.id:
-            await self._feed.attach(exchange)
+        exchange = Exchange(request, bounded=not whole)
+        if record is not None and is_whole(record) and (request.n == 1 or not ordered):
+            exchange.complete(done.items(record))
             return exchange
-        async with self._opening:
-            feed = self._others.get(request.gateway)
-            if feed is None:
-                feed = TokenFeed(self.bus, request.gateway)
-                await feed.start(since_ns=time.time_ns())
-                self._others[request.gateway] = feed
-        await feed.attach(exchange)
+        feed = self._feed if request.gateway == self.id else await self._followed(request.gateway)
+        feed.attach(exchange)
+        if whole:
+            try:
+                await exchange.caught_up()
+            except BaseException:
+                self.detach(exchange)
+                raise
         return exchange
+
+    async def _followed(self, gateway: str) -> TokenFeed:
+        """The tokens of another gateway."""
+        async with self._opening:
+            feed = self._others.get(gateway)
+            if feed is None:
+                feed = TokenFeed(self.bus, gateway, self.tasks)
+                await feed.start(since_ns=time.time_ns())
+                self._others[gateway] = feed
+            return feed
 
     async def outcome(self, request: GenerateRequest) -> done.Done | None:
         """The terminal event, if there is one."""
-        stream, subject = self.bus.subjects.stream("DONE"), self.bus.subjects.done(request.model)
-        async for entry in read(self.bus, stream, subject, since_ns=request.created_ns - CLOCK_SKEW_NS):
-            if entry.headers.get(HEADER_MSG_ID) == request.id:
-                event = done.decode(entry.data)
-                assert isinstance(event, done.Done)
-                return event
-        return None
+        return await self.records.find(request.id) or await self.records.find_unrecorded(request)
 
     # --- upkeep ---
 
@@ -343,23 +393,26 @@ class Gateway:
                 log.exception("sweep_failed")
 
     async def _sweep_once(self, now_ns: int, now: float) -> None:
+        open_ = [exchange for feed in (self._feed, *self._others.values()) for exchange in feed.exchanges]
+        with contextlib.suppress(ServingError):  # the broker is away; the next sweep asks again
+            await self._completion.look(open_, now)
         self.fleet.expire()
+        if self._current is None:  # what workers are refused for, or disagree on, is said also while nobody asks
+            self._current = self._make_target()
         for feed in (self._feed, *self._others.values()):
             for exchange in feed.exchanges:
-                overdue = now_ns > exchange.request.deadline_ns + DEADLINE_GRACE_NS
+                late_ns = now_ns - exchange.request.deadline_ns
                 if exchange.abandoned:
-                    if exchange.ended or now_ns > exchange.request.deadline_ns + 60_000_000_000:
+                    if exchange.ended or late_ns > 60_000_000_000:
                         feed.unwatch(exchange)
                     elif now - exchange.cancel_sent > CANCEL_AGAIN_S:
                         self._spawn_cancel(exchange, "repeated")
-                elif overdue and not exchange.ended:
-                    exchange.fail(
-                        ServingError(Code.deadline_exceeded, "the request did not finish before its deadline")
-                    )
+                elif late_ns > DEADLINE_GRACE_NS:
+                    _overdue(exchange, late_ns)
         for gateway, feed in list(self._others.items()):
             if not feed:
                 del self._others[gateway]
-                await feed.tail.stop()
+                await feed.close()
 
     async def _poll(self) -> None:
         while True:
@@ -372,21 +425,39 @@ class Gateway:
 
     async def _poll_queue(self) -> None:
         """How many requests no router has placed yet, and whether any router asks for more."""
-        accepted = self._accepted_since
-        queued, routers = 0, False
+        before, queued = self._queues.begin_look(), dict.fromkeys(Priority, 0)
+        routers, consumers = False, []
         for priority in Priority:
             name = f"router-{priority.value}"
             info = await self.bus.js.consumer_info(self.bus.subjects.stream("REQUESTS"), name, timeout=2.0)
-            queued += (info.num_pending or 0) + (info.num_ack_pending or 0)
+            consumers.append(info)
+            queued[priority] = (info.num_pending or 0) + (info.num_ack_pending or 0)
             delivered = info.delivered.consumer_seq if info.delivered else 0
             # Full of work, a router has no request waiting for the moment, but it moves on.
             routers |= bool(info.num_waiting) or delivered > self._delivered.get(name, delivered)
             self._delivered[name] = delivered
-        self._queued, self._routers = queued, routers
-        self._accepted_since -= accepted
-        self.metrics.queued.set(queued)
+        self._queues.looked(queued, before)
+        self._routers = routers
+        # Not before 'penstock streams apply' of this release.
+        self._sharded = all(len(info.config.filter_subjects or ()) > 1 for info in consumers)
+        self.metrics.queued.set(self._queues.total)
+        await self._log_room.look(consumers, self._unended())
         self.metrics.open.set(self.open_requests)
 
+    def _unended(self) -> Iterator[tuple[str, int]]:
+        """Tenants of open requests, and bytes of their prompts."""
+        for exchange in self._feed.exchanges:
+            if not exchange.ended:
+                yield exchange.request.tenant, len(exchange.request.prompt)
 
-def _unknown(request_id: str) -> ServingError:
-    return ServingError(Code.request_not_found, f"no request {request_id[:80]!r} in the log; ids look like UUIDv7")
+
+def _overdue(exchange: Exchange, late_ns: int) -> None:
+    if exchange.paused:
+        if late_ns > ABORT_NS and exchange.abort is not None:
+            exchange.abort()  # its client does not read: nothing that is sent would reach it
+    elif not exchange.ended and not exchange.behind:
+        exchange.fail(ServingError(Code.deadline_exceeded, "the request did not finish before its deadline"))
+
+
+def _not_cancelled(error: BaseException) -> None:
+    log.debug("cancel_failed", error=repr(error))  # sent again by the sweep until the request ends

@@ -1,4 +1,4 @@
-"""Where a request stands, from the log alone: any gateway can tell, also of another one's requests."""
+"""Where a request stands: of one that is over from its record, of one that runs from the gateway that follows it."""
 
 from typing import Literal
 
@@ -6,39 +6,71 @@ import msgspec
 
 from gateway.answers import written
 from gateway.developed import PictureCollector
+from gateway.lookup import Found
+from gateway.records import has_output, is_whole
 from gateway.render import Collector
-from gateway.responses import ErrorDetail, Status, error_body
+from gateway.responses import Status, error_body
 from gateway.service import Gateway
 from schemas import done
+from schemas.control import Progress
 from schemas.errors import Code, ServingError
 from schemas.requests import GenerateRequest
-from schemas.tokens import Finish, TokenItem
 
 _json = msgspec.json.encode
 
+State = Literal["queued", "running", "done", "failed", "cancelled"]
 
-async def status_of(gateway: Gateway, request: GenerateRequest, base_url: str) -> Status:
-    """State and result of a request, from the log alone; ``base_url``: of links to its pictures."""
-    collector = _collector(gateway, request, late=False)
-    exchange = await gateway.attach(request)
+
+async def status_of(gateway: Gateway, found: Found, base_url: str) -> Status:
+    """State and result of a request, of whatever gateway; ``base_url``: of links to its pictures."""
+    request, record = found
+    if record is None:
+        return await _running(gateway, request, base_url)
+    collector = _collector(gateway, request, late=not is_whole(record))
+    if is_whole(record) or not await _collected(gateway, request, collector):
+        collector = _collector(gateway, request, late=not is_whole(record))
+        collector.push(done.items(record))
+    status = await _ended(request, collector, base_url)
+    tokens = record.usage.completion if not has_output(record) else status.output_tokens
+    return msgspec.structs.replace(status, worker=record.worker, attempt=record.attempt, output_tokens=tokens)
+
+
+async def _running(gateway: Gateway, request: GenerateRequest, base_url: str) -> Status:
+    """Of one that is not over: as the gateway that follows it sees it, or if none does, from the token stream."""
+    seen = gateway.progress.here(request.id)
+    if seen is None and request.gateway != gateway.id:
+        seen = await gateway.progress.ask(request.gateway, request.id)
+    if seen is None:
+        collector = _collector(gateway, request, late=False)
+        if await _collected(gateway, request, collector):
+            return await _ended(request, collector, base_url)  # the last token comes before the record
+        began = bool(collector.usage.completion_tokens)
+        seen = Progress(1 if began else -1, collector.usage.completion_tokens)
+    state: State = "running" if seen.attempt > 0 else "queued"
+    return msgspec.structs.replace(_status(request, state), attempt=max(seen.attempt, 0), output_tokens=seen.tokens)
+
+
+async def _collected(gateway: Gateway, request: GenerateRequest, collector: Collector | PictureCollector) -> bool:
+    """Give a collector what the token stream has; whether that is all of the answer."""
+    exchange = await gateway.attach(request, whole=True)
     try:
-        items = exchange.available()
-        complete = collector.push(items)
+        return collector.push(exchange.available())
     finally:
         gateway.detach(exchange)
-    event = await gateway.outcome(request)
-    if not complete and event is not None:  # the token log keeps less long than the terminal events
-        collector = _collector(gateway, request, late=True)
-        complete = collector.push(_items_of(event))
-    state: Literal["queued", "running", "done", "failed", "cancelled"] = "running" if items else "queued"
-    result: msgspec.Raw | None = None
-    error: ErrorDetail | None = None
-    if complete:
-        try:
-            result, state = await _result(collector, base_url), "done"
-        except ServingError as failure:
-            error = error_body(failure).error
-            state = "cancelled" if failure.code is Code.cancelled else "failed"
+
+
+async def _ended(request: GenerateRequest, collector: Collector | PictureCollector, base_url: str) -> Status:
+    try:
+        result = await _result(collector, base_url)
+    except ServingError as failure:
+        status = _status(request, "cancelled" if failure.code is Code.cancelled else "failed")
+        status = msgspec.structs.replace(status, error=error_body(failure).error)
+    else:
+        status = msgspec.structs.replace(_status(request, "done"), result=result)
+    return msgspec.structs.replace(status, output_tokens=collector.usage.completion_tokens)
+
+
+def _status(request: GenerateRequest, state: State) -> Status:
     return Status(
         id=request.id,
         model=request.model,
@@ -46,11 +78,7 @@ async def status_of(gateway: Gateway, request: GenerateRequest, base_url: str) -
         created=request.created_ns // 1_000_000_000,
         deadline=request.deadline_ns // 1_000_000_000,
         gateway=request.gateway,
-        worker=event.worker if event else "",
-        attempt=max(exchange.fold.attempt, event.attempt if event else 0, 0),
-        output_tokens=collector.usage.completion_tokens,
-        result=result,
-        error=error,
+        client_request_id=request.client_request_id,
     )
 
 
@@ -69,26 +97,3 @@ async def _result(collector: Collector | PictureCollector, base_url: str) -> msg
     if isinstance(collector, PictureCollector):
         return msgspec.Raw(_json(collector.answer(base_url)))
     return msgspec.Raw(await written(collector))
-
-
-def _items_of(event: done.Done) -> list[TokenItem]:
-    """A terminal event as the token items that would say the same."""
-    failed = event.code != ""
-    return [
-        TokenItem(
-            event.request,
-            event.attempt,
-            index,
-            0,
-            choice.tokens,
-            Finish(
-                "cancelled" if event.code == Code.cancelled else "error" if failed else choice.reason,
-                choice.stop,
-                event.usage.cached,
-                event.code,
-                event.message,
-                choice.files,
-            ),
-        )
-        for index, choice in enumerate(event.choices)
-    ] or [TokenItem(event.request, event.attempt, 0, 0, b"", Finish("error", None, 0, event.code, event.message))]

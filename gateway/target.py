@@ -14,10 +14,11 @@ class Target(NamedTuple):
         names: what clients may call it; the first is canonical.
         gateway: whose token subject gets the answer.
         max_model_len: prompt + output in tokens, if the fleet's limit is below the model's; 0: the model's.
-        revision: of the workers' weights, if they say another one than the model directory; "": the directory's.
+        revision: that serves now; "": no worker is known, and block names are made as the model directory says.
         max_images: images and embedding files per request.
         processors: logits processors that some worker has; None: no worker is known.
         parsers: of thoughts and tool calls in chats; None: the answers are text.
+        plain: text of control tokens in messages stays text.
     """
 
     model: ModelDir
@@ -31,6 +32,7 @@ class Target(NamedTuple):
     max_images: int = 16
     processors: frozenset[str] | None = None
     parsers: Parsers | None = None
+    plain: bool = True
 
     @property
     def limit(self) -> int:

@@ -246,6 +246,15 @@ def test_chat_logprobs_come_with_every_token_also_without_text(model: ModelDir, 
     assert json.loads(collector.response())["choices"][0]["logprobs"]["content"] == entries
 
 
+def test_an_answer_with_many_logprobs_is_large_and_one_without_is_not(model: ModelDir, target: Target) -> None:
+    text = " ".join(["The broker keeps what it was told."] * 20)
+    for options, large in (({"logprobs": True, "top_logprobs": 20}, True), ({"logprobs": True}, False), ({}, False)):
+        collector = Collector(request(target, **options), model.detokenizer)
+        assert not collector.large
+        collector.push(with_logprobs(answer(model, text)) if options else answer(model, text))
+        assert collector.large is large
+
+
 def test_text_logprobs_have_offsets(model: ModelDir, target: Target) -> None:
     asked = request(target, "text", logprobs=2)
     items = with_logprobs(answer(model, "The broker keeps"))

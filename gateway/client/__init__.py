@@ -1,0 +1,48 @@
+"""The Python client of the NATS door, imported as ``penstock``: needs nats-py and msgspec, and nothing of the server.
+
+    async with Client("nats://...") as client:
+        answer = await client.chat(model="demo", messages=[{"role": "user", "content": "What is 347 + 586?"}])
+        async for chunk in client.chat(model="demo", messages=[...], stream=True):
+            print(chunk.text, end="")
+
+Every answer comes whole, each part once and in order, although brokers, gateways, routers and workers end in between. A
+position (``answer.position``, ``stream.position``) saved as text is enough for another process to go on with it.
+"""
+
+from .answers import Answer, Choice, Chunk, Function, Message, ToolCall, Usage
+from .client import Call, Client, Stream
+from .errors import (
+    Cancelled,
+    Conflict,
+    DeadlineExceeded,
+    Disconnected,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    PenstockError,
+    Timeout,
+)
+from .position import Position
+
+__all__ = [
+    "Answer",
+    "Call",
+    "Cancelled",
+    "Choice",
+    "Chunk",
+    "Client",
+    "Conflict",
+    "DeadlineExceeded",
+    "Disconnected",
+    "Function",
+    "InvalidRequest",
+    "Message",
+    "NotFound",
+    "Overloaded",
+    "PenstockError",
+    "Position",
+    "Stream",
+    "Timeout",
+    "ToolCall",
+    "Usage",
+]

@@ -1,0 +1,137 @@
+"""Answers and chunks, in the OpenAI API's own shape, with types."""
+
+from typing import Any
+
+import msgspec
+
+from .errors import PenstockError, error
+from .position import Kind, Position
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+    prompt_tokens_details: dict[str, Any] | None = None
+
+
+class Function(msgspec.Struct, frozen=True):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """In a chunk, a part of one: ``index`` says of which."""
+
+    function: Function = Function()
+    id: str | None = None
+    type: str | None = None
+    index: int = 0
+
+
+class Message(msgspec.Struct, frozen=True):
+    """What the model says. In a chunk, the part that is new."""
+
+    role: str | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: tuple[ToolCall, ...] | None = None
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """One of ``n`` answers: ``message`` of a chat, ``delta`` of its chunks, ``text`` of a completion and its chunks."""
+
+    index: int
+    finish_reason: str | None = None
+    message: Message = Message()
+    delta: Message = Message()
+    text: str | None = None
+    logprobs: dict[str, Any] | None = None
+    prompt_logprobs: list[Any] | None = None
+
+    @property
+    def said(self) -> str:
+        """Its text, wherever it stands."""
+        return self.text or self.message.content or self.delta.content or ""
+
+
+class _Shown(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    model: str
+    created: int = 0
+    choices: tuple[Choice, ...] = ()
+    usage: Usage | None = None
+    prompt_logprobs: list[Any] | None = None
+    position: Position = Position("")  # behind this; set by the client, not on the wire
+    request: str = ""  # the request's id, as in GET /v1/requests/<id>
+
+    @property
+    def text(self) -> str:
+        """What the first choice says here."""
+        return next((choice.said for choice in self.choices if choice.index == 0), "")
+
+
+class Answer(_Shown, frozen=True, kw_only=True):
+    """A whole answer."""
+
+
+class Chunk(_Shown, frozen=True, kw_only=True):
+    """A part of a streamed answer.
+
+    ``replaces``: this is the whole answer, in place of all chunks before it. It comes when a stream with several
+    choices is resumed so late (more than an hour) that only its record is left.
+    """
+
+    replaces: bool = False
+
+
+_answer = msgspec.json.Decoder(Answer).decode
+_chunk = msgspec.json.Decoder(Chunk).decode
+
+
+def read_answer(body: bytes, position: Position, request: str) -> Answer:
+    """
+    Raises:
+        PenstockError: not an answer.
+    """
+    try:
+        return msgspec.structs.replace(_answer(body), position=position, request=request)
+    except msgspec.MsgspecError as problem:
+        raise _unreadable(problem) from None
+
+
+def read_chunk(body: bytes, position: Position, request: str, *, replaces: bool = False) -> Chunk:
+    """
+    Raises:
+        PenstockError: not a chunk.
+    """
+    try:
+        return msgspec.structs.replace(_chunk(body), position=position, request=request, replaces=replaces)
+    except msgspec.MsgspecError as problem:
+        raise _unreadable(problem) from None
+
+
+class _Detail(msgspec.Struct):
+    message: str = ""
+    code: str | None = None
+
+
+class _Error(msgspec.Struct):
+    error: _Detail
+
+
+def read_error(body: bytes, code: str) -> PenstockError:
+    """The exception of an error body."""
+    try:
+        detail = msgspec.json.decode(body, type=_Error).error
+    except msgspec.MsgspecError:
+        return error(code or "internal", body[:200].decode(errors="replace"))
+    return error(code or detail.code or "internal", detail.message)
+
+
+def _unreadable(problem: Exception) -> PenstockError:
+    return error("internal", f"the answer cannot be read by this version of the client: {problem}")
+
+
+def kind_of(body: dict[str, Any]) -> Kind:
+    return "chat" if "messages" in body else "text"

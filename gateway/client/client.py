@@ -1,0 +1,230 @@
+"""``Client``: asks a deployment of Penstock over NATS, and gets every answer whole, whatever fails in between."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Generator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self, overload
+from uuid import uuid4
+
+import msgspec
+from nats.errors import Error as NatsError
+
+from .answers import Answer, Chunk, read_answer, read_chunk, read_error
+from .errors import NotFound, PenstockError, error
+from .link import Link, connect
+from .order import HEADER_ERROR, Message
+from .position import Kind, Position
+from .reading import AGAIN_S, Reading, Submission
+
+TIMEOUT_S = 600.0  # as long as a request may take unless it says otherwise
+CANCEL_S = 10.0
+
+_json = msgspec.json.encode
+
+
+class Client:
+    """Use as ``async with Client(url) as client``.
+
+    Args:
+        url: ``client_nats_url`` of ``state.json``, or a tenant's ``nats_url``; several servers comma-separated.
+        namespace: as the deployment's ``--namespace``.
+        timeout: seconds that a call waits for its answer, unless it says otherwise.
+        options: of ``nats.connect``.
+    """
+
+    def __init__(
+        self, url: str = "nats://127.0.0.1:4222", *, namespace: str = "ps", timeout: float = TIMEOUT_S, **options: Any
+    ) -> None:
+        self._url = url
+        self._namespace = namespace
+        self._timeout = timeout
+        self._options = options
+        self._link: Link | None = None
+
+    async def __aenter__(self) -> Self:
+        self._link = await connect(self._url, self._namespace, **self._options)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection. Requests run on; ``resume`` reads their answers later."""
+        if self._link is not None:
+            await self._link.close()
+
+    @overload
+    def chat(
+        self, *, model: str, messages: Sequence[Mapping[str, Any]], stream: Literal[True], **options: Any
+    ) -> "Stream": ...
+
+    @overload
+    def chat(
+        self, *, model: str, messages: Sequence[Mapping[str, Any]], stream: Literal[False] = False, **options: Any
+    ) -> "Call": ...
+
+    def chat(
+        self, *, model: str, messages: Sequence[Mapping[str, Any]], stream: bool = False, **options: Any
+    ) -> "Call | Stream":
+        """A chat completion: ``await`` it for the whole ``Answer``, or iterate over its chunks with ``stream=True``.
+
+        Args:
+            options: fields of the request (``temperature``, ``max_tokens``, ``tools``, ...), and ``idempotency_key``,
+                ``position``, ``timeout``, ``headers`` as described at ``complete``.
+        """
+        return self._ask("chat", {"model": model, "messages": list(messages)}, stream, options)
+
+    @overload
+    def complete(
+        self, *, model: str, prompt: str | Sequence[int], stream: Literal[True], **options: Any
+    ) -> "Stream": ...
+
+    @overload
+    def complete(
+        self, *, model: str, prompt: str | Sequence[int], stream: Literal[False] = False, **options: Any
+    ) -> "Call": ...
+
+    def complete(
+        self, *, model: str, prompt: str | Sequence[int], stream: bool = False, **options: Any
+    ) -> "Call | Stream":
+        """A text completion, as ``chat``.
+
+        Args:
+            options: fields of the request, and:
+                ``idempotency_key``: within 24 h, the same request under the same key runs once and has one answer.
+                ``position``: go on from there; as ``resume``, but it also works if the request was never accepted.
+                ``timeout``: seconds to wait here; the request's own deadline is its field ``timeout_s``.
+                ``headers``: ``traceparent`` and ``tracestate``.
+        """
+        return self._ask("text", {"model": model, "prompt": prompt}, stream, options)
+
+    def resume(self, position: "Position | str", *, timeout: float | None = None) -> "Call | Stream":
+        """Go on with an answer, in this process or another: a ``Stream`` if it was one, else a ``Call``.
+
+        Raises:
+            ValueError: not a position.
+        """
+        found = Position.parse(position) if isinstance(position, str) else position
+        return self._made(found, None, timeout)
+
+    async def cancel(self, request: "Position | str") -> str:
+        """End a request, by its position or its id: "cancelling", or "ended" if there is nothing to cancel any more.
+
+        Raises:
+            PenstockError: it is unknown, or nobody answers.
+        """
+        link = self._connected()
+        asked = {"id": request} if isinstance(request, str) else {"key": request.key}
+        until = time.monotonic() + CANCEL_S
+        while True:
+            try:
+                reply = await link.nc.request(link.cancel, _json(asked), timeout=2.0)
+                if code := (reply.headers or {}).get(HEADER_ERROR):
+                    raise read_error(reply.data, code)
+                return str(msgspec.json.decode(reply.data).get("status", ""))
+            except (NatsError, TimeoutError, OSError, NotFound) as problem:  # it may just be on its way
+                if time.monotonic() > until:
+                    if isinstance(problem, NotFound):
+                        raise
+                    raise error("timeout", f"no gateway answers ({problem!r}); try again") from None
+                await asyncio.sleep(AGAIN_S / 2)
+
+    def _ask(self, kind: Kind, body: dict[str, Any], stream: bool, options: dict[str, Any]) -> "Call | Stream":
+        position: Position | str | None = options.pop("position", None)
+        if isinstance(position, str):
+            position = Position.parse(position)
+        key = options.pop("idempotency_key", None) or (position.key if position else str(uuid4()))
+        timeout, headers = options.pop("timeout", None), options.pop("headers", {})
+        body |= {name: value for name, value in options.items() if value is not None}
+        if stream:
+            body["stream"] = True
+        submission = Submission(body["model"], _json(body), headers)
+        first = position.next if position else 0
+        return self._made(Position(key, first, kind, stream), submission, timeout)
+
+    def _made(self, position: Position, submission: Submission | None, timeout: float | None) -> "Call | Stream":
+        seconds = self._timeout if timeout is None else timeout
+        return (Stream if position.stream else Call)(self, position, submission, seconds)
+
+    def _connected(self) -> Link:
+        if self._link is None:
+            raise RuntimeError("use the client as 'async with Client(...) as client'")
+        return self._link
+
+    def _reading(self, position: Position, submission: Submission | None, seconds: float) -> Reading:
+        until = time.monotonic() + seconds
+        return Reading(self._connected(), position.key, position.next, submission, until)
+
+
+class _Request:
+    """What calls and streams share."""
+
+    def __init__(self, client: Client, position: Position, submission: Submission | None, seconds: float) -> None:
+        self._client = client
+        self._submission = submission
+        self._seconds = seconds
+        self.position = position
+        self.request = ""  # the request's id, once something of the answer has come
+
+    async def cancel(self) -> str:
+        """End the request; the answer then ends with ``Cancelled``."""
+        return await self._client.cancel(self.position)
+
+    def _reading(self) -> Reading:
+        return self._client._reading(self.position, self._submission, self._seconds)
+
+    def _note(self, message: Message) -> None:
+        """
+        Raises:
+            PenstockError: it is the error that the answer ends with.
+        """
+        self.position = msgspec.structs.replace(self.position, next=message.seq + 1)
+        self.request = message.request or self.request
+        if message.error:
+            raise read_error(message.body, message.error)
+
+
+class Call(_Request):
+    """A whole answer to come: ``await`` it."""
+
+    def __await__(self) -> Generator[Any, None, Answer]:
+        return self._whole().__await__()
+
+    async def _whole(self) -> Answer:
+        self.position = msgspec.structs.replace(self.position, next=0)  # an answer that was read can be read again
+        reading = self._reading()
+        try:
+            await reading.open()
+            message = await reading.next()
+            assert message is not None, "an answer has at least one message"
+            self._note(message)
+            return read_answer(message.body, self.position, self.request)
+        finally:
+            await reading.close()
+
+
+class Stream(_Request):
+    """A streamed answer: iterate over its chunks, once.
+
+    ``position`` is behind the last chunk that was given out: whoever saves it can go on there. Leaving the loop early
+    leaves the request running; ``cancel`` ends it.
+    """
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        return self._chunks()
+
+    async def _chunks(self) -> AsyncIterator[Chunk]:
+        reading = self._reading()
+        try:
+            await reading.open()
+            while (message := await reading.next()) is not None:
+                self._note(message)
+                yield read_chunk(message.body, self.position, self.request, replaces=message.record)
+        finally:
+            await reading.close()
+
+
+__all__ = ["Call", "Client", "PenstockError", "Stream"]

@@ -1,0 +1,104 @@
+"""The connection that a client's readings share, and the subjects they use."""
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import nats
+from nats.aio.client import Client as Connection
+from nats.errors import Error as NatsError
+
+from .errors import error
+
+CONNECT_S = 10.0
+CLOSE_S = 5.0
+
+
+class Link:
+    """Reconnects for ever; ``changed`` of every open reading is called when it did, and when it is closed for good."""
+
+    def __init__(self, nc: Connection, namespace: str, listeners: set[Callable[[], None]]) -> None:
+        self.nc = nc
+        self.js = nc.jetstream()
+        self.listeners = listeners
+        self._namespace = namespace
+
+    def submit(self, model: str) -> str:
+        return f"{self._namespace}.submit.{token(model)}"
+
+    def answer(self, key: str) -> str:
+        return f"{self._namespace}.answer.{hashlib.sha256(key.encode()).hexdigest()[:32]}"
+
+    @property
+    def read(self) -> str:
+        return f"{self._namespace}.read"
+
+    @property
+    def cancel(self) -> str:
+        return f"{self._namespace}.cancel"
+
+    @property
+    def connected(self) -> bool:
+        return bool(self.nc.is_connected)
+
+    @property
+    def closed(self) -> bool:
+        return bool(self.nc.is_closed)
+
+    async def unsubscribe(self, subscription: Any) -> None:
+        if subscription is not None and not self.nc.is_closed:
+            with contextlib.suppress(NatsError, OSError):
+                await subscription.unsubscribe()
+
+    async def close(self) -> None:
+        """Never raises, and takes ``CLOSE_S`` at most."""
+        with contextlib.suppress(NatsError, OSError, RuntimeError, TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await self.nc.close()
+
+
+def token(name: str) -> str:
+    """A model's name as one token of a subject."""
+    out: list[str] = []
+    for char in name:
+        kept = char.isascii() and (char.isalnum() or char in "_-")
+        if kept or not out or out[-1] != "_":
+            out.append(char if kept else "_")
+    return "".join(out) or "_"
+
+
+async def connect(url: str, namespace: str, **options: Any) -> Link:
+    """
+    Args:
+        url: one server or several, comma-separated, with credentials.
+        options: of ``nats.connect``.
+    Raises:
+        PenstockError: no server answers, or it refuses the credentials.
+    """
+    listeners: set[Callable[[], None]] = set()
+
+    async def changed() -> None:
+        for listener in list(listeners):
+            listener()
+
+    async def ignored(problem: Exception) -> None:
+        """What matters of it is noticed where it matters; nats-py would print it."""
+
+    given: dict[str, Any] = {
+        "name": "penstock-client",
+        "max_reconnect_attempts": -1,
+        "error_cb": ignored,
+        "reconnected_cb": changed,
+        "closed_cb": changed,
+    }
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            nc = await nats.connect(url.split(","), **given | options)
+    except (NatsError, OSError, TimeoutError) as problem:
+        where = ", ".join(part.rpartition("@")[2] for part in url.split(","))
+        reason = f"{type(problem).__name__}: {problem}".rstrip(": ")
+        message = f"no NATS server takes us at {where} within {CONNECT_S:g} s ({reason})"
+        raise error("disconnected", message) from None
+    return Link(nc, namespace, listeners)

@@ -1,0 +1,202 @@
+"""One answer followed to its end: submitted, and read again from where it stopped whenever something was lost."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+from nats.errors import Error as NatsError
+from nats.errors import MaxPayloadError
+
+from .answers import read_error
+from .errors import PenstockError, error
+from .link import Link
+from .order import HEADER_ERROR, Message, Order, message_of
+
+SILENCE_S = 10.0  # without a message; then the answer is read again
+AGAIN_S = 1.0  # between attempts to read or submit; reads that bring nothing new are asked less and less often
+MOST_AGAIN_S = 8.0
+ACK_S = 3.0
+UNKNOWN_S = 15.0  # how long a request that nobody knows may still turn up
+BUFFER = 8192  # messages waiting for a slow reader; what does not fit is read again
+
+HEADER_MSG_ID = "Nats-Msg-Id"
+HEADER_FROM = "Penstock-From"
+
+_TEMPORARY = frozenset({"shutting_down", "broker_unavailable", "internal", "queue_full", "no_responders"})
+
+
+class Submission(NamedTuple):
+    """What is asked; without it an answer can be read, but not asked for again."""
+
+    model: str
+    body: bytes
+    headers: Mapping[str, str] = {}
+
+
+class Reading:
+    """Owns its subscriptions from ``open`` to ``close``. One task uses it.
+
+    Args:
+        first: number of the first message wanted.
+        until: monotonic time at which ``next`` gives up.
+    """
+
+    def __init__(self, link: Link, key: str, first: int, submission: Submission | None, until: float) -> None:
+        self._link = link
+        self._key = key
+        self._submission = submission
+        self._until = until
+        self._order = Order(first)
+        self._ready: deque[Message] = deque()
+        self._events: asyncio.Queue[Any] = asyncio.Queue(BUFFER)
+        self._live: Any = None
+        self._again: Any = None
+        self._read_at = 0.0  # monotonic; when it was last asked for again, 0: never
+        self._again_s = AGAIN_S  # from then to the next time
+        self._wanted = False  # it must be read again as soon as that can be
+        self._unknown_since = 0.0
+        self._submitted_at = 0.0
+        self._patience_s = SILENCE_S  # before a submission that was acknowledged is repeated
+
+    async def open(self) -> None:
+        """Subscribe, then submit; without a submission, ask for what there is.
+
+        Raises:
+            PenstockError: it cannot be submitted in time.
+        """
+        self._link.listeners.add(self._changed)
+        self._live = await self._subscribe(self._link.answer(self._key))
+        if self._submission is None:
+            await self._read()
+        else:
+            await self._submit()
+
+    async def close(self) -> None:
+        self._link.listeners.discard(self._changed)
+        for subscription in (self._live, self._again):
+            await self._link.unsubscribe(subscription)
+
+    async def next(self) -> Message | None:
+        """The next message in order; None: the answer has ended.
+
+        Raises:
+            PenstockError: it cannot be read, or not in time. An error that is part of the answer is a message.
+        """
+        while not self._ready:
+            if self._order.ended:
+                return None
+            await self._step()
+        return self._ready.popleft()
+
+    # -- what arrives ---------------------------------------------------------------------------------------------
+
+    async def _step(self) -> None:
+        """Wait for one event and act on it."""
+        if self._link.closed:
+            raise error("disconnected", "the connection is closed; resume from this position with another client")
+        now = time.monotonic()
+        if now >= self._until:
+            raise error("timeout", "no answer in time; it runs on: resume from this position, or cancel it")
+        quiet = AGAIN_S if self._wanted or self._order.hole else SILENCE_S
+        try:
+            async with asyncio.timeout(min(quiet, self._until - now)):
+                event = await self._events.get()
+        except TimeoutError:
+            self._wanted = self._wanted or time.monotonic() < self._until
+        else:
+            if event is not None:
+                self._take(dict(event.headers or {}), event.data)
+        if self._order.hole:
+            self._wanted = True
+        if self._wanted and not self._order.ended and time.monotonic() - self._read_at >= self._again_s:
+            self._again_s = min(2 * self._again_s, MOST_AGAIN_S)
+            await self._read()
+
+    def _take(self, headers: Mapping[str, str], data: bytes) -> None:
+        message = message_of(headers, data)
+        if message is not None:
+            self._unknown_since = 0.0
+            ready = self._order.take(message)
+            if ready:
+                self._again_s = AGAIN_S
+                self._ready.extend(ready)
+            return
+        code = "no_responders" if headers.get("Status") == "503" else headers.get(HEADER_ERROR, "internal")
+        if code == "answer_ended":  # its final message was read before
+            self._order.end()
+            return
+        if code == "request_not_found":
+            self._not_found(read_error(data, code))
+        elif code not in _TEMPORARY:
+            raise read_error(data, code)
+        self._wanted = True
+
+    def _not_found(self, problem: PenstockError) -> None:
+        """It may be waiting for its turn: only time tells that from a request that never was."""
+        now = time.monotonic()
+        self._unknown_since = self._unknown_since or now
+        if self._submission is None and now - self._unknown_since > UNKNOWN_S:
+            raise problem
+
+    def _changed(self) -> None:
+        """The connection is a new one, or closed: what was on its way is lost."""
+        self._wanted = True
+        self._read_at, self._again_s = 0.0, AGAIN_S
+        if not self._events.full():
+            self._events.put_nowait(None)
+
+    async def _subscribe(self, subject: str) -> Any:
+        async def arrived(message: Any) -> None:
+            if self._events.full():
+                self._wanted = True
+            else:
+                self._events.put_nowait(message)
+
+        return await self._link.nc.subscribe(subject, cb=arrived)
+
+    # -- asking ---------------------------------------------------------------------------------------------------
+
+    async def _submit(self) -> None:
+        """Publish until it is acknowledged."""
+        assert self._submission is not None
+        model, body, more = self._submission
+        while True:
+            headers = {**more, HEADER_MSG_ID: self._key}
+            if self._order.next:
+                headers[HEADER_FROM] = str(self._order.next)
+            left = self._until - time.monotonic()
+            try:
+                async with asyncio.timeout(max(0.0, min(left, ACK_S + 1))):
+                    await self._link.js.publish(self._link.submit(model), body, headers=headers, timeout=ACK_S)
+            except MaxPayloadError:
+                raise error("body_too_large", f"the request has {len(body)} bytes, more than a message may") from None
+            except (NatsError, TimeoutError, OSError) as problem:
+                if self._link.closed:
+                    raise error("disconnected", "the connection is closed, and the request not acknowledged") from None
+                if time.monotonic() >= self._until:
+                    raise error("timeout", f"the request was not acknowledged in time ({problem!r})") from None
+                await asyncio.sleep(min(AGAIN_S, max(0.0, self._until - time.monotonic())))
+            else:
+                self._submitted_at = time.monotonic()
+                return
+
+    async def _read(self) -> None:
+        """Ask for everything from the next message on, in place of what was asked for before."""
+        if not self._link.connected:
+            return  # once it is, ``_changed`` is called
+        self._wanted = False
+        self._read_at = now = time.monotonic()
+        if self._submission is not None and self._unknown_since and now - self._submitted_at > self._patience_s:
+            self._patience_s *= 2  # every repeat is stored: a full queue must not be made fuller
+            await self._submit()
+        inbox = self._link.nc.new_inbox()
+        before, self._again = self._again, await self._subscribe(inbox)
+        await self._link.unsubscribe(before)
+        asked = msgspec.json.encode({"key": self._key, "from": self._order.next})
+        try:
+            await self._link.nc.publish(self._link.read, asked, reply=inbox)
+        except NatsError:
+            self._wanted = True

@@ -1,0 +1,89 @@
+"""Making a request of what a NATS client sent: once, however often and to whichever gateway it is sent."""
+
+from typing import Any
+
+import msgspec
+
+from gateway.idempotency import claim, claim_again, lookup
+from gateway.nats.answering import Answering, Found
+from gateway.nats.protocol import Kind, Origin
+from gateway.nats.tenants import TenantTable
+from gateway.prepare import Prepared
+from gateway.service import Gateway
+from gateway.studios import ROLE
+from gateway.tracing import of_nats, traced
+from schemas.errors import Code, ServingError
+from schemas.ids import new_request_id
+from schemas.subjects import token
+
+_TRANSIENT = frozenset({Code.queue_full, Code.shutting_down, Code.broker_unavailable})
+
+
+class Accepting:
+    """``table``: what each tenant may do."""
+
+    def __init__(self, gateway: Gateway, table: TenantTable, answering: Answering) -> None:
+        self._gateway = gateway
+        self._table = table
+        self._answering = answering
+
+    def elsewhere(self, subject: str) -> str:
+        """The model's token, if it is one that only other gateways of this namespace serve; else ""."""
+        model = subject.rpartition(".")[2]
+        if model in map(token, self._gateway.names):
+            return ""
+        served = (member.registration for member in self._gateway.fleet.members.values())
+        # Pictures are not for this door: one that asks for them is told so, not passed on for ever.
+        other = any(model in (token(r.model), *map(token, r.aliases)) for r in served if r.role != ROLE)
+        return model if other else ""
+
+    async def accept(self, message: Any, kind: Kind, origin: Origin, name: str) -> Found:
+        """The request, in the log; with its exchange if it was put there now.
+
+        Args:
+            name: what a repeat has in common with it; "": it has no repeats.
+        Raises:
+            ServingError: it cannot be served.
+        """
+        body = bytes(message.data)
+        try:
+            prepared = await self._prepare(message, kind, origin)
+        except ServingError as error:
+            if name and error.code in _TRANSIENT and (known := await self._known(origin, name, body)) is not None:
+                return known
+            raise
+        request = prepared.request
+        if name:
+            claimed = await claim(self._gateway.bus, origin.tenant, name, body, request.id)
+            if not claimed.fresh:
+                try:
+                    return await self._answering.find(origin.tenant, claimed.request)
+                except ServingError as error:
+                    if error.code is not Code.request_not_found:
+                        raise
+                # Whoever claimed it died before it was stored. Two that find this at once store it once: by its id.
+                claimed = await claim_again(self._gateway.bus, origin.tenant, name, body, request.id, claimed)
+                request = msgspec.structs.replace(request, id=claimed.request)
+        exchange = await self._gateway.submit(request, owner=False)
+        self._gateway.metrics.prompt.inc(prepared.prompt_tokens)
+        return Found(exchange.request, exchange=exchange)
+
+    async def _prepare(self, message: Any, kind: Kind, origin: Origin) -> Prepared:
+        gateway = self._gateway
+        self._table.check_model(origin.tenant, kind.model)
+        prepared: Prepared = await gateway.prepare(kind.endpoint, message.data, new_request_id())
+        prepared = traced(prepared, of_nats(message.headers or {}, gateway.settings.tracing))
+        request = msgspec.structs.replace(prepared.request, tenant=origin.tenant, form=kind.form)
+        return prepared._replace(request=request)
+
+    async def _known(self, origin: Origin, name: str, body: bytes) -> Found | None:
+        """A repeat is answered also while nothing new is taken."""
+        known = await lookup(self._gateway.bus, origin.tenant, name)
+        if known is None:
+            return None
+        try:
+            return await self._answering.find(origin.tenant, known.request)
+        except ServingError as error:
+            if error.code is Code.request_not_found:
+                return None
+            raise

@@ -1,0 +1,46 @@
+"""The NATS door of a gateway: submissions, services and the table of tenants, opened and closed together."""
+
+import asyncio
+
+from configs.bus.tasks import Tasks
+from gateway.nats.accepting import Accepting
+from gateway.nats.answering import Answering
+from gateway.nats.services import Services
+from gateway.nats.submissions import Submissions
+from gateway.nats.tenants import TenantTable
+from gateway.service import Gateway
+
+CUT_S = 1.0
+
+
+class NatsDoor:
+    """``tasks``: of the process; a failure of the door's upkeep ends it in order."""
+
+    def __init__(self, gateway: Gateway, tasks: Tasks) -> None:
+        self._tasks = tasks.group("nats")
+        answering = Answering(gateway)
+        self._table = TenantTable(gateway.bus, self._joined, self._left)
+        accepting = Accepting(gateway, self._table, answering)
+        self._submissions = Submissions(gateway, accepting, answering, self._tasks)
+        self._services = Services(gateway, self._table, accepting, answering, self._tasks)
+
+    async def open(self) -> None:
+        """
+        Raises:
+            ServingError: the tenants cannot be read.
+        """
+        await self._submissions.start()
+        await self._table.start()
+        await self._services.start()
+
+    async def close(self, timeout: float) -> None:
+        """Take nothing more, give submissions ``timeout`` seconds; the rest is left to other gateways."""
+        await asyncio.gather(self._services.close(CUT_S), self._submissions.close(timeout))
+        await self._table.stop()
+        await self._tasks.aclose()
+
+    def _joined(self, tenant: str) -> None:
+        self._submissions.follow(tenant)
+
+    def _left(self, tenant: str) -> None:
+        self._submissions.leave(tenant)

@@ -1,0 +1,89 @@
+"""An answer as numbered messages: 0, 1, 2 … without gaps, the same from every gateway. Pure.
+
+A streamed answer has one message per event that the HTTP door would write, several choices in one fixed order
+(``gateway.nats.rounds``); any other answer is one message.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import msgspec
+
+from configs.detokenize import Detokenizer
+from gateway.nats.protocol import STREAM_USAGE
+from gateway.nats.rounds import Rounds
+from gateway.render import DONE, Renderer
+from gateway.responses import error_body
+from schemas.errors import ServingError
+from schemas.requests import GenerateRequest
+from schemas.subjects import HEADER_ERROR, HEADER_EVENT_ID, HEADER_FINAL, HEADER_RECORD, HEADER_SEQ
+from schemas.tokens import TokenItem
+
+_json = msgspec.json.encode
+
+
+class Message(NamedTuple):
+    """One message of an answer. ``number`` -1: it is not part of one, but says why there is none."""
+
+    number: int
+    body: bytes
+    final: bool = True
+    event_id: str = ""
+    error: str = ""
+    record: bool = False
+
+    def headers(self, base: dict[str, str]) -> dict[str, str]:
+        """Its own headers beside those that all messages of the answer have."""
+        out = dict(base)
+        if self.number >= 0:
+            out[HEADER_SEQ] = str(self.number)
+        if self.event_id:
+            out[HEADER_EVENT_ID] = self.event_id
+        if self.final:
+            out[HEADER_FINAL] = "1"
+        if self.error:
+            out[HEADER_ERROR] = self.error
+        if self.record:
+            out[HEADER_RECORD] = "1"
+        return out
+
+
+def failure(error: ServingError, number: int = 0) -> Message:
+    """The last message of an answer that failed. ``number`` -1: a call failed, not the request."""
+    return Message(number, _json(error_body(error)), error=error.code.value)
+
+
+class Chunks:
+    """A streamed answer's messages."""
+
+    def __init__(self, request: GenerateRequest, detokenizer: Detokenizer) -> None:
+        self._renderer = Renderer(request, detokenizer, include_usage=request.form == STREAM_USAGE)
+        self._rounds = Rounds(request.n, self._renderer.hides_last) if request.n > 1 else None
+        self._next = 0
+
+    @property
+    def done(self) -> bool:
+        return self._renderer.done
+
+    @property
+    def code(self) -> str:
+        """For the metrics, once it is done."""
+        return self._renderer.error.code.value if self._renderer.error is not None else "ok"
+
+    def push(self, items: Iterable[TokenItem]) -> list[Message]:
+        return self._messages(self._renderer.push(self._rounds.push(items) if self._rounds is not None else items))
+
+    def fail(self, error: ServingError) -> list[Message]:
+        return self._messages(self._renderer.fail(error))
+
+    def _messages(self, data: bytes) -> list[Message]:
+        events = data.removesuffix(DONE).split(b"\n\n")[:-1]
+        out = []
+        for place, event in enumerate(events, 1):
+            head, _, body = event.partition(b"data: ")  # the first: a text may hold one too
+            final = self.done and place == len(events)
+            error = self.code if final and self._renderer.error is not None else ""
+            event_id = head.removeprefix(b"id: ").strip().decode()
+            out.append(Message(self._next, body, final, event_id, error))
+            self._next += 1
+        return out

@@ -1,0 +1,152 @@
+"""What NATS clients write: whose subject it is, how an answer is wanted, and which request is meant. Pure."""
+
+import re
+from hashlib import sha256
+from typing import NamedTuple
+
+import msgspec
+
+from gateway.prepare import CHAT, TEXT
+from schemas import control
+from schemas.errors import Code, ServingError
+from schemas.subjects import DEFAULT_TENANT, HEADER_FROM, HEADER_MSG_ID, HEADER_REPLY_TO
+
+STREAM = "stream"
+STREAM_USAGE = "stream+usage"
+
+MAX_MESSAGE_ID = 255
+MAX_REPLY = 512  # characters of a reply subject; the server cuts whoever sends a line of more than 4,096
+_SUBJECT = re.compile(r"[!-)+-\-/-=?-~]+(\.[!-)+-\-/-=?-~]+)*")  # tokens of visible ASCII, without wildcards
+
+
+class Origin(NamedTuple):
+    """Who sent a message. ``direct``: from the pipeline's own account, on a broker without accounts for tenants."""
+
+    tenant: str
+    direct: bool
+
+
+def origin_of(subject: str, kind: str) -> Origin:
+    """Of a subject ``<namespace>.<kind>.[<tenant>.]<model>``, or ``<namespace>.<kind>[.<tenant>]`` without a model."""
+    rest = subject.split(".")[2:]
+    if len(rest) > (1 if kind in ("submit", "ask") else 0):
+        return Origin(rest[0], direct=False)
+    return Origin(DEFAULT_TENANT, direct=True)
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class Kind(msgspec.Struct):
+    """The parts of a body that decide how it is answered."""
+
+    messages: msgspec.Raw = msgspec.Raw()  # not "Raw | None": that takes nothing but null
+    model: str = ""
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+
+    @property
+    def endpoint(self) -> str:
+        return CHAT if self.messages and bytes(self.messages) != b"null" else TEXT
+
+    @property
+    def form(self) -> str:
+        """As in ``GenerateRequest.form``."""
+        if not self.stream:
+            return ""
+        usage = self.stream_options is not None and bool(self.stream_options.include_usage)
+        return STREAM_USAGE if usage else STREAM
+
+
+def kind_of(body: bytes) -> Kind:
+    """Of any body: preparing one that is no JSON object says what is wrong."""
+    try:
+        return msgspec.json.decode(body, type=Kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return Kind(msgspec.Raw(b"[]" if b'"messages"' in body else b""))
+
+
+def key_of(message_id: str) -> str:
+    """The token of ``ps.answer.<key>`` for a submission with this ``Nats-Msg-Id``."""
+    return sha256(message_id.encode()).hexdigest()[:32]
+
+
+class Submitted(NamedTuple):
+    """The headers of a submission or an ask.
+
+    Attributes:
+        first: number of the first message that is wanted.
+    """
+
+    message_id: str
+    reply_to: str
+    first: int
+
+
+def submitted(headers: dict[str, str], namespace: str) -> Submitted:
+    """
+    Raises:
+        ServingError: invalid_request: one of the headers cannot be used.
+    """
+    message_id = headers.get(HEADER_MSG_ID, "")
+    if len(message_id) > MAX_MESSAGE_ID:
+        raise _invalid(f"{HEADER_MSG_ID} has {len(message_id)} characters; at most {MAX_MESSAGE_ID} are taken")
+    reply_to = headers.get(HEADER_REPLY_TO, "")
+    if reply_to and not may_answer(reply_to, namespace):
+        raise _invalid(
+            f"{HEADER_REPLY_TO} {reply_to[:80]!r} cannot be used: name a subject below '_INBOX.' or "
+            f"'{namespace}.reply.', without wildcards, of at most {MAX_REPLY} characters"
+        )
+    first = headers.get(HEADER_FROM, "0")
+    if not (first.isascii() and first.isdigit() and len(first) < 10):
+        raise _invalid(f"{HEADER_FROM} {first[:40]!r} is not a message number")
+    return Submitted(message_id, reply_to, int(first))
+
+
+def may_answer(subject: str, namespace: str) -> bool:
+    """Whether clients may read there, and nothing but an answer can come of it."""
+    return (
+        subject.startswith(("_INBOX.", f"{namespace}.reply."))
+        and len(subject) <= MAX_REPLY
+        and _SUBJECT.fullmatch(subject) is not None
+    )
+
+
+class Wanted(msgspec.Struct, rename={"first": "from"}):
+    """The body of ``ps.read`` and ``ps.cancel``: which request, and what of its answer."""
+
+    id: str = ""
+    key: str = ""
+    first: int = 0
+    until: int | None = None
+    reason: str = "cancelled by its client"
+
+
+_wanted = msgspec.json.Decoder(Wanted).decode
+
+
+def wanted(body: bytes) -> Wanted:
+    """
+    Raises:
+        ServingError: invalid_request.
+    """
+    try:
+        found = _wanted(body) if body.lstrip()[:1] == b"{" else _cancel(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise _invalid(f'the body must be a JSON object with "id" or "key": {str(error)[:200]}') from None
+    if bool(found.id) == bool(found.key):
+        raise _invalid('name the request by either "id" (its id) or "key" (the Nats-Msg-Id of its submission)')
+    if found.first < 0 or (found.until is not None and found.until < found.first):
+        raise _invalid('"from" and "until" are numbers of messages, 0 and up')
+    return found
+
+
+def _cancel(body: bytes) -> Wanted:
+    """As releases up to 0.1 had it."""
+    old = control.decode_cancel(body)
+    return Wanted(id=old.request, reason=old.reason)
+
+
+def _invalid(message: str) -> ServingError:
+    return ServingError(Code.invalid_request, message)

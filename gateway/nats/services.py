@@ -1,0 +1,192 @@
+"""Request/reply of NATS clients: ask (run now), read (an answer again, from any number on), cancel."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import msgspec
+import structlog
+
+from configs.bus.tasks import Tasks, as_serving_error
+from gateway.idempotency import lookup
+from gateway.nats.accepting import Accepting
+from gateway.nats.answering import Answering, Found
+from gateway.nats.numbered import failure
+from gateway.nats.outlet import Outlet
+from gateway.nats.protocol import Origin, Wanted, kind_of, origin_of, submitted, wanted
+from gateway.nats.tenants import TenantTable
+from gateway.service import Gateway
+from schemas.errors import Code, ServingError
+from schemas.subjects import DEFAULT_TENANT, token
+
+log = structlog.get_logger("gateway")
+
+MAX_ASKS = 1024
+MAX_READS = 1024
+MAX_REASON = 200  # characters
+QUEUE = "gateway"
+_ANY = "any"
+
+_json = msgspec.json.encode
+
+
+class Services:
+    """Gateways share the work as one queue group; what only another model's gateway can do is passed to it."""
+
+    def __init__(
+        self, gateway: Gateway, table: TenantTable, accepting: Accepting, answering: Answering, tasks: Tasks
+    ) -> None:
+        self._gateway = gateway
+        self._bus = gateway.bus
+        self._nc = gateway.bus.nc
+        self._subjects = gateway.bus.subjects
+        self._table = table
+        self._accepting = accepting
+        self._answering = answering
+        self._tasks = tasks.group("services")
+        self._asks: Counter[str] = Counter()  # open, by tenant
+        self._reads = 0
+        self._subs: list[Any] = []
+
+    async def start(self) -> None:
+        n = self._subjects.namespace
+        passed = ((f"{n}.pass.*.{token(name)}.*", self._on_passed) for name in self._gateway.names)
+        for subject, handle in (
+            (f"{n}.ask.>", self._on_ask),
+            (f"{n}.read", self._on_read),
+            (f"{n}.read.*", self._on_read),
+            (f"{n}.cancel.*", self._on_cancel),
+            *passed,
+        ):
+            self._subs.append(await self._nc.subscribe(subject, queue=QUEUE, cb=handle))
+
+    async def close(self, timeout: float) -> None:
+        """Take no more; those that run are cut. Their clients read on at another gateway."""
+        for sub in self._subs:
+            if not self._nc.is_closed:
+                await sub.unsubscribe()
+        await self._tasks.aclose(timeout)
+
+    # --- what comes in ---
+
+    async def _on_ask(self, message: Any) -> None:
+        origin = origin_of(message.subject, "ask")
+        if model := self._accepting.elsewhere(message.subject):
+            await self._pass_on("ask", model, origin, message)
+        else:
+            self._spawn(self._ask, message, origin, number=0)
+
+    async def _on_read(self, message: Any) -> None:
+        self._spawn(self._read, message, origin_of(message.subject, "read"), number=-1)
+
+    async def _on_cancel(self, message: Any) -> None:
+        self._spawn(self._cancel, message, origin_of(message.subject, "cancel"), number=-1)
+
+    async def _on_passed(self, message: Any) -> None:
+        _, _, kind, _, tenant = message.subject.split(".")
+        origin = Origin(DEFAULT_TENANT if tenant == _ANY else tenant, direct=tenant == _ANY)
+        if kind == "ask":
+            self._spawn(self._ask, message, origin, number=0)
+        else:
+            self._spawn(self._read, message, origin, number=-1)
+
+    async def _pass_on(self, kind: str, model: str, origin: Origin, message: Any) -> None:
+        tenant = _ANY if origin.direct else origin.tenant
+        subject = f"{self._subjects.namespace}.pass.{kind}.{model}.{tenant}"
+        await self._nc.publish(subject, message.data, reply=message.reply, headers=message.headers)
+
+    def _spawn(
+        self, serve: Callable[[Any, Origin, Outlet], Awaitable[None]], message: Any, origin: Origin, *, number: int
+    ) -> None:
+        # The broker's own reply subjects do not outlive a restart of it; those of its own account's clients do.
+        outlet = Outlet(self._bus, [message.reply] if message.reply else [], lasting=origin.direct)
+
+        async def run() -> None:
+            try:
+                await serve(message, origin, outlet)
+            except ServingError as error:
+                await outlet.send(failure(error, number))
+            except Exception as error:
+                log.exception("service_failed", subject=message.subject)
+                await outlet.send(failure(as_serving_error(error, "this call"), number))
+
+        self._tasks.spawn(run(), name=f"nats-{message.subject}")
+
+    # --- what is done ---
+
+    async def _ask(self, message: Any, origin: Origin, outlet: Outlet) -> None:
+        if not message.reply:
+            log.warning("ask_without_reply", tenant=origin.tenant)
+            return
+        limit = min(self._table.limits(origin.tenant).max_pending, MAX_ASKS)
+        if self._asks[origin.tenant] >= limit:
+            raise ServingError(
+                Code.queue_full, f"{limit} asks of {origin.tenant!r} are open (--max-pending); try again later",
+                retry_after=1.0,
+            )  # fmt: skip
+        self._asks[origin.tenant] += 1
+        code = "ok"
+        try:
+            given = submitted(message.headers or {}, self._subjects.namespace)
+            outlet.first = given.first
+            name = f"id:{given.message_id}" if given.message_id else ""
+            found = await self._accepting.accept(message, kind_of(message.data), origin, name)
+            code = await self._answering.deliver(found, outlet)
+        except ServingError as error:
+            code = error.code.value
+            raise
+        finally:
+            self._asks[origin.tenant] -= 1
+            self._gateway.metrics.requests.labels("nats", code).inc()
+
+    @contextlib.contextmanager
+    def _looking(self) -> Iterator[None]:
+        """One more call that looks something up.
+
+        Raises:
+            ServingError: queue_full.
+        """
+        if self._reads >= MAX_READS:
+            raise ServingError(Code.queue_full, f"{MAX_READS} reads are open at this gateway; try again")
+        self._reads += 1
+        try:
+            yield
+        finally:
+            self._reads -= 1
+
+    async def _read(self, message: Any, origin: Origin, outlet: Outlet) -> None:
+        if not message.reply:
+            return
+        with self._looking():
+            asked = wanted(message.data)
+            found = await self._meant(asked, origin)
+            request = found.request
+            if request.model not in self._gateway.names:
+                await self._pass_on("read", token(request.model), origin, message)
+                return
+            outlet.first, outlet.until, outlet.tells_end = asked.first, asked.until, True
+            await self._answering.deliver(found, outlet)
+
+    async def _cancel(self, message: Any, origin: Origin, outlet: Outlet) -> None:
+        asked = wanted(message.data)
+        with self._looking():
+            request, record, _ = await self._meant(asked, origin)
+            ended = record is not None
+            if not ended:  # again and again, until it ends
+                self._gateway.leave(await self._gateway.attach(request), asked.reason[:MAX_REASON])
+        if message.reply:
+            status = {"id": request.id, "status": "ended" if ended else "cancelling"}
+            await self._nc.publish(message.reply, _json(status))
+
+    async def _meant(self, asked: Wanted, origin: Origin) -> Found:
+        """
+        Raises:
+            ServingError: request_not_found, also if it is another tenant's.
+        """
+        if asked.id:
+            return await self._answering.find(origin.tenant, asked.id)
+        known = await lookup(self._bus, origin.tenant, f"id:{asked.key}")
+        if known is None:
+            raise ServingError(Code.request_not_found, f"no submission with the message id {asked.key[:80]!r} is known")
+        return await self._answering.find(origin.tenant, known.request)

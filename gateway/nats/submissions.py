@@ -1,0 +1,270 @@
+"""Durable submissions: each tenant's stream is pulled, and a submission acknowledged when its answer was sent.
+
+If this gateway dies, another one gets it again, finds the request that was made of it, and sends the answer from the
+start. A repeat within the stream's duplicate window is stored by nobody, so submissions are heard beside the stream
+as well, and whoever answers the first one answers the repeat.
+"""
+
+import asyncio
+import time
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import structlog
+from nats.errors import Error as NatsError
+
+from configs.bus.pull import ACK, IN_PROGRESS, NAK, Puller
+from configs.bus.tasks import Tasks, as_serving_error
+from gateway.idempotency import Conflict, digest_of
+from gateway.nats.accepting import Accepting
+from gateway.nats.answering import Answering, Found
+from gateway.nats.numbered import failure
+from gateway.nats.outlet import Outlet
+from gateway.nats.protocol import Origin, key_of, kind_of, origin_of, submitted
+from gateway.service import Gateway
+from schemas.errors import Code, ServingError
+from schemas.ids import new_request_id
+from schemas.streams import submissions
+from schemas.subjects import HEADER_MSG_ID, HEADER_REPLY_TO
+
+log = structlog.get_logger("gateway")
+
+MAX_OPEN = 256
+MAX_REPEATS = 1024
+ELSEWHERE = NAK + b' {"delay": 50000000}'  # ns
+LATER = NAK + b' {"delay": 1000000000}'
+RENEW_S = 1.5  # the consumer's ack_wait is 5 s
+SWALLOWED_S = 1.0  # a repeat so soon after the first may not have been stored; the window is 0.1 s
+
+_Key = tuple[str, str]  # tenant, message id
+_AGAIN = (Code.shutting_down, Code.broker_unavailable)
+
+
+class _Open:
+    """One submission that is being answered here, or was a moment ago."""
+
+    __slots__ = ("accepted", "body", "ended", "outlets", "reply")
+
+    def __init__(self, reply: str, body: bytes) -> None:
+        self.reply = reply  # of the delivery
+        self.body = body  # digest
+        self.accepted: asyncio.Future[Found | None] = asyncio.get_running_loop().create_future()
+        self.outlets: set[str] = set()
+        self.ended = 0.0
+
+
+class _Heard(NamedTuple):
+    """A submission that passed by."""
+
+    at: float
+    headers: dict[str, str]
+    body: bytes  # digest
+
+
+class Submissions:
+    """``follow`` and ``leave`` tenants as they come and go; ``close`` leaves what is unfinished to other gateways."""
+
+    def __init__(self, gateway: Gateway, accepting: Accepting, answering: Answering, tasks: Tasks) -> None:
+        self._gateway = gateway
+        self._bus = gateway.bus
+        self._nc = gateway.bus.nc
+        self._subjects = gateway.bus.subjects
+        self._accepting = accepting
+        self._answering = answering
+        self._tasks = tasks.group("submissions")
+        self._pullers: dict[str, Puller] = {}
+        self._open: dict[tuple[str, int], _Open] = {}  # by stream and sequence
+        self._recent: OrderedDict[_Key, _Open] = OrderedDict()
+        self._repeats: OrderedDict[_Key, list[_Heard]] = OrderedDict()  # heard before their first
+        self._sub: Any = None
+
+    async def start(self) -> None:
+        self._sub = await self._nc.subscribe(self._subjects.all("submit"), cb=self._on_heard)
+        self._tasks.spawn(self._renew(), name="submit-renew")
+
+    def follow(self, tenant: str) -> None:
+        """Take this tenant's submissions."""
+        if tenant in self._pullers:
+            return
+        stream, consumer = submissions(self._subjects, tenant)
+
+        async def take(message: Any) -> None:
+            await self._on_message(message, stream.name)
+
+        puller = Puller(self._bus, stream.name, consumer.name, take, self._room)
+        self._pullers[tenant] = puller
+        self._tasks.spawn(puller.start(), name=f"submit-pull-{tenant}")
+
+    def leave(self, tenant: str) -> None:
+        puller = self._pullers.pop(tenant, None)
+        if puller is not None:
+            self._tasks.spawn(puller.close(), name=f"submit-leave-{tenant}")
+
+    async def close(self, timeout: float) -> None:
+        """Take no more, give those that run ``timeout`` seconds, and leave the rest to other gateways."""
+        if self._sub is not None and not self._nc.is_closed:
+            await self._sub.unsubscribe()
+        for puller in self._pullers.values():
+            await puller.stop()
+        deadline = time.monotonic() + timeout
+        while self._open and time.monotonic() < deadline:  # noqa: ASYNC110 - the tasks have many ends
+            await asyncio.sleep(0.05)
+        left = list(self._open.values())
+        await self._tasks.aclose()
+        if self._bus.connected:
+            for one in left:  # at once, not when the delivery has run out
+                await self._nc.publish(one.reply, NAK)
+
+    def _room(self) -> int:
+        """None while the queue is full: submissions are durable where they are, and wait there."""
+        return max(0, MAX_OPEN - len(self._open)) if self._gateway.has_room() else 0
+
+    # --- from the stream ---
+
+    async def _on_message(self, message: Any, stream: str) -> None:
+        at = (stream, message.metadata.sequence.stream)
+        if at in self._open:
+            self._open[at].reply = message.reply  # delivered again while it is being answered here
+            return
+        if len(self._open) >= 2 * MAX_OPEN:  # each tenant's stream was asked for as many as there was room for
+            await self._nc.publish(message.reply, LATER)
+            return
+        if self._accepting.elsewhere(message.subject):
+            await self._nc.publish(message.reply, ELSEWHERE)
+            return
+        entry = self._open[at] = _Open(message.reply, digest_of(message.data))
+        origin = origin_of(message.subject, "submit")
+        work = self._serve(message, at, entry, origin)
+        self._tasks.spawn(work, name=f"submit-{stream}-{at[1]}").add_done_callback(lambda _: self._ended(at, origin))
+
+    def _ended(self, at: tuple[str, int], origin: Origin) -> None:
+        entry = self._open.pop(at)
+        entry.ended = time.monotonic()
+        if not entry.accepted.done():
+            entry.accepted.set_result(None)
+        puller = self._pullers.get(origin.tenant)
+        if puller is not None and len(self._open) == MAX_OPEN // 2:
+            self._tasks.spawn(puller.top_up(), name="submit-top-up")
+
+    async def _serve(self, message: Any, at: tuple[str, int], entry: _Open, origin: Origin) -> None:
+        """Answer one submission, and say to its stream what became of it."""
+        code, verdict = "ok", ACK
+        candidate = new_request_id()
+        message_id = str((message.headers or {}).get(HEADER_MSG_ID, ""))
+        outlet = self._outlet(origin, key_of(message_id) if message_id else candidate, "", 0)
+        outlet.about(candidate)
+        try:
+            given = submitted(message.headers or {}, self._subjects.namespace)
+            if message_id:
+                self._remember((origin.tenant, message_id), entry, origin)
+            stored = f"{at[0]}:{at[1]}:{message.metadata.timestamp.timestamp():.6f}"
+            outlet = self._outlet(origin, key_of(message_id) if message_id else candidate, given.reply_to, given.first)
+            outlet.about(candidate)
+            entry.outlets.add(given.reply_to)
+            name = f"id:{message_id}" if message_id else f"at:{stored}"
+            found = await self._accepting.accept(message, kind_of(message.data), origin, name)
+            entry.accepted.set_result(found)
+            if not message_id:
+                outlet = self._outlet(origin, found.request.id, given.reply_to, given.first)
+            code = await self._answering.deliver(found, outlet)
+        except ServingError as error:
+            code = error.code.value
+            if error.code is Code.queue_full:
+                verdict = LATER
+            elif error.code in _AGAIN:
+                verdict = NAK if error.code is Code.shutting_down else LATER
+            else:
+                await outlet.send(failure(error, -1 if isinstance(error, Conflict) else 0))
+        except Exception as error:  # not again and again from one gateway to the next
+            code = Code.internal.value
+            log.exception("submission_failed", stream=at[0], sequence=at[1], error=repr(error))
+            await outlet.send(failure(as_serving_error(error, "the submission")))
+        self._gateway.metrics.requests.labels("nats", code).inc()
+        await self._nc.publish(entry.reply, verdict)
+
+    def _outlet(self, origin: Origin, key: str, reply_to: str, first: int) -> Outlet:
+        subjects = self._subjects
+        if origin.direct:
+            return Outlet(self._bus, [subjects.answer(key), *([reply_to] if reply_to else [])], first=first)
+        mapped = [subjects.mailbox(origin.tenant, reply_to)] if reply_to else []
+        return Outlet(self._bus, [subjects.answer(key, origin.tenant), *mapped], first=first)
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(RENEW_S)
+            self._forget()
+            try:
+                for entry in list(self._open.values()):
+                    if self._bus.connected:
+                        await self._nc.publish(entry.reply, IN_PROGRESS)
+            except NatsError as error:  # the link broke; the deliveries come again
+                log.debug("renewal_failed", error=repr(error))
+
+    # --- repeats that the stream may have swallowed ---
+
+    async def _on_heard(self, message: Any) -> None:
+        """Every submission passes here, also on the gateways that do not answer it."""
+        headers = message.headers
+        message_id = headers.get(HEADER_MSG_ID) if headers else None
+        if not message_id:
+            return
+        origin = origin_of(message.subject, "submit")
+        key = (origin.tenant, message_id)
+        entry = self._recent.get(key)
+        heard = _Heard(time.monotonic(), headers, digest_of(message.data))
+        if entry is not None and (not entry.ended or heard.at - entry.ended < SWALLOWED_S):
+            self._repeat(entry, heard, origin)
+            return
+        waiting = self._repeats.setdefault(key, [])
+        waiting.append(heard)
+        del waiting[:-16]
+        while len(self._repeats) > MAX_REPEATS:
+            self._repeats.popitem(last=False)
+
+    def _remember(self, key: _Key, entry: _Open, origin: Origin) -> None:
+        """From now on repeats come to ``_repeat``; those that were heard before this delivery do now."""
+        self._recent[key] = entry
+        self._recent.move_to_end(key)
+        for heard in self._repeats.pop(key, [])[1:]:  # the first is this submission itself
+            self._repeat(entry, heard, origin)
+
+    def _repeat(self, entry: _Open, heard: _Heard, origin: Origin) -> None:
+        reply_to = heard.headers.get(HEADER_REPLY_TO, "")
+        if reply_to in entry.outlets and not entry.ended and heard.body == entry.body:
+            return  # that is where the answer goes anyway
+        if len(self._tasks) > 4 * MAX_OPEN:
+            return  # it can be read
+        entry.outlets.add(reply_to)
+        self._tasks.spawn(
+            self._answer_repeat(entry, heard, origin), name="submit-repeat", on_failure=_note_failed_repeat
+        )
+
+    async def _answer_repeat(self, entry: _Open, heard: _Heard, origin: Origin) -> None:
+        first = await asyncio.shield(entry.accepted)
+        if first is None:
+            return
+        request = first.request
+        try:
+            given = submitted(heard.headers, self._subjects.namespace)
+            outlet = self._outlet(origin, key_of(given.message_id), given.reply_to, given.first)
+            if heard.body != entry.body:
+                outlet.about(request.id)
+                await outlet.send(failure(Conflict(), -1))
+                return
+            await self._answering.deliver(await self._answering.find(origin.tenant, request.id), outlet)
+        except ServingError as error:
+            log.debug("repeat_unanswered", request=request.id, error=error.message)
+
+    def _forget(self) -> None:
+        limit = time.monotonic() - SWALLOWED_S
+        for key in [key for key, entry in self._recent.items() if entry.ended and entry.ended < limit]:
+            del self._recent[key]
+        while self._repeats:
+            key, waiting = next(iter(self._repeats.items()))
+            if waiting[-1].at > limit:
+                return
+            del self._repeats[key]
+
+
+def _note_failed_repeat(error: BaseException) -> None:
+    log.warning("repeat_failed", error=repr(error))

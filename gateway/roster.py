@@ -1,0 +1,93 @@
+"""The workers of a gateway's model: which it uses, which stand by, and which it refuses, loudly.
+
+A worker is used if it has the gateway's own tokenizer and runs the revision that serves (``configs.revisions``). One of
+another revision stands by until that has no worker left; one with another tokenizer is never used, since the same
+token ids mean other text to it.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import structlog
+
+from configs.revisions import reads, revisions
+from gateway.metrics import Metrics
+from schemas.fleet import Registration
+
+log = structlog.get_logger("gateway")
+
+
+class Sorted(NamedTuple):
+    """``revision`` "": no worker is there, or none names its revision. ``ready``: one takes requests."""
+
+    used: list[Registration]
+    revision: str
+    ready: bool
+
+
+class Roster:
+    """Sorts the workers anew whenever one came, changed or went; says what changed since the last time."""
+
+    def __init__(self, model: str, tokenizer: str, metrics: Metrics) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._refused: dict[str, str] = {}  # worker -> its tokenizer
+        self._serving: str | None = None
+        self._standing_by: frozenset[str] = frozenset()
+
+    def sort(self, workers: Iterable[Registration]) -> Sorted:
+        """
+        Args:
+            workers: that serve the model's name.
+        """
+        mine: list[Registration] = []
+        foreign: list[Registration] = []
+        for worker in workers:
+            (mine if reads(worker, self._tokenizer) else foreign).append(worker)
+        found = revisions(mine, self._tokenizer)
+        serving = self._serving if found.serving is None else found.serving  # all are leaving: as it was
+        self._refuse(foreign)
+        self._tell(serving, found.present, mine)
+        used = [worker for worker in mine if worker.revision == serving]
+        return Sorted(used or mine, serving or "", found.serving is not None)
+
+    def _refuse(self, foreign: list[Registration]) -> None:
+        gauge = self._metrics.refused
+        known = {worker.worker: worker.tokenizer for worker in foreign}
+        for name, tokenizer in self._refused.items():
+            if known.get(name) != tokenizer:
+                gauge.remove(name, tokenizer, self._tokenizer)
+        for name, tokenizer in known.items():
+            if self._refused.get(name) != tokenizer:
+                gauge.labels(name, tokenizer, self._tokenizer).set(1)
+                log.error(
+                    "worker_refused",
+                    worker=name,
+                    model=self._model,
+                    tokenizer=tokenizer,
+                    expected=self._tokenizer,
+                    reason="it serves this model's name with another tokenizer; give it the gateway's model directory, "
+                    "or a --served-model-name of its own",
+                )
+        self._refused = known
+
+    def _tell(self, serving: str | None, present: frozenset[str], workers: list[Registration]) -> None:
+        if serving != self._serving:
+            log.info("revision_serving", model=self._model, revision=serving, before=self._serving)
+            self._serving = serving
+        standing_by = present - {serving}
+        for revision in sorted(standing_by - self._standing_by):
+            log.warning(
+                "revision_stands_by",
+                model=self._model,
+                revision=revision,
+                serving=serving,
+                workers=sorted(worker.worker for worker in workers if worker.revision == revision),
+                action="it takes over when the last worker of the serving revision drains or ends",
+            )
+        self._standing_by = standing_by
+        gauge = self._metrics.workers
+        gauge.clear()
+        for worker in workers:
+            gauge.labels("serving" if worker.revision == serving else "standby", worker.revision).inc()

@@ -1,0 +1,115 @@
+"""What NATS clients write, and how answers are numbered."""
+
+import hashlib
+
+import msgspec
+import pytest
+
+from gateway.nats.numbered import Chunks, Message, failure
+from gateway.nats.protocol import Origin, key_of, kind_of, origin_of, submitted, wanted
+from schemas import wire
+from schemas.control import Cancel
+from schemas.errors import Code, ServingError
+from schemas.requests import GenerateRequest, Stop
+from schemas.tokens import Finish, TokenItem
+from schemas.wire import pack_tokens
+from tests.pipeline.support import MODEL, Oracle
+
+
+@pytest.mark.parametrize(
+    ("subject", "kind", "origin"),
+    [
+        ("ps.submit.acme.tiny", "submit", Origin("acme", False)),
+        ("ps.submit.acme.other.tiny", "submit", Origin("acme", False)),
+        ("ps.submit.tiny", "submit", Origin("default", True)),
+        ("ps.ask.acme.tiny", "ask", Origin("acme", False)),
+        ("ps.read.acme", "read", Origin("acme", False)),
+        ("ps.read", "read", Origin("default", True)),
+        ("ps.cancel.acme", "cancel", Origin("acme", False)),
+    ],
+)
+def test_a_subject_tells_whose_message_it_is(subject: str, kind: str, origin: Origin) -> None:
+    assert origin_of(subject, kind) == origin
+
+
+def test_the_key_of_an_answer_can_be_computed_by_any_client() -> None:
+    assert key_of("order-17") == hashlib.sha256(b"order-17").hexdigest()[:32]
+
+
+@pytest.mark.parametrize(
+    ("body", "endpoint", "form"),
+    [
+        (b'{"messages":[]}', "chat", ""),
+        (b'{"prompt":"x","stream":true}', "text", "stream"),
+        (b'{"messages":[],"stream":true,"stream_options":{"include_usage":true}}', "chat", "stream+usage"),
+        (b'{"messages":null,"stream":false}', "text", ""),
+        (b"nonsense", "text", ""),
+    ],
+)
+def test_a_body_tells_how_it_wants_its_answer(body: bytes, endpoint: str, form: str) -> None:
+    kind = kind_of(body)
+    assert (kind.endpoint, kind.form) == (endpoint, form)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Penstock-Reply-To": "ps.request.x"},
+        {"Penstock-Reply-To": "_INBOX_gateway.x"},
+        {"Penstock-Reply-To": "_INBOX.*"},
+        {"Penstock-From": "-1"},
+        {"Penstock-From": "many"},
+        {"Nats-Msg-Id": "x" * 256},
+    ],
+    ids=str,
+)
+def test_a_header_that_cannot_be_used_is_named(headers: dict[str, str]) -> None:
+    with pytest.raises(ServingError, match=next(iter(headers))) as error:
+        submitted(headers, "ps")
+    assert error.value.code is Code.invalid_request
+
+
+def test_a_cancellation_of_an_earlier_release_is_understood() -> None:
+    found = wanted(wire.encode(Cancel("some-id", "changed my mind")))
+    assert (found.id, found.reason) == ("some-id", "changed my mind")
+    assert wanted(b'{"key":"k","from":3,"until":4}').first == 3
+
+
+def request_of(oracle: Oracle, form: str) -> GenerateRequest:
+    stop = Stop(max_tokens=8)
+    return GenerateRequest(
+        "01932c07-a4b8-7000-8000-0123456789ab", "tiny", "g", b"", stop, 0, 0, endpoint="text", form=form
+    )
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 8])
+def test_numbers_do_not_depend_on_how_tokens_arrived(cut: int) -> None:
+    oracle = Oracle(MODEL)
+    request = request_of(oracle, "stream+usage")
+    tokens = oracle.tokens({"prompt": "The harbour is", "temperature": 0}, 8)
+    chunks = Chunks(request, oracle.model.detokenizer)
+    out: list[Message] = []
+    for start in range(0, 8, cut):
+        part = tokens[start : start + cut]
+        finish = Finish("length") if start + cut >= 8 else None
+        out += chunks.push([TokenItem(request.id, 0, 0, start, pack_tokens(part), finish)])
+    assert [message.number for message in out] == list(range(len(out)))
+    assert [message.final for message in out] == [False] * (len(out) - 1) + [True]
+    whole = Chunks(request, oracle.model.detokenizer)
+    assert whole.push([TokenItem(request.id, 0, 0, 0, pack_tokens(tokens), Finish("length"))]) == out
+    assert "usage" in msgspec.json.decode(out[-1].body)
+
+
+def test_a_text_with_the_marks_of_an_event_stays_in_one_piece() -> None:
+    oracle = Oracle(MODEL)
+    request = request_of(oracle, "stream")
+    tokens = oracle.model.tokenizer.encode("data: one\n\ndata: two", add_special_tokens=False).ids
+    chunks = Chunks(request, oracle.model.detokenizer)
+    out = chunks.push([TokenItem(request.id, 0, 0, 0, pack_tokens(tokens), Finish("stop"))])
+    text = "".join(msgspec.json.decode(message.body)["choices"][0]["text"] for message in out)
+    assert text == "data: one\n\ndata: two"
+
+
+def test_a_call_that_failed_has_no_number() -> None:
+    message = failure(ServingError(Code.request_not_found, "no such request"), -1)
+    assert message.headers({}) == {"Penstock-Final": "1", "Penstock-Error": "request_not_found"}
