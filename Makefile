@@ -3,13 +3,15 @@
 # make test-trtllm  the engines' contract on the real TensorRT-LLM, with a GPU (VENV=where it is installed)
 # make test-vllm    the same on the real vLLM, with or without a GPU, and workers on it in the real pipeline
 # make bench  load a running deployment      (make bench ARGS="--concurrency 64")
+# make chaos  kill and stop processes of a deployment under load, then audit its log
+#             (make chaos ARGS="--minutes 10 --seed 1 --topology aggregated|cluster|pd|vision")
 
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: up test types pytest test-trtllm test-vllm bench lint clean
+.PHONY: up test types pytest test-trtllm test-vllm bench chaos lint clean
 
 up: $(VENV)/.installed
 	@$(BIN)/penstock up $(ARGS)
@@ -44,6 +46,9 @@ lint: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed
 	@$(BIN)/penstock bench http --state .penstock/state.json $(ARGS)
+
+chaos: $(VENV)/.installed-dev
+	@$(BIN)/python -m tests.chaos $(ARGS)
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

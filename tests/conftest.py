@@ -16,7 +16,7 @@ import pytest
 from nats.aio.client import Client
 
 from infra.broker.apply import apply
-from infra.broker.config import inbox_prefix
+from infra.broker.roles import inbox_prefix
 from infra.broker.server import EmbeddedNats
 from schemas.streams import topology
 from schemas.subjects import Subjects

@@ -138,6 +138,11 @@ class Deployment:
         self._up.wait_for("(ready after")
 
     @property
+    def pid(self) -> int:
+        """Of the supervisor."""
+        return self._up.pid
+
+    @property
     def state(self) -> State:
         return read_state(self.data_dir / "state.json")
 
@@ -168,6 +173,10 @@ class Deployment:
     def killed(self) -> list[str]:
         """What its supervisor said of processes that did not end when they were asked to."""
         return [line for line in self._up.log.read_text(errors="replace").splitlines() if "process_killed" in line]
+
+    def wait(self) -> int:
+        """Until the supervisor has ended; its exit status."""
+        return self._up.wait()
 
     def ask_to_stop(self) -> None:
         self._up.ask_to_stop()

@@ -207,7 +207,9 @@ async def test_requests_wait_for_a_worker_within_the_queues_limit(
         assert int(refused.headers["retry-after"]) >= 1
         error = refused.json()["error"]
         assert (error["code"], error["type"]) == ("queue_full", "rate_limit_error")
-        assert "limit is 4 (--max-queue)" in error["message"]
+        assert "class 'standard'" in error["message"]
+        assert "limit of each class is 4 (--max-queue)" in error["message"]
+    urgent, _ = await send("urgent", timeout_s=60, priority="interactive")  # has room of its own
     submission = asyncio.create_task(submitted(empty, text_body(83, max_tokens=5, user="submitted")))
     assert (await empty_http.get(f"/v1/requests/{waiting_id}")).json()["state"] == "queued"
 
@@ -225,6 +227,7 @@ async def test_requests_wait_for_a_worker_within_the_queues_limit(
     try:
         answer = await waits
         assert answer.json()["choices"][0]["text"] == oracle.answer(text_body(80), 5)
+        assert (await urgent).status_code == 200
         answer_by_nats = json.loads((await submission).data)  # it waited in its own stream
         assert answer_by_nats["choices"][0]["text"] == oracle.answer(text_body(83), 5)
         assert (await empty_http.get("/health/ready")).status_code == 200

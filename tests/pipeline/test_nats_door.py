@@ -1,6 +1,7 @@
 """The NATS front door, used with nothing but a NATS client that has the client's rights."""
 
 import asyncio
+import hashlib
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -8,13 +9,35 @@ from typing import Any
 import httpx
 import nats
 import pytest
+from faststream.nats import NatsBroker
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from configs.bus.connection import Bus
 from schemas import control, wire
-from schemas.subjects import HEADER_EVENT_ID, HEADER_FINAL, HEADER_MSG_ID, HEADER_REPLY_TO, HEADER_REQUEST
-from tests.pipeline.support import Deployment, Event, Oracle, ending, idle_workers, joined, parse_sse, until, words
+from schemas.ids import new_request_id
+from schemas.subjects import (
+    HEADER_ERROR,
+    HEADER_EVENT_ID,
+    HEADER_FINAL,
+    HEADER_FROM,
+    HEADER_MSG_ID,
+    HEADER_REPLY_TO,
+    HEADER_REQUEST,
+    HEADER_SEQ,
+)
+from tests.pipeline.support import (
+    Deployment,
+    Event,
+    Oracle,
+    accepted,
+    ending,
+    idle_workers,
+    joined,
+    parse_sse,
+    until,
+    words,
+)
 
 CHAT: dict[str, Any] = {
     "model": "tiny",
@@ -48,6 +71,15 @@ class Submitter:
         await sub.unsubscribe()
         return messages
 
+    async def read(self, body: Any, *, count: int = 0) -> list[Msg]:
+        """Read an answer again: to its final message, or ``count`` messages."""
+        inbox = self.nc.new_inbox()
+        sub = await self.nc.subscribe(inbox)
+        await self.nc.publish("ps.read", json.dumps(body).encode(), reply=inbox)
+        messages = [await sub.next_msg(timeout=10) for _ in range(count)] or await read_answer(sub)
+        await sub.unsubscribe()
+        return messages
+
 
 async def read_answer(sub: Any) -> list[Msg]:
     messages: list[Msg] = []
@@ -56,11 +88,9 @@ async def read_answer(sub: Any) -> list[Msg]:
     return messages
 
 
-async def nothing_more(sub: Any, submitter: Submitter) -> bool:
-    """Whether a subscription stays empty until another submission has been answered."""
-    await submitter.ask({**TEXT, "max_tokens": 1})
-    await submitter.nc.flush()
-    return not sub.pending_msgs
+def numbered(messages: list[Msg]) -> dict[int, Any]:
+    """Bodies by number."""
+    return {int((message.headers or {})[HEADER_SEQ]): json.loads(message.data) for message in messages}
 
 
 @pytest.fixture
@@ -106,17 +136,135 @@ async def test_a_whole_answer_is_one_message(door: Submitter, oracle: Oracle) ->
     assert answer["id"] == "chatcmpl-" + (message.headers or {})[HEADER_REQUEST]
 
 
-async def test_the_same_submission_twice_is_answered_once(door: Submitter) -> None:
-    inbox = door.nc.new_inbox()
-    sub = await door.nc.subscribe(inbox)
-    body = {**TEXT, "prompt": words(30, 77), "temperature": 1}
-    first = await door.submit(body, inbox, **{HEADER_MSG_ID: "once-77"})
-    again = await door.submit(body, inbox, **{HEADER_MSG_ID: "once-77"})
-    assert again.duplicate
-    assert again.seq == first.seq
-    assert len(await read_answer(sub)) == 1
-    assert await nothing_more(sub, door)
-    await sub.unsubscribe()
+async def test_a_repeat_at_once_is_answered_at_its_own_subject_as_well(door: Submitter, bus: Bus) -> None:
+    """The stream swallows it: its PubAck says duplicate, and no consumer ever sees it."""
+    body = {**TEXT, "prompt": words(30, 77), "temperature": 1, "user": "once-77", **STREAM}
+    inboxes = [door.nc.new_inbox() for _ in range(4)]
+    subs = [await door.nc.subscribe(inbox) for inbox in inboxes]
+    acks = await asyncio.gather(*(door.submit(body, inbox, **{HEADER_MSG_ID: "once-77"}) for inbox in inboxes))
+    assert any(ack.duplicate for ack in acks)
+    answers = [numbered(await read_answer(sub)) for sub in subs]
+    assert answers[0] == answers[1] == answers[2] == answers[3]
+    assert len(await accepted(bus, "once-77")) == 1
+
+
+async def test_a_later_repeat_gets_the_same_answer_from_where_it_says(door: Submitter, bus: Bus) -> None:
+    body = {**TEXT, "prompt": words(30, 78), "temperature": 1, "user": "later-78", **STREAM}
+    first = numbered(await door.ask(body, **{HEADER_MSG_ID: "later-78"}))
+    assert list(first) == list(range(len(first)))
+    await asyncio.sleep(0.15)  # beyond the stream's duplicate window
+    assert numbered(await door.ask(body, **{HEADER_MSG_ID: "later-78"})) == first
+    rest = numbered(await door.ask(body, **{HEADER_MSG_ID: "later-78", HEADER_FROM: "4"}))
+    assert rest == {number: data for number, data in first.items() if number >= 4}
+    assert len(await accepted(bus, "later-78")) == 1
+
+
+async def test_a_message_id_used_with_another_body_is_refused(door: Submitter) -> None:
+    await door.ask(TEXT, **{HEADER_MSG_ID: "clash"})
+    await asyncio.sleep(0.15)
+    [message] = await door.ask({**TEXT, "max_tokens": 3}, **{HEADER_MSG_ID: "clash"})
+    assert "another body" in json.loads(message.data)["error"]["message"]
+
+
+async def test_answers_come_to_a_subject_that_follows_from_the_message_id(door: Submitter) -> None:
+    key = hashlib.sha256(b"derived").hexdigest()[:32]
+    sub = await door.nc.subscribe(f"ps.answer.{key}")
+    await door.js.publish("ps.submit.tiny", json.dumps({**TEXT, **STREAM}).encode(), headers={HEADER_MSG_ID: "derived"})
+    messages = await read_answer(sub)
+    assert list(numbered(messages)) == list(range(len(messages)))
+
+
+async def test_a_submission_that_names_nothing_is_answered_by_request_id(door: Submitter) -> None:
+    sub = await door.nc.subscribe("ps.answer.>")
+    await door.js.publish("ps.submit.tiny", json.dumps({**TEXT, "max_tokens": 2}).encode())
+    [message] = await read_answer(sub)
+    request_id = (message.headers or {})[HEADER_REQUEST]
+    assert message.subject == f"ps.answer.{request_id}"
+    assert json.loads((await door.nc.request("ps.read", json.dumps({"id": request_id}).encode())).data) == json.loads(
+        message.data
+    )
+
+
+async def test_an_answer_is_read_again_from_any_number_by_key_or_id(door: Submitter) -> None:
+    messages = await door.ask({**CHAT, **STREAM}, **{HEADER_MSG_ID: "reread"})
+    request_id = (messages[0].headers or {})[HEADER_REQUEST]
+    whole = numbered(messages)
+    assert numbered(await door.read({"id": request_id})) == whole
+    assert numbered(await door.read({"key": "reread", "from": 3})) == {n: d for n, d in whole.items() if n >= 3}
+    part = await door.read({"key": "reread", "from": 3, "until": 4}, count=2)
+    assert numbered(part) == {n: whole[n] for n in (3, 4)}
+    for beyond in (len(whole), 10**9):
+        reply = await door.nc.request("ps.read", json.dumps({"key": "reread", "from": beyond}).encode(), timeout=10)
+        assert ((reply.headers or {})[HEADER_ERROR], HEADER_SEQ in (reply.headers or {})) == ("answer_ended", False)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_an_answer_is_read_from_its_record_once_its_tokens_are_gone(door: Submitter, bus: Bus, n: int) -> None:
+    body = {**TEXT, **STREAM, "n": n, "prompt": words(9, 80 + n), "temperature": 1}
+    messages = await door.ask(body, **{HEADER_MSG_ID: f"recorded-{n}"})
+    await ending(bus, (messages[0].headers or {})[HEADER_REQUEST])
+    await bus.js.purge_stream("ps_TOKENS")
+    again = await door.read({"key": f"recorded-{n}"})
+    assert numbered(again) == numbered(messages)
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ({"key": "never used"}, "request_not_found"),
+        ({"id": new_request_id()}, "request_not_found"),
+        ({"id": "nonsense"}, "request_not_found"),
+        ({}, "invalid_request"),
+        ({"id": "x", "key": "y"}, "invalid_request"),
+        ({"key": "x", "from": -1}, "invalid_request"),
+        ([1], "invalid_request"),
+    ],
+    ids=str,
+)
+async def test_a_read_that_fails_says_why_and_is_no_part_of_an_answer(door: Submitter, body: Any, code: str) -> None:
+    for subject in ("ps.read", "ps.cancel"):
+        reply = await door.nc.request(subject, json.dumps(body).encode(), timeout=10)
+        assert (reply.headers or {})[HEADER_ERROR] == code
+        assert HEADER_SEQ not in (reply.headers or {})
+        assert json.loads(reply.data)["error"]["code"] == code
+
+
+async def test_plain_request_and_reply_gets_the_answer(door: Submitter, oracle: Oracle) -> None:
+    reply = await door.nc.request("ps.ask.tiny", json.dumps(CHAT).encode(), timeout=10)
+    assert json.loads(reply.data)["choices"][0]["message"]["content"] == oracle.answer(CHAT, 10)
+    assert (reply.headers or {})[HEADER_FINAL] == "1"
+    refused = await door.nc.request("ps.ask.tiny", json.dumps({**CHAT, "temperature": 9}).encode(), timeout=10)
+    assert json.loads(refused.data)["error"]["code"] == "invalid_request"
+    unknown = await door.nc.request("ps.ask.nobody", json.dumps({**CHAT, "model": "nobody"}).encode(), timeout=10)
+    assert json.loads(unknown.data)["error"]["code"] == "model_not_found"
+
+
+async def test_an_ask_can_stream_and_be_repeated(door: Submitter, bus: Bus) -> None:
+    body = json.dumps({**TEXT, **STREAM, "user": "asker"}).encode()
+    answers = []
+    for _ in range(2):
+        inbox = door.nc.new_inbox()
+        sub = await door.nc.subscribe(inbox)
+        await door.nc.publish("ps.ask.tiny", body, reply=inbox, headers={HEADER_MSG_ID: "asked"})
+        answers.append(numbered(await read_answer(sub)))
+        await sub.unsubscribe()
+    assert answers[0] == answers[1]
+    assert list(answers[0]) == list(range(len(answers[0])))
+    assert numbered(await door.read({"key": "asked"})) == answers[0]
+    assert len(await accepted(bus, "asker")) == 1
+
+
+async def test_faststream_requests_are_answered(fast: Deployment, oracle: Oracle) -> None:
+    async with NatsBroker(fast.state.client_nats_url) as broker:
+        reply = await broker.request(CHAT, "ps.ask.tiny", timeout=10)
+        answer = await reply.decode()
+    assert answer["choices"][0]["message"]["content"] == oracle.answer(CHAT, 10)
+
+
+async def test_an_answer_that_holds_the_marks_of_an_event_stays_whole(door: Submitter) -> None:
+    body = {**TEXT, **STREAM, "echo": False, "prompt": "data: one"}
+    messages = await door.ask(body)
+    assert all(json.loads(message.data) for message in messages)
 
 
 @pytest.mark.parametrize(
@@ -153,8 +301,11 @@ async def test_nothing_is_published_where_the_client_could_not_read(
         message = await heard.next_msg(timeout=1)
         seen.append(message)
     await heard.unsubscribe()
-    answers = [m for m in seen if HEADER_FINAL in (m.headers or {})]
-    assert len(answers) == 2, "the two proper submissions, and nothing else"
+    said = {m.subject.rpartition(".")[0] for m in seen if HEADER_FINAL in (m.headers or {})}
+    assert {subject.partition("._INBOX")[0] for subject in said} == {"ps.answer.default", "ps.to.default"}
+    refusals = [m for m in seen if (m.headers or {}).get(HEADER_ERROR)]
+    assert [m.subject.rpartition(".")[0] for m in refusals] == ["ps.answer.default"]
+    assert json.loads(refusals[0].data)["error"]["code"] == "invalid_request"
     assert not [m.subject for m in seen if b"intruder" in m.data and not m.subject.startswith("ps.submit.")]
     assert {process.name: process.pid for process in fast.state.processes} == pids
 

@@ -95,7 +95,8 @@ async def test_a_failed_request_keeps_its_error(http: httpx.AsyncClient, fast: D
 
 
 async def test_a_request_that_nobody_made_is_not_found(http: httpx.AsyncClient) -> None:
-    for name in (new_request_id(), new_request_id(now_ns=10**18), "nonsense", "chatcmpl-", "%2e%2e", "x" * 3000):
+    late = "ffffffff-ffff-7fff-bfff-ffffffffffff"  # of the year 10889
+    for name in (new_request_id(), new_request_id(now_ns=10**18), late, "nonsense", "chatcmpl-", "%2e%2e", "x" * 3000):
         for method, path in (("GET", ""), ("DELETE", ""), ("GET", "/stream")):
             answer = await http.request(method, f"/v1/requests/{name}{path}")
             assert answer.status_code == 404, (name, method, path)

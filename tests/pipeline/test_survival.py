@@ -5,8 +5,10 @@ import json
 import os
 import random
 import signal
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 from zlib import crc32
 
@@ -286,3 +288,43 @@ class Answer:
         event_id = headers[HEADER_EVENT_ID]
         assert self.pieces.setdefault(event_id, piece) == piece, "the same event twice, with another content"
         self.final |= HEADER_FINAL in headers
+
+
+async def longest_wait(fleet: Deployment, strike: signal.Signals) -> float:
+    """Of 60 short requests that come while a router is struck."""
+    victim = next(process for process in fleet.state.processes if process.role == "router")
+    waited: list[float] = []
+
+    async def ask(client: httpx.AsyncClient, number: int) -> None:
+        began = time.monotonic()
+        short = {"model": "tiny", "prompt": token_prompt(20, 900 + number), "max_tokens": 1, "temperature": 0}
+        answer = await client.post(fleet.urls[0] + "/v1/completions", json=short)
+        assert answer.status_code == 200, answer.text
+        waited.append(time.monotonic() - began)
+
+    async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
+        os.kill(victim.pid, strike)
+        try:
+            tasks = []
+            for number in range(60):
+                tasks.append(asyncio.create_task(ask(client, number)))
+                await asyncio.sleep(0.05)
+            await asyncio.gather(*tasks)
+        finally:
+            with suppress(ProcessLookupError):  # its supervisor kills a router that stands still
+                os.kill(victim.pid, signal.SIGCONT)
+    return max(waited)
+
+
+async def test_a_stopped_router_holds_up_no_request_for_more_than_five_seconds(fleet: Deployment) -> None:
+    """The broker gives it requests until its connection counts as dead, after 3 s; each comes again after 1.5 s."""
+    assert await longest_wait(fleet, signal.SIGSTOP) < 5.0 + 1.5  # a slow machine
+
+
+@pytest.mark.parametrize(("strike", "bound_s"), [(signal.SIGKILL, 2.0), (signal.SIGSTOP, 5.0)])
+async def test_the_only_router_is_replaced_before_requests_have_waited_long(
+    new_deployment: NewDeployment, strike: signal.Signals, bound_s: float
+) -> None:
+    """1.5 s after SIGKILL and 3 s after SIGSTOP on an idle machine."""
+    alone = new_deployment("--mock-speedup", "0", "--routers", "1")
+    assert await longest_wait(alone, strike) < bound_s + 1.5  # a slow machine

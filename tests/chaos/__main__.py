@@ -1,0 +1,51 @@
+"""``python -m tests.chaos``: run it, print the table; the exit status is 0 if every promise was kept."""
+
+import argparse
+import asyncio
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from configs.logs import setup
+from tests.chaos import recipes
+from tests.chaos.run import Options, run
+from tests.chaos.topology import TOPOLOGIES
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0, help="how long to disturb (default: 10)")
+    parser.add_argument("--seed", type=int, default=1, help="of disturbances, questions and clients (default: 1)")
+    parser.add_argument("--topology", choices=sorted(TOPOLOGIES), default="aggregated")
+    parser.add_argument("--clients", type=int, default=12, help="questions asked at once (default: 12)")
+    parser.add_argument("--every-s", type=float, default=3.0, help="seconds between disturbances (default: 3)")
+    parser.add_argument("--kinds", default="", help=f"kinds of clients, of {','.join(recipes.KINDS)} (default: all)")
+    parser.add_argument("--report", type=Path, help="write the result there as well")
+    parser.add_argument("--home", type=Path, help="folder for data and logs, which is kept")
+    args = parser.parse_args()
+    home = args.home or Path(tempfile.mkdtemp(prefix="penstock-chaos-"))
+    home.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    setup("text", "error", name="chaos")  # the runner's own connection breaks as everybody's does
+
+    def say(line: str) -> None:
+        print(f"{time.monotonic() - began:7.1f}  {line}", file=sys.stderr, flush=True)
+
+    kinds = tuple(filter(None, args.kinds.split(",")))
+    options = Options(args.minutes * 60, args.seed, args.topology, args.clients, args.every_s, kinds)
+    report = asyncio.run(run(home, options, say))
+    head = f"seed {args.seed}, {args.topology}, {args.minutes:g} minutes, {args.clients} clients"
+    verdict = "every promise was kept" if report.clean else f"{len(report.judgement.problems)} broken; data in {home}"
+    text = f"{head}\n\n{report.text}\n\n{verdict}\n"
+    print(text)
+    if args.report:
+        args.report.write_text(text)
+    if report.clean and not args.home:
+        shutil.rmtree(home, ignore_errors=True)
+    return 0 if report.clean else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""What the log of a deployment says, for the auditor: requests, terminal events, and whatever is still held."""
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from configs.bus.connection import Bus
+from configs.bus.read import read
+from infra.leases import is_open, leases
+from schemas import done, fleet, requests
+from tests.chaos.audit import End, Log
+from tests.pipeline.support import metrics
+
+POLL_S = 0.5
+GHOST_S = 10.0  # a registration that was not renewed for so long is of nobody; a lease is 3 s
+
+
+async def whole(bus: Bus, since_ns: int, urls: Sequence[str], *, within_s: float, gone: int) -> Log:
+    """Everything since then; what is held is looked at until nothing is, for ``within_s`` at most.
+
+    Args:
+        gone: workers that ended so lately that the server keeps their consumers.
+    """
+    accepted, ends = await accepted_since(bus, since_ns), await ends_since(bus, since_ns)
+    return Log(
+        accepted,
+        ends,
+        await until_none(lambda: open_leases(bus), within_s),
+        await until_none(lambda: held(bus), within_s),
+        await until_none(lambda: residue(bus, urls, gone), within_s),
+    )
+
+
+async def accepted_since(bus: Bus, since_ns: int) -> list[tuple[str, str]]:
+    """(id, tag) of the requests."""
+    stream, subject = bus.subjects.stream("REQUESTS"), bus.subjects.all("request")
+    found = {}
+    async for entry in read(bus, stream, subject, since_ns=since_ns):
+        request = requests.decode(entry.data)
+        found[request.id] = request.user
+    return list(found.items())
+
+
+async def ends_since(bus: Bus, since_ns: int) -> list[End]:
+    """All terminal events, also several of one request."""
+    found = []
+    async for entry in read(bus, bus.subjects.stream("DONE"), bus.subjects.all("done"), since_ns=since_ns):
+        event = done.decode(entry.data)
+        if isinstance(event, done.Done):
+            tokens = tuple(choice.tokens for choice in event.choices)
+            found.append(End(event.request, event.code, tokens, event.message, event.attempt))
+    return found
+
+
+async def until_none(look: Callable[[], Awaitable[list[str]]], within_s: float) -> list[str]:
+    """What ``look`` finds, once that is nothing, or in the end."""
+    deadline = time.monotonic() + within_s
+    while (found := await look()) and time.monotonic() < deadline:  # noqa: ASYNC110 - other processes
+        await asyncio.sleep(POLL_S)
+    return found
+
+
+async def open_leases(bus: Bus) -> list[str]:
+    now_ns = time.time_ns()
+    return [
+        f"{ticket}: {lease.offer.blocks} blocks of {lease.offer.source}, {lease.last.state} {lease.last.cause}"
+        for ticket, lease in (await leases(bus, now_ns)).items()
+        if is_open(lease, now_ns)
+    ]
+
+
+async def held(bus: Bus) -> list[str]:
+    """Workers that say they still compute or keep blocks."""
+    return [
+        f"{worker}: {member.load.running} running, {member.load.waiting} waiting, {member.load.used_blocks} blocks used"
+        for worker, (member, age_s) in (await registered(bus)).items()
+        if age_s < GHOST_S and (member.load.running or member.load.waiting or member.load.used_blocks)
+    ]
+
+
+async def registered(bus: Bus) -> dict[str, tuple[fleet.Registration, float]]:
+    """Workers by id, and how many seconds ago each renewed its registration."""
+    bucket = bus.subjects.bucket("workers")
+    now_ns = time.time_ns()
+    found: dict[str, tuple[fleet.Registration, float]] = {}
+    async for entry in read(bus, f"KV_{bucket}", f"$KV.{bucket}.>"):
+        worker = entry.subject.rpartition(".")[2]
+        found.pop(worker, None)
+        if entry.data and "KV-Operation" not in entry.headers:
+            found[worker] = fleet.decode(entry.data), (now_ns - entry.time_ns) / 1e9
+    return found
+
+
+async def residue(bus: Bus, urls: Sequence[str], gone: int = 0) -> list[str]:
+    """Queues with something in them, more than ``gone`` consumers of nobody, ghosts, gateways that still answer."""
+    found, orphans = [], []
+    members = await registered(bus)
+    for worker, (_, age_s) in members.items():
+        if age_s > GHOST_S:
+            found.append(f"{worker} was registered {age_s:.0f} s ago, and still is")
+    for kind in ("SUBMIT", "REQUESTS", "WORK"):
+        for consumer in await consumers(bus, bus.subjects.stream(kind)):
+            name, left = consumer["name"], consumer["num_pending"] + consumer["num_ack_pending"]
+            if kind == "WORK" and name not in members:
+                orphans.append(name)
+            elif left:
+                found.append(f"consumer {name} of {kind}: {left} messages pending or unacknowledged")
+    if len(orphans) > gone:
+        found.append(f"{len(orphans)} consumers of workers that are gone, {gone} of them lately: {' '.join(orphans)}")
+    for url in urls:
+        for gauge in ("open_requests", "queued_requests"):
+            if value := (await metrics(url)).get(f"penstock_gateway_{gauge}", 0):
+                found.append(f"gateway {url}: {value:g} {gauge.replace('_', ' ')}")
+    return found
+
+
+async def consumers(bus: Bus, stream: str) -> list[dict]:
+    """State of all consumers of a stream."""
+    found: list[dict] = []
+    while True:
+        reply = await bus.nc.request(
+            f"$JS.API.CONSUMER.LIST.{stream}", json.dumps({"offset": len(found)}).encode(), timeout=10
+        )
+        page = json.loads(reply.data)
+        found += page["consumers"]
+        if not page["consumers"] or len(found) >= page["total"]:
+            return found

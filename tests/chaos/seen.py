@@ -1,0 +1,97 @@
+"""What one client saw of one answer, event by event."""
+
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+
+class Shown(msgspec.Struct):
+    """One choice of an answer. ``logprobs``: (token text, its log-probability)."""
+
+    text: str = ""
+    finish: str = ""
+    logprobs: list[tuple[str, float]] = []
+
+
+class Seen:
+    """Fold of one answer as its client got it, over any number of connections.
+
+    Attributes:
+        tag: names the request in the log (its "user"); copies of a repeated request share it.
+        outcome: "answered", "failed", "cancelled" (by this client), "unknown" (the connection broke before it
+            got an id, and there is no way to ask), or "hung"; "" while it runs.
+    """
+
+    def __init__(self, tag: str, recipe: str, kind: str, choices: int = 1) -> None:
+        self.tag = tag
+        self.recipe = recipe
+        self.kind = kind
+        self.request = ""
+        self.outcome = ""
+        self.code = ""
+        self.message = ""
+        self.left = False  # it asked to cancel, which may cross the end of the answer
+        self.choices = {index: Shown() for index in range(choices)}
+        self.last_id = ""
+        self.repeats = 0
+        self.holes = 0
+        self.attached = 0
+        self.refused = 0
+        self.arrivals = array("d")
+        self.notes: list[str] = []
+
+    @property
+    def finished(self) -> bool:
+        return all(choice.finish for choice in self.choices.values())
+
+    def begin_again(self) -> None:
+        """The answer comes from its beginning once more: what came before counts no longer."""
+        self.choices = {index: Shown() for index in self.choices}
+        self.last_id = ""
+
+    def take(self, body: Mapping[str, Any], event_id: str, now: float) -> None:
+        """One event of a stream."""
+        if event_id:
+            if not goes_on(self.last_id, event_id):
+                self.repeats += 1
+            self.last_id = event_id
+        self.arrivals.append(now)
+        for part in body["choices"]:
+            shown = self.choices[part["index"]]
+            shown.text += part["text"] if "text" in part else part["delta"].get("content") or ""
+            _take_logprobs(shown, part.get("logprobs"))
+            shown.finish = part["finish_reason"] or shown.finish
+
+    def take_whole(self, body: Mapping[str, Any]) -> None:
+        """A whole answer."""
+        for part in body["choices"]:
+            text = part["text"] if "text" in part else part["message"].get("content") or ""
+            shown = self.choices[part["index"]] = Shown(text, part["finish_reason"], [])
+            _take_logprobs(shown, part.get("logprobs"))
+
+
+def goes_on(last: str, event_id: str) -> bool:
+    """Whether an event id names more tokens than the last one."""
+    if not last:
+        return True
+    before, after = (_numbers(each) for each in (last, event_id))
+    grown = all(old <= new for old, new in zip(before, after, strict=True))
+    return grown and before != after
+
+
+def _numbers(event_id: str) -> list[tuple[int, bool]]:
+    """(tokens, ended) per choice; behind all the usage."""
+    parts = event_id.removesuffix("u").split(".")
+    found = [(int(part.removesuffix("f")), part.endswith("f")) for part in parts]
+    return [*found, (0, event_id.endswith("u"))]
+
+
+def _take_logprobs(shown: Shown, given: Mapping[str, Any] | None) -> None:
+    if not given:
+        return
+    if "tokens" in given:
+        shown.logprobs += zip(given["tokens"], given["token_logprobs"], strict=True)
+    else:
+        shown.logprobs += [(each["token"], each["logprob"]) for each in given["content"]]

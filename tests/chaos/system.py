@@ -1,0 +1,253 @@
+"""The deployment under attack: its processes, their memory, and what is done to them."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import msgspec
+
+from infra.up.http import get
+from infra.up.machine import free_run
+from infra.up.state import State
+from tests.chaos.audit import Footprint
+from tests.chaos.brokers import Brokers
+from tests.chaos.plan import BROKER, Act, Disturbance
+from tests.chaos.topology import Topology
+from tests.pipeline.support import Deployment
+
+BACK_S = 90.0  # until everything runs again
+DRAIN_S = 10.0
+STOPPED_S = DRAIN_S + 8.0  # within which a process that was asked to end has ended
+DOWN_S = 1.0  # between a crash of everything and the next start
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class Hit(NamedTuple):
+    """One disturbance that took place."""
+
+    at: float
+    act: Act
+    name: str
+
+
+class System:
+    """Owns the deployment, from ``started`` to ``stop``; ``say`` gets one line per event."""
+
+    def __init__(
+        self,
+        start: Callable[[], Deployment],
+        deployment: Deployment,
+        brokers: Brokers | None,
+        topology: Topology,
+        say: Callable[[str], None],
+    ) -> None:
+        self.topology = topology
+        self.deployment = deployment
+        self.urls = deployment.urls
+        self.hits: list[Hit] = []
+        self.late: list[str] = []
+        self._start = start
+        self._brokers = brokers
+        self._say = say
+        self._stopped: set[int] = set()
+        self._holds: set[asyncio.Task[None]] = set()
+        self._parents = {deployment.pid, os.getpid()}
+
+    @classmethod
+    async def started(cls, home: Path, topology: Topology, say: Callable[[str], None]) -> Self:
+        """Start everything, and wait until it is ready."""
+        brokers = None
+        ports = free_run(0, 2)  # the same after a crash
+        flags = [*topology.flags, "--drain-s", f"{DRAIN_S:g}", "--http-port", str(ports[0])]
+        if topology.cluster:
+            brokers = await Brokers.started(home / "brokers")
+            flags += ["--nats-url", brokers.url]
+
+        def start() -> Deployment:
+            return Deployment(home, *flags)
+
+        try:
+            return cls(start, await asyncio.to_thread(start), brokers, topology, say)
+        except BaseException:
+            if brokers is not None:
+                await brokers.stop()
+            raise
+
+    async def stop(self) -> None:
+        self.release()
+        await asyncio.gather(*self._holds, return_exceptions=True)
+        await asyncio.to_thread(self.deployment.stop)
+        if self._brokers is not None:
+            await self._brokers.stop()
+
+    @property
+    def client_url(self) -> str:
+        """Where NATS clients connect."""
+        return self.deployment.state.client_nats_url if self._brokers is None else self._brokers.client_url
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Of everything that runs now, but for the supervisor."""
+        state = self._state()
+        found = {p.name: p.pid for p in state.processes if p.pid} if state is not None else {}
+        return found if self._brokers is None else found | self._brokers.pids
+
+    @property
+    def names(self) -> list[str]:
+        state = self._state()
+        found = [process.name for process in state.processes] if state is not None else []
+        return found if self._brokers is None else [*found, *self._brokers.names]
+
+    def _state(self) -> State | None:
+        """None while nothing runs."""
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            return self.deployment.state
+        return None
+
+    def footprints(self) -> dict[str, Footprint]:
+        found = {}
+        for name, pid in self.pids.items():
+            with contextlib.suppress(OSError):
+                found[name] = Footprint(pid, int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE)
+        return found
+
+    # -- disturbing it --------------------------------------------------------------------------------------------
+
+    async def carry_out(self, disturbances: list[Disturbance], until: float) -> None:
+        """Do as planned, from now on to ``until`` (monotonic); ends when everything that was stopped goes on."""
+        began = time.monotonic()
+        try:
+            for each in disturbances:
+                if began + each.at_s >= until:
+                    break
+                await asyncio.sleep(max(0.0, began + each.at_s - time.monotonic()))
+                if each.act in (Act.roll, Act.crash):
+                    since = time.monotonic()
+                    await (self._roll() if each.act is Act.roll else self._crash())
+                    began += time.monotonic() - since  # what comes later keeps its distances
+                else:
+                    self._hit(each)
+            if self._holds:
+                await asyncio.wait(self._holds)
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """Let everything go on that is stopped."""
+        for task in self._holds:
+            task.cancel()
+        for pid in list(self._stopped):
+            self._go_on(pid)
+
+    def _hit(self, each: Disturbance) -> None:
+        name = each.victim(self.names)
+        pid = self.pids.get(name or "", 0)
+        whole = self._brokers is None or name not in self._brokers.names or self._brokers.whole
+        if name is None or pid in self._stopped or not self._is_ours(pid) or not whole:
+            return
+        sent = {Act.kill: signal.SIGKILL, Act.stop: signal.SIGSTOP, Act.restart: signal.SIGTERM}[each.act]
+        if each.act is Act.stop:
+            self._stopped.add(pid)
+        self.hits.append(Hit(time.time(), each.act, name))
+        self._say(f"{each.act} {name} ({pid})" + (f" for {each.hold_s:.1f} s" if each.hold_s else ""))
+        os.kill(pid, sent)
+        if each.act is Act.stop:
+            self._spawn(self._hold(pid, each.hold_s))
+        elif each.act is Act.restart and not name.startswith(BROKER):
+            self._spawn(self._ends(name, pid))
+        if self._brokers is not None and name in self._brokers.names:
+            self._spawn(self._brokers.back(name, each.hold_s))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._holds.add(task)
+        task.add_done_callback(self._holds.discard)
+
+    async def _ends(self, name: str, pid: int) -> None:
+        """Note it if a process that was asked to end does not within its bound. It may be stopped on the way."""
+        paused, began = 0.0, time.monotonic()
+        while self._is_ours(pid):
+            await asyncio.sleep(0.1)
+            paused += 0.1 * (pid in self._stopped)
+            if time.monotonic() - began - paused > STOPPED_S:
+                self.late.append(f"{name} ({pid}) has not ended {STOPPED_S:g} s after SIGTERM, --drain-s {DRAIN_S:g}")
+                self._say(self.late[-1])
+                return
+
+    async def _hold(self, pid: int, seconds: float) -> None:
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            self._go_on(pid)
+
+    def _go_on(self, pid: int) -> None:
+        if pid in self._stopped:
+            self._stopped.discard(pid)
+            if self._is_ours(pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
+    def _is_ours(self, pid: int) -> bool:
+        """Whether it is still a child of our supervisor, or ours: a pid may be anyone's by now."""
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            stat = Path(f"/proc/{pid}/stat").read_text()
+            return pid > 0 and int(stat.rpartition(")")[2].split()[1]) in self._parents
+        return False
+
+    async def _roll(self) -> None:
+        """Restart everything but the broker in order, one after the other, each once the one before is back."""
+        self._say("rolling restart")
+        for name in sorted(self.names):
+            pid = self.pids.get(name, 0)
+            if name.startswith(BROKER) or pid in self._stopped or not self._is_ours(pid):
+                continue
+            self.hits.append(Hit(time.time(), Act.roll, name))
+            os.kill(pid, signal.SIGTERM)
+            try:
+                async with asyncio.timeout(BACK_S):
+                    while self.pids.get(name, pid) == pid or not await self.ready():  # noqa: ASYNC110
+                        await asyncio.sleep(0.1)
+            except TimeoutError:
+                self.late.append(f"{name} is not back {BACK_S:g} s after a rolling restart")
+                self._say(self.late[-1])
+        self._say("rolling restart is over")
+
+    async def _crash(self) -> None:
+        """Kill the supervisor, and with it everything; start it again on the same data."""
+        self._say("crash of everything")
+        self.release()
+        self.hits.append(Hit(time.time(), Act.crash, "all"))
+        os.kill(self.deployment.pid, signal.SIGKILL)
+        await asyncio.to_thread(self.deployment.wait)
+        await asyncio.sleep(DOWN_S)
+        self.deployment = await asyncio.to_thread(self._start)
+        self._parents.add(self.deployment.pid)
+        self._say("everything runs again")
+
+    # -- waiting for it -------------------------------------------------------------------------------------------
+
+    async def ready(self) -> bool:
+        """Whether all processes run and every gateway could serve a request."""
+        state = self._state()
+        if state is None or not all(process.pid for process in state.processes):
+            return False
+        for url in self.urls:
+            host, _, port = url.removeprefix("http://").partition(":")
+            status, _ = await get(host, int(port), "/health/ready")
+            if status != 200:
+                return False
+        return True
+
+    async def settle(self) -> bool:
+        """Wait until it is ready; False: it is not within ``BACK_S``."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(BACK_S):
+                while not await self.ready():  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+                return True
+        return False

@@ -1,0 +1,67 @@
+"""The result as text: one table of counts, kills and recovery times, and what was broken."""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+from tests.chaos.audit import Footprint, Judgement
+from tests.chaos.system import Hit
+
+COLUMNS = (
+    *("asked", "accepted", "ok", "cancelled", "unknown", "failed", "lost", "wrong", "missing", "duplicated", "hole"),
+    *("hung", "again", "refused"),
+)
+MOST = 40  # problems that are printed
+
+
+def counts(judgement: Judgement) -> str:
+    """A row for each class of clients, and their sum."""
+    rows = dict(sorted(judgement.rows.items()))
+    total: Counter[str] = sum(rows.values(), Counter())
+    return _table(
+        ("class", *COLUMNS),
+        [(name, *(str(row[c]) for c in COLUMNS)) for name, row in [*rows.items(), ("all", total)]],
+    )
+
+
+def disturbances(hits: Sequence[Hit], waits: Sequence[float | None]) -> str:
+    """By what was done to what: how often, and how long the slowest stream under way waited for its next event."""
+    groups: dict[tuple[str, str], list[float]] = defaultdict(list)
+    number: Counter[tuple[str, str]] = Counter()
+    for hit, wait in zip(hits, waits, strict=True):
+        key = (hit.act.value, hit.name.rpartition("-")[0] or hit.name)
+        number[key] += 1
+        if wait is not None:
+            groups[key].append(wait)
+    rows = []
+    for key in sorted(number):
+        found = sorted(groups[key])
+        times = (f"{found[len(found) // 2]:.2f} s", f"{found[-1]:.2f} s") if found else ("", "")
+        rows.append((*key, str(number[key]), *times))
+    return _table(("act", "process", "times", "next event p50", "max"), rows)
+
+
+def memory(before: Mapping[str, Footprint], most: Mapping[str, int], after: Mapping[str, Footprint]) -> str:
+    """Resident memory; ``most`` was seen under load."""
+    rows = []
+    for name in sorted(before):
+        was, now = before[name], after.get(name)
+        sizes = (was.rss, max(most.get(name, 0), was.rss), now.rss if now is not None else 0)
+        same = "yes" if now is not None and now.pid == was.pid else "no"
+        rows.append((name, *(f"{size / 2**20:.0f} MiB" for size in sizes), same))
+    return _table(("process", "before", "most", "after", "the same"), rows)
+
+
+def problems(judgement: Judgement) -> str:
+    lines = [f"{p.what:<10} {p.kind:<10} {p.request or '-':<36} {p.tag}  {p.text}" for p in judgement.problems[:MOST]]
+    if (more := len(judgement.problems) - MOST) > 0:
+        lines.append(f"... and {more} more")
+    return "\n".join(lines)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    lines = []
+    for row in [head, *rows]:
+        first, *rest = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append("  ".join([first.strip().ljust(widths[0]), *rest]))
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])

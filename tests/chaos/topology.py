@@ -1,0 +1,55 @@
+"""The deployments that can be attacked: flags of ``penstock up``, and how often what is hit."""
+
+from typing import NamedTuple
+
+from tests.chaos.plan import BROKER
+
+
+class Topology(NamedTuple):
+    """Flags of ``penstock up``, how often what is hit, and the model as clients name it."""
+
+    flags: tuple[str, ...]
+    targets: dict[str, float]
+    model: str
+    real: bool = False
+    images: bool = False
+    tokens: int = 90
+    cluster: bool = False  # three brokers with three copies of each stream, of which one at a time is lost
+
+
+TOPOLOGIES = {
+    "aggregated": Topology(
+        ("--mock-speedup", "1", "--workers", "3", "--gateways", "2", "--routers", "2", "--kv-blocks", "4000"),
+        {"worker": 5, "gateway": 2, "router": 2, BROKER: 1},
+        "tiny",
+    ),
+    "cluster": Topology(
+        ("--mock-speedup", "1", "--workers", "3", "--gateways", "2", "--routers", "2", "--kv-blocks", "4000"),
+        {"worker": 2, "gateway": 1, "router": 1, BROKER: 4},
+        "tiny",
+        cluster=True,
+    ),
+    "pd": Topology(
+        (
+            *("--mock-speedup", "1", "--prefill", "2", "--decode", "2", "--encode", "1", "--workers", "1"),
+            *("--model", "demo-vision", "--gateways", "2", "--routers", "2", "--kv-blocks", "4000"),
+            *("--local-prefill-tokens", "64", "--handoff-lease-s", "10"),
+        ),
+        {"prefill": 3, "decode": 3, "worker": 1, "encode": 1, "gateway": 2, "router": 2, BROKER: 1},
+        "demo-vision",
+        images=True,
+    ),
+    "vision": Topology(
+        (
+            *("--engine", "native", "--model", "demo-vision", "--threads", "1", "--kv-blocks", "600"),
+            *("--prefill", "1", "--decode", "1", "--encode", "1", "--workers", "1"),
+            *("--gateways", "2", "--routers", "2"),
+            *("--local-prefill-tokens", "16", "--handoff-lease-s", "10"),
+        ),
+        {"prefill": 2, "decode": 2, "worker": 2, "encode": 1, "gateway": 2, "router": 2, BROKER: 1},
+        "demo-vision",
+        real=True,
+        images=True,
+        tokens=40,
+    ),
+}

@@ -1,0 +1,205 @@
+"""Several revisions of a model, and another model, under one name: every answer is wholly of one revision."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from configs.bus.connection import Bus, connect
+from configs.modeldir import DEMO, TINY, revision
+from schemas.fleet import Registration
+from tests.pipeline.conftest import NewDeployment
+from tests.pipeline.support import Deployment, Process, metrics, registrations, stopped, until, words
+
+pytestmark = pytest.mark.timeout(180)
+
+PROMPTS = 12
+PATH = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two revisions of one model: the same tokenizer and sizes, other weights."""
+    home = tmp_path_factory.mktemp("models")
+    one, two = (Path(shutil.copytree(TINY, home / name)) for name in ("one", "two"))
+    weights = load_file(two / "model.safetensors")
+    noise = torch.Generator().manual_seed(1)
+    for name, tensor in weights.items():
+        weights[name] = tensor + (torch.randn(tensor.shape, generator=noise) * 0.05).to(tensor.dtype)
+    save_file(weights, two / "model.safetensors", metadata={"format": "pt"})
+    assert (two / "model.safetensors").stat().st_size == (one / "model.safetensors").stat().st_size
+    return one, two
+
+
+@pytest.fixture(scope="module")
+def deployment(new_deployment: NewDeployment, models: tuple[Path, Path]) -> Deployment:
+    """No workers yet."""
+    return new_deployment("--model", str(models[0]), "--served-model-name", "tiny", "--workers", "0", "--routers", "2")
+
+
+class Fleet:
+    """Workers that a test starts and ends."""
+
+    def __init__(self, deployment: Deployment, bus: Bus) -> None:
+        self.deployment = deployment
+        self.bus = bus
+        self.processes: dict[str, Process] = {}
+
+    async def start(self, name: str, model: Path, engine: str = "native") -> None:
+        flags = ("--engine", engine, "--model", str(model), "--served-model-name", "tiny", "--name", name)
+        more = ("--threads", "1", "--kv-blocks", "400", "--drain-s", "20") if engine == "native" else ()
+        self.processes[name] = self.deployment.also("worker", *flags, *more)
+        await until(lambda: self.registration(name), f"{name} registers", within_s=60)
+
+    async def registration(self, name: str) -> Registration | None:
+        found = (await registrations(self.bus)).values()
+        return next((one for one in found if one.name == name), None)
+
+    async def stop(self, *names: str) -> None:
+        assert await stopped([self.processes.pop(name) for name in names]) == [0] * len(names)
+
+    async def kill(self, name: str) -> None:
+        os.kill(self.processes[name].pid, signal.SIGKILL)
+        await asyncio.to_thread(self.processes.pop(name).wait)
+
+
+@pytest.fixture
+async def fleet(deployment: Deployment) -> AsyncIterator[Fleet]:
+    bus = await connect(deployment.state.nats_url, role="client", name="test")
+    fleet = Fleet(deployment, bus)
+    yield fleet
+    await fleet.stop(*fleet.processes)
+
+    async def gone() -> bool:
+        return not await registrations(bus)
+
+    await until(gone, "no worker is left")
+    await bus.close()
+
+
+@pytest.fixture
+async def http(deployment: Deployment) -> AsyncIterator[httpx.AsyncClient]:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=deployment.urls[0], trust_env=False, timeout=60, limits=limits) as made:
+        yield made
+
+
+def body(number: int, count: int = 48, **more: Any) -> dict[str, Any]:
+    prompt = words(60) + f" and then {number}"
+    return {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": count, "ignore_eos": True, **more}
+
+
+async def ask(http: httpx.AsyncClient, number: int, **more: Any) -> str:
+    answer = await http.post(PATH, json=body(number, **more))
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["text"]
+    return text
+
+
+async def answers_of(http: httpx.AsyncClient, worker: str) -> list[str]:
+    """What one worker answers, asked by its name."""
+    return list(await asyncio.gather(*(ask(http, number, worker=worker) for number in range(PROMPTS))))
+
+
+def lines(text: str) -> Iterator[dict[str, Any]]:
+    for line in text.splitlines():
+        if line.startswith("data: {"):
+            yield json.loads(line[6:])
+
+
+async def test_a_killed_workers_answers_go_on_with_the_weights_they_began_with(
+    fleet: Fleet, http: httpx.AsyncClient, models: tuple[Path, Path]
+) -> None:
+    one, two = models
+    assert revision(one) != revision(two)
+    await asyncio.gather(fleet.start("one-a", one), fleet.start("one-b", one))
+    await fleet.start("two-a", two)
+    expected, other = await answers_of(http, "one-a"), await answers_of(http, "two-a")
+    assert all(a != b for a, b in zip(expected, other, strict=True))
+    seen = 0
+
+    async def streamed(number: int) -> str:
+        nonlocal seen
+        text = ""
+        async with http.stream("POST", PATH, json=body(number, stream=True)) as answer:
+            async for line in answer.aiter_lines():
+                for event in lines(line):
+                    assert "error" not in event, event
+                    text += event["choices"][0]["text"]
+                    seen += 1
+        return text
+
+    async def well_under_way() -> bool:
+        return seen > PROMPTS * 8
+
+    streams = [asyncio.create_task(streamed(number)) for number in range(PROMPTS)]
+    await until(well_under_way, "the streams run")
+    await fleet.kill("one-a")
+    assert list(await asyncio.gather(*streams)) == expected
+
+
+async def test_a_rolling_upgrade_fails_no_request_and_mixes_no_answer(
+    fleet: Fleet, http: httpx.AsyncClient, models: tuple[Path, Path]
+) -> None:
+    one, two = models
+    await asyncio.gather(fleet.start("one-a", one), fleet.start("one-b", one))
+    old = await answers_of(http, "one-a")
+    answers: list[tuple[int, str]] = []
+    upgraded = asyncio.Event()
+
+    async def load(number: int) -> None:
+        while not upgraded.is_set():
+            answers.append((number, await ask(http, number)))
+
+    clients = [asyncio.create_task(load(number)) for number in range(PROMPTS)]
+    await asyncio.gather(fleet.start("two-a", two), fleet.start("two-b", two))  # they stand by
+    new = await answers_of(http, "two-a")
+    assert all(a != b for a, b in zip(old, new, strict=True))
+    served_by_old = len(answers)
+    await fleet.stop("one-a")
+    await fleet.stop("one-b")
+    before = len(answers)
+
+    async def some_more() -> bool:
+        return len(answers) > before + 3 * PROMPTS
+
+    await until(some_more, "the new revision answers", within_s=30)
+    upgraded.set()
+    await asyncio.gather(*clients)
+    assert all(text == old[number] for number, text in answers[:served_by_old])
+    assert all(text in (old[number], new[number]) for number, text in answers)
+    assert all(text == new[number] for number, text in answers[-PROMPTS:])
+    assert "revision_stands_by" in fleet.deployment.logs("gateway")
+
+
+async def test_a_worker_of_another_model_under_the_same_name_is_given_nothing(
+    fleet: Fleet, http: httpx.AsyncClient, deployment: Deployment, models: tuple[Path, Path]
+) -> None:
+    await fleet.start("foreign", DEMO, engine="mock")  # first: it would serve, as the oldest
+    foreign = await fleet.registration("foreign")
+    assert foreign is not None
+
+    async def refused() -> bool:
+        page = await metrics(deployment.urls[0])
+        return any(key.startswith("penstock_gateway_workers_refused{") and foreign.worker in key for key in page)
+
+    await until(refused, "the gateway says that it refuses the worker")
+    ready = await http.get("/health/ready")
+    assert ready.status_code == 503
+    asked = [asyncio.create_task(ask(http, number)) for number in range(PROMPTS)]  # before any worker is known
+    await fleet.start("one-a", models[0])
+    expected = await answers_of(http, "one-a")
+    assert list(await asyncio.gather(*asked)) == expected
+    assert [await ask(http, number) for number in range(PROMPTS)] == expected
+    log = deployment.logs("gateway")
+    assert "worker_refused" in log
+    assert foreign.tokenizer in log

@@ -1,0 +1,57 @@
+"""Prefill and decode with pools of any two sizes, over real NIXL: every request ends with its answer, none waits for
+itself."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from configs.bus.connection import Bus, connect
+from tests.pipeline.conftest import NewDeployment
+from tests.pipeline.support import MODEL, Deployment, Oracle, Process, stopped, token_prompt, until
+from tests.pipeline.test_disaggregated import nothing_held, stages
+
+AT_ONCE = 12
+REQUESTS = 16
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def pools(new_deployment: NewDeployment) -> Deployment:
+    """No workers of its own."""
+    return new_deployment("--workers", "0", "--local-prefill-tokens", "64")
+
+
+@pytest.fixture
+async def pools_bus(pools: Deployment) -> AsyncIterator[Bus]:
+    bus = await connect(pools.state.nats_url, role="client", name="test")
+    yield bus
+    await bus.close()
+
+
+@pytest.mark.parametrize(("prefill", "decode", "speedup"), [(2000, 40, 8), (40, 2000, 0), (36, 36, 0), (300, 100, 0)])
+async def test_every_request_ends_whatever_the_ratio_of_the_pools(
+    pools: Deployment, pools_bus: Bus, oracle: Oracle, prefill: int, decode: int, speedup: float
+) -> None:
+    workers: list[Process] = []
+    for role, blocks in (("prefill", prefill), ("decode", decode)):
+        mock = ("--engine", "mock", "--mock-speedup", str(speedup), "--model", str(MODEL), "--drain-s", "3")
+        workers.append(pools.also("worker", *mock, "--role", role, "--kv-blocks", str(blocks)))
+    await asyncio.gather(*(asyncio.to_thread(each.wait_for, "worker_registered") for each in workers))
+    turn = asyncio.Semaphore(AT_ONCE)
+    ids: list[str] = []
+
+    async def one(number: int) -> None:
+        tokens = 700 + number * 11
+        asked = {"model": "tiny", "prompt": token_prompt(tokens, 90_000 + decode * 100 + number), "temperature": 0}
+        async with turn, httpx.AsyncClient(base_url=pools.urls[0], trust_env=False, timeout=40) as http:
+            answer = await http.post("/v1/completions", json=asked | {"max_tokens": 150, "ignore_eos": True})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["text"] == oracle.answer(asked, 150)
+        ids.append(answer.headers["x-request-id"])
+
+    await asyncio.gather(*(one(number) for number in range(REQUESTS)))
+    assert "decode" in [role for each in ids for role in await stages(pools_bus, each)], "nothing was handed over"
+    await until(lambda: nothing_held(pools_bus), "all blocks are free")
+    assert await stopped(workers) == [0, 0]
