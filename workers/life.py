@@ -142,6 +142,10 @@ class Life(ABC):
     def _upkeep(self, now: float) -> None:  # noqa: B027
         """A few times a second."""
 
+    async def _not_begun(self) -> list[Active]:
+        """Requests of which nothing was computed here, and nothing will be: any other worker may begin them."""
+        return [active for active in self._active.values() if not active.started_ns]
+
     def _holding(self) -> bool:
         """Whether something is held for others, for which draining waits."""
         return False
@@ -204,7 +208,7 @@ class Life(ABC):
                 async with asyncio.timeout(SETTLE_S):
                     await self._puller.top_up()
                     await self._lease.update()
-            for active in [a for a in self._active.values() if not a.started_ns]:
+            for active in await self._not_begun():
                 await self.give_back(active, "draining")
         try:
             async with asyncio.timeout(timeout):

@@ -10,7 +10,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import structlog
@@ -118,6 +118,18 @@ class EngineThread:
                 done()
 
         self._put(run)
+
+    def withdraw(self, groups: Sequence[list[Choice]]) -> "concurrent.futures.Future[list[bool]]":
+        """Drop those groups of sequences of which the engine has begun none; says of each whether it is dropped."""
+
+        def run(engine: Engine) -> list[bool]:
+            withdrawn = [not any(choice.started_ns for choice in choices) for choices in groups]
+            for choices, dropped in zip(groups, withdrawn, strict=True):
+                for choice in choices if dropped else ():
+                    engine.cancel(choice)
+            return withdrawn
+
+        return self.call(run)
 
     def ask(self, question: Callable[[Engine], Any], answer: Callable[[Any], None]) -> None:
         """Run ``question`` between two steps and hand its result to ``answer``, in the thread."""

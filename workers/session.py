@@ -29,6 +29,7 @@ from workers.choice import Choice, Flush
 from workers.dump import Dumper
 from workers.engines.base import (
     Engine,
+    EngineError,
     EngineInfo,
     EngineStats,
     MediaReservation,
@@ -36,7 +37,7 @@ from workers.engines.base import (
     Reservation,
     VisionEngine,
 )
-from workers.life import Arrived, Life, Model
+from workers.life import SETTLE_S, Arrived, Life, Model
 from workers.metrics import Metrics
 from workers.requests import Active, admit, already_over, sequences
 from workers.runner import EngineThread
@@ -96,6 +97,16 @@ class Session(Life):
 
     async def _opening(self) -> None:
         await self._stages.open()
+
+    async def _not_begun(self) -> list[Active]:
+        """Asked of the engine's thread: a first token may be on its way here, and then this worker has to go on."""
+        waiting = await super()._not_begun()
+        try:
+            async with asyncio.timeout(SETTLE_S):
+                withdrawn = await asyncio.wrap_future(self._engine.withdraw([active.choices for active in waiting]))
+        except (TimeoutError, EngineError):  # in the midst of a long step, or broken: no token comes soon
+            return [active for active in waiting if not active.started_ns]
+        return [active for active, dropped in zip(waiting, withdrawn, strict=True) if dropped]
 
     def _holding(self) -> bool:
         return bool(self._stages.open_leases)

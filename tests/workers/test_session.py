@@ -541,6 +541,37 @@ async def test_a_draining_worker_ends_what_runs_and_gives_back_the_rest(record: 
     assert not [asked for asked in others if record.streamed(asked)]
 
 
+async def test_a_request_whose_first_token_is_on_its_way_when_the_drain_begins_is_ended_here(
+    record: Record, worker: Living, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = request(max_tokens=20)
+    worker.engine.hold()
+    await record.give(worker.id, asked)
+    await eventually(lambda: _running(worker, asked))
+    active = worker.session._active[asked.id]
+    update = worker.session._lease.update
+
+    async def begun_meanwhile() -> None:
+        await update()
+        worker.engine.allow(1)
+        while not active.choices[0].started_ns:  # the loop does not hear of it before the drain goes on
+            time.sleep(0.001)  # noqa: ASYNC251
+        assert not active.started_ns
+
+    monkeypatch.setattr(worker.session._lease, "update", begun_meanwhile)
+    draining = asyncio.create_task(worker.session.drain(20))
+    await record.has_streamed(asked)
+    worker.engine.release()
+    assert (await record.end(asked)).code == ""
+    assert record.streamed(asked) == answer(asked)
+    await asyncio.wait_for(draining, 10)
+    assert not record.returned
+
+
+def _running(worker: Living, asked: Any) -> bool:
+    return asked.id in worker.session._active
+
+
 def _state(record: Record, worker: Living) -> fleet.State | None:
     registration = record.registered(worker.id)
     return registration.state if registration is not None else None
