@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from configs.parsers import ReasoningParser, ToolCallParser
+from schemas.parser_names import ReasoningParser, ToolCallParser
 
 Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]

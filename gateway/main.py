@@ -12,18 +12,19 @@ from typing import Any
 import structlog
 from prometheus_client import CollectorRegistry
 
-from configs import logs, modeldir
-from configs.bus import looplag
-from configs.bus.connection import connect
-from configs.bus.publish import Publisher
-from configs.bus.tasks import Stop
+from configs import logs
 from configs.settings import GatewaySettings
-from gateway.connections import Limits
-from gateway.http import application
+from gateway.http.app import application
+from gateway.http.connections import Limits
+from gateway.http.server import HttpServer
 from gateway.metrics import Metrics
 from gateway.nats.door import NatsDoor
-from gateway.server import HttpServer
 from gateway.service import Gateway
+from infra.bus import loop_lag
+from infra.bus.connection import connect
+from infra.bus.publisher import Publisher
+from infra.bus.tasks import Stop
+from infra.model import modeldir
 from schemas.errors import ServingError
 
 log = structlog.get_logger("gateway")
@@ -80,7 +81,7 @@ async def _serve(settings: GatewaySettings, model: modeldir.ModelDir) -> int:
     metrics = Metrics(CollectorRegistry())
     loop = asyncio.get_running_loop()
     metrics.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
-    bus.tasks.spawn(looplag.gauge(metrics.registry, "gateway").watch(), name="loop-lag")
+    bus.tasks.spawn(loop_lag.gauge(metrics.registry, "gateway").watch(), name="loop-lag")
     gateway = Gateway(bus, publisher, model, settings, metrics)
     door = NatsDoor(gateway, bus.tasks.group("door"))
     server = HttpServer(application(gateway), listener, limits_of(settings), bus.tasks)
@@ -88,7 +89,7 @@ async def _serve(settings: GatewaySettings, model: modeldir.ModelDir) -> int:
     try:
         await gateway.open()
         await door.open()
-        looplag.freeze_loaded()
+        loop_lag.freeze_loaded()
         await server.start()
         log.info("gateway_listening", port=listener.getsockname()[1], gateway=gateway.id, models=gateway.names)
         await stop.wait()

@@ -1,7 +1,7 @@
 """The workers of a gateway's model: which it uses, which stand by, and which it refuses, loudly.
 
-A worker is used if it has the gateway's own tokenizer and runs the revision that serves (``configs.revisions``). One of
-another revision stands by until that has no worker left; one with another tokenizer is never used, since the same
+A worker is used if it has the gateway's own tokenizer and runs the revision that serves (``infra.bus.revisions``). One
+of another revision stands by until that has no worker left; one with another tokenizer is never used, since the same
 token ids mean other text to it.
 """
 
@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import structlog
 
-from configs.revisions import reads, revisions
 from gateway.metrics import Metrics
+from infra.bus.revisions import reads, revisions
 from schemas.fleet import Registration
 
 log = structlog.get_logger("gateway")

@@ -12,31 +12,31 @@ from typing import Any, TypeVar
 import structlog
 from nats.errors import Error as NatsError
 
-from configs.bus.connection import Bus
-from configs.bus.fleet import FleetWatch, Member
-from configs.bus.publish import Publisher
-from configs.bus.tasks import Tasks
-from configs.modeldir import ModelDir
 from configs.settings import GatewaySettings
-from gateway.attachments import Attachments
-from gateway.completion import Completion
-from gateway.exchange import Exchange
-from gateway.feed import TokenFeed
-from gateway.find import Finder
-from gateway.lookup import Found, Lookup
+from gateway.admission.queues import Queues, class_of
+from gateway.admission.retention import Retention
+from gateway.admission.room import LogRoom
+from gateway.images.models import ROLE, Studios
+from gateway.images.prepare import PATHS, prepare_picture
+from gateway.log.completion import Completion
+from gateway.log.find import Finder
+from gateway.log.inflight import Exchange
+from gateway.log.lookup import Found, Lookup
+from gateway.log.progress import Progress
+from gateway.log.records import Records, is_whole
+from gateway.log.subscription import TokenFeed
+from gateway.media.attachments import Attachments
 from gateway.metrics import Metrics
+from gateway.openai.prepare import CHAT, Draft, Prepared, finish, prepare_chat, prepare_text
+from gateway.openai.prepare_context import Target
+from gateway.openai.responses import stopping
 from gateway.parsers.table import Parsers, agreed
-from gateway.pictures import PATHS, prepare_picture
-from gateway.prepare import CHAT, Draft, Prepared, finish, prepare_chat, prepare_text
-from gateway.progress import Progress
-from gateway.queues import Queues, class_of
-from gateway.records import Records, is_whole
-from gateway.responses import stopping
-from gateway.retention import Retention
-from gateway.room import LogRoom
 from gateway.roster import Roster, Sorted
-from gateway.studios import ROLE, Studios
-from gateway.target import Target
+from infra.bus.connection import Bus
+from infra.bus.publisher import Publisher
+from infra.bus.registry import FleetWatch, Member
+from infra.bus.tasks import Tasks
+from infra.model.modeldir import ModelDir
 from schemas import control, done, wire
 from schemas.errors import Code, ServingError
 from schemas.requests import GenerateRequest, Priority

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from gateway.prepare import Prepared
+from gateway.openai.prepare import Prepared
 from schemas.trace import Trace, asked
 
 PARENT, STATE = "traceparent", "tracestate"

@@ -24,7 +24,9 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "up": Command("run a whole deployment here: broker, router, workers, gateway", "infra.up.main:run", "UpSettings"),
+    "up": Command(
+        "run a whole deployment here: broker, router, workers, gateway", "infra.launch.main:run", "UpSettings"
+    ),
     "nats": Command("run the embedded broker alone", "infra.broker.main:run", "NatsSettings"),
     "streams apply": Command(
         "make the streams on a broker; repeats safely, never deletes",
@@ -35,11 +37,13 @@ COMMANDS = {
     "gateway": Command("run a gateway (OpenAI API)", "gateway.main:run", "GatewaySettings"),
     "router": Command("run a router", "router.main:run", "RouterSettings"),
     "worker": Command("run a worker", "workers.main:run", "WorkerSettings"),
-    "explain": Command("what happened to a request, and why", "infra.explain:run"),
+    "explain": Command("what happened to a request, and why", "infra.timeline.explain:run"),
     "trace": Command(
-        "a request as an OpenTelemetry trace, or all of them to a collector", "infra.tracing.main:run", "TraceSettings"
+        "a request as an OpenTelemetry trace, or all of them to a collector",
+        "infra.timeline.tracing.main:run",
+        "TraceSettings",
     ),
-    "leases": Command("blocks that workers hold for each other right now", "infra.leases:run"),
+    "leases": Command("blocks that workers hold for each other right now", "infra.timeline.leases:run"),
     "recipe list": Command("engine arguments that come with penstock", "infra.recipes.cli:run_list"),
     "recipe show": Command("a recipe, and the commands that run it", "infra.recipes.cli:run_show"),
     "recipe check": Command("what is wrong with engine arguments, or slow", "infra.recipes.cli:run_check"),
@@ -48,7 +52,7 @@ COMMANDS = {
     ),
     "recipe matrix": Command("what each engine can do", "infra.recipes.cli:run_matrix"),
     "kubernetes render": Command(
-        "manifests of a deployment, from a short description", "infra.kubernetes.cli:run_render"
+        "manifests of a deployment, from a short description", "infra.deploy.kubernetes.cli:run_render"
     ),
     "bench http": Command("load an OpenAI URL and measure", "infra.bench.http:run", "infra.bench.http:Settings"),
     "bench handoff": Command(

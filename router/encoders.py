@@ -9,7 +9,7 @@ from math import ceil
 
 from blake3 import blake3
 
-from router.fleet import Member
+from router.load_tracker import Member
 
 SLACK = 1.25  # a worker takes at most this much of its fair share (rounded up) before the next one is asked
 

@@ -9,12 +9,12 @@ from faststream.nats import NatsMessage
 from prometheus_client import CollectorRegistry, start_http_server
 
 from configs import logs
-from configs.bus import looplag
-from configs.bus.connection import connect
-from configs.bus.publish import Publisher
-from configs.bus.shell import OwnConnection, raw
-from configs.bus.tasks import Stop
 from configs.settings import RouterSettings
+from infra.bus import loop_lag
+from infra.bus.connection import connect
+from infra.bus.faststream_app import OwnConnection, raw
+from infra.bus.publisher import Publisher
+from infra.bus.tasks import Stop
 from router.metrics import Metrics
 from router.service import Router
 from schemas import control
@@ -55,7 +55,7 @@ async def _serve(settings: RouterSettings) -> int:
     metrics = Metrics(registry)
     loop = asyncio.get_running_loop()
     metrics.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
-    bus.tasks.spawn(looplag.gauge(registry, "router").watch(), name="loop-lag")
+    bus.tasks.spawn(loop_lag.gauge(registry, "router").watch(), name="loop-lag")
     router = Router(bus, publisher, settings, metrics)
     broker = OwnConnection(bus)
 
@@ -69,7 +69,7 @@ async def _serve(settings: RouterSettings) -> int:
         await publisher.open()
         await app.start()
         await router.open()
-        looplag.freeze_loaded()
+        loop_lag.freeze_loaded()
         if settings.metrics_port:
             start_http_server(settings.metrics_port, settings.metrics_host, registry=registry)
         await stop.wait()

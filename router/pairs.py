@@ -8,7 +8,7 @@ the best with RDMA and the best of all, in one pass over the prefill workers and
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from router.fleet import Member
+from router.load_tracker import Member
 from schemas.fleet import Registration
 
 NEAR, MEDIUM, FAR = 0.02, 0.1, 0.5  # moving a block, as a share of computing it

@@ -24,7 +24,10 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from router import encoders
-from router.fit import (
+from router.holders import Place
+from router.load_tracker import ENCODE, Member
+from router.pairs import Partners, way
+from router.scoring import (
     Ask,
     Mode,
     Need,
@@ -39,9 +42,6 @@ from router.fit import (
     uncached_tokens,
     verdict,
 )
-from router.fleet import ENCODE, Member
-from router.holders import Place
-from router.pairs import Partners, way
 from schemas.errors import Code
 from schemas.fleet import Registration
 from schemas.jobs import Candidate, Stage

@@ -19,22 +19,22 @@ import msgspec
 import structlog
 from nats.errors import Error as NatsError
 
-from configs.bus.connection import Bus
-from configs.bus.looplag import Turns
-from configs.bus.publish import Ack, Publisher
-from configs.bus.pull import ACK, IN_PROGRESS, NAK, TERM, Puller
 from configs.settings import RouterSettings
-from router import ends
-from router.fleet import ENCODE, Unfinished
+from infra.bus.connection import Bus
+from infra.bus.loop_lag import Turns
+from infra.bus.publisher import Ack, Publisher
+from infra.bus.puller import ACK, IN_PROGRESS, NAK, TERM, Puller
+from router import terminal_events
+from router.cluster_state import View
 from router.holders import keys_view
-from router.keeping import Keeping
+from router.job_retention import Keeping
+from router.load_tracker import ENCODE, Unfinished
 from router.metrics import Metrics
 from router.policy import Ask, Choice, Weights, choose, explained
-from router.rescue import Orphan, recover
+from router.queue import Waiting as Entry
+from router.queue import WaitingRoom
+from router.recovery import Orphan, recover
 from router.stragglers import Stragglers
-from router.view import View
-from router.waiting import Waiting as Entry
-from router.waiting import WaitingRoom
 from schemas import done, jobs, requests, wire
 from schemas.errors import Code, ServingError
 from schemas.jobs import Decision, Job
@@ -467,8 +467,8 @@ class Router:
     async def _tell_end(self, waiting: Waiting, code: Code, message: str) -> None:
         """Terminal token item, terminal event, acknowledgement: in this order, each stored before the next."""
         request, attempt = waiting.request, waiting.attempt
-        batch = TokenBatch(self.id, 0, 0, (ends.last_item(request, attempt, code, message),))
-        event = ends.refused(
+        batch = TokenBatch(self.id, 0, 0, (terminal_events.last_item(request, attempt, code, message),))
+        event = terminal_events.refused(
             request, waiting.raw, attempt, waiting.resume, code=code, message=message, now_ns=time.time_ns()
         )
         subjects = self._bus.subjects
@@ -495,7 +495,7 @@ class Router:
         request = orphan.request
         assert request is not None
         try:
-            event = ends.completed(
+            event = terminal_events.completed(
                 request,
                 orphan.raw,
                 orphan.attempt,

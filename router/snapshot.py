@@ -10,8 +10,8 @@ import structlog
 from nats.errors import Error as NatsError
 from nats.js.errors import Error as JetStreamError
 
-from configs.bus.connection import Bus
-from router.fleet import FleetState, merge
+from infra.bus.connection import Bus
+from router.load_tracker import FleetState, merge
 from schemas import wire
 
 log = structlog.get_logger("router")

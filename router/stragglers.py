@@ -10,11 +10,11 @@ from collections.abc import Iterable
 import structlog
 from nats.errors import Error as NatsError
 
-from configs.bus.connection import Bus
-from configs.bus.fill import WARN
-from configs.bus.publish import Publisher
-from configs.bus.read import get
-from configs.bus.watch import StreamWatch
+from infra.bus.connection import Bus
+from infra.bus.direct_get import get
+from infra.bus.publisher import Publisher
+from infra.bus.stream_fill import WARN
+from infra.bus.stream_watch import StreamWatch
 from schemas.subjects import KEPT
 
 log = structlog.get_logger("router")

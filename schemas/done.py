@@ -1,7 +1,7 @@
 """How requests and attempts end: worker or router → all.
 
 ``Done`` is the one terminal event of a request, and its record: request, output, usage and timings. It is stored under
-a subject of its own, only if nothing is stored there (``configs.bus.publish``: ``once``), so that a log holds one per
+a subject of its own, only if nothing is stored there (``infra.bus.publisher``: ``once``), so that a log holds one per
 request. ``Returned`` ends an attempt only: the worker gives the request back unstarted or unfinished, and a router
 steers it again. Both are republished without their bodies: whoever follows them reads headers.
 """

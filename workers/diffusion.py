@@ -20,16 +20,15 @@ from typing import Any, NamedTuple, TypeVar
 
 import structlog
 
-from configs.bus.connection import Bus, connect
-from configs.bus.objects import put
-from configs.bus.publish import Publisher
-from configs.bus.tasks import end
 from configs.settings import WorkerSettings
+from infra.bus.connection import Bus, connect
+from infra.bus.object_store import put
+from infra.bus.publisher import Publisher
+from infra.bus.tasks import end
 from schemas import done, fleet, jobs, requests
 from schemas.errors import Code, ServingError
 from schemas.requests import Diffusion
 from schemas.tokens import File, Finish, TokenItem
-from workers.choice import Choice
 from workers.engines.base import RequestError
 from workers.engines.diffusion.base import DiffusionEngine, Stopped
 from workers.engines.diffusion.encode import encode, media_type
@@ -37,6 +36,7 @@ from workers.life import Arrived, Life, Model
 from workers.metrics import Metrics
 from workers.process import EXIT_OK, WorkerProcess
 from workers.requests import Active, admit
+from workers.sequence_state import Choice
 from workers.stopping import StoppedEarly
 
 log = structlog.get_logger("worker")

@@ -14,8 +14,8 @@ import msgspec
 import structlog
 from nats.errors import Error as NatsError
 
-from configs.bus.connection import Bus
-from configs.bus.read import get_last
+from infra.bus.connection import Bus
+from infra.bus.direct_get import get_last
 from schemas import fleet, wire
 from schemas.errors import Code, ServingError
 

@@ -20,12 +20,12 @@ import structlog
 from nats.errors import Error as NatsError
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
-from configs.bus.connection import Bus
-from configs.bus.publish import Publisher
-from configs.bus.pull import ACK, IN_PROGRESS, TERM, Puller
-from configs.bus.tasks import as_serving_error
-from configs.detokenize import Detokenizer
 from configs.settings import WorkerSettings
+from infra.bus.connection import Bus
+from infra.bus.publisher import Publisher
+from infra.bus.puller import ACK, IN_PROGRESS, TERM, Puller
+from infra.bus.tasks import as_serving_error
+from infra.model.detokenizer import Detokenizer
 from schemas import fleet, jobs, requests
 from schemas.control import Ok, Push, Pushed, Release
 from schemas.errors import Code, ServingError
@@ -36,7 +36,7 @@ from schemas.transfer import Encoded, Prefilled
 from workers.lease import Lease
 from workers.metrics import Metrics
 from workers.outbox import Outbox
-from workers.report import Reporter
+from workers.reporter import Reporter
 from workers.requests import Active
 
 log = structlog.get_logger("worker")

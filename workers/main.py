@@ -8,23 +8,24 @@ from pathlib import Path
 
 import structlog
 
-from configs import logs, modeldir, parsers
-from configs.bus import looplag
-from configs.bus.connection import connect
-from configs.bus.publish import Publisher
+from configs import logs
 from configs.settings import WorkerSettings
+from infra.bus import loop_lag
+from infra.bus.connection import connect
+from infra.bus.publisher import Publisher
+from infra.model import modeldir, parser_detection
 from schemas import blocks
 from schemas.errors import ServingError
 from schemas.transfer import Endpoint
-from workers.choice import Flush
+from workers.engine_thread import EngineThread
 from workers.engines.base import Engine, EngineError, VisionEngine
 from workers.engines.support import SUPPORT, able
-from workers.multiprocess import own_directory
+from workers.kv_transfer.base import Transport, TransportUnavailable
+from workers.multiprocess_metrics import own_directory
 from workers.process import EXIT_CONFIG, EXIT_ENGINE, EXIT_OK, EXIT_START, WorkerProcess
-from workers.runner import EngineThread
+from workers.sequence_state import Flush
 from workers.session import Model, Session
 from workers.stopping import StoppedEarly
-from workers.transfer.base import Transport, TransportUnavailable
 
 log = structlog.get_logger("worker")
 
@@ -120,7 +121,7 @@ class _Worker(WorkerProcess[Session]):
             for collector in getattr(built, "collectors", tuple)():  # the engine's own metrics
                 self._metrics.registry.register(collector)
             transport = await self._transport(engine, built, connection, loop)
-            looplag.freeze_loaded()
+            loop_lag.freeze_loaded()
             vision = _eyes(built)
             names = tuple(n for n in settings.served_model_name.split(",") if n) or (described.name,)
             template = described.template.source if described.template is not None else ""
@@ -130,8 +131,8 @@ class _Worker(WorkerProcess[Session]):
                 described.revision,
                 described.detokenizer,
                 connection,
-                parsers.reasoning_parser(settings.reasoning_parser, template),
-                parsers.tool_call_parser(settings.tool_call_parser, template),
+                parser_detection.reasoning_parser(settings.reasoning_parser, template),
+                parser_detection.tool_call_parser(settings.tool_call_parser, template),
                 described.tokenizer_digest,
             )
 
@@ -162,7 +163,7 @@ class _Worker(WorkerProcess[Session]):
             log.warning("transfer_agent_renewed", agent=endpoint.agent)
             asyncio.run_coroutine_threadsafe(self._renewed(), loop)
 
-        from workers.transfer import open_transport
+        from workers.kv_transfer import open_transport
 
         pools = await asyncio.wrap_future(engine.call(lambda engine: engine.memory()))
         try:

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from blake3 import blake3
 
-from configs.bus import objects
-from configs.bus.connection import Bus
+from infra.bus import object_store
+from infra.bus.connection import Bus
 from schemas.errors import Code
 from schemas.requests import Media
 from workers.engines.base import RequestError, VisionEngine
@@ -35,7 +35,7 @@ class MediaLoader:
         return dict(zip(numbers, prepared, strict=True))
 
     async def _one(self, medium: Media) -> object:
-        raw = await objects.get(self._bus, "media", medium.digest.hex(), limit=medium.bytes)
+        raw = await object_store.get(self._bus, "media", medium.digest.hex(), limit=medium.bytes)
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._prepare, raw, medium)
 
     def _prepare(self, raw: bytes, medium: Media) -> object:

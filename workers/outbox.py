@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from configs.bus.connection import Bus
+from infra.bus.connection import Bus
 from schemas.errors import Code, ServingError
 from schemas.subjects import HEADER_MSG_ID
 from workers.unconfirmed import Unconfirmed

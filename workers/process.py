@@ -16,15 +16,15 @@ from faststream import FastStream
 from faststream.nats import NatsMessage
 from prometheus_client import CollectorRegistry, start_http_server
 
-from configs.bus import looplag
-from configs.bus.connection import Bus
-from configs.bus.shell import OwnConnection, raw
 from configs.settings import WorkerSettings
+from infra.bus import loop_lag
+from infra.bus.connection import Bus
+from infra.bus.faststream_app import OwnConnection, raw
 from schemas import control, wire
 from schemas.subjects import Subjects
 from workers.life import Life
 from workers.metrics import Metrics
-from workers.multiprocess import VARIABLE, Merged
+from workers.multiprocess_metrics import VARIABLE, Merged
 from workers.stopping import EndProcess, StoppedEarly, Stopping
 
 log = structlog.get_logger("worker")
@@ -74,7 +74,7 @@ class WorkerProcess(ABC, Generic[L]):
         loop = asyncio.get_running_loop()
         self._metrics.load_time.set(load_seconds)
         self._metrics.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
-        bus.tasks.spawn(looplag.gauge(self._metrics.registry, "worker").watch(), name="loop-lag")
+        bus.tasks.spawn(loop_lag.gauge(self._metrics.registry, "worker").watch(), name="loop-lag")
         if self._settings.metrics_port and self._settings.publish_events_and_metrics:
             start_http_server(self._settings.metrics_port, self._settings.metrics_host, registry=self._metrics.registry)
         app = self._application(bus)

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from configs.detokenize import Detokenizer
+from infra.model.detokenizer import Detokenizer
 from schemas import blocks, done, wire
 from schemas.errors import Code
 from schemas.jobs import Job, Stage, rank_of
@@ -13,8 +13,8 @@ from schemas.requests import GenerateRequest, Stop
 from schemas.tokens import Finish, Logprob, carried
 from schemas.trace import Stamps, headers, stage_name
 from schemas.transfer import Ticket
-from workers.choice import Choice
 from workers.engines.base import Held, MediaReservation, MediaSpan, Reservation, SequenceRequest
+from workers.sequence_state import Choice
 
 
 class Active(msgspec.Struct, eq=False):

@@ -1,6 +1,6 @@
 """A life of a worker that computes tokens: jobs become sequences in the engine thread, its flushes token items.
 
-Stages that hand KV or embeddings to other workers are ``workers.stages``; what every worker's life has is
+Stages that hand KV or embeddings to other workers are ``workers.disaggregation``; what every worker's life has is
 ``workers.life``.
 """
 
@@ -16,17 +16,17 @@ from typing import Any
 import msgspec
 import structlog
 
-from configs.bus.connection import Bus
-from configs.bus.publish import Publisher
-from configs.bus.tasks import end
 from configs.settings import WorkerSettings
+from infra.bus.connection import Bus
+from infra.bus.publisher import Publisher
+from infra.bus.tasks import end
 from schemas import done, fleet, jobs, kv, requests
 from schemas.control import Ok, Push, Pushed, Release
 from schemas.errors import Code
 from schemas.tokens import Finish, TokenItem
 from schemas.transfer import Endpoint, Memory, Prefilled
-from workers.choice import Choice, Flush
-from workers.dump import Dumper
+from workers.disaggregation import Stages
+from workers.engine_thread import EngineThread
 from workers.engines.base import (
     Engine,
     EngineError,
@@ -37,12 +37,12 @@ from workers.engines.base import (
     Reservation,
     VisionEngine,
 )
+from workers.kv_dump import Dumper
+from workers.kv_transfer.base import Transport
 from workers.life import SETTLE_S, Arrived, Life, Model
 from workers.metrics import Metrics
 from workers.requests import Active, admit, already_over, sequences
-from workers.runner import EngineThread
-from workers.stages import Stages
-from workers.transfer.base import Transport
+from workers.sequence_state import Choice, Flush
 
 log = structlog.get_logger("worker")
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from configs.bus.connection import Bus
+from infra.bus.connection import Bus
 from schemas.subjects import HEADER_MSG_ID
 
 RESEND_S = 0.5

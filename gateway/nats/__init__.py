@@ -1,0 +1,1 @@
+"""The NATS door: submissions, services and numbered answers."""

@@ -4,13 +4,13 @@ from typing import Any
 
 import msgspec
 
-from gateway.idempotency import claim, claim_again, lookup
+from gateway.admission.idempotency import claim, claim_again, lookup
+from gateway.images.models import ROLE
 from gateway.nats.answering import Answering, Found
 from gateway.nats.protocol import Kind, Origin
 from gateway.nats.tenants import TenantTable
-from gateway.prepare import Prepared
+from gateway.openai.prepare import Prepared
 from gateway.service import Gateway
-from gateway.studios import ROLE
 from gateway.tracing import of_nats, traced
 from schemas.errors import Code, ServingError
 from schemas.ids import new_request_id

@@ -5,12 +5,12 @@ import time
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 
-from gateway.answers import written
-from gateway.exchange import Exchange
+from gateway.http.answers import written
+from gateway.log.inflight import Exchange
+from gateway.log.records import has_output, is_whole
 from gateway.nats.numbered import Chunks, Message, failure
 from gateway.nats.outlet import Outlet
-from gateway.records import has_output, is_whole
-from gateway.render import Collector
+from gateway.openai.render import Collector
 from gateway.service import Gateway
 from schemas.done import Done, items
 from schemas.errors import Code, ServingError

@@ -2,13 +2,13 @@
 
 import asyncio
 
-from configs.bus.tasks import Tasks
 from gateway.nats.accepting import Accepting
 from gateway.nats.answering import Answering
 from gateway.nats.services import Services
 from gateway.nats.submissions import Submissions
 from gateway.nats.tenants import TenantTable
 from gateway.service import Gateway
+from infra.bus.tasks import Tasks
 
 CUT_S = 1.0
 

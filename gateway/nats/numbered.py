@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from configs.detokenize import Detokenizer
 from gateway.nats.protocol import STREAM_USAGE
 from gateway.nats.rounds import Rounds
-from gateway.render import DONE, Renderer
-from gateway.responses import error_body
+from gateway.openai.render import DONE, Renderer
+from gateway.openai.responses import error_body
+from infra.model.detokenizer import Detokenizer
 from schemas.errors import ServingError
 from schemas.requests import GenerateRequest
 from schemas.subjects import HEADER_ERROR, HEADER_EVENT_ID, HEADER_FINAL, HEADER_RECORD, HEADER_SEQ

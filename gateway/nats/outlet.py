@@ -4,8 +4,8 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from configs.bus.connection import Bus
 from gateway.nats.numbered import Message
+from infra.bus.connection import Bus
 from schemas.subjects import HEADER_REQUEST
 
 INTEREST_S = 5.0  # nats-py's clients come back 2 s after the broker

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from gateway.prepare import CHAT, TEXT
+from gateway.openai.prepare import CHAT, TEXT
 from schemas import control
 from schemas.errors import Code, ServingError
 from schemas.subjects import DEFAULT_TENANT, HEADER_FROM, HEADER_MSG_ID, HEADER_REPLY_TO

@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from configs.bus.tasks import Tasks, as_serving_error
-from gateway.idempotency import lookup
+from gateway.admission.idempotency import lookup
 from gateway.nats.accepting import Accepting
 from gateway.nats.answering import Answering, Found
 from gateway.nats.numbered import failure
@@ -17,6 +16,7 @@ from gateway.nats.outlet import Outlet
 from gateway.nats.protocol import Origin, Wanted, kind_of, origin_of, submitted, wanted
 from gateway.nats.tenants import TenantTable
 from gateway.service import Gateway
+from infra.bus.tasks import Tasks, as_serving_error
 from schemas.errors import Code, ServingError
 from schemas.subjects import DEFAULT_TENANT, token
 

@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 import structlog
 from nats.errors import Error as NatsError
 
-from configs.bus.pull import ACK, IN_PROGRESS, NAK, Puller
-from configs.bus.tasks import Tasks, as_serving_error
-from gateway.idempotency import Conflict, digest_of
+from gateway.admission.idempotency import Conflict, digest_of
 from gateway.nats.accepting import Accepting
 from gateway.nats.answering import Answering, Found
 from gateway.nats.numbered import failure
 from gateway.nats.outlet import Outlet
 from gateway.nats.protocol import Origin, key_of, kind_of, origin_of, submitted
 from gateway.service import Gateway
+from infra.bus.puller import ACK, IN_PROGRESS, NAK, Puller
+from infra.bus.tasks import Tasks, as_serving_error
 from schemas.errors import Code, ServingError
 from schemas.ids import new_request_id
 from schemas.streams import submissions

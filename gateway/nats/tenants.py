@@ -5,9 +5,9 @@ from collections.abc import Callable
 import msgspec
 import structlog
 
-from configs.bus.connection import Bus
-from configs.bus.log import LogTail
-from configs.bus.read import Entry
+from infra.bus.connection import Bus
+from infra.bus.direct_get import Entry
+from infra.bus.log_tail import LogTail
 from schemas.errors import Code, ServingError
 from schemas.subjects import DEFAULT_TENANT
 from schemas.tenants import Limits, decode

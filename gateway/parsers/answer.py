@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 from msgspec import UNSET
 
+from gateway.openai.responses import AnswerMessage, CallMessage, Delta, FunctionMessage
 from gateway.parsers.formats import Texts, Tools, content
 from gateway.parsers.harmony import harmony
 from gateway.parsers.reader import Reader, Steps
 from gateway.parsers.sink import Sink
 from gateway.parsers.thoughts import Tags, thoughts
-from gateway.responses import AnswerMessage, CallMessage, Delta, FunctionMessage
 
 
 class AnswerParser:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from gateway.responses import CallDelta, Delta, FunctionDelta
+from gateway.openai.responses import CallDelta, Delta, FunctionDelta
 
 _SPACE = " \t\r\n"
 

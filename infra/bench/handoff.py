@@ -19,10 +19,10 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from schemas.transfer import Endpoint, Memory
-from workers.transfer import Transport, TransportUnavailable, open_transport
-from workers.transfer.blocks import Move, moves
-from workers.transfer.nixl import KINDS
-from workers.transfer.nixl_library import Library, load
+from workers.kv_transfer import Transport, TransportUnavailable, open_transport
+from workers.kv_transfer.blocks import Move, moves
+from workers.kv_transfer.nixl import KINDS
+from workers.kv_transfer.nixl_library import Library, load
 
 POOL = "kv"
 START_S = 60.0

@@ -20,9 +20,9 @@ from rich.table import Table
 
 from infra.bench.answers import Connection, Tally
 from infra.bench.cpu import cpu_of, own_seconds
+from infra.launch.http import get
+from infra.launch.state import read_state
 from infra.terminal import stdout
-from infra.up.http import get
-from infra.up.state import read_state
 
 _BUSY = 0.85  # share of a core from which the generator is itself the limit
 _RECONNECT_S = 0.05

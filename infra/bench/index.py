@@ -8,9 +8,9 @@ import time
 import tracemalloc
 from collections.abc import Callable
 
-from router.fleet import Load, Member
 from router.holders import keys_view
 from router.index import PrefixIndex
+from router.load_tracker import Load, Member
 from router.policy import Ask, Weights, choose
 from schemas.fleet import Registration
 from schemas.kv import KvBatch, Removed, Stored

@@ -15,8 +15,8 @@ from infra.broker.disk import DiskWatch
 from infra.broker.roles import ROLES, inbox_prefix
 from infra.broker.server import EmbeddedNats, ServerFailed
 from infra.cli import StreamsSettings
-from infra.up.signals import Stop
-from infra.up.supervisor import Keeper
+from infra.launch.signals import Stop
+from infra.launch.supervisor import Keeper
 from schemas.streams import topology
 from schemas.subjects import Subjects
 

@@ -15,7 +15,7 @@ from infra.broker.binary import find_server
 from infra.broker.config import USERS, Cluster, ServerConfig, render
 from infra.broker.datadir import Lock, load_secrets, write_private
 from infra.broker.tenants import INCLUDE, write_accounts
-from infra.up.deathsig import die_with_parent
+from infra.launch.deathsig import die_with_parent
 from schemas.subjects import Subjects
 
 _POLL_S = 0.01

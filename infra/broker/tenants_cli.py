@@ -22,7 +22,7 @@ from infra.broker.datadir import load_secrets
 from infra.broker.main import connect_operator
 from infra.broker.reload import reload, running_pid
 from infra.broker.tenants import Tenant, Tenants
-from infra.up.state import read_state
+from infra.launch.state import read_state
 from schemas import wire
 from schemas.subjects import DEFAULT_TENANT, Subjects
 from schemas.tenants import MAX_PENDING, check_name

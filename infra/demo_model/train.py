@@ -19,15 +19,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
-from configs import modeldir
 from infra.demo_model import checkpoint
 from infra.demo_model.batches import LONGEST, SHORT, Batch, Batches
 from infra.demo_model.export import TOKENIZER
 from infra.demo_model.model import DRAFT, EYES, SMOKE, Demo, Parts, Shape, places_of
 from infra.demo_model.tokenizer import VOCAB, write_tokenizer
+from infra.model import modeldir
 
 WARM_UP = 300
-BUNDLED = Path(modeldir.__file__).parent / "models" / "demo"
+BUNDLED = modeldir.MODELS / "demo"
 _SHOW_STEPS = 100
 
 

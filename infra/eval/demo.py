@@ -19,8 +19,8 @@ from rich.table import Table
 from infra.demo_model import mix, vision
 from infra.demo_model.sample import Sample, right, tool_call, valid_json
 from infra.demo_model.template import IMAGE
+from infra.launch.state import read_state
 from infra.terminal import stdout
-from infra.up.state import read_state
 
 _TASKS = (*mix.TASKS, *vision.TASKS)
 _WRONG_SHOWN = 3

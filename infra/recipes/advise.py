@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from configs.engine_args import memory as memories
-from configs.engine_args.memory import GIB, Memory
-from configs.engine_args.pairs import Member, compare
-from configs.engine_args.rules import Context, Finding, check
+from infra.engine_args import memory as memories
+from infra.engine_args.memory import GIB, Memory
+from infra.engine_args.pairs import Member, compare
+from infra.engine_args.rules import Context, Finding, check
 from infra.recipes.catalogue import Recipe
 
 

@@ -9,10 +9,10 @@ from typing import get_args
 
 import msgspec
 
-from configs.engine_args.memory import GIB
-from configs.engine_args.rules import Context, Role
-from configs.engine_args.shapes import UnknownShape
-from configs.engine_args.tree import BadArguments
+from infra.engine_args.memory import GIB
+from infra.engine_args.rules import Context, Role
+from infra.engine_args.shapes import UnknownShape
+from infra.engine_args.tree import BadArguments
 from infra.recipes.advise import advise, between, failed, lines, told_of
 from infra.recipes.catalogue import FOLDER, GPUS, Recipe, context_of, header_of, members, parse
 from infra.recipes.command import worker_command

@@ -9,12 +9,12 @@ from typing import Any, get_args
 
 import yaml
 
-from configs.engine_args.generate import Generated, Wish, generate
-from configs.engine_args.memory import GIB
-from configs.engine_args.rules import Role
-from configs.engine_args.schema import TransceiverBackend
-from configs.engine_args.shapes import Shape, UnknownShape
-from configs.engine_args.tree import BadArguments
+from infra.engine_args.generate import Generated, Wish, generate
+from infra.engine_args.memory import GIB
+from infra.engine_args.rules import Role
+from infra.engine_args.schema import TransceiverBackend
+from infra.engine_args.shapes import Shape, UnknownShape
+from infra.engine_args.tree import BadArguments
 from infra.recipes.advise import between, failed
 from infra.recipes.catalogue import GPUS, context_of, parse
 from infra.recipes.shape import shape_at

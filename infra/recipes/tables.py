@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Mapping
 
-from configs.engine_args.memory import GIB, Memory, estimate
-from configs.engine_args.rules import RULES
+from infra.engine_args.memory import GIB, Memory, estimate
+from infra.engine_args.rules import RULES
 from infra.recipes.catalogue import Header, Member, Recipe, context_of
 from workers.engines import support
 

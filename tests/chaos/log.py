@@ -5,9 +5,9 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from configs.bus.connection import Bus
-from configs.bus.read import read
-from infra.leases import is_open, leases
+from infra.bus.connection import Bus
+from infra.bus.direct_get import read
+from infra.timeline.leases import is_open, leases
 from schemas import done, fleet, requests
 from tests.chaos.audit import End, Log
 from tests.pipeline.support import metrics

@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from configs.bus.connection import Bus, connect
-from infra.explain import show, story
+from infra.bus.connection import Bus, connect
+from infra.timeline.explain import show, story
 from tests.chaos import audit, log, recipes, table
 from tests.chaos.audit import Expected, Judgement, Problem
 from tests.chaos.clients import PATIENCE_S, Failed, HttpClients

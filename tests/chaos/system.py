@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, Self
 
 import msgspec
 
-from infra.up.http import get
-from infra.up.machine import free_run
-from infra.up.state import State
+from infra.launch.http import get
+from infra.launch.machine import free_run
+from infra.launch.state import State
 from tests.chaos.audit import Footprint
 from tests.chaos.brokers import Brokers
 from tests.chaos.plan import BROKER, Act, Disturbance

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from configs.modeldir import ModelDir, load
-from gateway.target import Target
+from gateway.openai.prepare_context import Target
+from infra.model.modeldir import ModelDir, load
 from tests.tiny_model import write
 
 

@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.openai import MAX_PROCESSOR_BYTES, MAX_PROCESSORS
-from gateway.prepare import Prepared, prepare_chat, prepare_text
-from gateway.target import Target
+from gateway.openai.prepare import Prepared, prepare_chat, prepare_text
+from gateway.openai.prepare_context import Target
+from gateway.openai.requests import MAX_PROCESSOR_BYTES, MAX_PROCESSORS
 from schemas.errors import Code, ServingError
 from schemas.requests import LogitsProcessor
 
@@ -91,7 +91,7 @@ def test_while_no_worker_is_known_any_name_is_taken(target: Target) -> None:
 
 
 def test_the_field_is_in_the_api_document() -> None:
-    from gateway.openai import ChatBody
+    from gateway.openai.requests import ChatBody
 
     _, schemas = msgspec.json.schema_components([ChatBody])
     assert schemas["Processor"]["additionalProperties"] is False

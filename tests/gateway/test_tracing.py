@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gateway.prepare import Target, prepare_text
+from gateway.openai.prepare import Target, prepare_text
 from gateway.tracing import OWN, of_http, of_nats, traced
 from schemas.requests import decode
 from schemas.trace import Trace

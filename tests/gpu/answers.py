@@ -5,8 +5,8 @@ python -m tests.gpu.answers
 
 from random import Random
 
-from configs import modeldir
 from infra.demo_model import vision
+from infra.model import modeldir
 from schemas.requests import Sampling, Stop
 from workers.engines.base import MediaSpan, SequenceRequest
 from workers.engines.core.engine import ScheduledEngine

@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from configs import modeldir
 from configs.settings import WorkerSettings
+from infra.model import modeldir
 from schemas.requests import LogitsProcessor, Sampling, Stop
 from workers.engines.base import SequenceRequest
 from workers.engines.logits.apply import Chain

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from configs import modeldir
+from infra.model import modeldir
 from schemas.requests import Sampling, Stop
 from tests.workers.engines.native import models
 from workers.engines.base import SequenceRequest

@@ -24,9 +24,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from configs import modeldir
 from infra.bench.http import WORDS
-from infra.up.state import State, read_state
+from infra.launch.state import State, read_state
+from infra.model import modeldir
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
           "num_key_value_heads")  # fmt: skip

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from infra.bench.answers import Connection, Tally
 from infra.bench.cpu import cpu_seconds
 from infra.bench.http import BenchFailed, Requests, Settings, Stage, Target, _measure, _target, figures, percentile
-from infra.up.state import Running, State, write_state
+from infra.launch.state import Running, State, write_state
 
 TOKENS = 4
 

@@ -5,7 +5,7 @@ from array import array
 
 import pytest
 
-from configs.engine_args import Context, check, decode
+from infra.engine_args import Context, check, decode
 from schemas.blocks import chain
 from workers.engines.core.blocks import BlockManager
 

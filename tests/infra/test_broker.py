@@ -14,14 +14,14 @@ from nats.aio.client import Client
 from nats.js.api import AckPolicy, ConsumerConfig
 from nats.js.errors import NotFoundError
 
-from configs.bus import objects
-from configs.bus.connection import connect as open_bus
 from infra.broker.apply import BrokerProblem, apply, stream_configs, widened
 from infra.broker.binary import find_server, parse_version
 from infra.broker.config import USERS, ServerConfig, render
 from infra.broker.datadir import DataDirBusy, Lock, load_secrets
 from infra.broker.roles import ROLES, permissions
 from infra.broker.server import EmbeddedNats, ServerFailed
+from infra.bus import object_store
+from infra.bus.connection import connect as open_bus
 from schemas.streams import topology
 from schemas.subjects import Subjects
 from tests.conftest import Connect, round_trip
@@ -243,8 +243,8 @@ async def test_workers_store_results_and_gateways_read_them(ready: EmbeddedNats,
         for role in ("worker", "gateway"):
             buses[role] = await open_bus(ready.url(role), role=role, name=f"test-{role}")
             stack.push_async_callback(buses[role].close)
-        await objects.put(buses["worker"], "results", name, data)
-        assert await objects.get(buses["gateway"], "results", name, limit=1 << 24) == data
+        await object_store.put(buses["worker"], "results", name, data)
+        assert await object_store.get(buses["gateway"], "results", name, limit=1 << 24) == data
     errors: list[str] = []
     gateway = await connect(ready, "gateway", errors)
     assert await refused(gateway, errors, f"$O.{S.bucket('results')}.C.forged")

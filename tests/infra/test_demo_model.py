@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from configs import modeldir
 from infra.demo_model import facts, letters, memory, mix, talk
 from infra.demo_model.sample import Sample, plain, right, valid_json
 from infra.demo_model.template import IMAGE, STOP, prompt, segments
 from infra.demo_model.words import held_out
+from infra.model import modeldir
 
-DEMO = Path(modeldir.__file__).parent / "models" / "demo"
+DEMO = modeldir.MODELS / "demo"
 SPLIT = [13, 32, 39]  # of 12 + n, n from 10 to 39
 SEEDS = st.integers(0, 2**32)
 

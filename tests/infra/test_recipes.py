@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from configs.engine_args import BadArguments, check
-from configs.engine_args.memory import GIB, estimate
-from configs.engine_args.tree import parse_yaml
 from configs.flags import parse as parse_flags
 from configs.settings import GatewaySettings, RouterSettings, WorkerSettings
+from infra.engine_args import BadArguments, check
+from infra.engine_args.memory import GIB, estimate
+from infra.engine_args.tree import parse_yaml
 from infra.recipes.advise import between
 from infra.recipes.catalogue import FOLDER, GPUS, Recipe, context_of, load, members, parse
 from infra.recipes.cli import run_check, run_list, run_matrix, run_show

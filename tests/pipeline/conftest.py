@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from configs.bus.connection import Bus, connect
+from infra.bus.connection import Bus, connect
 from tests.pipeline.support import MODEL_NAME, Deployment, Oracle
 
 NewDeployment = Callable[..., Deployment]

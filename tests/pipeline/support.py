@@ -18,12 +18,12 @@ import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from configs import modeldir
-from configs.bus.connection import Bus
-from configs.bus.read import read
-from infra.explain import Story, story
-from infra.up.deathsig import die_with_parent
-from infra.up.state import State, read_state
+from infra.bus.connection import Bus
+from infra.bus.direct_get import read
+from infra.launch.deathsig import die_with_parent
+from infra.launch.state import State, read_state
+from infra.model import modeldir
+from infra.timeline.explain import Story, story
 from schemas import fleet, requests
 from schemas.done import Done
 from schemas.requests import GenerateRequest, Sampling

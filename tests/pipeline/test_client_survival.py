@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from configs.bus.connection import Bus, connect
 from gateway.client import Client, Position
-from infra.up.deathsig import die_with_parent
+from infra.bus.connection import Bus, connect
+from infra.launch.deathsig import die_with_parent
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import ROOT, Deployment, Oracle, accepted, idle_workers, until, words
 

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from configs.bus.connection import Bus, connect
+from infra.bus.connection import Bus, connect
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, ending, idle_workers, until
 

@@ -17,8 +17,8 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from configs.bus.connection import Bus
-from infra.explain import show, story
+from infra.bus.connection import Bus
+from infra.timeline.explain import show, story
 from schemas import fleet
 from schemas.subjects import HEADER_REPLY_TO
 from tests.pipeline.support import Deployment, Process, accepted, ending, parse_sse, until

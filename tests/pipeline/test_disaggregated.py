@@ -12,9 +12,9 @@ from zlib import crc32
 import httpx
 import pytest
 
-from configs.bus.connection import Bus, connect
-from configs.bus.read import read
-from infra.leases import Lease, is_open, leases
+from infra.bus.connection import Bus, connect
+from infra.bus.direct_get import read
+from infra.timeline.leases import Lease, is_open, leases
 from schemas import jobs, wire
 from schemas.jobs import Job
 from schemas.subjects import HEADER_MSG_ID

@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from configs.bus.connection import Bus, connect
+from infra.bus.connection import Bus, connect
 from infra.demo_model import vision
-from infra.leases import is_open, leases
+from infra.timeline.leases import is_open, leases
 from schemas.jobs import Stage
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, ending, idle_workers, until

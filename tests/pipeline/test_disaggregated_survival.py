@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 import pytest
 
-from configs.bus.connection import Bus, connect
-from configs.bus.read import read
-from configs.modeldir import MODELS
+from infra.bus.connection import Bus, connect
+from infra.bus.direct_get import read
 from infra.demo_model import vision
-from infra.leases import is_open, leases
+from infra.model.modeldir import MODELS
+from infra.timeline.leases import is_open, leases
 from schemas import done
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, Oracle, idle_workers, joined, parse_sse, token_prompt, until

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Sequence
 import httpx
 import pytest
 
-from configs.bus.connection import Bus, connect
-from configs.bus.read import read
-from infra.up.state import Running
+from infra.bus.connection import Bus, connect
+from infra.bus.direct_get import read
+from infra.launch.state import Running
 from schemas import blocks, kv, wire
 from schemas.jobs import Decision
 from tests.pipeline.conftest import NewDeployment

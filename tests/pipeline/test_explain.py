@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from configs.bus.connection import Bus
+from infra.bus.connection import Bus
 from schemas.ids import new_request_id
 from tests.pipeline.support import ROOT, Deployment, ending, words
 

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from configs.bus.connection import Bus
+from infra.bus.connection import Bus
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import (
     MODEL,

@@ -10,7 +10,7 @@ import nats
 import pytest
 from nats.aio.msg import Msg
 
-from configs.bus.connection import Bus
+from infra.bus.connection import Bus
 from schemas.requests import GenerateRequest
 from tests.pipeline.support import (
     Deployment,

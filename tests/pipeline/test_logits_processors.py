@@ -8,8 +8,8 @@ import httpx
 import openai
 import pytest
 
-from configs import modeldir
-from configs.bus.connection import Bus, connect
+from infra.bus.connection import Bus, connect
+from infra.model import modeldir
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, ending, joined, parse_sse, registrations, until
 

@@ -13,7 +13,7 @@ from faststream.nats import NatsBroker
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from configs.bus.connection import Bus
+from infra.bus.connection import Bus
 from schemas import control, wire
 from schemas.ids import new_request_id
 from schemas.subjects import (

@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from configs.bus.connection import Bus
-from configs.bus.read import read
+from infra.bus.connection import Bus
+from infra.bus.direct_get import read
 from schemas import kv
 from schemas.blocks import split
 from schemas.jobs import Candidate, Decision

@@ -10,13 +10,13 @@ import httpx
 import msgspec
 import pytest
 
-from configs.bus.connection import Bus, connect
-from configs.bus.read import read
-from gateway.find import Finder
-from gateway.idempotency import claim
-from gateway.lookup import Lookup
-from gateway.records import Records
-from gateway.repeats import _meaning
+from gateway.admission.idempotency import claim
+from gateway.http.repeats import _meaning
+from gateway.log.find import Finder
+from gateway.log.lookup import Lookup
+from gateway.log.records import Records
+from infra.bus.connection import Bus, connect
+from infra.bus.direct_get import read
 from schemas import done, requests, wire
 from schemas.errors import Code, ServingError
 from schemas.ids import new_request_id

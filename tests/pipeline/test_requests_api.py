@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from configs.bus.connection import Bus
+from infra.bus.connection import Bus
 from schemas.ids import new_request_id
 from tests.pipeline.support import (
     Deployment,

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from configs.bus.connection import Bus, connect
-from configs.modeldir import DEMO, TINY, revision
+from infra.bus.connection import Bus, connect
+from infra.model.modeldir import DEMO, TINY, revision
 from schemas.fleet import Registration
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, Process, metrics, registrations, stopped, until, words

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from configs.bus.connection import Bus, connect
+from infra.bus.connection import Bus, connect
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import MODEL, Deployment, Oracle, Process, stopped, token_prompt, until
 from tests.pipeline.test_disaggregated import nothing_held, stages

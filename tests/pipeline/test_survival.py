@@ -16,8 +16,8 @@ import httpx
 import nats
 import pytest
 
-from configs.bus.connection import Bus, connect
-from configs.bus.read import read
+from infra.bus.connection import Bus, connect
+from infra.bus.direct_get import read
 from schemas import done, tokens
 from schemas.subjects import HEADER_EVENT_ID, HEADER_FINAL, HEADER_MSG_ID, HEADER_REPLY_TO, HEADER_REQUEST
 from schemas.tokens import PROMPT

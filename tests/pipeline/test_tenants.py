@@ -10,7 +10,7 @@ from typing import Any
 import nats
 import pytest
 
-from configs.bus.connection import Bus
+from infra.bus.connection import Bus
 from infra.cli import main
 from schemas.subjects import HEADER_ERROR, HEADER_MSG_ID, HEADER_REQUEST
 from tests.conftest import round_trip

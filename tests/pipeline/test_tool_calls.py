@@ -10,7 +10,7 @@ import nats
 import openai
 import pytest
 
-from configs.bus.connection import connect
+from infra.bus.connection import connect
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, accepted, parse_sse, registrations, stopped, until
 from tests.pipeline.test_nats_door import Submitter

@@ -12,10 +12,10 @@ import httpx
 import nats
 import pytest
 
-from configs.bus.connection import Bus, connect
-from infra.explain import story
+from infra.bus.connection import Bus, connect
+from infra.timeline.explain import story
 from schemas.subjects import HEADER_FINAL, HEADER_REPLY_TO, HEADER_REQUEST
-from tests.infra.tracing.collector import Collector, Got
+from tests.infra.timeline.tracing.collector import Collector, Got
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import ROOT, Deployment, ending, parse_sse, token_prompt, until
 

@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from configs.bus.connection import Bus, connect
-from configs.modeldir import DEMO
-from infra.leases import is_open, leases
-from infra.tracing.journey import Journey
-from infra.tracing.main import told
+from infra.bus.connection import Bus, connect
+from infra.model.modeldir import DEMO
+from infra.timeline.leases import is_open, leases
+from infra.timeline.tracing.journey import Journey
+from infra.timeline.tracing.main import told
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import ROOT, Deployment, ending, idle_workers, stopped, until
 from tests.standins import FOLDER, VARIANT

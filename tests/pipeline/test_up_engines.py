@@ -10,10 +10,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from configs.bus.connection import connect
-from configs.modeldir import DEMO
-from infra.up.deathsig import die_with_parent
-from infra.up.http import get
+from infra.bus.connection import connect
+from infra.launch.deathsig import die_with_parent
+from infra.launch.http import get
+from infra.model.modeldir import DEMO
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import ROOT, START_S, Deployment, Process, ending, free_port, samples, until
 from tests.standins import FOLDER, VARIANT, real

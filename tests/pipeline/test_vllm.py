@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
-from configs.bus.connection import Bus, connect
-from configs.modeldir import DEMO
-from infra.explain import story
-from infra.leases import is_open, leases
+from infra.bus.connection import Bus, connect
+from infra.model.modeldir import DEMO
+from infra.timeline.explain import story
+from infra.timeline.leases import is_open, leases
 from tests import standins
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import ROOT, Deployment, Process, ending, free_port, idle_workers, metrics, stopped, until

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from configs.bus.connection import Bus
-from configs.bus.publish import Publisher
-from configs.bus.read import read
 from configs.settings import RouterSettings
 from infra.broker.server import EmbeddedNats
+from infra.bus.connection import Bus
+from infra.bus.direct_get import read
+from infra.bus.publisher import Publisher
 from router.metrics import Metrics
 from router.service import Router
 from schemas import blocks, control, done, fleet, jobs, kv, wire
@@ -21,7 +21,7 @@ from schemas.jobs import Job
 from schemas.requests import GenerateRequest
 from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, HEADER_RETURNED, Subjects
 from schemas.transfer import Encoded, Endpoint, Memory, Prefilled, Ticket
-from tests.configs.bus_support import eventually
+from tests.infra.bus.support import eventually
 from tests.workers.support import BLOCK, MODEL, Record, dial
 
 

@@ -6,13 +6,13 @@ import time
 from rich.console import Console
 
 from infra.broker.server import EmbeddedNats
-from infra.explain import show, story
+from infra.timeline.explain import show, story
 from schemas import jobs, wire
 from schemas.ids import new_request_id
 from schemas.requests import Media
 from schemas.subjects import HEADER_MSG_ID, Subjects
 from schemas.transfer import HandOff, HandOffs, Memory
-from tests.configs.bus_support import eventually
+from tests.infra.bus.support import eventually
 from tests.router.support import Clients, endpoint, routing
 from tests.workers.support import Record, request
 

@@ -12,15 +12,15 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client import CollectorRegistry
 
-from configs import modeldir
-from configs.bus.publish import Publisher
-from configs.bus.read import Entry
 from configs.settings import GatewaySettings
 from gateway.metrics import Metrics
 from gateway.service import Gateway
 from infra.broker.server import EmbeddedNats
-from router.fleet import CLOSED_REMEMBERED
-from router.view import View
+from infra.bus.direct_get import Entry
+from infra.bus.publisher import Publisher
+from infra.model import modeldir
+from router.cluster_state import View
+from router.load_tracker import CLOSED_REMEMBERED
 from schemas import fleet, kv, wire
 from schemas.jobs import Stage
 from schemas.subjects import Subjects

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from router.fleet import Load, Member
+from router.load_tracker import Load, Member
 from router.policy import Ask, Mode, Weights, choose
 from schemas.errors import Code
 from schemas.fleet import Diffuser, Registration, State

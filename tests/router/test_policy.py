@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.fleet import Load, Member
+from router.load_tracker import Load, Member
 from router.policy import STORED_CANDIDATES, Ask, Mode, Weights, choose, excluded, score
 from schemas.errors import Code
 from schemas.fleet import Registration, State

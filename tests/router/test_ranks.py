@@ -6,19 +6,19 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.fit import Ask, Weights
-from router.fleet import Fleet
+from router.cluster_state import _by_rank
 from router.holders import keys_view
 from router.index import PrefixIndex
+from router.load_tracker import Fleet
 from router.policy import choose
-from router.view import _by_rank
+from router.scoring import Ask, Weights
 from schemas import blocks, kv
 from schemas.fleet import Registration
 from schemas.requests import Stop
-from workers.dump import in_pages
 from workers.engines import mock
 from workers.engines.base import SequenceRequest
 from workers.engines.mock.executor import GREEDY
+from workers.kv_dump import in_pages
 
 RANKS = 3
 BLOCK = 2

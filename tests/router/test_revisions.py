@@ -4,9 +4,9 @@ from infra.broker.server import EmbeddedNats
 from schemas.errors import Code
 from schemas.fleet import State
 from schemas.subjects import Subjects
-from tests.configs.bus_support import eventually
+from tests.infra.bus.support import eventually
 from tests.router.support import Clients, Routing, routing
-from tests.router.test_rescue import lose, on, streamed
+from tests.router.test_recovery import lose, on, streamed
 from tests.workers.support import Record, answer, request
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from configs.bus.pull import ACK, NAK
 from infra.broker.server import EmbeddedNats
+from infra.bus.puller import ACK, NAK
 from router import service
 from router.index import PrefixIndex
 from router.policy import Ask, Choice
@@ -23,7 +23,7 @@ from schemas.requests import GenerateRequest, Priority
 from schemas.streams import ROUTER_ACK_WAIT_S
 from schemas.subjects import HEADER_LOAD, Subjects
 from schemas.tokens import WHOLE_REQUEST
-from tests.configs.bus_support import eventually
+from tests.infra.bus.support import eventually
 from tests.router.support import Clients, Routing, routing
 from tests.workers.support import MODEL, Record, answer, living, request
 

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router import encoders
-from router.fit import busy, prefill_cost
-from router.fleet import Load, Member
+from router.load_tracker import Load, Member
 from router.pairs import FAR, MEDIUM, NEAR, Partners, distance, kind_of
 from router.policy import STORED_CANDIDATES, Ask, Choice, Mode, Weights, choose, excluded, explained
+from router.scoring import busy, prefill_cost
 from schemas.errors import Code
 from schemas.fleet import Registration, State
 from schemas.jobs import Stage

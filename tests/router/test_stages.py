@@ -7,15 +7,15 @@ import msgspec
 import pytest
 
 from infra.broker.server import EmbeddedNats
-from router import encoders, service, view
-from router.fleet import Load, Member
+from router import cluster_state, encoders, service
+from router.load_tracker import Load, Member
 from schemas import jobs, wire
 from schemas.errors import Code
 from schemas.jobs import LoadHeader, Stage
 from schemas.requests import GenerateRequest, Media, Priority
 from schemas.subjects import Subjects
 from schemas.transfer import Memory
-from tests.configs.bus_support import eventually
+from tests.infra.bus.support import eventually
 from tests.router.support import Clients, Routing, Stub, endpoint, routing
 from tests.workers.support import Record, answer, ids, request
 
@@ -327,7 +327,7 @@ async def test_a_hand_over_to_a_worker_that_is_gone_is_rescued_at_once(
 async def test_a_router_that_starts_finds_what_was_handed_to_a_dead_worker(
     broker: EmbeddedNats, pipeline: Subjects, clients: Clients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(view, "SETTLE_S", 0.3)
+    monkeypatch.setattr(cluster_state, "SETTLE_S", 0.3)
     monkeypatch.setattr(service, "ORPHANS_S", 0.1)
     asked, kept = request(LONG), request([7, *LONG])
     async with routing(broker, pipeline) as one:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from configs.bus.tasks import EXIT_OK, EXIT_STUCK
 from infra.broker.apply import apply
 from infra.broker.server import EmbeddedNats
+from infra.bus.tasks import EXIT_OK, EXIT_STUCK
 from router.main import END_S
 from schemas import wire
 from schemas.streams import topology

@@ -9,16 +9,16 @@ import pytest
 from nats.aio.client import Client
 from prometheus_client import CollectorRegistry
 
-from configs.bus.connection import Bus
+from gateway.admission.room import LogRoom
 from gateway.metrics import Metrics
-from gateway.room import LogRoom
 from infra.broker.apply import apply
 from infra.broker.server import EmbeddedNats
+from infra.bus.connection import Bus
 from router.stragglers import sequence
 from schemas.requests import Priority
 from schemas.streams import StreamSpec, topology
 from schemas.subjects import Subjects
-from tests.configs.bus_support import eventually
+from tests.infra.bus.support import eventually
 from tests.router.support import Clients, routing
 from tests.workers.support import request
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from configs.fold import replay
 from schemas import done, jobs, kv, requests, tokens
+from schemas.reassembly import replay
 from schemas.requests import GenerateRequest
 from schemas.wire import unpack_tokens
 

@@ -19,9 +19,11 @@ MODULES = sorted(module.name for module in pkgutil.iter_modules(schemas.__path__
 
 
 def message_types() -> set[type[msgspec.Struct]]:
-    """Every Struct that a module of ``schemas`` defines."""
+    """Every Struct that a module of ``schemas`` defines; those of ``reassembly`` are a reader's state."""
     found = set()
     for name in MODULES:
+        if name == "reassembly":
+            continue
         module = importlib.import_module(f"schemas.{name}")
         for value in vars(module).values():
             if isinstance(value, type) and issubclass(value, msgspec.Struct) and value.__module__ == module.__name__:

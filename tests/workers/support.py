@@ -13,31 +13,31 @@ import msgspec
 from nats.errors import Error as NatsError
 from prometheus_client import CollectorRegistry
 
-from configs.bus.connection import Bus, connect
-from configs.bus.log import LogTail
-from configs.bus.publish import Publisher
-from configs.bus.read import Entry, read
-from configs.bus.tasks import end
-from configs.detokenize import Detokenizer
-from configs.fold import Progress, replay
 from configs.settings import WorkerSettings
 from infra.broker.server import EmbeddedNats
+from infra.bus.connection import Bus, connect
+from infra.bus.direct_get import Entry, read
+from infra.bus.log_tail import LogTail
+from infra.bus.publisher import Publisher
+from infra.bus.tasks import end
+from infra.model.detokenizer import Detokenizer
 from schemas import blocks, control, done, fleet, jobs, kv, tokens, transfer, wire
 from schemas.errors import ServingError
 from schemas.jobs import Decision, Job, Stage
+from schemas.reassembly import Progress, replay
 from schemas.requests import GenerateRequest, Sampling, Stop
 from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, Subjects
 from schemas.tokens import Finish, TokenBatch, TokenItem
 from schemas.transfer import HandOff
-from tests.configs.bus_support import eventually
-from workers.choice import Flush
+from tests.infra.bus.support import eventually
+from workers.engine_thread import EngineThread
 from workers.engines import mock
 from workers.engines.base import Engine, StepResult
 from workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
+from workers.kv_transfer import Network, Transport, open_transport
 from workers.metrics import Metrics
-from workers.runner import EngineThread
+from workers.sequence_state import Flush
 from workers.session import Model, Session
-from workers.transfer import Network, Transport, open_transport
 
 MODEL = "m"
 GATEWAY = "gw"

@@ -6,9 +6,9 @@ from configs.flags import parse
 from configs.settings import WorkerSettings
 from infra.broker.server import EmbeddedNats
 from schemas.subjects import Subjects
-from tests.configs.bus_support import eventually
+from tests.infra.bus.support import eventually
 from tests.workers.support import Record, engine, living
-from workers.transfer import Network
+from workers.kv_transfer import Network
 
 
 @pytest.mark.parametrize("role", ["aggregated", "prefill", "decode"])

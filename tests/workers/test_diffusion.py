@@ -14,16 +14,16 @@ import pytest
 from PIL import Image
 from prometheus_client import CollectorRegistry
 
-from configs.bus.objects import get
-from configs.bus.publish import Publisher
 from configs.settings import WorkerSettings
 from infra.broker.server import EmbeddedNats
+from infra.bus.object_store import get
+from infra.bus.publisher import Publisher
 from schemas import control, wire
 from schemas.errors import Code
 from schemas.fleet import Diffuser
 from schemas.requests import Diffusion, GenerateRequest
 from schemas.subjects import Subjects
-from tests.configs.bus_support import eventually
+from tests.infra.bus.support import eventually
 from tests.pipeline.support import Process
 from tests.workers.support import Record, dial, ids, request
 from workers import diffusion as module

@@ -12,7 +12,7 @@ from infra.broker.server import EmbeddedNats
 from schemas import done, wire
 from schemas.requests import Sampling
 from schemas.subjects import Subjects
-from tests.configs.bus_support import eventually
+from tests.infra.bus.support import eventually
 from tests.workers.support import Living, Record, answer, engine, living, request
 
 
@@ -53,7 +53,7 @@ async def test_a_terminal_event_that_is_refused_is_stored_once_that_is_possible(
     record: Record, worker: Living, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its job, delivered again meanwhile, is neither run again nor acknowledged."""
-    monkeypatch.setattr("configs.bus.publish.RESEND_S", 0.1)
+    monkeypatch.setattr("infra.bus.publisher.RESEND_S", 0.1)
     asked = request()
     await refuse_ends(record)
     await record.give(worker.id, asked)
@@ -78,7 +78,7 @@ async def test_a_terminal_event_that_is_refused_is_stored_once_that_is_possible(
 async def test_a_return_that_is_refused_is_stored_once_that_is_possible(
     record: Record, worker: Living, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("configs.bus.publish.RESEND_S", 0.1)
+    monkeypatch.setattr("infra.bus.publisher.RESEND_S", 0.1)
     worker.engine.hold()
     asked = request()
     await record.give(worker.id, asked)

@@ -14,7 +14,7 @@ from router.index import PrefixIndex
 from schemas import blocks, kv
 from schemas.requests import GenerateRequest
 from schemas.subjects import Subjects
-from tests.configs.bus_support import eventually
+from tests.infra.bus.support import eventually
 from tests.router.support import Clients, Routing, routing
 from tests.workers.support import BLOCK, REVISION, Held, Living, Record, living, request
 from workers.engines import mock

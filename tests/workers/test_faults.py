@@ -8,9 +8,9 @@ import pytest
 from infra.broker.server import EmbeddedNats
 from schemas.errors import Code
 from schemas.subjects import Subjects
-from tests.configs.bus_support import eventually
+from tests.infra.bus.support import eventually
 from tests.workers.support import Record, answer, living, request
-from tests.workers.test_stages import PROMPT, Pair, give, pair
+from tests.workers.test_disaggregation import PROMPT, Pair, give, pair
 
 __all__ = ["pair"]
 
@@ -102,7 +102,7 @@ async def test_a_stage_that_fails_ends_its_request_within_seconds_and_leaks_no_b
         raise Fault
 
     if stage == "hand_over":
-        monkeypatch.setattr("workers.stages.next_job", fail)
+        monkeypatch.setattr("workers.disaggregation.next_job", fail)
     else:
         monkeypatch.setattr(pair.decode.session._stages._reader, "bring", fail)
         monkeypatch.setattr(pair.decode.session._stages, "_quarantine_s", 0.1)
@@ -154,7 +154,7 @@ async def test_upkeep_that_fails_ends_the_process_in_order(
         if what == "_upkeep":
             monkeypatch.setattr(worker.session, "_upkeep", fail)
         elif what == "sweep":  # of the publisher, where no single message is to blame
-            monkeypatch.setattr("configs.bus.publish.time", None)
+            monkeypatch.setattr("infra.bus.publisher.time", None)
         else:
             monkeypatch.setattr(worker.session, "_publish", fail)
             worker.engine.allow(3)

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from nats.js.errors import NotFoundError
 
-from configs.bus.connection import Bus
-from configs.bus.fleet import FleetWatch
 from infra.broker.server import EmbeddedNats
+from infra.bus.connection import Bus
+from infra.bus.registry import FleetWatch
 from schemas import fleet
 from schemas.errors import ServingError
 from schemas.subjects import Subjects
 from schemas.wire import encode
-from tests.configs.bus_support import eventually, opened
+from tests.infra.bus.support import eventually, opened
 from workers import lease as module
 from workers.lease import TRUST_S, Lease
 

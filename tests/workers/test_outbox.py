@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from nats.errors import Error as NatsError
 
-from configs.bus.read import read
 from infra.broker.server import EmbeddedNats
+from infra.bus.direct_get import read
 from schemas.errors import Code, ServingError
 from schemas.subjects import Subjects
-from tests.configs.bus_support import eventually, opened
+from tests.infra.bus.support import eventually, opened
 from workers import outbox as module
 from workers.outbox import KEEP_S, Outbox
 

@@ -5,9 +5,9 @@ from structlog.testing import capture_logs
 
 from infra.broker.server import EmbeddedNats
 from schemas.subjects import Subjects
-from tests.configs.bus_support import eventually
+from tests.infra.bus.support import eventually
 from tests.workers.support import engine, living
-from workers.transfer import Network
+from workers.kv_transfer import Network
 
 
 @pytest.mark.parametrize("reached", [True, False])

@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from configs.detokenize import Detokenizer
-from configs.modeldir import TINY, load_tokenizer
+from infra.model.detokenizer import Detokenizer
+from infra.model.modeldir import TINY, load_tokenizer
 from schemas import blocks, done, jobs, wire
 from schemas.errors import Code
 from schemas.jobs import Decision, Job, Stage

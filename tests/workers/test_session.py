@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from configs.bus.connection import Bus
-from configs.detokenize import Detokenizer
-from configs.modeldir import TINY, load_tokenizer
 from infra.broker.server import EmbeddedNats
+from infra.bus.connection import Bus
+from infra.model.detokenizer import Detokenizer
+from infra.model.modeldir import TINY, load_tokenizer
 from schemas import done, fleet, wire
 from schemas.errors import Code
 from schemas.requests import Sampling
 from schemas.subjects import Subjects
 from schemas.tokens import Finish
 from schemas.trace import Trace
-from tests.configs.bus_support import eventually
+from tests.infra.bus.support import eventually
 from tests.workers.support import DRAWN, Living, Record, answer, engine, ids, living, request
 from workers import life as module
 from workers.engines.mock.executor import Vocabulary

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from configs.modeldir import TINY
 from configs.settings import WorkerSettings
 from infra.broker.apply import apply
 from infra.broker.server import EmbeddedNats
+from infra.model.modeldir import TINY
 from schemas import control, wire
 from schemas.jobs import Stage
 from schemas.streams import topology
 from schemas.subjects import Subjects
-from tests.configs.bus_support import eventually
 from tests.conftest import Connect
+from tests.infra.bus.support import eventually
 from tests.pipeline.support import Process
 from tests.workers.support import Record, engine, request
 from workers import main as module

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from configs.modeldir import TINY
 from configs.settings import WorkerSettings
 from infra.broker.server import EmbeddedNats
+from infra.model.modeldir import TINY
 from schemas import control, fleet, wire
 from schemas.subjects import Subjects
-from tests.configs.bus_support import eventually
+from tests.infra.bus.support import eventually
 from tests.pipeline.support import Oracle, Process
 from tests.workers.support import Held, Record, answer, engine, ids, request
 from workers import main as module

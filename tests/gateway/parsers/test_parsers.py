@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs import modeldir, parsers
+from gateway.openai.responses import AnswerMessage, Delta
 from gateway.parsers.answer import AnswerParser
 from gateway.parsers.table import REASONING, TOOLS, Parsers, agreed, parser, parsing
-from gateway.responses import AnswerMessage, Delta
+from infra.model import modeldir
+from infra.model import parser_detection as detection
+from schemas import parser_names
 from schemas.fleet import Registration
 from schemas.requests import GenerateRequest, Parsing, Stop
 from tests.gateway.parsers.corpus import CASES, TEXTS, Case
@@ -215,9 +217,9 @@ def test_arguments_come_as_they_are_written() -> None:
 
 
 def test_the_names_that_workers_may_say_are_those_that_gateways_read() -> None:
-    extra = {parsers.AUTO, parsers.NONE}
-    assert set(get_args(parsers.ReasoningParser)) == set(REASONING) | extra
-    assert set(get_args(parsers.ToolCallParser)) == set(TOOLS) | extra
+    extra = {parser_names.AUTO, parser_names.NONE}
+    assert set(get_args(parser_names.ReasoningParser)) == set(REASONING) | extra
+    assert set(get_args(parser_names.ToolCallParser)) == set(TOOLS) | extra
 
 
 TOOL = {
@@ -283,10 +285,10 @@ def test_of_workers_that_disagree_the_one_that_is_there_longest_decides() -> Non
     ],
 )  # fmt: skip
 def test_a_template_tells_of_its_formats(template: str, reasoning: str, tools: str) -> None:
-    assert parsers.reasoning_parser("auto", template) == reasoning
-    assert parsers.tool_call_parser("auto", template) == tools
-    assert parsers.reasoning_parser("none", template) == parsers.tool_call_parser("none", template) == ""
-    assert parsers.tool_call_parser("mistral", template) == "mistral"
+    assert detection.reasoning_parser("auto", template) == reasoning
+    assert detection.tool_call_parser("auto", template) == tools
+    assert detection.reasoning_parser("none", template) == detection.tool_call_parser("none", template) == ""
+    assert detection.tool_call_parser("mistral", template) == "mistral"
 
 
 def test_the_bundled_models_tell_of_their_formats() -> None:
@@ -295,5 +297,8 @@ def test_the_bundled_models_tell_of_their_formats() -> None:
         template = modeldir.load(modeldir.MODELS / name).template
         assert template is not None
         source = template.source
-        found[name] = (parsers.reasoning_parser("auto", source), parsers.tool_call_parser("auto", source))
+        found[name] = (
+            detection.reasoning_parser("auto", source),
+            detection.tool_call_parser("auto", source),
+        )
     assert found == {"demo": ("basic", "hermes"), "demo-vision": ("basic", "hermes"), "tiny": ("", "hermes")}

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers import AddedToken, Tokenizer
 
-from configs import modeldir
-from configs.modeldir import ModelDir
+from gateway.openai.prepare import prepare_chat, prepare_text
+from gateway.openai.prepare_context import Target
+from gateway.openai.render import Collector, Renderer
 from gateway.parsers.table import Parsers
-from gateway.prepare import prepare_chat, prepare_text
-from gateway.render import Collector, Renderer
-from gateway.target import Target
+from infra.model import modeldir
+from infra.model.modeldir import ModelDir
 from schemas.errors import ServingError
 from schemas.requests import GenerateRequest, Parsing
 from schemas.tokens import Finish, Logprob, TokenItem

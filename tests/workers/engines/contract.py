@@ -22,8 +22,8 @@ from typing import Any
 
 import msgspec
 
-from configs import modeldir
 from configs.settings import WorkerSettings
+from infra.model import modeldir
 from schemas.blocks import chain, root, split
 from schemas.kv import Cleared, KvEvent, Removed, Stored
 from schemas.requests import Sampling, Stop

@@ -4,8 +4,8 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from configs.engine_args.tree import BadArguments
 from configs.settings import WorkerSettings
+from infra.engine_args.tree import BadArguments
 from tests.workers.engines.contract import ALL, SEEDED_RESUME, Subject
 from workers.diffusion import build_engine
 from workers.engines.support import FEATURES, SUPPORT, able, matrix

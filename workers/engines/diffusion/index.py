@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from configs.modeldir import ModelError
+from infra.model.modeldir import ModelError
 
 INDEX = "model_index.json"
 

@@ -12,8 +12,8 @@ import numpy as np
 import structlog
 import torch
 
-from configs.modeldir import ModelError
 from configs.settings import WorkerSettings
+from infra.model.modeldir import ModelError
 from schemas.errors import Code
 from schemas.fleet import Diffuser
 from schemas.requests import Diffusion

@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from configs import modeldir
 from configs.settings import WorkerSettings
+from infra.model import modeldir
 from schemas.requests import LogitsProcessor
 from workers.engines.logits.registry import Facts, ProcessorError, Registry
 

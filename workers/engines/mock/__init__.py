@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from configs import modeldir
-from configs.detokenize import REPLACEMENT
 from configs.settings import WorkerSettings
+from infra.model import modeldir
+from infra.model.detokenizer import REPLACEMENT
 from workers.engines.base import EngineInfo
 from workers.engines.core.blocks import BlockManager
 from workers.engines.core.engine import EncodeEngine, ScheduledEngine

@@ -1,6 +1,6 @@
 """The engine's arguments: ours < the YAML file of ``--extra-engine-args`` < the JSON of ``--override-engine-args``.
 
-Pure. Names, values and combinations are checked by ``configs.engine_args``; what is handed to the engine is the plain
+Pure. Names, values and combinations are checked by ``infra.engine_args``; what is handed to the engine is the plain
 tree, so that everything that nobody mentioned has the default of the installed release.
 """
 
@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import structlog
 from blake3 import blake3
 
-from configs.engine_args.rules import Context, Finding, check
-from configs.engine_args.schema import EngineArgs
-from configs.engine_args.tree import AUTODEPLOY, BadArguments, Tree, decode, merge, parse_json, parse_yaml
+from infra.engine_args.rules import Context, Finding, check
+from infra.engine_args.schema import EngineArgs
+from infra.engine_args.tree import AUTODEPLOY, BadArguments, Tree, decode, merge, parse_json, parse_yaml
 
 log = structlog.get_logger("engine")
 

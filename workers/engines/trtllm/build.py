@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import structlog
 
-from configs import modeldir
-from configs.engine_args.rules import Context
-from configs.engine_args.schema import EngineArgs
-from configs.engine_args.shapes import Shape, UnknownShape, shape_of
-from configs.engine_args.tree import BadArguments
 from configs.settings import WorkerSettings
+from infra.engine_args.rules import Context
+from infra.engine_args.schema import EngineArgs
+from infra.engine_args.shapes import Shape, UnknownShape, shape_of
+from infra.engine_args.tree import BadArguments
+from infra.model import modeldir
 from schemas import blocks
 from schemas.requests import Sampling, Stop
 from workers.engines.base import EngineError, EngineInfo, MediaSpan
-from workers.engines.foreign import arguments as foreign
-from workers.engines.foreign.engine import shut_down
+from workers.engines.external import arguments as foreign
+from workers.engines.external.engine import shut_down
 from workers.engines.loop import LoopThread
 from workers.engines.trtllm import api as apis
 from workers.engines.trtllm import launch, sampling, stats

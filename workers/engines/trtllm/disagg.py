@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from workers.engines.foreign import handed
+from workers.engines.external import handed
 
 CONTEXT, GENERATION = "context_only", "generation_only"
 

@@ -17,14 +17,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from configs import modeldir
-from configs.engine_args.tree import BadArguments
 from configs.settings import WorkerSettings
+from infra.engine_args.tree import BadArguments
+from infra.model import modeldir
 from schemas.errors import Code
 from schemas.transfer import Memory
 from workers.engines.base import EngineError, EngineInfo, RequestError
 from workers.engines.core.engine import EncodeEngine
-from workers.engines.foreign.engine import shut_down
+from workers.engines.external.engine import shut_down
 from workers.engines.native import media
 from workers.engines.native.pool import dtype_name, location, zeros
 from workers.engines.trtllm import api as apis

@@ -1,4 +1,4 @@
-"""TensorRT-LLM behind our engine protocol; see ``workers.engines.foreign.engine``."""
+"""TensorRT-LLM behind our engine protocol; see ``workers.engines.external.engine``."""
 
 import contextlib
 from collections.abc import Sequence as Seq
@@ -10,8 +10,8 @@ from schemas.kv import KvEvent
 from schemas.transfer import Memory
 from workers.engines.base import EngineInfo, EngineStats, MediaReservation, SequenceRequest
 from workers.engines.core.engine import Sighted
-from workers.engines.foreign.engine import ForeignEngine
-from workers.engines.foreign.handed import Used
+from workers.engines.external.engine import ForeignEngine
+from workers.engines.external.handed import Used
 from workers.engines.loop import LoopThread
 from workers.engines.trtllm import stats
 from workers.engines.trtllm.api import Api

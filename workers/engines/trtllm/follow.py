@@ -13,9 +13,9 @@ import structlog
 
 from schemas.errors import Code
 from workers.engines.base import SequenceRequest
-from workers.engines.foreign import engine
-from workers.engines.foreign.answer import Ending
-from workers.engines.foreign.engine import Broken, Heard
+from workers.engines.external import engine
+from workers.engines.external.answer import Ending
+from workers.engines.external.engine import Broken, Heard
 from workers.engines.loop import LoopThread
 from workers.engines.trtllm import disagg, errors, perf
 from workers.engines.trtllm.api import Api

@@ -7,7 +7,7 @@ import structlog
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from workers.engines.foreign.metrics import NativeSeries
+from workers.engines.external.metrics import NativeSeries
 from workers.engines.trtllm import stats
 
 log = structlog.get_logger("engine")

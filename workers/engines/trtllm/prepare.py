@@ -8,9 +8,9 @@ import structlog
 
 from schemas.errors import Code
 from workers.engines.base import EngineInfo, MediaSpan, RequestError, SequenceRequest
-from workers.engines.foreign import requests
-from workers.engines.foreign.draw import stop_ids
-from workers.engines.foreign.handed import Used
+from workers.engines.external import requests
+from workers.engines.external.draw import stop_ids
+from workers.engines.external.handed import Used
 from workers.engines.trtllm import disagg, sampling
 from workers.engines.trtllm.deltas import Cursor
 

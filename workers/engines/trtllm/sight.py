@@ -13,7 +13,7 @@ from PIL import Image
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from configs.modeldir import Vision
+from infra.model.modeldir import Vision
 from schemas.errors import Code
 from schemas.transfer import Memory
 from workers.engines.base import MediaReservation, MediaSpan, RequestError

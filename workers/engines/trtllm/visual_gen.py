@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import structlog
 
-from configs.modeldir import ModelError
 from configs.settings import WorkerSettings
+from infra.model.modeldir import ModelError
 from schemas.errors import Code
 from schemas.fleet import Diffuser
 from schemas.requests import Diffusion

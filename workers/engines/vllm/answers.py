@@ -9,7 +9,7 @@ from typing import Any
 
 from schemas.errors import Code
 from schemas.tokens import Logprob
-from workers.engines.foreign.answer import MISSING, Ending, Token, logprob_of
+from workers.engines.external.answer import MISSING, Ending, Token, logprob_of
 
 
 class Diverged(Exception):

@@ -9,7 +9,7 @@ from typing import Any
 
 import structlog
 
-from configs.engine_args.tree import Tree
+from infra.engine_args.tree import Tree
 from workers.engines.base import EngineError
 
 log = structlog.get_logger("engine")

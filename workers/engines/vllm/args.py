@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
-from configs.engine_args.tree import BadArguments, Tree, merge
+from infra.engine_args.tree import BadArguments, Tree, merge
 
 EVENT_STEPS = 10_000  # messages of KV events that can be replayed
 CPU_BLOCK = 32  # tokens: its attention kernel on CPUs takes blocks of these, or of multiples

@@ -17,16 +17,16 @@ from urllib.parse import urlsplit
 import structlog
 import zmq
 
-from configs import modeldir
-from configs.engine_args.tree import BadArguments, Tree
 from configs.settings import WorkerSettings
+from infra.engine_args.tree import BadArguments, Tree
+from infra.model import modeldir
 from schemas import blocks
 from workers.engines import host
 from workers.engines.base import EngineError, EngineInfo
 from workers.engines.events.subscribe import Subscriber
-from workers.engines.foreign import arguments as foreign
-from workers.engines.foreign.engine import CLOSE_S, shut_down
-from workers.engines.foreign.guard import Guard, children
+from workers.engines.external import arguments as foreign
+from workers.engines.external.engine import CLOSE_S, shut_down
+from workers.engines.external.guard import Guard, children
 from workers.engines.loop import LoopThread
 from workers.engines.vllm import api as apis
 from workers.engines.vllm.api import Api

@@ -1,4 +1,4 @@
-"""vLLM behind our engine protocol; see ``workers.engines.foreign.engine``.
+"""vLLM behind our engine protocol; see ``workers.engines.external.engine``.
 
 A third kind of thread reads KV events, one per rank, into the same queue.
 """
@@ -16,9 +16,9 @@ from prometheus_client.registry import Collector
 from schemas.kv import KvEvent
 from workers.engines.base import EngineInfo, EngineStats, SequenceRequest
 from workers.engines.events import wire
-from workers.engines.foreign.engine import ForeignEngine
-from workers.engines.foreign.handed import Used
-from workers.engines.foreign.metrics import NativeSeries
+from workers.engines.external.engine import ForeignEngine
+from workers.engines.external.handed import Used
+from workers.engines.external.metrics import NativeSeries
 from workers.engines.loop import LoopThread
 from workers.engines.vllm.api import Api
 from workers.engines.vllm.follow import Events, Fact, Follower, Live

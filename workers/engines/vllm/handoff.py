@@ -6,7 +6,7 @@ vLLM's NIXL connector moves the KV; the params say where it lies. Pure.
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from workers.engines.foreign import handed
+from workers.engines.external import handed
 
 # What a prefill engine is asked for: compute, keep the blocks, say where they are.
 PRODUCE: dict[str, Any] = {

@@ -6,8 +6,8 @@ import structlog
 
 from schemas.errors import Code
 from workers.engines.base import EngineInfo, RequestError, SequenceRequest
-from workers.engines.foreign import requests
-from workers.engines.foreign.handed import Used
+from workers.engines.external import requests
+from workers.engines.external.handed import Used
 from workers.engines.vllm import handoff, sampling
 
 log = structlog.get_logger("engine")

@@ -7,8 +7,8 @@ queue needs blocks that may be among those.
 import random
 
 from tests.workers.engines.core.support import ROOT, Bench, check_pool, names, request
+from workers.block_waits import Room, Wait
 from workers.engines.base import Output, Reservation
-from workers.room import Room, Wait
 
 
 def prompt(number: int, tokens: int) -> list[int]:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from configs.modeldir import ModelError
 from configs.settings import WorkerSettings
+from infra.model.modeldir import ModelError
 from schemas.errors import Code
 from schemas.requests import Diffusion
 from workers.engines.base import RequestError

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from configs.modeldir import ModelError
 from configs.settings import WorkerSettings
+from infra.model.modeldir import ModelError
 from schemas.errors import Code
 from schemas.requests import Diffusion
 from workers.engines.base import EngineError, RequestError

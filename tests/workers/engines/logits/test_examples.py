@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs import modeldir
+from infra.model import modeldir
 from tests.workers.engines.logits.own import TopK
 from workers.engines.logits.examples import AllowedTokens, ForcedText, Temperature
 

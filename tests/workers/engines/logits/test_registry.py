@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from configs import modeldir
 from configs.settings import WorkerSettings
+from infra.model import modeldir
 from schemas.errors import Code
 from schemas.requests import LogitsProcessor
 from tests.workers.engines.logits.own import Curious

@@ -12,8 +12,8 @@ import structlog
 import torch
 from torch import Tensor
 
-from configs import modeldir
 from configs.settings import WorkerSettings
+from infra.model import modeldir
 from tests.workers.engines.logits.own import Plus
 from tests.workers.engines.logits.support import OWN, VOCAB, asking, chosen, own
 from workers.engines.base import RequestError

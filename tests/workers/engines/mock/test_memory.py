@@ -11,8 +11,8 @@ import torch
 from blake3 import blake3
 from safetensors.torch import save
 
-from configs import modeldir
 from configs.settings import WorkerSettings
+from infra.model import modeldir
 from schemas.blocks import chain, media_extra, root, split
 from schemas.errors import Code
 from schemas.requests import Sampling, Stop

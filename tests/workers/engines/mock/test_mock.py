@@ -5,8 +5,8 @@ from typing import Literal
 import msgspec
 import pytest
 
-from configs import modeldir
 from configs.settings import WorkerSettings
+from infra.model import modeldir
 from schemas.blocks import split
 from schemas.errors import Code
 from schemas.kv import Stored

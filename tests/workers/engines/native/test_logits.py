@@ -8,9 +8,9 @@ import pytest
 import structlog
 import torch
 
-from configs import modeldir
 from configs.flags import parse
 from configs.settings import WorkerSettings
+from infra.model import modeldir
 from schemas.errors import Code
 from schemas.requests import LogitsProcessor, Sampling, Stop
 from tests.workers.engines.logits.support import OWN, chosen

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from infra.tiny_model import make
+from infra.demo_model.tiny import make
 from tests.workers.engines.native.conftest import TINY
 from tests.workers.engines.native.models import request, run, tokens
 from workers.engines.native.build import build

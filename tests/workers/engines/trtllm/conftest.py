@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from configs import modeldir
 from configs.settings import WorkerSettings
+from infra.model import modeldir
 from schemas.requests import Sampling, Stop
 from schemas.tokens import Logprob
 from tests import standins

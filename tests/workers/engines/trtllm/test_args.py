@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from configs.engine_args import BadArguments
-from configs.engine_args.rules import Context
+from infra.engine_args import BadArguments
+from infra.engine_args.rules import Context
 from workers.engines.trtllm.args import Wanted, defaults, encoder, layout, prune, resolve
 
 PLAIN = Wanted("aggregated", "pytorch", 32, 64, 8000, 4096)

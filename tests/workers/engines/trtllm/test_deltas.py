@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from schemas.errors import Code
 from schemas.tokens import Logprob
-from workers.engines.foreign.answer import MISSING, Ending, Token
+from workers.engines.external.answer import MISSING, Ending, Token
 from workers.engines.trtllm.deltas import Cursor
 
 EOS, STOP = 7, 9

@@ -8,8 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from configs import modeldir
 from configs.settings import WorkerSettings
+from infra.model import modeldir
 from tests.workers.engines.trtllm.conftest import MODEL
 from workers.engines.base import EngineError, RequestError
 from workers.engines.core.engine import EncodeEngine

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from configs import modeldir
+from infra.model import modeldir
 from schemas import blocks, wire
 from schemas.errors import Code
 from schemas.kv import Cleared, Removed, Stored
 from schemas.requests import Sampling
 from tests.workers.engines.trtllm.conftest import BLOCK, LIMIT, MODEL, Told, ask, run, until
 from workers.engines.base import Engine, EngineError, RequestError
-from workers.engines.foreign import engine as shell
+from workers.engines.external import engine as shell
 from workers.engines.native.build import build as native_engine
 from workers.engines.trtllm import follow
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from configs import modeldir
 from configs.settings import WorkerSettings
+from infra.model import modeldir
 from schemas.requests import LogitsProcessor, Sampling
 from tests.workers.engines.logits.support import OWN, chosen
 from tests.workers.engines.native.models import run as run_native

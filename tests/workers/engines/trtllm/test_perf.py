@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from infra.tracing.attributes import of_stamps
+from infra.timeline.tracing.attributes import of_stamps
 from schemas.trace import Stamps
 from tests.workers.engines.trtllm.conftest import Told, ask, run
 from workers.engines.trtllm import perf

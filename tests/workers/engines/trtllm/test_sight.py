@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs import modeldir
 from configs.settings import WorkerSettings
+from infra.model import modeldir
 from schemas.errors import Code
 from tests.workers.engines.trtllm.conftest import ask, run
 from tests.workers.engines.trtllm.test_encoder import VISION, png

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from configs import modeldir
-from configs.engine_args import BadArguments
 from configs.settings import WorkerSettings
+from infra.engine_args import BadArguments
+from infra.model import modeldir
 from schemas.requests import Sampling
 from tests import standins
 from tests.workers.engines.trtllm.conftest import BLOCK, LIMIT, MODEL, ask, run, until

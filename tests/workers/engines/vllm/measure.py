@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from configs.modeldir import DEMO
+from infra.model.modeldir import DEMO
 from tests.pipeline.support import Deployment
 from tests.workers.engines.contract import ALL, GREEDY, WORDS, Driver, ask
 

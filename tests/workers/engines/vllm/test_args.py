@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from configs.engine_args.tree import BadArguments
 from configs.flags import parse
 from configs.settings import WorkerSettings
+from infra.engine_args.tree import BadArguments
 from tests import standins
 from workers.engines import host
 from workers.engines.base import EngineError
-from workers.engines.foreign.arguments import given
+from workers.engines.external.arguments import given
 from workers.engines.vllm.args import MULTIMODAL, Resolved, Wanted, layout, resolve, transfer
 from workers.engines.vllm.build import address, channels, cpu_bytes, environ, on_device, side_channel, wanted_of
 

@@ -14,14 +14,14 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry, Counter
 
-from configs.engine_args.tree import BadArguments
+from infra.engine_args.tree import BadArguments
 from schemas.errors import Code
 from schemas.requests import Sampling
 from tests import standins
 from tests.workers.engines.contract import ALL, BLOCK, WORDS, Driver, ask, fold, names, prefilled
 from workers.engines.base import EngineError
-from workers.engines.foreign import handed
-from workers.engines.foreign.metrics import NativeSeries
+from workers.engines.external import handed
+from workers.engines.external.metrics import NativeSeries
 from workers.engines.vllm.build import subscribe
 from workers.engines.vllm.metrics import PREFIX, Scheduler
 

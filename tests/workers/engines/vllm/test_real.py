@@ -9,7 +9,7 @@ import pytest
 
 from tests import standins
 from tests.workers.engines.contract import ALL, BLOCK, MODEL, REAL, WORDS, Driver, ask, fold, names
-from workers.engines.foreign.metrics import NativeSeries
+from workers.engines.external.metrics import NativeSeries
 from workers.engines.vllm.metrics import PREFIX
 
 pytestmark = pytest.mark.skipif(REAL != "vllm" or not standins.real("vllm"), reason="make test-vllm")

@@ -12,9 +12,9 @@ from schemas.errors import Code
 from schemas.requests import LogitsProcessor, Sampling, Stop
 from schemas.tokens import Logprob
 from workers.engines.base import EngineInfo, MediaSpan, RequestError, SequenceRequest
-from workers.engines.foreign.answer import MISSING, Ending, Token
-from workers.engines.foreign.draw import seed_of
-from workers.engines.foreign.handed import Used
+from workers.engines.external.answer import MISSING, Ending, Token
+from workers.engines.external.draw import seed_of
+from workers.engines.external.handed import Used
 from workers.engines.vllm import handoff
 from workers.engines.vllm.answers import Answer, Diverged
 from workers.engines.vllm.prepare import Options, check, prepare

@@ -1,0 +1,156 @@
+"""Which request a repeat means: a client's key, and for a day the request that was first made under it.
+
+Both doors use it: ``Idempotency-Key`` over HTTP, ``Nats-Msg-Id`` over NATS. The key names the request's id before the
+request is in the log, so one that finds a key without a request submits it under that id, and the log stores it once.
+"""
+
+import time
+from typing import Any, NamedTuple
+
+import msgspec
+from blake3 import blake3
+from nats.errors import Error as NatsError
+
+from infra.bus.connection import Bus
+from infra.bus.direct_get import get_last
+from schemas.errors import Code, ServingError
+from schemas.ids import time_of
+from schemas.wire import decoder, encode
+
+KEEP_S = 86_400
+STALE_NS = 60_000_000_000  # a request is stored, or given up, long before its claim is this old
+_EXISTS = 10071
+_TIMEOUT_S = 5.0
+_TRIES = 3
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """One entry of the ``idempotency`` bucket."""
+
+    request: str
+    body: bytes  # digest
+
+
+class Claim(NamedTuple):
+    """``fresh``: nobody had claimed it before. ``revision``: of the bucket's entry."""
+
+    request: str
+    fresh: bool
+    revision: int = 0
+
+
+class Conflict(ServingError):
+    """A key was used again for something else."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            Code.idempotency_conflict, "this key was used with another body; use a new one for a new request"
+        )
+
+
+_identity = decoder(Identity)
+
+
+def digest_of(body: bytes) -> bytes:
+    return blake3(body).digest(length=16)
+
+
+def _subject(bus: Bus, tenant: str, name: str) -> str:
+    digest = blake3(f"{tenant}\0{name}".encode()).hexdigest(length=20)
+    return f"$KV.{bus.subjects.bucket('idempotency')}.{tenant}.{digest}"
+
+
+async def claim(bus: Bus, tenant: str, name: str, body: bytes, request_id: str) -> Claim:
+    """The request that ``name`` stands for: ``request_id``, unless another was claimed within a day.
+
+    Raises:
+        ServingError: idempotency_conflict: it was claimed with another body; broker_unavailable.
+    """
+    subject, digest = _subject(bus, tenant, name), digest_of(body)
+    revision = 0
+    for _ in range(_TRIES):
+        made = await _write(bus, subject, Identity(request_id, digest), revision)
+        if made:
+            return Claim(request_id, True, made)
+        found = await _get(bus, subject)
+        if found is None:
+            revision = 0
+        elif not found[0]:
+            revision = found[1]  # a marker of one that expired
+        else:
+            return _same(found, digest, request_id)
+    raise _unavailable("its key is being claimed by others")
+
+
+async def claim_again(bus: Bus, tenant: str, name: str, body: bytes, request_id: str, claimed: Claim) -> Claim:
+    """Take over a claim whose request never came into the log: under its own id, or a new one if that is old.
+
+    An id says when its request was stored, so an old one would not be found again.
+
+    Raises:
+        ServingError: idempotency_conflict; broker_unavailable.
+    """
+    if time.time_ns() - time_of(claimed.request) < STALE_NS:
+        return claimed
+    subject, digest = _subject(bus, tenant, name), digest_of(body)
+    made = await _write(bus, subject, Identity(request_id, digest), claimed.revision)
+    if made:
+        return Claim(request_id, True, made)
+    found = await _get(bus, subject)
+    if found is None or not found[0]:
+        raise _unavailable("its key is being claimed by others")
+    return _same(found, digest, request_id)
+
+
+async def lookup(bus: Bus, tenant: str, name: str, body: bytes | None = None) -> Claim | None:
+    """The request that ``name`` stands for; None: none that is known.
+
+    Args:
+        body: if given, it must be the one that it was claimed with.
+    Raises:
+        ServingError: idempotency_conflict; broker_unavailable.
+    """
+    found = await _get(bus, _subject(bus, tenant, name))
+    if found is None or not found[0]:
+        return None
+    return _same(found, digest_of(body) if body is not None else None, "")
+
+
+def _same(found: tuple[bytes, int], digest: bytes | None, request_id: str) -> Claim:
+    known = _identity(found[0])
+    if digest is not None and known.body != digest:
+        raise Conflict
+    # Our own, if its acknowledgement was lost.
+    return Claim(known.request, known.request == request_id, found[1])
+
+
+async def _get(bus: Bus, subject: str) -> tuple[bytes, int] | None:
+    """Value and revision as the leader has them: a replica may not have the newest yet."""
+    entry = await get_last(bus, f"KV_{bus.subjects.bucket('idempotency')}", subject, newest=True, within_s=_TIMEOUT_S)
+    return (entry.data or b"", entry.seq) if entry is not None else None
+
+
+async def _write(bus: Bus, subject: str, value: Identity, revision: int) -> int:
+    """Store a claim in the place of this revision; its own revision, or 0: there is another one.
+
+    Raises:
+        ServingError: broker_unavailable.
+    """
+    headers = {"Nats-TTL": str(KEEP_S), "Nats-Expected-Last-Subject-Sequence": str(revision)}
+    try:
+        message = await bus.nc.request(subject, encode(value), timeout=_TIMEOUT_S, headers=headers)
+        reply: dict[str, Any] = msgspec.json.decode(message.data)
+    except (NatsError, TimeoutError, OSError, msgspec.MsgspecError) as error:
+        raise _unavailable(repr(error)) from None
+    refused = reply.get("error")
+    if refused is None:
+        return int(reply["seq"])
+    if refused.get("err_code") != _EXISTS:
+        raise _unavailable(str(refused.get("description", refused)))
+    return 0
+
+
+def _unavailable(why: str) -> ServingError:
+    return ServingError(
+        Code.broker_unavailable, f"the broker does not confirm the key ({why}); try again", retry_after=1.0
+    )

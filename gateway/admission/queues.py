@@ -1,0 +1,93 @@
+"""How many accepted requests of each class wait for a router to place them; each class has room of its own."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from gateway.openai.prepare import TIERS
+from schemas.errors import Code, ServingError
+from schemas.requests import Priority
+
+
+class _Class(msgspec.Struct):
+    """What a body says of its class."""
+
+    priority: Priority | None = None
+    service_tier: str | None = None
+
+
+_decode = msgspec.json.Decoder(_Class).decode
+
+
+def class_of(body: bytes) -> Priority:
+    """Of a body that was not checked yet; of one that cannot be read the default: preparing it says what is wrong."""
+    try:
+        said = _decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return Priority.standard
+    return said.priority or TIERS.get(said.service_tier or "", Priority.standard)
+
+
+class Queues:
+    """Counts as the broker had them at the last look, and what was accepted since.
+
+    Args:
+        limit: of each class.
+        unheard: open requests of this gateway, of a class, that no worker has answered yet. Called only near the limit.
+    """
+
+    def __init__(self, limit: int, unheard: Callable[[Priority], int]) -> None:
+        self._limit = limit
+        self._unheard = unheard
+        self._looked: Mapping[Priority, int] = dict.fromkeys(Priority, 0)
+        self._since: Counter[Priority] = Counter()
+        self._most = 0  # of any class, as if all that was accepted since were of the fullest
+
+    def accepted(self, priority: Priority) -> None:
+        self._since[priority] += 1
+        self._most += 1
+
+    def begin_look(self) -> Mapping[Priority, int]:
+        """Before the broker is asked; pass it to ``looked``."""
+        return self._since.copy()
+
+    def looked(self, counts: Mapping[Priority, int], before: Mapping[Priority, int]) -> None:
+        self._looked = counts
+        self._since.subtract(before)
+        self._most = max(counts.values()) + self._since.total()
+
+    @property
+    def total(self) -> int:
+        return sum(self._looked.values())
+
+    @property
+    def near(self) -> bool:
+        """Whether any class may be full: then it matters of which class a body is."""
+        return self._most >= self._limit
+
+    @property
+    def full(self) -> bool:
+        """Whether no class has room."""
+        return all(self._waiting(priority) >= self._limit for priority in Priority)
+
+    def check(self, priority: Priority) -> None:
+        """
+        Raises:
+            ServingError: queue_full.
+        """
+        waiting = self._waiting(priority)
+        if waiting >= self._limit:
+            raise ServingError(
+                Code.queue_full,
+                f"{waiting} requests of class {priority.value!r} wait for a worker and the limit of each class is "
+                f"{self._limit} (--max-queue); try again later or add workers",
+                retry_after=1.0,
+            )
+
+    def _waiting(self, priority: Priority) -> int:
+        looked, since = self._looked[priority], self._since[priority]
+        if looked + since < self._limit:
+            return looked + since
+        # Of those accepted since the last look, some have begun: they are counted only when it matters.
+        return looked + min(since, self._unheard(priority))

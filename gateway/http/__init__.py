@@ -1,0 +1,1 @@
+"""The HTTP door: connections and their limits, routes, answers over ASGI."""

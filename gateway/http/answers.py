@@ -1,0 +1,298 @@
+"""Answering over ASGI: a request's body in, server-sent events or one JSON body out.
+
+Plain ASGI without a framework: per-token work has no place for layers.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import msgspec
+import structlog
+
+from gateway.http.connections import SCOPE, Connection
+from gateway.http.repeats import Names, accept_once, named, names_in
+from gateway.log.inflight import Exchange
+from gateway.openai.prepare import Prepared
+from gateway.openai.render import Collector, Renderer
+from gateway.openai.responses import error_body, stopping
+from gateway.service import Gateway
+from gateway.tracing import of_http, traced
+from schemas.errors import Code, ServingError
+
+log = structlog.get_logger("gateway")
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+JSON = (b"content-type", b"application/json")
+SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+REQUEST_ID = b"x-request-id"
+HEAD_S = 0.05  # a stream's header waits so long for the first token: an error by then gets a status of its own
+
+_WRITER = ThreadPoolExecutor(1, "answer-writer")  # several would only take the interpreter from each other
+
+_json = msgspec.json.encode
+
+
+class Gone(Exception):
+    """The client closed the connection."""
+
+
+class Completions:
+    """``POST /v1/chat/completions`` and ``/v1/completions``."""
+
+    def __init__(self, gateway: Gateway, endpoint: str) -> None:
+        self._gateway = gateway
+        self._endpoint = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gateway = self._gateway
+        began = time.monotonic()
+        code, accepted = "ok", ""
+        try:
+            body = await read_body(scope, receive, gateway.settings.max_body_bytes)
+            names = names_in(scope["headers"])
+            prepare = partial(self._prepare, scope, body, names)
+            if names.key:
+                prepared, exchange = await accept_once(gateway, names.key, self._endpoint, body, prepare)
+                accepted = exchange.request.id
+            else:
+                prepared = await prepare()
+                accepted = prepared.request.id
+                exchange = await gateway.submit(prepared.request)
+            gateway.metrics.prompt.inc(prepared.prompt_tokens)
+            code = await self._answer(scope, prepared, exchange, send, began, owner=not names.key)
+        except ServingError as error:
+            code = error.code.value
+            await send_error(send, error, accepted)
+        except Gone:
+            code = Code.cancelled.value
+        except asyncio.CancelledError:  # the gateway stops, and this was not under way yet
+            code = Code.shutting_down.value
+            with contextlib.suppress(RuntimeError):
+                await send_error(send, stopping(accepted), accepted)
+        except Exception:
+            code = Code.internal.value
+            log.exception("http_handler_failed", path=scope["path"])
+            with contextlib.suppress(RuntimeError):  # the answer had begun: all that is left is to end it
+                await send_error(send, INTERNAL, accepted)
+        finally:
+            gateway.metrics.requests.labels("http", code).inc()
+            gateway.metrics.e2e.observe(time.monotonic() - began)
+
+    async def _prepare(self, scope: Scope, body: bytes, names: Names) -> Prepared:
+        """
+        Raises:
+            ServingError: the body cannot be served, or the queue is full.
+        """
+        prepared = named(await self._gateway.prepare(self._endpoint, body), names)
+        return traced(prepared, of_http(scope["headers"], self._gateway.settings.tracing))
+
+    async def _answer(
+        self, scope: Scope, prepared: Prepared, exchange: Exchange, send: Send, began: float, *, owner: bool
+    ) -> str:
+        """Send what the request comes to; returns the code for the metrics."""
+        gateway, request = self._gateway, exchange.request
+        answer = Answer(gateway, exchange, scope, send, began, owner)
+        if not prepared.stream:
+            return await answer.whole(Collector(request, gateway.model.detokenizer))
+        renderer = Renderer(request, gateway.model.detokenizer, include_usage=prepared.include_usage)
+        return await answer.stream(renderer)
+
+
+class Reattach:
+    """``GET /v1/requests/{id}/stream``: the answer from its beginning, or behind ``Last-Event-ID``.
+
+    Args:
+        pictures: sends the answer of a request for pictures: (request, Last-Event-ID, scope, receive, send).
+    """
+
+    def __init__(self, gateway: Gateway, pictures: Callable[..., Awaitable[None]]) -> None:
+        self._gateway = gateway
+        self._pictures = pictures
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gateway = self._gateway
+        try:
+            request, record = await gateway.look_up(bare_id(scope["path_params"]["id"]))
+            last = dict(scope["headers"]).get(b"last-event-id", b"").decode("latin-1")
+            if request.diffusion is not None:
+                await self._pictures(request, last, scope, receive, send)
+                return
+            renderer = Renderer(request, gateway.model.detokenizer, include_usage=True)
+            if last:
+                try:
+                    renderer.resume(last)
+                except ValueError as error:
+                    raise ServingError(Code.invalid_request, str(error), param="Last-Event-ID") from None
+            exchange = await gateway.attach(request, record)
+            await Answer(gateway, exchange, scope, send, time.monotonic(), owner=False).stream(renderer)
+        except ServingError as error:
+            await send_error(send, error)
+
+
+class Answer:
+    """Sends one exchange's items to one client. ``owner``: if this client leaves, the request is cancelled."""
+
+    def __init__(
+        self, gateway: Gateway, exchange: Exchange, scope: Scope, send: Send, began: float, owner: bool = True
+    ) -> None:
+        self._gateway = gateway
+        self._exchange = exchange
+        self._connection: Connection = scope[SCOPE]
+        self._send = send
+        self._began = began
+        self._leave = gateway.leave if owner else gateway.detach
+
+    def open(self) -> None:
+        """From now on the exchange fails when the client goes or the gateway stops."""
+        exchange, connection = self._exchange, self._connection
+        gone = partial(exchange.fail, DISCONNECTED)
+        connection.on_lost = gone
+        if connection.lost:
+            gone()
+        exchange.abort = connection.abort
+        self._gateway.answering.add(exchange)
+
+    def close(self) -> None:
+        exchange = self._exchange
+        self._connection.on_lost = exchange.abort = None
+        self._gateway.answering.discard(exchange)
+        self._leave(exchange)
+
+    async def begin_stream(self) -> None:
+        headers = [*SSE_HEADERS, (REQUEST_ID, self._exchange.request.id.encode())]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def stream(self, renderer: Renderer) -> str:
+        """Server-sent events; returns the code for the metrics.
+
+        Raises:
+            ServingError: the request failed before the header was sent, or the client went away before it.
+        """
+        send, exchange = self._send, self._exchange
+        started = shown = False
+        self.open()
+        try:
+            while True:
+                try:
+                    data = renderer.push(await (exchange.take() if started else exchange.take_within(HEAD_S)))
+                except ServingError as error:
+                    renderer.error = renderer.error or error
+                    data = renderer.fail(error, over=error.code is not Code.shutting_down)
+                if not started:
+                    if renderer.error is not None:
+                        raise renderer.error
+                    started = True
+                    await self.begin_stream()
+                if data:
+                    if not shown:
+                        shown = True
+                        self._gateway.metrics.ttft.observe(time.monotonic() - self._began)
+                    await send({"type": "http.response.body", "body": data, "more_body": not renderer.done})
+                if renderer.done:
+                    return self._account(renderer)
+        finally:
+            self.close()
+
+    async def whole(self, collector: Collector) -> str:
+        """One JSON body; returns the code for the metrics.
+
+        Raises:
+            ServingError: the request failed, or the client went away.
+        """
+        exchange = self._exchange
+        self.open()
+        try:
+            while not collector.push(await exchange.take()):
+                pass
+            body = await written(collector)
+            headers = [JSON, (b"content-length", b"%d" % len(body)), (REQUEST_ID, exchange.request.id.encode())]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            await self._send({"type": "http.response.body", "body": body})
+            return self._account(collector)
+        finally:
+            self.close()
+
+    def _account(self, answer: Renderer | Collector) -> str:
+        usage = answer.usage
+        self._gateway.metrics.output.inc(usage.completion_tokens)
+        self._gateway.metrics.cached.inc(usage.prompt_tokens_details.cached_tokens)
+        return answer.error.code.value if answer.error is not None else "ok"
+
+
+async def written(collector: Collector) -> bytes:
+    """The JSON body of an answer; large ones are written in a thread, one by one, beside the streams of others.
+
+    Raises:
+        ServingError: the request failed.
+    """
+    if not collector.large:
+        return collector.response()
+    return await asyncio.get_running_loop().run_in_executor(_WRITER, collector.response)
+
+
+INTERNAL = ServingError(Code.internal, "internal error; the gateway's log has the details")
+DISCONNECTED = ServingError(Code.cancelled, "the client disconnected")
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """The request body. Its connection sees to it that it comes in time.
+
+    Raises:
+        ServingError: larger than ``limit`` bytes.
+        Gone: the client went away, or was too slow.
+    """
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit() and int(value) > limit:
+            raise _too_large(limit)
+    message = await receive()
+    if message["type"] == "http.request" and not message.get("more_body"):
+        body: bytes = message.get("body", b"")
+        if len(body) > limit:
+            raise _too_large(limit)
+        return body
+    parts, size = [], 0
+    while True:
+        if message["type"] == "http.disconnect":
+            raise Gone
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise _too_large(limit)
+        parts.append(part)
+        if not message.get("more_body"):
+            return b"".join(parts)
+        message = await receive()
+
+
+def _too_large(limit: int) -> ServingError:
+    return ServingError(Code.body_too_large, f"the body is larger than {limit} bytes (--max-body-bytes)")
+
+
+async def send_error(send: Send, error: ServingError, request_id: str = "") -> None:
+    if error is DISCONNECTED:
+        return
+    body = _json(error_body(error))
+    headers = [JSON, (b"content-length", b"%d" % len(body))]
+    if error.retry_after is not None:
+        headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after))))
+    if request_id:
+        headers.append((REQUEST_ID, request_id.encode()))
+    await send({"type": "http.response.start", "status": error.code.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def bare_id(text: str) -> str:
+    return text.removeprefix("chatcmpl-").removeprefix("cmpl-")

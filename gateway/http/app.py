@@ -1,0 +1,173 @@
+"""The HTTP door: OpenAI's endpoints, health, metrics and documentation, routed by Starlette."""
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway.http.answers import INTERNAL, App, Completions, Reattach, Receive, Scope, Send, bare_id, send_error
+from gateway.http.status import status_of
+from gateway.images.endpoints import Again, Files, Pictures, base_url_of
+from gateway.images.prepare import PATHS
+from gateway.openai.openapi import document
+from gateway.openai.prepare import CHAT, TEXT
+from gateway.openai.responses import error_body, stopping
+from gateway.service import Gateway
+from schemas.errors import Code, ServingError
+from schemas.fleet import Diffuser
+
+log = structlog.get_logger("gateway")
+
+_json = msgspec.json.encode
+
+
+def application(gateway: Gateway) -> App:
+    """The ASGI application of one gateway."""
+    answering: dict[str, App] = {
+        "/v1/chat/completions": Completions(gateway, CHAT),
+        "/v1/completions": Completions(gateway, TEXT),
+        **{path: Pictures(gateway, kind) for kind, path in PATHS.items()},
+    }
+    others = _others(gateway, answering)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        # Past Starlette's layers, which handle every message sent: 5 % of a gateway's time.
+        direct = answering.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if direct is not None:
+            await direct(scope, receive, send)
+            return
+        try:
+            await others(scope, receive, send)
+        except asyncio.CancelledError:  # the gateway stops
+            with contextlib.suppress(RuntimeError):  # it had begun
+                await send_error(send, stopping(""))
+
+    return app
+
+
+def _others(gateway: Gateway, answering: Mapping[str, App]) -> Starlette:
+    """Everything but the answering endpoints, and their wrong methods."""
+    api = _Api(gateway)
+    page = (Path(__file__).parent / "docs.html").read_bytes()
+    openapi = _json(document(version("penstock")))
+
+    async def docs(request: Request) -> Response:
+        return Response(page, media_type="text/html")
+
+    async def openapi_json(request: Request) -> Response:
+        return Response(openapi, media_type="application/json")
+
+    return Starlette(
+        routes=[
+            *(Route(path, endpoint, methods=["POST"]) for path, endpoint in answering.items()),
+            Route("/v1/models", api.models),
+            Route("/v1/models/{name:path}", api.model),
+            Route("/v1/requests/{id}", api.request, methods=["GET"]),
+            Route("/v1/requests/{id}", api.cancel, methods=["DELETE"]),
+            Route("/v1/requests/{id}/stream", Reattach(gateway, Again(gateway))),
+            Route("/v1/files/{name}", Files(gateway).get),
+            Route("/health/live", api.live),
+            Route("/health/ready", api.ready),
+            Route("/metrics", api.metrics),
+            Route("/openapi.json", openapi_json),
+            Route("/docs", docs),
+        ],
+        exception_handlers={HTTPException: _http_error, ServingError: _serving_error, Exception: _crash},
+    )
+
+
+class _Api:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    def _model_card(self, name: str) -> dict[str, Any]:
+        gateway = self._gateway
+        return {
+            "id": name,
+            "object": "model",
+            "created": gateway.started_ns // 1_000_000_000,
+            "owned_by": "penstock",
+            "max_model_len": gateway.model.max_model_len,
+            "input_modalities": ["text"] if gateway.model.vision is None else ["text", "image"],
+            "output_modalities": ["text"],
+        }
+
+    def _picture_card(self, name: str, made: Diffuser) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._gateway.started_ns // 1_000_000_000,
+            "owned_by": "penstock",
+            "input_modalities": ["text"],
+            "output_modalities": [made.kind],
+        }
+
+    def _cards(self) -> dict[str, dict[str, Any]]:
+        pictures = {name: self._picture_card(name, made) for name, made in self._gateway.studios.present().items()}
+        return pictures | {name: self._model_card(name) for name in self._gateway.names}
+
+    async def models(self, request: Request) -> Response:
+        cards = self._cards()
+        ordered = [*self._gateway.names, *(name for name in cards if name not in self._gateway.names)]
+        return _reply({"object": "list", "data": [cards[name] for name in ordered]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        card = self._cards().get(name)
+        if card is None:
+            raise ServingError(Code.model_not_found, f"model {name[:200]!r} is not served here", param="model")
+        return _reply(card)
+
+    async def request(self, request: Request) -> Response:
+        gateway = self._gateway
+        found = await gateway.look_up(bare_id(request.path_params["id"]))
+        return _reply(await status_of(gateway, found, base_url_of(request.scope, gateway)))
+
+    async def cancel(self, request: Request) -> Response:
+        found = await self._gateway.find(bare_id(request.path_params["id"]))
+        await self._gateway.cancel(found.id, "cancelled by request")
+        return _reply({"id": found.id, "cancelled": True}, status=202)
+
+    async def live(self, request: Request) -> Response:
+        return _reply({"status": "live"})
+
+    async def ready(self, request: Request) -> Response:
+        reasons = self._gateway.not_ready()
+        return _reply(
+            {"status": "not ready" if reasons else "ready", "reasons": reasons}, status=503 if reasons else 200
+        )
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(generate_latest(self._gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _reply(value: Any, status: int = 200) -> Response:
+    return Response(_json(value), status_code=status, media_type="application/json")
+
+
+async def _serving_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ServingError)
+    return _reply(error_body(error), error.code.status)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}; see /docs"
+    body = error_body(ServingError(Code.invalid_request, message))
+    return Response(_json(body), status_code=error.status_code, media_type="application/json", headers=error.headers)
+
+
+async def _crash(request: Request, error: Exception) -> Response:
+    log.error("http_handler_failed", path=request.url.path, error=repr(error))
+    return _reply(error_body(INTERNAL), 500)

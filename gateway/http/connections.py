@@ -1,0 +1,279 @@
+"""One client's HTTP connection: uvicorn's protocol within limits on headers, on time and on what is not read.
+
+All times are looked at by the server's sweep, so that a request costs no timer.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import re
+import sys
+import termios
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+from uvicorn import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from gateway.openai.responses import error_body
+from schemas.errors import Code, ServingError
+
+SCOPE = "penstock.connection"  # the connection, in the ASGI scope of each of its requests
+LINGER_S = 2.0  # for a client that is refused while it still sends, to read why
+SLOWEST = 16_384  # bytes per second of a body, beyond the time that every body has
+MAX_LINE = 8_192  # bytes of one header, or of the request line
+
+_UPGRADE = re.compile(rb"\r\nupgrade:(?=[ \t]*h2c)", re.IGNORECASE)
+
+_json = msgspec.json.encode
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bytes and seconds."""
+
+    header_bytes: int = 32_768
+    header_s: float = 30.0
+    body_s: float = 30.0
+    keep_alive_s: float = 75.0
+    write_s: float = 60.0
+    connections: int = 16_384
+    per_address: int = 0  # 0: no limit
+
+
+class Server(Protocol):
+    """What a connection knows of its server."""
+
+    config: Config
+    state: ServerState
+    limits: Limits
+    draining: bool
+
+    def opened(self, connection: "Connection") -> ServingError | None:
+        """Count it; why it is refused, if it is."""
+
+    def closed(self, connection: "Connection") -> None: ...
+
+
+class Connection(HttpToolsProtocol):
+    """From ``connection_made`` to ``connection_lost``.
+
+    Attributes:
+        on_lost: called when the client is gone; set by whoever answers it.
+    """
+
+    def __init__(self, server: Server) -> None:
+        super().__init__(server.config, server.state, {}, asyncio.get_running_loop())
+        self.on_lost: Callable[[], None] | None = None
+        self.lost = False
+        self.address = ""
+        self._server = server
+        self._limits = server.limits
+        self._head_since = 0.0  # a head is expected, or has begun; 0: none is
+        self._head_bytes = 0
+        self._receiving = False  # a request's body has not arrived yet
+        self._body_since = 0.0
+        self._body_bytes = 0
+        self._beside_bytes = 0  # since the last of the body: extensions of chunks, trailers
+        self._ended = False  # a request has arrived whole with what was received last
+        self._refusal: ServingError | None = None  # sent in answer to whatever comes
+        self._refused_at = 0.0  # what comes from now on is not read
+        self._stuck_since = 0.0  # the client does not read
+        self._unsent = 0
+
+    # --- the protocol ---
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._head_since = self.loop.time()
+        self.address = self.client[0] if self.client else ""
+        self._refusal = self._server.opened(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost = True
+        super().connection_lost(exc)
+        self._server.closed(self)
+        self._unset_keepalive_if_required()
+        if self.on_lost is not None:
+            self.on_lost()
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused_at:
+            return
+        if self._refusal is not None:
+            self.refuse(self._refusal)
+            return
+        if self._receiving:
+            self._body_bytes += len(data)
+            self._beside_bytes += len(data)
+            super().data_received(data)
+            if self._receiving and self._beside_bytes > self._limits.header_bytes:
+                self.refuse(_large(self._limits.header_bytes))
+            return
+        if b"h2c" in data:
+            data = _without_upgrade(data)
+        begun, self._ended = bool(self._head_since), False
+        super().data_received(data)
+        if self._receiving or not self._head_since:
+            if not self._receiving and self._idle and not self._refused_at and not begun:
+                self._head_since = self.loop.time()  # line breaks before a request, or nothing of one
+            return
+        if begun and not self._ended:
+            self._head_bytes += len(data)
+            if self._head_bytes > self._limits.header_bytes:
+                self.refuse(_large(self._limits.header_bytes))
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope[SCOPE] = self  # type: ignore[literal-required]
+        if not self._head_since:
+            self._head_since, self._head_bytes = self.loop.time(), 0
+
+    def on_headers_complete(self) -> None:
+        if self._refused_at:
+            return
+        size = line = len(self.url)
+        for name, value in self.headers:
+            length = len(name) + len(value)
+            size += length
+            if length > line:
+                line = length
+        if line > MAX_LINE or size > self._limits.header_bytes:
+            self.refuse(_large(self._limits.header_bytes if line <= MAX_LINE else MAX_LINE, line > MAX_LINE))
+            return
+        self._head_since = 0.0
+        self._receiving, self._body_since, self._body_bytes, self._beside_bytes = True, self.loop.time(), 0, 0
+        super().on_headers_complete()
+        if self._server.draining:
+            self.cycle.keep_alive = False
+
+    def on_body(self, body: bytes) -> None:
+        self._beside_bytes = 0
+        if not self._refused_at:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._receiving, self._ended = False, True
+        if not self._refused_at:
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self.on_lost = None
+        super().on_response_complete()
+        if self.pipeline:  # what comes behind these is read when they are answered
+            self.flow.pause_reading()
+
+    def send_400_response(self, msg: str) -> None:
+        self.refuse(ServingError(Code.invalid_request, msg))
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stuck_since, self._unsent = self.loop.time(), self._not_read
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stuck_since = 0.0
+
+    # --- limits ---
+
+    @property
+    def _idle(self) -> bool:
+        """No request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def _not_read(self) -> int:
+        """Bytes that were written and that the client's machine has not confirmed."""
+        unsent = self.transport.get_write_buffer_size()
+        with contextlib.suppress(OSError, ValueError):
+            queued = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, b"\0\0\0\0")
+            unsent += int.from_bytes(queued, sys.byteorder)
+        return unsent
+
+    def refuse(self, error: ServingError) -> None:
+        """Answer with an error, read nothing more, and close once the client had time to read it."""
+        self._refused_at = self.loop.time()
+        if not self._idle:
+            if self.cycle.response_started:
+                self.transport.abort()
+                return
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.write(raw(error))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        else:
+            self.transport.close()
+
+    def abort(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
+
+    def drain(self, *, idle: bool) -> None:
+        """Let the present answer be the last one; ``idle``: end the connection if there is none."""
+        if not self._idle:
+            self.cycle.keep_alive = False
+        elif idle and not self._receiving and not self._refused_at:
+            self.transport.close()
+
+    def check(self, now: float) -> None:
+        """End what takes too long."""
+        limits = self._limits
+        if self._refused_at or self._refusal is not None:
+            if now - (self._refused_at or self._head_since) > LINGER_S:
+                self.transport.abort()
+        elif self._stuck_since:
+            self._check_unsent(now)
+        elif self.transport.is_closing():
+            self._stuck_since, self._unsent = now, self._not_read
+        elif self._head_since and now - self._head_since > limits.header_s:
+            if self._idle:
+                self._late_head()
+        elif self._receiving and now - self._body_since > limits.body_s + self._body_bytes / SLOWEST:
+            if self._idle:
+                self.transport.abort()  # it was answered before it had arrived
+            elif not self.cycle.response_started:
+                self.refuse(_late("the body", f"{limits.body_s:g} s, and {SLOWEST} bytes per second beyond"))
+
+    def _late_head(self) -> None:
+        if self._head_bytes:
+            self.refuse(_late("the request's header", f"{self._limits.header_s:g} s (--header-timeout-s)"))
+        else:
+            self.transport.close()
+
+    def _check_unsent(self, now: float) -> None:
+        """A client that reads, however slowly, goes on."""
+        unsent = self._not_read
+        if unsent < self._unsent:
+            self._stuck_since = now
+        elif now - self._stuck_since > self._limits.write_s:
+            self.transport.abort()
+        self._unsent = unsent
+
+
+def raw(error: ServingError) -> bytes:
+    """An answer in OpenAI's shape that ends the connection."""
+    body = _json(error_body(error))
+    head = STATUS_LINE[error.code.status] + b"content-type: application/json\r\nconnection: close\r\n"
+    if error.retry_after is not None:
+        head += b"retry-after: %d\r\n" % max(1, round(error.retry_after))
+    return head + b"content-length: %d\r\n\r\n" % len(body) + body
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """A head that offers HTTP/2, as Java's clients send it: the parser would drop the body behind it."""
+    head, end, rest = data.partition(b"\r\n\r\n")
+    return _UPGRADE.sub(b"\r\nx-upgrade:", head) + end + rest
+
+
+def _large(limit: int, line: bool = False) -> ServingError:
+    what = "a line of the request's header" if line else "the request's header"
+    flag = "" if line else " (--max-header-bytes)"
+    return ServingError(Code.headers_too_large, f"{what} is larger than {limit} bytes{flag}")
+
+
+def _late(what: str, limit: str) -> ServingError:
+    return ServingError(Code.request_timeout, f"{what} did not arrive within {limit}")

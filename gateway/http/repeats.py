@@ -1,0 +1,133 @@
+"""What a client's own names for a request do over HTTP: ``X-Request-Id`` is kept beside ours, ``Idempotency-Key`` makes
+a repeat within a day read the first run's answer, running or over, instead of running again.
+
+Requests without these headers pay for looking at their headers once.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import NamedTuple
+
+import msgspec
+
+from gateway.admission.idempotency import Claim, claim, claim_again, lookup
+from gateway.log.inflight import Exchange
+from gateway.log.lookup import Found
+from gateway.openai.prepare import Prepared
+from gateway.openai.requests import StreamOptions, parse, unsupported
+from gateway.service import Gateway
+from schemas.errors import Code, ServingError
+from schemas.ids import time_of
+from schemas.subjects import DEFAULT_TENANT
+
+KEY, CLIENT_ID = b"idempotency-key", b"x-request-id"
+MAX_KEY = 255
+MAX_CLIENT_ID = 128
+LARGE_BODY = 32_768  # bytes; larger ones are compared in a thread
+SOON_S = 2.0  # so old a claim's request may still be on its way into the log
+AGAIN_S = 0.05
+
+Prepare = Callable[[], Awaitable[Prepared]]
+
+
+class Names(NamedTuple):
+    """As the client wrote them; "": not at all."""
+
+    key: str = ""
+    client_id: str = ""
+
+
+class _Form(msgspec.Struct):
+    """How a repeat wants the answer, which need not be how the first one did."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+_form = msgspec.json.Decoder(_Form).decode
+
+
+def names_in(headers: Iterable[tuple[bytes, bytes]]) -> Names:
+    """From ASGI headers, whose names are lower case.
+
+    Raises:
+        ServingError: invalid_request: the key is empty or too long.
+    """
+    key, client_id = "", ""
+    for name, value in headers:
+        if name == KEY:
+            key = value.decode("latin-1").strip()
+            if not 0 < len(key) <= MAX_KEY:
+                raise ServingError(
+                    Code.invalid_request, f"Idempotency-Key needs 1 to {MAX_KEY} characters", param="Idempotency-Key"
+                )
+        elif name == CLIENT_ID:
+            text = value.decode("latin-1")
+            client_id = text if text.isprintable() and len(text) <= MAX_CLIENT_ID else ""
+    return Names(key, client_id)
+
+
+def named(prepared: Prepared, names: Names) -> Prepared:
+    if not names.client_id:
+        return prepared
+    return prepared._replace(request=msgspec.structs.replace(prepared.request, client_request_id=names.client_id))
+
+
+async def accept_once(
+    gateway: Gateway, key: str, endpoint: str, body: bytes, prepare: Prepare
+) -> tuple[Prepared, Exchange]:
+    """The run that a key stands for, begun if need be. It goes on without its client, which can come again.
+
+    Raises:
+        ServingError: idempotency_conflict, or why it cannot be served.
+    """
+    tenant, name = DEFAULT_TENANT, f"key:{key}"
+    if len(body) <= LARGE_BODY:
+        meant = _meaning(endpoint, body)
+    else:
+        meant = await asyncio.to_thread(_meaning, endpoint, body)
+    known = await lookup(gateway.bus, tenant, name, meant)
+    if known is None:
+        prepared = await prepare()
+        known = await claim(gateway.bus, tenant, name, meant, prepared.request.id)
+        if known.fresh:
+            return prepared, await gateway.submit(prepared.request, owner=False)
+    found = await _find(gateway, known, tenant)
+    if found is None:  # whoever claimed it died before the request was stored
+        prepared = await prepare()
+        known = await claim_again(gateway.bus, tenant, name, meant, prepared.request.id, known)
+        prepared = prepared._replace(request=msgspec.structs.replace(prepared.request, id=known.request))
+        return prepared, await gateway.submit(prepared.request, owner=False)
+    request, record = found
+    form = parse(_form, body)
+    if form.stream and (request.echo or request.sampling.prompt_logprobs is not None):
+        raise unsupported("stream", "prompt_logprobs or echo with stream: true; ask for the whole answer")
+    usage = form.stream_options is not None and bool(form.stream_options.include_usage)
+    prepared = Prepared(request, len(request.prompt) // 4, bool(form.stream), usage)
+    return prepared, await gateway.attach(request, record, ordered=prepared.stream)
+
+
+async def _find(gateway: Gateway, known: Claim, tenant: str) -> Found | None:
+    """The claimed request; None: it is not in the log, and will hardly come."""
+    while True:
+        try:
+            return await gateway.look_up(known.request, tenant)
+        except ServingError as error:
+            if error.code is not Code.request_not_found:
+                raise
+            if time.time_ns() - time_of(known.request) > SOON_S * 1e9:
+                return None
+        await asyncio.sleep(AGAIN_S)
+
+
+def _meaning(endpoint: str, body: bytes) -> bytes:
+    """What a repeat has in common with the first: all but whether it is streamed, however the JSON is written."""
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return body  # refused anyway
+    if isinstance(value, dict):
+        value.pop("stream", None)
+        value.pop("stream_options", None)
+    return endpoint.encode() + b"\0" + msgspec.json.encode(value, order="deterministic")

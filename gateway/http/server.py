@@ -1,0 +1,146 @@
+"""The HTTP server of a gateway: it accepts connections within bounds, and stops in order.
+
+uvicorn's protocol without its ``Server``, which cancels what it cannot finish.
+"""
+
+import asyncio
+import socket
+from collections import Counter
+from typing import Any
+
+import structlog
+import uvicorn
+from uvicorn.server import ServerState
+
+from gateway.http.connections import Connection, Limits
+from infra.bus.tasks import Tasks, end
+from schemas.errors import Code, ServingError
+
+log = structlog.get_logger("gateway")
+
+CHECK_S = 1.0
+SPARE = 256  # connections beyond the limit that are told so; those beyond are cut
+BACKLOG = 2048
+ACCEPT_S = 0.05  # after the end was asked for, for connections that the kernel has accepted
+LINGER_S = 1.0  # idle connections may ask once more, and are answered with "Connection: close"
+LOOK_S = 0.05
+FLUSH_S = 1.0
+
+
+class HttpServer:
+    """Answers with ``app`` on a listening socket, which it owns.
+
+    Attributes:
+        draining: no connection is kept behind its present answer.
+    """
+
+    def __init__(self, app: Any, listener: socket.socket, limits: Limits, tasks: Tasks) -> None:
+        self.limits = limits
+        self.state = ServerState()
+        self.draining = False
+        self.refused = 0
+        self.config = uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            proxy_headers=False,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=limits.keep_alive_s,  # type: ignore[arg-type]  # whole seconds only by declaration
+        )
+        self.config.load()
+        self._listener = listener
+        self._tasks = tasks.group("http")
+        self._by_address: Counter[str] = Counter()
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: Connection(self), sock=self._listener, backlog=BACKLOG)
+        self._tasks.spawn(self._check(), name="connections")
+
+    @property
+    def connections(self) -> list[Connection]:
+        return list(self.state.connections)  # type: ignore[arg-type]
+
+    # --- bounds ---
+
+    def opened(self, connection: Connection) -> ServingError | None:
+        limits, count = self.limits, len(self.state.connections)
+        if limits.per_address:
+            self._by_address[connection.address] += 1
+            if self._by_address[connection.address] > limits.per_address:
+                return self._full(connection, f"{limits.per_address} from one address (--max-connections-per-address)")
+        if count > limits.connections:
+            return self._full(connection, f"{limits.connections} (--max-connections)")
+        return None
+
+    def closed(self, connection: Connection) -> None:
+        if self.limits.per_address:
+            self._by_address[connection.address] -= 1
+            if self._by_address[connection.address] <= 0:
+                del self._by_address[connection.address]
+
+    def _full(self, connection: Connection, limit: str) -> ServingError:
+        self.refused += 1
+        if len(self.state.connections) > self.limits.connections + SPARE:
+            connection.abort()
+        return ServingError(
+            Code.too_many_connections,
+            f"this gateway has too many connections; the limit is {limit}",
+            retry_after=1.0,
+        )
+
+    async def _check(self) -> None:
+        loop = asyncio.get_running_loop()
+        limits = self.limits
+        pause = min(CHECK_S, limits.header_s / 4, limits.body_s / 4, limits.write_s / 4)
+        while True:
+            await asyncio.sleep(pause)
+            now = loop.time()
+            for number, connection in enumerate(self.connections, 1):
+                connection.check(now)
+                if number % 1_000 == 0:
+                    await asyncio.sleep(0)
+
+    # --- the end ---
+
+    async def drain(self, within_s: float) -> bool:
+        """Accept nothing more and answer what is open; False: that took longer than ``within_s``.
+
+        A connection that is idle may ask once more for a moment: its client cannot know yet.
+        """
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        self.draining = True
+        await asyncio.sleep(min(ACCEPT_S, within_s))
+        if self._server is not None:
+            self._server.close()
+        linger_s = min(LINGER_S, within_s / 3)
+        while connections := self.connections:
+            now = loop.time()
+            for connection in connections:
+                connection.drain(idle=now - began > linger_s)
+            if now - began > within_s:
+                return False
+            await asyncio.sleep(LOOK_S)
+        return True
+
+    async def close(self) -> None:
+        """End everything: answers that can end by themselves now get a moment, then they are cut."""
+        if self._server is not None:
+            self._server.close()
+        for connection in self.connections:
+            connection.drain(idle=True)
+        working = set(self.state.tasks)
+        if working:
+            await asyncio.wait(working, timeout=FLUSH_S)
+        await end(list(self.state.tasks), within_s=FLUSH_S)  # an upload, a request that was not accepted yet
+        for _ in range(round(FLUSH_S / LOOK_S)):
+            if self.connections:
+                await asyncio.sleep(LOOK_S)
+        for connection in self.connections:
+            connection.abort()
+        await self._tasks.aclose()
+        await asyncio.sleep(0)  # for the connections' last callbacks

@@ -1,0 +1,99 @@
+"""Where a request stands: of one that is over from its record, of one that runs from the gateway that follows it."""
+
+from typing import Literal
+
+import msgspec
+
+from gateway.http.answers import written
+from gateway.images.responses import PictureCollector
+from gateway.log.lookup import Found
+from gateway.log.records import has_output, is_whole
+from gateway.openai.render import Collector
+from gateway.openai.responses import Status, error_body
+from gateway.service import Gateway
+from schemas import done
+from schemas.control import Progress
+from schemas.errors import Code, ServingError
+from schemas.requests import GenerateRequest
+
+_json = msgspec.json.encode
+
+State = Literal["queued", "running", "done", "failed", "cancelled"]
+
+
+async def status_of(gateway: Gateway, found: Found, base_url: str) -> Status:
+    """State and result of a request, of whatever gateway; ``base_url``: of links to its pictures."""
+    request, record = found
+    if record is None:
+        return await _running(gateway, request, base_url)
+    collector = _collector(gateway, request, late=not is_whole(record))
+    if is_whole(record) or not await _collected(gateway, request, collector):
+        collector = _collector(gateway, request, late=not is_whole(record))
+        collector.push(done.items(record))
+    status = await _ended(request, collector, base_url)
+    tokens = record.usage.completion if not has_output(record) else status.output_tokens
+    return msgspec.structs.replace(status, worker=record.worker, attempt=record.attempt, output_tokens=tokens)
+
+
+async def _running(gateway: Gateway, request: GenerateRequest, base_url: str) -> Status:
+    """Of one that is not over: as the gateway that follows it sees it, or if none does, from the token stream."""
+    seen = gateway.progress.here(request.id)
+    if seen is None and request.gateway != gateway.id:
+        seen = await gateway.progress.ask(request.gateway, request.id)
+    if seen is None:
+        collector = _collector(gateway, request, late=False)
+        if await _collected(gateway, request, collector):
+            return await _ended(request, collector, base_url)  # the last token comes before the record
+        began = bool(collector.usage.completion_tokens)
+        seen = Progress(1 if began else -1, collector.usage.completion_tokens)
+    state: State = "running" if seen.attempt > 0 else "queued"
+    return msgspec.structs.replace(_status(request, state), attempt=max(seen.attempt, 0), output_tokens=seen.tokens)
+
+
+async def _collected(gateway: Gateway, request: GenerateRequest, collector: Collector | PictureCollector) -> bool:
+    """Give a collector what the token stream has; whether that is all of the answer."""
+    exchange = await gateway.attach(request, whole=True)
+    try:
+        return collector.push(exchange.available())
+    finally:
+        gateway.detach(exchange)
+
+
+async def _ended(request: GenerateRequest, collector: Collector | PictureCollector, base_url: str) -> Status:
+    try:
+        result = await _result(collector, base_url)
+    except ServingError as failure:
+        status = _status(request, "cancelled" if failure.code is Code.cancelled else "failed")
+        status = msgspec.structs.replace(status, error=error_body(failure).error)
+    else:
+        status = msgspec.structs.replace(_status(request, "done"), result=result)
+    return msgspec.structs.replace(status, output_tokens=collector.usage.completion_tokens)
+
+
+def _status(request: GenerateRequest, state: State) -> Status:
+    return Status(
+        id=request.id,
+        model=request.model,
+        state=state,
+        created=request.created_ns // 1_000_000_000,
+        deadline=request.deadline_ns // 1_000_000_000,
+        gateway=request.gateway,
+        client_request_id=request.client_request_id,
+    )
+
+
+def _collector(gateway: Gateway, request: GenerateRequest, *, late: bool) -> Collector | PictureCollector:
+    if request.diffusion is not None:
+        return PictureCollector(request)
+    return Collector(request, gateway.model.detokenizer, late=late)
+
+
+async def _result(collector: Collector | PictureCollector, base_url: str) -> msgspec.Raw:
+    """As it was answered; pictures always as links.
+
+    Raises:
+        ServingError: the request failed.
+    """
+    if isinstance(collector, PictureCollector):
+        return msgspec.Raw(_json(collector.answer(base_url)))
+    return msgspec.Raw(await written(collector))

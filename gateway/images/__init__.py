@@ -1,0 +1,1 @@
+"""Image generation: from a body to a request for diffusion workers, and from their steps to an answer."""

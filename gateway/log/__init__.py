@@ -1,0 +1,1 @@
+"""Requests and answers in the log: found, followed, caught up with, completed."""

@@ -1,0 +1,212 @@
+"""Reading the token log for exchanges that are behind it: a few forward passes, each shared by all whom it can serve.
+
+Who attaches to a request, or reads on after a pause, needs entries that were live once. A pass begins at the earliest
+entry that one of its exchanges needs, feeds all of them, and ends when they are live again. Others join it if it has
+not passed their first entry yet; else they wait for the next. So the log is read a few times, however many attach.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from contextlib import aclosing
+
+import structlog
+
+from gateway.log.inflight import Exchange
+from infra.bus.connection import Bus
+from infra.bus.direct_get import Entry, read
+from infra.bus.tasks import Tasks, as_serving_error
+from schemas import tokens
+from schemas.errors import ServingError
+
+log = structlog.get_logger("gateway")
+
+CLOCK_SKEW_NS = 2_000_000_000
+MAX_PASSES = 3  # at once, of one gateway's tokens
+GATHER_S = 0.01  # before a pass begins, for those who come together
+PORTION = 1_000  # items decoded before others have their turn
+LOOK_AGAIN_S = 0.05  # a replica may lag behind what was republished
+LOOKS = 20
+RETRY_S = 0.25
+GIVE_UP_S = 15.0
+
+
+class _Pass:
+    """One read of the log, from the earliest entry that one of its exchanges needs."""
+
+    def __init__(self, exchanges: Iterable[Exchange]) -> None:
+        self.by_request: dict[str, list[Exchange]] = {}
+        for exchange in exchanges:
+            self.add(exchange)
+        self.seq = min(exchange.seq for exchange in self.exchanges)  # everything up to here was read, or is not needed
+        self.since_ns = min(map(_since, self.exchanges))  # where it begins, if ``seq`` does not say it
+        self.last: Entry | None = None  # that was read
+        self.ending = False  # nobody can join any more
+
+    @property
+    def exchanges(self) -> list[Exchange]:
+        return [exchange for watchers in self.by_request.values() for exchange in watchers]
+
+    def serves(self, exchange: Exchange) -> bool:
+        """Whether everything that the exchange needs is still to be read."""
+        if self.ending:
+            return False
+        if exchange.seq:
+            return 0 < self.seq <= exchange.seq
+        if self.last is not None:
+            return _since(exchange) > self.last.time_ns > 0
+        return not self.seq and _since(exchange) >= self.since_ns
+
+    def add(self, exchange: Exchange) -> None:
+        self.by_request.setdefault(exchange.request.id, []).append(exchange)
+
+    def remove(self, exchange: Exchange) -> None:
+        watchers = self.by_request.get(exchange.request.id, [])
+        if exchange in watchers:
+            watchers.remove(exchange)
+            if not watchers:
+                del self.by_request[exchange.request.id]
+
+    def feed(self, entry: Entry) -> int:
+        """Feed one entry to those who need it; how many items it has."""
+        items = tokens.decode(entry.data).items
+        seq, known = entry.seq, self.by_request
+        for item in items:
+            watchers = known.get(item.request)
+            if watchers is not None:
+                for exchange in list(watchers):
+                    if seq > exchange.seq and not exchange.feed_past(item, seq):
+                        self.remove(exchange)
+        self.seq, self.last = seq, entry
+        return len(items)
+
+
+class CatchUp:
+    """Of one gateway's tokens.
+
+    Args:
+        position: up to which sequence of the stream everything was fed live.
+    """
+
+    def __init__(self, bus: Bus, stream: str, subject: str, tasks: Tasks, position: Callable[[], int]) -> None:
+        self._bus = bus
+        self._stream = stream
+        self._subject = subject
+        self._tasks = tasks
+        self._position = position
+        self._waiting: list[Exchange] = []
+        self._passes: set[_Pass] = set()
+        self._running = 0
+        self._gathering = False
+        self.read_entries = 0
+
+    def add(self, exchange: Exchange) -> None:
+        """Feed it what it has missed, then let it go on live; it fails if the log cannot be read."""
+        for running in self._passes:
+            if running.serves(exchange):
+                running.add(exchange)
+                return
+        self._waiting.append(exchange)
+        self._begin()
+
+    def remove(self, exchange: Exchange) -> None:
+        if exchange in self._waiting:
+            self._waiting.remove(exchange)
+        for running in self._passes:
+            running.remove(exchange)
+
+    def _begin(self) -> None:
+        if self._waiting and not self._gathering and self._running < MAX_PASSES:
+            self._gathering = True
+            self._running += 1
+            self._tasks.spawn(self._gather(), name="catch-up", on_failure=self._failed)
+
+    def _failed(self, error: BaseException) -> None:
+        """A pass failed in a way that nobody thought of: its requests fail, the gateway goes on."""
+        log.error("catch_up_failed", exc_info=error)
+        self._fail(self._waiting, error)
+
+    async def _gather(self) -> None:
+        try:
+            await asyncio.sleep(GATHER_S)
+            self._gathering = False
+            # Positions in time and in the stream cannot be compared: one kind at a time, the larger one first.
+            placed = [exchange for exchange in self._waiting if exchange.seq]
+            others = [exchange for exchange in self._waiting if not exchange.seq]
+            first, self._waiting = (placed, others) if len(placed) > len(others) else (others, placed)
+            self._begin()
+            if first:
+                await self._run(_Pass(first))
+        finally:
+            self._gathering = False
+            self._running -= 1
+            self._begin()
+
+    async def _run(self, one: _Pass) -> None:
+        self._passes.add(one)
+        try:
+            await self._read(one)
+        except Exception as error:
+            if not isinstance(error, ServingError):
+                log.exception("catch_up_failed", subject=self._subject)
+            self._fail(one.exchanges, error)
+        finally:
+            self._passes.discard(one)
+
+    def _fail(self, exchanges: Iterable[Exchange], error: BaseException) -> None:
+        for exchange in list(exchanges):
+            exchange.fail(as_serving_error(error, "reading the token log"))
+
+    async def _read(self, one: _Pass) -> None:
+        """Up to the present end, until all are live.
+
+        Raises:
+            ServingError: the log cannot be read for longer than a broker takes to come back.
+        """
+        failing_since, looks, target = 0.0, 0, -1
+        while one.by_request:
+            try:
+                await self._read_once(one)
+                failing_since = 0.0
+            except ServingError:
+                now = time.monotonic()
+                failing_since = failing_since or now
+                if now - failing_since > GIVE_UP_S:
+                    raise
+                await asyncio.sleep(RETRY_S)
+                continue
+            if not one.ending:
+                # From here on live items are kept. What came before them and was not read yet is read once more.
+                one.ending, target = True, self._position()
+                for exchange in one.exchanges:
+                    exchange.hold()
+            if one.seq >= target or looks >= LOOKS:  # what cannot be read by now was removed
+                self._join(one)
+                return
+            looks += 1
+            if looks > 1:
+                await asyncio.sleep(LOOK_AGAIN_S)
+
+    async def _read_once(self, one: _Pass) -> None:
+        items = 0
+        stored = read(self._bus, self._stream, self._subject, after=one.seq, since_ns=one.since_ns)
+        async with aclosing(stored) as entries:
+            async for entry in entries:
+                items += one.feed(entry)
+                self.read_entries += 1
+                if not one.by_request:
+                    return
+                if items >= PORTION:
+                    items = 0
+                    await asyncio.sleep(0)
+
+    def _join(self, one: _Pass) -> None:
+        for exchange in one.exchanges:
+            exchange.seq = max(exchange.seq, one.seq)
+            if not exchange.join():
+                self._waiting.append(exchange)
+        self._begin()
+
+
+def _since(exchange: Exchange) -> int:
+    return exchange.request.created_ns - CLOCK_SKEW_NS

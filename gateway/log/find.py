@@ -1,0 +1,130 @@
+"""Finding accepted requests in the log by their ids.
+
+An id tells when it was made, and so about where in the stream its request is, and names the shard that it is in: a
+round trip finds it. Requests that releases up to 0.1 accepted have no shard: those who ask for such at the same time
+share one forward read.
+"""
+
+import asyncio
+from contextlib import aclosing
+
+from gateway.log.catch_up import CLOCK_SKEW_NS
+from infra.bus.connection import Bus
+from infra.bus.direct_get import get_last, read
+from infra.bus.tasks import Tasks, as_serving_error
+from schemas import requests
+from schemas.errors import Code, ServingError
+from schemas.ids import time_of
+from schemas.requests import GenerateRequest
+from schemas.subjects import HEADER_MSG_ID
+
+WINDOW_NS = 16_000_000_000  # behind an id's time: by then its request is stored, or was given up
+EARLIER_NS = 50_000_000  # before it: the clocks of two machines differ
+JUMP_NS = 1_000_000_000  # a gap between two ids from which it is cheaper to begin a new read
+BATCH = 100
+FEW = 8  # requests of one shard lie far apart
+MAX_RUNS = 3  # at once
+
+_Wanted = dict[str, "asyncio.Future[GenerateRequest]"]
+
+
+class Finder:
+    def __init__(self, bus: Bus, tasks: Tasks) -> None:
+        self._bus = bus
+        self._tasks = tasks.group("find")
+        self._wanted: _Wanted = {}
+        self._running = 0
+
+    async def close(self) -> None:
+        await self._tasks.aclose()
+
+    async def find(self, request_id: str) -> GenerateRequest:
+        """An accepted request.
+
+        Raises:
+            ServingError: request_not_found; the log cannot be read.
+        """
+        try:
+            made_ns = time_of(request_id)
+        except ValueError:
+            raise unknown(request_id) from None
+        found = await self._in_shard(request_id, made_ns)
+        if found is not None:
+            return found
+        subjects = self._bus.subjects
+        if await get_last(self._bus, subjects.stream("REQUESTS"), subjects.unsharded) is None:
+            raise unknown(request_id)
+        future = self._wanted.get(request_id)
+        if future is None:
+            future = self._wanted[request_id] = asyncio.get_running_loop().create_future()
+            if self._running < MAX_RUNS:
+                self._running += 1
+                self._tasks.spawn(self._run(), name="find")
+        return await asyncio.shield(future)
+
+    async def _in_shard(self, request_id: str, made_ns: int) -> GenerateRequest | None:
+        subjects = self._bus.subjects
+        since, until = made_ns - CLOCK_SKEW_NS, made_ns + WINDOW_NS
+        shard = subjects.shard_of(request_id)
+        async with aclosing(read(self._bus, subjects.stream("REQUESTS"), shard, since_ns=since, batch=FEW)) as entries:
+            async for entry in entries:
+                if entry.headers.get(HEADER_MSG_ID) == request_id:
+                    return requests.decode(entry.data)
+                if entry.time_ns > until:
+                    return None
+        return None
+
+    async def _run(self) -> None:
+        try:
+            while self._wanted:
+                wanted, self._wanted = self._wanted, {}
+                try:
+                    for earlier in (EARLIER_NS, CLOCK_SKEW_NS):
+                        await self._scan(wanted, earlier)
+                    for request_id, future in wanted.items():
+                        _fail(future, unknown(request_id))
+                except Exception as error:
+                    for future in wanted.values():
+                        _fail(future, as_serving_error(error, "reading the request log"))
+                finally:
+                    for future in wanted.values():
+                        future.cancel()
+        finally:
+            self._running -= 1
+
+    async def _scan(self, wanted: _Wanted, earlier_ns: int) -> None:
+        """Take what is found out of ``wanted``, reading forward from the earliest id's time."""
+        times = sorted((time_of(request_id), request_id) for request_id in wanted)
+        while times:
+            since = times[0][0] - earlier_ns
+            if not await self._read_from(since, wanted, times, earlier_ns):
+                return
+
+    async def _read_from(self, since_ns: int, wanted: _Wanted, times: list[tuple[int, str]], earlier_ns: int) -> bool:
+        """One read; True: it is worth a new one, further on."""
+        subjects = self._bus.subjects
+        stored = read(self._bus, subjects.stream("REQUESTS"), subjects.unsharded, since_ns=since_ns, batch=BATCH)
+        async with aclosing(stored) as entries:
+            async for entry in entries:
+                request_id = entry.headers.get(HEADER_MSG_ID, "")
+                future = wanted.pop(request_id, None)
+                if future is not None and not future.done():
+                    future.set_result(requests.decode(entry.data))
+                now_ns = entry.time_ns
+                while times and (times[0][1] not in wanted or now_ns > times[0][0] + WINDOW_NS):
+                    times.pop(0)
+                if not times:
+                    return False
+                if times[0][0] - earlier_ns > now_ns + JUMP_NS:
+                    return True
+        return False
+
+
+def _fail(future: "asyncio.Future[GenerateRequest]", error: ServingError) -> None:
+    if not future.done():
+        future.set_exception(error)
+        future.exception()  # read once: whoever waits may be gone
+
+
+def unknown(request_id: str) -> ServingError:
+    return ServingError(Code.request_not_found, f"no request {request_id[:80]!r} in the log; ids look like UUIDv7")

@@ -1,0 +1,58 @@
+"""Finding a request by its id, for whoever may know of it: its record once it is over, its message while it runs.
+
+A few round trips, however much the log holds. Whose a request is, is decided here and nowhere else.
+"""
+
+from typing import NamedTuple
+
+import msgspec
+
+from gateway.log.find import Finder, unknown
+from gateway.log.records import Records, request_of
+from schemas import done
+from schemas.errors import Code, ServingError
+from schemas.ids import time_of
+from schemas.requests import GenerateRequest
+
+
+class Found(NamedTuple):
+    """``record``: None while the request runs."""
+
+    request: GenerateRequest
+    record: done.Done | None
+
+
+class Lookup:
+    def __init__(self, records: Records, finder: Finder) -> None:
+        self._records = records
+        self._finder = finder
+
+    async def find(self, request_id: str, tenant: str | None = None) -> Found:
+        """
+        Args:
+            tenant: who asks; None: there are no tenants at this door, and whoever has an id may use it.
+        Raises:
+            ServingError: request_not_found, also if it is another tenant's; broker_unavailable.
+        """
+        try:
+            time_of(request_id)
+        except ValueError:
+            raise unknown(request_id) from None
+        found = await self._find(request_id)
+        if tenant is not None and found.request.tenant != tenant:
+            raise unknown(request_id)
+        return found
+
+    async def _find(self, request_id: str) -> Found:
+        record = await self._records.find(request_id)
+        request = request_of(record) if record is not None else None
+        if record is not None and request is not None and "prompt" not in record.left_out:
+            return Found(request, record)
+        try:
+            whole = await self._finder.find(request_id)
+        except ServingError as error:
+            if error.code is not Code.request_not_found or record is None or request is None:
+                raise
+            # Of the prompt only its length is left.
+            return Found(msgspec.structs.replace(request, prompt=bytes(4 * record.usage.prompt)), record)
+        return Found(whole, record or await self._records.find_unrecorded(whole))

@@ -1,0 +1,55 @@
+"""How far a running request is: asked of the gateway that follows it, as reading the log for it takes ever longer."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import structlog
+from nats.errors import Error as NatsError
+
+from gateway.log.inflight import Exchange
+from infra.bus.connection import Bus
+from schemas import control
+from schemas.wire import encode
+
+log = structlog.get_logger("gateway")
+
+ASK_S = 0.25
+
+Watched = Callable[[str], Sequence[Exchange]]
+
+
+def progress_of(exchange: Exchange) -> control.Progress:
+    fold = exchange.fold
+    return control.Progress(fold.attempt, sum(fold.position(choice) for choice in range(exchange.request.n)))
+
+
+class Progress:
+    """``watched``: this gateway's open answers of a request."""
+
+    def __init__(self, bus: Bus, gateway: str, watched: Watched) -> None:
+        self._bus = bus
+        self._gateway = gateway
+        self._watched = watched
+
+    async def open(self) -> None:
+        await self._bus.nc.subscribe(self._bus.subjects.progress(self._gateway), cb=self._answer)
+
+    async def _answer(self, message: Any) -> None:
+        known = self.here(message.data.decode("ascii", "replace"))
+        if message.reply:
+            await self._bus.nc.publish(message.reply, encode(known) if known is not None else b"")
+
+    def here(self, request_id: str) -> control.Progress | None:
+        """What this gateway knows; None: nothing."""
+        known = [progress_of(exchange) for exchange in self._watched(request_id) if not exchange.behind]
+        return max(known, key=lambda each: (each.attempt, each.tokens), default=None)
+
+    async def ask(self, gateway: str, request_id: str) -> control.Progress | None:
+        """What another gateway knows; None: it is gone, or does not follow the request (any more)."""
+        try:
+            subject = self._bus.subjects.progress(gateway)
+            reply = await self._bus.nc.request(subject, request_id.encode(), timeout=ASK_S)
+        except (NatsError, TimeoutError) as error:
+            log.debug("progress_unknown", gateway=gateway, error=repr(error))
+            return None
+        return control.decode_progress(reply.data) if reply.data else None

@@ -1,0 +1,84 @@
+"""How requests ended: their records in the log, found by subject and not by scanning.
+
+A record takes one round trip, however much the log holds.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+import structlog
+
+from infra.bus.connection import Bus
+from infra.bus.direct_get import get_last, get_last_of, read
+from schemas import done
+from schemas.requests import GenerateRequest
+from schemas.subjects import HEADER_MSG_ID
+
+log = structlog.get_logger("gateway")
+
+CLOCK_SKEW_NS = 2_000_000_000
+
+
+class Records:
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._stream = bus.subjects.stream("DONE")
+
+    async def find(self, request_id: str) -> done.Done | None:
+        """The terminal event; None: there is none (yet).
+
+        Raises:
+            ServingError: the log did not answer.
+        """
+        entry = await get_last(self._bus, self._stream, self._bus.subjects.done_of(request_id))
+        return _decoded(entry.data) if entry is not None else None
+
+    async def ends(self, wanted: Sequence[GenerateRequest]) -> list[done.Done]:
+        """Of these requests, a few hundred at most, those that are over. Replicas may lag behind: ask again.
+
+        Raises:
+            ServingError: the log did not answer.
+        """
+        subjects = [self._bus.subjects.done(r.tenant, r.model, r.id) for r in wanted]
+        found = [_decoded(entry.data) for entry in await get_last_of(self._bus, self._stream, subjects)]
+        return [event for event in found if event is not None]
+
+    async def find_unrecorded(self, request: GenerateRequest) -> done.Done | None:
+        """A terminal event of a release up to 0.1, which put all those of a model under one subject.
+
+        Raises:
+            ServingError: the log did not answer.
+        """
+        subject = self._bus.subjects.done_together(request.model)
+        async for entry in read(self._bus, self._stream, subject, since_ns=request.created_ns - CLOCK_SKEW_NS):
+            if entry.headers.get(HEADER_MSG_ID) == request.id:
+                return _decoded(entry.data)
+        return None
+
+
+def has_output(record: done.Done) -> bool:
+    """Whether the record has the output's tokens."""
+    return "tokens" not in record.left_out
+
+
+def is_whole(record: done.Done) -> bool:
+    """Whether everything that the answer shows is in the record; not so in those of releases up to 0.1."""
+    return bool(record.submitted) and not {"tokens", "logprobs", "scores"} & set(record.left_out)
+
+
+def request_of(record: done.Done) -> GenerateRequest | None:
+    """The recorded request, if it is there and this release can read it."""
+    try:
+        return done.request_of(record)
+    except msgspec.MsgspecError as error:
+        log.warning("recorded_request_unreadable", request=record.request, error=str(error))
+        return None
+
+
+def _decoded(data: bytes) -> done.Done | None:
+    try:
+        event = done.decode(data)
+    except msgspec.MsgspecError as error:  # of a later release
+        log.warning("terminal_event_unreadable", error=str(error))
+        return None
+    return event if isinstance(event, done.Done) else None

@@ -1,0 +1,195 @@
+"""The OpenAPI 3.1 document of the gateway, made from the structs that parse and write its messages."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from gateway.images.prepare import ImageBody, VideoBody
+from gateway.images.responses import PictureAnswer, PictureProgress
+from gateway.openai.requests import ChatBody, TextBody
+from gateway.openai.responses import ChatChunk, ChatCompletion, ErrorBody, ModelCard, ModelList, Status, TextCompletion
+from schemas.errors import Code
+
+_REF = "#/components/schemas/{name}"
+
+
+class Operation(Struct, frozen=True):
+    """One line of the table of endpoints.
+
+    Attributes:
+        response: what a success returns; a media type as text when it is not JSON.
+        errors: codes a client should be ready for.
+        streams: with "stream": true the answer is server-sent events of this type.
+    """
+
+    method: str
+    path: str
+    summary: str
+    body: type[Struct] | None = None
+    response: type[Struct] | str = "application/json"
+    errors: tuple[Code, ...] = ()
+    streams: type[Struct] | None = None
+    success: int = 200
+    parameters: tuple[tuple[str, str, str], ...] = ()  # (name, "path" | "query" | "header", description)
+
+
+_GENERATE = (
+    Code.invalid_request,
+    Code.context_length_exceeded,
+    Code.unsupported,
+    Code.model_not_found,
+    Code.body_too_large,
+    Code.queue_full,
+    Code.engine_error,
+    Code.worker_lost,
+    Code.revision_unavailable,
+    Code.broker_unavailable,
+    Code.deadline_exceeded,
+)
+
+_MAKE = tuple(code for code in _GENERATE if code is not Code.context_length_exceeded)
+
+_ID = ("id", "path", "as in X-Request-Id, or the answer's id")
+
+OPERATIONS = (
+    Operation(
+        "post",
+        "/v1/chat/completions",
+        "Answer a conversation",
+        body=ChatBody,
+        response=ChatCompletion,
+        errors=_GENERATE,
+        streams=ChatChunk,
+    ),
+    Operation(
+        "post",
+        "/v1/completions",
+        "Continue a text",
+        body=TextBody,
+        response=TextCompletion,
+        errors=_GENERATE,
+        streams=TextCompletion,
+    ),
+    Operation(
+        "post",
+        "/v1/images/generations",
+        "Make images of a text",
+        body=ImageBody,
+        response=PictureAnswer,
+        errors=_MAKE,
+        streams=PictureProgress,
+    ),
+    Operation(
+        "post",
+        "/v1/videos/generations",
+        "Make a video of a text",
+        body=VideoBody,
+        response=PictureAnswer,
+        errors=_MAKE,
+        streams=PictureProgress,
+    ),
+    Operation(
+        "get",
+        "/v1/files/{name}",
+        "One image or video that was made, for six hours",
+        response="application/octet-stream",
+        errors=(Code.request_not_found, Code.broker_unavailable),
+        parameters=(("name", "path", "as in the answer's url"),),
+    ),
+    Operation("get", "/v1/models", "Models served here", response=ModelList),
+    Operation(
+        "get",
+        "/v1/models/{name}",
+        "One model",
+        response=ModelCard,
+        errors=(Code.model_not_found,),
+        parameters=(("name", "path", "as listed by /v1/models"),),
+    ),
+    Operation(
+        "get",
+        "/v1/requests/{id}",
+        "State and result of an accepted request, from the log",
+        response=Status,
+        errors=(Code.request_not_found,),
+        parameters=(_ID,),
+    ),
+    Operation(
+        "delete",
+        "/v1/requests/{id}",
+        "Cancel a request",
+        success=202,
+        errors=(Code.request_not_found,),
+        parameters=(_ID,),
+    ),
+    Operation(
+        "get",
+        "/v1/requests/{id}/stream",
+        "Read an answer again, from its beginning or from behind an event",
+        response="text/event-stream",
+        errors=(Code.request_not_found, Code.invalid_request),
+        parameters=(_ID, ("Last-Event-ID", "header", "id of the last event that was seen")),
+    ),
+    Operation("get", "/health/live", "Whether the process runs"),
+    Operation("get", "/health/ready", "200: a request can be served now; 503: why not"),
+    Operation("get", "/metrics", "Counters for Prometheus", response="text/plain"),
+)
+
+
+def document(version: str, operations: Sequence[Operation] = OPERATIONS) -> dict[str, Any]:
+    """The document, ready for ``msgspec.json.encode``."""
+    kinds: dict[type[Struct], None] = {ErrorBody: None}
+    for operation in operations:
+        for kind in (operation.body, operation.response, operation.streams):
+            if isinstance(kind, type):
+                kinds[kind] = None
+    references, components = msgspec.json.schema_components(kinds, ref_template=_REF)
+    schema = dict(zip(kinds, references, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in operations:
+        paths.setdefault(operation.path, {})[operation.method] = _operation(operation, schema)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Penstock",
+            "version": version,
+            "description": "OpenAI-compatible serving on NATS JetStream. Errors have a code and say what to do.",
+        },
+        "paths": paths,
+        "components": {"schemas": components},
+    }
+
+
+def _operation(operation: Operation, schema: dict[Any, Any]) -> dict[str, Any]:
+    response = operation.response
+    media = response if isinstance(response, str) else "application/json"
+    content: dict[str, Any] = {media: {} if isinstance(response, str) else {"schema": schema[response]}}
+    if operation.streams is not None:
+        content["text/event-stream"] = {"schema": schema[operation.streams]}
+    out: dict[str, Any] = {
+        "summary": operation.summary,
+        "operationId": operation.method + operation.path.translate(str.maketrans("/{}.", "____")),
+        "responses": {
+            str(operation.success): {"description": "success", "content": content},
+            **_errors(operation.errors, schema),
+        },
+    }
+    if operation.body is not None:
+        out["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema[operation.body]}}}
+    if operation.parameters:
+        out["parameters"] = [
+            {"name": name, "in": where, "required": where == "path", "description": text, "schema": {"type": "string"}}
+            for name, where, text in operation.parameters
+        ]
+    return out
+
+
+def _errors(codes: Sequence[Code], schema: dict[Any, Any]) -> dict[str, Any]:
+    by_status: dict[str, list[str]] = {}
+    for code in codes:
+        by_status.setdefault(str(code.status), []).append(code.value)
+    return {
+        status: {"description": ", ".join(names), "content": {"application/json": {"schema": schema[ErrorBody]}}}
+        for status, names in sorted(by_status.items())
+    }

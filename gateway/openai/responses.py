@@ -1,0 +1,228 @@
+"""Shapes of the OpenAI API's answers. Streamed chunks are written by hand in ``gateway.openai.render``."""
+
+from typing import Any, Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+from schemas.errors import Code, ServingError
+
+
+class PromptTokensDetails(Struct, frozen=True):
+    cached_tokens: int = 0
+
+
+class UsageBody(Struct, frozen=True):
+    """``cached_tokens`` came from the prefix cache; completion_tokens counts the end token too."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails = PromptTokensDetails()
+
+
+class TopLogprob(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct, frozen=True):
+    content: list[ChatLogprob]
+
+
+class TextLogprobs(Struct, frozen=True):
+    """``text_offset``: characters of the answer before each token. null: of an echoed prompt's first token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class PromptLogprob(Struct, frozen=True):
+    """``rank``: of the token among all that could stand there, from 1; null where the engine does not tell."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+"""By token of the prompt, null for the first: the token's own and the best, by token id."""
+
+
+class FunctionMessage(Struct, frozen=True):
+    """``arguments``: JSON as the model wrote it, not checked against the tool's schema."""
+
+    name: str
+    arguments: str
+
+
+class CallMessage(Struct, frozen=True):
+    id: str
+    function: FunctionMessage
+    type: Literal["function"] = "function"
+
+
+class AnswerMessage(Struct, frozen=True):
+    """``content`` is null beside thoughts or calls without any."""
+
+    content: str | None
+    role: Literal["assistant"] = "assistant"
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[CallMessage] | UnsetType = UNSET
+
+
+class ChatChoice(Struct, frozen=True):
+    index: int
+    message: AnswerMessage
+    finish_reason: str
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatCompletion(Struct, frozen=True):
+    """Answer of POST /v1/chat/completions without streaming."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageBody
+    object: Literal["chat.completion"] = "chat.completion"
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
+
+
+class TextChoice(Struct, frozen=True):
+    index: int
+    text: str
+    finish_reason: str
+    logprobs: TextLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
+
+
+class TextCompletion(Struct, frozen=True):
+    """Answer of POST /v1/completions without streaming."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: UsageBody
+    object: Literal["text_completion"] = "text_completion"
+
+
+class FunctionDelta(Struct, frozen=True, omit_defaults=True):
+    arguments: str
+    name: str | None = None
+
+
+class CallDelta(Struct, frozen=True, omit_defaults=True):
+    """``id``, ``type`` and the name come once, with the first delta of a call; the arguments add up."""
+
+    index: int
+    function: FunctionDelta
+    id: str | None = None
+    type: Literal["function"] | None = None
+
+
+class Delta(Struct, frozen=True, omit_defaults=True):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[CallDelta] | None = None
+
+
+class ChunkChoice(Struct, frozen=True):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class ChatChunk(Struct, frozen=True):
+    """One server-sent event of a streamed chat completion; the last one before [DONE] may carry the usage."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    usage: UsageBody | None = None
+
+
+class ErrorDetail(Struct, frozen=True):
+    """``code`` is a schemas.errors.Code, ``param`` the field at fault."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(Struct, frozen=True):
+    error: ErrorDetail
+
+
+class ModelCard(Struct, frozen=True):
+    id: str
+    created: int
+    owned_by: str = "penstock"
+    object: Literal["model"] = "model"
+    root: str | None = None
+    max_model_len: int | None = None
+    input_modalities: tuple[Literal["text", "image"], ...] = ("text",)
+    output_modalities: tuple[Literal["text", "image", "video"], ...] = ("text",)
+
+
+class ModelList(Struct, frozen=True):
+    data: list[ModelCard]
+    object: Literal["list"] = "list"
+
+
+class Status(Struct, frozen=True, omit_defaults=True):
+    """``GET /v1/requests/{id}``. Times in seconds since 1970; ``result`` as it was (or would have been) answered."""
+
+    id: str
+    model: str
+    state: Literal["queued", "running", "done", "failed", "cancelled"]
+    created: int
+    deadline: int
+    gateway: str = ""
+    worker: str = ""
+    attempt: int = 0
+    output_tokens: int = 0  # of requests for pictures: denoising steps done
+    result: Any = None
+    error: ErrorDetail | None = None
+    client_request_id: str = ""  # what the client called it in its own X-Request-Id
+
+
+def error_body(error: ServingError) -> ErrorBody:
+    """The OpenAI shape of an error."""
+    status = error.code.status
+    kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+    return ErrorBody(ErrorDetail(error.message, kind, error.param, error.code))
+
+
+def serving_error(code: str, message: str) -> ServingError:
+    """An error that came over the wire; a code this process does not know counts as internal."""
+    known = Code(code) if code in Code.__members__ else Code.internal
+    return ServingError(known, message or known.value)
+
+
+def stopping(request_id: str) -> ServingError:
+    """Why an answer ends here: its request goes on in the pipeline, for any gateway to read."""
+    text = "this gateway is stopping; try again"
+    if request_id:
+        text = (
+            f"this gateway is stopping and request {request_id} goes on: read it at "
+            f"GET /v1/requests/{request_id}/stream (with Last-Event-ID: what comes next) or, once it is done, at "
+            f"GET /v1/requests/{request_id}"
+        )
+    return ServingError(Code.shutting_down, text, retry_after=1.0)

@@ -1,0 +1,293 @@
+"""Looking things up in a stream: direct get, without a consumer (ADR-31).
+
+In a cluster any replica answers a direct get, also one that has not caught up: what it returns was stored, but that
+there is nothing (more) is true of that replica alone. So every end and every "not found" is confirmed by the stream's
+leader before it is returned, and what the replica lacked is read from the leader. A single server is its own leader:
+nothing is asked twice.
+
+A leader that was stopped for longer than an election (4 s and more) may still answer in the moment it wakes. Where two
+processes must not both conclude "there is none", the conclusion is a write with an expected last sequence, which the
+stream itself refuses to one of them.
+"""
+
+import asyncio
+import base64
+import datetime
+import json
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+from nats.errors import Error as NatsError
+
+from infra.bus.connection import Bus
+from schemas.errors import Code, ServingError
+
+BATCH = 500
+BATCH_BYTES = 4 << 20
+STALL_S = 5.0
+LEADER_S = 15.0  # to find the leader: an election takes up to 9 s
+ASK_S = 2.0
+AGAIN_S = 0.1
+NOT_FOUND = 10037
+
+
+class Entry(NamedTuple):
+    """One stored message. ``previous``: sequence of the message before it on the same subject."""
+
+    subject: str
+    seq: int
+    data: bytes
+    headers: dict[str, str]
+    previous: int = 0
+
+    @property
+    def time_ns(self) -> int:
+        """When the server stored it, Unix time."""
+        return parse_time(self.headers.get("Nats-Time-Stamp", ""))
+
+
+def parse_time(text: str) -> int:
+    """Unix nanoseconds of an RFC 3339 time stamp with up to nine decimals; 0 if there is none."""
+    if not text:
+        return 0
+    whole, _, fraction = text.rstrip("Z").partition(".")
+    seconds = datetime.datetime.fromisoformat(whole).replace(tzinfo=datetime.UTC).timestamp()
+    return int(seconds) * 1_000_000_000 + int(fraction.ljust(9, "0")[:9] or 0)
+
+
+def format_time(time_ns: int) -> str:
+    """RFC 3339 with nanoseconds, UTC."""
+    seconds, rest = divmod(time_ns, 1_000_000_000)
+    return f"{datetime.datetime.fromtimestamp(seconds, datetime.UTC):%Y-%m-%dT%H:%M:%S}.{rest:09d}Z"
+
+
+async def read(
+    bus: Bus,
+    stream: str,
+    subject: str,
+    *,
+    after: int = 0,
+    since_ns: int = 0,
+    until_seq: int | None = None,
+    batch: int = BATCH,
+) -> AsyncGenerator[Entry, None]:
+    """Stored messages of ``subject`` (wildcards allowed) in stream order: all that were stored when this was called.
+
+    Args:
+        after: start behind this sequence.
+        since_ns: start at the first message stored at or after this Unix time, if ``after`` is 0.
+        until_seq: stop behind this sequence.
+        batch: messages asked for at once.
+    Raises:
+        ServingError: the stream did not answer within a few seconds (in a cluster: or had no leader for longer).
+    """
+    while True:
+        query: dict[str, Any] = {"batch": batch, "max_bytes": BATCH_BYTES, "next_by_subj": subject}
+        if after or not since_ns:
+            query["seq"] = after + 1
+        else:
+            query["start_time"] = format_time(since_ns)
+        entries, pending = await _batch(bus, stream, query)
+        for entry in entries:
+            if until_seq is not None and entry.seq > until_seq:
+                return
+            yield entry
+        if entries:
+            after = entries[-1].seq
+            if pending:
+                continue
+        if not bus.clustered or after == until_seq:
+            return
+        start = {"seq": after + 1} if after or not since_ns else {"start_time": format_time(since_ns)}
+        missed = await _ask_leader(bus, stream, {"next_by_subj": subject, **start}, LEADER_S)
+        if missed is None or (until_seq is not None and missed.seq > until_seq):
+            return
+        yield missed
+        after = missed.seq
+
+
+async def get_last(
+    bus: Bus, stream: str, subject: str, *, newest: bool = False, within_s: float = LEADER_S
+) -> Entry | None:
+    """The last message of ``subject`` (wildcards allowed); None: the stream has none, confirmed by its leader.
+
+    Args:
+        newest: nothing older will do. Without it the answer may, in a cluster, have been replaced a moment ago: right
+            where a subject has one message for ever.
+    Raises:
+        ServingError: the stream did not answer in time.
+    """
+    return await _get(bus, stream, {"last_by_subj": subject}, replica=not newest, within_s=within_s)
+
+
+async def get_last_of(bus: Bus, stream: str, subjects: Sequence[str]) -> list[Entry]:
+    """The last message of each of these subjects (a few hundred at most) that has one, as some replica has it.
+
+    For who asks again: what a replica does not have yet is not confirmed.
+
+    Raises:
+        ServingError: the stream did not answer.
+    """
+    query = {"multi_last": list(subjects), "batch": len(subjects), "max_bytes": BATCH_BYTES}
+    return (await _batch(bus, stream, query))[0] if subjects else []
+
+
+async def get(bus: Bus, stream: str, seq: int, *, within_s: float = LEADER_S) -> Entry | None:
+    """The message at ``seq``; None: the stream has none there, confirmed by its leader.
+
+    Raises:
+        ServingError: the stream did not answer in time.
+    """
+    return await _get(bus, stream, {"seq": seq}, replica=True, within_s=within_s)
+
+
+async def get_next(bus: Bus, stream: str, subject: str, after: int, *, within_s: float = LEADER_S) -> Entry | None:
+    """The first message of ``subject`` (wildcards allowed) behind ``after``; None: there is none, as ``get``."""
+    query = {"seq": after + 1, "next_by_subj": subject}
+    return await _get(bus, stream, query, replica=True, within_s=within_s)
+
+
+async def _get(bus: Bus, stream: str, query: dict[str, Any], *, replica: bool, within_s: float) -> Entry | None:
+    until = time.monotonic() + (within_s if bus.clustered else min(within_s, STALL_S))
+    if replica or not bus.clustered:
+        message = await _request(bus, f"$JS.API.DIRECT.GET.{stream}", query, until)
+        headers = message.headers or {}
+        status = headers.get("Status")
+        if status is None:
+            return _entry(message)
+        if status != "404":
+            raise _unreadable(stream, f"{status} {headers.get('Description', '')}")
+        if not bus.clustered:
+            return None
+    return await _ask_leader(bus, stream, query, max(0.0, until - time.monotonic()))
+
+
+async def _ask_leader(bus: Bus, stream: str, query: dict[str, Any], within_s: float) -> Entry | None:
+    """One message as the stream's leader has it; None: it has none."""
+    until = time.monotonic() + within_s
+    while True:
+        reply = _decode((await _request(bus, f"$JS.API.STREAM.MSG.GET.{stream}", query, until, patient=True)).data)
+        if reply.message is not None:
+            return _stored(reply.message)
+        assert reply.error is not None
+        if reply.error.err_code == NOT_FOUND:
+            return None
+        if reply.error.code != 503:  # no leader for the moment
+            raise _unreadable(stream, f"{reply.error.description}, {reply.error.err_code}")
+        await asyncio.sleep(AGAIN_S)
+
+
+async def _request(bus: Bus, subject: str, query: dict[str, Any], until: float, *, patient: bool = False) -> Any:
+    """Ask, again while the broker is away. ``patient``: also while nobody answers there (an election)."""
+    body = json.dumps(query).encode()
+    while (left := until - time.monotonic()) > 0:
+        try:
+            if bus.connected:
+                message = await bus.nc.request(subject, body, timeout=min(ASK_S, left))
+                if not patient or message.data:
+                    return message
+        except (NatsError, OSError, TimeoutError):
+            pass
+        await asyncio.sleep(AGAIN_S)
+    raise ServingError(
+        Code.broker_unavailable,
+        f"the broker did not answer for {subject} in time; check that it runs, has its streams ('penstock streams "
+        "apply') and, in a cluster, enough of its nodes",
+        retry_after=1.0,
+    )
+
+
+class _Error(msgspec.Struct):
+    code: int = 0
+    err_code: int = 0
+    description: str = ""
+
+
+class _Message(msgspec.Struct):
+    subject: str
+    seq: int
+    time: str = ""
+    hdrs: str = ""  # base64
+    data: str = ""  # base64
+
+
+class _Reply(msgspec.Struct):
+    message: _Message | None = None
+    error: _Error | None = None
+
+
+_decode = msgspec.json.Decoder(_Reply).decode
+
+
+def _stored(message: _Message) -> Entry:
+    """The leader's answer as a direct get would have given it."""
+    headers: dict[str, str] = {}
+    for line in base64.b64decode(message.hdrs).decode().split("\r\n")[1:]:
+        name, colon, value = line.partition(":")
+        if colon:
+            headers[name] = value.strip()
+    headers |= {"Nats-Subject": message.subject, "Nats-Sequence": str(message.seq), "Nats-Time-Stamp": message.time}
+    return Entry(message.subject, message.seq, base64.b64decode(message.data), headers)
+
+
+def _entry(message: Any) -> Entry:
+    headers = message.headers
+    return Entry(
+        headers["Nats-Subject"],
+        int(headers["Nats-Sequence"]),
+        message.data,
+        headers,
+        int(headers.get("Nats-Last-Sequence", "0")),
+    )
+
+
+def _unreadable(stream: str, why: str) -> ServingError:
+    return ServingError(
+        Code.broker_unavailable,
+        f"stream {stream} cannot be read ({why}); check 'penstock streams apply' and the user's permissions",
+    )
+
+
+async def _batch(bus: Bus, stream: str, query: dict[str, Any]) -> tuple[list[Entry], int]:
+    """One request: its messages, and how many more there are. In a cluster another replica may be asked once more."""
+    if bus.clustered:
+        try:
+            return await _batch_once(bus, stream, query, ASK_S)
+        except ServingError:
+            pass
+    return await _batch_once(bus, stream, query, STALL_S)
+
+
+async def _batch_once(bus: Bus, stream: str, query: dict[str, Any], stall_s: float) -> tuple[list[Entry], int]:
+    inbox = bus.nc.new_inbox()
+    queue: asyncio.Queue[Any] = asyncio.Queue()
+
+    async def arrived(message: Any) -> None:
+        queue.put_nowait(message)
+
+    sub = await bus.nc.subscribe(inbox, cb=arrived)
+    entries: list[Entry] = []
+    pending = 0
+    try:
+        await bus.nc.publish(f"$JS.API.DIRECT.GET.{stream}", json.dumps(query).encode(), reply=inbox)
+        while True:
+            message = await asyncio.wait_for(queue.get(), stall_s)
+            headers = message.headers or {}
+            status = headers.get("Status")
+            if status == "204":
+                return entries, int(headers.get("Nats-Num-Pending", "0"))
+            if status == "404":
+                return entries, 0
+            if status is not None:
+                raise _unreadable(stream, f"{status} {headers.get('Description', '')}")
+            pending = int(headers.get("Nats-Num-Pending", "0"))
+            entries.append(_entry(message))
+    except TimeoutError:
+        if entries:  # the link broke in the middle; what came is good, and more is to come
+            return entries, max(pending, 1)
+        raise ServingError(Code.broker_unavailable, f"stream {stream} did not answer within {stall_s:g} s") from None
+    finally:
+        if not bus.nc.is_closed:
+            await sub.unsubscribe()

@@ -1,0 +1,28 @@
+"""FastStream as the application shell, on a connection that we opened ourselves.
+
+FastStream's own connection wraps the error callback in one that can raise inside the reconnect task, after which
+the client stays unconnected for ever. Its subscribers serve control messages here; the job loop has its own pull.
+"""
+
+from typing import Any
+
+from faststream.nats import NatsBroker, NatsMessage
+
+from infra.bus.connection import Bus
+
+
+class OwnConnection(NatsBroker):
+    """A FastStream broker over an open ``Bus``; stopping it leaves the connection to the bus."""
+
+    def __init__(self, bus: Bus) -> None:
+        super().__init__(apply_types=False, logger=None, graceful_timeout=5.0)
+        self._bus = bus
+
+    async def _connect(self) -> Any:
+        self.config.connect(self._bus.nc)
+        return self._bus.nc
+
+
+async def raw(message: NatsMessage) -> NatsMessage:
+    """A decoder that leaves the body alone: FastStream's own guess at JSON."""
+    return message

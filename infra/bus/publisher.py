@@ -1,0 +1,258 @@
+"""Publishing with acknowledgement, many at once over one inbox, sent again until stored or given up.
+
+Every message carries a ``Nats-Msg-Id``, so sending again is safe within the stream's duplicate window; what is tried
+for longer than that is stored under a subject of its own, and ``once`` has the stream refuse a second one for ever.
+nats-py's own acknowledged publish costs a future, a timer and a task each; this is the same protocol with one sweep
+for all.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import structlog
+from nats.errors import Error as NatsError
+
+from infra.bus.connection import Bus
+from schemas.errors import Code, ServingError
+from schemas.subjects import HEADER_LAST_ON_SUBJECT, HEADER_MSG_ID
+
+log = structlog.get_logger("bus")
+
+RESEND_S = 1.0
+SWEEP_S = 0.25
+WRONG_LAST = 10071  # the subject has another last sequence than the publisher expects
+BUSY = frozenset({10008, 10164, 10167})  # no leader; one for this subject in flight; too many requests in flight
+# Expected elsewhere, too large, malformed: no time will heal that. All else (a full disk, a limit, a move) passes.
+FINAL = frozenset({10053, 10054, 10060, 10070, WRONG_LAST, 10097, 10109, 10165, 10166})
+
+
+class Ack(msgspec.Struct, frozen=True):
+    """Stored at ``seq``; ``duplicate``: it had been stored there before (0: where is not known)."""
+
+    seq: int
+    duplicate: bool = False
+
+
+class _Error(msgspec.Struct):
+    code: int = 0
+    err_code: int = 0
+    description: str = ""
+
+
+class _Reply(msgspec.Struct):
+    seq: int = 0
+    duplicate: bool = False
+    error: _Error | None = None
+
+
+_decode = msgspec.json.Decoder(_Reply).decode
+
+
+class _Pending:
+    __slots__ = ("deadline", "future", "gate", "headers", "insist", "once", "payload", "refusal", "sent", "subject")
+
+    def __init__(
+        self, subject: str, payload: bytes, headers: dict[str, str], future: "asyncio.Future[Ack]", deadline: float
+    ) -> None:
+        self.subject = subject
+        self.payload = payload
+        self.headers = headers
+        self.future = future
+        self.deadline = deadline
+        self.sent = time.monotonic()
+        self.once = False
+        self.insist = True
+        self.gate: Callable[[], bool] | None = None
+        self.refusal = ""  # of the last time
+
+
+class Publisher:
+    """Acknowledged publishes of one connection. Open before use; close fails what is still waiting."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._inbox = bus.nc.new_inbox()
+        self._next = 0
+        self._pending: dict[str, _Pending] = {}
+        self._tasks = bus.tasks.group("publish")
+        self._sub: Any = None
+        self._closed = False
+
+    async def open(self) -> None:
+        self._sub = await self._bus.nc.subscribe(self._inbox + ".*", cb=self._on_reply)
+        self._bus.on_reconnect.append(self._resend_all)
+        self._tasks.spawn(self._sweep(), name="publish-sweep")
+
+    async def close(self) -> None:
+        await self._tasks.aclose()
+        self._closed = True
+        if self._resend_all in self._bus.on_reconnect:
+            self._bus.on_reconnect.remove(self._resend_all)
+        if self._sub is not None and not self._bus.nc.is_closed:
+            await self._sub.unsubscribe()
+        for pending in self._pending.values():
+            if not pending.future.done():
+                pending.future.set_exception(ServingError(Code.shutting_down, "the process is stopping"))
+                pending.future.exception()  # read once: nobody may be waiting any more
+        self._pending.clear()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._pending)
+
+    async def send(
+        self,
+        subject: str,
+        payload: bytes,
+        msg_id: str,
+        *,
+        headers: dict[str, str] | None = None,
+        timeout: float = 30.0,
+        once: bool = False,
+        insist: bool = True,
+        gate: Callable[[], bool] | None = None,
+    ) -> "asyncio.Future[Ack]":
+        """Put one message on its way; the returned future is its acknowledgement.
+
+        The future fails with ServingError (broker_unavailable): not stored within ``timeout`` seconds, or refused for
+        good. A future that is cancelled is sent no more.
+
+        Args:
+            once: only the first message of its subject is stored. That there is one counts as stored.
+            insist: a refusal that may pass (full disk, limits) is no failure before the time is over.
+            gate: asked before each time it is sent; while it says no, the message waits.
+        Raises:
+            ServingError: body_too_large, before anything is sent; shutting_down: the publisher is closed.
+        """
+        if self._closed:
+            raise ServingError(Code.shutting_down, "the process is stopping")
+        if len(payload) > self._bus.max_message:
+            raise ServingError(
+                Code.body_too_large,
+                f"message of {len(payload)} bytes; the broker takes {self._bus.max_message} (max_payload)",
+            )
+        token = str(self._next)
+        self._next += 1
+        all_headers = {HEADER_MSG_ID: msg_id}
+        if once:
+            all_headers[HEADER_LAST_ON_SUBJECT] = "0"
+        if headers:
+            all_headers.update(headers)
+        future: asyncio.Future[Ack] = asyncio.get_running_loop().create_future()
+        pending = _Pending(subject, payload, all_headers, future, time.monotonic() + timeout)
+        pending.once, pending.insist, pending.gate = once, insist, gate
+        self._pending[token] = pending
+        try:
+            await self._transmit(token, pending)
+        except asyncio.CancelledError:
+            self._pending.pop(token, None)
+            raise
+        return future
+
+    async def publish(
+        self,
+        subject: str,
+        payload: bytes,
+        msg_id: str,
+        *,
+        headers: dict[str, str] | None = None,
+        timeout: float = 30.0,
+        once: bool = False,
+        insist: bool = True,
+        gate: Callable[[], bool] | None = None,
+    ) -> Ack:
+        """Send and wait for the acknowledgement; raises what ``send``'s future fails with."""
+        return await (
+            await self.send(
+                subject, payload, msg_id, headers=headers, timeout=timeout, once=once, insist=insist, gate=gate
+            )
+        )
+
+    async def _transmit(self, token: str, pending: _Pending) -> None:
+        if pending.future.done():
+            return
+        if pending.gate is not None and not pending.gate():
+            pending.sent = 0.0  # the next sweep asks again
+            return
+        pending.sent = time.monotonic()
+        # While disconnected the sweep sends it again; nats-py's own buffer would fill up and raise.
+        if not self._bus.connected:
+            return
+        try:
+            await self._bus.nc.publish(
+                pending.subject, pending.payload, reply=f"{self._inbox}.{token}", headers=pending.headers
+            )
+        except (NatsError, OSError) as error:  # the link broke just now
+            log.debug("publish_failed", subject=pending.subject, error=repr(error))
+
+    async def _on_reply(self, message: Any) -> None:
+        token = message.subject.rpartition(".")[2]
+        pending = self._pending.get(token)
+        if pending is None:
+            return
+        if not message.data:
+            return  # 503: no stream listens (yet, after a restart); the sweep sends it again
+        reply = _decode(message.data)
+        error = reply.error
+        if error is not None and error.err_code not in FINAL and (pending.insist or error.err_code in BUSY):
+            if not pending.refusal and error.err_code not in BUSY:
+                log.warning("publish_refused", subject=pending.subject, error=error.description, code=error.err_code)
+            pending.refusal = f"{error.description} ({error.err_code})"
+            return  # the sweep sends it again
+        del self._pending[token]
+        if pending.future.done():
+            return
+        if error is None:
+            pending.future.set_result(Ack(reply.seq, reply.duplicate))
+        elif pending.once and error.err_code == WRONG_LAST:
+            pending.future.set_result(Ack(0, True))
+        else:
+            pending.future.set_exception(_refused(pending.subject, f"{error.description} ({error.err_code})"))
+
+    async def _resend_all(self) -> None:
+        for token, pending in list(self._pending.items()):
+            await self._transmit(token, pending)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            now = time.monotonic()
+            for token, pending in list(self._pending.items()):
+                try:
+                    await self._look(token, pending, now)
+                except Exception as error:  # of one message; the others still need their time
+                    log.exception("publish_failed", subject=pending.subject)
+                    self._pending.pop(token, None)
+                    if not pending.future.done():
+                        pending.future.set_exception(error)
+
+    async def _look(self, token: str, pending: _Pending, now: float) -> None:
+        if pending.future.done():
+            self._pending.pop(token, None)
+        elif now > pending.deadline:
+            self._pending.pop(token, None)
+            pending.future.set_exception(_late(pending))
+        elif now - pending.sent > RESEND_S:
+            await self._transmit(token, pending)
+
+
+def _refused(subject: str, why: str) -> ServingError:
+    return ServingError(
+        Code.broker_unavailable,
+        f"the stream of {subject} refused the message: {why}; check its limits and the free disk space",
+        retry_after=1.0,
+    )
+
+
+def _late(pending: _Pending) -> ServingError:
+    if pending.refusal:
+        return _refused(pending.subject, pending.refusal)
+    return ServingError(
+        Code.broker_unavailable,
+        f"the broker did not confirm {pending.subject} in time; check that it runs, has its streams "
+        "('penstock streams apply') and room on its disk",
+        retry_after=1.0,
+    )

@@ -1,0 +1,64 @@
+"""How full a stream is behind its oldest unfinished message: asked of the server now and then, never per request."""
+
+import structlog
+
+from infra.bus.connection import Bus
+from infra.bus.stream_fill import FULL, WARN, Alarm, Fill, Look
+
+log = structlog.get_logger("bus")
+
+
+class StreamWatch:
+    """One stream's level: the share of ``max_bytes`` from its oldest unfinished message to its end."""
+
+    def __init__(self, bus: Bus, stream: str) -> None:
+        self._bus = bus
+        self._fill = Fill()
+        self._warning, self._alarm = Alarm(WARN), Alarm(FULL)
+        self.stream = stream
+        self.max_bytes = 0  # 0: without limit, or not known yet
+        self.level = 0.0
+        self._average = 0.0  # bytes of a message
+
+    @property
+    def full(self) -> bool:
+        """Nothing new should be stored: the room that is left is for what is under way."""
+        return self._alarm.on
+
+    @property
+    def last(self) -> int:
+        """The stream's last sequence at the last look."""
+        return self._fill.last
+
+    async def look(self) -> None:
+        """
+        Raises:
+            nats.errors.Error, TimeoutError: the server did not answer; what was known stays.
+        """
+        info = await self._bus.js.stream_info(self.stream)
+        self._fill.add(Look(info.state.first_seq, info.state.last_seq, info.state.bytes))
+        self.max_bytes = max(0, info.config.max_bytes or 0)
+        self._average = info.state.bytes / info.state.messages if info.state.messages else 0.0
+
+    def share_from(self, seq: int) -> float:
+        """The share of ``max_bytes`` from the message at ``seq`` to the end."""
+        return self._fill.bytes_from(seq) / self.max_bytes if self.max_bytes else 0.0
+
+    def share_of(self, count: int) -> float:
+        """The share of ``max_bytes`` that so many messages take, about."""
+        return count * self._average / self.max_bytes if self.max_bytes else 0.0
+
+    def update(self, level: float) -> None:
+        """The level as of now; what is passed for the first time is logged."""
+        self.level = level
+        said = {"stream": self.stream, "share": round(level, 2), "max_bytes": self.max_bytes}
+        if self._alarm.update(level):
+            self._warning.update(level)
+            log.error("stream_full", **said, action=f"no new work; add workers, or {self.enlarge}")
+        elif self._warning.update(level):
+            log.warning("stream_filling", **said, action=f"new work is refused from {FULL:.0%} on; {self.enlarge}")
+
+    @property
+    def enlarge(self) -> str:
+        """What an operator may do."""
+        return f"enlarge it: nats stream edit {self.stream} --max-bytes"

@@ -1,0 +1,22 @@
+"""TensorRT-LLM's engine arguments as data: what keys there are, which combinations work, what memory they need.
+
+Pure: no engine, no files, no clock. ``schema`` is the tree of arguments, ``tree`` reads and merges it, ``rules`` and
+``pairs`` advise, ``shapes`` and ``memory`` estimate. Target: 1.2.1.
+"""
+
+from infra.engine_args.rules import Context, Finding, check
+from infra.engine_args.schema import AutoDeployArgs, EngineArgs
+from infra.engine_args.tree import BadArguments, decode, merge, parse_json, parse_yaml
+
+__all__ = [
+    "AutoDeployArgs",
+    "BadArguments",
+    "Context",
+    "EngineArgs",
+    "Finding",
+    "check",
+    "decode",
+    "merge",
+    "parse_json",
+    "parse_yaml",
+]

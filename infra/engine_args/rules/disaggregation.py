@@ -1,0 +1,57 @@
+"""Can prefill hand its KV cache to decode without a dead-lock?"""
+
+from infra.engine_args.rules.base import Context, Found, longest_prompt, rule, up
+from infra.engine_args.schema import EngineArgs
+
+
+@rule("A23", "S84")
+def _buffer(args: EngineArgs, ctx: Context) -> Found:
+    """The transfer buffer holds the longest prompt, in whole blocks; else decode waits for ever."""
+    transceiver, block = args.cache_transceiver_config, args.kv_cache_config.tokens_per_block
+    if not ctx.hands_over or transceiver is None or transceiver.backend is None:
+        return
+    where, longest = "cache_transceiver_config.max_tokens_in_buffer", longest_prompt(args, ctx)
+    size = transceiver.max_tokens_in_buffer
+    if size is None:
+        yield (
+            "error",
+            where,
+            "1.2.1 does not size it by the longest prompt",
+            (f"set it to {up(longest, block)}" if longest else "set it to the longest prompt, in whole blocks"),
+        )
+        return
+    if longest and size < longest:
+        yield (
+            "error",
+            where,
+            f"prompts of up to {longest} tokens dead-lock decode with {size}",
+            (f"set it to at least {up(longest, block)}"),
+        )
+    if size % block:
+        yield "error", where, f"{size} is not a multiple of {block} tokens per block", f"use {up(size, block)}"
+
+
+@rule("A24", "S125", "S124")
+def _transceiver(args: EngineArgs, ctx: Context) -> Found:
+    """Workers that hand KV over have a named transport with a time limit; others have none."""
+    transceiver = args.cache_transceiver_config
+    where = "cache_transceiver_config.backend"
+    if not ctx.hands_over:
+        if transceiver is not None and transceiver.backend is not None:
+            yield "warning", where, f"a worker of role {ctx.role} moves no KV but pays for the buffer", "remove it"
+        return
+    if transceiver is None or transceiver.backend is None:
+        yield "error", where, f"role {ctx.role} hands KV over, and nothing is named to do it", "use UCX or NIXL"
+        return
+    if transceiver.backend == "DEFAULT":
+        yield "warning", where, "what DEFAULT means differs between releases", "name NIXL or UCX, on both sides"
+    if transceiver.kv_transfer_timeout_ms is None:
+        yield (
+            "warning",
+            "cache_transceiver_config.kv_transfer_timeout_ms",
+            ("after a failed transfer, prefill holds its blocks for ever"),
+            "set 60000",
+        )
+
+
+RULES = (_buffer, _transceiver)

@@ -1,0 +1,88 @@
+"""Which features do not work together, or not in this release?"""
+
+from infra.engine_args.rules.base import Context, Found, rule
+from infra.engine_args.schema import Eagle, EngineArgs, Mtp
+
+# Releases known to be wrong: of tensorrt_llm, and of NVIDIA's runtime container.
+_VERSIONS = {"1.2.0": "chunked prefill with block reuse gives wrong output (#12770)"}
+_CONTAINERS = {"0.5.1": "sliding windows regressed in its TensorRT-LLM"}
+
+
+@rule("A27", "S134")
+def _offload(args: EngineArgs, ctx: Context) -> Found:
+    """Host offload and chunked prefill dead-lock together (open issue 13318)."""
+    if args.kv_cache_config.host_cache_size and args.enable_chunked_prefill:
+        yield (
+            "warning",
+            "kv_cache_config.host_cache_size",
+            "offload with chunked prefill may dead-lock (#13318)",
+            ("use one of the two"),
+        )
+
+
+@rule("A33", "S134")
+def _untested(args: EngineArgs, ctx: Context) -> Found:
+    """Combinations that the engine's own feature matrix calls untested."""
+    if args.enable_chunked_prefill and args.pipeline_parallel_size > 1:
+        yield (
+            "warning",
+            "enable_chunked_prefill",
+            "untested with pipeline parallelism in 1.2.1",
+            "compare outputs first",
+        )
+    if args.enable_lora and (args.enable_attention_dp or ctx.hands_over or args.guided_decoding_backend):
+        yield (
+            "warning",
+            "enable_lora",
+            "untested with attention DP, disaggregation and guided decoding",
+            ("compare outputs first"),
+        )
+
+
+@rule("A35", "S84")
+def _beams(args: EngineArgs, ctx: Context) -> Found:
+    """Beam search goes neither with disaggregation nor with speculation."""
+    if args.beam_width == 1:
+        return
+    if ctx.hands_over:
+        yield "error", "max_beam_width", "disaggregation carries one beam", "set it to 1"
+    if args.speculative_config is not None:
+        yield "error", "max_beam_width", "speculation follows one beam", "set it to 1, or remove speculative_config"
+
+
+@rule("A52", "S122")
+def _excluded(args: EngineArgs, ctx: Context) -> Found:
+    """What the feature matrix excludes with speculation, LoRA and logits processors."""
+    speculation = args.speculative_config
+    learned = isinstance(speculation, Eagle | Mtp)
+    if learned and args.pipeline_parallel_size > 1:
+        yield "error", "pipeline_parallel_size", "MTP and EAGLE do not work with pipeline parallelism", "use TP or EP"
+    if learned and args.sampler_type == "TRTLLMSampler":
+        yield "error", "sampler_type", "the C++ sampler does not work with MTP and EAGLE", "use auto"
+    if ctx.logits_processors and (learned or ctx.hands_over):
+        yield (
+            "error",
+            "speculative_config" if learned else "cache_transceiver_config",
+            (f"logits processors do not work with {'MTP and EAGLE' if learned else 'disaggregation'}"),
+            "serve requests that need them from an aggregated worker without speculation",
+        )
+    if args.enable_lora and args.cuda_graph_config is not None:
+        yield "error", "enable_lora", "LoRA does not work with CUDA graphs", "set cuda_graph_config: null"
+
+
+@rule("A61", "S112")
+def _version(args: EngineArgs, ctx: Context) -> Found:
+    """The release has no known fault in what is used."""
+    kv = args.kv_cache_config
+    if ctx.version in _VERSIONS and args.enable_chunked_prefill and kv.enable_block_reuse:
+        yield "error", "enable_chunked_prefill", f"TensorRT-LLM {ctx.version}: {_VERSIONS[ctx.version]}", "use 1.2.1"
+    if ctx.container in _CONTAINERS and len(set(kv.max_attention_window or ())) > 1:
+        yield (
+            "warning",
+            "kv_cache_config.max_attention_window",
+            (f"runtime container {ctx.container}: {_CONTAINERS[ctx.container]}"),
+            "use 0.5.0, or a release from 0.6 on",
+        )
+
+
+RULES = (_offload, _untested, _beams, _excluded, _version)

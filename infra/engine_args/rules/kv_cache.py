@@ -1,0 +1,102 @@
+"""Is the KV cache cut, kept and announced as the model and the router expect?"""
+
+from infra.engine_args.rules.base import Context, Found, rule
+from infra.engine_args.schema import EngineArgs
+
+SMALL_BLOCK, LARGE_BLOCK = 16, 128
+EVENT_BUFFER = 8192  # 1024 overflowed under load
+
+
+@rule("A21", "S128")
+def _events(args: EngineArgs, ctx: Context) -> Found:
+    """KV events need block reuse and a buffer that load does not overflow."""
+    kv = args.kv_cache_config
+    if kv.event_buffer_max_size and not kv.enable_block_reuse:
+        yield (
+            "error",
+            "kv_cache_config.event_buffer_max_size",
+            "without block reuse there are no events",
+            ("set enable_block_reuse: true, or event_buffer_max_size: 0"),
+        )
+    elif 0 < kv.event_buffer_max_size < EVENT_BUFFER:
+        yield (
+            "warning",
+            "kv_cache_config.event_buffer_max_size",
+            (f"{kv.event_buffer_max_size} events overflow under load, and lost ones void the router's index"),
+            "use 100000",
+        )
+
+
+@rule("A22", "S192")
+def _blocks(args: EngineArgs, ctx: Context) -> Found:
+    """Blocks are as the router counts them; small ones cost hand-overs, large ones cost reuse."""
+    size = args.kv_cache_config.tokens_per_block
+    where = "kv_cache_config.tokens_per_block"
+    if ctx.router_block_size is not None and size != ctx.router_block_size:
+        yield (
+            "error",
+            where,
+            f"{size} tokens, the router counts in {ctx.router_block_size}",
+            (f"set it, and --block-size, to {ctx.router_block_size}"),
+        )
+    if size & (size - 1):
+        yield "warning", where, f"{size} is no power of two, which the kernels are built for", "use 32 or 64"
+    if size < SMALL_BLOCK:
+        yield "warning", where, f"{size} tokens make many small transfers and a large index", "use 32 to 128"
+    elif size > LARGE_BLOCK:
+        yield (
+            "warning",
+            where,
+            (f"only whole blocks are reused: a prefix loses up to {size - 1} tokens, a context {size // 2} on average"),
+            "use 32 to 128",
+        )
+
+
+@rule("A25", "S107", "S110")
+def _windows(args: EngineArgs, ctx: Context) -> Found:
+    """Attention windows are the model's own, layer by layer, and whole contexts fit the global layers."""
+    windows = args.kv_cache_config.max_attention_window
+    where = "kv_cache_config.max_attention_window"
+    if windows is None:
+        return
+    limit = ctx.model_len or args.max_seq_len
+    if limit and max(windows) < limit:
+        yield (
+            "error",
+            where,
+            (f"no layer keeps more than {max(windows)} tokens of contexts up to {limit}"),
+            f"raise the global layers' window to {limit}, or lower max_seq_len",
+        )
+    if ctx.shape is None:
+        return
+    layers = ctx.shape.layers
+    if len(windows) > layers:
+        yield "error", where, f"{len(windows)} windows for {layers} layers", "give one per layer, or the pattern once"
+        return
+    wrong = [
+        layer for layer in range(layers)
+        if (own := ctx.shape.windows[layer]) != windows[layer % len(windows)]
+        and (own or windows[layer % len(windows)] < max(windows))
+    ]  # fmt: skip
+    if wrong:
+        own = ctx.shape.windows[wrong[0]]
+        yield (
+            "error",
+            where,
+            (
+                f"repeated over {layers} layers it differs from the model's in {len(wrong)}; "
+                f"layer {wrong[0]} sees {own or 'everything'}, the list says {windows[wrong[0] % len(windows)]}"
+            ),
+            "give the model's own pattern",
+        )
+
+
+@rule("A26", "S129")
+def _kv_dtype(args: EngineArgs, ctx: Context) -> Found:
+    """The cache's dtype is one the engine knows."""
+    dtype = args.kv_cache_config.dtype
+    if dtype.lower() not in ("auto", "fp8", "nvfp4", "float16", "bfloat16", "float32"):
+        yield "error", "kv_cache_config.dtype", f"{dtype!r} is not known", "use auto, fp8, nvfp4, bfloat16 or float16"
+
+
+RULES = (_events, _blocks, _windows, _kv_dtype)

@@ -1,0 +1,122 @@
+"""Do the parallel sizes fit the GPUs, the nodes and the model's heads and experts?"""
+
+import math
+
+from infra.engine_args.rules.base import Context, Found, rule
+from infra.engine_args.schema import AutoDeployArgs, EngineArgs
+
+
+@rule("A01", "S132")
+def _gpus(args: EngineArgs, ctx: Context) -> Found:
+    """TP x PP x CP is the number of GPUs."""
+    if ctx.gpus is not None and args.gpus != ctx.gpus:
+        where = "world_size" if isinstance(args, AutoDeployArgs) else "tensor_parallel_size"
+        yield (
+            "error",
+            where,
+            f"the sizes ask for {args.gpus} GPUs, there are {ctx.gpus}",
+            (f"make tensor x pipeline x context parallel size {ctx.gpus}"),
+        )
+
+
+@rule("A02", "S132")
+def _experts_mapping(args: EngineArgs, ctx: Context) -> Found:
+    """MoE tensor x expert x cluster parallel sizes are the tensor ranks; experts divide evenly."""
+    tensor, expert = args.moe_parallel
+    cluster = max(1, args.moe_cluster_parallel_size or 1)
+    tp = args.tensor_parallel_size
+    if tensor * expert * cluster != tp:
+        yield (
+            "error",
+            "moe_expert_parallel_size",
+            (f"{tensor} tensor x {expert} expert x {cluster} cluster ranks are not the {tp} tensor ranks"),
+            f"make their product {tp}, for instance moe_expert_parallel_size: {tp}",
+        )
+    balancer = args.moe_config.load_balancer
+    plain = balancer is None
+    if ctx.shape and ctx.shape.experts and plain and ctx.shape.experts.count % expert:
+        yield (
+            "error",
+            "moe_expert_parallel_size",
+            (f"{ctx.shape.experts.count} experts do not divide by {expert}"),
+            "use a divisor, or moe_config.load_balancer with slots that divide",
+        )
+
+
+@rule("A03", "S132", "S120")
+def _nodes(args: EngineArgs, ctx: Context) -> Found:
+    """Several nodes: GPUs per node are named, and enough."""
+    if ctx.nodes is None:
+        return
+    if ctx.nodes > 1 and args.gpus_per_node is None:
+        yield (
+            "error",
+            "gpus_per_node",
+            "rank 0 counts only its own node's GPUs",
+            (f"set gpus_per_node: {math.ceil(args.gpus / ctx.nodes)}"),
+        )
+    if args.gpus_per_node is not None and args.gpus > args.gpus_per_node * ctx.nodes:
+        yield (
+            "error",
+            "gpus_per_node",
+            (f"{args.gpus} GPUs are more than {ctx.nodes} nodes of {args.gpus_per_node}"),
+            f"use {math.ceil(args.gpus / args.gpus_per_node)} nodes",
+        )
+
+
+@rule("A04", "S132")
+def _heads(args: EngineArgs, ctx: Context) -> Found:
+    """Attention heads divide by the ranks that share them."""
+    shape, ranks = ctx.shape, args.attention_ranks
+    if shape is None or isinstance(args, AutoDeployArgs):
+        return
+    if shape.heads % ranks:
+        yield "error", "tensor_parallel_size", f"{shape.heads} heads do not divide by {ranks} ranks", "use a divisor"
+    elif shape.kv_heads and shape.kv_heads % ranks and ranks % shape.kv_heads:
+        yield (
+            "error",
+            "tensor_parallel_size",
+            (f"{shape.kv_heads} KV heads and {ranks} ranks: neither divides the other"),
+            "use a divisor or a multiple",
+        )
+    elif shape.kv_heads and ranks > shape.kv_heads:
+        yield (
+            "warning",
+            "tensor_parallel_size",
+            (f"{ranks} ranks hold {ranks // shape.kv_heads} copies of each of {shape.kv_heads} KV heads"),
+            "enable_attention_dp, or fewer ranks and more workers, keep more context",
+        )
+
+
+@rule("A05", "S132")
+def _attention_dp(args: EngineArgs, ctx: Context) -> Found:
+    """Attention DP has ranks to spread over, and its settings are not idle."""
+    if args.enable_attention_dp and args.tensor_parallel_size == 1:
+        yield "error", "enable_attention_dp", "one tensor rank has nothing to spread over", "remove it or raise TP"
+    if not args.enable_attention_dp:
+        for where, given in (
+            ("attention_dp_config", args.attention_dp_config is not None),
+            ("enable_lm_head_tp_in_adp", args.enable_lm_head_tp_in_adp),
+        ):
+            if given:
+                yield "warning", where, "has no effect without attention DP", "set enable_attention_dp: true"
+
+
+@rule("A06", "S132")
+def _autodeploy(args: EngineArgs, ctx: Context) -> Found:
+    """AutoDeploy refuses the parallel sizes and beams of the PyTorch back end."""
+    if not isinstance(args, AutoDeployArgs):
+        return
+    plain = AutoDeployArgs()
+    names = (
+        *("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "moe_cluster_parallel_size"),
+        *("moe_tensor_parallel_size", "moe_expert_parallel_size", "enable_attention_dp", "cp_config", "gpus_per_node"),
+    )
+    for name in names:
+        if getattr(args, name) != getattr(plain, name):
+            yield "error", name, "AutoDeploy refuses it", "use world_size"
+    if args.beam_width > 1:
+        yield "error", "max_beam_width", "AutoDeploy has no beam search", "remove it"
+
+
+RULES = (_gpus, _experts_mapping, _nodes, _heads, _attention_dp, _autodeploy)

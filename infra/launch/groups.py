@@ -1,0 +1,257 @@
+"""Which workers a deployment has: how many of each role, what they are told, and which GPUs each one sees.
+
+Pure: what a recipe and a file of engine arguments say comes in as values.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from configs.settings import UpSettings, WorkerSettings
+from infra.engine_args import pairs
+from infra.engine_args.tree import BadArguments, Tree, decode, merge, parse_json
+from infra.model import modeldir
+from infra.recipes.catalogue import Member
+
+Roles = Mapping[str, int]
+
+BLOCK_SIZE: int = UpSettings().block_size
+EXTERNAL = ("trtllm", "vllm")  # engines with arguments of their own, whose GPUs are theirs alone
+_FILES = {"prefill": "prefill_engine_args", "decode": "decode_engine_args", "encode": "encode_engine_args"}
+_PARALLEL = {
+    "trtllm": ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "world_size"),
+    "vllm": ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
+}
+
+
+class PlanError(ValueError):
+    """A deployment that cannot be; the text names the flag and the fix."""
+
+
+class Group(NamedTuple):
+    """Workers that are alike.
+
+    Attributes:
+        settings: of ``WorkerSettings``, laid over what goes through from ``penstock up``.
+        gpus: of each worker.
+        alone: no other worker uses them; else one is shared when there are not enough.
+        arguments: of the engine, as its file and the override say.
+    """
+
+    role: str
+    number: int
+    settings: Mapping[str, Any]
+    gpus: int = 0
+    alone: bool = False
+    arguments: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def engine(self) -> str:
+        return str(self.settings["engine"])
+
+    @property
+    def names(self) -> list[str]:
+        stem = "worker" if self.role == "aggregated" else self.role
+        return [f"{stem}-{index}" for index in range(self.number)]
+
+
+class Fleet(NamedTuple):
+    """All workers, and what gateways have in common with those of the language model.
+
+    Attributes:
+        model: "": no language model is served.
+    """
+
+    groups: tuple[Group, ...]
+    engine: str
+    model: str
+    block_size: int
+
+    @property
+    def slow(self) -> bool:
+        """It may load for a long time."""
+        return any(group.engine in EXTERNAL for group in self.groups)
+
+
+def fleet_of(up: UpSettings, members: Sequence[Member] = (), read: Callable[[str], Tree] = lambda path: {}) -> Fleet:
+    """
+    Args:
+        members: the files of the recipe that was asked for.
+        read: a file of engine arguments, as a tree.
+    Raises:
+        PlanError, BadArguments: flags that contradict each other or the recipe.
+    """
+    recipe: dict[str, Member] = {member.header.role: member for member in members}
+    first = members[0].header if members else None
+    engine = _engine(up, first.engine if first else "")
+    roles = roles_of(up, recipe)
+    for role, name in _FILES.items():
+        if getattr(up, name) and not roles[role]:
+            raise PlanError(
+                f"--{name.replace('_', '-')}: no {role} worker is started; add --{role} N, or leave the file out"
+            )
+    blocks = {member.block_size for member in members} or {up.block_size}
+    if up.block_size not in blocks | {BLOCK_SIZE}:
+        raise PlanError(f"--block-size {up.block_size}: the recipe's files say {min(blocks)}; leave it out")
+    block_size = min(blocks)
+    # The mock engine has no use for weights, but for a long context.
+    model = up.model or (first.model if first else str(modeldir.TINY if engine == "mock" else modeldir.DEMO))
+    groups = [
+        _group(up, role, count, engine, model, block_size, recipe.get(role), read)
+        for role, count in roles.items()
+        if count
+    ]
+    if engine == "trtllm":
+        _agree(groups, block_size)
+    if up.diffusion:
+        groups.append(_diffusion(up))
+    alone = bool(up.diffusion) and not sum(roles.values()) and not up.model
+    return Fleet(tuple(groups), engine, "" if alone else model, block_size)
+
+
+def roles_of(up: UpSettings, recipe: Mapping[str, Member] = {}) -> dict[str, int]:
+    """How many workers of each role compute the language model."""
+    counts = {"prefill": up.prefill, "decode": up.decode, "encode": up.encode}
+    whole = up.workers
+    if whole < 0:
+        split = up.prefill + up.decode > 0
+        if recipe and not split and "aggregated" not in recipe:
+            counts |= {role: 1 for role in counts if role in recipe}
+            whole = 0
+        else:
+            whole = int(not split and not (up.diffusion and not up.model and not recipe))
+    return {"aggregated": whole, **counts}
+
+
+def assign(groups: Sequence[Group], gpus: Sequence[str] | None) -> dict[str, tuple[str, ...]]:
+    """Which GPUs each worker sees, by its name: in the order of the groups. Who gets none is left out.
+
+    Args:
+        gpus: as CUDA_VISIBLE_DEVICES writes them; None: whatever there is, each engine sees all of it.
+    Raises:
+        PlanError: there are too few.
+    """
+    if gpus is None:
+        return {}
+    rest = list(gpus)
+    given: dict[str, tuple[str, ...]] = {}
+    for group in groups:
+        for name in group.names if group.alone else ():
+            given[name], rest = tuple(rest[: group.gpus]), rest[group.gpus :]
+    sharing = [name for group in groups if group.gpus and not group.alone for name in group.names]
+    short = any(len(given[name]) < group.gpus for group in groups if group.alone for name in group.names)
+    if short or (gpus and sharing and not rest):
+        asked = [f"{group.number} x {group.role} with {group.gpus}" for group in groups if group.gpus]
+        total = sum(group.number * group.gpus for group in groups)
+        fix = (
+            "start fewer workers, lower --tensor-parallel-size, or start some on other machines with `penstock worker`"
+            if gpus
+            else "name them with --gpus as in CUDA_VISIBLE_DEVICES, or let the engines look with --gpus none"
+        )
+        there = f"{len(gpus)} may be used ({','.join(gpus)})" if gpus else "none is seen here"
+        raise PlanError(f"{total} GPUs are needed ({', '.join(asked)}), {there}: {fix}")
+    return given | {name: (rest[index % len(rest)],) for index, name in enumerate(sharing) if rest}
+
+
+def _engine(up: UpSettings, recipe: str) -> str:
+    if up.engine == "auto":
+        return recipe or "native"
+    if recipe and recipe != up.engine:
+        raise PlanError(f"--engine {up.engine}: recipe {up.recipe} is for {recipe}; leave --engine out")
+    return up.engine
+
+
+def _group(
+    up: UpSettings,
+    role: str,
+    count: int,
+    engine: str,
+    model: str,
+    block_size: int,
+    member: Member | None,
+    read: Callable[[str], Tree],
+) -> Group:
+    settings: dict[str, Any] = {"role": role, "engine": engine, "model": model, "block_size": block_size}
+    path = (getattr(up, _FILES[role]) if role in _FILES else "") or up.extra_engine_args
+    if not path and member is not None:
+        _one_machine(member)
+        path = member.path
+        if not up.max_model_len and member.max_len:
+            settings["max_model_len"] = member.max_len
+    settings["extra_engine_args"] = path
+    if role == "encode":
+        settings |= {"logits_processor": (), "apply_logits_processors": ""}
+    if engine not in EXTERNAL:
+        if path or up.override_engine_args:
+            raise PlanError(f"engine arguments are read by {' and '.join(EXTERNAL)}, not by {engine}: name --engine")
+        if up.tensor_parallel_size > 1:
+            raise PlanError(
+                f"--tensor-parallel-size {up.tensor_parallel_size}: only {' and '.join(EXTERNAL)} share layers, not "
+                f"{engine}: name --engine, or start more workers instead"
+            )
+        return Group(role, count, settings, gpus=0 if engine == "mock" else 1)
+    tree = read(path) if path else {}
+    if up.override_engine_args:
+        try:
+            tree = merge(tree, parse_json(up.override_engine_args))
+        except BadArguments as error:
+            raise PlanError(f"--override-engine-args: {error}") from error
+    gpus = gpus_of(engine, tree, up.tensor_parallel_size)
+    return Group(role, count, settings, gpus=gpus, alone=True, arguments=tree)
+
+
+def _agree(groups: Sequence[Group], block_size: int) -> None:
+    """Engines that hand KV to each other must cut and keep it alike: routers would pair none that do not.
+
+    Raises:
+        PlanError: they do not.
+    """
+    members = []
+    for group in groups:
+        tree = {key: value for key, value in group.arguments.items() if key != "cache_transceiver_config"}
+        kv = {"tokens_per_block": block_size}
+        transceiver = group.arguments.get("cache_transceiver_config") or {}
+        named = transceiver.get("backend") if isinstance(transceiver, Mapping) else None
+        named = "NIXL" if named in (None, "DEFAULT") else named  # as the worker does
+        try:
+            args = decode(merge({"kv_cache_config": kv, "cache_transceiver_config": {"backend": named}}, tree))
+        except BadArguments:
+            continue  # the worker says what is wrong, with its own defaults below
+        members.append(pairs.Member(f"--{group.role}", group.role, "", args))  # type: ignore[arg-type]
+    wrong = [finding for finding in pairs.compare(members) if finding.level == "error"]
+    if wrong:
+        told = "; ".join(f"{each.where} {each.message}: {each.fix}" for each in wrong)
+        raise PlanError(f"the workers' engine arguments do not go together: {told}")
+
+
+def gpus_of(engine: str, tree: Tree, tensor_parallel_size: int = 0) -> int:
+    """GPUs of one engine with these arguments; the file goes before the flag, as it does in the worker."""
+    sizes: dict[str, Any] = {"tensor_parallel_size": tensor_parallel_size or 1} | tree
+    counts = (sizes.get(key) or 1 for key in _PARALLEL[engine])
+    return math.prod(count for count in counts if isinstance(count, int))
+
+
+def _one_machine(member: Member) -> None:
+    if member.header.nodes > 1:
+        raise PlanError(
+            f"{member.name} is one engine on {member.header.nodes} nodes, and this is one machine: see "
+            f"`penstock recipe show {member.name}` for Slurm, `penstock kubernetes render` for Kubernetes"
+        )
+
+
+def _diffusion(up: UpSettings) -> Group:
+    if not up.diffusion_model:
+        raise PlanError("--diffusion needs --diffusion-model, a diffusers directory or Hugging Face id")
+    plain = WorkerSettings()
+    settings = {
+        "role": "diffusion",
+        "engine": up.diffusion_engine,
+        "model": up.diffusion_model,
+        "served_model_name": up.diffusion_served_name,
+        **{
+            name: getattr(plain, name)
+            for name in ("extra_engine_args", "override_engine_args", "logits_processor", "apply_logits_processors")
+        },
+    }
+    return Group("diffusion", up.diffusion, settings, gpus=1)

@@ -1,0 +1,112 @@
+"""What ``penstock up`` shows: a line per process while it starts, then how to use what runs."""
+
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from infra.launch.state import State
+
+_EVERYWHERE = {"timestamp", "level", "process", "logger"}  # in each line of a log
+
+
+class Board:
+    """One line per process with its state and the time it took; plain lines where there is no terminal."""
+
+    def __init__(self, console: Console, *, quiet: bool = False) -> None:
+        self._console = console
+        self._quiet = quiet
+        self._live = console.is_terminal and not quiet
+        self._began = time.monotonic()
+        self._lines: dict[str, TaskID] = {}
+        self._ready: set[str] = set()
+        self._progress = Progress(
+            SpinnerColumn(finished_text="[green]✓"),
+            TextColumn("{task.description:<12}"),
+            TextColumn("{task.fields[state]:<28}"),
+            TimeElapsedColumn(),
+            console=console,
+            refresh_per_second=8,
+        )
+
+    def __enter__(self) -> "Board":
+        if self._live:
+            self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._live:
+            self._progress.stop()
+
+    def starting(self, name: str, what: str = "starting") -> None:
+        if self._live:
+            if name not in self._lines:
+                self._lines[name] = self._progress.add_task(name, total=1, state=what)
+            else:
+                self._progress.update(self._lines[name], state=what)
+
+    def ready(self, name: str, what: str = "ready") -> None:
+        """Told once or often; shown once."""
+        if name in self._ready:
+            return
+        self._ready.add(name)
+        if self._live:
+            self.starting(name)
+            self._progress.update(self._lines[name], completed=1, state=what)
+        elif not self._quiet:
+            self._console.print(f"{name:<12} {what}  {time.monotonic() - self._began:.1f} s", highlight=False)
+
+
+def readable(line: str) -> str:
+    """A line of a child's log, for people: of one in JSON what happened and why."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return line
+    if not isinstance(entry, dict) or "event" not in entry:
+        return line
+    said = ": ".join(str(entry.pop(key)) for key in ("event", "error") if key in entry)
+    trace = entry.pop("exception", "")
+    more = ", ".join(f"{key}={value}" for key, value in entry.items() if key not in _EVERYWHERE)
+    return said + (f" ({more})" if more else "") + (f"\n{trace}" if trace else "")
+
+
+def curl_line(http_url: str, model: str, makes: str = "text") -> str:
+    """A command that asks the deployment something."""
+    body: dict[str, object] = {"model": model}
+    if makes == "text":
+        path, options = "chat/completions", "-N "
+        body |= {"messages": [{"role": "user", "content": "What is 347 + 586?"}], "max_tokens": 64, "stream": True}
+    else:
+        path, options = f"{makes}s/generations", ""
+        body |= {"prompt": "a red boat on the sea"}
+    quoted = json.dumps(body).replace("'", "'\\''")
+    return f"curl {options}{http_url}/v1/{path} -H 'content-type: application/json' -d '{quoted}'"
+
+
+def welcome(state: State, data_dir: Path, seconds: float) -> str:
+    """What the user needs next. No secrets."""
+    flag = "" if data_dir.name == ".penstock" else f" --data-dir {data_dir}"
+    return f"""
+Penstock serves {state.model} on {state.http_url} (ready after {seconds:.1f} s)
+
+  {curl_line(state.http_url, state.model, state.makes)}
+
+  OpenAI base URL   {state.http_url}/v1
+  NATS              {state.nats_url.rpartition("@")[2]}, namespace {state.namespace}
+  logs              {data_dir / "logs"}
+  state, passwords  {data_dir / "state.json"}
+  what happened     {_command()} explain{flag} REQUEST_ID
+  stop              Ctrl-C
+"""
+
+
+def _command() -> str:
+    """How to call ``penstock`` from here: by name if it is on the path, else as this process was called."""
+    called = Path(sys.argv[0])
+    return str(called) if called.name == "penstock" and not shutil.which("penstock") else "penstock"

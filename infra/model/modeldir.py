@@ -1,0 +1,359 @@
+"""What a model directory says of itself: tokenizer, chat template, limits, end tokens, images, revision; no weights."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from blake3 import blake3
+from tokenizers import Tokenizer
+
+import configs
+from infra.model.chat_template import ChatTemplate, TemplateError
+from infra.model.detokenizer import Detokenizer
+from infra.model.plain_text import PlainText
+from schemas.requests import Sampling
+
+BUNDLED = ("demo", "demo-vision", "tiny")
+MODELS = Path(configs.__file__).parent / "models"  # bundled ones, known by their names
+DEMO = MODELS / "demo"  # trained: answers
+TINY = MODELS / "tiny"  # random weights, but a long context and common words in few tokens: for the mock engine
+
+_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+_WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
+_DECIDING = (
+    *("config.json", "generation_config.json", "tokenizer.json"),
+    *("preprocessor_config.json", "processor_config.json", "model_index.json"),
+)
+WHOLE_BYTES = 256 << 20  # weights up to this size are read as a whole to name them
+SAMPLES = 2048
+SAMPLE_BYTES = 1 << 16
+_NO_LIMIT = 1 << 31  # tokenizer_config.json writes "unlimited" as 1e30
+_FALLBACK_LEN = 2048  # for models that name no limit
+
+
+class ModelError(Exception):
+    """A model directory cannot be used; the text says which file and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vision:
+    """How images stand in a prompt of this model.
+
+    Attributes:
+        image_token: the chat template writes it once per image.
+        image_token_id: its id, which the prompt has once per embedding.
+        image_tokens: embeddings per image, whatever its size.
+        hidden: width of an embedding; 0: config.json leaves it to the architecture's default.
+    """
+
+    image_token: str
+    image_token_id: int
+    image_tokens: int
+    hidden: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDir:
+    """One model, as gateways and workers see it. Lengths in tokens.
+
+    Attributes:
+        revision: names weights and configuration; equal wherever the directory has the same content.
+        tokenizer_digest: names the tokenizer; workers of another one read other texts in the same ids.
+        max_model_len: prompt + output.
+        vocab_size: width of the logits; token ids of requests are below it.
+        sampling: the model's own defaults, from generation_config.json.
+        vision: None: images cannot be given.
+        no_vision: why not.
+        plain: keeps clients' text from becoming control tokens.
+    """
+
+    path: Path
+    name: str
+    revision: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    tokenizer: Tokenizer
+    detokenizer: Detokenizer
+    template: ChatTemplate | None
+    sampling: Sampling
+    plain: PlainText
+    vision: Vision | None = None
+    no_vision: str = ""
+    tokenizer_digest: str = ""
+
+
+def resolve(model: str, *, weights: bool = False) -> Path:
+    """The directory of a model: a path as it is, "" the demo model, the name of a bundled one, else a hub id.
+
+    Args:
+        weights: also fetch the weights of a Hugging Face model; without, its configuration and tokenizer only.
+    Raises:
+        ModelError: neither a directory nor available under that id.
+    """
+    if not model:
+        return DEMO
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if model in BUNDLED:
+        return MODELS / model
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise ModelError(f"model {model!r} is not a directory; name a directory or a Hugging Face id 'owner/name'")
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.jinja", "tokenizer*"] + (["*.safetensors"] if weights else [])
+    try:
+        return Path(snapshot_download(model, allow_patterns=patterns))
+    except Exception as error:
+        raise ModelError(
+            f"model {model!r} is neither a directory nor could it be fetched from the Hugging Face hub: {error}"
+        ) from error
+
+
+def load(path: Path, *, name: str = "", chat_template: str = "") -> ModelDir:
+    """Read a model directory.
+
+    Args:
+        name: what the model is called; default: the directory's name ("owner/name" for a Hugging Face snapshot).
+        chat_template: a Jinja file that replaces the model's own template.
+    Raises:
+        ModelError: a file is missing or malformed, or the chat template cannot be used.
+    """
+    config = _json(path / "config.json", needed=True)
+    generation = _json(path / "generation_config.json")
+    special = _json(path / "tokenizer_config.json")
+    tokenizer = load_tokenizer(path)
+    vision, no_vision = None, ""
+    try:
+        vision = _vision(path, config, special, tokenizer)
+    except _NoVision as reason:
+        no_vision = str(reason)
+    return ModelDir(
+        path=path,
+        name=name or _name(path),
+        revision=revision(path),
+        max_model_len=_max_model_len(config, special),
+        vocab_size=int(_of_text(config, "vocab_size") or tokenizer.get_vocab_size(with_added_tokens=True)),
+        eos_token_ids=_eos(config, generation, special, tokenizer),
+        tokenizer=tokenizer,
+        detokenizer=Detokenizer(tokenizer),
+        template=_template(path, special, chat_template),
+        sampling=_sampling(path, generation),
+        plain=PlainText(tokenizer, vision.image_token if vision is not None else ""),
+        vision=vision,
+        no_vision=no_vision,
+        tokenizer_digest=tokenizer_digest(path),
+    )
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The fast tokenizer, without truncation or padding.
+
+    Raises:
+        ModelError: tokenizer.json is missing or malformed.
+    """
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise ModelError(f"{file} is missing; only models with a fast tokenizer can be served")
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception
+        raise ModelError(f"{file} cannot be read: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def revision(path: Path) -> str:
+    """A name for what decides a model's output: a Hugging Face snapshot's commit, else blake3 over configuration,
+    tokenizer and weights.
+
+    Of weights beyond ``WHOLE_BYTES`` it reads evenly spread samples: whoever trains on changes nearly all of them.
+    """
+    real = path.resolve()
+    if real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--"):
+        return real.name
+    digest = blake3()
+    for part in _DECIDING:
+        data = (path / part).read_bytes() if (path / part).is_file() else b""
+        digest.update(len(data).to_bytes(8, "little") + data)
+    weights = sorted({file for pattern in _WEIGHTS for file in path.glob(pattern)})
+    total = sum(file.stat().st_size for file in weights)
+    for file in weights:
+        size = file.stat().st_size
+        digest.update(f"{file.name}\0{size}\0".encode())
+        _add_content(digest, file, size, SAMPLES * size // total if total > WHOLE_BYTES else 0)
+    return digest.hexdigest(length=16)
+
+
+def _add_content(digest: Any, file: Path, size: int, samples: int) -> None:
+    """``samples``: how many parts to read, the first and the last among them; 0: all of it."""
+    with file.open("rb", buffering=0) as opened:
+        if not samples:
+            while part := opened.read(SAMPLE_BYTES):
+                digest.update(part)
+            return
+        last = max(0, size - SAMPLE_BYTES)
+        for number in range(max(2, samples)):
+            opened.seek(number * last // (max(2, samples) - 1))
+            digest.update(opened.read(SAMPLE_BYTES))
+
+
+def tokenizer_digest(path: Path) -> str:
+    """blake3 over what decides how text becomes token ids: equal digests, equal ids.
+
+    Raises:
+        ModelError: tokenizer.json is malformed.
+    """
+    described = _json(path / "tokenizer.json", needed=True)
+    for part in ("truncation", "padding"):  # not used here, whatever the file says
+        described.pop(part, None)
+    return blake3(msgspec.json.encode(described, order="sorted")).hexdigest(length=16)
+
+
+def _name(path: Path) -> str:
+    """``models--owner--name/snapshots/<commit>`` is how the hub's cache writes owner/name."""
+    path = path.resolve()
+    if path.parent.name == "snapshots":
+        return path.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return path.name
+
+
+def _json(file: Path, *, needed: bool = False) -> dict[str, Any]:
+    if not file.is_file():
+        if needed:
+            raise ModelError(f"{file} is missing; is {file.parent} a model directory?")
+        return {}
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
+        raise ModelError(f"{file} cannot be read: {error}") from error
+
+
+def _of_text(config: Mapping[str, Any], key: str) -> Any:
+    """A value of the language model, which multimodal configurations nest."""
+    nested = config.get("text_config")
+    value = nested.get(key) if isinstance(nested, dict) else None
+    return config.get(key) if value is None else value
+
+
+def _max_model_len(config: Mapping[str, Any], special: Mapping[str, Any]) -> int:
+    limit = next((value for key in _LENGTH_KEYS if isinstance(value := _of_text(config, key), int)), 0)
+    rope = _of_text(config, "rope_scaling") or _of_text(config, "rope_parameters") or {}
+    rope = rope if isinstance(rope, dict) else {}
+    original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+    if limit and original and factor:
+        limit = max(limit, int(original * factor))
+    if not limit:
+        known = special.get("model_max_length") or _NO_LIMIT
+        limit = int(known) if known < _NO_LIMIT else _FALLBACK_LEN
+    return limit
+
+
+def _eos(
+    config: Mapping[str, Any], generation: Mapping[str, Any], special: Mapping[str, Any], tokenizer: Tokenizer
+) -> tuple[int, ...]:
+    """generation_config.json decides, else config.json; the tokenizer's own end token is always one."""
+    named = generation.get("eos_token_id")
+    if named is None:
+        named = _of_text(config, "eos_token_id")
+    ids = list(named) if isinstance(named, list) else [] if named is None else [named]
+    text = _token_text(special.get("eos_token"))
+    own = tokenizer.token_to_id(text) if text else None
+    return tuple(dict.fromkeys([*ids, *([] if own is None else [own])]))
+
+
+def _token_text(value: Any) -> str:
+    """Special tokens are written as text or as {"content": text}."""
+    return str(value.get("content", "")) if isinstance(value, dict) else value or ""
+
+
+def _template(path: Path, special: Mapping[str, Any], override: str) -> ChatTemplate | None:
+    file, source = _template_source(path, special, override)
+    if source is None:
+        return None
+    tokens = {key: text for key in _SPECIAL if (text := _token_text(special.get(key)))}
+    try:
+        return ChatTemplate(source, tokens)
+    except TemplateError as error:
+        raise ModelError(f"chat template {file} cannot be used: {error}") from error
+
+
+def _template_source(path: Path, special: Mapping[str, Any], override: str) -> tuple[Path, str | None]:
+    """(where it came from, its text): the override, chat_template.jinja, tokenizer_config.json, chat_template.json."""
+    own = path / "chat_template.jinja"
+    file = Path(override).expanduser() if override else own
+    if override or own.is_file():
+        try:
+            return file, file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"chat template {file} cannot be read: {error}") from error
+    file, value = path / "tokenizer_config.json", special.get("chat_template")
+    if value is None:
+        file = path / "chat_template.json"
+        value = _json(file).get("chat_template")
+    if isinstance(value, list):  # named templates
+        named = {entry.get("name"): entry.get("template") for entry in value}
+        value = named.get("default", next(iter(named.values()), None))
+    return file, value
+
+
+class _NoVision(Exception):
+    """Images of this model cannot be taken; the text says why."""
+
+
+def _vision(path: Path, config: Mapping[str, Any], special: Mapping[str, Any], tokenizer: Tokenizer) -> Vision:
+    """Of models in LLaVA form: every image becomes the same number of embeddings, without tokens around them.
+
+    Raises:
+        _NoVision: it is no such model, or its files contradict each other.
+    """
+    kind, tower = config.get("model_type"), config.get("vision_config")
+    if kind != "llava":
+        what = "is not one whose images Penstock takes" if tower or "vision" in str(kind) else "takes no images"
+        raise _NoVision(f"model type {kind!r} {what}")
+    if not isinstance(tower, dict):
+        raise _NoVision("config.json has no vision_config")
+    processor = _json(path / "processor_config.json")
+    tokens = _image_tokens(path, config, tower, processor)
+    token_id = next((i for key in ("image_token_id", "image_token_index") if isinstance(i := config.get(key), int)), -1)
+    text = next((_token_text(t) for source in (processor, special) if (t := source.get("image_token"))), None)
+    text = text or (tokenizer.id_to_token(token_id) if token_id >= 0 else None)
+    if text is None or tokenizer.token_to_id(text) != token_id:
+        raise _NoVision(f"image token {text!r} and its id {token_id} in config.json do not fit tokenizer.json")
+    return Vision(text, token_id, tokens, int(_of_text(config, "hidden_size") or 0))
+
+
+def _image_tokens(path: Path, config: Mapping[str, Any], tower: Mapping[str, Any], processor: Mapping[str, Any]) -> int:
+    """Embeddings per image: the tower's patches, and its class token if that is kept."""
+    side, patch = tower.get("image_size"), tower.get("patch_size")
+    if not isinstance(side, int) or not isinstance(patch, int) or not 0 < patch <= side:
+        raise _NoVision(f"config.json has vision_config with image_size {side} and patch_size {patch}")
+    images = _json(path / "preprocessor_config.json") or processor.get("image_processor") or {}
+    size = images.get("crop_size") if images.get("do_center_crop", True) else images.get("size")
+    size = {"height": size, "width": size} if isinstance(size, int) else size
+    if isinstance(size, dict) and (size.get("height", side), size.get("width", side)) != (side, side):
+        raise _NoVision(f"preprocessor_config.json makes images of {size}, the vision tower sees {side} pixels")
+    # only CLIP's towers have a class token; "default" leaves out what comes first, for it is meant to be one
+    extra = processor.get("num_additional_image_tokens", int(tower.get("model_type") == "clip_vision_model"))
+    first = int(config.get("vision_feature_select_strategy", "default") == "default")
+    tokens = (side // patch) ** 2 + extra - first
+    said = config.get("image_seq_length", tokens)
+    if said != tokens:
+        raise _NoVision(f"config.json has image_seq_length {said}, its vision tower makes {tokens} embeddings")
+    return int(tokens)
+
+
+def _sampling(path: Path, generation: Mapping[str, Any]) -> Sampling:
+    known = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    given = {key: value for key in known if (value := generation.get(key)) is not None}
+    if generation.get("do_sample") is False:
+        given["temperature"] = 0.0
+    try:
+        return msgspec.convert(given, Sampling)
+    except msgspec.ValidationError as error:
+        raise ModelError(f"{path / 'generation_config.json'}: {error}") from error

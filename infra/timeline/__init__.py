@@ -1,0 +1,1 @@
+"""One request as the log tells it: explanations, open leases, traces."""

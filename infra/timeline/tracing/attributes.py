@@ -1,0 +1,121 @@
+"""Attribute names: OpenTelemetry's GenAI conventions where they have one, else ``penstock.``. Times are seconds."""
+
+from typing import Any
+
+from infra.timeline.tracing.span import Value
+from schemas.done import Done
+from schemas.errors import Code
+from schemas.jobs import Decision
+from schemas.requests import GenerateRequest
+from schemas.trace import Stamps
+
+PROVIDER = "penstock"
+
+_OPERATIONS = {"chat": "chat", "text": "text_completion", "image": "generate_content", "video": "generate_content"}
+# What engines that export spans themselves call the same (vLLM, TensorRT-LLM).
+_ENGINE = {
+    "queue_s": "gen_ai.latency.time_in_queue",
+    "prefill_s": "gen_ai.latency.time_in_model_prefill",
+    "decode_s": "gen_ai.latency.time_in_model_decode",
+    "ttft_s": "gen_ai.latency.time_to_first_token",
+    "e2e_s": "gen_ai.latency.e2e",
+}
+
+
+def operation(request: GenerateRequest) -> str:
+    return _OPERATIONS.get(request.endpoint, "generate_content")
+
+
+def of_request(request: GenerateRequest) -> dict[str, Value]:
+    """What the client asked for; never what it said."""
+    sampling = request.sampling
+    found: dict[str, Value] = {
+        "gen_ai.operation.name": operation(request),
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": request.model,
+        "gen_ai.output.type": "text" if request.diffusion is None else request.diffusion.kind,
+        "gen_ai.response.id": request.id,
+        "penstock.request.id": request.id,
+        "penstock.request.class": request.priority.value,
+    }
+    if request.diffusion is not None:
+        return found | {"penstock.request.steps": request.diffusion.steps}
+    found |= {
+        "gen_ai.usage.input_tokens": len(request.prompt) // 4,
+        "gen_ai.request.max_tokens": request.stop.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.seed": sampling.seed,
+    }
+    given: dict[str, tuple[Any, Any]] = {
+        "gen_ai.request.choice.count": (request.n, 1),
+        "gen_ai.request.top_k": (sampling.top_k, 0),
+        "gen_ai.request.frequency_penalty": (sampling.frequency_penalty, 0.0),
+        "gen_ai.request.presence_penalty": (sampling.presence_penalty, 0.0),
+        "penstock.request.media": (len(request.media), 0),
+        "penstock.request.lora": (request.lora, ""),
+    }
+    return found | {name: value for name, (value, default) in given.items() if value != default}
+
+
+def of_end(done: Done) -> dict[str, Value]:
+    """How it ended."""
+    found: dict[str, Value] = {
+        "gen_ai.response.model": done.model,
+        "gen_ai.usage.input_tokens": done.usage.prompt,
+        "gen_ai.usage.output_tokens": done.usage.completion,
+        "gen_ai.usage.cache_read.input_tokens": done.usage.cached,
+        "penstock.attempts": done.attempt,
+    }
+    reasons = [choice.reason for choice in done.choices if choice.reason]
+    if reasons:
+        found["gen_ai.response.finish_reasons"] = reasons
+    first, created = done.timings.first_token_ns, done.timings.created_ns
+    if first > created > 0:
+        found["gen_ai.response.time_to_first_chunk"] = (first - created) / 1e9
+    return found | of_code(done.code)
+
+
+def of_code(code: str) -> dict[str, Value]:
+    if not code:
+        return {}
+    return {"error.type": code, "http.response.status_code": status(code)}
+
+
+def status(code: str) -> int:
+    """HTTP status of an error code; of one that this version does not know, 500."""
+    return Code(code).status if code in Code.__members__ else 500
+
+
+def of_decision(decision: Decision, attempt: int) -> dict[str, Value]:
+    """Why these workers. The whole table of candidates stays in the log: ``penstock explain`` prints it."""
+    found: dict[str, Value] = {
+        "penstock.attempt": attempt,
+        "penstock.router.mode": decision.mode,
+        "penstock.router.worker": decision.chosen,
+        "penstock.router.reason": decision.reason or "new",
+        "penstock.router.candidates": len(decision.candidates),
+        "penstock.router.excluded": sum(bool(each.excluded) for each in decision.candidates),
+        "penstock.router.prompt_blocks": decision.prompt_blocks,
+        "penstock.router.waited": decision.waited_ns / 1e9,
+        "penstock.router.kv_sequence": decision.kv_seq,
+    }
+    if decision.route:
+        found["penstock.router.route"] = [f"{stage.role} {stage.worker}" for stage in decision.route]
+    if decision.how:
+        found["penstock.router.why"] = decision.how
+    computing = {stage.worker for stage in decision.route if stage.role != "encode"} or {decision.chosen}
+    chosen = [each for each in decision.candidates if each.worker in computing and not each.excluded]
+    if chosen:
+        found["penstock.router.overlap_blocks"] = max(each.overlap_blocks for each in chosen)
+        found["penstock.router.score"] = min(each.score for each in chosen)
+    return found
+
+
+def of_stamps(stamps: Stamps) -> dict[str, Value]:
+    """What the worker and its engine measured."""
+    found: dict[str, Value] = {"penstock.worker.preemptions": stamps.preemptions}
+    for name, value in stamps.engine.items():
+        stem = f"{name.removesuffix('_s')}.duration" if name.endswith("_s") else name
+        found[_ENGINE.get(name, f"penstock.engine.{stem}")] = value
+    return found

@@ -1,0 +1,403 @@
+"""From the streams to an exporter: reads what has ended, makes spans, sends them, remembers how far it is.
+
+The log is the queue. While the collector is away nothing is read ahead, so that memory is bounded and nobody waits;
+a batch that could not be sent for ``patience_s`` is dropped and counted. Sent twice, after a restart, spans have the
+same ids.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import NamedTuple
+
+import msgspec
+import structlog
+from blake3 import blake3
+from nats.errors import Error as NatsError
+from nats.js.errors import Error as JetStreamError
+
+from infra.bus.connection import Bus
+from infra.bus.direct_get import Entry, read
+from infra.timeline.tracing.export import Sink
+from infra.timeline.tracing.facts import Facts, facts
+from infra.timeline.tracing.journey import Journey
+from infra.timeline.tracing.span import Span
+from schemas import done, jobs, requests, wire
+from schemas.done import Done, Returned
+from schemas.errors import Code, ServingError
+from schemas.jobs import Job
+from schemas.streams import LONGEST_DEADLINE_S
+from schemas.subjects import HEADER_MSG_ID, KEPT
+from schemas.trace import trace_id
+from schemas.transfer import decode_ledger
+
+log = structlog.get_logger("trace")
+
+POLL_S = 0.5
+ENDS = 1_000  # terminal events taken at once
+BATCH_SPANS = 512
+MAX_OPEN = 50_000  # unfinished requests kept; about 3 kB each
+SAVE_S = 5.0
+SKEW_NS = 2_000_000_000
+BEFORE_NS = 600_000_000_000  # a request that ends now may have begun before; if even earlier, its stages are not known
+LOST_NS = int((LONGEST_DEADLINE_S + 600) * 1e9)  # no unfinished request is older
+RETRY_S, RETRY_MOST_S = 0.5, 15.0
+SAID_S = 30.0
+
+_FAILED = (NatsError, JetStreamError, TimeoutError)
+
+
+class Position(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What was sent: all ends up to ``done_seq``. Messages of unfinished requests begin at ``since_ns``."""
+
+    done_seq: int
+    since_ns: int
+
+
+class Counts(msgspec.Struct):
+    """Of requests, since the start."""
+
+    sent: int = 0
+    unsampled: int = 0
+    dropped: int = 0  # the collector did not take them
+    forgotten: int = 0  # more were unfinished than are kept, or the log had lost them
+
+
+class Reader:
+    """One stream, read on from where it was left."""
+
+    def __init__(self, bus: Bus, stream: str, subject: str, *, after: int = 0, since_ns: int = 0) -> None:
+        self._bus = bus
+        self._stream = bus.subjects.stream(stream)
+        self._subject = subject
+        self.after = after
+        self._since_ns = since_ns
+
+    async def entries(self, until_ns: int = 0) -> AsyncIterator[Entry]:
+        """To the present end, or up to the first message that was stored after ``until_ns``."""
+        async for entry in read(
+            self._bus, self._stream, self._subject, after=self.after, since_ns=0 if self.after else self._since_ns
+        ):
+            if until_ns and entry.time_ns > until_ns:
+                return
+            self.after = entry.seq
+            yield entry
+
+
+class Open(NamedTuple):
+    """A request that has begun. ``journey``: None: it is not to be sent."""
+
+    created_ns: int
+    journey: Journey | None
+
+
+class Ended(NamedTuple):
+    """A terminal event, when it was stored, and as what."""
+
+    event: Done
+    at_ns: int
+    seq: int
+
+
+class Following:
+    """``run`` until it is cancelled, or ``once`` to the end of the log.
+
+    Args:
+        start: where to begin.
+        not_before_ns: of requests, when they ended; Unix time.
+        sample: share of the requests without a caller's trace that is sent, 0 to 1; the same requests every time.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        exporter: Sink,
+        start: Position,
+        *,
+        not_before_ns: int = 0,
+        sample: float = 1.0,
+        patience_s: float = 300.0,
+    ) -> None:
+        subjects, since = bus.subjects, start.since_ns
+        self.counts = Counts()
+        self._bus = bus
+        self._exporter = exporter
+        self._not_before_ns = not_before_ns
+        self._sample = sample
+        self._patience_s = patience_s
+        self._done = Reader(bus, "DONE", f"{subjects.namespace}.>", after=start.done_seq, since_ns=since)
+        self._work = Reader(bus, "WORK", subjects.all("work"), since_ns=since)
+        self._ledger = Reader(bus, "HANDOFF", subjects.all("handoff"), since_ns=since)
+        self._open: dict[str, Open] = {}
+        self._fresh: list[Ended] = []  # read at this look
+        self._due: list[Ended] = []  # read at the last one, and not yet sent
+        self._sent_seq = start.done_seq
+        self._due_seq = start.done_seq
+        self._said_at = -SAID_S
+
+    # --- to the end of the log, and on ---
+
+    async def run(self, keep: Callable[[Position], Awaitable[None]]) -> None:
+        """Never returns. What the broker does not answer is asked again.
+
+        Args:
+            keep: told every few seconds from where another one could go on.
+        """
+        kept_at, kept = time.monotonic(), self._sent_seq
+        while True:
+            more = False
+            try:
+                more = await self.look()
+            except ServingError as error:
+                log.warning("log_unreadable", error=error.message)
+            if self._sent_seq != kept and time.monotonic() - kept_at > SAVE_S:
+                kept_at, kept = time.monotonic(), self._sent_seq
+                await keep(self.position)
+            if not more:
+                await asyncio.sleep(POLL_S)
+
+    async def once(self) -> None:
+        """Everything that has ended by now, not what ends meanwhile.
+
+        Raises:
+            ServingError: a stream cannot be read.
+        """
+        end = await last_seq(self._bus)
+        while (await self.look() or self._due) and self._sent_seq < end:
+            pass
+
+    async def look(self) -> bool:
+        """Send what was read at the last look, since by now its last lines are stored too; True: there is more.
+
+        Raises:
+            ServingError: a stream cannot be read; the next look goes on from there.
+        """
+        async for entry in self._done.entries():
+            self._on_end(entry)
+            if len(self._fresh) >= ENDS:
+                break
+        full = len(self._fresh) >= ENDS
+        # Far behind, the other streams are read only as far as these ends need it, or all of them would be in memory.
+        until_ns = self._fresh[-1].at_ns + SKEW_NS if full else 0
+        async for entry in self._work.entries(until_ns):
+            self._on_work(entry)
+        async for entry in self._ledger.entries(until_ns):
+            self._on_ledger(entry)
+        await self._send()
+        self._sent_seq, self._due_seq = self._due_seq, self._done.after
+        self._due, self._fresh = self._fresh, []
+        self._forget()
+        return full
+
+    @property
+    def position(self) -> Position:
+        """From where another one could go on."""
+        begun = [ended.event.timings.created_ns for ended in self._due]
+        if self._open:
+            begun.append(next(iter(self._open.values())).created_ns)  # in the order of their jobs: about the oldest
+        return Position(self._sent_seq, min([time.time_ns(), *begun]) - BEFORE_NS)
+
+    # --- reading ---
+
+    def _on_end(self, entry: Entry) -> None:
+        event = _end(entry)
+        if isinstance(event, Done):
+            if event.timings.ended_ns >= self._not_before_ns:
+                self._fresh.append(Ended(event, entry.time_ns, entry.seq))
+        elif event is not None and (known := self._open.get(event.request)) is not None and known.journey is not None:
+            known.journey.end(event, entry.time_ns)
+
+    def _on_work(self, entry: Entry) -> None:
+        request_id, *rest = entry.headers.get(HEADER_MSG_ID, "").split(":")
+        if KEPT in rest:
+            return
+        known = self._open.get(request_id)
+        if known is not None and known.journey is None:
+            return
+        try:
+            message = jobs.decode(entry.data)
+            if known is None:
+                if not isinstance(message, Job):
+                    return  # the rest of a request that has ended, or began before the log
+                known = self._begin(facts(requests.decode(message.request)))
+        except msgspec.MsgspecError as error:
+            log.warning("message_unreadable", stream="WORK", seq=entry.seq, error=str(error))
+            return
+        if known.journey is not None:
+            role, worker = entry.subject.split(".")[-2:]
+            known.journey.work(role, worker, entry.time_ns, message)
+
+    def _begin(self, told: Facts) -> Open:
+        opened = Open(told.request.created_ns, Journey(told) if self._wanted(told) else None)
+        self._open[told.request.id] = opened
+        return opened
+
+    def _wanted(self, told: Facts) -> bool:
+        if told.called or not told.sampled:
+            return told.sampled
+        return share(trace_id(told.request.id)) < self._sample
+
+    def _on_ledger(self, entry: Entry) -> None:
+        with contextlib.suppress(msgspec.MsgspecError):
+            for line in decode_ledger(entry.data).events:
+                known = self._open.get(line.ticket.partition(":")[0])
+                if known is not None and known.journey is not None:
+                    known.journey.ledger(line)
+
+    # --- sending ---
+
+    async def _send(self) -> None:
+        """What is due, batch by batch: what has been sent is due no more, even if the rest is interrupted."""
+        unplaced = [ended.event for ended in self._due if ended.event.request not in self._open]
+        if unplaced:
+            await self._look_up(unplaced)
+        while self._due:
+            spans: list[Span] = []
+            told: list[str] = []
+            count = 0
+            for event, at_ns, _ in self._due:
+                count += 1
+                known = self._open.get(event.request)
+                if known is None:
+                    continue
+                told.append(event.request)
+                if known.journey is not None:
+                    known.journey.end(event, at_ns)
+                    spans += known.journey.spans()
+                if len(spans) >= BATCH_SPANS:
+                    break
+            await self._deliver(spans, told)
+            self._sent_seq = self._due[count - 1].seq
+            del self._due[:count]
+
+    async def _look_up(self, ends: list[Done]) -> None:
+        """Requests that ended without a job, from one pass over REQUESTS."""
+        missing = {event.request for event in ends}
+        since = min(event.timings.created_ns for event in ends) - SKEW_NS
+        until = max(event.timings.created_ns for event in ends) + 5 * SKEW_NS
+        reader = Reader(self._bus, "REQUESTS", self._bus.subjects.all("request"), since_ns=max(since, 1))
+        async for entry in reader.entries(until):
+            request_id = entry.headers.get(HEADER_MSG_ID, "")
+            if request_id in missing:
+                missing.remove(request_id)
+                with contextlib.suppress(msgspec.MsgspecError):
+                    self._begin(facts(requests.decode(entry.data)))
+            if not missing:
+                return
+        self.counts.forgotten += len(missing)
+
+    async def _deliver(self, spans: list[Span], told: list[str]) -> None:
+        """Until they have arrived, or patience ends; only then, not if it is cancelled, are these requests through."""
+        arrived = not spans or await self._arrive(spans)
+        journeys = [self._open.pop(request_id).journey for request_id in told]
+        requests = sum(journey is not None for journey in journeys)
+        self.counts.unsampled += len(journeys) - requests
+        if arrived:
+            self.counts.sent += requests
+        else:
+            self.counts.dropped += requests
+            log.error(
+                "traces_dropped",
+                requests=requests,
+                spans=len(spans),
+                dropped=self.counts.dropped,
+                why=self._exporter.why,
+            )
+
+    async def _arrive(self, spans: list[Span]) -> bool:
+        pause, until = RETRY_S, time.monotonic() + self._patience_s
+        while not await self._exporter.send(spans):
+            if time.monotonic() + pause > until:
+                return False
+            self._say_away()
+            await asyncio.sleep(pause)
+            pause = min(RETRY_MOST_S, 2 * pause)
+        return True
+
+    def _say_away(self) -> None:
+        if time.monotonic() - self._said_at > SAID_S:
+            self._said_at = time.monotonic()
+            log.warning(
+                "spans_not_taken",
+                why=self._exporter.why,
+                action="trying again; the log keeps what has ended",
+                sent=self.counts.sent,
+            )
+
+    def _forget(self) -> None:
+        """Requests whose end will not come any more."""
+        old = time.time_ns() - LOST_NS
+        while self._open:
+            request_id, known = next(iter(self._open.items()))
+            if known.created_ns >= old and len(self._open) <= MAX_OPEN:
+                return
+            del self._open[request_id]
+            self.counts.forgotten += known.journey is not None
+
+
+async def begin(bus: Bus, kept: Position | None) -> Position:
+    """Where to begin: where another one was, or at the present end.
+
+    Raises:
+        ServingError: there is no such stream.
+    """
+    last = await last_seq(bus)
+    if kept is not None and kept.done_seq <= last:
+        return kept
+    return Position(last, time.time_ns() - BEFORE_NS)
+
+
+async def last_seq(bus: Bus) -> int:
+    """Of the newest terminal event.
+
+    Raises:
+        ServingError: there is no such stream.
+    """
+    stream = bus.subjects.stream("DONE")
+    try:
+        return int((await bus.js.stream_info(stream)).state.last_seq)
+    except _FAILED as error:
+        raise ServingError(
+            Code.broker_unavailable, f"stream {stream} does not answer ({error!r}); run 'penstock streams apply'"
+        ) from error
+
+
+class Kept:
+    """The position of one name, in the object store. Losing it loses traces of the time in between, nothing else."""
+
+    def __init__(self, bus: Bus, name: str) -> None:
+        self._bus = bus
+        self._name = f"trace-{name or 'trace'}"
+        self._bucket = bus.subjects.bucket("snapshots")
+
+    async def load(self) -> Position | None:
+        try:
+            store = await self._bus.js.object_store(self._bucket)
+            return _position((await store.get(self._name)).data or b"")
+        except (*_FAILED, msgspec.MsgspecError) as error:
+            log.info("no_position", reason=repr(error)[:200])
+            return None
+
+    async def save(self, position: Position) -> None:
+        try:
+            store = await self._bus.js.object_store(self._bucket)
+            await store.put(self._name, wire.encode(position))
+        except _FAILED as error:
+            log.warning("position_not_saved", error=repr(error)[:200])
+
+
+_position = wire.decoder(Position)
+
+
+def _end(entry: Entry) -> Done | Returned | None:
+    try:
+        return done.decode(entry.data)
+    except msgspec.MsgspecError as error:
+        log.warning("message_unreadable", stream="DONE", seq=entry.seq, error=str(error))
+        return None
+
+
+def share(trace: str) -> float:
+    """A number from 0 to 1 that follows from the trace id alone. Its own digits will not do: they begin with a time."""
+    return int.from_bytes(blake3(trace.encode()).digest(8), "big") / 2**64

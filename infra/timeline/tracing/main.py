@@ -1,0 +1,177 @@
+"""``penstock trace``: one request's trace on the terminal, or everybody's to a collector."""
+
+import asyncio
+import contextlib
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+import structlog
+
+from configs import logs
+from configs.settings import TraceSettings
+from infra.bus.connection import Bus, connect
+from infra.launch.state import read_state
+from infra.terminal import stdout
+from infra.timeline.explain import Story, story
+from infra.timeline.tracing.export import Exporter, NoExporter, otlp
+from infra.timeline.tracing.facts import facts
+from infra.timeline.tracing.follow import BEFORE_NS, Following, Kept, Position, begin
+from infra.timeline.tracing.journey import Journey
+from infra.timeline.tracing.otlp_json import document
+from infra.timeline.tracing.show import show
+from schemas.errors import ServingError
+
+log = structlog.get_logger("trace")
+
+USAGE = 2
+EXIT_START = 69  # EX_UNAVAILABLE: the broker or its streams are not there (yet)
+CONNECT_S = 3.0  # somebody is waiting at a terminal
+LAST_S = 3.0  # at the end, for what has ended just now
+
+_AGO = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhd])")
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+class BadUse(ValueError):
+    """The flags do not go together, or one has no such value."""
+
+
+def run(settings: TraceSettings) -> int:
+    """Print one trace, or export until SIGTERM; the exit status."""
+    try:
+        check(settings)
+        settings = _found(settings)
+        if settings.request:
+            return asyncio.run(_print(settings))
+        logs.setup(settings.log_format, settings.log_level, name=settings.name or "trace")
+        return asyncio.run(_export(settings, otlp(settings.otlp_endpoint, settings.namespace)))
+    except (BadUse, NoExporter) as error:
+        print(f"penstock trace: {error}", file=sys.stderr)
+        return USAGE
+    except ServingError as error:
+        print(f"penstock trace: {error.message}", file=sys.stderr)
+        return EXIT_START
+    except ValueError as error:  # no such request
+        print(f"penstock trace: {error}", file=sys.stderr)
+        return 1
+
+
+def check(settings: TraceSettings) -> None:
+    """
+    Raises:
+        BadUse: neither a request nor a collector is named, or both; or a time cannot be read.
+    """
+    if bool(settings.request) == bool(settings.otlp_endpoint):
+        raise BadUse("say either --request ID, to see one trace, or --otlp-endpoint URL, to send all")
+    if settings.otlp_endpoint and not _is_url(settings.otlp_endpoint):
+        raise BadUse(
+            f"--otlp-endpoint {settings.otlp_endpoint!r}: an HTTP URL, such as http://127.0.0.1:4318/v1/traces"
+        )
+    seconds_of(settings.since)
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
+def seconds_of(since: str) -> float:
+    """ "90s", "30m", "2h" or "1d" in seconds; 0 for "".
+
+    Raises:
+        BadUse: anything else.
+    """
+    found = _AGO.fullmatch(since)
+    if since and found is None:
+        raise BadUse(f"--since {since!r}: a number with s, m, h or d, such as 30m")
+    return float(found[1]) * _UNITS[found[2]] if found is not None else 0.0
+
+
+def _found(settings: TraceSettings) -> TraceSettings:
+    """With the broker of the deployment in the data directory, if none is named."""
+    if settings.nats_url:
+        return settings
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        state = read_state(Path(settings.data_dir) / "state.json")
+        return msgspec.structs.replace(settings, nats_url=state.nats_url, namespace=state.namespace)
+    return msgspec.structs.replace(settings, nats_url="nats://127.0.0.1:4222")
+
+
+# --- one request ---
+
+
+def told(found: Story) -> Journey:
+    """What the log says of one request."""
+    journey = Journey(facts(found.request))
+    for given in found.work:
+        journey.work(given.role, given.worker, given.at_ns, given.message)
+    for line in found.ledger:
+        journey.ledger(line)
+    for end, at_ns in zip(found.ends, found.ended_ns, strict=True):
+        journey.end(end, at_ns)
+    return journey
+
+
+async def _print(settings: TraceSettings) -> int:
+    request_id = settings.request.removeprefix("chatcmpl-").removeprefix("cmpl-")
+    bus = await connect(settings.nats_url, role="client", name="trace", namespace=settings.namespace, timeout=CONNECT_S)
+    try:
+        spans = told(await story(bus, request_id)).spans()
+    finally:
+        await bus.close()
+    if settings.json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(document(spans, settings.namespace))).decode() + "\n")
+    else:
+        show(spans, stdout())
+    return 0
+
+
+# --- all of them ---
+
+
+async def _export(settings: TraceSettings, exporter: Exporter) -> int:
+    stop = asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    name = settings.name or "trace"
+    bus = await connect(settings.nats_url, role="operator", name=f"trace:{name}", namespace=settings.namespace)
+    try:
+        return await _follow(settings, bus, exporter, Kept(bus, name), stop)
+    finally:
+        exporter.close()
+        await bus.close()
+
+
+async def _follow(settings: TraceSettings, bus: Bus, exporter: Exporter, kept: Kept, stop: asyncio.Event) -> int:
+    not_before = 0
+    if settings.since:
+        not_before = time.time_ns() - int(seconds_of(settings.since) * 1e9)
+        start = Position(0, max(1, not_before - BEFORE_NS))
+    else:
+        start = await begin(bus, await kept.load())
+    following = Following(
+        bus, exporter, start, not_before_ns=not_before, sample=settings.sample, patience_s=settings.patience_s
+    )
+    log.info("trace_open", endpoint=settings.otlp_endpoint, done_seq=start.done_seq, since=settings.since or "kept")
+    work = asyncio.create_task(following.once() if settings.once else following.run(kept.save), name="follow")
+    asked = asyncio.create_task(stop.wait(), name="signal")
+    await asyncio.wait([work, asked], return_when=asyncio.FIRST_COMPLETED)
+    asked.cancel()
+    if not work.done():
+        work.cancel()
+        await asyncio.wait([work])
+        with contextlib.suppress(ServingError, TimeoutError):
+            await asyncio.wait_for(following.once(), LAST_S)
+    await kept.save(following.position)
+    log.info("trace_closed", **msgspec.structs.asdict(following.counts))
+    if not work.cancelled():
+        work.result()
+    return 1 if settings.once and following.counts.dropped else 0

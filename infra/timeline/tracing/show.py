@@ -1,0 +1,103 @@
+"""A trace as a waterfall on a terminal."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from infra.timeline.tracing.span import Span
+
+WIDTH = 48  # columns of the picture, at most
+NARROWEST = 12
+TEXT = 84  # columns of all that stands beside it
+_COLOURS = {"gateway": "cyan", "router": "magenta", "worker": "green"}
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+
+
+def show(spans: Sequence[Span], console: Console) -> None:
+    """Print spans, root first, each with where in the whole time it lies."""
+    root = spans[0]
+    whole = max(1, root.end_ns - root.start_ns)
+    console.print(f"trace [bold]{root.trace_id}[/]" + (f", part of span {root.parent_id}" if root.parent_id else ""))
+    width = max(NARROWEST, min(WIDTH, console.width - TEXT))
+    table = Table("span", "where", f"0 … {_ms(whole)}", "from", "took", "", box=None, pad_edge=False)
+    for column in table.columns[:-1]:
+        column.no_wrap = True
+    table.columns[3].justify = table.columns[4].justify = "right"
+    for depth, span in _ordered(spans):
+        colour = "red" if span.error is not None else _COLOURS[span.service]
+        table.add_row(
+            f"{'  ' * depth}[bold {colour}]{escape(span.name)}[/]",
+            escape(_where(span, short=width < WIDTH)),
+            f"[{colour}]{bar(span, root.start_ns, whole, width)}[/]",
+            _ms(span.start_ns - root.start_ns),
+            _ms(span.end_ns - span.start_ns),
+            escape(_said(span)),
+        )
+    console.print(table)
+
+
+def bar(span: Span, begin_ns: int, whole_ns: int, width: int = WIDTH) -> str:
+    """Blanks, then blocks, in eighths of a column; never nothing."""
+    start = min(width * 8 - 1, (span.start_ns - begin_ns) * width * 8 // whole_ns)
+    length = max(1, min(width * 8 - start, (span.end_ns - span.start_ns) * width * 8 // whole_ns))
+    column, part = divmod(start, 8)
+    if part and length < 8:
+        return " " * column + "▐"
+    blocks, rest = divmod(length + (part if part else 0), 8)
+    return " " * column + ("█" * blocks + (_EIGHTHS[rest] if rest else "") or "▏")
+
+
+def _ordered(spans: Sequence[Span]) -> list[tuple[int, Span]]:
+    """Depth first, children by their start."""
+    below: dict[str, list[Span]] = {}
+    for span in spans[1:]:
+        below.setdefault(span.parent_id, []).append(span)
+
+    def walk(span: Span, depth: int) -> list[tuple[int, Span]]:
+        found = [(depth, span)]
+        for child in sorted(below.get(span.span_id, []), key=lambda each: (each.start_ns, -each.end_ns)):
+            found += walk(child, depth + 1)
+        return found
+
+    return walk(spans[0], 0)
+
+
+def _where(span: Span, short: bool) -> str:
+    """``short``: without the part of the name that is new with each start of the process."""
+    name = span.instance or span.service
+    return name.rpartition("-")[0] or name if short else name
+
+
+def _said(span: Span) -> str:
+    """The few attributes that fit into a line."""
+    if span.error is not None:
+        return span.error
+    got = span.attributes.get
+    said = []
+    match span.name:
+        case "route":
+            said += [f"{got('penstock.router.mode')} → {got('penstock.router.worker')}"]
+            said += [f"overlap {got('penstock.router.overlap_blocks', 0)}/{got('penstock.router.prompt_blocks')}"]
+        case "transfer":
+            size = got("penstock.transfer.bytes")
+            said += [f"{got('penstock.transfer.blocks')} blocks"]
+            said += [f"{size / 2**20:.2f} MiB"] if isinstance(size, int) and size else []
+            said += [f"over {got('penstock.transfer.backend')}"]
+    for name, unit in (
+        ("gen_ai.usage.input_tokens", "in"),
+        ("gen_ai.usage.cache_read.input_tokens", "cached"),
+        ("gen_ai.usage.output_tokens", "out"),
+        ("penstock.worker.preemptions", "preempted"),
+    ):
+        if got(name):
+            said.append(f"{got(name)} {unit}")
+    reasons = got("gen_ai.response.finish_reasons")
+    said += [",".join(reasons)] if isinstance(reasons, list) else []
+    said += [str(got("error.type"))] if got("error.type") else []
+    return ", ".join(said)
+
+
+def _ms(ns: int) -> str:
+    return f"{ns / 1e6:.1f} ms" if abs(ns) < 10e9 else f"{ns / 1e9:.2f} s"

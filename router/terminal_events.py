@@ -1,0 +1,88 @@
+"""The ends that a router tells: of requests that no worker will run, and of those that lack only the last word."""
+
+from collections.abc import Sequence
+
+from schemas import done
+from schemas.errors import Code
+from schemas.reassembly import Progress
+from schemas.requests import GenerateRequest
+from schemas.tokens import WHOLE_REQUEST, Finish, Logprob, TokenItem
+
+_FAILED = ("error", "cancelled")
+
+
+def last_item(request: GenerateRequest, attempt: int, code: Code, message: str) -> TokenItem:
+    """What the gateway reads in place of further tokens."""
+    finish = Finish(_reason(code), None, 0, code.value, message)
+    return TokenItem(request.id, attempt, WHOLE_REQUEST, 0, b"", finish)
+
+
+def refused(
+    request: GenerateRequest,
+    raw: bytes,
+    attempt: int,
+    streamed: Sequence[bytes],
+    *,
+    code: Code,
+    message: str,
+    now_ns: int,
+) -> done.Done:
+    """The terminal event of a request that goes to no (further) worker.
+
+    Args:
+        raw: the request as it was stored.
+        streamed: packed u32 per choice.
+    """
+    return done.Done(
+        request=request.id,
+        model=request.model,
+        attempt=attempt,
+        choices=tuple(done.Outcome(tokens, _reason(code)) for tokens in streamed),
+        usage=done.Usage(len(request.prompt) // 4, sum(map(len, streamed)) // 4),
+        timings=done.Timings(created_ns=request.created_ns, ended_ns=now_ns),
+        code=code.value,
+        message=message,
+        user=request.user,
+        submitted=raw,
+        left_out=("logprobs",) if request.sampling.logprobs is not None and any(streamed) else (),
+    )
+
+
+def completed(
+    request: GenerateRequest,
+    raw: bytes,
+    attempt: int,
+    worker: str,
+    *,
+    progress: Sequence[Progress],
+    scores: Sequence[Logprob],
+    now_ns: int,
+) -> done.Done:
+    """The terminal event that a worker had no time for: all its choices had ended in the token log."""
+    finishes = [part.finish or Finish("") for part in progress]
+    failed = next((finish for finish in finishes if finish.reason in _FAILED), Finish(""))
+    return done.Done(
+        request=request.id,
+        model=request.model,
+        attempt=attempt,
+        worker=worker,
+        choices=tuple(
+            done.Outcome(part.tokens, finish.reason, finish.stop, finish.files, part.logprobs)
+            for part, finish in zip(progress, finishes, strict=True)
+        ),
+        usage=done.Usage(
+            len(request.prompt) // 4,
+            sum(len(part.tokens) // 4 for part in progress),
+            max((finish.cached_tokens for finish in finishes), default=0),
+        ),
+        timings=done.Timings(created_ns=request.created_ns, ended_ns=now_ns),
+        code=failed.code,
+        message=failed.message,
+        user=request.user,
+        submitted=raw,
+        scores=tuple(scores),
+    )
+
+
+def _reason(code: Code) -> str:
+    return "cancelled" if code is Code.cancelled else "error"

@@ -1,0 +1,119 @@
+"""The guard of waiting requests on a real stream of 1 MiB: the new are refused before any old are discarded."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+from nats.aio.client import Client
+from prometheus_client import CollectorRegistry
+
+from gateway.admission.room import LogRoom
+from gateway.metrics import Metrics
+from infra.broker.apply import apply
+from infra.bus.connection import Bus
+from schemas.errors import Code, ServingError
+from schemas.requests import Priority
+from schemas.streams import StreamSpec, topology
+from schemas.subjects import Subjects
+
+SIZE = 1 << 20
+BODY = bytes(10_000)
+
+
+class Door:
+    """Stores requests as a gateway does, while its guard lets it."""
+
+    def __init__(self, nc: Client, subjects: Subjects) -> None:
+        self.metrics = Metrics(CollectorRegistry())
+        self.nc, self.subjects = nc, subjects
+        self.bus = Bus(nc, subjects)
+        self.room = LogRoom(self.bus, self.metrics)
+        self.open: list[tuple[str, int]] = []
+
+    async def look(self) -> None:
+        names = [f"router-{priority.value}" for priority in Priority]
+        infos = [await self.bus.js.consumer_info(self.subjects.stream("REQUESTS"), name) for name in names]
+        await self.room.look(infos, self.open)
+
+    async def submit(self, priority: Priority = Priority.standard, tenant: str | None = None) -> None:
+        self.room.check(tenant)
+        await self.bus.js.publish(self.subjects.request("m", priority.value), BODY)
+
+    async def until_refused(self, priority: Priority = Priority.standard) -> ServingError:
+        for _ in range(3 * SIZE // len(BODY)):
+            try:
+                await self.submit(priority)
+            except ServingError as error:
+                return error
+            await self.look()
+        raise AssertionError("never refused")
+
+    async def place(self, count: int, priority: Priority = Priority.standard) -> None:
+        """As a router does."""
+        pull = await self.bus.js.pull_subscribe_bind(f"router-{priority.value}", self.subjects.stream("REQUESTS"))
+        for _ in range(count):
+            (message,) = await pull.fetch(1, timeout=5)
+            await message.ack_sync()
+        await pull.unsubscribe()
+
+    async def state(self) -> Any:
+        return (await self.bus.js.stream_info(self.subjects.stream("REQUESTS"))).state
+
+
+@pytest.fixture
+async def door(nc: Client, subjects: Subjects) -> Door:
+    whole = topology(subjects)
+
+    def shrink(spec: StreamSpec) -> StreamSpec:
+        return dataclasses.replace(spec, max_bytes=SIZE) if spec.name == subjects.stream("REQUESTS") else spec
+
+    await apply(nc, dataclasses.replace(whole, streams=tuple(map(shrink, whole.streams))))
+    made = Door(nc, subjects)
+    await made.look()
+    return made
+
+
+async def test_waiting_requests_are_never_discarded_and_new_ones_are_refused_with_the_fix(door: Door) -> None:
+    error = await door.until_refused()
+    assert error.code is Code.queue_full
+    assert "_REQUESTS holds 8" in error.message
+    assert "1 MiB" in error.message
+    assert "add workers, or enlarge it: nats stream edit" in error.message
+    state = await door.state()
+    assert state.first_seq == 1
+    assert state.bytes > 0.79 * SIZE
+    gauge = door.metrics.unfinished.labels(door.subjects.stream("REQUESTS"))
+    assert 0.8 <= gauge._value.get() < 0.9
+    await door.place(state.messages // 2)
+    await door.look()
+    await door.submit()
+
+
+async def test_finished_history_of_three_times_the_limit_refuses_nobody(door: Door) -> None:
+    for _ in range(3 * SIZE // len(BODY)):
+        await door.submit()
+        await door.place(1)
+        await door.look()
+    assert (await door.state()).first_seq > SIZE // len(BODY)
+
+
+async def test_one_class_s_history_does_not_count_for_another_s_first_request(door: Door) -> None:
+    await door.submit(Priority.batch)
+    await door.place(1, Priority.batch)
+    for _ in range(SIZE // len(BODY)):
+        await door.submit(Priority.interactive)
+        await door.place(1, Priority.interactive)
+    await door.submit(Priority.batch)  # unplaced, and its consumer's floor is at the very beginning
+    await door.look()
+    await door.submit(Priority.interactive)
+    assert door.metrics.unfinished.labels(door.subjects.stream("REQUESTS"))._value.get() < 0.05
+
+
+async def test_when_room_is_scarce_a_tenant_beyond_its_share_is_refused_before_others(door: Door) -> None:
+    door.open = [("loud", 480_000), ("quiet", 400)]
+    while door.room._requests.level < 0.65:
+        await door.submit()
+        await door.look()
+    await door.submit(tenant="quiet")
+    with pytest.raises(ServingError, match="tenant 'loud' has more than its share"):
+        await door.submit(tenant="loud")

@@ -1,0 +1,215 @@
+"""Reading the token log again on a real nats-server: nothing is lost, and many read it together."""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+
+from gateway.log import catch_up
+from gateway.log.find import Finder
+from gateway.log.inflight import Exchange
+from gateway.log.subscription import TokenFeed
+from infra.broker.server import EmbeddedNats
+from infra.bus.connection import Bus
+from infra.bus.publisher import Publisher
+from infra.bus.tasks import Tasks
+from schemas import wire
+from schemas.errors import ServingError
+from schemas.ids import new_request_id
+from schemas.requests import GenerateRequest
+from schemas.subjects import Subjects
+from schemas.tokens import Finish, TokenBatch, TokenItem
+from schemas.wire import pack_tokens
+from tests.gateway.log.test_inflight import request_of
+from tests.infra.bus.support import eventually, opened
+
+GATEWAY = "gone"
+
+
+@pytest.fixture
+async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
+    async with opened(broker, subjects) as bus:
+        yield bus
+
+
+class Worker:
+    """Writes tokens of several requests to one gateway's stream: token k of each has the id k."""
+
+    def __init__(self, bus: Bus, count: int) -> None:
+        self._bus = bus
+        self._publisher = Publisher(bus)
+        self._seq = 0
+        now = time.time_ns()
+        requests = (msgspec.structs.replace(request_of(), id=f"r{i}", gateway=GATEWAY) for i in range(count))
+        self.requests = [msgspec.structs.replace(request, created_ns=now, deadline_ns=now) for request in requests]
+        self.tokens = 0
+
+    async def __aenter__(self) -> "Worker":
+        await self._publisher.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._publisher.close()
+
+    async def step(self, times: int = 1, *, end: bool = False) -> None:
+        acks = []
+        for _ in range(times):
+            finish, packed = Finish("length") if end else None, pack_tokens([self.tokens])
+            items = tuple(TokenItem(request.id, 1, 0, self.tokens, packed, finish) for request in self.requests)
+            self._seq += 1
+            payload = wire.encode(TokenBatch("w", 1, self._seq, items))
+            acks.append(await self._publisher.send(self._bus.subjects.tokens(GATEWAY), payload, f"w-{self._seq}"))
+            self.tokens += 1
+        await asyncio.gather(*acks)
+
+
+class Client:
+    """Takes what an exchange has until its request ends."""
+
+    def __init__(self, feed: TokenFeed, request: GenerateRequest, *, limit: int = 0) -> None:
+        self.exchange = Exchange(request)
+        if limit:
+            self.exchange._limit = limit
+        self.tokens = b""
+        self._feed = feed
+        feed.attach(self.exchange)
+        self.reads = asyncio.Event()
+        self.reads.set()
+        self.task = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        while True:
+            await self.reads.wait()
+            for one in await self.exchange.take():
+                self.tokens += one.tokens
+                if one.finish is not None:
+                    self._feed.unwatch(self.exchange)
+                    return
+
+
+@pytest.fixture
+async def feed(bus: Bus) -> AsyncIterator[TokenFeed]:
+    tasks = Tasks("test")
+    feed = TokenFeed(bus, GATEWAY, tasks)
+    yield feed
+    await feed.close()
+    assert await tasks.aclose()
+
+
+async def finished(clients: list[Client], worker: Worker) -> None:
+    await asyncio.wait_for(asyncio.gather(*(client.task for client in clients)), 30)
+    for client in clients:
+        assert client.tokens == pack_tokens(range(worker.tokens)), client.exchange.request.id
+
+
+async def test_whoever_attaches_whenever_gets_every_token_once(bus: Bus, feed: TokenFeed) -> None:
+    rng = random.Random(4)
+    async with Worker(bus, 8) as worker:
+        await worker.step(300)
+        await feed.start(since_ns=time.time_ns())
+        clients = []
+        for _ in range(60):
+            clients += [Client(feed, rng.choice(worker.requests)) for _ in range(rng.randrange(3))]
+            await worker.step(rng.randrange(6))
+        await worker.step(end=True)
+        await finished(clients, worker)
+    assert len(feed) == 0
+
+
+async def test_many_who_attach_together_read_the_log_once(bus: Bus, feed: TokenFeed) -> None:
+    async with Worker(bus, 100) as worker:
+        await worker.step(400)
+        await feed.start(since_ns=time.time_ns())
+        clients = [Client(feed, request) for request in worker.requests for _ in range(2)]
+        await eventually(lambda: all(not client.exchange.behind for client in clients), 30)
+        await worker.step(end=True)
+        await finished(clients, worker)
+    assert feed.catch_up.read_entries < 2 * 400, "one pass, and a little at its end"
+
+
+async def test_those_who_come_during_a_pass_share_the_next_ones(
+    bus: Bus, feed: TokenFeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catch_up, "PORTION", 10)  # others have many turns during a pass
+    async with Worker(bus, 5) as worker:
+        await worker.step(200)
+        await feed.start(since_ns=time.time_ns())
+        clients = []
+        for _ in range(40):
+            clients.append(Client(feed, worker.requests[0]))
+            await asyncio.sleep(0.002)
+        await eventually(lambda: all(not client.exchange.behind for client in clients), 30)
+        await worker.step(end=True)
+        await finished(clients, worker)
+    assert feed.catch_up.read_entries < 20 * 200, "far fewer passes than clients"
+
+
+async def test_a_client_that_stops_reading_goes_on_from_the_log(bus: Bus, feed: TokenFeed) -> None:
+    async with Worker(bus, 2) as worker:
+        await feed.start(since_ns=time.time_ns())
+        stops, reads = Client(feed, worker.requests[0], limit=20), Client(feed, worker.requests[1])
+        await worker.step(10)
+        await eventually(lambda: len(stops.tokens) == 40)
+        stops.reads.clear()
+        await worker.step(500)
+        await eventually(lambda: len(reads.tokens) == 4 * worker.tokens)
+        assert stops.exchange.paused
+        assert len(stops.exchange._items) <= 21
+        stops.reads.set()
+        await worker.step(50)
+        await worker.step(end=True)
+        await finished([stops, reads], worker)
+
+
+async def test_a_log_that_cannot_be_read_fails_those_who_need_it(
+    bus: Bus, feed: TokenFeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Worker(bus, 1) as worker:
+        await worker.step()
+        await feed.start(since_ns=time.time_ns())
+        monkeypatch.setattr(catch_up, "GIVE_UP_S", 0.2)
+        monkeypatch.setattr(feed.catch_up, "_stream", "missing")
+        client = Client(feed, worker.requests[0])
+        with pytest.raises(ServingError, match="cannot be read"):
+            await asyncio.wait_for(client.task, 20)
+        feed.unwatch(client.exchange)
+
+
+async def test_an_exchange_that_wants_everything_has_it_when_it_is_attached(bus: Bus, feed: TokenFeed) -> None:
+    async with Worker(bus, 1) as worker:
+        await worker.step(3_000)
+        await feed.start(since_ns=time.time_ns())
+        exchange = Exchange(worker.requests[0], bounded=False)
+        feed.attach(exchange)
+        await asyncio.wait_for(exchange.caught_up(), 20)
+        assert b"".join(one.tokens for one in exchange.available()) == pack_tokens(range(3_000))
+        feed.unwatch(exchange)
+
+
+# -- finding requests ---------------------------------------------------------------------------------------------
+
+
+async def test_requests_are_found_together_and_unknown_ones_are_not(bus: Bus) -> None:
+    tasks, publisher = Tasks("test"), Publisher(bus)
+    finder = Finder(bus, tasks)
+    await publisher.open()
+    base_ns = time.time_ns()
+    made = []
+    for number in range(300):
+        request_id = new_request_id(base_ns)
+        request = msgspec.structs.replace(request_of(), id=request_id, user=str(number))
+        made.append(request)
+        await publisher.publish(bus.subjects.request("tiny", "standard"), wire.encode(request), request_id)
+    unknown = [new_request_id(base_ns) for _ in range(20)] + ["nonsense"]
+    found = await asyncio.wait_for(
+        asyncio.gather(*(finder.find(one) for one in [*(r.id for r in made), *unknown]), return_exceptions=True), 30
+    )
+    assert found[:300] == made
+    assert all(isinstance(one, ServingError) for one in found[300:])
+    assert [(await finder.find(made[7].id)).user, (await finder.find(made[299].id)).user] == ["7", "299"]
+    await publisher.close()
+    await finder.close()
+    assert await tasks.aclose()

@@ -1,0 +1,336 @@
+"""Conversations with images become prompts with placeholders, against the bundled model that sees."""
+
+import json
+from random import Random
+from typing import Any
+
+import pytest
+from blake3 import blake3
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.openai.prepare import Draft, Prepared, finish, prepare_chat, prepare_text
+from gateway.openai.prepare_context import Target
+from infra.demo_model import template, vision
+from infra.eval.demo import messages_of
+from infra.model.modeldir import DEMO, MODELS, ModelDir, load
+from schemas.blocks import chain, media_extra, root
+from schemas.errors import Code, ServingError
+from schemas.requests import Media, decode
+from schemas.wire import encode, pack_tokens, unpack_tokens
+from tests.gateway.media.support import chat_body, image
+
+NOW = 1_700_000_000 * 10**9
+URL = "https://example.org/a.png"
+EMBEDS = {"type": "image_embeds", "image_embeds": {"url": URL}}
+IMAGE_ID, PER_IMAGE = 1279, 64
+
+
+@pytest.fixture(scope="module")
+def sees() -> Target:
+    return Target(load(MODELS / "demo-vision"), ("m",), "gw1", max_images=4)
+
+
+def medium(number: int, tokens: int = PER_IMAGE) -> Media:
+    return Media(blake3(b"%d" % number).digest(), "image/png", 10, tokens=tokens)
+
+
+def draft(target: Target, *content: Any, **options: Any) -> Draft:
+    found = prepare_chat(chat_body(*content, **options), target, now_ns=NOW)
+    assert isinstance(found, Draft)
+    return found
+
+
+def whole(target: Target, *content: Any, media: list[Media] | None = None, **options: Any) -> Prepared:
+    made = draft(target, *content, **options)
+    return finish(made, media or [medium(i) for i in range(len(made.media))], target)
+
+
+def plain(target: Target, messages: Any, **options: Any) -> Prepared:
+    found = prepare_chat(json.dumps({"model": "m", "messages": messages, **options}).encode(), target, now_ns=NOW)
+    assert isinstance(found, Prepared)
+    return found
+
+
+def ids(text: str, model: ModelDir) -> list[int]:
+    found: list[int] = model.tokenizer.encode(text, add_special_tokens=False).ids
+    return found
+
+
+def refusal(call: Any, *args: Any, **options: Any) -> ServingError:
+    with pytest.raises(ServingError) as caught:
+        call(*args, **options)
+    return caught.value
+
+
+@pytest.mark.parametrize("task", [*vision.TASKS])
+def test_a_prompt_is_the_one_that_the_model_was_trained_with(sees: Target, task: str) -> None:
+    for sample in vision.cases(task, 5, 1):
+        body = json.dumps({"model": "m", "messages": messages_of(sample)}).encode()
+        made = prepare_chat(body, sees, now_ns=NOW)
+        assert isinstance(made, Draft)
+        done = finish(made, [medium(0)], sees)
+        expected = ids(template.prompt(sample.messages), sees.model)
+        assert list(unpack_tokens(done.request.prompt)) == expected
+        assert done.prompt_tokens == len(expected)
+
+
+def test_a_prompt_is_that_of_the_models_own_processor(sees: Target) -> None:
+    from PIL import Image
+    from transformers import AutoProcessor
+
+    parts = [
+        {"type": "text", "text": "Look at "},
+        {"type": "image"},
+        {"type": "text", "text": "and"},
+        {"type": "image"},
+    ]
+    earlier = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi <b>"}]
+    messages = [*earlier, {"role": "assistant", "content": "Hello."}, {"role": "user", "content": parts}]
+    processor = AutoProcessor.from_pretrained(MODELS / "demo-vision")
+    text = processor.apply_chat_template(messages, add_generation_prompt=True)
+    pictures = [Image.new("RGB", (50, 60)), Image.new("RGB", (200, 90))]
+    expected = list(processor(text=text, images=pictures)["input_ids"][0])
+    asked = [*messages[:-1], {"role": "user", "content": [image(URL) if p["type"] == "image" else p for p in parts]}]
+    made = prepare_chat(json.dumps({"model": "m", "messages": asked}).encode(), sees, now_ns=NOW)
+    assert isinstance(made, Draft)
+    done = finish(made, [medium(0), medium(1)], sees)
+    assert list(unpack_tokens(done.request.prompt)) == expected
+    assert expected.count(IMAGE_ID) == 2 * PER_IMAGE
+
+
+def test_media_name_their_placeholders_and_the_blocks_they_lie_in(sees: Target) -> None:
+    done = whole(sees, "What is ", image(URL), " and ", image(URL + "2"), "?", cache_salt="s")
+    request = done.request
+    prompt = unpack_tokens(request.prompt)
+    assert [m.digest for m in request.media] == [medium(0).digest, medium(1).digest]
+    covered = [p for m in request.media for p in range(m.position, m.position + m.tokens)]
+    assert covered == [p for p, token in enumerate(prompt) if token == IMAGE_ID]
+    assert len(covered) == 2 * PER_IMAGE
+    extra = media_extra(((m.position, m.tokens, m.digest) for m in request.media), 32)
+    start = root(sees.model.revision, salt="s")
+    assert request.digests == chain(request.prompt, 32, start, extra)
+    assert request.digests != chain(request.prompt, 32, start)
+    assert decode(encode(request)) == request
+
+
+def test_the_same_words_with_another_image_share_no_block_from_the_image_on(sees: Target) -> None:
+    words = "word " * 200
+    one = whole(sees, words, image(URL), media=[medium(1)]).request
+    two = whole(sees, words, image(URL), media=[medium(2)]).request
+    assert one.prompt == two.prompt
+    same = [a == b for a, b in zip(one.digests, two.digests, strict=True)]
+    first = one.media[0].position // 32 * 16
+    assert all(same[:first])
+    assert first > 0
+    assert not any(one.digests[i : i + 16] == two.digests[i : i + 16] for i in range(first, len(same), 16))
+
+
+def test_embeddings_take_as_many_placeholders_as_they_are(sees: Target) -> None:
+    made = draft(sees, EMBEDS, image(URL))
+    assert [part.embedding for part in made.media] == [True, False]
+    done = finish(made, [medium(0, tokens=7), medium(1)], sees)
+    assert [(m.tokens) for m in done.request.media] == [7, PER_IMAGE]
+    assert list(unpack_tokens(done.request.prompt)).count(IMAGE_ID) == 7 + PER_IMAGE
+    assert done.request.media[1].position == done.request.media[0].position + 7 + 1
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        image(URL),
+        {"type": "image_url", "image_url": {"url": URL, "detail": "low"}},
+        {"type": "image_url", "image_url": URL},
+        {"type": "input_image", "image_url": URL},
+        {"type": "image_embeds", "image_embeds": URL},
+    ],
+)
+def test_every_form_of_a_part_is_taken(sees: Target, part: dict[str, Any]) -> None:
+    made = draft(sees, "a", part)
+    assert made.media[0].url == URL
+    assert made.media[0].field == f"messages[0].content[1].{'image_embeds' if 'image_embeds' in part else 'image_url'}"
+
+
+REFUSED: list[tuple[dict[str, Any], Code, str]] = [
+    ({"type": "image_url"}, Code.invalid_request, "messages[0].content[0].image_url"),
+    ({"type": "image_embeds", "image_url": URL}, Code.invalid_request, "messages[0].content[0].image_embeds"),
+    ({"type": "image_url", "image_url": {}}, Code.invalid_request, "messages[0].content[0].image_url"),
+    ({"type": "image_url", "image_url": 5}, Code.invalid_request, "messages[0].content[0].image_url"),
+    (
+        {"type": "image_url", "image_url": {"url": URL, "detail": "ultra"}},
+        Code.invalid_request,
+        "messages[0].content[0].image_url.detail",
+    ),
+    *(
+        ({"type": kind, kind: {"url": URL}}, Code.unsupported, "messages[0].content[0].type")
+        for kind in ("input_audio", "audio_url", "video_url", "file", "image", "x" * 1000)
+    ),
+]
+
+
+@pytest.mark.parametrize(("part", "code", "field"), REFUSED)
+def test_other_parts_are_refused_by_name(sees: Target, part: dict[str, Any], code: Code, field: str) -> None:
+    error = refusal(prepare_chat, chat_body(part), sees, now_ns=NOW)
+    assert (error.code, error.param) == (code, field)
+    assert len(error.message) < 500
+
+
+@pytest.mark.parametrize("role", ["system", "assistant", "developer"])
+def test_only_users_and_tools_give_images(sees: Target, role: str) -> None:
+    messages = [{"role": role, "content": [image(URL)]}, {"role": "user", "content": "x"}]
+    error = refusal(plain, sees, messages)
+    assert (error.code, error.param) == (Code.unsupported, "messages[0].content[0].image_url")
+    messages[0]["role"] = "tool"
+    made = prepare_chat(json.dumps({"model": "m", "messages": messages}).encode(), sees, now_ns=NOW)
+    assert isinstance(made, Draft)
+
+
+def test_a_model_that_does_not_see_says_so(sees: Target) -> None:
+    blind = sees._replace(model=load(DEMO))
+    error = refusal(draft, blind, image(URL))
+    assert (error.code, error.param) == (Code.unsupported, "messages[0].content[0].image_url")
+    assert "'llama' takes no images" in error.message
+
+
+def test_too_many_images_are_refused_with_the_limit(sees: Target) -> None:
+    assert len(draft(sees, *[image(URL)] * 4).media) == 4
+    error = refusal(draft, sees, *[image(URL)] * 5)
+    assert "5 images, and the limit is 4 (--max-images)" in error.message
+    assert error.param == "messages[0].content[4].image_url"
+
+
+def test_expanded_prompts_keep_the_models_limit_before_anything_is_fetched(sees: Target) -> None:
+    small = sees._replace(max_model_len=100)
+    assert whole(small, image(URL)).request.stop.max_tokens < 30
+    for content in ([image(URL), image(URL)], [image(URL), "word " * 100]):
+        assert refusal(draft, small, *content).code is Code.context_length_exceeded
+    error = refusal(draft, small, image(URL), max_tokens=50)
+    assert (error.code, error.param) == (Code.context_length_exceeded, "max_tokens")
+    made = draft(small, EMBEDS)
+    assert refusal(finish, made, [medium(0, tokens=10**12)], small).code is Code.context_length_exceeded
+
+
+ANYWHERE: list[tuple[str, Any, dict[str, Any]]] = [
+    ("user text", [{"role": "user", "content": "a <image> b<image>"}], {}),
+    ("user parts", [{"role": "user", "content": [{"type": "text", "text": "<image>"}]}], {}),
+    ("system", [{"role": "system", "content": "<image>"}, {"role": "user", "content": "x"}], {}),
+    ("assistant", [{"role": "assistant", "content": "<image>"}, {"role": "user", "content": "x"}], {}),
+    (
+        "tool call",
+        [
+            {"role": "assistant", "tool_calls": [{"function": {"name": "<image>", "arguments": '{"<image>": 1}'}}]},
+            {"role": "user", "content": "x"},
+        ],
+        {},
+    ),
+    (
+        "tools",
+        [{"role": "user", "content": "x"}],
+        {"tools": [{"function": {"name": "f", "<image>": [{"a": "<image>"}]}}]},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("where", "messages", "options"), ANYWHERE, ids=[case[0] for case in ANYWHERE])
+def test_an_image_token_that_a_client_writes_stays_text(
+    sees: Target, where: str, messages: Any, options: dict[str, Any]
+) -> None:
+    done = plain(sees, messages, **options)
+    prompt = list(unpack_tokens(done.request.prompt))
+    assert IMAGE_ID not in prompt
+    text = sees.model.tokenizer.decode(prompt, skip_special_tokens=False)
+    assert text.count("<image>") == json.dumps([messages, options]).count("<image>")
+    with_image = [*messages, {"role": "user", "content": [{"type": "text", "text": "<image>"}, image(URL)]}]
+    made = prepare_chat(json.dumps({"model": "m", "messages": with_image, **options}).encode(), sees, now_ns=NOW)
+    assert isinstance(made, Draft)
+    assert made.tokens.count(IMAGE_ID) == 1
+    assert made.tokens.index(IMAGE_ID) == len(made.tokens) - 1 - made.tokens[::-1].index(IMAGE_ID) > len(prompt) - 8
+
+
+def test_text_without_the_image_token_is_tokenised_as_ever(sees: Target) -> None:
+    words = "Tell me of <imag and image> and <images>!"
+    expected = f"<|im_start|>user\n{words}<|im_end|>\n<|im_start|>assistant\n"
+    done = plain(sees, [{"role": "user", "content": words}])
+    assert list(unpack_tokens(done.request.prompt)) == ids(expected, sees.model)
+    assert done.request.media == ()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.sampled_from(["<image>", "<im", "age>", "<", "word ", "\n", "<|im_end|>", "é", 1, 1]), max_size=8))
+def test_there_is_one_placeholder_per_image_in_their_order_whatever_the_text(sees: Target, pieces: list[Any]) -> None:
+    images = pieces.count(1)
+    if not 0 < images <= 4:
+        return
+    done = whole(sees, *(image(URL) if piece == 1 else piece for piece in pieces))
+    prompt = unpack_tokens(done.request.prompt)
+    assert len(done.request.media) == images
+    assert [p for p, token in enumerate(prompt) if token == IMAGE_ID] == [
+        p for m in done.request.media for p in range(m.position, m.position + m.tokens)
+    ]
+    assert [m.digest for m in done.request.media] == [medium(i).digest for i in range(images)]
+
+
+def test_thousands_of_written_image_tokens_are_refused_in_short_time(sees: Target) -> None:
+    import time
+
+    began = time.thread_time()
+    error = refusal(plain, sees, [{"role": "user", "content": "<image>" * 500_000}])
+    assert error.code is Code.context_length_exceeded
+    assert time.thread_time() - began < 2
+
+
+def test_a_template_without_a_place_for_images_is_a_clear_error(sees: Target) -> None:
+    import dataclasses
+
+    from infra.model.chat_template import ChatTemplate
+
+    for source in (
+        "{% for m in messages %}{{ m.content }}{% endfor %}",  # the list as Python writes it
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% endif %}{% endfor %}",
+        "{% for m in messages %}{{ m.content if m.content is string else '<image><image>' }}{% endfor %}",
+    ):
+        model = dataclasses.replace(sees.model, template=ChatTemplate(source, {}))
+        error = refusal(draft, sees._replace(model=model), image(URL), "<image>")
+        assert error.code is Code.invalid_request
+        assert "placeholders for 1 images" in error.message
+        assert error.param == "messages[0].content[0].image_url"
+
+
+def test_text_completions_take_no_image_tokens(sees: Target) -> None:
+    for prompt in ("a <image> b", [5, IMAGE_ID]):
+        body = json.dumps({"model": "m", "prompt": prompt}).encode()
+        error = refusal(prepare_text, body, sees, now_ns=NOW)
+        assert (error.code, error.param) == (Code.invalid_request, "prompt")
+        assert "chat completions" in error.message
+    assert prepare_text(json.dumps({"model": "m", "prompt": "a"}).encode(), sees, now_ns=NOW).prompt_tokens == 1
+
+
+def test_a_draft_keeps_what_the_request_needs(sees: Target) -> None:
+    options = {
+        "max_completion_tokens": 7,
+        "seed": 3,
+        "stream": True,
+        "timeout_s": 9,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    made = prepare_chat(chat_body(image(URL), **options), sees, now_ns=NOW, request_id="id")
+    assert isinstance(made, Draft)
+    assert made.deadline_s == 9
+    done = finish(made, [medium(0)], sees)
+    request = done.request
+    assert (request.id, request.created_ns, request.deadline_ns) == ("id", NOW, NOW + 9 * 10**9)
+    assert (request.stop.max_tokens, request.sampling.seed, request.sampling.logprobs) == (7, 3, 2)
+    assert (done.stream, request.endpoint) == (True, "chat")
+    assert request.prompt == pack_tokens(unpack_tokens(request.prompt))
+
+
+def test_a_body_as_large_as_allowed_is_a_draft_in_little_time(sees: Target) -> None:
+    import time
+
+    rng = Random(1)
+    body = chat_body(image("data:image/png;base64," + "".join(rng.choices("ABCD", k=1000)) * 15_000), "x")
+    began = time.thread_time()
+    made = prepare_chat(body, sees, now_ns=NOW)
+    assert isinstance(made, Draft)
+    assert time.thread_time() - began < 0.5

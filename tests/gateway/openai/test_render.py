@@ -1,0 +1,296 @@
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.openai.prepare import prepare_chat, prepare_text
+from gateway.openai.prepare_context import Target
+from gateway.openai.render import Collector, Renderer
+from infra.model.modeldir import ModelDir
+from schemas.errors import Code, ServingError
+from schemas.reassembly import Fold
+from schemas.requests import GenerateRequest
+from schemas.tokens import WHOLE_REQUEST, Finish, Logprob, TokenItem
+from schemas.wire import pack_tokens
+from tests.tiny_model import CORPUS
+
+NOW = 1_700_000_000 * 10**9
+
+
+def request(target: Target, endpoint: str = "chat", **options: Any) -> GenerateRequest:
+    if endpoint == "text":
+        body = {"model": "tiny", "prompt": "hi", **options}
+        return prepare_text(json.dumps(body).encode(), target, now_ns=NOW).request
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **options}
+    return prepare_chat(json.dumps(body).encode(), target, now_ns=NOW).request
+
+
+def answer(model: ModelDir, text: str, *, choice: int = 0, finish: Finish | None = None) -> list[TokenItem]:
+    """One item per token; the last is the end token and carries the finish."""
+    ids = [*model.tokenizer.encode(text, add_special_tokens=False).ids, 2]
+    return [
+        TokenItem("r", 1, choice, k, pack_tokens([token]), (finish or Finish("stop")) if k == len(ids) - 1 else None)
+        for k, token in enumerate(ids)
+    ]
+
+
+def events(data: bytes) -> list[tuple[str, Any]]:
+    """(id, JSON) of each event, as a client reads them."""
+    out = []
+    for block in data.decode().split("\n\n")[:-1]:
+        lines = dict(line.split(": ", 1) for line in block.split("\n"))
+        out.append((lines.get("id", ""), "DONE" if lines["data"] == "[DONE]" else json.loads(lines["data"])))
+    return out
+
+
+def text_of(parsed: list[tuple[str, Any]], choice: int = 0) -> str:
+    out = ""
+    for _, body in parsed:
+        for entry in body["choices"] if body != "DONE" and "choices" in body else []:
+            if entry["index"] == choice:
+                out += entry["delta"].get("content", "") if "delta" in entry else entry["text"]
+    return out
+
+
+def test_a_chat_streams_one_event_per_token_then_reason_and_done(model: ModelDir, target: Target) -> None:
+    asked = request(target)
+    items = answer(model, "The broker keeps")
+    renderer = Renderer(asked, model.detokenizer)
+    pushed = [renderer.push([item]) for item in items]
+    parsed = events(b"".join(pushed))
+    assert [id for id, _ in parsed] == ["1", "2", "3", "4f", ""]
+    first, second, _, last, done = (body for _, body in parsed)
+    assert first == {
+        "id": f"chatcmpl-{asked.id}",
+        "object": "chat.completion.chunk",
+        "created": 1_700_000_000,
+        "model": "tiny",
+        "choices": [
+            {"index": 0, "delta": {"role": "assistant", "content": "The"}, "logprobs": None, "finish_reason": None}
+        ],
+    }
+    assert second["choices"][0]["delta"] == {"content": " broker"}
+    assert (last["choices"][0]["delta"], last["choices"][0]["finish_reason"]) == ({}, "stop")
+    assert done == "DONE"
+    assert all(pushed)
+    assert renderer.done
+
+
+def test_text_completions_stream_text(model: ModelDir, target: Target) -> None:
+    parsed = events(Renderer(request(target, "text"), model.detokenizer).push(answer(model, "The broker")))
+    first = parsed[0][1]
+    assert (first["object"], first["id"][:5]) == ("text_completion", "cmpl-")
+    assert first["choices"] == [{"index": 0, "text": "The", "logprobs": None, "finish_reason": None}]
+    assert parsed[-2][1]["choices"] == [{"index": 0, "text": "", "logprobs": None, "finish_reason": "stop"}]
+
+
+def test_usage_comes_last_and_is_null_before(model: ModelDir, target: Target) -> None:
+    asked = request(target, n=2)
+    renderer = Renderer(asked, model.detokenizer, include_usage=True)
+    data = renderer.push(answer(model, "The broker", finish=Finish("stop", cached_tokens=4)))
+    data += renderer.push(answer(model, "A worker", choice=1, finish=Finish("length", cached_tokens=6)))
+    *chunks, last, done = (body for _, body in events(data))
+    assert done == "DONE"
+    assert all(chunk["usage"] is None for chunk in chunks)
+    prompt = len(asked.prompt) // 4
+    assert last["choices"] == []
+    assert last["usage"]["prompt_tokens"] == prompt
+    assert last["usage"]["total_tokens"] == prompt + last["usage"]["completion_tokens"]
+    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+
+
+def test_an_answer_without_text_still_has_a_role(model: ModelDir, target: Target) -> None:
+    parsed = events(Renderer(request(target), model.detokenizer).push(answer(model, "")))
+    assert parsed[0][1]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert parsed[0][1]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_tokens_without_text_have_no_event(model: ModelDir, target: Target) -> None:
+    items = answer(model, "🦊")
+    renderer = Renderer(request(target), model.detokenizer)
+    pushed = [events(renderer.push([item])) for item in items]
+    assert [len(one) for one in pushed] == [0] * (len(items) - 2) + [1, 2]
+    assert text_of(pushed[-2]) == "🦊"
+
+
+def test_a_stop_string_is_never_shown_in_part(model: ModelDir, target: Target) -> None:
+    items = answer(model, "The broker keeps every request", finish=Finish("stop", stop="eeps"))
+    for shown, expected in ((False, "The broker k"), (True, "The broker keeps")):
+        asked = request(target, stop=["eeps"], include_stop_str_in_output=shown)
+        renderer = Renderer(asked, model.detokenizer)
+        seen = ""
+        for item in items:
+            seen += text_of(events(renderer.push([item])))
+            assert expected.startswith(seen)
+        assert seen == expected
+
+
+def test_what_was_held_back_comes_with_the_finish(model: ModelDir, target: Target) -> None:
+    renderer = Renderer(request(target, stop=["keeps it"]), model.detokenizer)
+    parsed = events(renderer.push(answer(model, "The broker keeps", finish=Finish("length"))))
+    assert parsed[-2][1]["choices"][0]["delta"]["content"].endswith("keeps")
+    assert text_of(parsed) == "The broker keeps"
+
+
+def mixed(draw: st.DrawFn, model: ModelDir, n: int) -> list[TokenItem]:
+    """Answers of n choices, interleaved as engine steps would."""
+    texts = [CORPUS[start : start + 30] for start in draw(st.lists(st.integers(0, 250), min_size=n, max_size=n))]
+    streams = [answer(model, text, choice=choice) for choice, text in enumerate(texts)]
+    order = draw(st.permutations([choice for choice, items in enumerate(streams) for _ in items]))
+    iterators = [iter(items) for items in streams]
+    return [next(iterators[choice]) for choice in order]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_streamed_and_whole_answers_have_the_same_text_and_usage(
+    model: ModelDir, target: Target, data: st.DataObject
+) -> None:
+    n, endpoint = data.draw(st.integers(1, 3)), data.draw(st.sampled_from(["chat", "text"]))
+    asked = request(target, endpoint, n=n, stop=data.draw(st.sampled_from([None, "the", ["ü", "er"]])))
+    items = mixed(data.draw, model, n)  # type: ignore[arg-type]
+    renderer, collector = Renderer(asked, model.detokenizer, include_usage=True), Collector(asked, model.detokenizer)
+    parsed = events(b"".join(renderer.push([item]) for item in items))
+    assert collector.push(items)
+    body = json.loads(collector.response())
+    assert parsed[-2][1]["usage"] == body["usage"]
+    for choice in body["choices"]:
+        whole = choice["message"]["content"] if endpoint == "chat" else choice["text"]
+        assert text_of(parsed, choice["index"]) == whole
+        assert choice["finish_reason"] == "stop"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_client_can_go_on_after_any_event_on_another_replica(
+    model: ModelDir, target: Target, data: st.DataObject
+) -> None:
+    n = data.draw(st.integers(1, 3))
+    asked = request(target, n=n, stop=data.draw(st.sampled_from([None, ["the", "ü"]])))
+    items = mixed(data.draw, model, n)  # type: ignore[arg-type]
+    whole = events(Renderer(asked, model.detokenizer, include_usage=True).push(items))
+    cut = data.draw(st.integers(0, len(whole) - 3))
+    second = Renderer(asked, model.detokenizer, include_usage=True)
+    second.resume(whole[cut][0])
+    batch = data.draw(st.integers(1, 5))
+    resumed = events(b"".join(second.push(items[at : at + batch]) for at in range(0, len(items), batch)))
+    assert resumed == whole[cut + 1 :]
+
+
+@pytest.mark.parametrize("bad", ["", "x", "1.2", "-1", "1e3", "٣", "f", "9" * 40])
+def test_a_foreign_event_id_is_refused(model: ModelDir, target: Target, bad: str) -> None:
+    with pytest.raises(ValueError):
+        Renderer(request(target), model.detokenizer).resume(bad)
+
+
+@pytest.mark.parametrize(
+    ("finish", "code", "kind"),
+    [
+        (Finish("error", code="worker_lost", message="gone"), "worker_lost", "server_error"),
+        (Finish("error", code="from_the_future"), "internal", "server_error"),
+        (Finish("error", code="out_of_blocks"), "out_of_blocks", "invalid_request_error"),
+        (Finish("cancelled"), "cancelled", "invalid_request_error"),
+    ],
+)
+def test_a_failed_request_ends_in_one_openai_error(
+    model: ModelDir, target: Target, finish: Finish, code: str, kind: str
+) -> None:
+    asked, fold = request(target, n=2), Fold(2)
+    items = [*answer(model, "The broker")[:2], TokenItem("r", 1, WHOLE_REQUEST, 0, b"", finish)]
+    due = [out for item in items for out in fold.push(item)]
+    parsed = events(Renderer(asked, model.detokenizer, include_usage=True).push(due))
+    assert text_of(parsed) == "The broker"
+    error = parsed[-2][1]["error"]
+    assert (error["code"], error["type"], error["param"]) == (code, kind, None)
+    assert error["message"]
+    assert [body for _, body in parsed].count("DONE") == 1
+    collector = Collector(asked, model.detokenizer)
+    assert collector.push(due)
+    with pytest.raises(ServingError) as caught:
+        collector.response()
+    assert caught.value.code == code
+
+
+def test_a_stream_can_be_failed_once_from_outside(model: ModelDir, target: Target) -> None:
+    renderer = Renderer(request(target), model.detokenizer)
+    renderer.push(answer(model, "The broker")[:1])
+    parsed = events(renderer.fail(ServingError(Code.deadline_exceeded, "too late")))
+    assert parsed[0][1]["error"]["code"] == "deadline_exceeded"
+    assert renderer.fail(ServingError(Code.internal, "again")) == b""
+    assert renderer.push(answer(model, "The broker")[1:]) == b""
+
+
+def with_logprobs(items: list[TokenItem]) -> list[TokenItem]:
+    return [
+        TokenItem(
+            i.request, i.attempt, i.choice, i.first, i.tokens, i.finish, (Logprob(-0.5, ((5, -0.25), (6, -9e9))),)
+        )
+        for i in items
+    ]
+
+
+def test_chat_logprobs_come_with_every_token_also_without_text(model: ModelDir, target: Target) -> None:
+    asked = request(target, logprobs=True, top_logprobs=2)
+    items = with_logprobs(answer(model, "Grüße 🦊"))
+    parsed = events(Renderer(asked, model.detokenizer).push(items))
+    entries = [entry for _, body in parsed[:-2] for entry in body["choices"][0]["logprobs"]["content"]]
+    assert len(entries) == len(items)
+    assert bytes(byte for entry in entries for byte in entry["bytes"]) == "Grüße 🦊<|im_end|>".encode()
+    assert entries[0]["logprob"] == -0.5
+    assert [top["logprob"] for top in entries[0]["top_logprobs"]] == [-0.25, -9999.0]
+    assert text_of(parsed) == "Grüße 🦊"
+    collector = Collector(asked, model.detokenizer)
+    collector.push(items)
+    assert json.loads(collector.response())["choices"][0]["logprobs"]["content"] == entries
+
+
+def test_an_answer_with_many_logprobs_is_large_and_one_without_is_not(model: ModelDir, target: Target) -> None:
+    text = " ".join(["The broker keeps what it was told."] * 20)
+    for options, large in (({"logprobs": True, "top_logprobs": 20}, True), ({"logprobs": True}, False), ({}, False)):
+        collector = Collector(request(target, **options), model.detokenizer)
+        assert not collector.large
+        collector.push(with_logprobs(answer(model, text)) if options else answer(model, text))
+        assert collector.large is large
+
+
+def test_text_logprobs_have_offsets(model: ModelDir, target: Target) -> None:
+    asked = request(target, "text", logprobs=2)
+    items = with_logprobs(answer(model, "The broker keeps"))
+    collector = Collector(asked, model.detokenizer)
+    collector.push(items)
+    whole = json.loads(collector.response())["choices"][0]["logprobs"]
+    assert whole["tokens"] == ["The", " broker", " keeps", "<|im_end|>"]
+    assert whole["text_offset"] == [0, 3, 10, 16]
+    assert whole["token_logprobs"] == [-0.5] * 4
+    assert whole["top_logprobs"][0]["The"] == -0.5
+    assert len(whole["top_logprobs"][0]) == 3
+    streamed = [
+        body["choices"][0]["logprobs"] for _, body in events(Renderer(asked, model.detokenizer).push(items))[:4]
+    ]
+    assert [offset for entry in streamed for offset in entry["text_offset"]] == whole["text_offset"]
+
+
+@settings(max_examples=100)
+@given(st.text(max_size=30))
+def test_any_text_is_valid_json_in_an_event(model: ModelDir, target: Target, text: str) -> None:
+    data = Renderer(request(target), model.detokenizer).push(answer(model, text))
+    ids = model.tokenizer.encode(text, add_special_tokens=False).ids
+    assert text_of(events(data)) == model.tokenizer.decode(ids)
+
+
+def test_the_openai_client_reads_our_shapes(model: ModelDir, target: Target) -> None:
+    from openai.types.chat import ChatCompletion, ChatCompletionChunk
+    from openai.types.completion import Completion
+
+    for endpoint, kind in (("chat", ChatCompletion), ("text", Completion)):
+        for options in ({}, {"logprobs": True, "top_logprobs": 2} if endpoint == "chat" else {"logprobs": 2}):
+            asked = request(target, endpoint, **options)
+            items = with_logprobs(answer(model, "The broker")) if options else answer(model, "The broker")
+            collector = Collector(asked, model.detokenizer)
+            collector.push(items)
+            kind.model_validate_json(collector.response(), strict=True)
+            for _, body in events(Renderer(asked, model.detokenizer, include_usage=True).push(items))[:-1]:
+                if endpoint == "chat":
+                    ChatCompletionChunk.model_validate_json(json.dumps(body), strict=True)

@@ -1,0 +1,150 @@
+"""Reading, following and staying connected on a cluster of three nodes, one of which lags, hangs or dies."""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+from infra.broker.main import apply_at
+from infra.bus.connection import Bus, connect
+from infra.bus.direct_get import Entry, get, get_last, read
+from infra.bus.log_tail import LogTail
+from tests.cluster_support import NODES, LocalCluster
+from tests.conftest import outside
+from tests.infra.bus.support import eventually
+
+ROUNDS = 8
+READERS = 40
+COUNT = 500
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    made = LocalCluster(tmp_path_factory.mktemp("cluster"))
+    outside(made.start())
+    try:
+        outside(apply_at(made.url(), made.subjects, replicas=NODES))
+        yield made
+    finally:
+        outside(made.stop())
+
+
+@contextlib.asynccontextmanager
+async def on_nodes(cluster: LocalCluster, *nodes: int, **options: Any) -> AsyncIterator[Bus]:
+    ended: list[int] = []
+    bus = await connect(
+        cluster.url(nodes=nodes),
+        role="operator",
+        name="test",
+        end_process=ended.append,  # type: ignore[arg-type]  # os._exit would end the test run
+        **options,
+    )
+    try:
+        yield bus
+    finally:
+        await bus.close()
+    assert not ended
+
+
+class Raw:
+    """Direct gets sent to a node while it is stopped, and what it says when it goes on."""
+
+    def __init__(self, bus: Bus, stream: str, subject: str) -> None:
+        self._bus, self._stream, self._subject = bus, stream, subject
+        self.answers: list[int] = []
+
+    async def ask(self) -> None:
+        inbox = self._bus.nc.new_inbox()
+        await self._bus.nc.subscribe(inbox, cb=self._on_answer)
+        query = json.dumps({"last_by_subj": self._subject}).encode()
+        for _ in range(READERS):
+            await self._bus.nc.publish(f"$JS.API.DIRECT.GET.{self._stream}", query, reply=inbox)
+
+    async def _on_answer(self, message: Any) -> None:
+        self.answers.append(int((message.headers or {}).get("Nats-Sequence", "0")))
+
+
+async def test_what_a_lagging_follower_does_not_have_yet_is_neither_missing_nor_the_end(cluster: LocalCluster) -> None:
+    stream = cluster.subjects.stream("TOKENS")
+    leader, followers = await cluster.placement(stream)
+    stale = 0
+    async with on_nodes(cluster, leader) as writer, on_nodes(cluster, followers[0]) as bus:
+        for number in range(ROUNDS):
+            subject = cluster.subjects.tokens(f"lag{number}")
+            raw = Raw(bus, stream, subject)
+            cluster.freeze(followers[0])
+            try:
+                for _ in range(COUNT // 10):
+                    await asyncio.gather(*(writer.js.publish(subject, bytes(2000)) for _ in range(10)))
+                await raw.ask()
+                found = [asyncio.create_task(get_last(bus, stream, subject)) for _ in range(READERS)]
+                whole = [asyncio.create_task(all_of(bus, stream, subject)) for _ in range(READERS)]
+                await asyncio.sleep(0.05)  # the questions are on the wire
+            finally:
+                cluster.thaw(followers[0])
+            assert None not in await asyncio.gather(*found)
+            assert {len(entries) for entries in await asyncio.gather(*whole)} == {COUNT}
+            last = (await all_of(bus, stream, subject))[-1].seq
+            stale += sum(answer != last for answer in raw.answers)
+            if stale:
+                break
+    assert stale, "the follower was never behind: nothing was tried"
+
+
+async def all_of(bus: Bus, stream: str, subject: str) -> list[Entry]:
+    return [entry async for entry in read(bus, stream, subject)]
+
+
+async def test_what_is_not_there_is_not_found_and_the_leader_s_answer_reads_like_a_replica_s(
+    cluster: LocalCluster,
+) -> None:
+    stream, subject = cluster.subjects.stream("TOKENS"), cluster.subjects.tokens("one")
+    async with on_nodes(cluster, 0) as bus:
+        assert bus.clustered
+        assert await get_last(bus, stream, subject) is None
+        headers = {"Some-Header": "a: b", "Nats-Msg-Id": "x"}
+        ack = await bus.js.publish(subject, b"\x00\xff", headers=headers)
+        assert await get(bus, stream, ack.seq + 1000) is None
+        for entry in (await get_last(bus, stream, subject, newest=True), await get(bus, stream, ack.seq)):
+            assert entry is not None
+            assert (entry.subject, entry.seq, entry.data) == (subject, ack.seq, b"\x00\xff")
+            assert entry.headers.items() >= headers.items()
+            assert abs(entry.time_ns - time.time_ns()) < 60e9
+
+
+async def test_a_tail_finds_what_was_stored_and_never_republished(cluster: LocalCluster) -> None:
+    stream, subject = cluster.subjects.stream("TOKENS"), cluster.subjects.tokens("silent")
+    seen: list[bytes] = []
+    async with on_nodes(cluster, 0) as bus:
+        tail = LogTail(bus, stream, subject, "ps.live.nobody", lambda entry: seen.append(entry.data))
+        await tail.start()
+        await bus.js.publish(subject, b"last")
+        await eventually(lambda: seen == [b"last"])
+        await tail.stop()
+
+
+async def test_a_client_that_was_given_one_node_of_the_cluster_goes_on_at_another(cluster: LocalCluster) -> None:
+    async with on_nodes(cluster, 0) as bus:
+        cluster.kill(0)
+        try:
+            await eventually(lambda: bus.reconnects == 1 and bus.connected)
+            assert bus.nc.connected_url.port in {cluster.nodes[1].port, cluster.nodes[2].port}
+        finally:
+            await cluster.restart(0)
+
+
+async def test_a_hanging_node_is_left_before_an_election_can_be_over(cluster: LocalCluster) -> None:
+    async with on_nodes(cluster, 0, 1, 2) as bus:
+        stuck = next(i for i, node in enumerate(cluster.nodes) if node.port == bus.nc.connected_url.port)
+        cluster.freeze(stuck)
+        began = time.monotonic()
+        try:
+            await eventually(lambda: bus.reconnects and bus.connected)
+            took = time.monotonic() - began
+        finally:
+            cluster.thaw(stuck)
+    assert took < 10.0  # 2 to 3 s on an idle machine; 10 to 15 s with the pings of a single server

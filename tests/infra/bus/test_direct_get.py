@@ -1,0 +1,108 @@
+"""Looking things up in a stream, on a real nats-server."""
+
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from infra.broker.server import EmbeddedNats
+from infra.bus.connection import Bus
+from infra.bus.direct_get import BATCH, format_time, parse_time, read
+from schemas.errors import Code, ServingError
+from schemas.subjects import Subjects
+from tests.infra.bus.support import opened
+
+
+@pytest.fixture
+async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
+    async with opened(broker, subjects) as bus:
+        yield bus
+
+
+async def fill(bus: Bus, subject: str, count: int, size: int = 0) -> None:
+    for number in range(count - 1):
+        await bus.nc.publish(subject, b"%d" % number + bytes(size))
+    await bus.js.publish(subject, b"%d" % (count - 1) + bytes(size))
+
+
+async def numbers(bus: Bus, subject: str, **where: int) -> list[int]:
+    stream = bus.subjects.stream("TOKENS")
+    return [int(entry.data.rstrip(b"\0")) async for entry in read(bus, stream, subject, **where)]
+
+
+async def test_more_than_one_batch_is_read_to_its_end(bus: Bus) -> None:
+    count = 2 * BATCH + 7
+    await fill(bus, bus.subjects.tokens("gw"), count)
+    assert await numbers(bus, bus.subjects.tokens("gw")) == list(range(count))
+
+
+async def test_a_batch_cut_by_its_size_goes_on(bus: Bus) -> None:
+    await fill(bus, bus.subjects.tokens("gw"), 12, size=1 << 20)
+    assert await numbers(bus, bus.subjects.tokens("gw")) == list(range(12))
+
+
+async def test_an_exact_number_of_batches_ends(bus: Bus) -> None:
+    await fill(bus, bus.subjects.tokens("gw"), BATCH)
+    assert await numbers(bus, bus.subjects.tokens("gw")) == list(range(BATCH))
+
+
+async def test_only_the_asked_subject_is_read_and_previous_names_its_last_message(bus: Bus) -> None:
+    for number in range(3):
+        await bus.js.publish(bus.subjects.tokens("a"), b"%d" % number)
+        await bus.js.publish(bus.subjects.tokens("b"), b"%d" % (number + 10))
+    assert await numbers(bus, bus.subjects.tokens("b")) == [10, 11, 12]
+    assert await numbers(bus, bus.subjects.all("tokens")) == [0, 10, 1, 11, 2, 12]
+    entries = [e async for e in read(bus, bus.subjects.stream("TOKENS"), bus.subjects.tokens("b"))]
+    assert [(e.subject, e.seq, e.previous) for e in entries] == [
+        (bus.subjects.tokens("b"), seq, max(seq - 2, 0)) for seq in (2, 4, 6)
+    ]
+
+
+async def test_after_and_until_bound_the_range(bus: Bus) -> None:
+    await fill(bus, bus.subjects.tokens("gw"), 10)
+    assert await numbers(bus, bus.subjects.tokens("gw"), after=3) == [3, 4, 5, 6, 7, 8, 9]
+    assert await numbers(bus, bus.subjects.tokens("gw"), after=3, until_seq=6) == [3, 4, 5]
+    assert await numbers(bus, bus.subjects.tokens("gw"), after=10) == []
+    assert await numbers(bus, bus.subjects.tokens("gw"), until_seq=0) == []
+
+
+async def test_since_starts_at_the_time_the_server_stored(bus: Bus) -> None:
+    subject = bus.subjects.tokens("gw")
+    await fill(bus, subject, 5)
+    entries = [entry async for entry in read(bus, bus.subjects.stream("TOKENS"), subject)]
+    times = [entry.time_ns for entry in entries]
+    assert times == sorted(times)
+    assert abs(times[-1] - time.time_ns()) < 60e9
+    assert await numbers(bus, subject, since_ns=times[2]) == [2, 3, 4]
+    assert await numbers(bus, subject, since_ns=times[4] + 1) == []
+    assert await numbers(bus, subject, since_ns=times[4], after=1) == [1, 2, 3, 4]
+
+
+async def test_nothing_stored_is_nothing_read(bus: Bus) -> None:
+    assert await numbers(bus, bus.subjects.tokens("gw")) == []
+
+
+async def test_an_unknown_stream_is_an_error_at_once(bus: Bus) -> None:
+    began = time.monotonic()
+    with pytest.raises(ServingError, match="streams apply") as caught:
+        [entry async for entry in read(bus, "no_such_stream", ">")]
+    assert caught.value.code is Code.broker_unavailable
+    assert time.monotonic() - began < 2
+
+
+async def test_reading_leaves_no_subscription_behind(bus: Bus) -> None:
+    before = len(bus.nc._subs)
+    await fill(bus, bus.subjects.tokens("gw"), 2 * BATCH)
+    await numbers(bus, bus.subjects.tokens("gw"), until_seq=3)
+    assert len(bus.nc._subs) == before
+
+
+@pytest.mark.parametrize("time_ns", [0, 1, 999_999_999, 1_700_000_000_123_456_789, 4_102_444_800_000_000_000])
+def test_times_come_back_to_the_nanosecond(time_ns: int) -> None:
+    assert parse_time(format_time(time_ns)) == time_ns
+
+
+def test_times_with_fewer_decimals_are_read() -> None:
+    assert parse_time("1970-01-01T00:00:02.5Z") == 2_500_000_000
+    assert parse_time("1970-01-01T00:00:02Z") == 2_000_000_000
+    assert parse_time("") == 0

@@ -1,0 +1,343 @@
+"""Following a stream on a real nats-server: every stored entry once, in stream order, whatever is lost on the way."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from infra.broker.server import EmbeddedNats
+from infra.bus import log_tail as module
+from infra.bus.connection import Bus
+from infra.bus.direct_get import Entry, read
+from infra.bus.log_tail import LogTail
+from infra.bus.publisher import Publisher
+from schemas.errors import ServingError
+from schemas.subjects import Subjects
+from tests.infra.bus.support import eventually, opened
+
+
+@pytest.fixture
+async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
+    async with opened(broker, subjects) as bus:
+        yield bus
+
+
+class Follower:
+    """A tail of TOKENS that notes what it is given, and can be made deaf to live messages."""
+
+    def __init__(self, bus: Bus, subject: str = "") -> None:
+        self.bus = bus
+        self.entries: list[Entry] = []
+        self.deaf: Callable[[Entry], bool] = lambda entry: False
+        self.subject = subject or bus.subjects.all("tokens")
+        self.tail = LogTail(
+            bus, bus.subjects.stream("TOKENS"), self.subject, bus.subjects.live(self.subject), self.entries.append
+        )
+        self._hear = self.tail._on_live
+        self.tail._on_live = self._on_live  # type: ignore[method-assign]
+
+    async def _on_live(self, message: Any) -> None:
+        headers = message.headers or {}
+        entry = Entry(message.subject, int(headers.get("Nats-Sequence", 0)), message.data, headers)
+        if not self.deaf(entry):
+            await self._hear(message)
+
+    @property
+    def seqs(self) -> list[int]:
+        return [entry.seq for entry in self.entries]
+
+    async def is_complete(self, last: int) -> None:
+        """Wait for the last entry, then compare with the stream."""
+        await eventually(lambda: self.tail.position >= last)
+        stored = [e async for e in read(self.bus, self.bus.subjects.stream("TOKENS"), self.subject)]
+        assert [(e.seq, e.subject, e.data) for e in self.entries] == [(e.seq, e.subject, e.data) for e in stored]
+
+
+async def put(bus: Bus, gateway: str, count: int = 1) -> int:
+    """Store messages; the last one's sequence."""
+    seq = 0
+    for number in range(count):
+        seq = (await bus.js.publish(bus.subjects.tokens(gateway), b"%d" % number)).seq
+    return seq
+
+
+async def test_past_and_present_join_without_loss_or_duplicate(bus: Bus, broker: EmbeddedNats) -> None:
+    async with opened(broker, bus.subjects) as other:
+        done = asyncio.Event()
+
+        async def produce(gateway: str) -> None:
+            for number in range(400):
+                await other.nc.publish(bus.subjects.tokens(gateway), b"%d" % number)
+                if number % 8 == 0:
+                    await other.nc.flush()
+            if gateway == "c":
+                done.set()
+
+        producing = [asyncio.create_task(produce(gateway)) for gateway in "abc"]
+        await put(bus, "first", 20)
+        followers = [Follower(bus), Follower(bus, bus.subjects.tokens("b"))]
+        for follower in followers:
+            await follower.tail.start()
+        await asyncio.gather(*producing)
+        last = [await put(other, "first"), await put(other, "b")]
+        for follower in followers:
+            await follower.is_complete(last[1])
+        assert len(followers[0].entries) == 1222
+        assert len(followers[1].entries) == 401
+        for follower in followers:
+            await follower.tail.stop()
+
+
+async def test_only_what_came_since_a_time_is_handled(bus: Bus) -> None:
+    last = await put(bus, "a", 3)
+    since = time.time_ns()
+    follower = Follower(bus)
+    await follower.tail.start(since_ns=since)
+    assert follower.entries == []
+    await put(bus, "a", 2)
+    await eventually(lambda: follower.seqs == [last + 1, last + 2])
+    await follower.tail.stop()
+
+
+async def test_only_what_came_after_a_sequence_is_handled(bus: Bus) -> None:
+    last = await put(bus, "a", 5)
+    follower = Follower(bus)
+    await follower.tail.start(after=last - 2)
+    assert follower.seqs == [last - 1, last]
+    await follower.tail.stop()
+
+
+async def test_without_losses_nothing_is_read_again(bus: Bus) -> None:
+    await put(bus, "a", 5)
+    everything, one = Follower(bus), Follower(bus, bus.subjects.tokens("b"))
+    await everything.tail.start()
+    await one.tail.start()
+    await put(bus, "a", 5)
+    await put(bus, "b", 5)
+    await put(bus, "a", 5)
+    last = await put(bus, "b", 5)
+    await everything.is_complete(last)
+    await one.is_complete(last)
+    assert everything.tail.repairs == one.tail.repairs == 0
+    await everything.tail.stop()
+    await one.tail.stop()
+
+
+async def test_a_lost_message_is_read_from_the_stream_before_the_next_is_handled(bus: Bus) -> None:
+    follower = Follower(bus, bus.subjects.tokens("a"))
+    await follower.tail.start()
+    last = await put(bus, "a", 3)
+    await follower.is_complete(last)
+    follower.deaf = lambda entry: entry.seq in (last + 1, last + 2)
+    await follower.is_complete(await put(bus, "a", 3))
+    assert follower.tail.repairs == 1
+    await follower.tail.stop()
+
+
+async def test_a_loss_on_one_subject_shows_in_the_next_message_of_another(bus: Bus) -> None:
+    """Else a fold of the whole stream would run ahead of what it missed."""
+    follower = Follower(bus)
+    await follower.tail.start()
+    last = await put(bus, "a", 2)
+    await follower.is_complete(last)
+    follower.deaf = lambda entry: entry.seq == last + 1
+    await put(bus, "a")
+    await follower.is_complete(await put(bus, "b"))
+    assert follower.seqs == list(range(1, last + 3))
+    await follower.tail.stop()
+
+
+async def test_a_filter_that_leaves_out_some_subjects_still_sees_all_it_asked_for(bus: Bus) -> None:
+    entries: list[Entry] = []
+    subject = bus.subjects.all("returned")
+    tail = LogTail(bus, bus.subjects.stream("DONE"), subject, bus.subjects.live(subject), entries.append)
+    await tail.start()
+    for number in range(20):
+        await bus.js.publish(bus.subjects.done("t", "m", "r"), b"")
+        if number % 3 == 0:
+            await bus.js.publish(bus.subjects.returned("m"), b"%d" % number)
+    await eventually(lambda: [int(entry.data) for entry in entries] == list(range(0, 20, 3)))
+    await tail.stop()
+
+
+async def test_random_losses_never_show(bus: Bus) -> None:
+    follower = Follower(bus)
+    follower.deaf = lambda entry: entry.seq * 2654435761 % 7 == 0
+    await follower.tail.start()
+    for number in range(600):
+        await bus.nc.publish(bus.subjects.tokens("abc"[number % 3]), b"%d" % number)
+        if number % 50 == 0:
+            await bus.nc.flush()
+    follower.deaf = lambda entry: False
+    await follower.is_complete(await put(bus, "a"))
+    await follower.tail.stop()
+
+
+async def test_a_lost_tail_is_read_by_catch_up(bus: Bus) -> None:
+    follower = Follower(bus)
+    await follower.tail.start()
+    follower.deaf = lambda entry: True
+    last = await put(bus, "a", 3)
+    await bus.nc.flush()
+    assert follower.entries == []
+    await follower.tail.catch_up()
+    assert follower.tail.position == last
+    await follower.is_complete(last)
+    await follower.tail.stop()
+
+
+async def test_forged_live_messages_are_ignored(bus: Bus) -> None:
+    follower = Follower(bus)
+    await follower.tail.start()
+    live = bus.subjects.live(bus.subjects.tokens("a"))
+    await bus.nc.publish(live, b"forged")
+    await bus.nc.publish(live, b"forged", headers={"Nats-Subject": bus.subjects.tokens("a")})
+    await bus.nc.publish(
+        live,
+        b"forged",
+        headers={"Nats-Subject": "x", "Nats-Sequence": "many", "Nats-Last-Sequence": "0"},
+    )
+    await follower.is_complete(await put(bus, "a"))
+    assert follower.tail.repairs == 0
+    await follower.tail.stop()
+
+
+async def test_an_entry_behind_a_gap_that_nobody_can_fill_is_not_waited_for_for_ever(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its predecessor, and it too, were removed before they could be read (an expired key)."""
+    monkeypatch.setattr(module, "LOOK_AGAIN_S", 0.005)
+    stream = bus.subjects.stream("TOKENS")
+    follower = Follower(bus)
+    await follower.tail.start()
+    last = await put(bus, "a")
+    await follower.is_complete(last)
+    held: list[Any] = []
+    hear = follower._hear
+
+    async def later(message: Any) -> None:
+        held.append(message)
+
+    follower._hear = later
+    await put(bus, "a", 2)
+    await eventually(lambda: len(held) == 2)
+    await bus.js.purge_stream(stream)
+    follower._hear = hear
+    await hear(held[1])
+    await eventually(lambda: follower.seqs == [last, last + 2])
+    await put(bus, "a")
+    await eventually(lambda: follower.seqs == [last, last + 2, last + 3])
+    await follower.tail.stop()
+
+
+async def test_a_stream_made_anew_is_followed_from_its_start(bus: Bus) -> None:
+    follower = Follower(bus)
+    await follower.tail.start()
+    await put(bus, "a", 5)
+    await eventually(lambda: len(follower.entries) == 5)
+    stream = bus.subjects.stream("TOKENS")
+    config = (await bus.js.stream_info(stream)).config
+    await bus.js.delete_stream(stream)
+    await bus.js.add_stream(config)
+    await put(bus, "b", 2)
+    await follower.tail._reconnected()
+    await eventually(lambda: [e.subject for e in follower.entries[5:]] == [bus.subjects.tokens("b")] * 2)
+    await follower.tail.stop()
+
+
+async def test_a_handler_that_raises_does_not_end_the_tail(bus: Bus) -> None:
+    seen: list[int] = []
+
+    def handle(entry: Entry) -> None:
+        seen.append(entry.seq)
+        raise RuntimeError("handler")
+
+    subject = bus.subjects.all("tokens")
+    tail = LogTail(bus, bus.subjects.stream("TOKENS"), subject, bus.subjects.live(subject), handle)
+    await put(bus, "a", 2)
+    await tail.start()
+    await put(bus, "a", 2)
+    await eventually(lambda: seen == [1, 2, 3, 4])
+    await tail.stop()
+
+
+async def test_a_tail_that_cannot_start_leaves_nothing_behind(bus: Bus) -> None:
+    subscriptions = len(bus.nc._subs)
+    tail = LogTail(bus, "no_such_stream", "x", "y", lambda entry: None)
+    with pytest.raises(ServingError):
+        await tail.start()
+    assert not bus.on_reconnect
+    assert len(bus.nc._subs) == subscriptions
+
+
+async def test_a_stopped_tail_hears_nothing_more(bus: Bus) -> None:
+    follower = Follower(bus)
+    await follower.tail.start()
+    await put(bus, "a", 2)
+    await eventually(lambda: len(follower.entries) == 2)
+    await follower.tail.stop()
+    await put(bus, "a", 2)
+    await bus.nc.flush()
+    assert len(follower.entries) == 2
+    assert not bus.on_reconnect
+
+
+async def test_every_stored_entry_is_handled_once_although_the_server_is_killed(
+    make_broker: Callable[..., EmbeddedNats], subjects: Subjects
+) -> None:
+    server = make_broker()
+    await server.start()
+    async with opened(server, subjects) as bus, opened(server, subjects) as other:
+        everything, one = Follower(bus), Follower(bus, subjects.tokens("a"))
+        await everything.tail.start()
+        await one.tail.start()
+        publisher = Publisher(other)
+        await publisher.open()
+        futures: list[asyncio.Future[Any]] = []
+
+        async def produce() -> None:
+            for number in range(600):
+                subject = subjects.tokens("abc"[number % 3])
+                futures.append(await publisher.send(subject, b"%d" % number, f"id-{number}"))
+                await asyncio.sleep(0.001)
+
+        producing = asyncio.create_task(produce())
+
+        def passed(limit: int) -> bool:
+            return len(futures) > limit
+
+        for limit in (100, 250, 400):
+            await eventually(partial(passed, limit))
+            server.kill()
+            await eventually(lambda: not bus.connected)
+            await server.start()
+            await eventually(lambda: bus.connected)
+        await producing
+        last = max(ack.seq for ack in await asyncio.wait_for(asyncio.gather(*futures), 20))
+        assert last == 600
+        await everything.is_complete(600)
+        await eventually(lambda: len(one.entries) == 200)
+        await one.is_complete(0)
+        await publisher.close()
+        await everything.tail.stop()
+        await one.tail.stop()
+
+
+async def test_after_a_reconnect_what_passed_unseen_is_read_without_waiting_for_more(
+    make_broker: Callable[..., EmbeddedNats], subjects: Subjects
+) -> None:
+    server = make_broker()
+    await server.start()
+    async with opened(server, subjects) as bus:
+        follower = Follower(bus)
+        await follower.tail.start()
+        follower.deaf = lambda entry: True
+        last = await put(bus, "a", 3)
+        server.kill()
+        await eventually(lambda: not bus.connected)
+        await server.start()
+        await follower.is_complete(last)
+        await follower.tail.stop()

@@ -1,0 +1,253 @@
+"""The live table of workers, on a real nats-server, with a clock that the test moves."""
+
+from collections.abc import AsyncIterator, Callable
+
+import msgspec
+import pytest
+
+from infra.broker.server import EmbeddedNats
+from infra.bus.connection import Bus
+from infra.bus.registry import FleetWatch, Member
+from schemas import fleet
+from schemas.subjects import Subjects
+from schemas.wire import encode
+from tests.infra.bus.support import eventually, opened
+
+
+class Watched:
+    def __init__(self, bus: Bus) -> None:
+        self.now = 1000.0
+        self.joined: list[fleet.Registration] = []
+        self.left: list[tuple[str, str]] = []
+        self.renewed: list[int] = []
+        self.watch = FleetWatch(bus, self._joined, self._left, self._renewed, clock=lambda: self.now)
+
+    def _joined(self, member: Member) -> None:
+        self.joined.append(member.registration)
+
+    def _left(self, member: Member, why: str) -> None:
+        self.left.append((member.registration.worker, why))
+
+    def _renewed(self, member: Member) -> None:
+        self.renewed.append(member.registration.load.running)
+
+    def pass_time(self, seconds: float) -> None:
+        """As a process would live through it: looking four times a second."""
+        for _ in range(int(seconds * 4)):
+            self.now += 0.25
+            self.watch.expire()
+
+
+def registration(worker: str, running: int = 0) -> fleet.Registration:
+    return fleet.Registration(worker, "m", "aggregated", "mock", 1, 32, 100, 8, 1024, load=fleet.Load(running))
+
+
+async def register(bus: Bus, worker: str, running: int = 0, ttl: int = 60) -> int:
+    payload = encode(registration(worker, running))
+    return int((await bus.js.publish(bus.subjects.lease(worker), payload, headers={"Nats-TTL": str(ttl)})).seq)
+
+
+async def revision_is(watched: Watched, worker: str, revision: int) -> None:
+    await eventually(lambda: watched.watch.members[worker].revision == revision)
+
+
+async def remove(bus: Bus, worker: str, revision: int) -> None:
+    await bus.js.publish(bus.subjects.lease(worker), b"", headers=fleet.removal_headers(revision))
+
+
+@pytest.fixture
+async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
+    async with opened(broker, subjects) as bus:
+        yield bus
+
+
+@pytest.fixture
+async def watched(bus: Bus) -> AsyncIterator[Watched]:
+    await register(bus, "early")
+    watched = Watched(bus)
+    await watched.watch.start()
+    yield watched
+    await watched.watch.stop()
+
+
+async def test_who_was_there_and_who_comes_are_members(bus: Bus, watched: Watched) -> None:
+    assert list(watched.watch.members) == ["early"]
+    revision = await register(bus, "late")
+    await eventually(lambda: "late" in watched.watch.members)
+    assert watched.watch.members["late"].revision == revision
+    assert watched.watch.members["late"].registration == registration("late")
+
+
+async def test_a_renewal_replaces_what_was_known(bus: Bus, watched: Watched) -> None:
+    revision = await register(bus, "early", running=3)
+    await eventually(lambda: watched.watch.members["early"].revision == revision)
+    assert watched.watch.members["early"].registration.load.running == 3
+    assert (len(watched.joined), watched.renewed) == (1, [3])
+    assert not watched.left
+    draining = msgspec.structs.replace(registration("early", 4), state=fleet.State.draining)
+    await bus.js.publish(bus.subjects.lease("early"), encode(draining))
+    await eventually(lambda: len(watched.joined) == 2)  # more than the load has changed
+    assert watched.joined[1] == draining
+    assert watched.renewed == [3]
+
+
+async def test_who_unregisters_leaves_at_once(bus: Bus, watched: Watched) -> None:
+    await remove(bus, "early", watched.watch.members["early"].revision)
+    await eventually(lambda: watched.left == [("early", "unregistered")])
+    assert not watched.watch.members
+
+
+async def test_a_removal_of_an_older_revision_removes_nothing(bus: Bus, watched: Watched) -> None:
+    old = watched.watch.members["early"].revision
+    new = await register(bus, "early")
+    reply = await bus.nc.request(bus.subjects.lease("early"), b"", headers=fleet.removal_headers(old))
+    assert b"10071" in reply.data
+    await eventually(lambda: watched.watch.members["early"].revision == new)
+    assert not watched.left
+
+
+async def test_a_silent_member_leaves_when_its_lease_has_passed(bus: Bus, watched: Watched) -> None:
+    watched.pass_time(fleet.LEASE_S)
+    assert not watched.left
+    watched.pass_time(0.25)
+    assert watched.left == [("early", "lease expired")]
+
+
+async def test_a_member_that_renews_stays(bus: Bus, watched: Watched) -> None:
+    for _ in range(4):
+        watched.pass_time(2)
+        revision = await register(bus, "early")
+        await revision_is(watched, "early", revision)
+    assert not watched.left
+
+
+async def test_the_servers_expiry_marker_counts_too(bus: Bus, watched: Watched) -> None:
+    await register(bus, "short", ttl=1)
+    await eventually(lambda: "short" in watched.watch.members)
+    await eventually(lambda: watched.left == [("short", "lease expired")], 5)
+
+
+async def test_who_left_may_come_again(bus: Bus, watched: Watched) -> None:
+    watched.watch.drop("early", "connection lost")
+    watched.watch.drop("early", "connection lost")
+    assert watched.left == [("early", "connection lost")]
+    await register(bus, "early")
+    await eventually(lambda: "early" in watched.watch.members)
+
+
+async def test_after_a_pause_of_this_process_nobody_is_accused(bus: Bus, watched: Watched) -> None:
+    watched.now += 60
+    watched.watch.expire()
+    assert not watched.left
+    watched.pass_time(fleet.LEASE_S + 0.25)
+    assert watched.left == [("early", "lease expired")]
+
+
+async def test_an_unreadable_registration_is_passed_over(bus: Bus, watched: Watched) -> None:
+    await bus.js.publish(bus.subjects.lease("odd"), b"\xc1")
+    await register(bus, "late")
+    await eventually(lambda: "late" in watched.watch.members)
+    assert "odd" not in watched.watch.members
+
+
+async def test_silence_of_the_broker_is_no_silence_of_the_workers(
+    make_broker: Callable[..., EmbeddedNats], subjects: Subjects
+) -> None:
+    server = make_broker()
+    await server.start()
+    async with opened(server, subjects) as bus:
+        await register(bus, "a")
+        watched = Watched(bus)
+        await watched.watch.start()
+        server.kill()
+        await eventually(lambda: not bus.connected)
+        watched.pass_time(fleet.LEASE_S * 3)
+        assert not watched.left
+        await server.start()
+        await eventually(lambda: bus.connected)
+        watched.now += 0.25
+        watched.watch.expire()
+        watched.pass_time(fleet.LEASE_S)
+        assert not watched.left
+        revision = await register(bus, "a", running=1)
+        await eventually(lambda: watched.watch.members["a"].revision == revision)
+        watched.pass_time(fleet.LEASE_S + 0.25)
+        assert watched.left == [("a", "lease expired")]
+        await watched.watch.stop()
+
+
+async def test_a_short_absence_of_the_broker_gives_every_lease_a_new_start(
+    make_broker: Callable[..., EmbeddedNats], subjects: Subjects
+) -> None:
+    server = make_broker()
+    await server.start()
+    async with opened(server, subjects) as bus:
+        await register(bus, "a")
+        watched = Watched(bus)
+        await watched.watch.start()
+        watched.pass_time(fleet.LEASE_S - 0.25)
+        server.kill()
+        await eventually(lambda: not bus.connected)
+        await server.start()
+        await eventually(lambda: bus.connected)
+        watched.pass_time(0.5)
+        assert not watched.left
+        await watched.watch.stop()
+
+
+async def test_a_registration_that_outlived_its_lease_is_no_member_until_it_is_renewed(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a server leaves them behind that was killed: their time to live is not enforced any more."""
+    old = await register(bus, "ghost")
+    monkeypatch.setattr("infra.bus.registry.GHOST_NS", -3_600_000_000_000)  # whatever is read is too old
+    watched = Watched(bus)
+    await watched.watch.start()
+    assert (watched.watch.ghosts, watched.watch.members, watched.joined) == ({"ghost": old}, {}, [])
+    watched.pass_time(fleet.LEASE_S)
+    assert watched.watch.take_ghosts() == {}, "it may live, on a machine whose clock differs"
+    await register(bus, "ghost")
+    await eventually(lambda: "ghost" in watched.watch.members)
+    assert not watched.watch.ghosts
+    await watched.watch.stop()
+
+
+async def test_a_registration_that_nobody_renews_is_given_up_for_removal(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = await register(bus, "ghost")
+    monkeypatch.setattr("infra.bus.registry.GHOST_NS", -3_600_000_000_000)
+    watched = Watched(bus)
+    await watched.watch.start()
+    watched.pass_time(2 * fleet.LEASE_S)
+    assert (watched.watch.take_ghosts(), watched.watch.take_ghosts()) == ({"ghost": old}, {})
+    await watched.watch.stop()
+
+
+async def test_a_young_registration_is_a_member_at_once(bus: Bus) -> None:
+    await register(bus, "young")
+    watched = Watched(bus)
+    await watched.watch.start()
+    assert (list(watched.watch.members), watched.watch.ghosts) == (["young"], {})
+    await watched.watch.stop()
+
+
+async def test_a_registration_that_a_broker_brings_back_while_it_is_followed_is_given_up_too(
+    bus: Bus, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = await register(bus, "ghost")
+    await eventually(lambda: "ghost" in watched.watch.members)
+    watched.watch.drop("ghost", "connection lost")  # and its key is in the table, unseen
+    monkeypatch.setattr(Bus, "reconnects", bus.reconnects + 1)
+    watched.watch.expire()
+    await watched.watch.look_for_ghosts()
+    assert not watched.watch.ghosts, "who lives has not had the time to renew"
+    revision = await register(bus, "early")
+    await revision_is(watched, "early", revision)
+    watched.now += 2 * fleet.LEASE_S
+    await watched.watch.look_for_ghosts()
+    assert watched.watch.ghosts == {"ghost": old}
+    watched.now += 2 * fleet.LEASE_S
+    assert watched.watch.take_ghosts() == {"ghost": old}
+    await watched.watch.look_for_ghosts()
+    assert not watched.watch.ghosts, "one look for each reconnect"

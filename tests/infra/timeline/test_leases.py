@@ -1,0 +1,54 @@
+import io
+
+from rich.console import Console
+
+from infra.timeline.leases import fold, is_open, show
+from schemas.transfer import HandOff
+
+NOW = 1_000_000_000_000
+
+
+def line(state: str, at: int = 0, ticket: str = "r1:1:decode", **more: object) -> HandOff:
+    lease = NOW + 30_000_000_000 if state == "offered" else 0
+    return HandOff(ticket, state, "p-1", "d-1", NOW + at, 125, lease_ns=lease, pool="kv", **more)  # type: ignore[arg-type]
+
+
+def test_a_ticket_is_open_until_its_owner_lets_go() -> None:
+    lines = [line("offered"), line("leased", 1), line("read", 2)]
+    for count in range(1, 4):
+        assert is_open(fold(lines[:count])["r1:1:decode"], NOW)
+    assert not is_open(fold([*lines, line("released", 3)])["r1:1:decode"], NOW)
+
+
+def test_a_lease_of_an_owner_that_died_is_over_when_its_time_is() -> None:
+    (lease,) = fold([line("offered")]).values()
+    assert is_open(lease, lease.offer.lease_ns)
+    assert not is_open(lease, lease.offer.lease_ns + 1)
+
+
+def test_blocks_in_quarantine_are_shown_until_they_are_settled() -> None:
+    lines = [line("offered"), line("failed", 1, cause="timeout"), line("quarantined", 2), line("expired", 3)]
+    (lease,) = fold(lines).values()
+    assert is_open(lease, NOW + 3600_000_000_000)
+    (lease,) = fold([*lines, line("settled", 4)]).values()
+    assert not is_open(lease, NOW)
+
+
+def test_what_a_reader_says_may_be_stored_before_the_offer() -> None:
+    (lease,) = fold([line("leased", 1), line("read", 2), line("offered"), line("released", 3)]).values()
+    assert not is_open(lease, NOW)
+
+
+def test_the_list_names_who_holds_what_for_whom() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=200)
+    found = fold([line("offered", bytes=32_000_000), line("offered", ticket="old"), line("released", 1, ticket="old")])
+    assert show(found, NOW, console) == 1
+    text = out.getvalue()
+    assert "p-1" in text
+    assert "d-1" in text
+    assert "32.0" in text
+    assert "old" not in text
+    assert "1 open leases; 2 hand-offs" in text
+    show(found, NOW, console, everything=True)
+    assert "old" in out.getvalue()

@@ -1,0 +1,272 @@
+"""The fleet's load is a fold of two logs that have no common order and repeat themselves."""
+
+import random
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.load_tracker import CLOSED_REMEMBERED, Fleet, FleetState, Load, merge
+from schemas.fleet import Registration, State
+from schemas.jobs import Stage
+
+SECOND = 1_000_000_000
+WORKERS = ("a", "b")
+
+
+def registered(worker: str, role: str = "aggregated", **more: object) -> Registration:
+    fields: dict[str, object] = {"slots": 4, "queue": 2, "total_blocks": 100, "max_model_len": 4096, "block_size": 32}
+    return Registration(worker, "m", role, "mock", 1, **(fields | more))  # type: ignore[arg-type]
+
+
+def fleet(rate: float = 1000.0) -> Fleet:
+    made = Fleet(rate)
+    for worker in WORKERS:
+        made.put(registered(worker))
+    return made
+
+
+def admit(f: Fleet, request: str, attempt: int = 1, worker: str = "a", **more: object) -> bool:
+    fields: dict[str, object] = {"prompt_tokens": 100, "cached_tokens": 0, "deadline_ns": 600 * SECOND, "now_ns": 0}
+    return f.admitted(request, attempt, worker, **(fields | more))  # type: ignore[arg-type]
+
+
+WORK = st.tuples(st.just("work"), st.sampled_from("rst"), st.integers(1, 3))
+END = st.tuples(st.sampled_from(["done", "returned"]), st.sampled_from("rst"), st.integers(1, 3))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(WORK | END, max_size=14), st.randoms(use_true_random=False))
+def test_order_and_repetition_of_the_log_do_not_matter(events: list[tuple[str, str, int]], rng: random.Random) -> None:
+    def fold(log: list[tuple[str, str, int]]) -> Fleet:
+        f = fleet()
+        for kind, request, attempt in log:
+            if kind == "work":  # the worker is a function of the attempt: message ids see to that
+                admit(f, request, attempt, WORKERS[attempt % 2], n=attempt, echo=True)
+            elif kind == "done":
+                f.finished(request)
+            else:
+                f.returned(request, attempt)
+        return f
+
+    shuffled = events + rng.choices(events, k=3) if events else []
+    rng.shuffle(shuffled)
+    one, two = fold(events), fold(shuffled)
+    assert {e.request: e for e in one.unfinished()} == {e.request: e for e in two.unfinished()}
+    for f in (one, two):
+        done = {request for kind, request, _ in events if kind == "done"}
+        assert done.isdisjoint(e.request for e in f.unfinished())
+        for worker in WORKERS:
+            mine = [e for e in f.unfinished() if e.worker == worker]
+            load = f.load((worker, 0), 0)
+            assert (load.requests, load.sequences) == (len(mine), sum(e.n for e in mine))
+            assert load.active_blocks == sum(e.blocks for e in mine)
+            assert f.room(worker) == max(0, 6 - load.sequences)
+            assert f.unfinished_of(worker) == sorted(mine, key=lambda e: f.unfinished_of(worker).index(e))
+    for entry in one.unfinished():
+        one.finished(entry.request)
+    assert one.load(("a", 0), 0) == one.load(("b", 0), 0) == Load(), "nothing leaks"
+
+
+def test_an_own_decision_and_its_echo_count_once() -> None:
+    f = fleet()
+    assert admit(f, "r", cached_tokens=64)
+    assert not admit(f, "r", cached_tokens=64, echo=True)
+    assert f.load(("a", 0), 0) == Load(1, 1, 2, 36.0)
+
+
+def test_the_log_overrules_a_decision_that_lost_the_race() -> None:
+    f = fleet()
+    admit(f, "r", worker="a")
+    assert admit(f, "r", worker="b", echo=True)
+    assert not admit(f, "r", worker="a"), "too late"
+    assert f.load(("a", 0), 0) == Load()
+    assert [e.request for e in f.unfinished_of("b")] == ["r"]
+
+
+def test_a_later_attempt_leaves_the_earlier_worker_and_an_earlier_one_changes_nothing() -> None:
+    f = fleet()
+    admit(f, "r", 1, "a")
+    admit(f, "r", 2, "b")
+    assert not admit(f, "r", 1, "a", echo=True)
+    assert f.returned("r", 1) is None
+    assert f.unfinished_of("a") == []
+    assert [e.attempt for e in f.unfinished_of("b")] == [2]
+
+
+def test_what_ended_before_it_was_heard_of_is_never_counted() -> None:
+    f = fleet()
+    f.finished("r")
+    f.returned("s", 1)
+    assert not admit(f, "r", 1, echo=True)
+    assert not admit(f, "s", 1, echo=True)
+    assert f.ended("r")
+    assert not f.ended("s")
+    assert admit(f, "s", 2)
+    for i in range(CLOSED_REMEMBERED):
+        f.finished(f"x{i}")
+    assert len(merge(f.parts()).closed) == CLOSED_REMEMBERED
+
+
+def test_the_requests_of_a_lost_worker_are_known_until_they_are_steered_again() -> None:
+    f = fleet()
+    admit(f, "r", worker="a", deadline_ns=10 * SECOND)
+    admit(f, "s", worker="a", deadline_ns=20 * SECOND)
+    assert [e.request for e in f.lost("a")] == ["r", "s"]
+    assert f.room("a") == 0
+    assert [m.place for m in f.members(0, "m")] == [("b", 0)]
+    admit(f, "r", 2, "b")
+    assert [e.request for e in f.orphans()] == ["s"]
+    assert [e.request for e in f.expire(25 * SECOND, 5 * SECOND)] == ["s"]
+    assert f.orphans() == []
+    assert not admit(f, "s", 1, echo=True), "a late echo does not bring it back"
+
+
+def test_prefill_drains_with_time_and_never_exceeds_what_is_unfinished() -> None:
+    f = fleet(rate=100.0)
+    admit(f, "r", prompt_tokens=300)
+    admit(f, "s", prompt_tokens=500, cached_tokens=400, now_ns=SECOND)
+    assert f.load(("a", 0), SECOND).prefill_tokens == 300
+    assert f.load(("a", 0), 2 * SECOND).prefill_tokens == 200
+    f.finished("r")
+    assert f.load(("a", 0), 2 * SECOND).prefill_tokens == 100
+    assert f.load(("a", 0), 9 * SECOND).prefill_tokens == 0
+    assert f.load(("a", 0), 0).prefill_tokens >= 0, "a clock that goes back does no harm"
+
+
+def test_another_router_goes_on_from_the_state() -> None:
+    f = fleet()
+    admit(f, "r", cached_tokens=32, now_ns=SECOND, n=2)
+    admit(f, "s", worker="b", rank=1)
+    f.finished("gone")
+    stored = msgspec.msgpack.decode(msgspec.msgpack.encode(merge(f.parts(1))), type=FleetState)
+    g = Fleet.restore(stored, f.workers(), 1000.0)
+    assert merge(g.parts()) == merge(f.parts())
+    for place in (("a", 0), ("b", 0), ("b", 1)):
+        assert g.load(place, SECOND + 10_000_000) == f.load(place, SECOND + 10_000_000)
+    assert not admit(g, "gone")
+    g.finished("r")
+    assert g.load(("a", 0), 0) == Load()
+
+
+def test_a_worker_is_found_by_alias_with_one_member_per_rank() -> None:
+    f = Fleet()
+    assert f.put(registered("w", aliases=("other",), dp_size=2))
+    assert not f.put(registered("w", aliases=("other",), dp_size=2))
+    assert [m.place for m in f.members(0, "other")] == [("w", 0), ("w", 1)]
+    assert f.members(0, "unknown") == []
+    assert f.total_room("m") == 12
+    f.put(registered("w", state=State.draining))
+    assert f.total_room("m") == f.room("w") == 0
+
+
+# -- routes -------------------------------------------------------------------------------------------------------
+
+E = Stage("encode", "e")
+P, Q = Stage("prefill", "p"), Stage("prefill", "q")
+D, C = Stage("decode", "d"), Stage("decode", "c")
+ROUTES = {1: (E, P, D), 2: (Q, D), 3: (P, C), 4: (D,), 5: (E, Stage("aggregated", "a", 3))}  # by attempt
+PLACES = [(worker, rank) for worker in "epqdca" for rank in (0, 3)]
+STAGED = st.integers(1, 5).flatmap(
+    lambda attempt: st.tuples(st.just("work"), st.just("rs"), st.just(attempt), st.integers(1, len(ROUTES[attempt])))
+)
+STAGED_END = st.tuples(st.sampled_from(["done", "returned"]), st.just("rs"), st.integers(1, 5), st.just(0))
+Step = tuple[str, str, int, int]
+
+
+def heard(f: Fleet, step: Step) -> None:
+    """One message of the log: to the stage that has so many stages left, itself included."""
+    kind, names, attempt, left = step
+    for request in names:
+        if kind == "done" and request == "r":
+            f.finished(request)
+        elif kind == "returned":
+            f.returned(request, attempt)
+        elif kind == "work":
+            route = ROUTES[attempt][len(ROUTES[attempt]) - left :]
+            handed = route[0].role == "decode" and len(ROUTES[attempt]) > 1
+            admit(f, request, attempt, route[0].worker, route=route, handed=handed, echo=True, seq=10 * attempt - left)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(STAGED | STAGED_END, max_size=16), st.randoms(use_true_random=False))
+def test_order_and_repetition_do_not_matter_for_requests_with_stages(events: list[Step], rng: random.Random) -> None:
+    shuffled = events + (rng.choices(events, k=4) if events else [])
+    rng.shuffle(shuffled)
+    one, two = fleet(), fleet()
+    for f, log in ((one, events), (two, shuffled)):
+        for step in log:
+            heard(f, step)
+    assert {e.request: e for e in one.unfinished()} == {e.request: e for e in two.unfinished()}
+    for place in PLACES:
+        first, second = one.load(place, 0), two.load(place, 0)
+        assert (first.requests, first.sequences, first.active_blocks) == (
+            second.requests,
+            second.sequences,
+            second.active_blocks,
+        )
+        owed = [share for e in one.unfinished() for share in e.shares() if share.place == place]
+        assert first.sequences == sum(share.sequences for share in owed)
+        assert first.active_blocks == sum(share.blocks for share in owed)
+        assert first.prefill_tokens <= sum(share.uncached for share in owed)
+    again = Fleet.restore(msgspec.msgpack.decode(msgspec.msgpack.encode(merge(one.parts(2))), type=FleetState))
+    assert merge(again.parts()) == merge(one.parts())
+    for entry in one.unfinished():
+        assert entry.seq == 10 * entry.attempt - 1 - len(entry.later)
+        assert all(entry in one.unfinished_of(stage.worker) for stage in entry.stages)
+        one.finished(entry.request)
+    assert all(one.load(place, 0) == Load() for place in PLACES), "nothing leaks"
+    assert merge(one.parts()).backlogs == ()
+
+
+def test_a_request_counts_at_every_stage_that_is_before_it() -> None:
+    f = fleet()
+    for worker, role in (("e", "encode"), ("p", "prefill"), ("d", "decode")):
+        f.put(registered(worker, role=role))
+    admit(f, "r", worker="e", route=(E, P, D), n=2, cached_tokens=32)
+    assert f.load(("e", 0), 0) == Load(1, 1, 0, 0.0)
+    assert f.load(("p", 0), 0) == Load(1, 2, 3, 68.0)
+    assert f.load(("d", 0), 0) == Load(1, 2, 4, 0.0), "all of its blocks, and none of its prefill"
+    assert f.room("d") == 4
+    assert not admit(f, "r", worker="e", route=(E, P, D), n=2, cached_tokens=32, echo=True, seq=5)
+    assert admit(f, "r", worker="p", route=(P, D), n=2, cached_tokens=32, echo=True, seq=6)
+    assert f.load(("e", 0), 0) == Load()
+    assert f.load(("p", 0), 0) == Load(1, 2, 3, 68.0)
+    assert admit(f, "r", worker="d", route=(D,), n=2, handed=True, echo=True, seq=9)
+    assert f.load(("p", 0), 0) == Load()
+    assert f.load(("d", 0), 0) == Load(1, 2, 4, 0.0)
+    assert not admit(f, "r", worker="p", route=(P, D), n=2, echo=True, seq=6), "an echo that is late"
+    entry = f.request("r")
+    assert entry is not None
+    assert (entry.worker, entry.seq, entry.later, entry.role) == ("d", 9, (), "decode")
+
+
+def test_whoever_loses_a_later_worker_loses_the_attempt_and_an_earlier_one_does_not_matter() -> None:
+    f = fleet()
+    for worker, role in (("p", "prefill"), ("d", "decode"), ("c", "decode")):
+        f.put(registered(worker, role=role))
+    admit(f, "r", worker="p", route=(P, D), echo=True)
+    admit(f, "s", worker="p", route=(P, C), echo=True)
+    assert [e.request for e in f.lost("d")] == ["r"]
+    assert [e.request for e in f.orphans()] == ["r"]
+    admit(f, "s", worker="c", route=(C,), handed=True, echo=True)
+    assert [e.request for e in f.lost("p")] == ["r"]
+    assert [e.request for e in f.orphans()] == ["r"], "once, though both its workers are gone"
+    admit(f, "r", 2, worker="c", route=(C,))
+    assert f.orphans() == []
+
+
+def test_the_log_overrules_another_route_however_long() -> None:
+    f = fleet()
+    admit(f, "r", worker="d", route=(D,))
+    assert admit(f, "r", worker="p", route=(P, C), echo=True)
+    assert f.load(("d", 0), 0) == Load()
+    assert [e.request for e in f.unfinished_of("c")] == ["r"]
+
+
+def test_another_rank_of_the_same_worker_is_another_place() -> None:
+    f = Fleet()
+    f.put(registered("w", dp_size=4))
+    admit(f, "r", worker="w", route=(Stage("aggregated", "w", 1),))
+    assert admit(f, "r", worker="w", route=(Stage("aggregated", "w", 3),), echo=True)
+    assert [f.load(("w", rank), 0).requests for rank in range(4)] == [0, 0, 0, 1]

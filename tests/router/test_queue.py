@@ -1,0 +1,182 @@
+"""The order in which waiting requests are tried."""
+
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.queue import HANDICAP_NS, SECOND_NS, URGENT_NS, WaitingRoom
+
+LATER = 3600 * SECOND_NS
+
+
+def room(*entries: tuple[str, int, float]) -> WaitingRoom[str]:
+    """Entries: id, rank, seconds of arrival."""
+    made: WaitingRoom[str] = WaitingRoom(100)
+    for id, rank, arrived in entries:
+        assert made.push(id, id, rank=rank, arrived_ns=int(arrived * SECOND_NS), deadline_ns=LATER)
+    return made
+
+
+def drain(waiting: WaitingRoom[str]) -> str:
+    out = ""
+    while entry := waiting.pop_best():
+        out += entry.id
+    return out
+
+
+def test_classes_go_first_and_within_one_first_come_first_served() -> None:
+    assert drain(room(("x", 2, 0), ("b", 1, 1), ("a", 1, 0), ("i", 0, 3))) == "iabx"
+
+
+def test_nobody_is_starved_by_a_higher_class() -> None:
+    assert drain(room(("x", 2, 0), ("i", 0, 59), ("j", 0, 61), ("s", 1, 56.5))) == "ixjs"
+
+
+def test_a_near_deadline_overtakes_within_its_class_only() -> None:
+    waiting = room(("i", 0, 104), ("b", 1, 100))
+    near = 110 * SECOND_NS
+    waiting.push("x", "x", rank=1, arrived_ns=101 * SECOND_NS, deadline_ns=near)
+    waiting.push("y", "y", rank=2, arrived_ns=101 * SECOND_NS, deadline_ns=near)
+    waiting.push("z", "z", rank=2, arrived_ns=100 * SECOND_NS, deadline_ns=LATER)
+    assert drain(waiting) == "ixbyz"
+
+
+def test_lanes_do_not_hold_each_other_up() -> None:
+    waiting: WaitingRoom[int] = WaitingRoom(10)
+    for i, lane in enumerate("mnm"):
+        waiting.push(str(i), i, rank=0, arrived_ns=i, deadline_ns=LATER, lane=lane)
+    assert sorted(waiting.lanes) == ["m", "n"]
+    assert [e.item for e in iter(lambda: waiting.pop_best("m"), None)] == [0, 2]
+    assert waiting.lanes == ["n"]
+
+
+def test_the_room_is_bounded_and_lets_nobody_in_twice() -> None:
+    waiting: WaitingRoom[None] = WaitingRoom(2)
+    took = [waiting.push(id, None, rank=0, arrived_ns=0, deadline_ns=LATER) for id in ("a", "a", "b", "c")]
+    assert took == [True, False, True, False]
+    assert waiting.remove("a") is not None
+    assert waiting.push("c", None, rank=0, arrived_ns=0, deadline_ns=LATER)
+
+
+STEP = st.tuples(
+    st.sampled_from(["push", "push", "push", "pop", "remove", "expired"]),
+    st.integers(0, 12),
+    st.integers(0, 2),
+    st.integers(0, 200),
+    st.integers(1, 200),
+)
+
+
+class Plain:
+    """The room as its definition has it: sorted anew at each step."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[int, int, str, int, int, int]] = []  # due, order, id, deadline, arrived, rank
+        self.turns: dict[int, list[int]] = {}
+
+    def push(self, order: int, id: str, rank: int, arrived_ns: int, deadline_ns: int) -> None:
+        due = min(arrived_ns, deadline_ns - URGENT_NS)
+        self.waiting = sorted([*self.waiting, (due, order, id, deadline_ns, arrived_ns, rank)])
+        self.turns[rank] = sorted([*self.turns.get(rank, []), arrived_ns])
+
+    def first(self) -> str | None:
+        ranks = [(turns[0] + HANDICAP_NS[rank], rank) for rank, turns in self.turns.items() if turns]
+        return next(m[2] for m in self.waiting if m[5] == min(ranks)[1]) if ranks else None
+
+    def take(self, id: str) -> None:
+        rank = next(m[5] for m in self.waiting if m[2] == id)
+        self.waiting = [m for m in self.waiting if m[2] != id]
+        self.turns[rank].pop(0)
+
+    def leave(self, id: str) -> None:
+        arrived, rank = next((m[4], m[5]) for m in self.waiting if m[2] == id)
+        self.waiting = [m for m in self.waiting if m[2] != id]
+        self.turns[rank].remove(next((turn for turn in self.turns[rank] if turn >= arrived), self.turns[rank][-1]))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(STEP, max_size=120))
+def test_the_room_is_as_its_definition_has_it(steps: list[tuple[str, int, int, int, int]]) -> None:
+    waiting: WaitingRoom[int] = WaitingRoom(8)
+    plain = Plain()
+    for order, (kind, who, rank, arrived, life) in enumerate(steps):
+        id, arrived_ns, deadline_ns = str(who), arrived * SECOND_NS, (arrived + life) * SECOND_NS
+        known = [m[2] for m in plain.waiting]
+        if kind == "push":
+            took = waiting.push(id, order, rank=rank, arrived_ns=arrived_ns, deadline_ns=deadline_ns)
+            assert took == (len(known) < 8 and id not in known)
+            if took:
+                plain.push(order, id, rank, arrived_ns, deadline_ns)
+        elif kind == "pop":
+            entry, first = waiting.pop_best(), plain.first()
+            assert (entry.id if entry else None) == first
+            if first is not None:
+                plain.take(first)
+        elif kind == "remove":
+            assert (waiting.remove(id) is not None) == (id in known)
+            if id in known:
+                plain.leave(id)
+        else:
+            late = sorted((m[3], m[1], m[2]) for m in plain.waiting if m[3] <= arrived_ns)
+            assert [e.id for e in waiting.expired(arrived_ns)] == [each[2] for each in late]
+            for each in late:
+                plain.leave(each[2])
+        assert len(waiting) == len(plain.waiting)
+        assert {e.id for e in waiting} == {m[2] for m in plain.waiting}
+        peeked = waiting.peek()
+        assert (peeked.id if peeked else None) == plain.first()
+        assert (waiting.turn() is None) == (not plain.waiting)
+
+
+ARRIVALS = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(0, 20), st.integers(0, 3), st.integers(1, 120)), min_size=1, max_size=60
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(ARRIVALS, st.integers(0, 10**6))
+def test_deadlines_never_change_which_class_is_next(arrivals: list[tuple[int, int, int, int]], seed: int) -> None:
+    """Whatever deadlines clients make up."""
+    served = []
+    rng = Random(seed)
+    for honest in (True, False):
+        waiting: WaitingRoom[int] = WaitingRoom(100)
+        now, ranks = 0, []
+        for number, (rank, pause, pops, life) in enumerate(arrivals):
+            now += pause
+            deadline = now + (life if honest else rng.randint(1, 3600))
+            waiting.push(str(number), rank, rank=rank, arrived_ns=now * SECOND_NS, deadline_ns=deadline * SECOND_NS)
+            ranks += [entry.item for _ in range(pops) if (entry := waiting.pop_best()) is not None]
+        served.append(ranks)
+    assert served[0] == served[1]
+
+
+@settings(max_examples=200, deadline=None)
+@given(ARRIVALS)
+def test_nobody_is_overtaken_for_longer_than_the_bound(arrivals: list[tuple[int, int, int, int]]) -> None:
+    waiting: WaitingRoom[int] = WaitingRoom(100)
+    now = 0
+    for number, (rank, pause, pops, life) in enumerate(arrivals):
+        now += pause
+        waiting.push(str(number), rank, rank=rank, arrived_ns=now * SECOND_NS, deadline_ns=(now + life) * SECOND_NS)
+        for _ in range(pops):
+            taken = waiting.pop_best()
+            for left in waiting if taken is not None else ():
+                assert taken.arrived_ns <= left.arrived_ns + HANDICAP_NS[left.rank] + 2 * URGENT_NS
+
+
+def test_what_left_early_leaves_nothing_behind() -> None:
+    waiting: WaitingRoom[None] = WaitingRoom(10)
+    for i in range(10_000):
+        waiting.push(str(i), None, rank=0, arrived_ns=i, deadline_ns=LATER)
+        waiting.remove(str(i))
+    assert len(waiting._deadlines) <= 100
+    assert waiting.lanes == []
+    waiting.push("kept", None, rank=0, arrived_ns=0, deadline_ns=LATER)
+    for i in range(10_000):
+        waiting.push(str(i), None, rank=0, arrived_ns=i, deadline_ns=LATER)
+        waiting.remove(str(i))
+    assert len(waiting._lanes[""][0].heap) <= 100
+    assert waiting.pop_best() is not None
+    assert waiting.pop_best() is None

@@ -1,0 +1,53 @@
+"""The state of a computed prompt between two engines of others: of which tokens, for whom, and how often."""
+
+from array import array
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.engines.external.handed import Used, own, pack, unpack
+
+TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=6)
+
+
+@given(TOKENS, TOKENS.filter(bool), st.integers(1, 6))
+def test_the_tokens_that_were_drawn_are_told_from_those_that_were_computed(
+    context: list[int], first: list[int], known: int
+) -> None:
+    known = min(known, len(first))
+    state = unpack(pack({"a": b"\x00"}, "l", context, first), "l")
+    assert state.params == {"a": b"\x00"}
+    tokens = array("I", [*context, *first[:known]])
+    assert own(state, tokens, len(context)) == known
+    with pytest.raises(ValueError, match="other tokens"):
+        own(state, tokens, len(tokens))  # all are the client's own
+    changed = [*context, *first[:known]]
+    changed[0] ^= 1
+    with pytest.raises(ValueError, match="other tokens"):
+        own(state, changed, len(context))
+
+
+@given(st.binary(max_size=40))
+def test_damaged_states_are_refused(junk: bytes) -> None:
+    with pytest.raises(ValueError):
+        unpack(junk, "l")
+
+
+def test_engines_of_another_kind_or_version_do_not_take_over() -> None:
+    opaque = pack({}, "l", [1], [2])
+    with pytest.raises(ValueError, match="same KV cache"):
+        unpack(opaque, "m")
+    other = msgspec.msgpack.encode(msgspec.msgpack.decode(opaque) | {"version": 7})
+    with pytest.raises(ValueError, match="version 7"):
+        unpack(other, "l")
+
+
+def test_a_state_is_taken_once() -> None:
+    used = Used(remembered=2)
+    assert used.take("engine", "1")
+    assert not used.take("engine", "1")
+    assert used.take("engine", "2")
+    assert used.take("other", "1")
+    assert used.take("engine", "1")  # forgotten since

@@ -1,0 +1,387 @@
+"""The engine's thread: takes sequences in, steps the engine, gathers what comes out into few messages.
+
+Knows no NATS. Everything per token happens here, next to the engine; the event loop sees one ``Flush`` for one or
+more steps. While the loop has not taken the last flush, steps go on and gather, up to ``MAX_AHEAD`` of them; then
+the engine waits, so that neither memory nor latency grows when the broker is slow.
+"""
+
+import concurrent.futures
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import structlog
+
+from schemas import kv
+from schemas.errors import Code
+from schemas.tokens import Finish
+from workers.block_waits import Room, Wait
+from workers.engines.base import Engine, EngineError, Held, RequestError, Scored, SequenceRequest
+from workers.sequence_state import Batch, Choice, Flush, Names, prompt_items, token_item
+
+log = structlog.get_logger("engine")
+
+T = TypeVar("T")
+
+MAX_AHEAD = 64
+BLOCKED_S = 0.005  # an engine that waits for blocks held for others looks again after this
+MIN_FLUSH_S = 0.002  # an engine faster than this is a mock; each message costs the gateway a wake-up per request
+
+
+class EngineThread:
+    """Owns an engine from its construction to its end.
+
+    Args:
+        build: makes the engine, in the thread.
+        deliver: called in the thread with each Flush; must hand it over and call ``taken`` when it was consumed.
+        failed: called in the thread, once, when the engine is broken.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], Engine],
+        deliver: Callable[[Flush], None],
+        failed: Callable[[BaseException], None],
+        wall_ns: Callable[[], int] = time.time_ns,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._build = build
+        self._deliver = deliver
+        self._failed = failed
+        self._wall_ns = wall_ns
+        self._clock = clock
+        self._flush_due = 0.0
+        self._commands: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
+        self._ready = threading.Event()
+        self._error: BaseException | None = None
+        self._engine: Engine | None = None
+        self._dirty: list[Choice] = []
+        self._ended: list[Choice] = []
+        self._started: list[Choice] = []
+        self._held: list[Held] = []
+        self._scored: list[Scored] = []
+        self._events: list[kv.KvEvent] = []  # of rank 0
+        self._others: dict[int, list[kv.KvEvent]] = {}  # of the other ranks
+        self._kv_seqs: dict[int, int] = {}  # of the next batch, by rank
+        self._kv_first = 0
+        self._in_flight = 0  # flushes that were delivered and not yet taken
+        self._ahead = 0  # steps since then
+        self._wake = threading.Condition()  # a flush was taken, or a command put
+        self._room = Room()  # used in the thread only
+        self._calls: set[concurrent.futures.Future[Any]] = set()  # not yet answered
+        self._over: EngineError | None = None  # the thread has ended
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # --- called from the event loop ---
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wait_ready(self, timeout: float | None = None) -> Engine:
+        """Block until the engine is built (call it off the event loop); raises what building raised."""
+        if not self._ready.wait(timeout):
+            raise TimeoutError("the engine is still loading")
+        if self._error is not None:
+            raise self._error
+        assert self._engine is not None
+        return self._engine
+
+    def submit(self, requests: list[SequenceRequest], refused: Callable[[RequestError], None]) -> None:
+        """Queue all choices of a request; ``refused`` is called in the thread if the engine takes none of them."""
+
+        def run(engine: Engine) -> None:
+            done: list[SequenceRequest] = []
+            try:
+                for request in requests:
+                    engine.submit(request)
+                    done.append(request)
+            except RequestError as error:
+                for request in done:
+                    engine.cancel(request.key)
+                if requests[0].reservation is not None:  # the others shared it
+                    engine.let_go(requests[0].reservation)
+                refused(error)
+
+        self._put(run)
+
+    def cancel(self, choices: list[Choice], done: Callable[[], None] | None = None) -> None:
+        """Drop sequences at the next step border; what they produced until then is flushed first."""
+
+        def run(engine: Engine) -> None:
+            for choice in choices:
+                engine.cancel(choice)
+            if done is not None:
+                self._flush()
+                done()
+
+        self._put(run)
+
+    def withdraw(self, groups: Sequence[list[Choice]]) -> "concurrent.futures.Future[list[bool]]":
+        """Drop those groups of sequences of which the engine has begun none; says of each whether it is dropped."""
+
+        def run(engine: Engine) -> list[bool]:
+            withdrawn = [not any(choice.started_ns for choice in choices) for choices in groups]
+            for choices, dropped in zip(groups, withdrawn, strict=True):
+                for choice in choices if dropped else ():
+                    engine.cancel(choice)
+            return withdrawn
+
+        return self.call(run)
+
+    def ask(self, question: Callable[[Engine], Any], answer: Callable[[Any], None]) -> None:
+        """Run ``question`` between two steps and hand its result to ``answer``, in the thread."""
+        self._put(lambda engine: answer(question(engine)))
+
+    def call(self, question: Callable[[Engine], T]) -> "concurrent.futures.Future[T]":
+        """Run ``question`` between two steps. A RequestError is its answer; any other exception ends the engine too.
+
+        It fails with an EngineError if the engine ends first.
+        """
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def run(engine: Engine) -> None:
+            self._calls.discard(future)
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(question(engine))
+            except BaseException as error:
+                future.set_exception(error)
+                if not isinstance(error, RequestError):
+                    raise
+
+        self._calls.add(future)
+        self._put(run)
+        if self._over is not None:
+            self._fail_calls(self._over)
+        return future
+
+    def wait(self, pool: str, take: Callable[[Engine], T | None]) -> Wait[T]:
+        """Ask for blocks or slots of a pool, behind those who asked before: now, and whenever something comes free."""
+        wait = Wait(pool, take)
+        self.call(lambda engine: self._room.add(wait, engine)).add_done_callback(wait.failed)
+        return wait
+
+    def give_up(self, wait: Wait[Any]) -> None:
+        """Answer with nothing, unless it was answered."""
+        self._put(lambda engine: self._room.give_up(wait, engine))
+
+    def dump(self, answer: Callable[[list[Names]], None]) -> None:
+        """The cached names of each rank, all as of one moment."""
+
+        def run(engine: Engine) -> None:
+            self._flush()
+            ranks = range(engine.info.dp_size)
+            answer([Names(engine.dump(rank), self._kv_seqs.get(rank, self._kv_first) - 1) for rank in ranks])
+
+        self._put(run)
+
+    def new_epoch(self) -> None:
+        """Number KV batches anew, for a worker that registers under a new name.
+
+        From 1: who has read all batches from number 0 on takes that for the whole cache, which is not empty now.
+        """
+
+        def run(engine: Engine) -> None:
+            self._events.clear()
+            self._others.clear()
+            self._kv_seqs.clear()
+            self._kv_first = 1
+
+        self._put(run)
+
+    def wake(self) -> None:
+        """Have the thread look again whether the engine has work; from any thread."""
+        self._put(lambda engine: None)
+
+    def taken(self) -> None:
+        """The last flush was consumed."""
+        with self._wake:
+            self._in_flight = max(0, self._in_flight - 1)
+            self._wake.notify()
+
+    def stop(self) -> None:
+        """End the thread after the current step; the engine is closed in it."""
+        self._put(None)
+
+    def _put(self, command: Callable[[Engine], None] | None) -> None:
+        self._commands.put(command)
+        with self._wake:
+            self._wake.notify()
+
+    def join(self, timeout: float) -> bool:
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        try:
+            engine = self._engine = self._build()
+        except BaseException as error:
+            self._error = error
+            self._ready.set()
+            return
+        self._ready.set()
+        try:
+            self._loop(engine)
+        except BaseException as error:
+            log.error("engine_failed", error=repr(error), exc_info=True)
+            self._failed(error)
+        finally:
+            self._over = EngineError("the engine has ended")
+            self._fail_calls(self._over)
+            self._room.fail(self._over)
+            engine.close()
+
+    def _fail_calls(self, error: EngineError) -> None:
+        """There is nobody to answer them any more."""
+        while self._calls:
+            with contextlib.suppress(KeyError, concurrent.futures.InvalidStateError):  # the other thread was faster
+                self._calls.pop().set_exception(error)
+
+    def _loop(self, engine: Engine) -> None:
+        commands = self._commands
+        while True:
+            working = engine.has_work()
+            if not commands.empty() or not (working or self._gathered()):
+                command = commands.get()
+                if command is None:
+                    return
+                command(engine)
+                if self._room:
+                    self._room.serve(engine)
+            elif working and self._ahead < MAX_AHEAD:
+                ended = len(self._ended)
+                self._absorb(engine)
+                self._ahead += 1
+                if self._room and len(self._ended) > ended:
+                    self._room.serve(engine)
+                if engine.blocked:
+                    self._pause()
+                if not self._in_flight and self._clock() >= self._flush_due:
+                    self._flush()
+            elif self._in_flight:
+                self._wait()
+            else:
+                self._flush()
+
+    def _pause(self) -> None:
+        with self._wake:
+            if self._commands.empty():
+                self._wake.wait(BLOCKED_S)
+
+    def _wait(self) -> None:
+        """Until everything delivered was taken, or a command came: that must not wait behind a broker that is away."""
+        with self._wake:
+            while self._in_flight and self._commands.empty():
+                self._wake.wait()
+
+    def _absorb(self, engine: Engine) -> None:
+        """One step; per-token work."""
+        choice: Any
+        began = self._wall_ns()
+        outputs, events, started, failures, _, held, scored, others, measured = engine.step()
+        if events:
+            self._events += events
+        if others:
+            for rank, told in others.items():
+                self._others.setdefault(rank, []).extend(told)
+        if held:
+            self._held += held
+        if scored:
+            self._scored += scored
+        if started:
+            for choice, cached in started:
+                choice.cached = cached if choice.adopted < 0 else choice.adopted
+                choice.started_ns = began
+                self._started.append(choice)
+        for each in measured:
+            choice = each.key
+            choice.measured = [*(choice.measured or ()), each]
+        dirty = self._dirty
+        for choice, token, finish, logprob, stop_token in outputs:
+            choice.buffer.append(token)
+            if not choice.dirty:
+                choice.dirty = True
+                dirty.append(choice)
+            if logprob is not None:
+                choice.logprobs.append(logprob)
+            if choice.stream is not None and self._stops(engine, choice, token, finish):
+                continue
+            if finish:
+                # Else another worker goes on; the session says so, once it has this token too.
+                if finish != "length" or len(choice.tokens) + len(choice.buffer) >= choice.max_tokens:
+                    choice.finish = Finish(finish, stop_token, choice.cached)
+                self._ended.append(choice)
+        for choice, code, message in failures:
+            if choice.finish is not None:  # its last token completed a stop string
+                continue
+            if code == Code.transfer_failed:  # no fault of the request: another worker can go on
+                choice.lacking = message
+                self._ended.append(choice)
+                continue
+            choice.finish = Finish("error", None, choice.cached, code, message)
+            self._ended.append(choice)
+            if not choice.dirty:
+                choice.dirty = True
+                dirty.append(choice)
+
+    def _stops(self, engine: Engine, choice: Choice, token: int, finish: str) -> bool:
+        """Whether this token completed a stop string; if so the sequence ends here."""
+        assert choice.stream is not None
+        choice.stream.push(token)
+        matched = choice.stream.stop
+        if matched is None:
+            return False
+        if not finish:
+            engine.cancel(choice)
+        choice.finish = Finish("stop", matched, choice.cached)
+        self._ended.append(choice)
+        return True
+
+    def _gathered(self) -> bool:
+        told = self._dirty or self._ended or self._started or self._held or self._scored
+        return bool(told or self._events or self._others)
+
+    def _flush(self) -> None:
+        """Hand over what was gathered."""
+        if not self._in_flight:
+            self._ahead = 0
+        if not self._gathered():
+            return
+        self._flush_due = self._clock() + MIN_FLUSH_S
+        flush = Flush()
+        if self._scored:  # before the tokens: who has a first token of this sequence has all of these
+            self._flush_scored(flush)
+        for choice in self._dirty:
+            flush.items.setdefault(choice.gateway, []).append(token_item(choice))
+        flush.ended, self._ended = self._ended, []
+        flush.started, self._started = self._started, []
+        flush.held, self._held = self._held, []
+        self._dirty.clear()
+        if self._events:
+            flush.batches.append(self._batch(0, self._events))
+            self._events = []
+        if self._others:
+            flush.batches += [self._batch(rank, events) for rank, events in self._others.items() if events]
+            self._others = {}
+        with self._wake:
+            self._in_flight += 1
+        self._deliver(flush)
+
+    def _batch(self, rank: int, events: list[kv.KvEvent]) -> Batch:
+        seq = self._kv_seqs.get(rank, self._kv_first)
+        self._kv_seqs[rank] = seq + 1
+        return Batch(rank, seq, events)
+
+    def _flush_scored(self, flush: Flush) -> None:
+        choice: Any
+        for choice, first, logprobs in self._scored:
+            flush.items.setdefault(choice.gateway, []).extend(prompt_items(choice, first, logprobs))
+            choice.scored = first + len(logprobs)
+            choice.scores += logprobs
+        self._scored.clear()

@@ -1,0 +1,42 @@
+"""What the user gave of the engine's arguments, and its limits by the model."""
+
+from pathlib import Path
+
+from configs.settings import WorkerSettings
+from infra.engine_args.tree import BadArguments, Tree, merge, parse_json, parse_yaml
+
+
+def extra(settings: WorkerSettings) -> str:
+    """The text of ``--extra-engine-args``.
+
+    Raises:
+        BadArguments: the file cannot be read.
+    """
+    if not settings.extra_engine_args:
+        return ""
+    try:
+        return Path(settings.extra_engine_args).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadArguments([f"--extra-engine-args: {error}"]) from error
+
+
+def given(settings: WorkerSettings) -> Tree:
+    """The YAML file with the JSON of ``--override-engine-args`` laid over it.
+
+    Raises:
+        BadArguments: one of them cannot be read.
+    """
+    text = extra(settings)
+    tree: Tree = parse_yaml(text) if text else {}
+    return merge(tree, parse_json(settings.override_engine_args)) if settings.override_engine_args else tree
+
+
+def length(settings: WorkerSettings, model_len: int) -> int:
+    """Tokens of a sequence, at most.
+
+    Raises:
+        BadArguments: more than the model takes.
+    """
+    if settings.max_model_len > model_len:
+        raise BadArguments([f"max_model_len: {settings.max_model_len}, this model takes {model_len}"])
+    return settings.max_model_len or model_len

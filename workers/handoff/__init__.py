@@ -1,4 +1,0 @@
-"""Blocks on their way between workers: who holds which for whom, until when, and the ledger of it.
-
-The bulk moves through ``workers.transfer``; what is said about it here are small messages.
-"""

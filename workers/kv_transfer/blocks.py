@@ -1,0 +1,147 @@
+"""From block ids to what an agent moves: may these blocks move at all, and which stretches of memory are they?
+
+Pure. Ids are checked here, before an agent sees an address: a wrong one could kill the peer.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schemas.transfer import Endpoint, Memory
+from workers.kv_transfer.base import TransferError
+
+PIECE_BYTES = 64 << 20  # a direct copy holds the agent's thread for as long as it takes: about 10 ms each
+WORD_BYTES = 4  # of a generation
+
+
+class Stretches(NamedTuple):
+    """Ranges of one kind of memory. ``rows``: (n, 3) uint64 of address, bytes, device."""
+
+    kind: str
+    rows: NDArray[np.uint64]
+
+
+class Move(NamedTuple):
+    """One order of an agent; both sides have as many rows, of equal lengths."""
+
+    local: Stretches
+    remote: Stretches
+
+
+def check_peer(mine: Endpoint, peer: Endpoint) -> None:
+    """
+    Raises:
+        TransferError: refused; nothing can ever move between these two.
+    """
+    if peer.backend != mine.backend:
+        raise _refused(peer, f"its transport is {peer.backend!r}, ours {mine.backend!r}")
+    if _series(peer.version) != _series(mine.version):
+        raise _refused(peer, f"{peer.backend} {peer.version!r} there, {mine.version!r} here: they must be one series")
+    if peer.agent == mine.agent:
+        raise _refused(peer, "it is this worker itself")
+
+
+def check_pool(mine: Endpoint, peer: Endpoint, pool: str) -> None:
+    """
+    Raises:
+        TransferError: refused; blocks of this pool can never move between these two.
+    """
+    check_peer(mine, peer)
+    for endpoint, whose in ((mine, "this worker has"), (peer, "the peer has")):
+        if pool not in endpoint.pools:
+            raise _refused(peer, f"{whose} no pool {pool!r}; it has {sorted(endpoint.pools)}")
+    here, there = mine.pools[pool], peer.pools[pool]
+    if here.block_bytes != there.block_bytes:
+        raise _refused(peer, f"pool {pool!r} has blocks of {there.block_bytes} bytes there, {here.block_bytes} here")
+    if here.layout != there.layout:
+        raise _refused(peer, f"pool {pool!r} holds {there.layout!r} there, {here.layout!r} here")
+
+
+def check_ids(here: Memory, there: Memory, local: Sequence[int], remote: Sequence[int], written: Sequence[int]) -> None:
+    """
+    Raises:
+        TransferError: refused; ``local`` and ``remote`` do not pair, lie outside, or write one block twice.
+    """
+    if len(local) != len(remote):
+        raise TransferError("refused", f"{len(local)} local blocks for {len(remote)} remote ones")
+    for ids, memory, whose in ((local, here, "local"), (remote, there, "remote")):
+        if len(ids) and not (min(ids) >= 0 and max(ids) < memory.blocks):
+            raise TransferError(
+                "refused", f"{whose} block ids {min(ids)}..{max(ids)} are not in 0..{memory.blocks - 1}"
+            )
+    if len(set(written)) != len(written):
+        raise TransferError("refused", "a block is the target of two others")
+
+
+def check_generations(there: Memory, remote: Sequence[int], generations: Sequence[int]) -> None:
+    """
+    Raises:
+        TransferError: refused; they cannot be compared.
+    """
+    if len(generations) != len(remote):
+        raise TransferError("refused", f"{len(generations)} generations for {len(remote)} blocks")
+    if not there.generations:
+        raise TransferError("refused", "the peer does not show the generations of its blocks")
+
+
+def moves(here: Memory, there: Memory, local: Sequence[int], remote: Sequence[int], *, whole: bool) -> Iterator[Move]:
+    """The orders for these blocks, neighbours on both sides merged; all in one, or (not ``whole``) in pieces."""
+    step = max(1, len(local) if whole else PIECE_BYTES // here.block_bytes)
+    for first in range(0, len(local), step):
+        ours, theirs = local[first : first + step], remote[first : first + step]
+        yield merged(here, there, np.array(ours, np.int64), np.array(theirs, np.int64))
+
+
+def merged(here: Memory, there: Memory, local: NDArray[np.int64], remote: NDArray[np.int64]) -> Move:
+    """One row per run of blocks that are neighbours on both sides."""
+    cuts = np.flatnonzero((local[1:] != local[:-1] + 1) | (remote[1:] != remote[:-1] + 1))
+    bounds = np.concatenate(([0], cuts + 1, [len(local)]))
+    starts, lengths = bounds[:-1], (bounds[1:] - bounds[:-1]) * here.block_bytes
+    return Move(
+        Stretches(here.kind, _rows(here.base + local[starts] * here.block_bytes, lengths, here.device)),
+        Stretches(there.kind, _rows(there.base + remote[starts] * there.block_bytes, lengths, there.device)),
+    )
+
+
+def words(there: Memory, remote: Sequence[int], scratch: int) -> Move:
+    """Read the generations of all blocks from the lowest to the highest id into ``scratch``."""
+    low, high = min(remote), max(remote)
+    size = np.array([(high - low + 1) * WORD_BYTES])
+    source = np.array([there.generations + low * WORD_BYTES])
+    return Move(Stretches("cpu", _rows(np.array([scratch]), size, 0)), Stretches("cpu", _rows(source, size, 0)))
+
+
+def first_bytes(there: Memory, scratch: int, size: int) -> Move:
+    """Read the first bytes of a pool into ``scratch``."""
+    length = np.array([size])
+    return Move(
+        Stretches("cpu", _rows(np.array([scratch]), length, 0)),
+        Stretches(there.kind, _rows(np.array([there.base]), length, there.device)),
+    )
+
+
+def span_bytes(remote: Sequence[int]) -> int:
+    """Room that ``words`` needs."""
+    return (max(remote) - min(remote) + 1) * WORD_BYTES
+
+
+def stale(found: NDArray[np.uint32], remote: Sequence[int], expected: Sequence[int]) -> list[int]:
+    """The blocks whose generation, in what ``words`` read, is not the expected one."""
+    now = found[np.array(remote) - min(remote)]
+    return list(np.array(remote)[now != np.array(expected, np.uint32)].tolist())
+
+
+def _rows(addresses: NDArray[np.int64], lengths: NDArray[np.int64], device: int) -> NDArray[np.uint64]:
+    rows = np.empty((len(addresses), 3), np.uint64)
+    rows[:, 0], rows[:, 1], rows[:, 2] = addresses, lengths, device
+    return rows
+
+
+def _series(version: str) -> list[str]:
+    return version.split(".")[:2]
+
+
+def _refused(peer: Endpoint, why: str) -> TransferError:
+    return TransferError("refused", f"agent {peer.agent}: {why}")

@@ -1,0 +1,99 @@
+"""The hand-off ledger, as far as this worker has something to say: lines gathered for a moment, then published."""
+
+import asyncio
+import time
+from typing import Any
+
+import structlog
+from nats.errors import Error as NatsError
+
+from infra.bus.connection import Bus
+from schemas import wire
+from schemas.errors import ServingError
+from schemas.transfer import HandOff, HandOffs, Ticket
+from workers.metrics import Metrics
+from workers.outbox import Outbox
+
+log = structlog.get_logger("handoff")
+
+GATHER_S = 0.01
+
+
+class Ledger:
+    """``note`` from the event loop; ``close`` publishes what is left."""
+
+    def __init__(self, bus: Bus, outbox: Outbox, worker: str, metrics: Metrics) -> None:
+        self._bus = bus
+        self._outbox = outbox
+        self._worker = worker
+        self._metrics = metrics
+        self._lines: list[HandOff] = []
+        self._seq = 0
+        self._task: asyncio.Task[None] | None = None
+
+    def note(
+        self,
+        ticket: Ticket,
+        state: str,
+        target: str,
+        *,
+        blocks: int = 0,
+        bytes: int = 0,
+        seconds: float = 0.0,
+        cause: str = "",
+        message: str = "",
+    ) -> None:
+        """Write a line: what happened to a ticket just now."""
+        lease_ns = ticket.lease_ns if state == "offered" else 0
+        now = time.time_ns()
+        self.write(
+            HandOff(
+                ticket.id,
+                state,
+                ticket.worker,
+                target,
+                now,
+                blocks,
+                bytes,
+                seconds,
+                cause,
+                message[:300],
+                lease_ns,
+                ticket.pool,
+            )
+        )
+
+    def write(self, line: HandOff) -> None:
+        self._metrics.handed(line)
+        self._lines.append(line)
+        if self._task is None:
+            self._task = self._bus.tasks.spawn(self._publish_soon(), name="ledger", on_failure=_not_published)
+
+    async def _publish_soon(self) -> None:
+        try:
+            await asyncio.sleep(GATHER_S)
+        finally:
+            self._task = None
+        await self.flush()
+
+    async def flush(self) -> None:
+        lines, self._lines = self._lines, []
+        if not lines:
+            return
+        seq, self._seq = self._seq, self._seq + 1
+        payload = wire.encode(HandOffs(self._worker, tuple(lines)))
+        try:
+            await self._outbox.send(self._bus.subjects.handoff(self._worker), payload, f"{self._worker}:handoff:{seq}")
+        except (ServingError, NatsError) as error:  # the ledger tells of work; it never stops it
+            log.warning("ledger_not_published", lines=len(lines), error=repr(error))
+
+    async def close(self) -> None:
+        task: Any = self._task
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await self.flush()
+
+
+def _not_published(error: BaseException) -> None:
+    log.warning("ledger_not_published", error=repr(error))

@@ -1,0 +1,163 @@
+"""The side that owns blocks: offers them under a lease, pushes them where asked to, lets go of them."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+
+import structlog
+
+from schemas import wire
+from schemas.control import Ok, Push, Pushed, Release
+from schemas.transfer import Endpoint, Ticket
+from workers.engine_thread import EngineThread
+from workers.engines.base import Engine
+from workers.kv_transfer.base import TransferError, Transport
+from workers.kv_transfer.handoff.ledger import Ledger
+from workers.kv_transfer.handoff.pins import Pin, Pins
+from workers.metrics import Metrics
+
+log = structlog.get_logger("handoff")
+
+
+class Owner:
+    """Used from the event loop. Every lease ends by its time at the latest, whatever the others do."""
+
+    def __init__(
+        self,
+        engine: EngineThread,
+        transport: Transport | None,
+        ledger: Ledger,
+        worker: str,
+        lease_s: float,
+        metrics: Metrics,
+    ) -> None:
+        self._engine = engine
+        self._transport = transport
+        self._ledger = ledger
+        self._worker = worker
+        self._lease_s = lease_s
+        self._pins = Pins()
+        self._tickets: dict[str, Ticket] = {}
+        self._settling: set[asyncio.Task[None]] = set()
+        metrics.leases.set_function(lambda: len(self._pins))
+        metrics.pinned.set_function(lambda: self._pins.blocks)
+
+    def offer(
+        self,
+        ticket_id: str,
+        target: str,
+        pool: str,
+        blocks: Sequence[int],
+        generations: Sequence[int],
+        drop: Callable[[Engine], object],
+    ) -> Ticket:
+        """Issue a ticket for blocks that the engine holds; ``drop`` makes it let go of them.
+
+        Without blocks it is a lease on what an engine keeps for another one, which fetches it by itself.
+        """
+        endpoint = self._transport.endpoint if self._transport is not None else Endpoint(self._worker, "engine")
+        ticket = Ticket(
+            ticket_id,
+            self._worker,
+            endpoint,
+            pool,
+            wire.pack_tokens(list(blocks)),
+            wire.pack_tokens(list(generations)),
+            time.time_ns() + int(self._lease_s * 1e9),
+        )
+        size = endpoint.pools[pool].block_bytes if blocks else 0
+        self._pins.add(Pin(ticket_id, pool, target, list(blocks), size, time.monotonic() + self._lease_s, drop))
+        self._tickets[ticket_id] = ticket
+        self._ledger.note(ticket, "offered", target, blocks=len(blocks), bytes=len(blocks) * size)
+        return ticket
+
+    def withdraw(self, ticket_id: str, cause: str) -> None:
+        """Nobody will come for it."""
+        self._end(ticket_id, cause)
+
+    def release(self, order: Release) -> Ok:
+        """A reader needs its ticket no longer."""
+        return Ok() if self._end(order.ticket, "") else Ok(error="no such ticket: it was released, or its lease passed")
+
+    def _end(self, ticket_id: str, cause: str) -> bool:
+        pin = self._pins.get(ticket_id)
+        if pin is None:
+            return False
+        self._ledger.note(self._tickets.pop(ticket_id), "released", pin.target, cause=cause)
+        free = self._pins.release(ticket_id)
+        if free is not None:
+            self._drop(free)
+        return True
+
+    async def push(self, order: Push) -> Pushed:
+        """Write blocks of a ticket into the reader's."""
+        pin = self._pins.get(order.ticket)
+        if pin is None or self._transport is None:
+            return Pushed("stale", "no such ticket: it was released, or its lease passed")
+        take = wire.unpack_tokens(order.take)
+        into = wire.unpack_tokens(order.blocks)
+        if len(take) != len(into) or any(position >= len(pin.blocks) for position in take):
+            return Pushed("refused", f"{len(take)} positions of {len(pin.blocks)} blocks for {len(into)} targets")
+        pin.pushing += 1
+        settled = False
+        try:
+            local = [pin.blocks[position] for position in take]
+            moved = await asyncio.wrap_future(
+                self._transport.write(order.endpoint, pin.pool, local, list(into), timeout=order.timeout_s)
+            )
+            settled = True
+            return Pushed(bytes=moved.bytes, seconds=moved.seconds)
+        except TransferError as error:
+            settled = error.settled.done()
+            if not settled:
+                self._later(self._settle(pin, error))
+            return Pushed(error.cause, error.message, settled=settled)
+        finally:
+            if settled:
+                self._pushed(pin)
+
+    async def _settle(self, pin: Pin, error: TransferError) -> None:
+        """Our own blocks are read until the transfer has really ended."""
+        await asyncio.wait([asyncio.wrap_future(error.settled)])
+        self._pushed(pin)
+
+    def _pushed(self, pin: Pin) -> None:
+        free = self._pins.pushed(pin)
+        if free is not None:
+            self._drop(free)
+
+    def _drop(self, pin: Pin) -> None:
+        self._engine.call(pin.drop)
+
+    def _later(self, work: Coroutine[None, None, None]) -> None:
+        task: asyncio.Task[None] = asyncio.ensure_future(work)
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
+
+    def sweep(self, now: float) -> None:
+        """A few times a second: end leases whose time has passed."""
+        for pin, free in self._pins.expired(now):
+            ticket = self._tickets.pop(pin.ticket)
+            self._ledger.note(ticket, "expired", pin.target, blocks=len(pin.blocks))
+            log.warning("lease_expired", ticket=pin.ticket, target=pin.target, blocks=len(pin.blocks))
+            if free:
+                self._drop(pin)
+
+    def lost(self, worker: str) -> None:
+        """A reader is gone: its tickets are of no use to anyone else."""
+        for ticket_id in [t for t in self._tickets if (pin := self._pins.get(t)) is not None and pin.target == worker]:
+            self._end(ticket_id, "peer_lost")
+
+    @property
+    def open(self) -> int:
+        return len(self._pins)
+
+    def close(self) -> None:
+        """Every lease ends: the worker leaves, or lives on under another name."""
+        for pin in self._pins.clear():
+            ticket = self._tickets.pop(pin.ticket, None)
+            if ticket is not None:
+                self._ledger.note(ticket, "released", pin.target, cause="closed")
+            self._drop(pin)
+        for task in self._settling:
+            task.cancel()

@@ -1,0 +1,84 @@
+"""The other workers that blocks move to and from: connections are warm before they are needed, the dead forgotten."""
+
+import asyncio
+import functools
+from collections.abc import Callable
+
+import structlog
+
+from infra.bus.connection import Bus
+from infra.bus.registry import FleetWatch, Member
+from schemas.transfer import Endpoint
+from workers.kv_transfer.base import Transport
+
+log = structlog.get_logger("handoff")
+
+PARTNERS = {
+    "encode": {"prefill", "decode", "aggregated"},
+    "prefill": {"encode", "decode"},
+    "decode": {"encode", "prefill"},
+    "aggregated": {"encode"},
+}
+
+
+class Peers:
+    """Follows the fleet. ``lost`` is called with the id of each worker that leaves."""
+
+    def __init__(
+        self, bus: Bus, transport: Transport, worker: str, model: str, role: str, lost: Callable[[str], None]
+    ) -> None:
+        self._transport = transport
+        self._worker = worker
+        self._model = model
+        self._role = role
+        self._lost = lost
+        self._agents: dict[str, Endpoint] = {}
+        self._watch = FleetWatch(bus, joined=self._joined, left=self._left)
+
+    async def start(self) -> None:
+        """
+        Raises:
+            ServingError: the workers bucket cannot be read.
+        """
+        await self._watch.start()
+
+    async def stop(self) -> None:
+        await self._watch.stop()
+
+    def sweep(self) -> None:
+        """A few times a second: leases that ran out."""
+        self._watch.expire()
+
+    def _joined(self, member: Member) -> None:
+        registration = member.registration
+        endpoint = registration.transfer
+        known = self._agents.get(registration.worker)
+        if endpoint is None or registration.worker == self._worker or registration.model != self._model:
+            return
+        if known is not None and known.agent == endpoint.agent:
+            return  # a renewal
+        if (
+            registration.role not in PARTNERS.get(self._role, ())
+            or endpoint.backend != self._transport.endpoint.backend
+        ):
+            return
+        if known is not None:
+            self._transport.forget(known.agent)
+        self._agents[registration.worker] = endpoint
+        connected = asyncio.wrap_future(self._transport.connect(endpoint))  # logged in the loop's thread
+        connected.add_done_callback(functools.partial(_tell, registration.worker))
+
+    def _left(self, member: Member, why: str) -> None:
+        worker = member.registration.worker
+        endpoint = self._agents.pop(worker, None)
+        if endpoint is not None:
+            self._transport.forget(endpoint.agent)
+        self._lost(worker)
+
+
+def _tell(worker: str, future: "asyncio.Future[None]") -> None:
+    error = None if future.cancelled() else future.exception()
+    if error is None:
+        log.info("peer_connected", worker=worker)
+    else:
+        log.warning("peer_not_connected", worker=worker, error=str(error))

@@ -1,0 +1,211 @@
+"""The side that needs blocks: brings what a ticket names into blocks of its own, or says why that failed."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import itertools
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+import msgspec
+import structlog
+from nats.errors import Error as NatsError
+
+from infra.bus.connection import Bus
+from schemas import control, wire
+from schemas.control import Push, Pushed, Release
+from schemas.transfer import HandOff, Ticket
+from workers.kv_transfer.base import TransferError, Transport
+from workers.kv_transfer.handoff.ledger import Ledger
+from workers.kv_transfer.path import path_between
+
+log = structlog.get_logger("handoff")
+
+RELEASE_S = 1.0
+RELEASES = 3
+GRACE_S = 0.5  # an owner answers a push so much later than its transfer's own time
+
+
+class Reader:
+    """Used from the event loop. ``open`` before use."""
+
+    def __init__(
+        self, bus: Bus, transport: Transport | None, ledger: Ledger, worker: str, timeout_s: float, quarantine_s: float
+    ) -> None:
+        self._bus = bus
+        self._transport = transport
+        self._ledger = ledger
+        self._worker = worker
+        self._timeout_s = timeout_s
+        self._quarantine_s = quarantine_s
+        self._inbox = bus.nc.new_inbox()
+        self._numbers = itertools.count()
+        self._asked: dict[str, tuple[str, asyncio.Future[Pushed]]] = {}  # by reply subject: owner, answer
+        self._tasks = bus.tasks.group("reader")
+        self._sub: Any = None
+
+    async def open(self) -> None:
+        self._sub = await self._bus.nc.subscribe(self._inbox + ".*", cb=self._on_pushed)
+
+    async def close(self) -> None:
+        await self._tasks.aclose()
+        for _, future in self._asked.values():
+            future.cancel()
+        if self._sub is not None and self._bus.connected:
+            await self._sub.unsubscribe()
+
+    async def bring(self, ticket: Ticket, positions: Sequence[int], local: Sequence[int]) -> None:
+        """Fill the blocks ``local`` with those at ``positions`` of the ticket.
+
+        Raises:
+            TransferError: they are not filled; ``settled`` says when they may be used for anything else.
+        """
+        self._ledger.note(ticket, "leased", self._worker, blocks=len(positions))
+        transport = self._transport
+        try:
+            if time.time_ns() > ticket.lease_ns:
+                raise TransferError("stale", "the lease had passed before the blocks could be read")
+            if transport is None:
+                raise TransferError("unavailable", "this worker has no transfer backend")
+            if path_between(transport.endpoint, ticket.endpoint) == "read":
+                moved, seconds = await self._read(transport, ticket, positions, local)
+            else:
+                moved, seconds = await self._ask_for_push(transport, ticket, positions, local)
+        except TransferError as error:
+            self._ledger.note(
+                ticket, "failed", self._worker, blocks=len(positions), cause=error.cause, message=error.message
+            )
+            log.warning("transfer_failed", ticket=ticket.id, cause=error.cause, error=error.message)
+            if not error.settled.done():
+                self._quarantined(ticket, len(local), error.settled)
+            raise
+        self._ledger.note(ticket, "read", self._worker, blocks=len(positions), bytes=moved, seconds=seconds)
+
+    def took(self, ticket: Ticket, seconds: float) -> None:
+        """An engine has fetched what a ticket without blocks stands for."""
+        self._ledger.note(ticket, "read", self._worker, seconds=seconds)
+
+    async def _read(
+        self, transport: Transport, ticket: Ticket, positions: Sequence[int], local: Sequence[int]
+    ) -> tuple[int, float]:
+        blocks, generations = wire.unpack_tokens(ticket.blocks), wire.unpack_tokens(ticket.generations)
+        moved = await asyncio.wrap_future(
+            transport.read(
+                ticket.endpoint,
+                ticket.pool,
+                [blocks[p] for p in positions],
+                list(local),
+                generations=[generations[p] for p in positions],
+                timeout=self._timeout_s,
+            )
+        )
+        return moved.bytes, moved.seconds
+
+    async def _ask_for_push(
+        self, transport: Transport, ticket: Ticket, positions: Sequence[int], local: Sequence[int]
+    ) -> tuple[int, float]:
+        order = Push(
+            ticket.id,
+            self._worker,
+            transport.endpoint,
+            wire.pack_tokens(list(positions)),
+            wire.pack_tokens(list(local)),
+            self._timeout_s,
+        )
+        began = time.monotonic()
+        reply = f"{self._inbox}.{next(self._numbers)}"
+        answer: asyncio.Future[Pushed] = asyncio.get_running_loop().create_future()
+        self._asked[reply] = ticket.worker, answer
+        settled: concurrent.futures.Future[None] = concurrent.futures.Future()
+        try:
+            await self._bus.nc.publish(self._bus.subjects.control(ticket.worker), wire.encode(order), reply=reply)
+            pushed = await asyncio.wait_for(asyncio.shield(answer), self._timeout_s + GRACE_S)
+        except (NatsError, TimeoutError) as error:
+            # It may write at any later time: only its own word, or a new agent of ours, ends that.
+            self._spawn(self._await_settled(transport, reply, answer, settled))
+            raise TransferError("timeout", f"the owner did not answer: {error!r}", settled) from None
+        except asyncio.CancelledError:
+            self._spawn(self._await_settled(transport, reply, answer, settled))
+            raise
+        if pushed.cause:
+            if pushed.settled:
+                settled.set_result(None)
+                del self._asked[reply]
+            else:
+                self._spawn(self._await_settled(transport, reply, None, settled))
+            cause: Any = pushed.cause
+            raise TransferError(cause, pushed.message, settled)
+        del self._asked[reply]
+        return pushed.bytes, time.monotonic() - began
+
+    async def _await_settled(
+        self,
+        transport: Transport,
+        reply: str,
+        answer: "asyncio.Future[Pushed] | None",
+        settled: "concurrent.futures.Future[None]",
+    ) -> None:
+        """Until the owner says that it writes no more, or our agent, and with it whatever writes here, is gone."""
+        try:
+            over = False
+            if answer is None:
+                await asyncio.sleep(self._quarantine_s)
+            else:
+                with contextlib.suppress(TimeoutError):
+                    over = (await asyncio.wait_for(answer, self._quarantine_s)).settled
+            if not over:
+                transport.renew()
+                await asyncio.wrap_future(transport.drained())
+        finally:
+            self._asked.pop(reply, None)
+            settled.set_result(None)
+
+    async def _on_pushed(self, message: Any) -> None:
+        asked = self._asked.get(message.subject)
+        if asked is None or asked[1].done():
+            return
+        try:
+            asked[1].set_result(control.decode_pushed(message.data))
+        except msgspec.MsgspecError as error:
+            asked[1].set_result(Pushed("refused", f"the owner's answer cannot be read: {error}", settled=False))
+
+    def lost(self, worker: str) -> None:
+        """An owner is gone: what was asked of it will not come. Nothing that is dead writes."""
+        for owner, answer in self._asked.values():
+            if owner == worker and not answer.done():
+                answer.set_result(Pushed("peer_lost", "the owner of the blocks is gone", settled=False))
+
+    def _quarantined(self, ticket: Ticket, blocks: int, settled: "concurrent.futures.Future[None]") -> None:
+        loop = asyncio.get_running_loop()
+        self._ledger.note(ticket, "quarantined", self._worker, blocks=blocks)
+        line = HandOff(ticket.id, "settled", ticket.worker, self._worker, 0, blocks, pool=ticket.pool)
+
+        def tell(_: Any) -> None:
+            loop.call_soon_threadsafe(self._ledger.write, msgspec.structs.replace(line, at_ns=time.time_ns()))
+
+        settled.add_done_callback(tell)
+
+    def release(self, ticket: Ticket) -> None:
+        """Tell the owner that the ticket is of no use any more; its lease ends it if it does not hear."""
+        self._spawn(self._release(ticket))
+
+    async def _release(self, ticket: Ticket) -> None:
+        subject, payload = self._bus.subjects.control(ticket.worker), wire.encode(Release(ticket.id, self._worker))
+        for _ in range(RELEASES):
+            if time.time_ns() > ticket.lease_ns:
+                return
+            try:
+                await self._bus.nc.request(subject, payload, timeout=RELEASE_S)
+                return
+            except (NatsError, TimeoutError) as error:
+                log.debug("release_unanswered", ticket=ticket.id, error=repr(error))
+                await asyncio.sleep(0.1)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.spawn(work, name="reader", on_failure=_not_said)
+
+
+def _not_said(error: BaseException) -> None:
+    """Its lease ends a ticket that its owner was not told of; quarantine has ended by then."""
+    log.warning("reader_task_failed", error=repr(error))

@@ -1,0 +1,145 @@
+"""An agent that moves bytes within one process: the same behaviour as between two, for tests and for trying out.
+
+A ``Network`` stands for what lies between the agents. An agent in it can be killed, or stalled: what is posted to a
+stalled one does not end, and once it goes on the bytes move, even if nobody waits for them any more.
+"""
+
+import ctypes
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from schemas.transfer import Endpoint, Memory
+from workers.kv_transfer.agent import Lost, Rejected
+from workers.kv_transfer.blocks import WORD_BYTES, Move, Stretches
+from workers.kv_transfer.peers import digest
+
+VERSION = "1.0"
+
+
+class Network:
+    """The agents that can reach each other. ``host``: what their endpoints say; "" makes ``path_between`` a write."""
+
+    def __init__(self, host: str = "loopback") -> None:
+        self.host = host
+        self.lock = threading.RLock()  # held while bytes move, so that after ``kill`` none do
+        self.agents: dict[str, LoopbackAgent] = {}
+        self._stalled: set[str] = set()
+
+    def kill(self, name: str) -> None:
+        """End an agent as a killed process ends: its memory may be freed afterwards."""
+        with self.lock:
+            self.agents.pop(name, None)
+
+    def stall(self, name: str) -> None:
+        with self.lock:
+            self._stalled.add(name)
+
+    def resume(self, name: str) -> None:
+        with self.lock:
+            self._stalled.discard(name)
+
+    def stalled(self, name: str) -> bool:
+        return name in self._stalled
+
+
+@dataclass(eq=False, slots=True)
+class _Posted:
+    op: str
+    peer: str
+    move: Move
+    done: bool = False
+
+
+class LoopbackAgent:
+    """Takes no VRAM."""
+
+    def __init__(self, network: Network, name: str, pools: Mapping[str, Memory]) -> None:
+        self._network = network
+        self._loaded: set[str] = set()
+        self._posted: list[_Posted] = []
+        self.events: tuple[int, ...] = ()
+        metadata = f"loopback {name}".encode()
+        self.endpoint = Endpoint(
+            agent=name,
+            backend="loopback",
+            version=VERSION,
+            pools=dict(pools),
+            metadata=metadata,
+            digest=digest(metadata),
+            host=network.host,
+        )
+        self._memory = [
+            (start, start + size)
+            for pool in pools.values()
+            for start, size in (
+                (pool.base, pool.blocks * pool.block_bytes),
+                (pool.generations, pool.blocks * WORD_BYTES if pool.generations else 0),
+            )
+        ]
+        with network.lock:
+            network.agents[name] = self
+
+    def add(self, peer: Endpoint) -> None:
+        if peer.metadata != f"loopback {peer.agent}".encode():
+            raise Rejected("its metadata are not its own")
+        if peer.agent not in self._network.agents:
+            raise Lost("it is not there")
+        self._loaded.add(peer.agent)
+
+    def remove(self, name: str) -> None:
+        self._loaded.discard(name)
+
+    def post(self, op: str, peer: str, move: Move) -> _Posted:
+        with self._network.lock:
+            if peer not in self._loaded:
+                raise Rejected("it is not loaded")
+            owner = self._network.agents.get(peer)
+            if owner is None:
+                raise Lost("it is not there")
+            if not (self._knows(move.local) and owner._knows(move.remote)):
+                raise Rejected("its memory is not what it says")
+            posted = _Posted(op, peer, move)
+            self._posted.append(posted)
+            self._move(posted)
+            return posted
+
+    def done(self, handle: _Posted) -> bool:
+        with self._network.lock:
+            if not handle.done and handle.peer not in self._network.agents:
+                raise Lost("it has ended")
+            self._move(handle)
+            return handle.done
+
+    def release(self, handle: _Posted) -> None:
+        """One that is not done goes on moving bytes, as with NIXL."""
+        if handle.done or handle.peer not in self._network.agents:
+            self._posted.remove(handle)
+
+    def register(self, address: int, size: int) -> None:
+        self._memory.append((address, address + size))
+
+    def progress(self) -> None:
+        with self._network.lock:
+            for posted in self._posted:
+                self._move(posted)
+
+    def close(self) -> None:
+        with self._network.lock:
+            self._posted.clear()
+            if self._network.agents.get(self.endpoint.agent) is self:
+                del self._network.agents[self.endpoint.agent]
+
+    def _knows(self, stretches: Stretches) -> bool:
+        return stretches.kind == "cpu" and all(
+            any(low <= start and start + size <= high for low, high in self._memory)
+            for start, size, _ in stretches.rows.tolist()
+        )
+
+    def _move(self, posted: _Posted) -> None:
+        if posted.done or posted.peer not in self._network.agents or self._network.stalled(posted.peer):
+            return
+        for local, remote in zip(posted.move.local.rows.tolist(), posted.move.remote.rows.tolist(), strict=True):
+            here, there = local[0], remote[0]
+            ctypes.memmove(*((here, there) if posted.op == "READ" else (there, here)), local[1])
+        posted.done = True

@@ -1,0 +1,215 @@
+"""The thread of a transport: takes orders from any thread, lets the traffic go on, sleeps when nothing happens.
+
+The agent is used in this thread only. A direct copy between processes happens inside a call of the agent, so it holds
+this thread and never the caller's.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import structlog
+
+from schemas.transfer import Endpoint
+from workers.kv_transfer.agent import Agent
+from workers.kv_transfer.base import QUARANTINE_S, TIMEOUT_S, Moved, TransferError, TransportStats
+from workers.kv_transfer.bell import Bell
+from workers.kv_transfer.traffic import Order, Traffic
+
+log = structlog.get_logger("transfer")
+
+NAP_S = (0.000_05, 0.001)  # between two looks at what is under way: short while something happens, then longer
+HOT_S = 0.01  # so long after bytes of a peer came in, more are expected
+HOT_NAP_S = 0.000_5
+IDLE_S = 0.02  # otherwise; a peer's first bytes end it early
+CLOSE_S = 5.0
+
+
+class Mover:
+    """A ``Transport`` over any kind of agent.
+
+    Args:
+        make: makes and tries an agent of the given name; called in the thread that will own it.
+        name: of the first agent; later ones are called ``name.1``, ``name.2``.
+        on_renewed: called in that thread with the new endpoint, which peers must be told.
+        quarantine_s: how long a given-up transfer may stay unfinished before the agent is renewed.
+
+    Raises:
+        TransportUnavailable: there is no agent.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[str], Agent],
+        name: str,
+        *,
+        on_renewed: Callable[[Endpoint], None] = lambda _: None,
+        quarantine_s: float = QUARANTINE_S,
+    ) -> None:
+        self._name = name
+        self._bell = Bell()
+        self._lock = threading.Lock()
+        self._commands: deque[Callable[[Traffic], None]] = deque()
+        self._closed = ""  # why, once it is
+        self._renewed = on_renewed
+        opened: Future[Traffic] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(opened, make, quarantine_s), name=f"transfer-{name}", daemon=True
+        )
+        self._thread.start()
+        try:
+            self._traffic = opened.result()
+        except BaseException:
+            self._thread.join()
+            self._bell.close()
+            raise
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return self._traffic.agent.endpoint
+
+    def read(
+        self,
+        peer: Endpoint,
+        pool: str,
+        remote: Sequence[int],
+        local: Sequence[int],
+        *,
+        generations: Sequence[int] = (),
+        timeout: float = TIMEOUT_S,
+    ) -> "Future[Moved]":
+        now = time.monotonic()
+        return self._submit(
+            Order(
+                op="READ", peer=peer, pool=pool, local=local, remote=remote, generations=generations,
+                started=now, deadline=now + timeout,
+            )
+        )  # fmt: skip
+
+    def write(
+        self, peer: Endpoint, pool: str, local: Sequence[int], remote: Sequence[int], *, timeout: float = TIMEOUT_S
+    ) -> "Future[Moved]":
+        now = time.monotonic()
+        return self._submit(
+            Order(op="WRITE", peer=peer, pool=pool, local=local, remote=remote, started=now, deadline=now + timeout)
+        )
+
+    def connect(self, peer: Endpoint, *, timeout: float = TIMEOUT_S) -> "Future[None]":
+        now = time.monotonic()
+        connected: Future[None] = Future()
+        connected.set_running_or_notify_cancel()
+
+        def report(done: "Future[Moved]") -> None:
+            if error := done.exception():
+                connected.set_exception(error)
+            else:
+                connected.set_result(None)
+
+        order = Order(op="CONNECT", peer=peer, started=now, deadline=now + timeout)
+        self._submit(order).add_done_callback(report)
+        return connected
+
+    def drained(self) -> "Future[None]":
+        future: Future[None] = Future()
+        future.set_running_or_notify_cancel()
+        if not self._command(lambda traffic: traffic.drain(future)):
+            future.set_result(None)  # closed: nobody reaches the pools
+        return future
+
+    def forget(self, agent: str) -> None:
+        self._command(lambda traffic: traffic.forget(agent, time.monotonic()))
+
+    def renew(self) -> None:
+        """Close the agent and make another, as after a quarantine that took too long; peers lose the old one."""
+        self._command(lambda traffic: traffic.renew(time.monotonic()))
+
+    def stats(self) -> TransportStats:
+        return self._traffic.stats()
+
+    def close(self) -> None:
+        self._close("it was closed")
+        if threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_S)
+            if self._thread.is_alive():
+                log.warning("transfer_thread_stuck", agent=self._name)
+
+    def _submit(self, order: Order) -> "Future[Moved]":
+        order.future.set_running_or_notify_cancel()  # from here on nobody can cancel it, as nobody can the transfer
+        if not self._command(lambda traffic: traffic.start(order, time.monotonic())):
+            order.future.set_exception(TransferError("unavailable", f"transport {self._name}: {self._closed}"))
+        return order.future
+
+    def _command(self, command: Callable[[Traffic], None]) -> bool:
+        with self._lock:  # nothing may be added behind the last look of the thread
+            if self._closed:
+                return False
+            self._commands.append(command)
+            self._bell.ring()
+        return True
+
+    def _close(self, why: str) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = why
+            self._bell.ring()
+
+    # -- the thread
+
+    def _run(self, opened: "Future[Traffic]", make: Callable[[str], Agent], quarantine_s: float) -> None:
+        try:
+            traffic = Traffic(make, self._name, self._tell, quarantine_s)
+        except BaseException as error:
+            opened.set_exception(error)
+            return
+        self._bell.watch(traffic.agent.events)
+        opened.set_result(traffic)
+        try:
+            self._loop(traffic)
+        except Exception as error:  # the agent is broken or none could be made: say so to everyone, instead of silence
+            log.exception("transfer_broken", agent=self._name)
+            self._close(f"it broke: {error!r}")
+        finally:
+            self._end(traffic)
+
+    def _loop(self, traffic: Traffic) -> None:
+        active, hot_until = time.monotonic(), 0.0  # when something last happened here; until when a peer is at work
+        while not self._closed:
+            now = time.monotonic()
+            if self._commands:
+                active = now
+                self._obey(traffic)
+            if traffic.step(now, time.monotonic):
+                active = time.monotonic()
+                continue
+            if traffic.busy:
+                nap = min(max((now - active) / 16, NAP_S[0]), NAP_S[1])
+            else:
+                nap = HOT_NAP_S if now < hot_until else IDLE_S
+            if self._bell.sleep(nap):
+                active = time.monotonic()
+                hot_until = active + HOT_S
+
+    def _obey(self, traffic: Traffic) -> None:
+        while self._commands:
+            self._commands.popleft()(traffic)
+
+    def _tell(self, endpoint: Endpoint) -> None:
+        self._bell.watch(self._traffic.agent.events)
+        log.warning("transfer_agent_renewed", agent=endpoint.agent)
+        try:
+            self._renewed(endpoint)
+        except Exception:  # not ours; and it must not end the thread
+            log.exception("transfer_renewal_untold", agent=endpoint.agent)
+
+    def _end(self, traffic: Traffic) -> None:
+        self._bell.watch(())
+        try:
+            traffic.end("unavailable", f"transport {self._name}: {self._closed}", time.monotonic())
+            self._obey(traffic)  # what came in just before is refused
+        except Exception:
+            log.exception("transfer_not_ended", agent=self._name)
+        with self._lock:
+            self._bell.close()

@@ -1,0 +1,167 @@
+"""An agent of NIXL: the calls of ``Agent``, and the trial that shows at start that it works here."""
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schemas.transfer import Endpoint, Memory
+from workers.kv_transfer.agent import Lost, Rejected
+from workers.kv_transfer.base import TransportUnavailable
+from workers.kv_transfer.blocks import WORD_BYTES, Move, Stretches
+from workers.kv_transfer.cuda import use_device
+from workers.kv_transfer.nixl_library import Library
+from workers.kv_transfer.path import has_rdma, host_identity
+from workers.kv_transfer.peers import digest
+
+KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
+TRIAL_BYTES = 4096
+TRIAL_S = 5.0
+TRIAL_POLL_S = 0.0005
+
+
+class _Posted:
+    """A transfer of NIXL's and its last known state: after DONE it must not be asked again."""
+
+    __slots__ = ("done", "handle")
+
+    def __init__(self, handle: Any, done: bool) -> None:
+        self.handle, self.done = handle, done
+
+
+class NixlAgent:
+    """
+    Raises:
+        TransportUnavailable: the agent cannot be made or does not move bytes; the text says which step failed.
+    """
+
+    def __init__(self, library: Library, name: str, pools: Mapping[str, Memory]) -> None:
+        self._library = library
+        self._rejections = tuple(
+            library.errors[each] for each in ("InvalidParam", "Mismatch", "NotAllowed", "NotFound")
+        )
+        self._losses = tuple(library.errors.values())
+        use_device({pool.device for pool in pools.values() if pool.kind == "cuda"})
+        before = _event_polls()
+        step = "making the agent"
+        try:
+            config = library.api.nixl_agent_config(enable_prog_thread=False)  # its thread would spin
+            self._agent = library.api.nixl_agent(name, config)
+            self.events = tuple(_event_polls() - before)
+            if "UCX" not in self._agent.backends:
+                raise TransportUnavailable("NIXL's UCX plugin could not be loaded")
+            step = "moving bytes to itself"
+            self._try(name)
+            step = "registering the pools"
+            for pool in pools.values():
+                self._register(pool.base, pool.blocks * pool.block_bytes, pool.kind, pool.device)
+                if pool.generations:
+                    self._register(pool.generations, pool.blocks * WORD_BYTES, "cpu", 0)
+            metadata = bytes(self._agent.get_agent_metadata())
+        except self._losses as error:
+            raise TransportUnavailable(f"NIXL {library.version} failed when {step}: {error!r}") from error
+        self.endpoint = Endpoint(
+            agent=name,
+            backend="nixl",
+            version=library.version,
+            pools=dict(pools),
+            metadata=metadata,
+            digest=digest(metadata),
+            host=host_identity(),
+            rdma=has_rdma(),
+            address=socket.gethostname(),
+        )
+
+    def add(self, peer: Endpoint) -> None:
+        try:
+            name = self._agent.add_remote_agent(peer.metadata)
+        except self._rejections as error:
+            raise Rejected(f"its metadata were not taken: {error!r}") from error
+        except self._losses as error:
+            raise Lost(repr(error)) from error
+        if name.decode() != peer.agent:
+            raise Rejected(f"its metadata are of agent {name.decode()!r}")
+
+    def remove(self, name: str) -> None:
+        self._agent.remove_remote_agent(name)
+
+    def post(self, op: str, peer: str, move: Move) -> _Posted:
+        try:
+            handle = self._agent.initialize_xfer(
+                op, self._descriptors(move.local), self._descriptors(move.remote), peer
+            )
+        except self._rejections as error:
+            raise Rejected(f"its memory is not what it says: {error!r}") from error
+        except self._losses as error:
+            raise Lost(repr(error)) from error
+        try:
+            return _Posted(handle, self._agent.transfer(handle) == "DONE")
+        except self._losses as error:
+            self._agent.release_xfer_handle(handle)
+            raise Lost(repr(error)) from error
+
+    def done(self, handle: _Posted) -> bool:
+        if not handle.done:
+            try:
+                handle.done = self._agent.check_xfer_state(handle.handle) == "DONE"
+            except self._losses as error:
+                raise Lost(repr(error)) from error
+        return handle.done
+
+    def release(self, handle: _Posted) -> None:
+        self._agent.release_xfer_handle(handle.handle)
+
+    def register(self, address: int, size: int) -> None:
+        self._register(address, size, "cpu", 0)
+
+    def progress(self) -> None:
+        self._agent.get_new_notifs()
+
+    def close(self) -> None:
+        self.events = ()
+        self._agent = None  # the last reference: handles have been released
+
+    def _register(self, address: int, size: int, kind: str, device: int) -> Any:
+        return self._agent.register_memory([(address, size, device, "")], mem_type=KINDS[kind])
+
+    def _descriptors(self, stretches: Stretches) -> Any:
+        return self._agent.get_xfer_descs(stretches.rows, KINDS[stretches.kind])
+
+    def _try(self, name: str) -> None:
+        """Write 4 kB to ourselves: a missing plugin, a sandbox or a wrong ``UCX_TLS`` shows here, not in a request."""
+        source, target = np.full(TRIAL_BYTES, 0x5A, np.uint8), np.zeros(TRIAL_BYTES, np.uint8)
+        known = [self._register(each.ctypes.data, TRIAL_BYTES, "cpu", 0) for each in (source, target)]
+        handle = self.post("WRITE", name, Move(_stretch(source), _stretch(target)))
+        deadline = time.monotonic() + TRIAL_S
+        while not self.done(handle) and time.monotonic() < deadline:
+            time.sleep(TRIAL_POLL_S)
+            self.progress()
+        if not handle.done:
+            self.release(handle)
+            self.close()  # before the memory goes
+            raise TransportUnavailable(f"NIXL did not move {TRIAL_BYTES} bytes to itself within {TRIAL_S} s")
+        self.release(handle)
+        for each in known:
+            self._agent.deregister_memory(each)
+        if not np.array_equal(source, target):
+            raise TransportUnavailable("NIXL said that it moved bytes, and they are not there")
+
+
+def _stretch(array: NDArray[np.uint8]) -> Stretches:
+    return Stretches("cpu", np.array([[array.ctypes.data, array.nbytes, 0]], np.uint64))
+
+
+def _event_polls() -> set[int]:
+    """The open epoll descriptors. UCX makes some for its sockets and does not show them; a thread can sleep on them."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventpoll]":
+                found.add(int(name))
+        except OSError:  # the one that listed
+            continue
+    return found

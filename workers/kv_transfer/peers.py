@@ -1,0 +1,99 @@
+"""Which peers are loaded into the agent, and when may one be taken out again?
+
+A peer is loaded once, for as long as it lives: loading and removing per request would leak a file descriptor each time.
+After an error it is removed before it is loaded again, but only when all its transfers have ended: afterwards the
+library could not tell their end. Metadata are compared with their digest first, because one damaged blob makes a name
+unusable for the rest of the agent's life.
+"""
+
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+from schemas.transfer import Endpoint
+from workers.kv_transfer.agent import Agent, Lost, Rejected
+from workers.kv_transfer.base import TransferError
+
+DIGEST_BYTES = 16
+
+
+def digest(metadata: bytes) -> bytes:
+    """What ``Endpoint.digest`` must be."""
+    return blake3(metadata).digest(length=DIGEST_BYTES)
+
+
+@dataclass(slots=True)
+class _Peer:
+    digest: bytes
+    posted: int = 0  # transfers that have not ended
+    stuck: int = 0  # of these, those whose deadline has passed
+    ending: bool = False  # lost or forgotten: out as soon as nothing of it is posted
+
+
+class Peers:
+    """Of one agent; used in its thread."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._peers: dict[str, _Peer] = {}
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def load(self, peer: Endpoint) -> None:
+        """Make sure that transfers with this peer can be posted.
+
+        Raises:
+            TransferError: refused (damaged metadata), or peer_lost (it ended, or an earlier transfer has not).
+        """
+        known = self._peers.get(peer.agent)
+        if known is not None and known.ending:
+            raise TransferError("peer_lost", f"agent {peer.agent} was lost, and transfers with it have not ended yet")
+        if known is not None and known.stuck:
+            raise TransferError("peer_lost", f"agent {peer.agent} stands still: a transfer with it has not ended")
+        if known is not None and known.digest == peer.digest:
+            return
+        if not peer.metadata or digest(peer.metadata) != peer.digest:
+            raise TransferError("refused", f"agent {peer.agent}: its metadata were damaged on the way")
+        if known is not None:
+            raise TransferError("refused", f"agent {peer.agent} has other metadata than before; a name is used once")
+        self._agent.remove(peer.agent)
+        try:
+            self._agent.add(peer)
+        except Lost as error:
+            self._agent.remove(peer.agent)
+            raise TransferError("peer_lost", f"agent {peer.agent} cannot be reached: {error}") from error
+        except Rejected as error:
+            self._agent.remove(peer.agent)
+            raise TransferError("refused", f"agent {peer.agent}: {error}") from error
+        self._peers[peer.agent] = _Peer(peer.digest)
+
+    def usable(self, name: str) -> bool:
+        """Whether something may be posted now, ``load`` having succeeded some time ago."""
+        return name in self._peers and not self._peers[name].ending
+
+    def posted(self, name: str) -> None:
+        self._peers[name].posted += 1
+
+    def stuck(self, name: str) -> None:
+        """The deadline of a posted transfer has passed."""
+        self._peers[name].stuck += 1
+
+    def ended(self, name: str, *, stuck: bool = False, lost: bool = False) -> None:
+        """A posted transfer has ended, well or by a loss."""
+        peer = self._peers[name]
+        peer.posted -= 1
+        peer.stuck -= stuck
+        peer.ending |= lost
+        self._leave(name)
+
+    def lost(self, name: str) -> None:
+        """The peer is gone, or must be loaded anew; unknown names are fine."""
+        if peer := self._peers.get(name):
+            peer.ending = True
+            self._leave(name)
+
+    def _leave(self, name: str) -> None:
+        if self._peers[name].ending and not self._peers[name].posted:
+            del self._peers[name]
+            self._agent.remove(name)

@@ -1,0 +1,352 @@
+"""What is under way through one agent, and what becomes of it: checks, deadlines, quarantine, generations, renewal.
+
+No thread and no clock: ``now`` is given. The library behind the agent can do none of this. A transfer that was posted
+cannot be taken back, and one whose peer stands still never ends; so a transfer whose deadline has passed fails at
+once, but is kept and looked at on. Its blocks are free when it has ended. If that takes too long the agent itself is
+closed, with its connections, and a new one under a new name takes over.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schemas.transfer import Endpoint
+from workers.kv_transfer import blocks
+from workers.kv_transfer.agent import Agent, Lost, Rejected
+from workers.kv_transfer.base import CAUSES, Cause, Moved, TransferError, TransportStats, at_once
+from workers.kv_transfer.blocks import Move
+from workers.kv_transfer.peers import Peers
+from workers.kv_transfer.scratch import Scratch
+
+Op: TypeAlias = Literal["READ", "WRITE", "CONNECT"]
+WARM_BYTES = 4
+DRAIN_S = 4.0  # a closed connection's kernel goes on sending for UCX_TCP_USER_TIMEOUT (3 s) at most
+TICK_S = 0.05  # a longer pause does not count as draining: this process may have been stopped
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Order:
+    """One call of a transport's user. "CONNECT" reads a few bytes that nobody needs."""
+
+    op: Op
+    peer: Endpoint
+    pool: str = ""
+    local: Sequence[int] = ()
+    remote: Sequence[int] = ()
+    generations: Sequence[int] = ()
+    started: float
+    deadline: float
+    future: "Future[Moved]" = field(default_factory=Future)
+
+
+@dataclass(eq=False, slots=True)
+class _Transfer:
+    order: Order
+    moves: Iterator[Move] = field(default_factory=lambda: iter(()))
+    size: int = 0  # bytes
+    move: Move | None = None  # posted, or next
+    handle: Any = None  # of what is posted
+    reloaded: bool = False
+    scratch: "NDArray[np.uint32] | None" = None
+    at_risk: int = 0  # local blocks that what is posted may touch; 0 while only the scratch is read
+
+    @property
+    def peer(self) -> str:
+        return self.order.peer.agent
+
+
+@dataclass(eq=False, slots=True)
+class _Held:
+    """A posted transfer that was given up and has not ended."""
+
+    transfer: _Transfer
+    since: float
+    settled: "Future[None]"
+
+
+@dataclass(eq=False, slots=True)
+class _Drain:
+    left: float  # seconds
+    future: "Future[None]"
+
+
+class Traffic:
+    """Args:
+    make: makes an agent of the given name.
+    name: of the first agent; later ones are called ``name.1``, ``name.2``.
+    renewed: is told the new endpoint.
+    quarantine_s: how long a given-up transfer may stay unfinished before the agent is renewed.
+    """
+
+    def __init__(
+        self, make: Callable[[str], Agent], name: str, renewed: Callable[[Endpoint], None], quarantine_s: float
+    ) -> None:
+        self._make, self._name, self._renewed, self._quarantine_s = make, name, renewed, quarantine_s
+        self._live: list[_Transfer] = []
+        self._held: list[_Held] = []
+        self._drains: list[_Drain] = []
+        self._stepped = 0.0
+        self._renewals = self._transfers = 0
+        self._bytes: dict[Op, int] = {"READ": 0, "WRITE": 0}
+        self._seconds = 0.0
+        self._failures: dict[str, int] = dict.fromkeys(CAUSES, 0)
+        self._over = ""  # why there is no agent
+        self._open(name)
+
+    def _open(self, name: str) -> None:
+        self.agent = self._make(name)
+        self._peers, self._scratch = Peers(self.agent), Scratch(self.agent)
+        self._over = ""
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is under way, quarantine included."""
+        return bool(self._live or self._held)
+
+    def start(self, order: Order, now: float) -> None:
+        """Check an order and put it under way; what is wrong with it becomes its future's error."""
+        transfer = _Transfer(order)
+        try:
+            if self._over:
+                raise TransferError("unavailable", self._over)
+            if order.deadline <= now:
+                raise TransferError("timeout", "the deadline passed before it began")
+            self._prepare(transfer)
+        except TransferError as error:
+            self._fail(transfer, error.cause, error.message)
+        except (TypeError, ValueError) as error:  # ids that are none: the caller's fault, and nobody else's
+            self._fail(transfer, "refused", repr(error))
+        else:
+            self._live.append(transfer)
+
+    def forget(self, agent: str, now: float) -> None:
+        """The peer has ended."""
+        for transfer in [transfer for transfer in self._live if transfer.peer == agent]:
+            self._give_up(transfer, "peer_lost", f"agent {agent} has ended", now)
+        self._peers.lost(agent)
+
+    def drain(self, future: "Future[None]") -> None:
+        """Complete it when this agent has made progress for so long that nothing old can come in any more."""
+        if self._over:
+            future.set_result(None)
+        else:
+            self._drains.append(_Drain(DRAIN_S, future))
+
+    def step(self, now: float, clock: Callable[[], float]) -> bool:
+        """Let everything go on once; whether anything began or ended."""
+        self.agent.progress()
+        self._drain(min(now - self._stepped, TICK_S))
+        self._stepped = now
+        moved = [self._advance(transfer, clock) for transfer in list(self._live)]
+        ended = [self._settle(held) for held in list(self._held)]
+        for transfer in [transfer for transfer in self._live if transfer.order.deadline <= now]:
+            waited = now - transfer.order.started
+            self._give_up(transfer, "timeout", f"nothing ended within {waited:.1f} s with agent {transfer.peer}", now)
+        if self._held and now - self._held[0].since > self._quarantine_s:
+            self.renew(now)
+        return any(moved) or any(ended)
+
+    def renew(self, now: float) -> None:
+        """Close the agent, which is the only end of a transfer whose peer stands still, and make another.
+
+        Raises:
+            TransportUnavailable: there is none any more.
+        """
+        if self._over:
+            return
+        self.end("peer_lost", "the agent had to be renewed", now)
+        self._renewals += 1
+        self._open(f"{self._name}.{self._renewals}")
+        self._renewed(self.agent.endpoint)
+
+    def end(self, cause: Cause, why: str, now: float) -> None:
+        """Fail everything and close the agent; then nothing moves any more, and all blocks are free."""
+        for transfer in list(self._live):
+            self._give_up(transfer, cause, why, now)
+        for held in self._held:
+            self.agent.release(held.transfer.handle)
+        self.agent.close()
+        self._peers, self._over = Peers(self.agent), why
+        free, self._held = self._held, []
+        for each in free:
+            each.settled.set_result(None)
+        self._drain(DRAIN_S)
+
+    def stats(self) -> TransportStats:
+        """From any thread: figures that need not fit together."""
+        held = list(self._held)
+        return TransportStats(
+            live=len(self._live),
+            quarantined_transfers=len(held),
+            quarantined_blocks=sum(each.transfer.at_risk for each in held),
+            peers=len(self._peers),
+            transfers=self._transfers,
+            bytes_read=self._bytes["READ"],
+            bytes_written=self._bytes["WRITE"],
+            seconds=self._seconds,
+            failures=dict(self._failures),
+            renewals=self._renewals,
+        )
+
+    def _drain(self, seconds: float) -> None:
+        for drain in list(self._drains):
+            drain.left -= seconds
+            if drain.left <= 0:
+                self._drains.remove(drain)
+                drain.future.set_result(None)
+
+    def _prepare(self, transfer: _Transfer) -> None:
+        """
+        Raises:
+            TransferError: it cannot be done.
+        """
+        order, mine = transfer.order, self.agent.endpoint
+        peer = order.peer
+        if order.op == "CONNECT":
+            blocks.check_peer(mine, peer)
+            self._peers.load(peer)
+            if peer.pools:
+                transfer.scratch = self._scratch.take(WARM_BYTES)
+                there = next(iter(peer.pools.values()))
+                transfer.moves = iter([blocks.first_bytes(there, transfer.scratch.ctypes.data, WARM_BYTES)])
+            return
+        blocks.check_pool(mine, peer, order.pool)
+        here, there = mine.pools[order.pool], peer.pools[order.pool]
+        blocks.check_ids(here, there, order.local, order.remote, order.local if order.op == "READ" else order.remote)
+        if order.generations:
+            blocks.check_generations(there, order.remote, order.generations)
+        self._peers.load(peer)
+        # Only a direct copy between processes holds the thread; what is asynchronous goes as one.
+        direct = here.kind == there.kind == "cpu" and mine.host == peer.host != ""
+        transfer.moves = blocks.moves(here, there, order.local, order.remote, whole=not direct)
+        transfer.size = len(order.local) * here.block_bytes
+        transfer.at_risk = len(order.local)
+
+    def _advance(self, transfer: _Transfer, clock: Callable[[], float]) -> bool:
+        """Post what comes next, or see whether what is posted has ended; whether either happened."""
+        posted = transfer.handle is None
+        try:
+            if posted and not self._post_next(transfer):
+                self._finish(transfer, clock())
+                return True
+            ended = self.agent.done(transfer.handle)
+        except Lost as error:
+            self._peers.lost(transfer.peer)
+            if transfer.handle is not None:
+                self._ended(transfer)
+            elif self._reload(transfer):
+                return True
+            self._fail(transfer, "peer_lost", f"agent {transfer.peer}: {error}")
+            return True
+        except Rejected as error:
+            self._fail(transfer, "refused", f"agent {transfer.peer}: {error}")
+            return True
+        if ended:
+            self._ended(transfer)
+            if self._complete(transfer):
+                self._finish(transfer, clock())
+        return ended or posted
+
+    def _post_next(self, transfer: _Transfer) -> bool:
+        """False: there is nothing left to post.
+
+        Raises:
+            Lost, Rejected: nothing was posted.
+        """
+        order = transfer.order
+        transfer.move = transfer.move or next(transfer.moves, None)
+        if transfer.move is None and order.generations and transfer.scratch is None:
+            transfer.scratch = self._scratch.take(blocks.span_bytes(order.remote))
+            transfer.at_risk = 0
+            there = order.peer.pools[order.pool]
+            transfer.move = blocks.words(there, order.remote, transfer.scratch.ctypes.data)
+        if transfer.move is None:
+            return False
+        if not self._peers.usable(transfer.peer):
+            raise Lost("it was lost between two pieces")
+        transfer.handle = self.agent.post("READ" if order.op == "CONNECT" else order.op, transfer.peer, transfer.move)
+        self._peers.posted(transfer.peer)
+        return True
+
+    def _reload(self, transfer: _Transfer) -> bool:
+        """Once, load the peer anew: it may live, and only a connection of before be dead."""
+        if transfer.reloaded:
+            return False
+        transfer.reloaded = True
+        try:
+            self._peers.load(transfer.order.peer)
+        except TransferError:
+            return False
+        return True
+
+    def _complete(self, transfer: _Transfer) -> bool:
+        """Whether what has just ended was the last of it."""
+        if transfer.order.generations:
+            return transfer.scratch is not None
+        transfer.move = next(transfer.moves, None)
+        return transfer.move is None
+
+    def _finish(self, transfer: _Transfer, now: float) -> None:
+        order = transfer.order
+        if order.generations and transfer.scratch is not None:
+            wrong = blocks.stale(transfer.scratch, order.remote, order.generations)
+            if wrong:
+                what = f"blocks {wrong[:8]} of agent {transfer.peer} have another owner by now"
+                self._fail(transfer, "stale", what)
+                return
+        self._leave(transfer)
+        seconds = now - order.started
+        if order.op != "CONNECT":
+            self._transfers += 1
+            self._bytes[order.op] += transfer.size
+            self._seconds += seconds
+        order.future.set_result(Moved(transfer.size, seconds))
+
+    def _give_up(self, transfer: _Transfer, cause: Cause, why: str, now: float) -> None:
+        """Fail it now; hold what is posted."""
+        if transfer.handle is None:
+            self._fail(transfer, cause, why)
+            return
+        held = _Held(transfer, now, Future())
+        held.settled.set_running_or_notify_cancel()
+        self._held.append(held)
+        self._peers.stuck(transfer.peer)
+        self._fail(transfer, cause, why, held.settled if transfer.at_risk else at_once())
+
+    def _settle(self, held: _Held) -> bool:
+        transfer, lost = held.transfer, False
+        try:
+            if not self.agent.done(transfer.handle):
+                return False
+        except Lost:
+            lost = True
+        self._held.remove(held)
+        self._ended(transfer, stuck=True, lost=lost)
+        self._give_back(transfer)
+        held.settled.set_result(None)
+        return True
+
+    def _ended(self, transfer: _Transfer, *, stuck: bool = False, lost: bool = False) -> None:
+        self.agent.release(transfer.handle)
+        transfer.handle = transfer.move = None
+        self._peers.ended(transfer.peer, stuck=stuck, lost=lost)
+
+    def _fail(self, transfer: _Transfer, cause: Cause, why: str, settled: "Future[None] | None" = None) -> None:
+        self._failures[cause] += 1
+        self._leave(transfer)
+        transfer.order.future.set_exception(TransferError(cause, why, settled))
+
+    def _leave(self, transfer: _Transfer) -> None:
+        if transfer in self._live:
+            self._live.remove(transfer)
+        if transfer.handle is None:
+            self._give_back(transfer)
+
+    def _give_back(self, transfer: _Transfer) -> None:
+        if transfer.scratch is not None:
+            self._scratch.give_back(transfer.scratch)
+            transfer.scratch = None

@@ -1,0 +1,88 @@
+"""What a session says: tokens and KV events in passing, ends of requests and attempts until they are stored."""
+
+import time
+
+import structlog
+
+from infra.bus.connection import Bus
+from infra.bus.publisher import Publisher
+from schemas import done, kv, wire
+from schemas.subjects import HEADER_RETURNED
+from schemas.tokens import TokenBatch, TokenItem
+from workers.metrics import Metrics
+from workers.outbox import Outbox
+from workers.requests import Active, terminal
+
+log = structlog.get_logger("worker")
+
+TERMINAL_S = 600.0  # how long a terminal event is tried; the broker may be away
+
+
+class Reporter:
+    """Everything is said in the name of one worker id and epoch."""
+
+    def __init__(
+        self, bus: Bus, publisher: Publisher, outbox: Outbox, worker: str, epoch: int, metrics: Metrics
+    ) -> None:
+        self._bus = bus
+        self._publisher = publisher
+        self._outbox = outbox
+        self._worker = worker
+        self._epoch = epoch
+        self._metrics = metrics
+        self._batch_seq = 0
+
+    async def items(self, gateway: str, items: tuple[TokenItem, ...]) -> None:
+        """Publish token items; in several messages if they are too large for one."""
+        payload = wire.encode(TokenBatch(self._worker, self._epoch, self._batch_seq, items))
+        if len(payload) > self._bus.max_message and len(items) > 1:
+            half = len(items) // 2
+            await self.items(gateway, items[:half])
+            await self.items(gateway, items[half:])
+            return
+        seq, self._batch_seq = self._batch_seq, self._batch_seq + 1
+        await self._outbox.send(self._bus.subjects.tokens(gateway), payload, f"{self._worker}:{seq}")
+
+    async def events(self, model: str, rank: int, seq: int, events: tuple[kv.KvEvent, ...]) -> None:
+        """Publish one KV batch."""
+        batch = kv.KvBatch(self._worker, self._epoch, seq, events, rank)
+        await self._outbox.send(
+            self._bus.subjects.kv(model, self._worker), wire.encode(batch), f"{self._worker}:kv:{rank}:{seq}"
+        )
+
+    async def done(self, active: Active) -> None:
+        """Store the terminal event of a request: behind its tokens, and only while this worker may speak.
+
+        Raises:
+            ServingError: it could not be stored for ten minutes.
+        """
+        request = active.request
+        event = terminal(active, self._worker, time.time_ns())
+        self._metrics.ended(event)
+        payload = done.encode_within(event, self._bus.max_message)
+        await self._publisher.publish(
+            self._bus.subjects.done(request.tenant, request.model, request.id),
+            payload,
+            request.id,
+            timeout=TERMINAL_S,
+            once=True,
+            gate=self._outbox.open,
+        )
+        log.debug("request_done", request=event.request, code=event.code, tokens=event.usage.completion)
+
+    async def returned(self, active: Active, reason: str, poison: bool) -> None:
+        """Store that this attempt is given back.
+
+        Raises:
+            ServingError: that could not be stored for ten minutes.
+        """
+        request = active.request
+        event = done.Returned(request.id, request.model, active.attempt, self._worker, reason, poison)
+        await self._publisher.publish(
+            self._bus.subjects.returned(request.model),
+            wire.encode(event),
+            f"{request.id}:{active.attempt}:returned",
+            headers={HEADER_RETURNED: done.returned_header(event)},
+            timeout=TERMINAL_S,
+            gate=self._outbox.open,
+        )
