@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import structlog
 from nats.errors import Error as NatsError
+from nats.js.api import ConsumerConfig
 
 from configs.settings import GatewaySettings
 from gateway.admission.queues import Queues, class_of
@@ -86,7 +87,7 @@ class Gateway:
         self._finder = Finder(bus, self.tasks)
         self._lookup = Lookup(self.records, self._finder)
         self.progress = Progress(bus, self.id, self._feed.watching)
-        self._sharded = False  # the routers' consumers read shards of REQUESTS
+        self._sharded = True  # routers read shards of REQUESTS; not so where an earlier release applied its streams
         self._threads = ThreadPoolExecutor(THREADS, "prepare")
         self._attachments = Attachments(bus, settings, metrics)
         self._disagreed: set[frozenset[Parsers]] = set()  # of which it was warned
@@ -439,7 +440,7 @@ class Gateway:
         self._queues.looked(queued, before)
         self._routers = routers
         # Not before 'penstock streams apply' of this release.
-        self._sharded = all(len(info.config.filter_subjects or ()) > 1 for info in consumers)
+        self._sharded = all(any(map(self.bus.subjects.is_sharded, _filters(info.config))) for info in consumers)
         self.metrics.queued.set(self._queues.total)
         await self._log_room.look(consumers, self._unended())
         self.metrics.open.set(self.open_requests)
@@ -449,6 +450,10 @@ class Gateway:
         for exchange in self._feed.exchanges:
             if not exchange.ended:
                 yield exchange.request.tenant, len(exchange.request.prompt)
+
+
+def _filters(config: ConsumerConfig) -> list[str]:
+    return config.filter_subjects or [config.filter_subject or ""]
 
 
 def _overdue(exchange: Exchange, late_ns: int) -> None:

@@ -67,6 +67,7 @@ class ConsumerSpec:
     filter_subjects: tuple[str, ...]
     ack_wait_s: float
     max_ack_pending: int = 20_000
+    earlier: tuple[str, ...] = ()  # of releases before: a consumer that has one of these keeps it
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +162,10 @@ def topology(s: Subjects, *, record: bool = False) -> Topology:
         ConsumerSpec(
             s.stream("REQUESTS"),
             f"router-{c}",
-            (f"{s.namespace}.request.*.{c}.*", f"{s.namespace}.request.*.{c}"),  # the latter of releases up to 0.1
+            (f"{s.namespace}.request.*.{c}.*",),
             ROUTER_ACK_WAIT_S,
+            # A second filter costs the server about 20 us per request, so a new deployment does without.
+            earlier=(f"{s.namespace}.request.*.{c}",),
         )
         for c in ("interactive", "standard", "batch")
     )

@@ -81,6 +81,10 @@ class Subjects:
         """All requests of the shard that this one is in."""
         return f"{self.namespace}.request.*.*.{_shard(request)}"
 
+    def is_sharded(self, wanted: str) -> bool:
+        """Whether a filter of REQUESTS is one for shards."""
+        return wanted.count(".") == self.shard_of("").count(".")
+
     @property
     def unsharded(self) -> str:
         """All requests that releases up to 0.1 have accepted."""

@@ -208,6 +208,13 @@ async def _apply_stream(nc: Client, wanted: Config, retired: tuple[str, ...] = (
 
 
 async def _apply_consumer(nc: Client, spec: ConsumerSpec) -> list[str]:
+    label = f"{spec.stream}.{spec.name}"
+    existing: Config | None = None
+    try:
+        existing = (await _request(nc, f"CONSUMER.INFO.{label}", {}))["config"]
+    except _ApiError as error:
+        if error.number != _CONSUMER_NOT_FOUND:
+            raise
     wanted = {
         "durable_name": spec.name,
         "name": spec.name,
@@ -217,16 +224,9 @@ async def _apply_consumer(nc: Client, spec: ConsumerSpec) -> list[str]:
         "max_deliver": -1,
         "max_ack_pending": spec.max_ack_pending,
         "max_waiting": 512,
-        **_filter(spec.filter_subjects),
+        **_filter((*spec.filter_subjects, *_kept(spec, existing or {}))),
         "replay_policy": "instant",
     }
-    label = f"{spec.stream}.{spec.name}"
-    existing: Config | None = None
-    try:
-        existing = (await _request(nc, f"CONSUMER.INFO.{label}", {}))["config"]
-    except _ApiError as error:
-        if error.number != _CONSUMER_NOT_FOUND:
-            raise
     merged = {k: v for k, v in (existing or {}).items() if k not in ("filter_subject", "filter_subjects")} | wanted
     merged.pop("metadata", None)
     changed = sorted(key for key in wanted if existing is None or existing.get(key) != wanted[key])
@@ -234,6 +234,12 @@ async def _apply_consumer(nc: Client, spec: ConsumerSpec) -> list[str]:
         return []
     await _request(nc, f"CONSUMER.CREATE.{label}", {"stream_name": spec.stream, "config": merged})
     return [f"created {label}" if existing is None else f"updated {label}: {', '.join(changed)}"]
+
+
+def _kept(spec: ConsumerSpec, existing: Config) -> tuple[str, ...]:
+    """What it reads for processes of an earlier release, which may still run."""
+    has = (existing.get("filter_subject", ""), *existing.get("filter_subjects", ()))
+    return tuple(subject for subject in spec.earlier if subject in has)
 
 
 def _filter(subjects: tuple[str, ...]) -> Config:

@@ -7,6 +7,7 @@ import json
 import os
 import stat
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -190,7 +191,7 @@ async def test_the_way_of_a_request_needs_no_more_than_the_roles_have(ready: Emb
     await gateway.publish(S.answer("key", "default"), b"answer")
     assert [(await sub.next_msg(timeout=5)).data for sub in answers] == [b"answer"] * 2
 
-    await gateway.jetstream().publish(S.request("m", "standard"), b"request")
+    await gateway.jetstream().publish(S.request("m", "standard", "r"), b"request")
     requests = await router.jetstream().pull_subscribe_bind("router-standard", S.stream("REQUESTS"))
     (request,) = await requests.fetch(1, timeout=5)
     await router.jetstream().publish(S.work("aggregated", "w1"), b"job")
@@ -291,6 +292,26 @@ async def test_applying_never_narrows_what_an_operator_widened(nc: Client, pipel
     after = (await js.stream_info(name)).config
     assert after.max_bytes == config.max_bytes * 2
     assert f"{pipeline.namespace}.extra" in after.subjects
+
+
+async def test_a_consumer_of_an_earlier_release_goes_on_reading_what_its_gateways_publish(
+    nc: Client, subjects: Subjects
+) -> None:
+    wanted = topology(subjects)
+    routers = [spec for spec in wanted.consumers if spec.earlier]
+    assert routers
+    earlier = [replace(spec, filter_subjects=spec.earlier, earlier=()) for spec in routers]
+    await apply(nc, replace(wanted, consumers=(*earlier,)))
+    await apply(nc, wanted)
+    assert await apply(nc, wanted) == []
+    for spec in routers:
+        config = (await nc.jetstream().consumer_info(spec.stream, spec.name)).config
+        assert config.filter_subjects == [*spec.filter_subjects, *spec.earlier]
+
+
+async def test_a_new_consumer_has_one_filter(nc: Client, pipeline: Subjects) -> None:
+    config = (await nc.jetstream().consumer_info(pipeline.stream("REQUESTS"), "router-batch")).config
+    assert (config.filter_subject, config.filter_subjects) == (f"{pipeline.namespace}.request.*.batch.*", None)
 
 
 async def test_applying_widens_and_says_what(nc: Client, pipeline: Subjects) -> None:

@@ -218,7 +218,7 @@ class Clients:
 
     async def ask(self, *all_asked: GenerateRequest) -> None:
         for asked in all_asked:
-            subject = self.bus.subjects.request(asked.model, asked.priority.value)
+            subject = self.bus.subjects.request(asked.model, asked.priority.value, asked.id)
             await self.bus.js.publish(subject, wire.encode(asked), headers={HEADER_MSG_ID: asked.id})
 
     async def work(self) -> list[tuple[str, Job]]:

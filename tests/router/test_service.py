@@ -196,7 +196,7 @@ async def test_a_routers_task_that_fails_ends_the_process_in_order(
 async def test_an_unreadable_request_is_dropped_and_said_in_the_log(clients: Clients, one: Routing) -> None:
     await clients.stub("w1")
     with capture_logs() as logs:
-        await clients.bus.js.publish(clients.bus.subjects.request(MODEL, "standard"), b"\xc1")
+        await clients.bus.js.publish(clients.bus.subjects.request(MODEL, "standard", "r"), b"\xc1")
         asked = request()
         await clients.ask(asked)
         await clients.placed(asked)

@@ -33,7 +33,7 @@ async def test_a_router_that_holds_a_request_ends_in_time(
     router = Process(log, "router", "--log-format", "json", nats_url=server.url("operator"))
     await asyncio.to_thread(router.wait_for, "router_open")
     asked = request(model="missing")
-    subject = subjects.request(asked.model, asked.priority.value)
+    subject = subjects.request(asked.model, asked.priority.value, asked.id)
     await nc.jetstream().publish(subject, wire.encode(asked), headers={HEADER_MSG_ID: asked.id})
 
     async with asyncio.timeout(10):

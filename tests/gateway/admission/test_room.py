@@ -37,7 +37,7 @@ class Door:
 
     async def submit(self, priority: Priority = Priority.standard, tenant: str | None = None) -> None:
         self.room.check(tenant)
-        await self.bus.js.publish(self.subjects.request("m", priority.value), BODY)
+        await self.bus.js.publish(self.subjects.request("m", priority.value, "r"), BODY)
 
     async def until_refused(self, priority: Priority = Priority.standard) -> ServingError:
         for _ in range(3 * SIZE // len(BODY)):
