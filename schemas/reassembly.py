@@ -13,7 +13,7 @@ import msgspec
 from schemas.tokens import PROMPT, WHOLE_REQUEST, Finish, Logprob, TokenItem
 
 
-class _Choice:
+class _ChoiceCursor:
     __slots__ = ("early", "ended", "position")
 
     def __init__(self, position: int = 0) -> None:
@@ -22,7 +22,7 @@ class _Choice:
         self.early: dict[int, list[TokenItem]] = {}  # by first index: items behind a gap
 
 
-class Fold:
+class TokenReassembler:
     """State of one request with ``n`` choices.
 
     Attributes:
@@ -33,8 +33,8 @@ class Fold:
     def __init__(self, n: int = 1) -> None:
         self.attempt = -1
         self.open = n
-        self._choices = [_Choice() for _ in range(n)]
-        self._prompt: _Choice | None = None
+        self._choices = [_ChoiceCursor() for _ in range(n)]
+        self._prompt: _ChoiceCursor | None = None
 
     @property
     def mark(self) -> tuple[int, ...]:
@@ -61,7 +61,7 @@ class Fold:
 
     @property
     def waiting(self) -> bool:
-        """Items are held behind a gap; if it does not close, read the stream again into a new Fold."""
+        """Items are held behind a gap; if it does not close, read the stream again into a new TokenReassembler."""
         return any(choice.early for choice in self._choices) or (self._prompt is not None and bool(self._prompt.early))
 
     @property
@@ -98,13 +98,13 @@ class Fold:
 
     def _push_prompt(self, item: TokenItem) -> Sequence[TokenItem]:
         if self._prompt is None:
-            self._prompt = _Choice(1)
+            self._prompt = _ChoiceCursor(1)
         if item.first > self._prompt.position:
             self._prompt.early.setdefault(item.first, []).append(item)
             return ()
         return self._with_early(self._prompt, self._take(self._prompt, item, len(item.logprobs or ())))
 
-    def _take(self, choice: _Choice, item: TokenItem, count: int) -> Sequence[TokenItem]:
+    def _take(self, choice: _ChoiceCursor, item: TokenItem, count: int) -> Sequence[TokenItem]:
         """``count``: positions of the item."""
         known = choice.position - item.first
         if known > 0:
@@ -129,7 +129,7 @@ class Fold:
             self.open -= 1
         return (item,)
 
-    def _with_early(self, choice: _Choice, due: Sequence[TokenItem]) -> Sequence[TokenItem]:
+    def _with_early(self, choice: _ChoiceCursor, due: Sequence[TokenItem]) -> Sequence[TokenItem]:
         out = list(due)
         while not choice.ended and (reached := [first for first in choice.early if first <= choice.position]):
             for item in choice.early.pop(min(reached)):
@@ -161,7 +161,7 @@ class Progress(msgspec.Struct):
 
 def replay(items: Iterable[TokenItem], n: int = 1) -> list[Progress]:
     """What a request has streamed, by choice, from its items in stream order (of all attempts)."""
-    fold = Fold(n)
+    fold = TokenReassembler(n)
     tokens: list[list[bytes]] = [[] for _ in range(n)]
     logprobs: list[list[Logprob]] = [[] for _ in range(n)]
     finishes: list[Finish | None] = [None] * n
@@ -181,5 +181,5 @@ def replay(items: Iterable[TokenItem], n: int = 1) -> list[Progress]:
 
 def scores(items: Iterable[TokenItem]) -> tuple[Logprob, ...]:
     """Of the prompt's tokens 1 .., what a request's items in stream order (of all attempts) tell."""
-    fold = Fold(0)
+    fold = TokenReassembler(0)
     return tuple(each for item in items for due in fold.push(item) for each in due.logprobs or ())

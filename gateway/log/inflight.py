@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator
 
 from schemas.errors import ServingError
-from schemas.reassembly import Fold
+from schemas.reassembly import TokenReassembler
 from schemas.requests import GenerateRequest
 from schemas.tokens import WHOLE_REQUEST, TokenItem
 
@@ -59,7 +59,7 @@ class Exchange:
             bounded: False: all items are kept, whoever takes them and when.
         """
         self.request = request
-        self.fold = Fold(request.n)
+        self.fold = TokenReassembler(request.n)
         self.abandoned = False
         self.behind = False
         self.seq = 0

@@ -70,7 +70,7 @@ class DiskWatch:
             try:
                 self.look()
             except OSError as error:
-                log.warning("disk_not_looked_at", error=str(error))
+                log.warning("disk_check_failed", error=str(error))
 
     def look(self) -> None:
         """Once; called each second.

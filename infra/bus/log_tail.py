@@ -208,7 +208,7 @@ class LogTail:
         """Go back with a stream that was made anew or lost its end, or everything in it would look old."""
         end = (await self._bus.js.stream_info(self._stream)).state.last_seq
         if end < self.position:
-            log.error("log_went_back", stream=self._stream, position=self.position, end=end)
+            log.error("stream_truncated", stream=self._stream, position=self.position, end=end)
             self.position = 0
 
     async def _read(self) -> None:

@@ -228,7 +228,7 @@ async def test_while_the_collector_is_away_requests_run_and_their_traces_come_la
         missed = [await ask(http, body(9020 + number, 20)) for number in range(3)]
 
         async def noticed() -> bool:
-            return "spans_not_taken" in traced.logs("trace")
+            return "span_export_failed" in traced.logs("trace")
 
         await until(noticed, "the exporter finds nobody", 25)
     with collector.answering(503):

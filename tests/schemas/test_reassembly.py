@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from schemas import done
 from schemas.done import Done, Outcome
-from schemas.reassembly import Fold, replay, scores
+from schemas.reassembly import TokenReassembler, replay, scores
 from schemas.tokens import PROMPT, WHOLE_REQUEST, Finish, Logprob, TokenItem
 from schemas.wire import pack_tokens, unpack_tokens
 
@@ -24,7 +24,7 @@ def fence(attempt: int) -> TokenItem:
     return TokenItem("r", attempt, FENCE, 0)
 
 
-def read(fold: Fold, items: list[TokenItem]) -> dict[int, list[int]]:
+def read(fold: TokenReassembler, items: list[TokenItem]) -> dict[int, list[int]]:
     """Tokens that came out per choice, checking that each item continues the one before."""
     out: dict[int, list[int]] = {}
     for pushed in items:
@@ -61,7 +61,7 @@ def test_each_token_comes_out_once_and_in_order_however_an_attempts_items_are_mi
     for choice, length in enumerate(lengths):
         items += data.draw(cut(attempt=1, choice=choice, start=0, end=length, finish=True))
     items += data.draw(st.lists(st.sampled_from(items), max_size=10))
-    fold = Fold(len(lengths))
+    fold = TokenReassembler(len(lengths))
     out = read(fold, data.draw(st.permutations(items)))
     assert fold.open == 0
     assert not fold.waiting
@@ -76,14 +76,14 @@ def test_a_zombies_tokens_after_the_fence_count_nowhere(data: st.DataObject) -> 
     after = data.draw(cut(attempt=2, choice=0, start=kept, end=total, finish=True))
     zombie = [item(kept + k, [666, 667], attempt=1) for k in range(4)] + [item(kept, [], attempt=1, finish="length")]
     mixed = data.draw(st.permutations(after + data.draw(st.lists(st.sampled_from(zombie + before), max_size=8))))
-    fold = Fold()
+    fold = TokenReassembler()
     out = read(fold, [*before, fence(2), *mixed])
     assert out.get(0, []) == [10 * position for position in range(total)]
     assert fold.open == 0
 
 
 def test_items_held_behind_a_gap_are_dropped_with_their_attempt() -> None:
-    fold = Fold()
+    fold = TokenReassembler()
     assert read(fold, [item(0, [0]), item(2, [666])]) == {0: [0]}
     assert fold.waiting
     assert fold.push(fence(2)) == ()
@@ -92,12 +92,12 @@ def test_items_held_behind_a_gap_are_dropped_with_their_attempt() -> None:
 
 
 def test_an_item_in_order_is_passed_on_as_it_is() -> None:
-    fold, first = Fold(), item(0, [1, 2])
+    fold, first = TokenReassembler(), item(0, [1, 2])
     assert fold.push(first)[0] is first
 
 
 def test_the_end_of_a_whole_request_ends_the_choices_that_are_open() -> None:
-    fold = Fold(3)
+    fold = TokenReassembler(3)
     fold.push(item(0, [7], choice=1, finish="stop"))
     fold.push(item(0, [8], choice=2))
     failed = Finish("error", code="worker_lost")
@@ -108,21 +108,21 @@ def test_the_end_of_a_whole_request_ends_the_choices_that_are_open() -> None:
 
 
 def test_nothing_follows_a_finish() -> None:
-    fold = Fold()
+    fold = TokenReassembler()
     fold.push(item(0, [1], finish="stop"))
     assert fold.push(item(1, [2])) == ()
     assert fold.push(item(0, [1], attempt=2, finish="length")) == ()
 
 
 def test_a_finish_that_overlaps_known_tokens_is_kept() -> None:
-    fold = Fold()
+    fold = TokenReassembler()
     fold.push(item(0, [1, 2]))
     (due,) = fold.push(item(1, [2], finish="stop"))
     assert (due.first, due.tokens, due.finish) == (2, b"", Finish("stop"))
 
 
 def test_items_of_unknown_choices_are_ignored() -> None:
-    fold = Fold(2)
+    fold = TokenReassembler(2)
     assert fold.push(item(0, [1], choice=2)) == ()
     assert fold.push(item(0, [1], choice=-3)) == ()
 
@@ -133,7 +133,7 @@ def prompt_item(first: int, stop: int, *, attempt: int = 1) -> TokenItem:
     return TokenItem("r", attempt, PROMPT, first, logprobs=values)
 
 
-def read_prompt(fold: Fold, items: list[TokenItem]) -> list[int]:
+def read_prompt(fold: TokenReassembler, items: list[TokenItem]) -> list[int]:
     """Positions that came out, checking that each item continues the one before; tokens are passed over."""
     out: list[int] = []
     for pushed in items:
@@ -162,7 +162,7 @@ def test_each_of_the_prompts_logprobs_comes_out_once_and_in_order(data: st.DataO
     tokens = data.draw(cut(attempt=2, choice=0, start=0, end=3, finish=True))
     later = again + data.draw(st.lists(st.sampled_from([*again, *before, *tokens]), max_size=6)) + tokens
     items = [*before, fence(2), *data.draw(st.permutations(later))]
-    fold = Fold()
+    fold = TokenReassembler()
     assert read_prompt(fold, items) == list(range(1, length))
     assert fold.scored == len(scores(items)) + 1 == length
     assert fold.open == 0
@@ -171,7 +171,7 @@ def test_each_of_the_prompts_logprobs_comes_out_once_and_in_order(data: st.DataO
 
 
 def test_the_prompts_logprobs_behind_a_gap_are_dropped_with_their_attempt() -> None:
-    fold = Fold()
+    fold = TokenReassembler()
     assert fold.scored == 0
     assert read_prompt(fold, [prompt_item(1, 3), prompt_item(5, 7)]) == [1, 2]
     assert (fold.scored, fold.waiting) == (3, True)
@@ -204,7 +204,7 @@ def test_a_terminal_event_completes_what_came_before_it_once_and_without_a_hole(
         known = [10 * position for position in range(length)]
         logprobs = tuple(Logprob(-float(token)) for token in known)
         outcomes.append(Outcome(pack_tokens(known), "stop", logprobs=logprobs))
-    fold = Fold(len(lengths))
+    fold = TokenReassembler(len(lengths))
     out = read(fold, kept)
     for due in fold.conclude(done.items(Done("r", "m", data.draw(st.integers(1, 2)), choices=tuple(outcomes)))):
         tokens = out.setdefault(due.choice, [])
@@ -219,7 +219,7 @@ def test_a_terminal_event_completes_what_came_before_it_once_and_without_a_hole(
 
 
 def test_a_terminal_event_of_a_failure_ends_every_choice_with_it_but_those_that_had_ended() -> None:
-    fold = Fold(3)
+    fold = TokenReassembler(3)
     fold.push(item(0, [0], finish="stop"))
     event = Done("r", "m", 1, choices=(Outcome(pack_tokens([0]), "stop"), Outcome(b"", "error")), code="worker_lost")
     ends = {due.choice: due.finish for due in fold.conclude(done.items(event))}
@@ -234,4 +234,4 @@ def test_an_answer_whose_beginning_the_log_has_lost_is_taken_over_from_its_begin
     assert (progress.tokens, progress.finish) == (b"", None)
     # The client had everything; of what is computed again it takes what it does not have.
     again = [item(0, [0, 10, 20, 30], attempt=2), item(4, [40, 50, 60], attempt=2, finish="length")]
-    assert read(Fold(1), [*lost, *left, *again]) == {0: [0, 10, 20, 30, 40, 50, 60]}
+    assert read(TokenReassembler(1), [*lost, *left, *again]) == {0: [0, 10, 20, 30, 40, 50, 60]}

@@ -319,7 +319,7 @@ class Following:
         if time.monotonic() - self._said_at > SAID_S:
             self._said_at = time.monotonic()
             log.warning(
-                "spans_not_taken",
+                "span_export_failed",
                 why=self._exporter.why,
                 action="trying again; the log keeps what has ended",
                 sent=self.counts.sent,

@@ -10,7 +10,7 @@ from gateway.openai.prepare_context import Target
 from gateway.openai.render import Collector, Renderer
 from infra.model.modeldir import ModelDir
 from schemas.errors import Code, ServingError
-from schemas.reassembly import Fold
+from schemas.reassembly import TokenReassembler
 from schemas.requests import GenerateRequest
 from schemas.tokens import WHOLE_REQUEST, Finish, Logprob, TokenItem
 from schemas.wire import pack_tokens
@@ -197,7 +197,7 @@ def test_a_foreign_event_id_is_refused(model: ModelDir, target: Target, bad: str
 def test_a_failed_request_ends_in_one_openai_error(
     model: ModelDir, target: Target, finish: Finish, code: str, kind: str
 ) -> None:
-    asked, fold = request(target, n=2), Fold(2)
+    asked, fold = request(target, n=2), TokenReassembler(2)
     items = [*answer(model, "The broker")[:2], TokenItem("r", 1, WHOLE_REQUEST, 0, b"", finish)]
     due = [out for item in items for out in fold.push(item)]
     parsed = events(Renderer(asked, model.detokenizer, include_usage=True).push(due))
