@@ -17,12 +17,11 @@ from schemas import jobs, requests, tokens, wire
 from schemas.errors import Code, ServingError
 from schemas.reassembly import Progress, replay, scores
 from schemas.requests import GenerateRequest
+from schemas.streams import CLOCK_SKEW_NS
 from schemas.subjects import HEADER_MSG_ID
 from schemas.tokens import WHOLE_REQUEST, Logprob, TokenBatch, TokenItem
 
 log = structlog.get_logger("router")
-
-CLOCK_SKEW_NS = 2_000_000_000
 
 
 class Orphan(msgspec.Struct):

@@ -23,6 +23,8 @@ HEADROOM = 4096  # the server counts headers too; beyond max_payload it cuts the
 # Coming twice costs little, since a job is stored once whoever publishes it; so it is short.
 ROUTER_ACK_WAIT_S = 1.5
 LONGEST_DEADLINE_S = HOUR  # nothing unfinished is older than this
+# A time written by one machine is looked up with this margin in what another machine stored.
+CLOCK_SKEW_NS = 2_000_000_000
 
 
 @dataclass(frozen=True, slots=True)

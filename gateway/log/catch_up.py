@@ -18,10 +18,10 @@ from infra.bus.direct_get import Entry, read
 from infra.bus.tasks import Tasks, as_serving_error
 from schemas import tokens
 from schemas.errors import ServingError
+from schemas.streams import CLOCK_SKEW_NS
 
 log = structlog.get_logger("gateway")
 
-CLOCK_SKEW_NS = 2_000_000_000
 MAX_PASSES = 3  # at once, of one gateway's tokens
 GATHER_S = 0.01  # before a pass begins, for those who come together
 PORTION = 1_000  # items decoded before others have their turn

@@ -8,7 +8,6 @@ share one forward read.
 import asyncio
 from contextlib import aclosing
 
-from gateway.log.catch_up import CLOCK_SKEW_NS
 from infra.bus.connection import Bus
 from infra.bus.direct_get import get_last, read
 from infra.bus.tasks import Tasks, as_serving_error
@@ -16,6 +15,7 @@ from schemas import requests
 from schemas.errors import Code, ServingError
 from schemas.ids import time_of
 from schemas.requests import GenerateRequest
+from schemas.streams import CLOCK_SKEW_NS
 from schemas.subjects import HEADER_MSG_ID
 
 WINDOW_NS = 16_000_000_000  # behind an id's time: by then its request is stored, or was given up

@@ -12,11 +12,10 @@ from infra.bus.connection import Bus
 from infra.bus.direct_get import get_last, get_last_of, read
 from schemas import done
 from schemas.requests import GenerateRequest
+from schemas.streams import CLOCK_SKEW_NS
 from schemas.subjects import HEADER_MSG_ID
 
 log = structlog.get_logger("gateway")
-
-CLOCK_SKEW_NS = 2_000_000_000
 
 
 class Records:

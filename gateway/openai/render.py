@@ -1,7 +1,8 @@
 """Token items become what a client reads: server-sent events, or one JSON answer.
 
 Everything shown is a function of each choice's tokens, so another replica that is fed the same items writes the
-same events and can go on after any of them. Items come from ``schemas.reassembly.TokenReassembler``: in order, each token once.
+same events and can go on after any of them. Items come from ``schemas.reassembly.TokenReassembler``: in order, each
+token once.
 """
 
 from collections.abc import Iterable

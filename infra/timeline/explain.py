@@ -19,10 +19,10 @@ from schemas.errors import ServingError
 from schemas.ids import time_of
 from schemas.jobs import Decision, Job, Revoke, WorkMessage
 from schemas.requests import GenerateRequest
+from schemas.streams import CLOCK_SKEW_NS
 from schemas.subjects import HEADER_MSG_ID, KEPT
 from schemas.transfer import Encoded, HandOff, Prefilled, decode_ledger
 
-SKEW_NS = 2_000_000_000
 CONNECT_S = 3.0  # somebody is waiting at a terminal
 
 
@@ -57,7 +57,7 @@ async def story(bus: Bus, request_id: str) -> Story:
     Raises:
         ValueError: not a request id, or nothing is known of it.
     """
-    since = time_of(request_id) - SKEW_NS
+    since = time_of(request_id) - CLOCK_SKEW_NS
     subjects = bus.subjects
     last = await get_last(bus, subjects.stream("DONE"), subjects.done_of(request_id))
     request = await _request(bus, request_id, since, last)
@@ -79,7 +79,7 @@ async def story(bus: Bus, request_id: str) -> Story:
         found.ends.append(done.decode(last.data))
         found.ended_ns.append(last.time_ns)
     ended_ns = found.ends[-1].timings.ended_ns if found.ends and isinstance(found.ends[-1], done.Done) else 0
-    until_ns = ended_ns + SKEW_NS if ended_ns else 0
+    until_ns = ended_ns + CLOCK_SKEW_NS if ended_ns else 0
     async for entry in read(bus, subjects.stream("WORK"), subjects.all("work"), since_ns=since):
         name = entry.headers.get(HEADER_MSG_ID, "")
         if name.startswith(request_id) and KEPT not in name.split(":"):

@@ -27,7 +27,7 @@ from schemas import done, jobs, requests, wire
 from schemas.done import Done, Returned
 from schemas.errors import Code, ServingError
 from schemas.jobs import Job
-from schemas.streams import LONGEST_DEADLINE_S
+from schemas.streams import CLOCK_SKEW_NS, LONGEST_DEADLINE_S
 from schemas.subjects import HEADER_MSG_ID, KEPT
 from schemas.trace import trace_id
 from schemas.transfer import decode_ledger
@@ -39,7 +39,6 @@ ENDS = 1_000  # terminal events taken at once
 BATCH_SPANS = 512
 MAX_OPEN = 50_000  # unfinished requests kept; about 3 kB each
 SAVE_S = 5.0
-SKEW_NS = 2_000_000_000
 BEFORE_NS = 600_000_000_000  # a request that ends now may have begun before; if even earlier, its stages are not known
 LOST_NS = int((LONGEST_DEADLINE_S + 600) * 1e9)  # no unfinished request is older
 RETRY_S, RETRY_MOST_S = 0.5, 15.0
@@ -179,7 +178,7 @@ class Following:
                 break
         full = len(self._fresh) >= ENDS
         # Far behind, the other streams are read only as far as these ends need it, or all of them would be in memory.
-        until_ns = self._fresh[-1].at_ns + SKEW_NS if full else 0
+        until_ns = self._fresh[-1].at_ns + CLOCK_SKEW_NS if full else 0
         async for entry in self._work.entries(until_ns):
             self._on_work(entry)
         async for entry in self._ledger.entries(until_ns):
@@ -274,8 +273,8 @@ class Following:
     async def _look_up(self, ends: list[Done]) -> None:
         """Requests that ended without a job, from one pass over REQUESTS."""
         missing = {event.request for event in ends}
-        since = min(event.timings.created_ns for event in ends) - SKEW_NS
-        until = max(event.timings.created_ns for event in ends) + 5 * SKEW_NS
+        since = min(event.timings.created_ns for event in ends) - CLOCK_SKEW_NS
+        until = max(event.timings.created_ns for event in ends) + 5 * CLOCK_SKEW_NS
         reader = Reader(self._bus, "REQUESTS", self._bus.subjects.all("request"), since_ns=max(since, 1))
         async for entry in reader.entries(until):
             request_id = entry.headers.get(HEADER_MSG_ID, "")

@@ -250,7 +250,7 @@ async def test_once_ends_though_requests_go_on_ending(bus: Bus, sent: Sent, monk
 
 async def test_far_behind_it_reads_no_more_than_it_sends(bus: Bus, sent: Sent, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow, "ENDS", 4)
-    monkeypatch.setattr(follow, "SKEW_NS", 0)
+    monkeypatch.setattr(follow, "CLOCK_SKEW_NS", 0)
     following = Following(bus, sent, await begin(bus, None))
     all_ = await run(bus, 30)
     most = 0
