@@ -1,5 +1,6 @@
-"""What ARCHITECTURE.md names exists: each file, flag and name of its map of requirements, each test of its tables."""
+"""What docs/requirements.md and docs/failures.md name exists: files, what they define, flags, and tests."""
 
+import ast
 import functools
 import re
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import pytest
 from configs import settings
 
 ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
 FOLDERS = ("schemas", "gateway", "router", "workers", "configs", "infra")
 SOURCE_ROOTS = (ROOT, ROOT / "workers")
 TEST_ROOTS = (ROOT / "tests", ROOT / "tests" / "workers", ROOT / "tests" / "pipeline")
@@ -18,10 +20,8 @@ NUMBERS = re.compile(r"S(\d+)(?:–S?(\d+))?$")
 
 
 class Row(NamedTuple):
-    """``where``: None in the table of failures, which tells no places."""
-
     what: str
-    where: list[str] | None
+    where: str  # empty in the tables of failures, which name no places
     tests: list[str]
 
 
@@ -29,29 +29,61 @@ def names(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
-def table(section: str) -> Iterator[list[str]]:
-    """Cells of the rows of a section's table, without its head."""
-    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
-    _, _, rest = text.partition(f"\n## {section}\n")
-    lines = [line for line in rest.partition("\n## ")[0].splitlines() if line.startswith("|")]
-    assert len(lines) > 10, f"no table in section {section}"
-    for line in lines[2:]:
-        yield [cell.strip() for cell in line.strip("|").split("|")]
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def tables(page: str) -> Iterator[list[list[str]]]:
+    """The tables of a page: rows of cells, the head first, without the line of dashes."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    for found in re.finditer(r"(?:^\|.*\n?)+", text, re.MULTILINE):
+        head, _, *rows = found[0].splitlines()
+        yield [cells(head), *map(cells, rows)]
+
+
+def rows(page: str) -> list[list[str]]:
+    found = [row for table in tables(page) for row in table[1:]]
+    assert len(found) > 10, f"no table in docs/{page}"
+    return found
 
 
 def requirements() -> list[Row]:
-    return [Row(what, names(where), names(tests)) for what, where, tests in table("Requirements")]
+    return [Row(row[0], row[-2], names(row[-1])) for row in rows("requirements.md")]
 
 
 def failures() -> list[Row]:
-    return [Row(what, None, names(tests)) for what, _, tests in table("Failures") if tests or not what.startswith("**")]
+    return [Row(row[0], "", names(row[-1])) for row in rows("failures.md")]
+
+
+# ---- what the source defines
 
 
 @functools.cache
-def source() -> str:
-    """Every module of ours, and what is shipped beside them."""
-    paths = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-    return "\n".join(path.read_text(encoding="utf-8") for path in sorted(paths))
+def definitions(path: Path) -> frozenset[str]:
+    """Names that a module defines: ``function``, ``CONSTANT``, ``Class``, ``Class.member``."""
+    found = set[str]()
+
+    def visit(body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            match node:
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                    found.add(prefix + name)
+                case ast.ClassDef(name=name, body=members):
+                    found.add(prefix + name)
+                    visit(members, f"{prefix}{name}.")
+                case ast.Assign(targets=targets):
+                    found.update(prefix + t.id for t in targets if isinstance(t, ast.Name))
+                case ast.AnnAssign(target=ast.Name(id=name)):
+                    found.add(prefix + name)
+
+    visit(ast.parse(path.read_text(encoding="utf-8")).body, "")
+    return frozenset(found)
+
+
+def defines(path: Path, name: str) -> bool:
+    """Whether a module, or one of a package, defines ``name``, there or in a class."""
+    modules = sorted(path.rglob("*.py")) if path.is_dir() else [path] if path.suffix == ".py" else []
+    return any(each == name or each.endswith(f".{name}") for module in modules for each in definitions(module))
 
 
 @functools.cache
@@ -74,38 +106,58 @@ def find(name: str, roots: tuple[Path, ...], beside: Path | None) -> Path | None
     return None
 
 
-def is_identifier(name: str) -> bool:
-    """Of our source; and no path that leads nowhere."""
-    plain = re.fullmatch(r"[A-Za-z_.]+", name) is not None
-    return plain and all(re.search(rf"\b{part}\b", source()) for part in name.split("."))
+def missing(where: str) -> list[str]:
+    """Names of a row's places that mean nothing.
 
-
-def is_in_module(name: str, beside: Path | None) -> bool:
-    """``folder/module.name``."""
-    module, _, attribute = name.rpartition(".")
-    path = find(module, SOURCE_ROOTS, beside) if module else None
-    return path is not None and path.is_file() and re.search(rf"\b{attribute}\b", text_of(path)) is not None
-
-
-def missing(row: Row) -> list[str]:
-    """Names of a row's places that mean nothing."""
-    wrong, beside = [], None
-    for name in row.where or []:
-        *_, last = name.split()  # "worker --otlp-endpoint" is a flag of a command
-        if last.startswith("--"):
-            if last not in flags():
+    A name that follows a path directly (```folder/module` `name```) must be defined there; any other, somewhere.
+    """
+    wrong: list[str] = []
+    beside: Path | None = None
+    last: Path | None = None  # the path that was named just before, with nothing in between
+    end = 0
+    for found in re.finditer(r"`([^`]+)`", where):
+        name = found[1]
+        follows, end = not where[end : found.start()].strip(), found.end()
+        *_, word = name.split()  # "worker --otlp-endpoint" is a flag of a command
+        if word.startswith("--"):
+            if word not in flags():
                 wrong.append(name)
-        elif path := find(name, SOURCE_ROOTS, beside):
-            beside = path if path.is_dir() else path.parent
-        elif not is_identifier(name) and not is_in_module(name, beside):
+            continue
+        if last is not None and follows:
+            if not defines(last, name):
+                wrong.append(f"{name} in {last.relative_to(ROOT)}")
+            continue
+        if last := find(name, SOURCE_ROOTS, beside):
+            beside = last if last.is_dir() else last.parent
+            continue
+        module, _, attribute = name.rpartition(".")
+        path = find(module, SOURCE_ROOTS, beside) if module else None
+        if not (defines(path, attribute) if path else any(defines(ROOT / folder, name) for folder in FOLDERS)):
             wrong.append(name)
     return wrong
+
+
+# ---- what the tests are called
+
+
+@functools.cache
+def functions_of(path: Path) -> frozenset[str]:
+    """Names of the test functions of a file, or of all files below a folder."""
+    files = sorted(path.rglob("test_*.py")) if path.is_dir() else [path]
+    return frozenset(name for file in files for name in re.findall(r"def (test_\w+)", file.read_text(encoding="utf-8")))
+
+
+def pattern(function: str) -> re.Pattern[str]:
+    """Of the name of a test, in which ``…`` stands for what was left out."""
+    prefix = "" if function.startswith("test_") else "test_.*"
+    return re.compile(prefix + ".*".join(map(re.escape, function.split("…"))))
 
 
 def missing_tests(row: Row) -> list[str]:
     """Names of a row's tests that no file or function has."""
     wrong: list[str] = []
-    path = beside = None
+    path: Path | None = None
+    beside: Path | None = None
     for name in row.tests:
         if name.startswith("python -m "):
             if find(name.removeprefix("python -m ").replace(".", "/"), (ROOT,), None) is None:
@@ -121,25 +173,21 @@ def missing_tests(row: Row) -> list[str]:
             continue
         beside = path if path.is_dir() else path.parent
         function = function.partition("[")[0]  # of one parameter
-        if function and not (path.is_file() and re.search(as_pattern(function), text_of(path))):
+        if not (any(map(pattern(function).fullmatch, functions_of(path))) if function else functions_of(path)):
             wrong.append(name)
     return wrong
 
 
-def as_pattern(function: str) -> str:
-    """Of the definition of a test whose name is given with ``…`` for what was left out."""
-    return r"def test_\w*" + r"\w*".join(map(re.escape, function.removeprefix("test_").split("…")))
-
-
-@functools.cache
-def text_of(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", ["requirements.md", "failures.md"])
+def test_no_row_has_an_empty_cell(page: str) -> None:
+    for head, *body in tables(page):
+        assert [row for row in body if len(row) != len(head) or not all(row)] == []
 
 
 @pytest.mark.parametrize("row", requirements(), ids=lambda row: row.what)
-def test_a_requirement_is_where_it_is_said_to_be(row: Row) -> None:
-    assert row.where, "no place is named"
-    assert missing(row) == []
+def test_a_requirement_is_met_where_its_row_points(row: Row) -> None:
+    assert names(row.where), "no place is named"
+    assert missing(row.where) == []
 
 
 @pytest.mark.parametrize("row", requirements() + failures(), ids=lambda row: row.what)
@@ -156,3 +204,14 @@ def test_no_requirement_up_to_the_engines_is_left_out() -> None:
             assert numbers, f"{each} is no number of a requirement"
             found |= set(range(int(numbers[1]), int(numbers[2] or numbers[1]) + 1))
     assert set(range(1, 151)) - found == set()
+
+
+def test_a_name_that_its_module_does_not_define_is_found() -> None:
+    assert missing("`schemas/tokens` `PROMPT`, `schemas/reassembly`, `Job.scored`, `--namespace`") == []
+    assert missing("`schemas/tokens` `Puller`") == ["Puller in schemas/tokens.py"]
+    assert missing("`schemas/tokens.Puller`, `NoSuchClass`, `schemas/none`, `--no-such-flag`") == [
+        "schemas/tokens.Puller",
+        "NoSuchClass",
+        "schemas/none",
+        "--no-such-flag",
+    ]
