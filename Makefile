@@ -10,6 +10,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
+JOBS   ?= 2
 
 .PHONY: up test types pytest test-trtllm test-vllm bench chaos lint clean
 
@@ -26,7 +27,7 @@ types:
 	$(BIN)/mypy
 
 pytest:
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
 
 # Not on the stamp: tensorrt_llm comes from NVIDIA's index or container, so BIN may be any environment that has it.
 test-trtllm:

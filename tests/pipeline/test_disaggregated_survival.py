@@ -8,6 +8,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from itertools import cycle
 from typing import Any
 
 import httpx
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.timeout(240)
 
 CLIENTS = 12
 KILL_EACH_S = 2.0
-FOR_S = 60.0
+FOR_S = 20.0
 TOKENS = 40
 
 
@@ -86,18 +87,20 @@ async def client(
 
 
 async def killer(fleet: Deployment, until_s: float) -> Counter[str]:
-    """SIGKILL a random worker every two seconds."""
+    """SIGKILL a worker of one stage after the other every two seconds."""
     rng, killed = random.Random(7), Counter[str]()
-    while time.monotonic() < until_s:
+    for stage in cycle(("prefill", "decode", "encode")):
         await asyncio.sleep(KILL_EACH_S)
-        alive = [process for process in fleet.state.processes if process.role == "worker" and process.pid]
-        victim = rng.choice(alive)
-        os.kill(victim.pid, signal.SIGKILL)
-        killed[victim.name.partition("-")[0]] += 1
+        if time.monotonic() >= until_s:
+            break
+        alive = [process for process in fleet.state.processes if process.name.startswith(stage) and process.pid]
+        if alive:
+            os.kill(rng.choice(alive).pid, signal.SIGKILL)
+            killed[stage] += 1
     return killed
 
 
-async def test_random_kills_for_a_minute_lose_no_request_and_leave_nothing_held(
+async def test_kills_of_every_stage_lose_no_request_and_leave_nothing_held(
     fleet: Deployment, fleet_bus: Bus, oracle: Oracle
 ) -> None:
     questions = [text(tokens, seed) for tokens in (40, 90, 160, 320, 500) for seed in range(5)]
@@ -116,7 +119,7 @@ async def test_random_kills_for_a_minute_lose_no_request_and_leave_nothing_held(
     assert killed["prefill"] >= 2  # type: ignore[index]
     assert killed["decode"] >= 2  # type: ignore[index]
     assert killed["encode"] >= 1  # type: ignore[index]
-    assert len(ended) > 100
+    assert len(ended) > 40
     subjects = fleet_bus.subjects
     events = [
         event
@@ -134,7 +137,7 @@ async def test_random_kills_for_a_minute_lose_no_request_and_leave_nothing_held(
 
     await until(nothing_held, "all blocks are free and the ledger is empty", within_s=30)
     lines = Counter([lease.last.state for lease in (await leases(fleet_bus, time.time_ns())).values()])
-    assert lines["released"] > 50, lines
+    assert lines["released"] > 20, lines
 
 
 async def test_cancelled_prefills_do_not_delay_the_next_request(fleet: Deployment, oracle: Oracle) -> None:
