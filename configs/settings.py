@@ -88,7 +88,7 @@ class RouterSettings(Common, frozen=True, kw_only=True):
     local_prefill_tokens: Annotated[
         int, Meta(ge=0, description="prompt tokens that a decode worker computes itself, at most")
     ] = 256
-    waiting_room: Annotated[Positive, about("requests held ready while the fleet is full or empty")] = 512
+    max_pending: Annotated[Positive, about("requests held ready while the fleet is full or empty")] = 512
     max_attempts: Annotated[Positive, about("tries of one request before it fails with worker_lost")] = 4
     revision_wait_s: Annotated[
         Seconds, about("how long a begun answer waits for a worker of its model revision, when the last one is gone")
@@ -174,7 +174,7 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
     logits_processor: Annotated[
         tuple[str, ...], about("name=module:Class of logits processors that requests may choose, comma-separated")
     ] = ()
-    apply_logits_processors: Annotated[
+    default_logits_processors: Annotated[
         str, about('logits processors of every request, JSON as in a request: [{"name": ..., "args": {...}}]')
     ] = ""
     reasoning_parser: Annotated[
@@ -219,7 +219,7 @@ class TraceSettings(Common, frozen=True, kw_only=True):
     since: Annotated[str, about("begin so long ago: 90s, 30m, 2h; default: where it was, else now")] = ""
     once: Annotated[bool, about("end when everything up to now was sent")] = False
     sample: Annotated[float, Meta(ge=0, le=1, description="share of requests without a traceparent that is sent")] = 1.0
-    patience_s: Annotated[Seconds, about("how long a batch is tried while the collector is away")] = 300.0
+    export_timeout_s: Annotated[Seconds, about("how long a batch is tried while the collector is away")] = 300.0
 
 
 RECORD = about("keep tokens, jobs and KV events for 7 days, as records are, for replay; it is never taken back")
@@ -281,7 +281,7 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     logits_processor: Annotated[
         tuple[str, ...], about("name=module:Class of logits processors that requests may choose, comma-separated")
     ] = ()
-    apply_logits_processors: Annotated[str, about("logits processors of every request, JSON as in a request")] = ""
+    default_logits_processors: Annotated[str, about("logits processors of every request, JSON as in a request")] = ""
     gateways: Annotated[Positive, about("gateway processes, on consecutive ports")] = 1
     routers: Annotated[Positive, about("router processes")] = 1
     router_mode: Annotated[

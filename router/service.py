@@ -195,7 +195,7 @@ class Router:
 
     def _space(self, priority: Priority) -> int:
         """How many more requests of a class may be taken from the log."""
-        return max(0, self._settings.waiting_room - self._held[priority]) if not self._keeping.full else 0
+        return max(0, self._settings.max_pending - self._held[priority]) if not self._keeping.full else 0
 
     def _wait(self, waiting: Waiting) -> None:
         request = waiting.request
@@ -226,7 +226,7 @@ class Router:
         if len(mine) == fleet.size:  # there is no other model
             return False
         waiting.share = request.model if mine else ""
-        limit = self._settings.waiting_room // (2 if mine else 4)
+        limit = self._settings.max_pending // (2 if mine else 4)
         return self._shares[request.priority, waiting.share] >= max(1, limit)
 
     def _lane(self, request: GenerateRequest, pin: str) -> str:

@@ -220,11 +220,11 @@ def _check(settings: WorkerSettings) -> None:
         settings.prefix_cache and settings.publish_events_and_metrics and settings.role != "encode"
     ):
         raise ValueError("--event-plane zmq: this worker has no KV events; leave the prefix cache and publishing on")
-    edits = settings.logits_processor or settings.apply_logits_processors
+    edits = settings.logits_processor or settings.default_logits_processors
     if edits and (settings.role == "encode" or not support.logits_processors):
         raise ValueError(
             f"--engine {settings.engine} --role {settings.role} has no logits to edit; leave out --logits-processor "
-            "and --apply-logits-processors"
+            "and --default-logits-processors"
         )
 
 

@@ -51,7 +51,7 @@ async def _serve(settings: NatsSettings) -> int:
             async with DiskWatch(broker):
                 await stop.asked.wait()
         finally:
-            await keeper.stop(patience_s=30)
+            await keeper.stop(timeout_s=30)
             await broker.stop()
     return 0
 

@@ -181,7 +181,7 @@ def _group(
             settings["max_model_len"] = member.max_len
     settings["extra_engine_args"] = path
     if role == "encode":
-        settings |= {"logits_processor": (), "apply_logits_processors": ""}
+        settings |= {"logits_processor": (), "default_logits_processors": ""}
     if engine not in EXTERNAL:
         if path or up.override_engine_args:
             raise PlanError(f"engine arguments are read by {' and '.join(EXTERNAL)}, not by {engine}: name --engine")
@@ -251,7 +251,7 @@ def _diffusion(up: UpSettings) -> Group:
         "served_model_name": up.diffusion_served_name,
         **{
             name: getattr(plain, name)
-            for name in ("extra_engine_args", "override_engine_args", "logits_processor", "apply_logits_processors")
+            for name in ("extra_engine_args", "override_engine_args", "logits_processor", "default_logits_processors")
         },
     }
     return Group("diffusion", up.diffusion, settings, gpus=1)

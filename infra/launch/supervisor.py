@@ -85,14 +85,14 @@ class Keeper:
         self._changed(self)
         self._task = asyncio.create_task(self._keep(), name=f"keep-{self.child.name}")
 
-    async def stop(self, patience_s: float) -> None:
-        """End the child: asked first, killed after ``patience_s``."""
+    async def stop(self, timeout_s: float) -> None:
+        """End the child: asked first, killed after ``timeout_s``."""
         self._stopping.set()
         self.child.terminate()
         if self._task is not None:
-            await asyncio.wait([self._task], timeout=patience_s)
+            await asyncio.wait([self._task], timeout=timeout_s)
             if not self._task.done():
-                log.warning("process_killed", name=self.child.name, reason=f"did not end within {patience_s:g} s")
+                log.warning("process_killed", name=self.child.name, reason=f"did not end within {timeout_s:g} s")
                 self.child.kill()
             await self._task
 

@@ -45,7 +45,7 @@ async def http(deployment: Deployment) -> AsyncIterator[httpx.AsyncClient]:
 @pytest.fixture
 async def own(deployment: Deployment, http: httpx.AsyncClient) -> AsyncIterator[None]:
     """A worker that has one more processor, and forces a text on every request."""
-    flags = ("--logits-processor", f"best={OWN}", "--apply-logits-processors", EVERYBODY)
+    flags = ("--logits-processor", f"best={OWN}", "--default-logits-processors", EVERYBODY)
     process = deployment.also(
         "worker", "--engine", "native", "--threads", "1", "--kv-blocks", "200", "--name", "own", *flags
     )

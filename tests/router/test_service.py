@@ -89,7 +89,7 @@ async def test_a_job_tells_why_its_worker_was_chosen(clients: Clients, one: Rout
 async def test_a_class_takes_no_more_out_of_the_log_than_its_room(
     broker: EmbeddedNats, pipeline: Subjects, clients: Clients
 ) -> None:
-    async with routing(broker, pipeline, waiting_room=5) as one:
+    async with routing(broker, pipeline, max_pending=5) as one:
         asked = [request(priority=priority) for priority in (Priority.standard, Priority.batch) for _ in range(20)]
         await clients.ask(*asked)
         await eventually(lambda: len(one.waiting) == 10)
@@ -139,7 +139,7 @@ async def test_a_models_waiting_requests_leave_room_for_those_of_others(
     broker: EmbeddedNats, pipeline: Subjects, clients: Clients
 ) -> None:
     """40 of a model without workers, 40 of one whose worker is full, a room of 16: a third model's are placed."""
-    async with routing(broker, pipeline, waiting_room=16) as one:
+    async with routing(broker, pipeline, max_pending=16) as one:
         busy = await clients.stub("busy", model="busy", slots=1)
         await clients.stub("w1", slots=100)
         await one.knows("busy", "w1")

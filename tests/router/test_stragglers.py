@@ -60,7 +60,7 @@ class Door:
 async def test_what_waits_is_published_anew_and_refuses_nobody_however_much_passes(
     broker: EmbeddedNats, pipeline: Subjects, clients: Clients, parked: bool
 ) -> None:
-    async with routing(broker, pipeline, waiting_room=4) as one:
+    async with routing(broker, pipeline, max_pending=4) as one:
         await clients.stub("w1")
         await one.knows("w1")
         door = Door(clients.bus)

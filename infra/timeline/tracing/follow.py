@@ -1,8 +1,8 @@
 """From the streams to an exporter: reads what has ended, makes spans, sends them, remembers how far it is.
 
 The log is the queue. While the collector is away nothing is read ahead, so that memory is bounded and nobody waits;
-a batch that could not be sent for ``patience_s`` is dropped and counted. Sent twice, after a restart, spans have the
-same ids.
+a batch that could not be sent for ``export_timeout_s`` is dropped and counted. Sent twice, after a restart, spans have
+the same ids.
 """
 
 import asyncio
@@ -116,7 +116,7 @@ class Following:
         *,
         not_before_ns: int = 0,
         sample: float = 1.0,
-        patience_s: float = 300.0,
+        export_timeout_s: float = 300.0,
     ) -> None:
         subjects, since = bus.subjects, start.since_ns
         self.counts = Counts()
@@ -124,7 +124,7 @@ class Following:
         self._exporter = exporter
         self._not_before_ns = not_before_ns
         self._sample = sample
-        self._patience_s = patience_s
+        self._export_timeout_s = export_timeout_s
         self._done = Reader(bus, "DONE", f"{subjects.namespace}.>", after=start.done_seq, since_ns=since)
         self._work = Reader(bus, "WORK", subjects.all("work"), since_ns=since)
         self._ledger = Reader(bus, "HANDOFF", subjects.all("handoff"), since_ns=since)
@@ -305,7 +305,7 @@ class Following:
             )
 
     async def _arrive(self, spans: list[Span]) -> bool:
-        pause, until = RETRY_S, time.monotonic() + self._patience_s
+        pause, until = RETRY_S, time.monotonic() + self._export_timeout_s
         while not await self._exporter.send(spans):
             if time.monotonic() + pause > until:
                 return False

@@ -158,7 +158,12 @@ async def _follow(settings: TraceSettings, bus: Bus, exporter: Exporter, kept: K
     else:
         start = await begin(bus, await kept.load())
     following = Following(
-        bus, exporter, start, not_before_ns=not_before, sample=settings.sample, patience_s=settings.patience_s
+        bus,
+        exporter,
+        start,
+        not_before_ns=not_before,
+        sample=settings.sample,
+        export_timeout_s=settings.export_timeout_s,
     )
     log.info("trace_open", endpoint=settings.otlp_endpoint, done_seq=start.done_seq, since=settings.since or "kept")
     work = asyncio.create_task(following.once() if settings.once else following.run(kept.save), name="follow")

@@ -225,7 +225,7 @@ async def test_a_child_that_ignores_sigterm_is_killed_in_time(tmp_path: Path) ->
     await keeper.start()
     await until(lambda: child.last_lines() == ["up"])
     async with asyncio.timeout(10):
-        await keeper.stop(patience_s=0.2)
+        await keeper.stop(timeout_s=0.2)
     assert child.pid is None
 
 
@@ -234,7 +234,7 @@ async def test_a_child_is_never_run_twice_at_once(tmp_path: Path) -> None:
     keeper = Keeper(process(tmp_path, code))
     await keeper.start()
     await until(lambda: keeper.exits >= 3)
-    await keeper.stop(patience_s=5)
+    await keeper.stop(timeout_s=5)
     words = [line.split() for line in (tmp_path / "p.log").read_text().splitlines()]
     times = [float(word[1]) for word in words]
     assert times == sorted(times)
@@ -249,7 +249,7 @@ async def test_a_child_at_a_standstill_is_killed_and_started_again_if_it_must_no
     os.kill(first, signal.SIGSTOP)
     await until(lambda: keeper.child.pid not in (None, first))
     assert keeper.last_status == -signal.SIGKILL
-    await keeper.stop(patience_s=5)
+    await keeper.stop(timeout_s=5)
 
 
 async def test_output_is_echoed_and_kept_when_asked(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:

@@ -6,7 +6,7 @@ others by ``--logits-processor name=module:Class``. Requests choose them by name
 
     {"logits_processors": [{"name": "temperature", "args": {"temperature": 0.7}}]}
 
-and ``--apply-logits-processors`` (the same list) chooses for every request of a worker. No request ever names code.
+and ``--default-logits-processors`` (the same list) chooses for every request of a worker. No request ever names code.
 
 Order, as in TensorRT-LLM: the model's logits; the processors, the worker's own first, then the request's in their
 order; then everything else, as if the model itself had said what they left: log probabilities, bias, min_tokens,

@@ -19,7 +19,7 @@ EXAMPLES = (
 
 
 class Given(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One processor in ``--apply-logits-processors``, written as in a request."""
+    """One processor in ``--default-logits-processors``, written as in a request."""
 
     name: str
     args: dict[str, Any] = {}
@@ -34,7 +34,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> Registry:
     """
     model = modeldir.load(path)
     facts = Facts(model.vocab_size, model.eos_token_ids, model.tokenizer)
-    return Registry((*EXAMPLES, *settings.logits_processor), facts, _always(settings.apply_logits_processors))
+    return Registry((*EXAMPLES, *settings.logits_processor), facts, _always(settings.default_logits_processors))
 
 
 def _always(text: str) -> tuple[LogitsProcessor, ...]:
@@ -42,6 +42,6 @@ def _always(text: str) -> tuple[LogitsProcessor, ...]:
         given = msgspec.json.decode(text, type=list[Given]) if text else []
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ProcessorError(
-            f'--apply-logits-processors: {error}; write [{{"name": "temperature", "args": {{"temperature": 0.7}}}}]'
+            f'--default-logits-processors: {error}; write [{{"name": "temperature", "args": {{"temperature": 0.7}}}}]'
         ) from error
     return tuple(LogitsProcessor(each.name, msgspec.json.encode(each.args)) for each in given)

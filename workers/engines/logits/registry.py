@@ -77,7 +77,7 @@ class Registry:
         try:  # what is wrong with it is wrong with every request
             self._made(self._always, prompt_len=1)
         except RequestError as error:
-            raise ProcessorError(f"--apply-logits-processors: {error.message}") from error
+            raise ProcessorError(f"--default-logits-processors: {error.message}") from error
 
     @property
     def names(self) -> tuple[str, ...]:

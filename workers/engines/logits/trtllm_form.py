@@ -83,7 +83,7 @@ class TrtllmProcessors:
         if self._asked:
             raise ProcessorError(
                 f"TensorRT-LLM has no logits processors {where}; leave out --logits-processor and "
-                "--apply-logits-processors"
+                "--default-logits-processors"
             )
         return TrtllmProcessors(Registry())
 
@@ -110,4 +110,4 @@ def from_settings(settings: WorkerSettings, path: Path) -> TrtllmProcessors:
 
 
 def _asked(settings: WorkerSettings) -> bool:
-    return bool(settings.logits_processor or settings.apply_logits_processors)
+    return bool(settings.logits_processor or settings.default_logits_processors)

@@ -181,7 +181,7 @@ async def test_a_dead_collector_costs_one_batch_at_a_time_and_the_rest_stays_in_
     bus: Bus, sent: Sent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(follow, "RETRY_S", 0.01)
-    following = Following(bus, sent, await begin(bus, None), patience_s=0.05)
+    following = Following(bus, sent, await begin(bus, None), export_timeout_s=0.05)
     sent.away = True
     dropped = await run(bus, 2)
     await following.once()

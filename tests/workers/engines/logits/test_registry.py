@@ -131,8 +131,8 @@ def test_the_workers_own_come_first_and_are_part_of_every_sequence() -> None:
 )
 def test_what_the_worker_applies_to_all_is_checked_at_the_start(text: str, words: str) -> None:
     with pytest.raises(ProcessorError, match=words) as caught:
-        from_settings(WorkerSettings(apply_logits_processors=text), modeldir.DEMO)
-    assert "--apply-logits-processors" in str(caught.value)
+        from_settings(WorkerSettings(default_logits_processors=text), modeldir.DEMO)
+    assert "--default-logits-processors" in str(caught.value)
 
 
 def test_a_worker_registers_the_examples_and_what_its_flags_name() -> None:

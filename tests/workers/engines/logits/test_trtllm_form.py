@@ -139,7 +139,7 @@ def test_where_tensorrt_llm_has_none_the_flags_are_refused_and_so_are_requests(r
     assert processors.names == ()
     with pytest.raises(RequestError, match="registered: none"):
         processors(asking(chosen("temperature", temperature=1)))
-    for flag in ({"logits_processor": (f"{OWN}:Plus",)}, {"apply_logits_processors": '[{"name": "temperature"}]'}):
+    for flag in ({"logits_processor": (f"{OWN}:Plus",)}, {"default_logits_processors": '[{"name": "temperature"}]'}):
         with pytest.raises(ProcessorError):
             from_settings(msgspec.structs.replace(apart, **flag), modeldir.DEMO)
     whole = msgspec.structs.replace(apart, role="aggregated", logits_processor=(f"{OWN}:Plus",))

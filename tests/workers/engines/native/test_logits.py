@@ -31,7 +31,7 @@ def model() -> modeldir.ModelDir:
 
 
 def engine(apply: str = "", **options: Any) -> ScheduledEngine:
-    settings = WorkerSettings(logits_processor=OWN_ONES, apply_logits_processors=apply)
+    settings = WorkerSettings(logits_processor=OWN_ONES, default_logits_processors=apply)
     processors = from_settings(settings, modeldir.DEMO)
     given: dict[str, Any] = {"device": "cpu", "kv_blocks": 64, "threads": 1} | options
     return build(str(modeldir.DEMO), processors=processors, **given)
@@ -189,7 +189,7 @@ def test_a_worker_can_apply_some_to_every_request() -> None:
 
 def test_the_environment_can_force_a_text_on_a_worker_for_tests_of_what_is_around_it() -> None:
     argv = ["--device", "cpu", "--threads", "1", "--kv-blocks", "32"]
-    environ = {"PENSTOCK_APPLY_LOGITS_PROCESSORS": '[{"name": "forced_text", "args": {"text": "Hello world!"}}]'}
+    environ = {"PENSTOCK_DEFAULT_LOGITS_PROCESSORS": '[{"name": "forced_text", "args": {"text": "Hello world!"}}]'}
     for given, words in ((environ, "Hello world!"), ({}, "933")):
         settings = parse(WorkerSettings, argv, prog="worker", environ=given)
         assert words in text(answer(native.from_settings(settings, modeldir.DEMO), ask()))
