@@ -17,8 +17,8 @@ from configs.settings import GatewaySettings
 from gateway.admission.queues import Queues, class_of
 from gateway.admission.retention import Retention
 from gateway.admission.room import LogRoom
-from gateway.images.models import ROLE, Studios
-from gateway.images.prepare import PATHS, prepare_picture
+from gateway.images.model_registry import ROLE, DiffusionModelRegistry
+from gateway.images.prepare import PATHS, prepare_images
 from gateway.log.completion import Completion
 from gateway.log.find import Finder
 from gateway.log.inflight import Exchange
@@ -26,12 +26,12 @@ from gateway.log.lookup import Found, Lookup
 from gateway.log.progress import Progress
 from gateway.log.records import Records, is_whole
 from gateway.log.subscription import TokenFeed
-from gateway.media.attachments import Attachments
+from gateway.media.loader import MediaLoader
 from gateway.metrics import Metrics
-from gateway.openai.prepare import CHAT, Draft, Prepared, finish, prepare_chat, prepare_text
-from gateway.openai.prepare_context import Target
+from gateway.openai.prepare import CHAT, PendingMediaRequest, PreparedRequest, finish, prepare_chat, prepare_text
+from gateway.openai.prepare_context import PrepareContext
 from gateway.openai.responses import stopping
-from gateway.parsers.table import Parsers, agreed
+from gateway.parsers.registry import ParserNames, agreed_parsers
 from gateway.roster import Roster, Sorted
 from infra.bus.connection import Bus
 from infra.bus.publisher import Publisher
@@ -71,7 +71,7 @@ class Gateway:
         self.settings = settings
         self.metrics = metrics
         self.names = tuple(n for n in settings.served_model_name.split(",") if n) or (model.name,)
-        self.studios = Studios()
+        self.diffusion_models = DiffusionModelRegistry()
         self.fleet = FleetWatch(bus, joined=self._joined, left=self._left)
         self.started_ns = time.time_ns()
         self.draining = False  # not ready any more; what is asked all the same is served
@@ -89,11 +89,11 @@ class Gateway:
         self.progress = Progress(bus, self.id, self._feed.watching)
         self._sharded = True  # routers read shards of REQUESTS; not so where an earlier release applied its streams
         self._threads = ThreadPoolExecutor(THREADS, "prepare")
-        self._attachments = Attachments(bus, settings, metrics)
-        self._disagreed: set[frozenset[Parsers]] = set()  # of which it was warned
+        self._media_loader = MediaLoader(bus, settings, metrics)
+        self._disagreed: set[frozenset[ParserNames]] = set()  # of which it was warned
         self._roster = Roster(self.names[0], model.tokenizer_digest, metrics)
         self._sorted: Sorted | None = None  # both are made when they are needed, after the fleet has changed
-        self._current: Target | None = None
+        self._current: PrepareContext | None = None
         self._log_room = LogRoom(bus, metrics)
         self._retention = Retention(bus, metrics)
         self._queues = Queues(settings.max_queue, self._unheard)
@@ -133,7 +133,7 @@ class Gateway:
             reasons.append("the broker is not connected")
         if not self._routers:
             reasons.append("no router takes requests; start one with 'penstock router'")
-        pictures = not self.settings.model and self.studios.present()  # nobody asked for a language model
+        pictures = not self.settings.model and self.diffusion_models.present()  # nobody asked for a language model
         if not pictures and not self._known_workers().ready:
             reasons.append(f"no worker serves {self.names[0]!r}; start one with 'penstock worker'")
         if self.draining:
@@ -146,18 +146,18 @@ class Gateway:
         return member.registration.model == self.names[0] or self.names[0] in member.registration.aliases
 
     def _joined(self, member: Member) -> None:
-        self.studios.put(member.registration)
+        self.diffusion_models.put(member.registration)
         self._sorted = self._current = None
 
     def _left(self, member: Member, why: str) -> None:
         log.info("worker_left", worker=member.registration.worker, why=why)
-        self.studios.left(member.registration.worker)
+        self.diffusion_models.left(member.registration.worker)
         self._sorted = self._current = None
 
     @property
-    def _target(self) -> Target:
+    def _prepare_context(self) -> PrepareContext:
         if self._current is None:
-            self._current = self._make_target()
+            self._current = self._make_prepare_context()
         return self._current
 
     def _known_workers(self) -> Sorted:
@@ -166,13 +166,13 @@ class Gateway:
             self._sorted = self._roster.sort(serving)
         return self._sorted
 
-    def _make_target(self) -> Target:
+    def _make_prepare_context(self) -> PrepareContext:
         workers, revision, _ = self._known_workers()
-        parsers, named = agreed(workers)
+        parsers, named = agreed_parsers(workers)
         if len(named) > 1 and named not in self._disagreed:
             self._disagreed.add(named)
             log.warning("workers_name_different_parsers", parsers=sorted(named), used=parsers)
-        return Target(
+        return PrepareContext(
             self.model,
             self.names,
             self.id,
@@ -189,45 +189,45 @@ class Gateway:
 
     # --- in ---
 
-    async def prepare(self, endpoint: str, body: bytes, request_id: str | None = None) -> Prepared:
+    async def prepare(self, endpoint: str, body: bytes, request_id: str | None = None) -> PreparedRequest:
         """
         Raises:
             ServingError: the body cannot be served, or the queue is full.
         """
         self.check_room(body)
         if endpoint in PATHS:
-            return prepare_picture(
+            return prepare_images(
                 endpoint,
                 body,
-                self.studios.known,
+                self.diffusion_models.known,
                 gateway=self.id,
                 default_deadline_s=self.settings.default_deadline_s,
                 now_ns=time.time_ns(),
                 request_id=request_id,
             )
         prepare = prepare_chat if endpoint == CHAT else prepare_text
-        target, now_ns = self._target, time.time_ns()
+        context, now_ns = self._prepare_context, time.time_ns()
         if len(body) <= LARGE_BODY:
-            prepared = prepare(body, target, now_ns=now_ns, request_id=request_id)
+            prepared = prepare(body, context, now_ns=now_ns, request_id=request_id)
         else:
-            prepared = await self._in_thread(prepare, body, target, now_ns=now_ns, request_id=request_id)
-        return await self._illustrated(prepared, target) if isinstance(prepared, Draft) else prepared
+            prepared = await self._in_thread(prepare, body, context, now_ns=now_ns, request_id=request_id)
+        return await self._illustrated(prepared, context) if isinstance(prepared, PendingMediaRequest) else prepared
 
     async def _in_thread(self, work: Callable[..., T], *args: Any, **options: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **options))
 
-    async def _illustrated(self, draft: Draft, target: Target) -> Prepared:
+    async def _illustrated(self, draft: PendingMediaRequest, context: PrepareContext) -> PreparedRequest:
         """A draft with its media loaded and stored."""
-        assert target.model.vision is not None
+        assert context.model.vision is not None
         left_s = draft.deadline_s - (time.time_ns() - draft.now_ns) / 1e9
         try:
             async with asyncio.timeout(left_s):
-                media = await self._attachments.load(draft.media, target.model.vision, left_s)
+                media = await self._media_loader.load(draft.media, context.model.vision, left_s)
         except TimeoutError:
             raise ServingError(Code.deadline_exceeded, "the images did not arrive before the deadline") from None
         if len(draft.tokens) <= LARGE_PROMPT:
-            return finish(draft, media, target)
-        return await self._in_thread(finish, draft, media, target)
+            return finish(draft, media, context)
+        return await self._in_thread(finish, draft, media, context)
 
     def has_room(self) -> bool:
         """Whether a submission should be taken now."""
@@ -399,7 +399,7 @@ class Gateway:
             await self._completion.look(open_, now)
         self.fleet.expire()
         if self._current is None:  # what workers are refused for, or disagree on, is said also while nobody asks
-            self._current = self._make_target()
+            self._current = self._make_prepare_context()
         for feed in (self._feed, *self._others.values()):
             for exchange in feed.exchanges:
                 late_ns = now_ns - exchange.request.deadline_ns

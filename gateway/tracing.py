@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from gateway.openai.prepare import Prepared
+from gateway.openai.prepare import PreparedRequest
 from schemas.trace import Trace, asked
 
 PARENT, STATE = "traceparent", "tracestate"
@@ -13,7 +13,7 @@ _PARENT, _STATE = PARENT.encode(), STATE.encode()
 OWN = Trace()
 
 
-def of_http(headers: Iterable[tuple[bytes, bytes]], tracing: str) -> Trace | None:
+def from_http_headers(headers: Iterable[tuple[bytes, bytes]], tracing: str) -> Trace | None:
     """From ASGI headers, whose names are lower case."""
     if tracing == "off":
         return None
@@ -28,7 +28,7 @@ def of_http(headers: Iterable[tuple[bytes, bytes]], tracing: str) -> Trace | Non
     return OWN if tracing == "all" else None
 
 
-def of_nats(headers: Mapping[str, str], tracing: str) -> Trace | None:
+def from_nats_headers(headers: Mapping[str, str], tracing: str) -> Trace | None:
     """From a NATS message's headers, whose names keep the case that the client wrote."""
     if tracing == "off":
         return None
@@ -38,7 +38,7 @@ def of_nats(headers: Mapping[str, str], tracing: str) -> Trace | None:
     return OWN if tracing == "all" else None
 
 
-def traced(prepared: Prepared, trace: Trace | None) -> Prepared:
+def with_trace(prepared: PreparedRequest, trace: Trace | None) -> PreparedRequest:
     """The same, to be traced if there is a trace."""
     if trace is None:
         return prepared

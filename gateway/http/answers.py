@@ -17,11 +17,11 @@ import structlog
 from gateway.http.connections import SCOPE, Connection
 from gateway.http.repeats import Names, accept_once, named, names_in
 from gateway.log.inflight import Exchange
-from gateway.openai.prepare import Prepared
-from gateway.openai.render import Collector, Renderer
+from gateway.openai.prepare import PreparedRequest
+from gateway.openai.render import AnswerAggregator, StreamRenderer
 from gateway.openai.responses import error_body, stopping
 from gateway.service import Gateway
-from gateway.tracing import of_http, traced
+from gateway.tracing import from_http_headers, with_trace
 from schemas.errors import Code, ServingError
 
 log = structlog.get_logger("gateway")
@@ -91,23 +91,23 @@ class Completions:
             gateway.metrics.requests.labels("http", code).inc()
             gateway.metrics.e2e.observe(time.monotonic() - began)
 
-    async def _prepare(self, scope: Scope, body: bytes, names: Names) -> Prepared:
+    async def _prepare(self, scope: Scope, body: bytes, names: Names) -> PreparedRequest:
         """
         Raises:
             ServingError: the body cannot be served, or the queue is full.
         """
         prepared = named(await self._gateway.prepare(self._endpoint, body), names)
-        return traced(prepared, of_http(scope["headers"], self._gateway.settings.tracing))
+        return with_trace(prepared, from_http_headers(scope["headers"], self._gateway.settings.tracing))
 
     async def _answer(
-        self, scope: Scope, prepared: Prepared, exchange: Exchange, send: Send, began: float, *, owner: bool
+        self, scope: Scope, prepared: PreparedRequest, exchange: Exchange, send: Send, began: float, *, owner: bool
     ) -> str:
         """Send what the request comes to; returns the code for the metrics."""
         gateway, request = self._gateway, exchange.request
         answer = Answer(gateway, exchange, scope, send, began, owner)
         if not prepared.stream:
-            return await answer.whole(Collector(request, gateway.model.detokenizer))
-        renderer = Renderer(request, gateway.model.detokenizer, include_usage=prepared.include_usage)
+            return await answer.whole(AnswerAggregator(request, gateway.model.detokenizer))
+        renderer = StreamRenderer(request, gateway.model.detokenizer, include_usage=prepared.include_usage)
         return await answer.stream(renderer)
 
 
@@ -130,7 +130,7 @@ class Reattach:
             if request.diffusion is not None:
                 await self._pictures(request, last, scope, receive, send)
                 return
-            renderer = Renderer(request, gateway.model.detokenizer, include_usage=True)
+            renderer = StreamRenderer(request, gateway.model.detokenizer, include_usage=True)
             if last:
                 try:
                     renderer.resume(last)
@@ -175,7 +175,7 @@ class Answer:
         headers = [*SSE_HEADERS, (REQUEST_ID, self._exchange.request.id.encode())]
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
-    async def stream(self, renderer: Renderer) -> str:
+    async def stream(self, renderer: StreamRenderer) -> str:
         """Server-sent events; returns the code for the metrics.
 
         Raises:
@@ -206,7 +206,7 @@ class Answer:
         finally:
             self.close()
 
-    async def whole(self, collector: Collector) -> str:
+    async def whole(self, collector: AnswerAggregator) -> str:
         """One JSON body; returns the code for the metrics.
 
         Raises:
@@ -225,14 +225,14 @@ class Answer:
         finally:
             self.close()
 
-    def _account(self, answer: Renderer | Collector) -> str:
+    def _account(self, answer: StreamRenderer | AnswerAggregator) -> str:
         usage = answer.usage
         self._gateway.metrics.output.inc(usage.completion_tokens)
         self._gateway.metrics.cached.inc(usage.prompt_tokens_details.cached_tokens)
         return answer.error.code.value if answer.error is not None else "ok"
 
 
-async def written(collector: Collector) -> bytes:
+async def written(collector: AnswerAggregator) -> bytes:
     """The JSON body of an answer; large ones are written in a thread, one by one, beside the streams of others.
 
     Raises:

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from gateway.http.answers import INTERNAL, App, Completions, Reattach, Receive, Scope, Send, bare_id, send_error
 from gateway.http.status import status_of
-from gateway.images.endpoints import Again, Files, Pictures, base_url_of
+from gateway.images.endpoints import Files, ImageGenerations, ImageReattach, base_url_of
 from gateway.images.prepare import PATHS
 from gateway.openai.openapi import document
 from gateway.openai.prepare import CHAT, TEXT
@@ -37,7 +37,7 @@ def application(gateway: Gateway) -> App:
     answering: dict[str, App] = {
         "/v1/chat/completions": Completions(gateway, CHAT),
         "/v1/completions": Completions(gateway, TEXT),
-        **{path: Pictures(gateway, kind) for kind, path in PATHS.items()},
+        **{path: ImageGenerations(gateway, kind) for kind, path in PATHS.items()},
     }
     others = _others(gateway, answering)
 
@@ -75,7 +75,7 @@ def _others(gateway: Gateway, answering: Mapping[str, App]) -> Starlette:
             Route("/v1/models/{name:path}", api.model),
             Route("/v1/requests/{id}", api.request, methods=["GET"]),
             Route("/v1/requests/{id}", api.cancel, methods=["DELETE"]),
-            Route("/v1/requests/{id}/stream", Reattach(gateway, Again(gateway))),
+            Route("/v1/requests/{id}/stream", Reattach(gateway, ImageReattach(gateway))),
             Route("/v1/files/{name}", Files(gateway).get),
             Route("/health/live", api.live),
             Route("/health/ready", api.ready),
@@ -114,7 +114,9 @@ class _Api:
         }
 
     def _cards(self) -> dict[str, dict[str, Any]]:
-        pictures = {name: self._picture_card(name, made) for name, made in self._gateway.studios.present().items()}
+        pictures = {
+            name: self._picture_card(name, made) for name, made in self._gateway.diffusion_models.present().items()
+        }
         return pictures | {name: self._model_card(name) for name in self._gateway.names}
 
     async def models(self, request: Request) -> Response:

@@ -14,7 +14,7 @@ import msgspec
 from gateway.admission.idempotency import Claim, claim, claim_again, lookup
 from gateway.log.inflight import Exchange
 from gateway.log.lookup import Found
-from gateway.openai.prepare import Prepared
+from gateway.openai.prepare import PreparedRequest
 from gateway.openai.requests import StreamOptions, parse, unsupported
 from gateway.service import Gateway
 from schemas.errors import Code, ServingError
@@ -28,7 +28,7 @@ LARGE_BODY = 32_768  # bytes; larger ones are compared in a thread
 SOON_S = 2.0  # so old a claim's request may still be on its way into the log
 AGAIN_S = 0.05
 
-Prepare = Callable[[], Awaitable[Prepared]]
+Prepare = Callable[[], Awaitable[PreparedRequest]]
 
 
 class Names(NamedTuple):
@@ -68,7 +68,7 @@ def names_in(headers: Iterable[tuple[bytes, bytes]]) -> Names:
     return Names(key, client_id)
 
 
-def named(prepared: Prepared, names: Names) -> Prepared:
+def named(prepared: PreparedRequest, names: Names) -> PreparedRequest:
     if not names.client_id:
         return prepared
     return prepared._replace(request=msgspec.structs.replace(prepared.request, client_request_id=names.client_id))
@@ -76,7 +76,7 @@ def named(prepared: Prepared, names: Names) -> Prepared:
 
 async def accept_once(
     gateway: Gateway, key: str, endpoint: str, body: bytes, prepare: Prepare
-) -> tuple[Prepared, Exchange]:
+) -> tuple[PreparedRequest, Exchange]:
     """The run that a key stands for, begun if need be. It goes on without its client, which can come again.
 
     Raises:
@@ -104,7 +104,7 @@ async def accept_once(
     if form.stream and (request.echo or request.sampling.prompt_logprobs is not None):
         raise unsupported("stream", "prompt_logprobs or echo with stream: true; ask for the whole answer")
     usage = form.stream_options is not None and bool(form.stream_options.include_usage)
-    prepared = Prepared(request, len(request.prompt) // 4, bool(form.stream), usage)
+    prepared = PreparedRequest(request, len(request.prompt) // 4, bool(form.stream), usage)
     return prepared, await gateway.attach(request, record, ordered=prepared.stream)
 
 

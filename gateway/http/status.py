@@ -5,10 +5,10 @@ from typing import Literal
 import msgspec
 
 from gateway.http.answers import written
-from gateway.images.responses import PictureCollector
+from gateway.images.responses import ImageAggregator
 from gateway.log.lookup import Found
 from gateway.log.records import has_output, is_whole
-from gateway.openai.render import Collector
+from gateway.openai.render import AnswerAggregator
 from gateway.openai.responses import Status, error_body
 from gateway.service import Gateway
 from schemas import done
@@ -50,7 +50,7 @@ async def _running(gateway: Gateway, request: GenerateRequest, base_url: str) ->
     return msgspec.structs.replace(_status(request, state), attempt=max(seen.attempt, 0), output_tokens=seen.tokens)
 
 
-async def _collected(gateway: Gateway, request: GenerateRequest, collector: Collector | PictureCollector) -> bool:
+async def _collected(gateway: Gateway, request: GenerateRequest, collector: AnswerAggregator | ImageAggregator) -> bool:
     """Give a collector what the token stream has; whether that is all of the answer."""
     exchange = await gateway.attach(request, whole=True)
     try:
@@ -59,7 +59,7 @@ async def _collected(gateway: Gateway, request: GenerateRequest, collector: Coll
         gateway.detach(exchange)
 
 
-async def _ended(request: GenerateRequest, collector: Collector | PictureCollector, base_url: str) -> Status:
+async def _ended(request: GenerateRequest, collector: AnswerAggregator | ImageAggregator, base_url: str) -> Status:
     try:
         result = await _result(collector, base_url)
     except ServingError as failure:
@@ -82,18 +82,18 @@ def _status(request: GenerateRequest, state: State) -> Status:
     )
 
 
-def _collector(gateway: Gateway, request: GenerateRequest, *, late: bool) -> Collector | PictureCollector:
+def _collector(gateway: Gateway, request: GenerateRequest, *, late: bool) -> AnswerAggregator | ImageAggregator:
     if request.diffusion is not None:
-        return PictureCollector(request)
-    return Collector(request, gateway.model.detokenizer, late=late)
+        return ImageAggregator(request)
+    return AnswerAggregator(request, gateway.model.detokenizer, late=late)
 
 
-async def _result(collector: Collector | PictureCollector, base_url: str) -> msgspec.Raw:
+async def _result(collector: AnswerAggregator | ImageAggregator, base_url: str) -> msgspec.Raw:
     """As it was answered; pictures always as links.
 
     Raises:
         ServingError: the request failed.
     """
-    if isinstance(collector, PictureCollector):
+    if isinstance(collector, ImageAggregator):
         return msgspec.Raw(_json(collector.answer(base_url)))
     return msgspec.Raw(await written(collector))

@@ -8,9 +8,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.http.answers import HEAD_S, JSON, REQUEST_ID, Answer, Completions, Receive, Scope, Send
-from gateway.images.responses import PictureAnswer, PictureCollector, PictureRenderer
+from gateway.images.responses import ImageAggregator, ImagesResponse, ImageStreamRenderer
 from gateway.log.inflight import Exchange
-from gateway.openai.prepare import Prepared
+from gateway.openai.prepare import PreparedRequest
 from gateway.service import Gateway
 from infra.bus import object_store
 from schemas.errors import Code, ServingError
@@ -33,18 +33,18 @@ _HOST = re.compile(r"[A-Za-z0-9._:\[\]-]{1,255}")
 _json = msgspec.json.encode
 
 
-class Pictures(Completions):
+class ImageGenerations(Completions):
     """``POST /v1/images/generations`` and ``/v1/videos/generations``."""
 
     async def _answer(
-        self, scope: Scope, prepared: Prepared, exchange: Exchange, send: Send, began: float, *, owner: bool
+        self, scope: Scope, prepared: PreparedRequest, exchange: Exchange, send: Send, began: float, *, owner: bool
     ) -> str:
         base_url = base_url_of(scope, self._gateway)
-        answer = Development(self._gateway, exchange, scope, send, began, owner, base_url=base_url)
-        return await (answer.show(PictureRenderer(exchange.request)) if prepared.stream else answer.once())
+        answer = ImageResponder(self._gateway, exchange, scope, send, began, owner, base_url=base_url)
+        return await (answer.show(ImageStreamRenderer(exchange.request)) if prepared.stream else answer.once())
 
 
-class Again:
+class ImageReattach:
     """The progress and the pictures of an accepted request, for ``Reattach``."""
 
     def __init__(self, gateway: Gateway) -> None:
@@ -58,7 +58,7 @@ class Again:
             ServingError: the request failed, or ``last_event_id`` is none of its events'.
         """
         gateway = self._gateway
-        renderer = PictureRenderer(request)
+        renderer = ImageStreamRenderer(request)
         if last_event_id:
             try:
                 renderer.resume(last_event_id)
@@ -66,10 +66,10 @@ class Again:
                 raise ServingError(Code.invalid_request, str(error), param="Last-Event-ID") from None
         exchange = await gateway.attach(request)
         base_url, began = base_url_of(scope, gateway), time.monotonic()
-        await Development(gateway, exchange, scope, send, began, owner=False, base_url=base_url).show(renderer)
+        await ImageResponder(gateway, exchange, scope, send, began, owner=False, base_url=base_url).show(renderer)
 
 
-class Development(Answer):
+class ImageResponder(Answer):
     """Sends the progress of one request and what it comes to."""
 
     def __init__(
@@ -86,7 +86,7 @@ class Development(Answer):
         super().__init__(gateway, exchange, scope, send, began, owner)
         self._base_url = base_url
 
-    async def show(self, renderer: PictureRenderer) -> str:
+    async def show(self, renderer: ImageStreamRenderer) -> str:
         """Server-sent events; returns the code for the metrics.
 
         Raises:
@@ -123,7 +123,7 @@ class Development(Answer):
             ServingError: the request failed, or the client went away.
         """
         exchange = self._exchange
-        collected = PictureCollector(exchange.request)
+        collected = ImageAggregator(exchange.request)
         self.open()
         try:
             while not collected.push(await exchange.take()):
@@ -136,7 +136,7 @@ class Development(Answer):
         finally:
             self.close()
 
-    async def _made(self, collected: PictureCollector) -> PictureAnswer:
+    async def _made(self, collected: ImageAggregator) -> ImagesResponse:
         contents = None
         if collected.ask.inline and collected.files is not None:
             contents = [await read_file(self._gateway, file) for file in collected.files]

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from gateway.openai.options import SEED_MASK
-from gateway.openai.prepare import TIERS, Prepared, random_seed
+from gateway.openai.prepare import TIERS, PreparedRequest, random_seed
 from gateway.openai.requests import Duration, Name, invalid, parse, unsupported
 from schemas.errors import Code, ServingError
 from schemas.fleet import Diffuser
@@ -35,13 +35,13 @@ _SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
 # one token of a subject; not "$", which in Python also matches before a last line break
 _WORKER = r"^[A-Za-z0-9_-]{1,128}(?![\s\S])"
 
-B = TypeVar("B", bound="PictureBody")
+B = TypeVar("B", bound="DiffusionOptions")
 
 Text = Annotated[str, Meta(min_length=1, max_length=MAX_PROMPT_CHARS)]
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 
 
-class PictureBody(Struct, frozen=True, kw_only=True):
+class DiffusionOptions(Struct, frozen=True, kw_only=True):
     """What images and videos share. null means: not given."""
 
     model: Annotated[str, Meta(min_length=1, max_length=512)]
@@ -66,7 +66,7 @@ class PictureBody(Struct, frozen=True, kw_only=True):
     worker: Annotated[str, Meta(pattern=_WORKER, description="run here only")] | None = None
 
 
-class ImageBody(PictureBody, frozen=True, kw_only=True):
+class ImageGenerationRequest(DiffusionOptions, frozen=True, kw_only=True):
     """POST /v1/images/generations."""
 
     quality: str | None = None
@@ -77,7 +77,7 @@ class ImageBody(PictureBody, frozen=True, kw_only=True):
     mask: Any = None
 
 
-class VideoBody(PictureBody, frozen=True, kw_only=True):
+class VideoGenerationRequest(DiffusionOptions, frozen=True, kw_only=True):
     """POST /v1/videos/generations. The number of frames: num_frames, else seconds x fps, else the pipeline's own."""
 
     seconds: Annotated[float, Meta(gt=0.0, le=3600.0)] | str | None = None
@@ -87,16 +87,16 @@ class VideoBody(PictureBody, frozen=True, kw_only=True):
     image: Any = None
 
 
-_image = msgspec.json.Decoder(ImageBody).decode
-_video = msgspec.json.Decoder(VideoBody).decode
+_image = msgspec.json.Decoder(ImageGenerationRequest).decode
+_video = msgspec.json.Decoder(VideoGenerationRequest).decode
 
 
-def parse_image(data: bytes) -> ImageBody:
+def parse_image(data: bytes) -> ImageGenerationRequest:
     """
     Raises:
         ServingError: invalid_request or unsupported, with the field.
     """
-    body: ImageBody = parse(_image, data)
+    body: ImageGenerationRequest = parse(_image, data)
     if body.quality not in (None, "auto", "standard"):
         raise unsupported("quality", "quality; num_inference_steps and size decide it")
     if body.style is not None:
@@ -109,23 +109,23 @@ def parse_image(data: bytes) -> ImageBody:
     return body
 
 
-def parse_video(data: bytes) -> VideoBody:
+def parse_video(data: bytes) -> VideoGenerationRequest:
     """
     Raises:
         ServingError: invalid_request or unsupported, with the field.
     """
-    body: VideoBody = parse(_video, data)
+    body: VideoGenerationRequest = parse(_video, data)
     _only_text(body, "input_reference", "image")
     return body
 
 
-def _only_text(body: PictureBody, *fields: str) -> None:
+def _only_text(body: DiffusionOptions, *fields: str) -> None:
     for field in fields:
         if getattr(body, field) is not None:
             raise unsupported(field, f"{field}: only a text can be started from")
 
 
-def prepare_picture(
+def prepare_images(
     kind: str,
     data: bytes,
     known: Mapping[str, Diffuser],
@@ -135,7 +135,7 @@ def prepare_picture(
     now_ns: int,
     request_id: str | None = None,
     seed: Callable[[], int] = random_seed,
-) -> Prepared:
+) -> PreparedRequest:
     """A request that can be published.
 
     Args:
@@ -169,10 +169,10 @@ def prepare_picture(
         endpoint=kind,
         diffusion=diffusion,
     )
-    return Prepared(request, 0, bool(body.stream), False)
+    return PreparedRequest(request, 0, bool(body.stream), False)
 
 
-def decided(body: PictureBody, made: Diffuser, seed: int) -> Diffusion:
+def decided(body: DiffusionOptions, made: Diffuser, seed: int) -> Diffusion:
     """All that the client left open is the model's own.
 
     Raises:
@@ -191,7 +191,7 @@ def decided(body: PictureBody, made: Diffuser, seed: int) -> Diffusion:
     if max(width, height) > SIDES.get(name, max(width, height)):
         raise invalid("size", f"size {width}x{height}: a side of a {name} file has at most {SIDES[name]} pixels")
     frame_rate = made.frame_rate
-    if isinstance(body, VideoBody) and body.fps is not None:
+    if isinstance(body, VideoGenerationRequest) and body.fps is not None:
         frame_rate = body.fps
     return Diffusion(
         kind=made.kind,
@@ -201,7 +201,7 @@ def decided(body: PictureBody, made: Diffuser, seed: int) -> Diffusion:
         steps=steps,
         format=name,
         negative=body.negative_prompt or "",
-        frames=frame_count(body, made, frame_rate) if isinstance(body, VideoBody) else 1,
+        frames=frame_count(body, made, frame_rate) if isinstance(body, VideoGenerationRequest) else 1,
         frame_rate=frame_rate,
         images=images,
         guidance=body.guidance_scale,
@@ -211,7 +211,7 @@ def decided(body: PictureBody, made: Diffuser, seed: int) -> Diffusion:
     )
 
 
-def frame_count(body: VideoBody, made: Diffuser, frame_rate: float) -> int:
+def frame_count(body: VideoGenerationRequest, made: Diffuser, frame_rate: float) -> int:
     """``num_frames`` as it is; ``seconds`` in frames, at least as many, and as the model makes them.
 
     Raises:
@@ -247,7 +247,7 @@ def frame_count(body: VideoBody, made: Diffuser, frame_rate: float) -> int:
     return count
 
 
-def _size(body: PictureBody, made: Diffuser) -> tuple[int, int]:
+def _size(body: DiffusionOptions, made: Diffuser) -> tuple[int, int]:
     if body.size in (None, "auto"):
         return made.width, made.height
     found = _SIZE.fullmatch(body.size or "")

@@ -22,7 +22,7 @@ _FAILED = ("error", "cancelled")
 _json = msgspec.json.encode
 
 
-class PictureData(Struct, frozen=True, omit_defaults=True):
+class ImageData(Struct, frozen=True, omit_defaults=True):
     """One image or video: where it is, or, if asked for, the file itself. ``frames`` and ``frame_rate`` of videos."""
 
     media_type: str
@@ -35,14 +35,14 @@ class PictureData(Struct, frozen=True, omit_defaults=True):
     frame_rate: float | None = None
 
 
-class PictureAnswer(Struct, frozen=True):
+class ImagesResponse(Struct, frozen=True):
     """Answer of POST /v1/images/generations and /v1/videos/generations. Times in seconds."""
 
     id: str
     object: Literal["image", "video"]
     created: int
     model: str
-    data: list[PictureData]
+    data: list[ImageData]
     inference_time_s: float
     size: str
     output_format: str
@@ -51,7 +51,7 @@ class PictureAnswer(Struct, frozen=True):
     status: Literal["completed"] = "completed"
 
 
-class PictureProgress(Struct, frozen=True):
+class ImageProgressEvent(Struct, frozen=True):
     """One server-sent event while pictures are made; the last before [DONE] is of type "...completed"."""
 
     type: Literal["image_generation.progress", "video_generation.progress"]
@@ -60,7 +60,7 @@ class PictureProgress(Struct, frozen=True):
     steps: int
 
 
-class PictureCollector:
+class ImageAggregator:
     """What a request has come to."""
 
     def __init__(self, request: GenerateRequest) -> None:
@@ -93,7 +93,7 @@ class PictureCollector:
                     self.files = finish.files
         return self.done
 
-    def answer(self, base_url: str, contents: Sequence[bytes] | None = None) -> PictureAnswer:
+    def answer(self, base_url: str, contents: Sequence[bytes] | None = None) -> ImagesResponse:
         """The body.
 
         Args:
@@ -107,7 +107,7 @@ class PictureCollector:
         assert self.files is not None
         video = self.ask.kind == "video"
         data = [
-            PictureData(
+            ImageData(
                 file.type,
                 file.width,
                 file.height,
@@ -119,7 +119,7 @@ class PictureCollector:
             )
             for i, file in enumerate(self.files)
         ]
-        return PictureAnswer(
+        return ImagesResponse(
             self.request.id,
             "video" if video else "image",
             self.request.created_ns // 1_000_000_000,
@@ -133,11 +133,11 @@ class PictureCollector:
         )
 
 
-class PictureRenderer:
+class ImageStreamRenderer:
     """Progress as events. Each tells all steps so far, so of those that came together only the last is shown."""
 
     def __init__(self, request: GenerateRequest) -> None:
-        self.collected = PictureCollector(request)
+        self.collected = ImageAggregator(request)
         self._kind = f"{self.collected.ask.kind}_generation"
         self._shown = 0
 
@@ -159,10 +159,10 @@ class PictureRenderer:
         if collected.step <= self._shown:
             return b""
         self._shown = collected.step
-        event = PictureProgress(f"{self._kind}.progress", collected.request.id, self._shown, collected.steps)  # type: ignore[arg-type]
+        event = ImageProgressEvent(f"{self._kind}.progress", collected.request.id, self._shown, collected.steps)  # type: ignore[arg-type]
         return b"id: %d\ndata: %b\n\n" % (self._shown, _json(event))
 
-    def end(self, answer: PictureAnswer) -> bytes:
+    def end(self, answer: ImagesResponse) -> bytes:
         """The last event, with the pictures, and the end of the stream."""
         return b"data: %b\n\n" % _json({"type": f"{self._kind}.completed"} | msgspec.to_builtins(answer)) + DONE
 

@@ -18,9 +18,9 @@ import httpcore2
 from gateway.media.media import (
     MAX_REDIRECTS,
     Inline,
-    Limits,
     Local,
-    Refused,
+    MediaLimits,
+    MediaRejected,
     Remote,
     below,
     check_address,
@@ -39,7 +39,7 @@ _FAILURES = (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutE
 class Fetcher:
     """Keeps nothing between two fetches: no connections, cookies, proxies or credentials."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: MediaLimits) -> None:
         self._limits = limits
         self._root = os.path.realpath(limits.root) if limits.root else ""
         self._backend = _CheckedBackend(limits)
@@ -54,7 +54,7 @@ class Fetcher:
     async def fetch(self, url: str) -> bytes:
         """
         Raises:
-            Refused: not served, not there, too large or too slow.
+            MediaRejected: not served, not there, too large or too slow.
         """
         match locate(url, self._limits):
             case Inline() as inline:
@@ -76,10 +76,10 @@ class Fetcher:
                         return answer
                     source = answer
         except TimeoutError:
-            raise Refused(f"did not arrive within {seconds:g} s (--media-timeout-s)") from None
+            raise MediaRejected(f"did not arrive within {seconds:g} s (--media-timeout-s)") from None
         except _FAILURES as error:
-            raise Refused(f"could not be fetched from {source.host}: {type(error).__name__} {error}") from None
-        raise Refused(f"is redirected more than {MAX_REDIRECTS} times")
+            raise MediaRejected(f"could not be fetched from {source.host}: {type(error).__name__} {error}") from None
+        raise MediaRejected(f"is redirected more than {MAX_REDIRECTS} times")
 
     async def _ask(self, source: Remote) -> bytes | Remote:
         """The body, or where else to ask."""
@@ -95,9 +95,11 @@ class Fetcher:
             if response.status in _REDIRECTS and b"location" in given:
                 return redirected(source, given[b"location"], self._limits)
             if response.status != 200:
-                raise Refused(f"could not be fetched: {source.host} answered {response.status}")
+                raise MediaRejected(f"could not be fetched: {source.host} answered {response.status}")
             if given.get(b"content-encoding", "identity").lower() != "identity":
-                raise Refused(f"could not be fetched: {source.host} answered in another encoding than it was asked for")
+                raise MediaRejected(
+                    f"could not be fetched: {source.host} answered in another encoding than it was asked for"
+                )
             return await self._body(response, given.get(b"content-length", ""))
 
     async def _body(self, response: httpcore2.Response, length: str) -> bytes:
@@ -116,7 +118,7 @@ class Fetcher:
 class _CheckedBackend(httpcore2.AnyIOBackend):
     """Resolves a name once, checks what it means, and connects to just that."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: MediaLimits) -> None:
         self._limits = limits
 
     async def connect_tcp(
@@ -153,17 +155,17 @@ def read_below(root: str, path: str, limit: int) -> bytes:
     """A regular file below ``root`` (which is a real path), wherever symbolic links lead meanwhile.
 
     Raises:
-        Refused: outside, not there, no file, or too large.
+        MediaRejected: outside, not there, no file, or too large.
     """
     names = below(os.path.realpath(path), root)
     try:
         at = _open_below(root, names)
     except OSError as error:
-        raise Refused(f"names a file that cannot be read: {error.strerror}") from None
+        raise MediaRejected(f"names a file that cannot be read: {error.strerror}") from None
     try:
         status = os.fstat(at)
         if not stat.S_ISREG(status.st_mode):
-            raise Refused("names something that is not a file")
+            raise MediaRejected("names something that is not a file")
         if status.st_size > limit:
             raise too_large(limit)
         with open(at, "rb", closefd=False) as file:

@@ -30,7 +30,7 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _FROM = ("data:", "http:", "https:", "file:")
 
 
-class Part(NamedTuple):
+class MediaPart(NamedTuple):
     """One image or embedding file that a message names."""
 
     field: str  # as in "messages[0].content[1].image_url"
@@ -38,7 +38,7 @@ class Part(NamedTuple):
     embedding: bool = False
 
 
-class Limits(NamedTuple):
+class MediaLimits(NamedTuple):
     """``root``: folder of the files that may be named; "": none may. ``private``: any address may be asked."""
 
     max_bytes: int
@@ -48,7 +48,7 @@ class Limits(NamedTuple):
     private: bool = False
 
     @classmethod
-    def of(cls, settings: GatewaySettings) -> "Limits":
+    def of(cls, settings: GatewaySettings) -> "MediaLimits":
         return cls(
             settings.max_media_bytes,
             settings.max_image_pixels,
@@ -84,7 +84,7 @@ class Remote(NamedTuple):
         return host if self.port == PORTS[self.scheme] else f"{host}:{self.port}"
 
 
-class Refused(ValueError):
+class MediaRejected(ValueError):
     """A medium cannot be used; the text goes behind the field's name."""
 
     def __init__(self, text: str, code: Code = Code.invalid_request) -> None:
@@ -95,38 +95,38 @@ class Refused(ValueError):
         return ServingError(self.code, f"{field} {self}"[:600], param=field)
 
 
-def locate(url: str, limits: Limits) -> Inline | Local | Remote:
+def locate(url: str, limits: MediaLimits) -> Inline | Local | Remote:
     """Where a medium is.
 
     Raises:
-        Refused: nowhere that is served, or inline and too large.
+        MediaRejected: nowhere that is served, or inline and too large.
     """
     scheme = url[:6].partition(":")[0].lower()
     if scheme == "data":
         return _inline(url, limits)
     if len(url) > MAX_URL:
-        raise Refused(f"is a URL of {len(url)} characters, and the limit is {MAX_URL}")
+        raise MediaRejected(f"is a URL of {len(url)} characters, and the limit is {MAX_URL}")
     if scheme in PORTS:
         return _remote(url, limits)
     if scheme == "file" or url.startswith("/"):
         return _local(url, limits)
-    raise Refused(f"is {url[:80]!r}; it must begin with {', '.join(_FROM)} or / (an absolute path)")
+    raise MediaRejected(f"is {url[:80]!r}; it must begin with {', '.join(_FROM)} or / (an absolute path)")
 
 
-def _inline(url: str, limits: Limits) -> Inline:
+def _inline(url: str, limits: MediaLimits) -> Inline:
     head, comma, text = url.partition(",")
     if not comma or not head.lower().endswith(";base64"):
-        raise Refused("is a data: URL that is not base64; write data:image/png;base64,...")
+        raise MediaRejected("is a data: URL that is not base64; write data:image/png;base64,...")
     if len(text) // 4 * 3 > limits.max_bytes + 3:
         raise too_large(limits.max_bytes)
     return Inline(text)
 
 
-def decode(inline: Inline, limits: Limits) -> bytes:
+def decode(inline: Inline, limits: MediaLimits) -> bytes:
     """The bytes of a data: URL.
 
     Raises:
-        Refused: not base64, or too large.
+        MediaRejected: not base64, or too large.
     """
     text = unquote(inline.text) if "%" in inline.text else inline.text
     parts = []
@@ -134,26 +134,26 @@ def decode(inline: Inline, limits: Limits) -> bytes:
         try:
             parts.append(binascii.a2b_base64(text[start : start + SLICE], strict_mode=True))
         except ValueError:
-            raise Refused("is a data: URL whose base64 is malformed") from None
+            raise MediaRejected("is a data: URL whose base64 is malformed") from None
         if start + SLICE < len(text) and len(parts[-1]) != SLICE // 4 * 3:
-            raise Refused("is a data: URL whose base64 is malformed")
+            raise MediaRejected("is a data: URL whose base64 is malformed")
     data = b"".join(parts)
     if len(data) > limits.max_bytes:
         raise too_large(limits.max_bytes)
     return data
 
 
-def _local(url: str, limits: Limits) -> Local:
+def _local(url: str, limits: MediaLimits) -> Local:
     path = url
     if not url.startswith("/"):
         host, slash, path = url[5:].removeprefix("//").partition("/") if url[5:7] == "//" else ("", "", url[5:])
         if host not in ("", "localhost"):
-            raise Refused(f"names a file on the host {host[:80]!r}; leave the host out")
+            raise MediaRejected(f"names a file on the host {host[:80]!r}; leave the host out")
         path = unquote(slash + path)
     if not limits.root:
-        raise Refused("names a local file, and none is served here (--allowed-local-media-path)")
+        raise MediaRejected("names a local file, and none is served here (--allowed-local-media-path)")
     if not path.startswith("/") or "\0" in path:
-        raise Refused("is not an absolute path")
+        raise MediaRejected("is not an absolute path")
     return Local(path)
 
 
@@ -161,24 +161,24 @@ def below(path: str, root: str) -> tuple[str, ...]:
     """The names that lead from ``root`` to ``path``; both without symbolic links.
 
     Raises:
-        Refused: it is not below.
+        MediaRejected: it is not below.
     """
     try:
         names = PurePosixPath(path).relative_to(root).parts
     except ValueError:
         names = ()
     if not names or ".." in names:
-        raise Refused("is not a file below the folder that is served (--allowed-local-media-path)")
+        raise MediaRejected("is not a file below the folder that is served (--allowed-local-media-path)")
     return names
 
 
-def _remote(url: str, limits: Limits) -> Remote:
+def _remote(url: str, limits: MediaLimits) -> Remote:
     """
     Raises:
-        Refused: a URL that parsers may read in different ways, or a port that is not served.
+        MediaRejected: a URL that parsers may read in different ways, or a port that is not served.
     """
     if any(c <= " " or c == "\x7f" or c == "\\" for c in url):
-        raise Refused("is a URL with blanks, backslashes or control characters")
+        raise MediaRejected("is a URL with blanks, backslashes or control characters")
     try:
         parts = urlsplit(url)
         host = parts.hostname or ""
@@ -188,15 +188,15 @@ def _remote(url: str, limits: Limits) -> Remote:
         else:
             host = host.encode("idna").decode("ascii")
     except ValueError:
-        raise Refused("is a malformed URL") from None
+        raise MediaRejected("is a malformed URL") from None
     if not host:
-        raise Refused("is a URL without a host")
+        raise MediaRejected("is a URL without a host")
     if not _HOST.fullmatch(host):
-        raise Refused("is a malformed URL")
+        raise MediaRejected("is a malformed URL")
     if parts.username is not None or parts.password is not None:
-        raise Refused("is a URL with a user name or password; those would be logged")
+        raise MediaRejected("is a URL with a user name or password; those would be logged")
     if not limits.private and port not in PORTS.values():
-        raise Refused(f"names port {port}; only 80 and 443 are asked (--allow-private-media-addresses)")
+        raise MediaRejected(f"names port {port}; only 80 and 443 are asked (--allow-private-media-addresses)")
     target = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~-._") + (f"?{_query(parts.query)}" if parts.query else "")
     return Remote(parts.scheme, host, port, target, url)
 
@@ -205,31 +205,31 @@ def _query(text: str) -> str:
     return quote(text, safe="/%:@!$&'()*+,;=~-._?")
 
 
-def redirected(source: Remote, location: str, limits: Limits) -> Remote:
+def redirected(source: Remote, location: str, limits: MediaLimits) -> Remote:
     """Where an answer sends us, checked like the first URL.
 
     Raises:
-        Refused: not http(s), or a URL that would not have been asked in the first place.
+        MediaRejected: not http(s), or a URL that would not have been asked in the first place.
     """
     try:
         url = urljoin(source.url, location)
         scheme = urlsplit(url).scheme
     except ValueError:
-        raise Refused("is redirected to a malformed URL") from None
+        raise MediaRejected("is redirected to a malformed URL") from None
     if len(url) > MAX_URL or scheme not in PORTS:
-        raise Refused("is redirected to something that is not http(s)")
+        raise MediaRejected("is redirected to something that is not http(s)")
     return _remote(url, limits)
 
 
-def check_address(address: str, limits: Limits) -> None:
+def check_address(address: str, limits: MediaLimits) -> None:
     """Refuse to ask this machine and its network for what a client names.
 
     Raises:
-        Refused: the address is not a public unicast one.
+        MediaRejected: the address is not a public unicast one.
     """
     if not limits.private and not _public(ipaddress.ip_address(address.partition("%")[0])):
         # not the address itself: that would tell a client what names mean inside
-        raise Refused(
+        raise MediaRejected(
             "names a host with a private, local or reserved address, which is not asked "
             "(--allow-private-media-addresses)"
         )
@@ -246,18 +246,18 @@ def _public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
     )
 
 
-def check_image(data: bytes, limits: Limits) -> str:
+def check_image(data: bytes, limits: MediaLimits) -> str:
     """The media type of an image, by its bytes alone.
 
     Raises:
-        Refused: no image of a known format, or too many pixels.
+        MediaRejected: no image of a known format, or too many pixels.
     """
     try:
         width, height = size_of(data)
     except NotAnImage as error:
-        raise Refused(str(error), Code.unsupported if error.unknown else Code.invalid_request) from None
+        raise MediaRejected(str(error), Code.unsupported if error.unknown else Code.invalid_request) from None
     if width * height > limits.max_pixels:
-        raise Refused(
+        raise MediaRejected(
             f"is an image of {width} x {height} pixels, and the limit is {limits.max_pixels} (--max-image-pixels)"
         )
     return kind_of(data)
@@ -279,30 +279,30 @@ def embedding_tokens(data: bytes, hidden: int) -> int:
     Args:
         hidden: the width that the model takes; 0: not known here.
     Raises:
-        Refused: not a safetensors file of one (tokens, hidden) tensor of floats.
+        MediaRejected: not a safetensors file of one (tokens, hidden) tensor of floats.
     """
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or length > min(MAX_HEADER, len(data) - 8):
-        raise Refused("is not a safetensors file (the only form of embeddings that is read)")
+        raise MediaRejected("is not a safetensors file (the only form of embeddings that is read)")
     try:
         entries: dict[str, Any] = _header(data[8 : 8 + length])
         tensors = [_tensor(entry) for name, entry in entries.items() if name != "__metadata__"]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        raise Refused("is a safetensors file with a malformed header") from None
+        raise MediaRejected("is a safetensors file with a malformed header") from None
     if len(tensors) != 1:
-        raise Refused(f"is a safetensors file with {len(tensors)} tensors; it must have 1")
+        raise MediaRejected(f"is a safetensors file with {len(tensors)} tensors; it must have 1")
     (tensor,) = tensors
     size = _FLOATS.get(tensor.dtype)
     if size is None:
-        raise Refused(f"holds a tensor of {tensor.dtype[:20]!r}; it must be one of {', '.join(_FLOATS)}")
+        raise MediaRejected(f"holds a tensor of {tensor.dtype[:20]!r}; it must be one of {', '.join(_FLOATS)}")
     if len(tensor.shape) != 2 or min(tensor.shape) < 1 or hidden not in (0, tensor.shape[1]):
         width = hidden or "hidden"
-        raise Refused(f"holds a tensor of shape {str(tensor.shape)[:80]}; this model takes (tokens, {width})")
+        raise MediaRejected(f"holds a tensor of shape {str(tensor.shape)[:80]}; this model takes (tokens, {width})")
     tokens, width = tensor.shape
     if tensor.data_offsets != (0, tokens * width * size) or len(data) != 8 + length + tokens * width * size:
-        raise Refused("is a safetensors file whose size does not fit its header")
+        raise MediaRejected("is a safetensors file whose size does not fit its header")
     return tokens
 
 
-def too_large(limit: int) -> Refused:
-    return Refused(f"is larger than {limit} bytes (--max-media-bytes)", Code.body_too_large)
+def too_large(limit: int) -> MediaRejected:
+    return MediaRejected(f"is larger than {limit} bytes (--max-media-bytes)", Code.body_too_large)

@@ -5,13 +5,13 @@ from typing import Any
 import msgspec
 
 from gateway.admission.idempotency import claim, claim_again, lookup
-from gateway.images.models import ROLE
+from gateway.images.model_registry import ROLE
 from gateway.nats.answering import Answering, Found
 from gateway.nats.protocol import Kind, Origin
 from gateway.nats.tenants import TenantTable
-from gateway.openai.prepare import Prepared
+from gateway.openai.prepare import PreparedRequest
 from gateway.service import Gateway
-from gateway.tracing import of_nats, traced
+from gateway.tracing import from_nats_headers, with_trace
 from schemas.errors import Code, ServingError
 from schemas.ids import new_request_id
 from schemas.subjects import token
@@ -68,11 +68,11 @@ class Accepting:
         self._gateway.metrics.prompt.inc(prepared.prompt_tokens)
         return Found(exchange.request, exchange=exchange)
 
-    async def _prepare(self, message: Any, kind: Kind, origin: Origin) -> Prepared:
+    async def _prepare(self, message: Any, kind: Kind, origin: Origin) -> PreparedRequest:
         gateway = self._gateway
         self._table.check_model(origin.tenant, kind.model)
-        prepared: Prepared = await gateway.prepare(kind.endpoint, message.data, new_request_id())
-        prepared = traced(prepared, of_nats(message.headers or {}, gateway.settings.tracing))
+        prepared: PreparedRequest = await gateway.prepare(kind.endpoint, message.data, new_request_id())
+        prepared = with_trace(prepared, from_nats_headers(message.headers or {}, gateway.settings.tracing))
         request = msgspec.structs.replace(prepared.request, tenant=origin.tenant, form=kind.form)
         return prepared._replace(request=request)
 

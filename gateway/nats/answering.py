@@ -10,7 +10,7 @@ from gateway.log.inflight import Exchange
 from gateway.log.records import has_output, is_whole
 from gateway.nats.numbered import Chunks, Message, failure
 from gateway.nats.outlet import Outlet
-from gateway.openai.render import Collector
+from gateway.openai.render import AnswerAggregator
 from gateway.service import Gateway
 from schemas.done import Done, items
 from schemas.errors import Code, ServingError
@@ -101,7 +101,7 @@ class Answering:
         exchange = await self._gateway.attach(request, whole=record is not None)
         if record is None or not usable or exchange.ended:
             return exchange, None
-        collector = Collector(request, self._gateway.model.detokenizer, late=True)
+        collector = AnswerAggregator(request, self._gateway.model.detokenizer, late=True)
         collector.push(items(record))
         try:
             return exchange, Message(0, await written(collector), record=True)
@@ -140,7 +140,7 @@ async def _messages(gateway: Gateway, exchange: Exchange, late: Message | None) 
 
 
 async def _whole(gateway: Gateway, exchange: Exchange) -> Message:
-    collector = Collector(exchange.request, gateway.model.detokenizer)
+    collector = AnswerAggregator(exchange.request, gateway.model.detokenizer)
     limit = gateway.bus.max_message
     try:
         while not collector.push(await exchange.take()):

@@ -11,7 +11,7 @@ import msgspec
 
 from gateway.nats.protocol import STREAM_USAGE
 from gateway.nats.rounds import Rounds
-from gateway.openai.render import DONE, Renderer
+from gateway.openai.render import DONE, StreamRenderer
 from gateway.openai.responses import error_body
 from infra.model.detokenizer import Detokenizer
 from schemas.errors import ServingError
@@ -57,7 +57,7 @@ class Chunks:
     """A streamed answer's messages."""
 
     def __init__(self, request: GenerateRequest, detokenizer: Detokenizer) -> None:
-        self._renderer = Renderer(request, detokenizer, include_usage=request.form == STREAM_USAGE)
+        self._renderer = StreamRenderer(request, detokenizer, include_usage=request.form == STREAM_USAGE)
         self._rounds = Rounds(request.n, self._renderer.hides_last) if request.n > 1 else None
         self._next = 0
 

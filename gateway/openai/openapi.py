@@ -6,10 +6,18 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from gateway.images.prepare import ImageBody, VideoBody
-from gateway.images.responses import PictureAnswer, PictureProgress
-from gateway.openai.requests import ChatBody, TextBody
-from gateway.openai.responses import ChatChunk, ChatCompletion, ErrorBody, ModelCard, ModelList, Status, TextCompletion
+from gateway.images.prepare import ImageGenerationRequest, VideoGenerationRequest
+from gateway.images.responses import ImageProgressEvent, ImagesResponse
+from gateway.openai.requests import ChatCompletionRequest, CompletionRequest
+from gateway.openai.responses import (
+    ChatCompletionChunk,
+    ChatCompletionResponse,
+    CompletionResponse,
+    ErrorBody,
+    ModelCard,
+    ModelList,
+    Status,
+)
 from schemas.errors import Code
 
 _REF = "#/components/schemas/{name}"
@@ -58,37 +66,37 @@ OPERATIONS = (
         "post",
         "/v1/chat/completions",
         "Answer a conversation",
-        body=ChatBody,
-        response=ChatCompletion,
+        body=ChatCompletionRequest,
+        response=ChatCompletionResponse,
         errors=_GENERATE,
-        streams=ChatChunk,
+        streams=ChatCompletionChunk,
     ),
     Operation(
         "post",
         "/v1/completions",
         "Continue a text",
-        body=TextBody,
-        response=TextCompletion,
+        body=CompletionRequest,
+        response=CompletionResponse,
         errors=_GENERATE,
-        streams=TextCompletion,
+        streams=CompletionResponse,
     ),
     Operation(
         "post",
         "/v1/images/generations",
         "Make images of a text",
-        body=ImageBody,
-        response=PictureAnswer,
+        body=ImageGenerationRequest,
+        response=ImagesResponse,
         errors=_MAKE,
-        streams=PictureProgress,
+        streams=ImageProgressEvent,
     ),
     Operation(
         "post",
         "/v1/videos/generations",
         "Make a video of a text",
-        body=VideoBody,
-        response=PictureAnswer,
+        body=VideoGenerationRequest,
+        response=ImagesResponse,
         errors=_MAKE,
-        streams=PictureProgress,
+        streams=ImageProgressEvent,
     ),
     Operation(
         "get",

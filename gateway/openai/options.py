@@ -5,9 +5,16 @@ from typing import TypeVar
 
 import msgspec
 
-from gateway.openai.prepare_context import Target
+from gateway.openai.prepare_context import PrepareContext
 from gateway.openai.prompt import too_long
-from gateway.openai.requests import MAX_PROCESSOR_BYTES, MAX_PROMPT_LOGPROBS, Body, ChatBody, TextBody, invalid
+from gateway.openai.requests import (
+    MAX_PROCESSOR_BYTES,
+    MAX_PROMPT_LOGPROBS,
+    Body,
+    ChatCompletionRequest,
+    CompletionRequest,
+    invalid,
+)
 from infra.model.modeldir import ModelDir
 from schemas.errors import Code, ServingError
 from schemas.requests import LogitsProcessor, Sampling, Stop
@@ -17,37 +24,37 @@ T = TypeVar("T")
 SEED_MASK = (1 << 63) - 1
 
 
-def max_tokens_of(body: ChatBody | TextBody) -> int | None:
+def max_tokens_of(body: ChatCompletionRequest | CompletionRequest) -> int | None:
     """How long an answer is asked for."""
-    if isinstance(body, ChatBody):
+    if isinstance(body, ChatCompletionRequest):
         return body.max_completion_tokens or body.max_tokens
     return 1 if body.max_tokens == 0 else body.max_tokens  # for the prompt's sake a token is computed
 
 
-def deadline_of(body: Body, target: Target) -> float:
+def deadline_of(body: Body, context: PrepareContext) -> float:
     """Seconds that a request may take."""
     asked = [seconds for seconds in (body.timeout_s, body.deadline_s) if seconds is not None]
-    return min(asked, default=target.default_deadline_s)
+    return min(asked, default=context.default_deadline_s)
 
 
-def _logprobs(body: ChatBody | TextBody) -> int | None:
-    if isinstance(body, ChatBody):
+def _logprobs(body: ChatCompletionRequest | CompletionRequest) -> int | None:
+    if isinstance(body, ChatCompletionRequest):
         return (body.top_logprobs or 0) if body.logprobs else None
     return body.logprobs
 
 
-def _prompt_logprobs(body: ChatBody | TextBody, tokens: int) -> int | None:
+def _prompt_logprobs(body: ChatCompletionRequest | CompletionRequest, tokens: int) -> int | None:
     """What ``prompt_logprobs`` asks for, or echo with ``logprobs``.
 
     Raises:
         ServingError: too many for a prompt of so many tokens.
     """
-    echoed = body.logprobs if isinstance(body, TextBody) and body.echo else None
+    echoed = body.logprobs if isinstance(body, CompletionRequest) and body.echo else None
     asked = [wanted for wanted in (body.prompt_logprobs, echoed) if wanted is not None]
     if not asked:
         return None
     most = max(asked)
-    shown = body.n or 1 if isinstance(body, TextBody) else 1  # each choice of a text completion repeats them
+    shown = body.n or 1 if isinstance(body, CompletionRequest) else 1  # each choice of a text completion repeats them
     if (values := tokens * (1 + most) * shown) > MAX_PROMPT_LOGPROBS:
         field = "prompt_logprobs" if most == body.prompt_logprobs else "logprobs"
         times, choices = (f", in each of {shown} choices", ", ask for fewer choices (n)") if shown > 1 else ("", "")
@@ -59,19 +66,19 @@ def _prompt_logprobs(body: ChatBody | TextBody, tokens: int) -> int | None:
     return most
 
 
-def output_limit(prompt_tokens: int, asked: int | None, target: Target) -> int:
+def output_limit(prompt_tokens: int, asked: int | None, context: PrepareContext) -> int:
     """How many tokens the answer may have.
 
     Raises:
         ServingError: no room is left, or less than the client asked for.
     """
-    limit = target.limit
+    limit = context.limit
     if not prompt_tokens:
         raise invalid("prompt", "the prompt is empty; it needs at least 1 token")
     if prompt_tokens >= limit:
         raise too_long(f"{prompt_tokens} tokens, which leaves no room for an answer", limit)
     if asked is None:
-        return min(target.default_max_tokens, limit - prompt_tokens)
+        return min(context.default_max_tokens, limit - prompt_tokens)
     if prompt_tokens + asked > limit:
         raise ServingError(
             Code.context_length_exceeded,
@@ -100,13 +107,18 @@ def stop_of(body: Body, max_tokens: int, model: ModelDir) -> Stop:
     )
 
 
-def sampling_of(body: ChatBody | TextBody, prompt_tokens: int, target: Target, seed: Callable[[], int]) -> Sampling:
+def sampling_of(
+    body: ChatCompletionRequest | CompletionRequest,
+    prompt_tokens: int,
+    context: PrepareContext,
+    seed: Callable[[], int],
+) -> Sampling:
     """The client's values over the model's own defaults.
 
     Raises:
         ServingError: an id outside the vocabulary, an unknown logits processor, too many log-probabilities.
     """
-    model = target.model
+    model = context.model
     own = model.sampling
     bias = body.logit_bias or {}
     if bias and max(bias) >= model.vocab_size:
@@ -122,12 +134,12 @@ def sampling_of(body: ChatBody | TextBody, prompt_tokens: int, target: Target, s
         repetition_penalty=_given(body.repetition_penalty, own.repetition_penalty),
         logit_bias=bias,
         logprobs=_logprobs(body),
-        logits_processors=_processors(body, target) if body.logits_processors else (),
+        logits_processors=_processors(body, context) if body.logits_processors else (),
         prompt_logprobs=_prompt_logprobs(body, prompt_tokens),
     )
 
 
-def _processors(body: Body, target: Target) -> tuple[LogitsProcessor, ...]:
+def _processors(body: Body, context: PrepareContext) -> tuple[LogitsProcessor, ...]:
     """What workers are told of the processors; the arguments stay as the client wrote them.
 
     Raises:
@@ -135,8 +147,8 @@ def _processors(body: Body, target: Target) -> tuple[LogitsProcessor, ...]:
     """
     made = []
     for i, each in enumerate(body.logits_processors or ()):
-        if target.processors is not None and each.name not in target.processors:
-            known = ", ".join(sorted(target.processors)) or "none"
+        if context.processors is not None and each.name not in context.processors:
+            known = ", ".join(sorted(context.processors)) or "none"
             raise invalid(
                 f"logits_processors[{i}].name",
                 f"logits processor {each.name!r} is registered on no worker; registered: {known}",

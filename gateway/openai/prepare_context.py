@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gateway.parsers.table import Parsers
+from gateway.parsers.registry import ParserNames
 from infra.model.modeldir import ModelDir
 
 
-class Target(NamedTuple):
+class PrepareContext(NamedTuple):
     """The model a body is prepared for, and what holds where the client says nothing.
 
     Attributes:
@@ -31,7 +31,7 @@ class Target(NamedTuple):
     revision: str = ""
     max_images: int = 16
     processors: frozenset[str] | None = None
-    parsers: Parsers | None = None
+    parsers: ParserNames | None = None
     plain: bool = True
 
     @property

@@ -5,9 +5,9 @@ from typing import Any
 
 import msgspec
 
-from gateway.media.media import Part
-from gateway.openai.prepare_context import Target
-from gateway.openai.requests import ChatBody, invalid, unsupported
+from gateway.media.media import MediaPart
+from gateway.openai.prepare_context import PrepareContext
+from gateway.openai.requests import ChatCompletionRequest, invalid, unsupported
 from infra.model.chat_template import TemplateError
 from infra.model.modeldir import ModelDir, Vision
 from schemas.errors import Code, ServingError
@@ -15,7 +15,7 @@ from schemas.errors import Code, ServingError
 _PROBE_CHARS_PER_TOKEN = 16  # text above this ratio is probed by its start before all of it is tokenised
 
 
-def render(body: ChatBody, messages: list[dict[str, Any]], model: ModelDir) -> str:
+def render(body: ChatCompletionRequest, messages: list[dict[str, Any]], model: ModelDir) -> str:
     if model.template is None:
         raise unsupported(
             "messages", f"model {model.name!r} has no chat template; use /v1/completions or start with --chat-template"
@@ -32,22 +32,22 @@ def render(body: ChatBody, messages: list[dict[str, Any]], model: ModelDir) -> s
         raise invalid("messages", f"the model's chat template refuses these messages: {str(error)[:300]}") from None
 
 
-def prompt_tokens(body: ChatBody, messages: list[dict[str, Any]], target: Target) -> list[int]:
+def prompt_tokens(body: ChatCompletionRequest, messages: list[dict[str, Any]], context: PrepareContext) -> list[int]:
     """The prompt as ``apply_chat_template`` and the tokenizer make it, but that clients' text stays text.
 
     Raises:
         ServingError: the template refuses the messages; the prompt is too long.
     """
     try:
-        return _prompt_tokens(body, messages, target)
+        return _prompt_tokens(body, messages, context)
     except RecursionError:
         raise invalid("messages", "tools, arguments or variables are nested too deeply") from None
 
 
-def _prompt_tokens(body: ChatBody, messages: list[dict[str, Any]], target: Target) -> list[int]:
-    plain, only_image = target.model.plain, not target.plain
+def _prompt_tokens(body: ChatCompletionRequest, messages: list[dict[str, Any]], context: PrepareContext) -> list[int]:
+    plain, only_image = context.model.plain, not context.plain
     if not plain.found(messages, body.tools, body.chat_template_kwargs, only_image=only_image):
-        return encode(render(body, messages, target.model), target, special=False)
+        return encode(render(body, messages, context.model), context, special=False)
     text, mark = "", ""
     for mark in plain.marks(messages, body.tools, body.chat_template_kwargs):
         inert = plain.marked(messages, mark, only_image=only_image)
@@ -56,8 +56,8 @@ def _prompt_tokens(body: ChatBody, messages: list[dict[str, Any]], target: Targe
         if plain.found(inert, tools, variables, only_image=only_image):
             break  # what normalising makes of it is a control token
         marked = msgspec.structs.replace(body, tools=tools, chat_template_kwargs=variables)
-        text = render(marked, inert, target.model)
-        check_length(text, target, special=False)
+        text = render(marked, inert, context.model)
+        check_length(text, context, special=False)
         tokens = plain.encode(text, mark)
         if tokens is not None:
             return tokens
@@ -65,24 +65,28 @@ def _prompt_tokens(body: ChatBody, messages: list[dict[str, Any]], target: Targe
         raise invalid("messages", "the messages have text of a control token that cannot be kept apart from the token")
     tokens = []
     for piece in text.split(mark):  # apart: it stays text, read as it was written
-        tokens += encode(piece, target, special=False)
+        tokens += encode(piece, context, special=False)
     return tokens
 
 
 def tokens_with_images(
-    body: ChatBody, messages: list[dict[str, Any]], media: Sequence[Part], vision: Vision, target: Target
+    body: ChatCompletionRequest,
+    messages: list[dict[str, Any]],
+    media: Sequence[MediaPart],
+    vision: Vision,
+    context: PrepareContext,
 ) -> list[int]:
     """The prompt of a model that sees: with one placeholder per medium, and none that a client wrote.
 
     Raises:
         ServingError: too many media; the template does not write one placeholder for each.
     """
-    if len(media) > target.max_images:
+    if len(media) > context.max_images:
         raise invalid(
-            media[target.max_images].field,
-            f"the request has {len(media)} images, and the limit is {target.max_images} (--max-images)",
+            media[context.max_images].field,
+            f"the request has {len(media)} images, and the limit is {context.max_images} (--max-images)",
         )
-    tokens = prompt_tokens(body, messages, target)
+    tokens = prompt_tokens(body, messages, context)
     if (found := tokens.count(vision.image_token_id)) != len(media):
         raise invalid(
             media[0].field if media else "messages",
@@ -92,32 +96,34 @@ def tokens_with_images(
     return tokens
 
 
-def encode(text: str, target: Target, *, special: bool) -> list[int]:
+def encode(text: str, context: PrepareContext, *, special: bool) -> list[int]:
     """Token ids; refuses text that cannot fit before paying for all of its tokenisation."""
-    if len(text) > target.limit * _PROBE_CHARS_PER_TOKEN:
-        check_length(text, target, special=special)
-    return _encode(text, target, special)
+    if len(text) > context.limit * _PROBE_CHARS_PER_TOKEN:
+        check_length(text, context, special=special)
+    return _encode(text, context, special)
 
 
-def check_length(text: str, target: Target, *, special: bool) -> None:
+def check_length(text: str, context: PrepareContext, *, special: bool) -> None:
     """
     Raises:
         ServingError: the text has more tokens than fit, as far as its length and its beginning tell.
     """
-    limit = target.limit
+    limit = context.limit
     if len(text) <= limit * _PROBE_CHARS_PER_TOKEN:
         return
-    longest = target.model.detokenizer.longest_bytes
+    longest = context.model.detokenizer.longest_bytes
     if len(text) > limit * longest:
         raise too_long(f"{len(text)} characters, more than {limit} tokens of at most {longest} bytes can hold", limit)
     # cut anywhere: at most the last word is split differently, so its count can only be a little too high
-    start = len(_encode(text[: limit * _PROBE_CHARS_PER_TOKEN], target, special))
+    start = len(_encode(text[: limit * _PROBE_CHARS_PER_TOKEN], context, special))
     if start > limit + _PROBE_CHARS_PER_TOKEN:
         raise too_long(f"at least {start} tokens", limit)
 
 
-def _encode(text: str, target: Target, special: bool) -> list[int]:  # the batch form: no offsets, and it frees the GIL
-    ids: list[int] = target.model.tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+def _encode(
+    text: str, context: PrepareContext, special: bool
+) -> list[int]:  # the batch form: no offsets, and it frees the GIL
+    ids: list[int] = context.model.tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
     return ids
 
 

@@ -14,7 +14,7 @@ LOWEST = -9999.0  # JSON has no -inf
 LARGE = 1024  # values; to write more is worth a thread
 
 
-class PromptPart:
+class PromptEcho:
     """Filled with the items of choice ``PROMPT``, in order; all choices of an answer share it."""
 
     def __init__(self, request: GenerateRequest, detokenizer: Detokenizer) -> None:

@@ -12,26 +12,26 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from gateway.openai.prepare import CHAT
-from gateway.openai.prompt_logprobs import LARGE, LOWEST, PromptPart
+from gateway.openai.prompt_logprobs import LARGE, LOWEST, PromptEcho
 from gateway.openai.responses import (
     AnswerMessage,
     ChatChoice,
-    ChatCompletion,
+    ChatCompletionResponse,
     ChatLogprob,
     ChatLogprobs,
+    CompletionResponse,
     Delta,
     PromptLogprobs,
     PromptTokensDetails,
     TextChoice,
-    TextCompletion,
     TextLogprobs,
     TopLogprob,
     UsageBody,
     error_body,
     serving_error,
 )
-from gateway.parsers.answer import AnswerParser
-from gateway.parsers.table import parser, special
+from gateway.parsers.answer_parser import AnswerParser
+from gateway.parsers.registry import parser, special
 from infra.model.detokenizer import Detokenizer
 from schemas.errors import ServingError
 from schemas.requests import GenerateRequest
@@ -150,7 +150,7 @@ class _Answer:
         return self._text_logprobs(choice, entries)
 
 
-class Renderer(_Answer):
+class StreamRenderer(_Answer):
     """A streamed answer: one event per token that has text, then one with the finish reason per choice.
 
     Each event's ``id:`` names the tokens consumed per choice, joined by "."; "f" marks a finished choice, "u" behind
@@ -293,7 +293,7 @@ class Renderer(_Answer):
             out.append(DONE)
 
 
-class Collector(_Answer):
+class AnswerAggregator(_Answer):
     """A whole answer: the same text and usage as streamed, behind the prompt if that is echoed.
 
     ``late``: log-probabilities may be unknown by now, as the token log keeps less long than the terminal events.
@@ -302,7 +302,7 @@ class Collector(_Answer):
     def __init__(self, request: GenerateRequest, detokenizer: Detokenizer, *, late: bool = False) -> None:
         super().__init__(request, detokenizer)
         self._late = late
-        self._prompt = PromptPart(request, detokenizer) if self._scored or request.echo else None
+        self._prompt = PromptEcho(request, detokenizer) if self._scored or request.echo else None
         self._texts: list[list[str]] = [[] for _ in self._choices]
         self._entries: list[list[tuple[int, Logprob]]] = [[] for _ in self._choices]
 
@@ -347,8 +347,8 @@ class Collector(_Answer):
         names = (self.id, self.created, self.request.model)
         if self.chat:
             choices = [self._chat_choice(choice) for choice in self._choices]
-            return _json(ChatCompletion(*names, choices, self.usage, prompt_logprobs=self._prompt_logprobs()))
-        return _json(TextCompletion(*names, [self._text_choice(choice) for choice in self._choices], self.usage))
+            return _json(ChatCompletionResponse(*names, choices, self.usage, prompt_logprobs=self._prompt_logprobs()))
+        return _json(CompletionResponse(*names, [self._text_choice(choice) for choice in self._choices], self.usage))
 
     def _chat_choice(self, choice: _Choice) -> ChatChoice:
         text = "".join(self._texts[choice.index])

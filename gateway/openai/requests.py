@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from gateway.media import media
-from gateway.parsers.formats import NAME
+from gateway.parsers.tool_formats import NAME
 from schemas.errors import Code, ServingError
 from schemas.requests import Priority
 from schemas.streams import LONGEST_DEADLINE_S
@@ -101,7 +101,7 @@ class MediaUrl(Struct, frozen=True):
     ] = None
 
 
-class Part(Struct, frozen=True):
+class ContentPart(Struct, frozen=True):
     """One part of a message's content: "text", "image_url" or "input_image", or "image_embeds"."""
 
     type: str
@@ -123,7 +123,7 @@ class ToolCall(Struct, frozen=True):
 
 class ChatMessage(Struct, frozen=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -134,7 +134,7 @@ class Typed(Struct, frozen=True):
     type: str
 
 
-class ChatBody(Body, frozen=True, kw_only=True):
+class ChatCompletionRequest(Body, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -153,7 +153,7 @@ class ChatBody(Body, frozen=True, kw_only=True):
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
 
 
-class TextBody(Body, frozen=True, kw_only=True):
+class CompletionRequest(Body, frozen=True, kw_only=True):
     """POST /v1/completions."""
 
     prompt: Annotated[
@@ -170,18 +170,18 @@ class TextBody(Body, frozen=True, kw_only=True):
 _MEDIA = {"image_url": "image_url", "input_image": "image_url", "image_embeds": "image_embeds"}
 _AT = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`$")
 
-_chat = msgspec.json.Decoder(ChatBody).decode
-_text = msgspec.json.Decoder(TextBody).decode
+_chat = msgspec.json.Decoder(ChatCompletionRequest).decode
+_text = msgspec.json.Decoder(CompletionRequest).decode
 _arguments = msgspec.json.Decoder(dict[str, Any]).decode
 
 
-def parse_chat(data: bytes) -> ChatBody:
+def parse_chat(data: bytes) -> ChatCompletionRequest:
     """A chat body that keeps every limit that does not depend on the model.
 
     Raises:
         ServingError: invalid_request or unsupported, with the field.
     """
-    body: ChatBody = parse(_chat, data)
+    body: ChatCompletionRequest = parse(_chat, data)
     if body.functions or body.function_call is not None:
         raise unsupported("functions", "functions and function_call are not served; use tools")
     if body.response_format is not None and body.response_format.type != "text":
@@ -198,13 +198,13 @@ def parse_chat(data: bytes) -> ChatBody:
     return body
 
 
-def parse_text(data: bytes) -> TextBody:
+def parse_text(data: bytes) -> CompletionRequest:
     """A text completion body that keeps every limit that does not depend on the model.
 
     Raises:
         ServingError: invalid_request or unsupported, with the field.
     """
-    body: TextBody = parse(_text, data)
+    body: CompletionRequest = parse(_text, data)
     if body.echo and body.stream:
         raise unsupported("echo", "echo with stream: true; ask for the whole answer")
     if body.max_tokens == 0 and not body.echo:
@@ -217,7 +217,7 @@ def parse_text(data: bytes) -> TextBody:
     return body
 
 
-def prompt_of(body: TextBody) -> str | list[int]:
+def prompt_of(body: CompletionRequest) -> str | list[int]:
     """The one prompt: text or token ids.
 
     Raises:
@@ -250,7 +250,7 @@ def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     ]
 
 
-def media_parts(messages: list[ChatMessage]) -> list[media.Part]:
+def media_parts(messages: list[ChatMessage]) -> list[media.MediaPart]:
     """The images and embedding files of messages that ``template_messages`` took, in their order."""
     found = []
     for number, message in enumerate(messages):
@@ -260,7 +260,7 @@ def media_parts(messages: list[ChatMessage]) -> list[media.Part]:
             if name := _MEDIA.get(part.type):
                 value: MediaUrl | str = getattr(part, name)
                 url = value if isinstance(value, str) else value.url
-                found.append(media.Part(f"messages[{number}].content[{i}].{name}", url, name == "image_embeds"))
+                found.append(media.MediaPart(f"messages[{number}].content[{i}].{name}", url, name == "image_embeds"))
     return found
 
 
@@ -298,7 +298,7 @@ def _template_message(number: int, message: ChatMessage) -> dict[str, Any]:
     return out
 
 
-def _content(where: str, role: str, content: str | list[Part] | None) -> str | list[dict[str, str]]:
+def _content(where: str, role: str, content: str | list[ContentPart] | None) -> str | list[dict[str, str]]:
     if content is None or isinstance(content, str):
         return content or ""
     for i, part in enumerate(content):

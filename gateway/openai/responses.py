@@ -87,7 +87,7 @@ class ChatChoice(Struct, frozen=True):
     logprobs: ChatLogprobs | None = None
 
 
-class ChatCompletion(Struct, frozen=True):
+class ChatCompletionResponse(Struct, frozen=True):
     """Answer of POST /v1/chat/completions without streaming."""
 
     id: str
@@ -107,7 +107,7 @@ class TextChoice(Struct, frozen=True):
     prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
 
 
-class TextCompletion(Struct, frozen=True):
+class CompletionResponse(Struct, frozen=True):
     """Answer of POST /v1/completions without streaming."""
 
     id: str
@@ -146,7 +146,7 @@ class ChunkChoice(Struct, frozen=True):
     finish_reason: str | None = None
 
 
-class ChatChunk(Struct, frozen=True):
+class ChatCompletionChunk(Struct, frozen=True):
     """One server-sent event of a streamed chat completion; the last one before [DONE] may carry the usage."""
 
     id: str

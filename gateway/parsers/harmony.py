@@ -6,9 +6,9 @@
 
 import re
 
-from gateway.parsers.formats import NAME
+from gateway.parsers.delta_builder import DeltaBuilder
 from gateway.parsers.reader import Marks, Reader, Steps
-from gateway.parsers.sink import Sink
+from gateway.parsers.tool_formats import NAME
 
 SPECIAL = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
 
@@ -20,7 +20,7 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _LONGEST_HEADER = 256  # characters; what is longer without its end was meant as text
 
 
-def harmony(reader: Reader, sink: Sink, *, calls: bool) -> Steps[None]:
+def harmony(reader: Reader, deltas: DeltaBuilder, *, calls: bool) -> Steps[None]:
     """A whole answer, which begins in a header: the prompt ends with ``<|start|>assistant``.
 
     Args:
@@ -32,20 +32,20 @@ def harmony(reader: Reader, sink: Sink, *, calls: bool) -> Steps[None]:
         header = [mark]
         if mark != "<|message|>" and not (yield from reader.until(_MESSAGE, header.append)):
             if len("".join(header)) > _LONGEST_HEADER:
-                sink.content("".join(header))
+                deltas.content("".join(header))
             return
         said = "".join(header)
         found, to = _CHANNEL.search(said), _RECIPIENT.search(said)
         name = to[1].removeprefix("functions.") if to is not None and to[1].startswith("functions.") else ""
         if calls and NAME.fullmatch(name):
-            mark = yield from _call(reader, sink, name)
+            mark = yield from _call(reader, deltas, name)
         elif found is not None and found[1] == "analysis":
             thoughts += 1
             if thoughts > 1:
-                sink.reasoning("\n")
-            mark = yield from reader.until(_ENDS, sink.reasoning)
+                deltas.reasoning("\n")
+            mark = yield from reader.until(_ENDS, deltas.reasoning)
         else:
-            mark = yield from reader.until(_ENDS, sink.content)
+            mark = yield from reader.until(_ENDS, deltas.content)
         if mark not in _OPENINGS:
             mark = yield from _opening(reader)
 
@@ -56,16 +56,16 @@ def _opening(reader: Reader) -> Steps[str]:
     return mark
 
 
-def _call(reader: Reader, sink: Sink, name: str) -> Steps[str]:
+def _call(reader: Reader, deltas: DeltaBuilder, name: str) -> Steps[str]:
     some: list[str] = []
 
     def emit(text: str) -> None:
         if text := text if some else text.lstrip():
             some.append("")
-            sink.arguments(text)
+            deltas.arguments(text)
 
-    sink.call(name)
+    deltas.call(name)
     mark = yield from reader.until(_ENDS, emit)
     if mark and not some:
-        sink.arguments("{}")
+        deltas.arguments("{}")
     return mark

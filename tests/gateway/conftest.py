@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.openai.prepare_context import Target
+from gateway.openai.prepare_context import PrepareContext
 from infra.model.modeldir import ModelDir, load
 from tests.tiny_model import write
 
@@ -13,11 +13,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelDir:
 
 
 @pytest.fixture(scope="session")
-def target(model: ModelDir) -> Target:
-    return Target(model, ("tiny", "alias"), "gw1")
+def context(model: ModelDir) -> PrepareContext:
+    return PrepareContext(model, ("tiny", "alias"), "gw1")
 
 
 @pytest.fixture(scope="session")
-def long_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+def long_context(tmp_path_factory: pytest.TempPathFactory) -> PrepareContext:
     path: Path = write(tmp_path_factory.mktemp("model") / "long", max_len=200_000)
-    return Target(load(path), ("tiny",), "gw1")
+    return PrepareContext(load(path), ("tiny",), "gw1")

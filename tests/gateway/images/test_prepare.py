@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.images.prepare import IMAGE, VIDEO, VideoBody, frame_count, prepare_picture
-from gateway.openai.prepare import Prepared
+from gateway.images.prepare import IMAGE, VIDEO, VideoGenerationRequest, frame_count, prepare_images
+from gateway.openai.prepare import PreparedRequest
 from schemas.errors import Code, ServingError
 from schemas.fleet import Diffuser
 from schemas.requests import Diffusion, Priority
@@ -37,10 +37,10 @@ KNOWN = {"painter": PAINTER, "filmer": FILMER, "plain": PLAIN}
 NOW_NS = 1_700_000_000_000_000_000
 
 
-def prepared(kind: str, **body: Any) -> Prepared:
+def prepared(kind: str, **body: Any) -> PreparedRequest:
     full = {"model": "painter" if kind == IMAGE else "filmer", "prompt": "a boat"} | body
     data = json.dumps(full).encode()
-    return prepare_picture(kind, data, KNOWN, gateway="g", default_deadline_s=60.0, now_ns=NOW_NS, seed=lambda: 11)
+    return prepare_images(kind, data, KNOWN, gateway="g", default_deadline_s=60.0, now_ns=NOW_NS, seed=lambda: 11)
 
 
 def decided(kind: str, **body: Any) -> Diffusion:
@@ -112,7 +112,7 @@ def test_a_video_is_never_shorter_than_asked_and_never_a_step_longer(
     seconds: float, rate: float, step: int, limit: int
 ) -> None:
     made = msgspec.structs.replace(FILMER, frame_step=step, max_frames=limit)
-    body = VideoBody(model="filmer", prompt="a", seconds=seconds)
+    body = VideoGenerationRequest(model="filmer", prompt="a", seconds=seconds)
     wanted = max(1, round(seconds * rate))
     longest = 1 + (limit - 1) // step * step
     if wanted > longest:
@@ -183,5 +183,5 @@ def test_a_side_that_one_format_cannot_hold_is_made_in_another() -> None:
 def test_what_is_not_json_is_refused() -> None:
     for data in (b"", b"[]", b"{", b'{"model": 1}', b"\xff"):
         with pytest.raises(ServingError) as caught:
-            prepare_picture(IMAGE, data, KNOWN, gateway="g", default_deadline_s=60.0, now_ns=NOW_NS)
+            prepare_images(IMAGE, data, KNOWN, gateway="g", default_deadline_s=60.0, now_ns=NOW_NS)
         assert caught.value.code is Code.invalid_request

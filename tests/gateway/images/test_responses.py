@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.images.responses import PictureCollector, PictureRenderer
+from gateway.images.responses import ImageAggregator, ImageStreamRenderer
 from schemas.errors import Code, ServingError
 from schemas.requests import Diffusion, GenerateRequest, Stop
 from schemas.tokens import File, Finish, TokenItem
@@ -39,8 +39,8 @@ def events(data: bytes) -> list[Any]:
     return [text if text == "[DONE]" else json.loads(text) for text in found]
 
 
-def collected(ask: Diffusion = IMAGE, files: tuple[File, ...] = FILES) -> PictureCollector:
-    collector = PictureCollector(request(ask))
+def collected(ask: Diffusion = IMAGE, files: tuple[File, ...] = FILES) -> ImageAggregator:
+    collector = ImageAggregator(request(ask))
     assert collector.push([item(0, 10, Finish("stop", files=files))])
     return collector
 
@@ -72,7 +72,7 @@ def test_a_videos_answer_tells_its_frames() -> None:
 
 @pytest.mark.parametrize("reason", ["error", "cancelled"])
 def test_a_failure_is_raised_whatever_came_before(reason: str) -> None:
-    collector = PictureCollector(request())
+    collector = ImageAggregator(request())
     assert not collector.push([item(0, 4)])
     assert collector.push([item(4, 0, Finish(reason, code="deadline_exceeded", message="late"))])
     with pytest.raises(ServingError, match="late") as caught:
@@ -83,7 +83,7 @@ def test_a_failure_is_raised_whatever_came_before(reason: str) -> None:
 
 @given(cuts=st.sets(st.integers(1, 9)), seen=st.integers(0, 10))
 def test_progress_is_told_once_however_it_comes_and_from_where_the_client_was(cuts: set[int], seen: int) -> None:
-    renderer = PictureRenderer(request())
+    renderer = ImageStreamRenderer(request())
     if seen:
         renderer.resume(str(seen))
     bounds = [0, *sorted(cuts), 10]
@@ -94,14 +94,14 @@ def test_progress_is_told_once_however_it_comes_and_from_where_the_client_was(cu
 
 
 def test_steps_that_came_together_are_one_event() -> None:
-    renderer = PictureRenderer(request(VIDEO))
+    renderer = ImageStreamRenderer(request(VIDEO))
     (event,) = events(renderer.push([item(0, 1), item(1, 2)]))
     assert (event["type"], event["step"], event["steps"]) == ("video_generation.progress", 3, 5)
     assert renderer.push([]) == b""
 
 
 def test_a_stream_ends_with_the_pictures_or_the_error() -> None:
-    renderer = PictureRenderer(request())
+    renderer = ImageStreamRenderer(request())
     renderer.push([item(0, 10, Finish("stop", files=FILES))])
     last, done = events(renderer.end(renderer.collected.answer("")))
     assert (last["type"], len(last["data"]), done) == ("image_generation.completed", 2, "[DONE]")
@@ -112,4 +112,4 @@ def test_a_stream_ends_with_the_pictures_or_the_error() -> None:
 @pytest.mark.parametrize("text", ["", "x", "1.0", "²", "-1", "9" * 20])
 def test_an_event_id_is_a_number_of_steps(text: str) -> None:
     with pytest.raises(ValueError, match="not an event id"):
-        PictureRenderer(request()).resume(text)
+        ImageStreamRenderer(request()).resume(text)

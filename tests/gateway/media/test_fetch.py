@@ -12,11 +12,11 @@ import pytest
 
 from gateway.media import fetch
 from gateway.media.fetch import Fetcher, read_below
-from gateway.media.media import Limits, Refused
+from gateway.media.media import MediaLimits, MediaRejected
 from schemas.errors import Code
 from tests.gateway.media.support import Site, data_url
 
-LIMITS = Limits(100_000, 1000, 5.0, private=True)
+LIMITS = MediaLimits(100_000, 1000, 5.0, private=True)
 PUBLIC = "93.184.216.34"
 
 
@@ -26,8 +26,8 @@ async def site() -> AsyncIterator[Site]:
         yield site
 
 
-async def refusal(url: str, limits: Limits = LIMITS) -> Refused:
-    with pytest.raises(Refused) as caught:
+async def refusal(url: str, limits: MediaLimits = LIMITS) -> MediaRejected:
+    with pytest.raises(MediaRejected) as caught:
         await Fetcher(limits).fetch(url)
     assert len(str(caught.value)) < 400
     return caught.value
@@ -291,7 +291,7 @@ def test_a_file_that_becomes_a_link_while_it_is_opened_is_not_followed(
     (root / "out").symlink_to(root.parent / "secret")
     monkeypatch.setattr(fetch.os.path, "realpath", lambda path: path)
     for path in (f"{root}/swap/secret", f"{root}/out"):
-        with pytest.raises(Refused, match="cannot be read"):
+        with pytest.raises(MediaRejected, match="cannot be read"):
             read_below(str(root), path, 100)
     assert read_below(str(root), f"{root}/a.png", 100) == b"a"
 
@@ -304,7 +304,7 @@ async def test_nothing_stays_open(site: Site, root: Path) -> None:
     for url in (site.url("/ok"), site.url("/endless"), f"{root}/a.png", f"{root}/gone", f"{root}/deep"):
         try:
             await fetcher.fetch(url)
-        except Refused:
+        except MediaRejected:
             pass
     for _ in range(200):
         if len(os.listdir("/proc/self/fd")) <= before:

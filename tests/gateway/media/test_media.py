@@ -14,9 +14,9 @@ from configs.settings import GatewaySettings
 from gateway.media.media import (
     SLICE,
     Inline,
-    Limits,
     Local,
-    Refused,
+    MediaLimits,
+    MediaRejected,
     Remote,
     below,
     check_address,
@@ -29,12 +29,12 @@ from gateway.media.media import (
 from schemas.errors import Code
 from tests.gateway.media.test_image_header import picture, png
 
-LIMITS = Limits(1000, 10_000, 1.0)
+LIMITS = MediaLimits(1000, 10_000, 1.0)
 OPEN = LIMITS._replace(root="/srv/media", private=True)
 
 
-def refusal(url: str, limits: Limits = LIMITS) -> Refused:
-    with pytest.raises(Refused) as caught:
+def refusal(url: str, limits: MediaLimits = LIMITS) -> MediaRejected:
+    with pytest.raises(MediaRejected) as caught:
         locate(url, limits)
     return caught.value
 
@@ -47,8 +47,8 @@ def test_limits_are_those_of_the_settings() -> None:
         allowed_local_media_path="/m",
         allow_private_media_addresses=True,
     )
-    assert Limits.of(settings_) == Limits(1, 2, 3.0, "/m", True)
-    assert Limits.of(GatewaySettings())[3:] == ("", False)
+    assert MediaLimits.of(settings_) == MediaLimits(1, 2, 3.0, "/m", True)
+    assert MediaLimits.of(GatewaySettings())[3:] == ("", False)
 
 
 FOUND: list[tuple[str, object]] = [
@@ -133,7 +133,7 @@ def test_any_port_may_be_asked_where_any_address_may() -> None:
 def test_any_url_is_found_or_refused(head: str, rest: str) -> None:
     try:
         found = locate(head + rest, OPEN)
-    except Refused:
+    except MediaRejected:
         return
     if isinstance(found, Remote):  # what goes onto the wire is plain ASCII without blanks
         assert f"{found.authority}{found.target}".isascii()
@@ -146,7 +146,7 @@ def test_base64_is_decoded_and_its_size_is_exact() -> None:
     assert decode(Inline(text), LIMITS) == data
     assert decode(Inline(text.replace("+", "%2B").replace("=", "%3D")), LIMITS) == data
     larger = Inline(base64.b64encode(bytes(1001)).decode())
-    with pytest.raises(Refused, match="larger than 1000 bytes") as caught:
+    with pytest.raises(MediaRejected, match="larger than 1000 bytes") as caught:
         decode(larger, LIMITS)
     assert caught.value.code is Code.body_too_large
     long = LIMITS._replace(max_bytes=1 << 20)
@@ -154,10 +154,10 @@ def test_base64_is_decoded_and_its_size_is_exact() -> None:
     text = base64.b64encode(data).decode()
     assert decode(Inline(text), long) == data
     for cut in (SLICE - 2, SLICE - 1, SLICE):
-        with pytest.raises(Refused, match="malformed"):
+        with pytest.raises(MediaRejected, match="malformed"):
             decode(Inline(text[:cut] + "=" + text[cut + 1 :]), long)
     for text in ("AAA", "A===", "AA AA", "AAAA\n", "_-_-", "ä"):
-        with pytest.raises(Refused, match="malformed"):
+        with pytest.raises(MediaRejected, match="malformed"):
             decode(Inline(text), LIMITS)
 
 
@@ -178,13 +178,13 @@ def test_public_addresses_are_asked(address: str) -> None:
 
 @pytest.mark.parametrize("address", NOT_PUBLIC)
 def test_other_addresses_are_not(address: str) -> None:
-    with pytest.raises(Refused, match="private, local or reserved"):
+    with pytest.raises(MediaRejected, match="private, local or reserved"):
         check_address(address, LIMITS)
     check_address(address, OPEN)
 
 
 def test_a_refusal_does_not_tell_the_address() -> None:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(MediaRejected) as caught:
         check_address("10.11.12.13", LIMITS)
     assert "10.11" not in str(caught.value)
 
@@ -219,7 +219,7 @@ def test_a_redirect_is_relative_to_what_was_asked(location: str, where: str) -> 
 def test_a_redirect_leads_nowhere_that_a_url_may_not(location: str) -> None:
     source = locate("http://example.org/a.png", LIMITS._replace(root="/"))
     assert isinstance(source, Remote)
-    with pytest.raises(Refused):
+    with pytest.raises(MediaRejected):
         redirected(source, location, LIMITS._replace(root="/"))
 
 
@@ -238,7 +238,7 @@ def test_a_redirect_leads_nowhere_that_a_url_may_not(location: str) -> None:
 )
 def test_only_what_is_below_the_folder_is_below_it(path: str, root: str, names: tuple[str, ...] | None) -> None:
     if names is None:
-        with pytest.raises(Refused):
+        with pytest.raises(MediaRejected):
             below(path, root)
     else:
         assert below(path, root) == names
@@ -251,7 +251,7 @@ def test_an_image_is_what_its_bytes_say() -> None:
     # a picture and something else in one file is that picture: nobody is told another type
     assert check_image(picture(4, 4, "GIF") + b"<script>alert(1)</script>", LIMITS) == "image/gif"
     for data in (b"<html>" + picture(4, 4, "PNG"), b"", b"GIF", b"PK\x03\x04"):
-        with pytest.raises(Refused, match="not a PNG") as caught:
+        with pytest.raises(MediaRejected, match="not a PNG") as caught:
             check_image(data, LIMITS)
         assert caught.value.code is Code.unsupported
 
@@ -259,7 +259,9 @@ def test_an_image_is_what_its_bytes_say() -> None:
 def test_the_limit_of_pixels_is_exact_and_holds_for_what_is_declared() -> None:
     assert check_image(png(100, 100), LIMITS)
     for width, height in ((100, 101), (10_001, 1), (30_000, 30_000), (1 << 31, 1 << 31)):
-        with pytest.raises(Refused, match=rf"{width} x {height} pixels, and the limit is 10000 \(--max-image-pixels"):
+        with pytest.raises(
+            MediaRejected, match=rf"{width} x {height} pixels, and the limit is 10000 \(--max-image-pixels"
+        ):
             check_image(png(width, height), LIMITS)
 
 
@@ -315,7 +317,7 @@ def test_what_a_library_writes_is_read() -> None:
     ],
 )
 def test_other_files_are_no_embeddings(data: bytes, reason: str) -> None:
-    with pytest.raises(Refused, match=reason):
+    with pytest.raises(MediaRejected, match=reason):
         embedding_tokens(data, 8)
 
 
@@ -325,5 +327,5 @@ def test_any_bytes_are_embeddings_or_refused(data: bytes) -> None:
     for case in (data, safetensors(data, b"")):
         try:
             assert embedding_tokens(case, 8) > 0
-        except Refused:
+        except MediaRejected:
             pass

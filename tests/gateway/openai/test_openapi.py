@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 
 import gateway
-from gateway.images.prepare import ImageBody, VideoBody
+from gateway.images.prepare import ImageGenerationRequest, VideoGenerationRequest
 from gateway.openai.openapi import OPERATIONS, Operation, document
-from gateway.openai.requests import ChatBody, TextBody
+from gateway.openai.requests import ChatCompletionRequest, CompletionRequest
 from schemas.errors import Code
 
 
@@ -33,12 +33,12 @@ def test_every_reference_leads_to_a_schema() -> None:
 
 def test_the_documented_fields_are_the_parsed_ones_with_their_limits() -> None:
     schemas = plain()["components"]["schemas"]
-    for body in (ChatBody, TextBody, ImageBody, VideoBody):
+    for body in (ChatCompletionRequest, CompletionRequest, ImageGenerationRequest, VideoGenerationRequest):
         assert set(schemas[body.__name__]["properties"]) == set(body.__struct_fields__)
-    assert schemas["ChatBody"]["required"] == ["model", "messages"]
-    assert {"type": "number", "minimum": 0.0, "maximum": 2.0} in schemas["ChatBody"]["properties"]["temperature"][
-        "anyOf"
-    ]
+    assert schemas["ChatCompletionRequest"]["required"] == ["model", "messages"]
+    assert {"type": "number", "minimum": 0.0, "maximum": 2.0} in schemas["ChatCompletionRequest"]["properties"][
+        "temperature"
+    ]["anyOf"]
 
 
 def test_errors_are_grouped_by_status() -> None:

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.openai import prompt
-from gateway.openai.prepare import Prepared, prepare_chat, prepare_text
-from gateway.openai.prepare_context import Target
+from gateway.openai.prepare import PreparedRequest, prepare_chat, prepare_text
+from gateway.openai.prepare_context import PrepareContext
 from gateway.service import LARGE_BODY
 from infra.model import modeldir
 from infra.model.modeldir import ModelDir
@@ -21,13 +21,13 @@ from tests.tiny_model import CORPUS, write
 NOW = 1_700_000_000 * 10**9
 
 
-def chat(target: Target, content: Any = "hi", **options: Any) -> Prepared:
+def chat(context: PrepareContext, content: Any = "hi", **options: Any) -> PreparedRequest:
     body = {"model": "tiny", "messages": [{"role": "user", "content": content}], **options}
-    return prepare_chat(json.dumps(body).encode(), target, now_ns=NOW)
+    return prepare_chat(json.dumps(body).encode(), context, now_ns=NOW)
 
 
-def text(target: Target, prompt: Any = "hi", **options: Any) -> Prepared:
-    return prepare_text(json.dumps({"model": "tiny", "prompt": prompt, **options}).encode(), target, now_ns=NOW)
+def text(context: PrepareContext, prompt: Any = "hi", **options: Any) -> PreparedRequest:
+    return prepare_text(json.dumps({"model": "tiny", "prompt": prompt, **options}).encode(), context, now_ns=NOW)
 
 
 def refusal(call: Any, *args: Any, **options: Any) -> ServingError:
@@ -36,9 +36,9 @@ def refusal(call: Any, *args: Any, **options: Any) -> ServingError:
     return caught.value
 
 
-def test_a_chat_becomes_template_tokens_and_block_names(target: Target) -> None:
-    done = chat(target, CORPUS[:200], max_tokens=7, cache_salt="tenant")
-    request, model = done.request, target.model
+def test_a_chat_becomes_template_tokens_and_block_names(context: PrepareContext) -> None:
+    done = chat(context, CORPUS[:200], max_tokens=7, cache_salt="tenant")
+    request, model = done.request, context.model
     expected = f"<|im_start|>user\n{CORPUS[:200]}<|im_end|>\n<|im_start|>assistant\n"
     ids = model.tokenizer.encode(expected, add_special_tokens=False).ids
     assert list(unpack_tokens(request.prompt)) == ids
@@ -49,23 +49,23 @@ def test_a_chat_becomes_template_tokens_and_block_names(target: Target) -> None:
     assert decode(encode(request)) == request
 
 
-def test_text_and_token_ids_give_the_same_request(target: Target) -> None:
-    one = text(target, CORPUS[:100], seed=1).request
+def test_text_and_token_ids_give_the_same_request(context: PrepareContext) -> None:
+    one = text(context, CORPUS[:100], seed=1).request
     ids = list(unpack_tokens(one.prompt))
-    two = text(target, ids, seed=1).request
+    two = text(context, ids, seed=1).request
     assert (one.prompt, one.digests, one.endpoint) == (two.prompt, two.digests, "text")
 
 
-def test_aliases_are_canonical_in_the_request_and_others_are_not_found(target: Target) -> None:
-    assert chat(target, model="alias").request.model == "tiny"
-    error = refusal(chat, target, model="gpt-4")
+def test_aliases_are_canonical_in_the_request_and_others_are_not_found(context: PrepareContext) -> None:
+    assert chat(context, model="alias").request.model == "tiny"
+    error = refusal(chat, context, model="gpt-4")
     assert (error.code, error.code.status, error.param) == (Code.model_not_found, 404, "model")
     assert "'tiny', 'alias'" in error.message
 
 
-def test_options_reach_the_request(target: Target) -> None:
+def test_options_reach_the_request(context: PrepareContext) -> None:
     done = chat(
-        target,
+        context,
         temperature=0,
         top_k=-1,
         seed=-1,
@@ -97,53 +97,53 @@ def test_options_reach_the_request(target: Target) -> None:
     assert (done.stream, done.include_usage) == (True, True)
 
 
-def test_what_the_client_leaves_open_comes_from_the_model_and_the_gateway(target: Target) -> None:
-    request = chat(target).request
-    assert request.sampling.temperature == target.model.sampling.temperature
+def test_what_the_client_leaves_open_comes_from_the_model_and_the_gateway(context: PrepareContext) -> None:
+    request = chat(context).request
+    assert request.sampling.temperature == context.model.sampling.temperature
     assert request.sampling.logprobs is None
     assert (request.stop.max_tokens, request.deadline_ns - NOW) == (512, 600 * 10**9)
     assert request.created_ns == NOW
 
 
-def test_a_seed_is_drawn_when_none_is_given(target: Target) -> None:
-    assert chat(target).request.sampling.seed != chat(target).request.sampling.seed
-    assert chat(target, seed=5).request.sampling.seed == 5
+def test_a_seed_is_drawn_when_none_is_given(context: PrepareContext) -> None:
+    assert chat(context).request.sampling.seed != chat(context).request.sampling.seed
+    assert chat(context, seed=5).request.sampling.seed == 5
 
 
 @pytest.mark.parametrize(("tier", "priority"), [("flex", "batch"), ("priority", "interactive"), ("auto", "standard")])
-def test_service_tiers_are_priority_classes(target: Target, tier: str, priority: str) -> None:
-    assert chat(target, service_tier=tier).request.priority == priority
+def test_service_tiers_are_priority_classes(context: PrepareContext, tier: str, priority: str) -> None:
+    assert chat(context, service_tier=tier).request.priority == priority
 
 
-def test_an_answer_takes_the_room_that_is_left_unless_it_asks_for_more(target: Target) -> None:
+def test_an_answer_takes_the_room_that_is_left_unless_it_asks_for_more(context: PrepareContext) -> None:
     ids = [5] * 1900
-    assert text(target, ids).request.stop.max_tokens == 148
-    assert text(target, ids, max_tokens=148).request.stop.max_tokens == 148
-    error = refusal(text, target, ids, max_tokens=149)
+    assert text(context, ids).request.stop.max_tokens == 148
+    assert text(context, ids, max_tokens=148).request.stop.max_tokens == 148
+    error = refusal(text, context, ids, max_tokens=149)
     assert (error.code, error.param) == (Code.context_length_exceeded, "max_tokens")
     assert all(number in error.message for number in ("2048", "1900", "149", "148"))
 
 
-def test_a_fleet_with_a_lower_limit_sets_it(target: Target) -> None:
-    small = target._replace(max_model_len=100)
+def test_a_fleet_with_a_lower_limit_sets_it(context: PrepareContext) -> None:
+    small = context._replace(max_model_len=100)
     assert text(small, [5] * 90).request.stop.max_tokens == 10
     assert "100 tokens" in refusal(text, small, [5] * 100).message
 
 
-def test_a_prompt_without_room_for_an_answer_is_too_long(target: Target) -> None:
-    error = refusal(text, target, [5] * 2048)
+def test_a_prompt_without_room_for_an_answer_is_too_long(context: PrepareContext) -> None:
+    error = refusal(text, context, [5] * 2048)
     assert (error.code, error.code.status) == (Code.context_length_exceeded, 400)
     assert "2048" in error.message
 
 
-def test_text_that_cannot_fit_is_refused_without_tokenising_it_all(target: Target) -> None:
-    longest = target.model.detokenizer.longest_bytes
-    error = refusal(chat, target, "x" * (2048 * longest))
+def test_text_that_cannot_fit_is_refused_without_tokenising_it_all(context: PrepareContext) -> None:
+    longest = context.model.detokenizer.longest_bytes
+    error = refusal(chat, context, "x" * (2048 * longest))
     assert error.code is Code.context_length_exceeded
     assert "characters" in error.message
     words = "request " * 20_000  # fits by characters alone, not by its start
     assert len(words) > 16 * 2048
-    assert "at least" in refusal(chat, target._replace(model=wide(target.model)), words).message
+    assert "at least" in refusal(chat, context._replace(model=wide(context.model)), words).message
 
 
 def wide(model: ModelDir) -> ModelDir:
@@ -156,7 +156,7 @@ def wide(model: ModelDir) -> ModelDir:
     return dataclasses.replace(model, detokenizer=detokenizer)
 
 
-def test_long_text_of_few_tokens_is_served(tmp_path_factory: pytest.TempPathFactory, target: Target) -> None:
+def test_long_text_of_few_tokens_is_served(tmp_path_factory: pytest.TempPathFactory, context: PrepareContext) -> None:
     from tokenizers import AddedToken, Tokenizer
 
     from infra.model.modeldir import load
@@ -165,36 +165,40 @@ def test_long_text_of_few_tokens_is_served(tmp_path_factory: pytest.TempPathFact
     tokenizer = Tokenizer.from_str(byte_level_json())
     tokenizer.add_tokens([AddedToken("=" * 64, special=False)])
     path = write(tmp_path_factory.mktemp("m"), tokenizer=tokenizer.to_str())
-    done = text(target._replace(model=load(path)), "=" * 64 * 1000)
+    done = text(context._replace(model=load(path)), "=" * 64 * 1000)
     assert done.prompt_tokens == 1000
 
 
-def test_ids_outside_the_vocabulary_are_refused(target: Target) -> None:
-    assert refusal(text, target, [640]).param == "prompt"
-    assert refusal(chat, target, stop_token_ids=[640]).param == "stop_token_ids"
-    assert refusal(chat, target, logit_bias={"640": 1}).param == "logit_bias"
-    assert "below 640" in refusal(chat, target, logit_bias={"640": 1}).message
+def test_ids_outside_the_vocabulary_are_refused(context: PrepareContext) -> None:
+    assert refusal(text, context, [640]).param == "prompt"
+    assert refusal(chat, context, stop_token_ids=[640]).param == "stop_token_ids"
+    assert refusal(chat, context, logit_bias={"640": 1}).param == "logit_bias"
+    assert "below 640" in refusal(chat, context, logit_bias={"640": 1}).message
 
 
-def test_an_empty_text_prompt_is_refused(target: Target) -> None:
-    assert "at least 1 token" in refusal(text, target, "").message
+def test_an_empty_text_prompt_is_refused(context: PrepareContext) -> None:
+    assert "at least 1 token" in refusal(text, context, "").message
 
 
-def test_a_model_without_a_template_serves_text_only(tmp_path_factory: pytest.TempPathFactory, target: Target) -> None:
+def test_a_model_without_a_template_serves_text_only(
+    tmp_path_factory: pytest.TempPathFactory, context: PrepareContext
+) -> None:
     from infra.model.modeldir import load
 
-    bare = target._replace(model=load(write(tmp_path_factory.mktemp("m"), template=None)))
+    bare = context._replace(model=load(write(tmp_path_factory.mktemp("m"), template=None)))
     assert text(bare).request.endpoint == "text"
     assert refusal(chat, bare).code is Code.unsupported
 
 
-def test_what_a_template_refuses_is_the_clients_error(tmp_path_factory: pytest.TempPathFactory, target: Target) -> None:
+def test_what_a_template_refuses_is_the_clients_error(
+    tmp_path_factory: pytest.TempPathFactory, context: PrepareContext
+) -> None:
     from infra.model.modeldir import load
 
     source = (
         "{% if messages|length > 1 %}{{ raise_exception('roles must alternate') }}{% endif %}{{ messages[0].content }}"
     )
-    strict = target._replace(model=load(write(tmp_path_factory.mktemp("m"), template=source)))
+    strict = context._replace(model=load(write(tmp_path_factory.mktemp("m"), template=source)))
     body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}] * 2}
     error = refusal(prepare_chat, json.dumps(body).encode(), strict, now_ns=NOW)
     assert error.code is Code.invalid_request
@@ -205,28 +209,30 @@ def test_arguments_that_are_nested_too_deeply_for_the_template_are_named() -> No
     call = {"function": {"name": "f", "arguments": '{"a":' + "[" * 900 + "]" * 900 + "}"}}
     body = {"model": "demo", "messages": [{"role": "assistant", "tool_calls": [call]}]}
     with pytest.raises(ServingError, match="arguments or variables are nested too deeply"):
-        prepare_chat(json.dumps(body).encode(), Target(modeldir.load(modeldir.DEMO), ("demo",), "gw1"), now_ns=NOW)
+        prepare_chat(
+            json.dumps(body).encode(), PrepareContext(modeldir.load(modeldir.DEMO), ("demo",), "gw1"), now_ns=NOW
+        )
 
 
-def test_template_variables_cannot_replace_the_messages(target: Target) -> None:
-    assert refusal(chat, target, chat_template_kwargs={"messages": []}).param == "chat_template_kwargs"
-    assert chat(target, chat_template_kwargs={"enable_thinking": False}).prompt_tokens
+def test_template_variables_cannot_replace_the_messages(context: PrepareContext) -> None:
+    assert refusal(chat, context, chat_template_kwargs={"messages": []}).param == "chat_template_kwargs"
+    assert chat(context, chat_template_kwargs={"enable_thinking": False}).prompt_tokens
 
 
-def test_workers_revision_names_the_blocks(target: Target) -> None:
-    request = text(target._replace(revision="abc"), [5] * 64).request
+def test_workers_revision_names_the_blocks(context: PrepareContext) -> None:
+    request = text(context._replace(revision="abc"), [5] * 64).request
     assert request.digests == chain(request.prompt, 32, root("abc"))
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(max_size=200))
-def test_any_text_is_prepared_or_refused(target: Target, content: str) -> None:
-    assert chat(target, content).prompt_tokens > 0
-    assert text(target, content + ".").prompt_tokens > 0
+def test_any_text_is_prepared_or_refused(context: PrepareContext, content: str) -> None:
+    assert chat(context, content).prompt_tokens > 0
+    assert text(context, content + ".").prompt_tokens > 0
 
 
 def test_all_but_the_tokenisation_of_a_long_prompt_is_fast(
-    long_target: Target, monkeypatch: pytest.MonkeyPatch
+    long_context: PrepareContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content = CORPUS * 450
     spent = 0.0
@@ -244,7 +250,7 @@ def test_all_but_the_tokenisation_of_a_long_prompt_is_fast(
     best = 1.0
     for _ in range(5):
         spent, start = 0.0, time.thread_time()
-        done = prepare_chat(data, long_target, now_ns=NOW)
+        done = prepare_chat(data, long_context, now_ns=NOW)
         best = min(best, time.thread_time() - start - spent)
     assert done.prompt_tokens > 100_000
     assert best < 0.02
@@ -255,12 +261,12 @@ def test_all_but_the_tokenisation_of_a_long_prompt_is_fast(
     [({}, 600), ({"timeout_s": 3000}, 3000), ({"deadline_s": 5}, 5), ({"timeout_s": 9, "deadline_s": 3000}, 9)],
 )
 def test_a_deadline_is_what_the_client_names_or_the_default(
-    target: Target, asked: dict[str, float], expected: int
+    context: PrepareContext, asked: dict[str, float], expected: int
 ) -> None:
-    assert chat(target, **asked).request.deadline_ns - NOW == expected * 10**9
+    assert chat(context, **asked).request.deadline_ns - NOW == expected * 10**9
 
 
-def test_a_body_that_is_prepared_on_the_event_loop_does_not_stall_it(long_target: Target) -> None:
+def test_a_body_that_is_prepared_on_the_event_loop_does_not_stall_it(long_context: PrepareContext) -> None:
     content = (CORPUS * 10).encode()[: LARGE_BODY - 100].decode("utf-8", "ignore")
     data = json.dumps(
         {"model": "tiny", "messages": [{"role": "user", "content": content}]}, ensure_ascii=False
@@ -269,6 +275,6 @@ def test_a_body_that_is_prepared_on_the_event_loop_does_not_stall_it(long_target
     best = 1.0
     for _ in range(10):
         start = time.thread_time()
-        prepare_chat(data, long_target, now_ns=NOW)
+        prepare_chat(data, long_context, now_ns=NOW)
         best = min(best, time.thread_time() - start)
     assert best < 0.005

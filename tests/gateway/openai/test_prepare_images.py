@@ -9,8 +9,8 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.openai.prepare import Draft, Prepared, finish, prepare_chat, prepare_text
-from gateway.openai.prepare_context import Target
+from gateway.openai.prepare import PendingMediaRequest, PreparedRequest, finish, prepare_chat, prepare_text
+from gateway.openai.prepare_context import PrepareContext
 from infra.demo_model import template, vision
 from infra.eval.demo import messages_of
 from infra.model.modeldir import DEMO, MODELS, ModelDir, load
@@ -27,28 +27,28 @@ IMAGE_ID, PER_IMAGE = 1279, 64
 
 
 @pytest.fixture(scope="module")
-def sees() -> Target:
-    return Target(load(MODELS / "demo-vision"), ("m",), "gw1", max_images=4)
+def sees() -> PrepareContext:
+    return PrepareContext(load(MODELS / "demo-vision"), ("m",), "gw1", max_images=4)
 
 
 def medium(number: int, tokens: int = PER_IMAGE) -> Media:
     return Media(blake3(b"%d" % number).digest(), "image/png", 10, tokens=tokens)
 
 
-def draft(target: Target, *content: Any, **options: Any) -> Draft:
-    found = prepare_chat(chat_body(*content, **options), target, now_ns=NOW)
-    assert isinstance(found, Draft)
+def draft(context: PrepareContext, *content: Any, **options: Any) -> PendingMediaRequest:
+    found = prepare_chat(chat_body(*content, **options), context, now_ns=NOW)
+    assert isinstance(found, PendingMediaRequest)
     return found
 
 
-def whole(target: Target, *content: Any, media: list[Media] | None = None, **options: Any) -> Prepared:
-    made = draft(target, *content, **options)
-    return finish(made, media or [medium(i) for i in range(len(made.media))], target)
+def whole(context: PrepareContext, *content: Any, media: list[Media] | None = None, **options: Any) -> PreparedRequest:
+    made = draft(context, *content, **options)
+    return finish(made, media or [medium(i) for i in range(len(made.media))], context)
 
 
-def plain(target: Target, messages: Any, **options: Any) -> Prepared:
-    found = prepare_chat(json.dumps({"model": "m", "messages": messages, **options}).encode(), target, now_ns=NOW)
-    assert isinstance(found, Prepared)
+def plain(context: PrepareContext, messages: Any, **options: Any) -> PreparedRequest:
+    found = prepare_chat(json.dumps({"model": "m", "messages": messages, **options}).encode(), context, now_ns=NOW)
+    assert isinstance(found, PreparedRequest)
     return found
 
 
@@ -64,18 +64,18 @@ def refusal(call: Any, *args: Any, **options: Any) -> ServingError:
 
 
 @pytest.mark.parametrize("task", [*vision.TASKS])
-def test_a_prompt_is_the_one_that_the_model_was_trained_with(sees: Target, task: str) -> None:
+def test_a_prompt_is_the_one_that_the_model_was_trained_with(sees: PrepareContext, task: str) -> None:
     for sample in vision.cases(task, 5, 1):
         body = json.dumps({"model": "m", "messages": messages_of(sample)}).encode()
         made = prepare_chat(body, sees, now_ns=NOW)
-        assert isinstance(made, Draft)
+        assert isinstance(made, PendingMediaRequest)
         done = finish(made, [medium(0)], sees)
         expected = ids(template.prompt(sample.messages), sees.model)
         assert list(unpack_tokens(done.request.prompt)) == expected
         assert done.prompt_tokens == len(expected)
 
 
-def test_a_prompt_is_that_of_the_models_own_processor(sees: Target) -> None:
+def test_a_prompt_is_that_of_the_models_own_processor(sees: PrepareContext) -> None:
     from PIL import Image
     from transformers import AutoProcessor
 
@@ -93,13 +93,13 @@ def test_a_prompt_is_that_of_the_models_own_processor(sees: Target) -> None:
     expected = list(processor(text=text, images=pictures)["input_ids"][0])
     asked = [*messages[:-1], {"role": "user", "content": [image(URL) if p["type"] == "image" else p for p in parts]}]
     made = prepare_chat(json.dumps({"model": "m", "messages": asked}).encode(), sees, now_ns=NOW)
-    assert isinstance(made, Draft)
+    assert isinstance(made, PendingMediaRequest)
     done = finish(made, [medium(0), medium(1)], sees)
     assert list(unpack_tokens(done.request.prompt)) == expected
     assert expected.count(IMAGE_ID) == 2 * PER_IMAGE
 
 
-def test_media_name_their_placeholders_and_the_blocks_they_lie_in(sees: Target) -> None:
+def test_media_name_their_placeholders_and_the_blocks_they_lie_in(sees: PrepareContext) -> None:
     done = whole(sees, "What is ", image(URL), " and ", image(URL + "2"), "?", cache_salt="s")
     request = done.request
     prompt = unpack_tokens(request.prompt)
@@ -114,7 +114,7 @@ def test_media_name_their_placeholders_and_the_blocks_they_lie_in(sees: Target) 
     assert decode(encode(request)) == request
 
 
-def test_the_same_words_with_another_image_share_no_block_from_the_image_on(sees: Target) -> None:
+def test_the_same_words_with_another_image_share_no_block_from_the_image_on(sees: PrepareContext) -> None:
     words = "word " * 200
     one = whole(sees, words, image(URL), media=[medium(1)]).request
     two = whole(sees, words, image(URL), media=[medium(2)]).request
@@ -126,7 +126,7 @@ def test_the_same_words_with_another_image_share_no_block_from_the_image_on(sees
     assert not any(one.digests[i : i + 16] == two.digests[i : i + 16] for i in range(first, len(same), 16))
 
 
-def test_embeddings_take_as_many_placeholders_as_they_are(sees: Target) -> None:
+def test_embeddings_take_as_many_placeholders_as_they_are(sees: PrepareContext) -> None:
     made = draft(sees, EMBEDS, image(URL))
     assert [part.embedding for part in made.media] == [True, False]
     done = finish(made, [medium(0, tokens=7), medium(1)], sees)
@@ -145,7 +145,7 @@ def test_embeddings_take_as_many_placeholders_as_they_are(sees: Target) -> None:
         {"type": "image_embeds", "image_embeds": URL},
     ],
 )
-def test_every_form_of_a_part_is_taken(sees: Target, part: dict[str, Any]) -> None:
+def test_every_form_of_a_part_is_taken(sees: PrepareContext, part: dict[str, Any]) -> None:
     made = draft(sees, "a", part)
     assert made.media[0].url == URL
     assert made.media[0].field == f"messages[0].content[1].{'image_embeds' if 'image_embeds' in part else 'image_url'}"
@@ -169,37 +169,37 @@ REFUSED: list[tuple[dict[str, Any], Code, str]] = [
 
 
 @pytest.mark.parametrize(("part", "code", "field"), REFUSED)
-def test_other_parts_are_refused_by_name(sees: Target, part: dict[str, Any], code: Code, field: str) -> None:
+def test_other_parts_are_refused_by_name(sees: PrepareContext, part: dict[str, Any], code: Code, field: str) -> None:
     error = refusal(prepare_chat, chat_body(part), sees, now_ns=NOW)
     assert (error.code, error.param) == (code, field)
     assert len(error.message) < 500
 
 
 @pytest.mark.parametrize("role", ["system", "assistant", "developer"])
-def test_only_users_and_tools_give_images(sees: Target, role: str) -> None:
+def test_only_users_and_tools_give_images(sees: PrepareContext, role: str) -> None:
     messages = [{"role": role, "content": [image(URL)]}, {"role": "user", "content": "x"}]
     error = refusal(plain, sees, messages)
     assert (error.code, error.param) == (Code.unsupported, "messages[0].content[0].image_url")
     messages[0]["role"] = "tool"
     made = prepare_chat(json.dumps({"model": "m", "messages": messages}).encode(), sees, now_ns=NOW)
-    assert isinstance(made, Draft)
+    assert isinstance(made, PendingMediaRequest)
 
 
-def test_a_model_that_does_not_see_says_so(sees: Target) -> None:
+def test_a_model_that_does_not_see_says_so(sees: PrepareContext) -> None:
     blind = sees._replace(model=load(DEMO))
     error = refusal(draft, blind, image(URL))
     assert (error.code, error.param) == (Code.unsupported, "messages[0].content[0].image_url")
     assert "'llama' takes no images" in error.message
 
 
-def test_too_many_images_are_refused_with_the_limit(sees: Target) -> None:
+def test_too_many_images_are_refused_with_the_limit(sees: PrepareContext) -> None:
     assert len(draft(sees, *[image(URL)] * 4).media) == 4
     error = refusal(draft, sees, *[image(URL)] * 5)
     assert "5 images, and the limit is 4 (--max-images)" in error.message
     assert error.param == "messages[0].content[4].image_url"
 
 
-def test_expanded_prompts_keep_the_models_limit_before_anything_is_fetched(sees: Target) -> None:
+def test_expanded_prompts_keep_the_models_limit_before_anything_is_fetched(sees: PrepareContext) -> None:
     small = sees._replace(max_model_len=100)
     assert whole(small, image(URL)).request.stop.max_tokens < 30
     for content in ([image(URL), image(URL)], [image(URL), "word " * 100]):
@@ -233,7 +233,7 @@ ANYWHERE: list[tuple[str, Any, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("where", "messages", "options"), ANYWHERE, ids=[case[0] for case in ANYWHERE])
 def test_an_image_token_that_a_client_writes_stays_text(
-    sees: Target, where: str, messages: Any, options: dict[str, Any]
+    sees: PrepareContext, where: str, messages: Any, options: dict[str, Any]
 ) -> None:
     done = plain(sees, messages, **options)
     prompt = list(unpack_tokens(done.request.prompt))
@@ -242,12 +242,12 @@ def test_an_image_token_that_a_client_writes_stays_text(
     assert text.count("<image>") == json.dumps([messages, options]).count("<image>")
     with_image = [*messages, {"role": "user", "content": [{"type": "text", "text": "<image>"}, image(URL)]}]
     made = prepare_chat(json.dumps({"model": "m", "messages": with_image, **options}).encode(), sees, now_ns=NOW)
-    assert isinstance(made, Draft)
+    assert isinstance(made, PendingMediaRequest)
     assert made.tokens.count(IMAGE_ID) == 1
     assert made.tokens.index(IMAGE_ID) == len(made.tokens) - 1 - made.tokens[::-1].index(IMAGE_ID) > len(prompt) - 8
 
 
-def test_text_without_the_image_token_is_tokenised_as_ever(sees: Target) -> None:
+def test_text_without_the_image_token_is_tokenised_as_ever(sees: PrepareContext) -> None:
     words = "Tell me of <imag and image> and <images>!"
     expected = f"<|im_start|>user\n{words}<|im_end|>\n<|im_start|>assistant\n"
     done = plain(sees, [{"role": "user", "content": words}])
@@ -257,7 +257,9 @@ def test_text_without_the_image_token_is_tokenised_as_ever(sees: Target) -> None
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.sampled_from(["<image>", "<im", "age>", "<", "word ", "\n", "<|im_end|>", "é", 1, 1]), max_size=8))
-def test_there_is_one_placeholder_per_image_in_their_order_whatever_the_text(sees: Target, pieces: list[Any]) -> None:
+def test_there_is_one_placeholder_per_image_in_their_order_whatever_the_text(
+    sees: PrepareContext, pieces: list[Any]
+) -> None:
     images = pieces.count(1)
     if not 0 < images <= 4:
         return
@@ -270,7 +272,7 @@ def test_there_is_one_placeholder_per_image_in_their_order_whatever_the_text(see
     assert [m.digest for m in done.request.media] == [medium(i).digest for i in range(images)]
 
 
-def test_thousands_of_written_image_tokens_are_refused_in_short_time(sees: Target) -> None:
+def test_thousands_of_written_image_tokens_are_refused_in_short_time(sees: PrepareContext) -> None:
     import time
 
     began = time.thread_time()
@@ -279,7 +281,7 @@ def test_thousands_of_written_image_tokens_are_refused_in_short_time(sees: Targe
     assert time.thread_time() - began < 2
 
 
-def test_a_template_without_a_place_for_images_is_a_clear_error(sees: Target) -> None:
+def test_a_template_without_a_place_for_images_is_a_clear_error(sees: PrepareContext) -> None:
     import dataclasses
 
     from infra.model.chat_template import ChatTemplate
@@ -296,7 +298,7 @@ def test_a_template_without_a_place_for_images_is_a_clear_error(sees: Target) ->
         assert error.param == "messages[0].content[0].image_url"
 
 
-def test_text_completions_take_no_image_tokens(sees: Target) -> None:
+def test_text_completions_take_no_image_tokens(sees: PrepareContext) -> None:
     for prompt in ("a <image> b", [5, IMAGE_ID]):
         body = json.dumps({"model": "m", "prompt": prompt}).encode()
         error = refusal(prepare_text, body, sees, now_ns=NOW)
@@ -305,7 +307,7 @@ def test_text_completions_take_no_image_tokens(sees: Target) -> None:
     assert prepare_text(json.dumps({"model": "m", "prompt": "a"}).encode(), sees, now_ns=NOW).prompt_tokens == 1
 
 
-def test_a_draft_keeps_what_the_request_needs(sees: Target) -> None:
+def test_a_draft_keeps_what_the_request_needs(sees: PrepareContext) -> None:
     options = {
         "max_completion_tokens": 7,
         "seed": 3,
@@ -315,7 +317,7 @@ def test_a_draft_keeps_what_the_request_needs(sees: Target) -> None:
         "top_logprobs": 2,
     }
     made = prepare_chat(chat_body(image(URL), **options), sees, now_ns=NOW, request_id="id")
-    assert isinstance(made, Draft)
+    assert isinstance(made, PendingMediaRequest)
     assert made.deadline_s == 9
     done = finish(made, [medium(0)], sees)
     request = done.request
@@ -325,12 +327,12 @@ def test_a_draft_keeps_what_the_request_needs(sees: Target) -> None:
     assert request.prompt == pack_tokens(unpack_tokens(request.prompt))
 
 
-def test_a_body_as_large_as_allowed_is_a_draft_in_little_time(sees: Target) -> None:
+def test_a_body_as_large_as_allowed_is_a_draft_in_little_time(sees: PrepareContext) -> None:
     import time
 
     rng = Random(1)
     body = chat_body(image("data:image/png;base64," + "".join(rng.choices("ABCD", k=1000)) * 15_000), "x")
     began = time.thread_time()
     made = prepare_chat(body, sees, now_ns=NOW)
-    assert isinstance(made, Draft)
+    assert isinstance(made, PendingMediaRequest)
     assert time.thread_time() - began < 0.5

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from gateway.openai.prepare import Prepared, prepare_chat, prepare_text
-from gateway.openai.prepare_context import Target
-from gateway.openai.render import Collector, Renderer
+from gateway.openai.prepare import PreparedRequest, prepare_chat, prepare_text
+from gateway.openai.prepare_context import PrepareContext
+from gateway.openai.render import AnswerAggregator, StreamRenderer
 from gateway.openai.requests import MAX_LOGPROBS, MAX_PROMPT_LOGPROBS
 from infra.model.modeldir import ModelDir
 from schemas.errors import Code, ServingError
@@ -19,41 +19,41 @@ from schemas.wire import encode, pack_tokens, unpack_tokens
 NOW = 1_700_000_000 * 10**9
 
 
-def chat(target: Target, **options: Any) -> Prepared:
+def chat(context: PrepareContext, **options: Any) -> PreparedRequest:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **options}
-    done = prepare_chat(json.dumps(body).encode(), target, now_ns=NOW)
-    assert isinstance(done, Prepared)
+    done = prepare_chat(json.dumps(body).encode(), context, now_ns=NOW)
+    assert isinstance(done, PreparedRequest)
     return done
 
 
-def text(target: Target, prompt: Any = "The broker keeps", **options: Any) -> Prepared:
-    return prepare_text(json.dumps({"model": "tiny", "prompt": prompt, **options}).encode(), target, now_ns=NOW)
+def text(context: PrepareContext, prompt: Any = "The broker keeps", **options: Any) -> PreparedRequest:
+    return prepare_text(json.dumps({"model": "tiny", "prompt": prompt, **options}).encode(), context, now_ns=NOW)
 
 
-def sampling(target: Target, **options: Any) -> Sampling:
-    return text(target, **options).request.sampling
+def sampling(context: PrepareContext, **options: Any) -> Sampling:
+    return text(context, **options).request.sampling
 
 
-def test_who_does_not_ask_gets_a_request_that_says_nothing_of_it(target: Target) -> None:
-    request = text(target, logprobs=3).request
+def test_who_does_not_ask_gets_a_request_that_says_nothing_of_it(context: PrepareContext) -> None:
+    request = text(context, logprobs=3).request
     assert (request.sampling.prompt_logprobs, request.echo, request.unanswered) == (None, False, False)
     assert b"prompt_logprobs" not in encode(request)
 
 
-def test_prompt_logprobs_and_echo_with_logprobs_ask_for_the_prompt_s(target: Target) -> None:
-    assert chat(target, prompt_logprobs=0).request.sampling.prompt_logprobs == 0
-    assert sampling(target, prompt_logprobs=5).logprobs is None
-    assert sampling(target, echo=True).prompt_logprobs is None
-    assert sampling(target, echo=True, logprobs=2).prompt_logprobs == 2
-    assert sampling(target, echo=True, logprobs=2, prompt_logprobs=7).prompt_logprobs == 7
-    assert sampling(target, echo=True, logprobs=4, prompt_logprobs=0).prompt_logprobs == 4
-    assert sampling(target, logprobs=4, prompt_logprobs=1).prompt_logprobs == 1
+def test_prompt_logprobs_and_echo_with_logprobs_ask_for_the_prompt_s(context: PrepareContext) -> None:
+    assert chat(context, prompt_logprobs=0).request.sampling.prompt_logprobs == 0
+    assert sampling(context, prompt_logprobs=5).logprobs is None
+    assert sampling(context, echo=True).prompt_logprobs is None
+    assert sampling(context, echo=True, logprobs=2).prompt_logprobs == 2
+    assert sampling(context, echo=True, logprobs=2, prompt_logprobs=7).prompt_logprobs == 7
+    assert sampling(context, echo=True, logprobs=4, prompt_logprobs=0).prompt_logprobs == 4
+    assert sampling(context, logprobs=4, prompt_logprobs=1).prompt_logprobs == 1
 
 
-def test_no_tokens_with_echo_computes_one_that_is_not_shown(target: Target) -> None:
-    request = text(target, echo=True, max_tokens=0).request
+def test_no_tokens_with_echo_computes_one_that_is_not_shown(context: PrepareContext) -> None:
+    request = text(context, echo=True, max_tokens=0).request
     assert (request.stop.max_tokens, request.echo, request.unanswered) == (1, True, True)
-    assert not text(target, echo=True, max_tokens=1).request.unanswered
+    assert not text(context, echo=True, max_tokens=1).request.unanswered
 
 
 @pytest.mark.parametrize(
@@ -72,26 +72,28 @@ def test_no_tokens_with_echo_computes_one_that_is_not_shown(target: Target) -> N
     ],
 )
 def test_what_cannot_be_served_is_refused_with_the_field(
-    target: Target, options: dict[str, Any], field: str, code: Code, says: str
+    context: PrepareContext, options: dict[str, Any], field: str, code: Code, says: str
 ) -> None:
     with pytest.raises(ServingError) as caught:
-        text(target, **options)
+        text(context, **options)
     assert (caught.value.param, caught.value.code, caught.value.code.status) == (field, code, 400)
     assert says in caught.value.message
 
 
-def test_chat_answers_have_at_least_a_token(target: Target) -> None:
+def test_chat_answers_have_at_least_a_token(context: PrepareContext) -> None:
     with pytest.raises(ServingError, match=">= 1"):
-        chat(target, max_tokens=0)
+        chat(context, max_tokens=0)
 
 
 @pytest.mark.parametrize("field", ["prompt_logprobs", "logprobs"])
-def test_tokens_times_alternatives_have_a_limit(target: Target, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_times_alternatives_have_a_limit(
+    context: PrepareContext, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("gateway.openai.options.MAX_PROMPT_LOGPROBS", 400)
     options = {"echo": True, "max_tokens": 1}
-    assert text(target, [5] * 80, **{field: 4}, **options)
+    assert text(context, [5] * 80, **{field: 4}, **options)
     with pytest.raises(ServingError) as caught:
-        text(target, [5] * 81, **{field: 4}, **options)
+        text(context, [5] * 81, **{field: 4}, **options)
     assert (caught.value.param, caught.value.code) == (field, Code.invalid_request)
     assert "81 tokens" in caught.value.message
     assert "405 values" in caught.value.message
@@ -99,13 +101,15 @@ def test_tokens_times_alternatives_have_a_limit(target: Target, field: str, monk
     assert MAX_PROMPT_LOGPROBS == 131_072
 
 
-def test_the_limit_counts_what_each_choice_of_a_text_repeats(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_counts_what_each_choice_of_a_text_repeats(
+    context: PrepareContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("gateway.openai.options.MAX_PROMPT_LOGPROBS", 400)
-    assert text(target, [5] * 50, prompt_logprobs=1, n=4)
+    assert text(context, [5] * 50, prompt_logprobs=1, n=4)
     with pytest.raises(ServingError, match=r"408 values.* in each of 4 choices.* fewer choices") as caught:
-        text(target, [5] * 51, prompt_logprobs=1, n=4)
+        text(context, [5] * 51, prompt_logprobs=1, n=4)
     assert caught.value.param == "prompt_logprobs"
-    assert chat(target, prompt_logprobs=1, n=100)  # shown once
+    assert chat(context, prompt_logprobs=1, n=100)  # shown once
 
 
 # -- answers
@@ -133,13 +137,13 @@ def said(model: ModelDir, words: str, *, choice: int = 0, logprobs: bool = False
 
 
 def shown(request: GenerateRequest, model: ModelDir, items: list[TokenItem], **options: Any) -> Any:
-    collector = Collector(request, model.detokenizer, **options)
+    collector = AnswerAggregator(request, model.detokenizer, **options)
     assert collector.push(items)
     return json.loads(collector.response())
 
 
-def test_each_prompt_token_is_described_and_the_first_is_null(model: ModelDir, target: Target) -> None:
-    request = text(target, prompt_logprobs=2, n=2).request
+def test_each_prompt_token_is_described_and_the_first_is_null(model: ModelDir, context: PrepareContext) -> None:
+    request = text(context, prompt_logprobs=2, n=2).request
     tokens = unpack_tokens(request.prompt)
     items = [*prompt_items(request), *said(model, " all", choice=1), *said(model, " none")]
     choices = shown(request, model, items)["choices"]
@@ -159,8 +163,8 @@ def test_each_prompt_token_is_described_and_the_first_is_null(model: ModelDir, t
         assert entry[str(token + 1)]["logprob"] == -0.5 * position
 
 
-def test_a_chat_answer_has_them_once(model: ModelDir, target: Target) -> None:
-    request = chat(target, prompt_logprobs=0, n=2).request
+def test_a_chat_answer_has_them_once(model: ModelDir, context: PrepareContext) -> None:
+    request = chat(context, prompt_logprobs=0, n=2).request
     items = [*prompt_items(request, top=0), *said(model, "a"), *said(model, "b", choice=1)]
     body = shown(request, model, items)
     assert all("prompt_logprobs" not in choice for choice in body["choices"])
@@ -168,24 +172,24 @@ def test_a_chat_answer_has_them_once(model: ModelDir, target: Target) -> None:
     assert [list(entry) for entry in body["prompt_logprobs"][1:]] == [[str(token)] for token in tokens[1:]]
 
 
-def test_who_does_not_ask_is_not_shown_any(model: ModelDir, target: Target) -> None:
-    request = text(target).request
+def test_who_does_not_ask_is_not_shown_any(model: ModelDir, context: PrepareContext) -> None:
+    request = text(context).request
     body = shown(request, model, said(model, "a"))
     assert "prompt_logprobs" not in body["choices"][0]
-    assert "prompt_logprobs" not in shown(chat(target).request, model, said(model, "a"))
+    assert "prompt_logprobs" not in shown(chat(context).request, model, said(model, "a"))
 
 
-def test_an_impossible_token_has_a_number_and_an_unknown_rank_is_null(model: ModelDir, target: Target) -> None:
-    request = text(target, [5, 6], prompt_logprobs=1).request
+def test_an_impossible_token_has_a_number_and_an_unknown_rank_is_null(model: ModelDir, context: PrepareContext) -> None:
+    request = text(context, [5, 6], prompt_logprobs=1).request
     item = TokenItem("r", 1, PROMPT, 1, b"", None, (Logprob(float("-inf"), ((9, -0.1),)),))
     entry = shown(request, model, [item, *said(model, "a")])["choices"][0]["prompt_logprobs"][1]
     assert (entry["6"]["logprob"], entry["6"]["rank"]) == (-9999.0, None)
     assert entry["9"]["rank"] == 1
 
 
-def test_echo_puts_the_prompt_in_front_with_its_logprobs_and_offsets(model: ModelDir, target: Target) -> None:
+def test_echo_puts_the_prompt_in_front_with_its_logprobs_and_offsets(model: ModelDir, context: PrepareContext) -> None:
     words = "The broker keeps héé 漢字 and 🙂"
-    request = text(target, words, echo=True, logprobs=1).request
+    request = text(context, words, echo=True, logprobs=1).request
     items = [*prompt_items(request), *said(model, " all of it", logprobs=True)]
     choice = shown(request, model, items)["choices"][0]
     assert choice["text"] == words + " all of it"
@@ -204,14 +208,14 @@ def test_echo_puts_the_prompt_in_front_with_its_logprobs_and_offsets(model: Mode
     assert choice["text"][offsets[len(unpack_tokens(request.prompt))] :] == " all of it"
 
 
-def test_echo_without_logprobs_is_text_only(model: ModelDir, target: Target) -> None:
-    body = shown(text(target, echo=True).request, model, said(model, " all"))
+def test_echo_without_logprobs_is_text_only(model: ModelDir, context: PrepareContext) -> None:
+    body = shown(text(context, echo=True).request, model, said(model, " all"))
     assert (body["choices"][0]["text"], body["choices"][0]["logprobs"]) == ("The broker keeps all", None)
     assert body["usage"]["completion_tokens"] == len(unpack_tokens(said(model, " all")[0].tokens))
 
 
-def test_scoring_alone_shows_the_prompt_alone(model: ModelDir, target: Target) -> None:
-    request = text(target, echo=True, logprobs=2, max_tokens=0).request
+def test_scoring_alone_shows_the_prompt_alone(model: ModelDir, context: PrepareContext) -> None:
+    request = text(context, echo=True, logprobs=2, max_tokens=0).request
     stopped = [TokenItem("r", 1, 0, 0, pack_tokens([2]), Finish("stop", 2), (Logprob(-1.0),))]
     for items in (said(model, "a", logprobs=True), stopped):
         assert len(items[0].tokens) == 4
@@ -223,25 +227,25 @@ def test_scoring_alone_shows_the_prompt_alone(model: ModelDir, target: Target) -
 
 
 def test_an_answer_without_its_prompt_s_values_is_an_error_unless_they_are_forgotten(
-    model: ModelDir, target: Target
+    model: ModelDir, context: PrepareContext
 ) -> None:
-    request = text(target, prompt_logprobs=2).request
+    request = text(context, prompt_logprobs=2).request
     items = [*prompt_items(request)[:-1], *said(model, " all")]
     with pytest.raises(ServingError) as caught:
         shown(request, model, items)
     assert caught.value.code is Code.engine_error
     late = shown(request, model, said(model, " all"), late=True)
     assert late["choices"][0]["prompt_logprobs"] is None
-    echoed = text(target, echo=True, logprobs=1).request
+    echoed = text(context, echo=True, logprobs=1).request
     logprobs = shown(echoed, model, said(model, " all", logprobs=True), late=True)["choices"][0]["logprobs"]
     own = len(unpack_tokens(said(model, " all")[0].tokens))
     assert logprobs["token_logprobs"][:-own] == [None] * len(unpack_tokens(echoed.prompt))
     assert None not in logprobs["token_logprobs"][-own:]
 
 
-def test_a_stream_that_is_attached_to_it_shows_the_answer(model: ModelDir, target: Target) -> None:
-    request = text(target, prompt_logprobs=2, echo=True, n=2).request
-    renderer = Renderer(request, model.detokenizer)
+def test_a_stream_that_is_attached_to_it_shows_the_answer(model: ModelDir, context: PrepareContext) -> None:
+    request = text(context, prompt_logprobs=2, echo=True, n=2).request
+    renderer = StreamRenderer(request, model.detokenizer)
     data = renderer.push([*prompt_items(request), *said(model, " all"), *said(model, " none", choice=1)])
     assert renderer.done
     bodies = [json.loads(line[6:]) for line in data.decode().splitlines() if line.startswith("data: {")]
@@ -250,12 +254,12 @@ def test_a_stream_that_is_attached_to_it_shows_the_answer(model: ModelDir, targe
         assert "prompt_logprobs" not in choice
         texts[choice["index"]] += choice["text"]
     assert texts == [" all", " none"]
-    hidden = text(target, echo=True, max_tokens=0).request
-    assert b'"text":"a"' not in Renderer(hidden, model.detokenizer).push(said(model, "a"))
-    assert b'"text":"a"' in Renderer(request, model.detokenizer).push(said(model, "a"))
+    hidden = text(context, echo=True, max_tokens=0).request
+    assert b'"text":"a"' not in StreamRenderer(hidden, model.detokenizer).push(said(model, "a"))
+    assert b'"text":"a"' in StreamRenderer(request, model.detokenizer).push(said(model, "a"))
 
 
-def test_large_answers_are_written_beside_the_streams_of_others(model: ModelDir, target: Target) -> None:
-    assert not Collector(text(target).request, model.detokenizer).large
-    assert not Collector(text(target, prompt_logprobs=2).request, model.detokenizer).large
-    assert Collector(text(target, [5] * 400, prompt_logprobs=2, max_tokens=5).request, model.detokenizer).large
+def test_large_answers_are_written_beside_the_streams_of_others(model: ModelDir, context: PrepareContext) -> None:
+    assert not AnswerAggregator(text(context).request, model.detokenizer).large
+    assert not AnswerAggregator(text(context, prompt_logprobs=2).request, model.detokenizer).large
+    assert AnswerAggregator(text(context, [5] * 400, prompt_logprobs=2, max_tokens=5).request, model.detokenizer).large

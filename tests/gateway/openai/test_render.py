@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.openai.prepare import prepare_chat, prepare_text
-from gateway.openai.prepare_context import Target
-from gateway.openai.render import Collector, Renderer
+from gateway.openai.prepare_context import PrepareContext
+from gateway.openai.render import AnswerAggregator, StreamRenderer
 from infra.model.modeldir import ModelDir
 from schemas.errors import Code, ServingError
 from schemas.reassembly import TokenReassembler
@@ -19,12 +19,12 @@ from tests.tiny_model import CORPUS
 NOW = 1_700_000_000 * 10**9
 
 
-def request(target: Target, endpoint: str = "chat", **options: Any) -> GenerateRequest:
+def request(context: PrepareContext, endpoint: str = "chat", **options: Any) -> GenerateRequest:
     if endpoint == "text":
         body = {"model": "tiny", "prompt": "hi", **options}
-        return prepare_text(json.dumps(body).encode(), target, now_ns=NOW).request
+        return prepare_text(json.dumps(body).encode(), context, now_ns=NOW).request
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **options}
-    return prepare_chat(json.dumps(body).encode(), target, now_ns=NOW).request
+    return prepare_chat(json.dumps(body).encode(), context, now_ns=NOW).request
 
 
 def answer(model: ModelDir, text: str, *, choice: int = 0, finish: Finish | None = None) -> list[TokenItem]:
@@ -54,10 +54,10 @@ def text_of(parsed: list[tuple[str, Any]], choice: int = 0) -> str:
     return out
 
 
-def test_a_chat_streams_one_event_per_token_then_reason_and_done(model: ModelDir, target: Target) -> None:
-    asked = request(target)
+def test_a_chat_streams_one_event_per_token_then_reason_and_done(model: ModelDir, context: PrepareContext) -> None:
+    asked = request(context)
     items = answer(model, "The broker keeps")
-    renderer = Renderer(asked, model.detokenizer)
+    renderer = StreamRenderer(asked, model.detokenizer)
     pushed = [renderer.push([item]) for item in items]
     parsed = events(b"".join(pushed))
     assert [id for id, _ in parsed] == ["1", "2", "3", "4f", ""]
@@ -78,17 +78,17 @@ def test_a_chat_streams_one_event_per_token_then_reason_and_done(model: ModelDir
     assert renderer.done
 
 
-def test_text_completions_stream_text(model: ModelDir, target: Target) -> None:
-    parsed = events(Renderer(request(target, "text"), model.detokenizer).push(answer(model, "The broker")))
+def test_text_completions_stream_text(model: ModelDir, context: PrepareContext) -> None:
+    parsed = events(StreamRenderer(request(context, "text"), model.detokenizer).push(answer(model, "The broker")))
     first = parsed[0][1]
     assert (first["object"], first["id"][:5]) == ("text_completion", "cmpl-")
     assert first["choices"] == [{"index": 0, "text": "The", "logprobs": None, "finish_reason": None}]
     assert parsed[-2][1]["choices"] == [{"index": 0, "text": "", "logprobs": None, "finish_reason": "stop"}]
 
 
-def test_usage_comes_last_and_is_null_before(model: ModelDir, target: Target) -> None:
-    asked = request(target, n=2)
-    renderer = Renderer(asked, model.detokenizer, include_usage=True)
+def test_usage_comes_last_and_is_null_before(model: ModelDir, context: PrepareContext) -> None:
+    asked = request(context, n=2)
+    renderer = StreamRenderer(asked, model.detokenizer, include_usage=True)
     data = renderer.push(answer(model, "The broker", finish=Finish("stop", cached_tokens=4)))
     data += renderer.push(answer(model, "A worker", choice=1, finish=Finish("length", cached_tokens=6)))
     *chunks, last, done = (body for _, body in events(data))
@@ -101,25 +101,25 @@ def test_usage_comes_last_and_is_null_before(model: ModelDir, target: Target) ->
     assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
 
 
-def test_an_answer_without_text_still_has_a_role(model: ModelDir, target: Target) -> None:
-    parsed = events(Renderer(request(target), model.detokenizer).push(answer(model, "")))
+def test_an_answer_without_text_still_has_a_role(model: ModelDir, context: PrepareContext) -> None:
+    parsed = events(StreamRenderer(request(context), model.detokenizer).push(answer(model, "")))
     assert parsed[0][1]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert parsed[0][1]["choices"][0]["finish_reason"] == "stop"
 
 
-def test_tokens_without_text_have_no_event(model: ModelDir, target: Target) -> None:
+def test_tokens_without_text_have_no_event(model: ModelDir, context: PrepareContext) -> None:
     items = answer(model, "🦊")
-    renderer = Renderer(request(target), model.detokenizer)
+    renderer = StreamRenderer(request(context), model.detokenizer)
     pushed = [events(renderer.push([item])) for item in items]
     assert [len(one) for one in pushed] == [0] * (len(items) - 2) + [1, 2]
     assert text_of(pushed[-2]) == "🦊"
 
 
-def test_a_stop_string_is_never_shown_in_part(model: ModelDir, target: Target) -> None:
+def test_a_stop_string_is_never_shown_in_part(model: ModelDir, context: PrepareContext) -> None:
     items = answer(model, "The broker keeps every request", finish=Finish("stop", stop="eeps"))
     for shown, expected in ((False, "The broker k"), (True, "The broker keeps")):
-        asked = request(target, stop=["eeps"], include_stop_str_in_output=shown)
-        renderer = Renderer(asked, model.detokenizer)
+        asked = request(context, stop=["eeps"], include_stop_str_in_output=shown)
+        renderer = StreamRenderer(asked, model.detokenizer)
         seen = ""
         for item in items:
             seen += text_of(events(renderer.push([item])))
@@ -127,8 +127,8 @@ def test_a_stop_string_is_never_shown_in_part(model: ModelDir, target: Target) -
         assert seen == expected
 
 
-def test_what_was_held_back_comes_with_the_finish(model: ModelDir, target: Target) -> None:
-    renderer = Renderer(request(target, stop=["keeps it"]), model.detokenizer)
+def test_what_was_held_back_comes_with_the_finish(model: ModelDir, context: PrepareContext) -> None:
+    renderer = StreamRenderer(request(context, stop=["keeps it"]), model.detokenizer)
     parsed = events(renderer.push(answer(model, "The broker keeps", finish=Finish("length"))))
     assert parsed[-2][1]["choices"][0]["delta"]["content"].endswith("keeps")
     assert text_of(parsed) == "The broker keeps"
@@ -146,12 +146,15 @@ def mixed(draw: st.DrawFn, model: ModelDir, n: int) -> list[TokenItem]:
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_streamed_and_whole_answers_have_the_same_text_and_usage(
-    model: ModelDir, target: Target, data: st.DataObject
+    model: ModelDir, context: PrepareContext, data: st.DataObject
 ) -> None:
     n, endpoint = data.draw(st.integers(1, 3)), data.draw(st.sampled_from(["chat", "text"]))
-    asked = request(target, endpoint, n=n, stop=data.draw(st.sampled_from([None, "the", ["ü", "er"]])))
+    asked = request(context, endpoint, n=n, stop=data.draw(st.sampled_from([None, "the", ["ü", "er"]])))
     items = mixed(data.draw, model, n)  # type: ignore[arg-type]
-    renderer, collector = Renderer(asked, model.detokenizer, include_usage=True), Collector(asked, model.detokenizer)
+    renderer, collector = (
+        StreamRenderer(asked, model.detokenizer, include_usage=True),
+        AnswerAggregator(asked, model.detokenizer),
+    )
     parsed = events(b"".join(renderer.push([item]) for item in items))
     assert collector.push(items)
     body = json.loads(collector.response())
@@ -165,14 +168,14 @@ def test_streamed_and_whole_answers_have_the_same_text_and_usage(
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_a_client_can_go_on_after_any_event_on_another_replica(
-    model: ModelDir, target: Target, data: st.DataObject
+    model: ModelDir, context: PrepareContext, data: st.DataObject
 ) -> None:
     n = data.draw(st.integers(1, 3))
-    asked = request(target, n=n, stop=data.draw(st.sampled_from([None, ["the", "ü"]])))
+    asked = request(context, n=n, stop=data.draw(st.sampled_from([None, ["the", "ü"]])))
     items = mixed(data.draw, model, n)  # type: ignore[arg-type]
-    whole = events(Renderer(asked, model.detokenizer, include_usage=True).push(items))
+    whole = events(StreamRenderer(asked, model.detokenizer, include_usage=True).push(items))
     cut = data.draw(st.integers(0, len(whole) - 3))
-    second = Renderer(asked, model.detokenizer, include_usage=True)
+    second = StreamRenderer(asked, model.detokenizer, include_usage=True)
     second.resume(whole[cut][0])
     batch = data.draw(st.integers(1, 5))
     resumed = events(b"".join(second.push(items[at : at + batch]) for at in range(0, len(items), batch)))
@@ -180,9 +183,9 @@ def test_a_client_can_go_on_after_any_event_on_another_replica(
 
 
 @pytest.mark.parametrize("bad", ["", "x", "1.2", "-1", "1e3", "٣", "f", "9" * 40])
-def test_a_foreign_event_id_is_refused(model: ModelDir, target: Target, bad: str) -> None:
+def test_a_foreign_event_id_is_refused(model: ModelDir, context: PrepareContext, bad: str) -> None:
     with pytest.raises(ValueError):
-        Renderer(request(target), model.detokenizer).resume(bad)
+        StreamRenderer(request(context), model.detokenizer).resume(bad)
 
 
 @pytest.mark.parametrize(
@@ -195,26 +198,26 @@ def test_a_foreign_event_id_is_refused(model: ModelDir, target: Target, bad: str
     ],
 )
 def test_a_failed_request_ends_in_one_openai_error(
-    model: ModelDir, target: Target, finish: Finish, code: str, kind: str
+    model: ModelDir, context: PrepareContext, finish: Finish, code: str, kind: str
 ) -> None:
-    asked, fold = request(target, n=2), TokenReassembler(2)
+    asked, fold = request(context, n=2), TokenReassembler(2)
     items = [*answer(model, "The broker")[:2], TokenItem("r", 1, WHOLE_REQUEST, 0, b"", finish)]
     due = [out for item in items for out in fold.push(item)]
-    parsed = events(Renderer(asked, model.detokenizer, include_usage=True).push(due))
+    parsed = events(StreamRenderer(asked, model.detokenizer, include_usage=True).push(due))
     assert text_of(parsed) == "The broker"
     error = parsed[-2][1]["error"]
     assert (error["code"], error["type"], error["param"]) == (code, kind, None)
     assert error["message"]
     assert [body for _, body in parsed].count("DONE") == 1
-    collector = Collector(asked, model.detokenizer)
+    collector = AnswerAggregator(asked, model.detokenizer)
     assert collector.push(due)
     with pytest.raises(ServingError) as caught:
         collector.response()
     assert caught.value.code == code
 
 
-def test_a_stream_can_be_failed_once_from_outside(model: ModelDir, target: Target) -> None:
-    renderer = Renderer(request(target), model.detokenizer)
+def test_a_stream_can_be_failed_once_from_outside(model: ModelDir, context: PrepareContext) -> None:
+    renderer = StreamRenderer(request(context), model.detokenizer)
     renderer.push(answer(model, "The broker")[:1])
     parsed = events(renderer.fail(ServingError(Code.deadline_exceeded, "too late")))
     assert parsed[0][1]["error"]["code"] == "deadline_exceeded"
@@ -231,34 +234,34 @@ def with_logprobs(items: list[TokenItem]) -> list[TokenItem]:
     ]
 
 
-def test_chat_logprobs_come_with_every_token_also_without_text(model: ModelDir, target: Target) -> None:
-    asked = request(target, logprobs=True, top_logprobs=2)
+def test_chat_logprobs_come_with_every_token_also_without_text(model: ModelDir, context: PrepareContext) -> None:
+    asked = request(context, logprobs=True, top_logprobs=2)
     items = with_logprobs(answer(model, "Grüße 🦊"))
-    parsed = events(Renderer(asked, model.detokenizer).push(items))
+    parsed = events(StreamRenderer(asked, model.detokenizer).push(items))
     entries = [entry for _, body in parsed[:-2] for entry in body["choices"][0]["logprobs"]["content"]]
     assert len(entries) == len(items)
     assert bytes(byte for entry in entries for byte in entry["bytes"]) == "Grüße 🦊<|im_end|>".encode()
     assert entries[0]["logprob"] == -0.5
     assert [top["logprob"] for top in entries[0]["top_logprobs"]] == [-0.25, -9999.0]
     assert text_of(parsed) == "Grüße 🦊"
-    collector = Collector(asked, model.detokenizer)
+    collector = AnswerAggregator(asked, model.detokenizer)
     collector.push(items)
     assert json.loads(collector.response())["choices"][0]["logprobs"]["content"] == entries
 
 
-def test_an_answer_with_many_logprobs_is_large_and_one_without_is_not(model: ModelDir, target: Target) -> None:
+def test_an_answer_with_many_logprobs_is_large_and_one_without_is_not(model: ModelDir, context: PrepareContext) -> None:
     text = " ".join(["The broker keeps what it was told."] * 20)
     for options, large in (({"logprobs": True, "top_logprobs": 20}, True), ({"logprobs": True}, False), ({}, False)):
-        collector = Collector(request(target, **options), model.detokenizer)
+        collector = AnswerAggregator(request(context, **options), model.detokenizer)
         assert not collector.large
         collector.push(with_logprobs(answer(model, text)) if options else answer(model, text))
         assert collector.large is large
 
 
-def test_text_logprobs_have_offsets(model: ModelDir, target: Target) -> None:
-    asked = request(target, "text", logprobs=2)
+def test_text_logprobs_have_offsets(model: ModelDir, context: PrepareContext) -> None:
+    asked = request(context, "text", logprobs=2)
     items = with_logprobs(answer(model, "The broker keeps"))
-    collector = Collector(asked, model.detokenizer)
+    collector = AnswerAggregator(asked, model.detokenizer)
     collector.push(items)
     whole = json.loads(collector.response())["choices"][0]["logprobs"]
     assert whole["tokens"] == ["The", " broker", " keeps", "<|im_end|>"]
@@ -267,30 +270,30 @@ def test_text_logprobs_have_offsets(model: ModelDir, target: Target) -> None:
     assert whole["top_logprobs"][0]["The"] == -0.5
     assert len(whole["top_logprobs"][0]) == 3
     streamed = [
-        body["choices"][0]["logprobs"] for _, body in events(Renderer(asked, model.detokenizer).push(items))[:4]
+        body["choices"][0]["logprobs"] for _, body in events(StreamRenderer(asked, model.detokenizer).push(items))[:4]
     ]
     assert [offset for entry in streamed for offset in entry["text_offset"]] == whole["text_offset"]
 
 
 @settings(max_examples=100)
 @given(st.text(max_size=30))
-def test_any_text_is_valid_json_in_an_event(model: ModelDir, target: Target, text: str) -> None:
-    data = Renderer(request(target), model.detokenizer).push(answer(model, text))
+def test_any_text_is_valid_json_in_an_event(model: ModelDir, context: PrepareContext, text: str) -> None:
+    data = StreamRenderer(request(context), model.detokenizer).push(answer(model, text))
     ids = model.tokenizer.encode(text, add_special_tokens=False).ids
     assert text_of(events(data)) == model.tokenizer.decode(ids)
 
 
-def test_the_openai_client_reads_our_shapes(model: ModelDir, target: Target) -> None:
+def test_the_openai_client_reads_our_shapes(model: ModelDir, context: PrepareContext) -> None:
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
     from openai.types.completion import Completion
 
     for endpoint, kind in (("chat", ChatCompletion), ("text", Completion)):
         for options in ({}, {"logprobs": True, "top_logprobs": 2} if endpoint == "chat" else {"logprobs": 2}):
-            asked = request(target, endpoint, **options)
+            asked = request(context, endpoint, **options)
             items = with_logprobs(answer(model, "The broker")) if options else answer(model, "The broker")
-            collector = Collector(asked, model.detokenizer)
+            collector = AnswerAggregator(asked, model.detokenizer)
             collector.push(items)
             kind.model_validate_json(collector.response(), strict=True)
-            for _, body in events(Renderer(asked, model.detokenizer, include_usage=True).push(items))[:-1]:
+            for _, body in events(StreamRenderer(asked, model.detokenizer, include_usage=True).push(items))[:-1]:
                 if endpoint == "chat":
                     ChatCompletionChunk.model_validate_json(json.dumps(body), strict=True)

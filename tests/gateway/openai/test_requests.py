@@ -5,8 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.media.media import Part
-from gateway.openai.requests import ChatBody, media_parts, parse_chat, parse_text, prompt_of, template_messages
+from gateway.media.media import MediaPart
+from gateway.openai.requests import (
+    ChatCompletionRequest,
+    media_parts,
+    parse_chat,
+    parse_text,
+    prompt_of,
+    template_messages,
+)
 from schemas.errors import Code, ServingError
 from schemas.requests import Priority
 
@@ -14,7 +21,7 @@ CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "
 TEXT: dict[str, Any] = {"model": "m", "prompt": "hi"}
 
 
-def chat(**options: Any) -> ChatBody:
+def chat(**options: Any) -> ChatCompletionRequest:
     return parse_chat(json.dumps({**CHAT, **options}).encode())
 
 
@@ -261,7 +268,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=8,
 )
-FIELDS = st.sampled_from([*ChatBody.__struct_fields__, "prompt", "echo", "suffix", "best_of"])
+FIELDS = st.sampled_from([*ChatCompletionRequest.__struct_fields__, "prompt", "echo", "suffix", "best_of"])
 
 
 @settings(max_examples=1000, deadline=None)
@@ -303,8 +310,8 @@ def test_images_are_collected_in_their_order_and_text_between_them_is_kept() -> 
         [said("z"), image],
     ]
     assert media_parts(body.messages) == [
-        Part("messages[0].content[0].image_url", "a"),
-        Part("messages[0].content[3].image_url", "b"),
-        Part("messages[0].content[4].image_url", "c"),
-        Part("messages[2].content[1].image_embeds", "d", embedding=True),
+        MediaPart("messages[0].content[0].image_url", "a"),
+        MediaPart("messages[0].content[3].image_url", "b"),
+        MediaPart("messages[0].content[4].image_url", "c"),
+        MediaPart("messages[2].content[1].image_embeds", "d", embedding=True),
     ]

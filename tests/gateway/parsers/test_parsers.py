@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.openai.responses import AnswerMessage, Delta
-from gateway.parsers.answer import AnswerParser
-from gateway.parsers.table import REASONING, TOOLS, Parsers, agreed, parser, parsing
+from gateway.parsers.answer_parser import AnswerParser
+from gateway.parsers.registry import REASONING, TOOLS, ParserNames, agreed_parsers, parser, parsing
 from infra.model import modeldir
 from infra.model import parser_detection as detection
 from schemas import parser_names
@@ -240,17 +240,19 @@ TOOL = {
 
 
 def test_what_a_request_records() -> None:
-    def record(parsers: Parsers, tools: list[dict[str, object]] | None, end: str = "", **more: bool) -> Parsing | None:
+    def record(
+        parsers: ParserNames, tools: list[dict[str, object]] | None, end: str = "", **more: bool
+    ) -> Parsing | None:
         return parsing(parsers, tools, lambda count: end, one_call=more.get("one_call", False))
 
-    assert record(Parsers("", "hermes"), None) is None
-    assert record(Parsers(), [TOOL]) is None
-    assert record(Parsers("", "hermes"), [TOOL], one_call=True) == Parsing(tools="hermes", one_call=True)
-    assert record(Parsers("qwen3", "hermes"), None, one_call=True) == Parsing("qwen3")
-    assert record(Parsers("qwen3"), None, "assistant\n<think>\n") == Parsing("qwen3", thinking=True)
-    assert record(Parsers("deepseek_r1"), None, "<｜Assistant｜>") == Parsing("deepseek_r1", thinking=True)
-    assert record(Parsers("deepseek_r1"), None, "<｜Assistant｜></think>") == Parsing("deepseek_r1")
-    assert record(Parsers("", "qwen3_coder"), [TOOL, {}, {"function": 3}]) == Parsing(
+    assert record(ParserNames("", "hermes"), None) is None
+    assert record(ParserNames(), [TOOL]) is None
+    assert record(ParserNames("", "hermes"), [TOOL], one_call=True) == Parsing(tools="hermes", one_call=True)
+    assert record(ParserNames("qwen3", "hermes"), None, one_call=True) == Parsing("qwen3")
+    assert record(ParserNames("qwen3"), None, "assistant\n<think>\n") == Parsing("qwen3", thinking=True)
+    assert record(ParserNames("deepseek_r1"), None, "<｜Assistant｜>") == Parsing("deepseek_r1", thinking=True)
+    assert record(ParserNames("deepseek_r1"), None, "<｜Assistant｜></think>") == Parsing("deepseek_r1")
+    assert record(ParserNames("", "qwen3_coder"), [TOOL, {}, {"function": 3}]) == Parsing(
         tools="qwen3_coder", texts={"f": {"text": False, "maybe": True}}
     )
 
@@ -261,11 +263,14 @@ def worker(name: str, epoch: int, role: str = "aggregated", reasoning: str = "",
 
 def test_of_workers_that_disagree_the_one_that_is_there_longest_decides() -> None:
     old, new = worker("b", 1, tools="hermes"), worker("a", 2, tools="mistral")
-    assert agreed([new, old]) == agreed([old, new])
-    assert agreed([new, old]) == (Parsers("", "hermes"), {Parsers("", "hermes"), Parsers("", "mistral")})
-    assert agreed([worker("p", 0, "prefill", tools="x"), new])[0] == Parsers("", "mistral")
-    assert agreed([worker("a", 1, tools="from_the_future", reasoning="qwen3")])[0] == Parsers("qwen3")
-    assert agreed([]) == (Parsers(), frozenset())
+    assert agreed_parsers([new, old]) == agreed_parsers([old, new])
+    assert agreed_parsers([new, old]) == (
+        ParserNames("", "hermes"),
+        {ParserNames("", "hermes"), ParserNames("", "mistral")},
+    )
+    assert agreed_parsers([worker("p", 0, "prefill", tools="x"), new])[0] == ParserNames("", "mistral")
+    assert agreed_parsers([worker("a", 1, tools="from_the_future", reasoning="qwen3")])[0] == ParserNames("qwen3")
+    assert agreed_parsers([]) == (ParserNames(), frozenset())
 
 
 @pytest.mark.parametrize(

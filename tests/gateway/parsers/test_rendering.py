@@ -11,9 +11,9 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers import AddedToken, Tokenizer
 
 from gateway.openai.prepare import prepare_chat, prepare_text
-from gateway.openai.prepare_context import Target
-from gateway.openai.render import Collector, Renderer
-from gateway.parsers.table import Parsers
+from gateway.openai.prepare_context import PrepareContext
+from gateway.openai.render import AnswerAggregator, StreamRenderer
+from gateway.parsers.registry import ParserNames
 from infra.model import modeldir
 from infra.model.modeldir import ModelDir
 from schemas.errors import ServingError
@@ -30,22 +30,22 @@ ANSWER = f"<think>\nThe weather.\n</think>\n\nI look.\n{CALL}\n{CALL}"
 
 
 @pytest.fixture(scope="module")
-def demo() -> Target:
-    return Target(modeldir.load(modeldir.DEMO), ("demo",), "gw1", parsers=Parsers("basic", "hermes"))
+def demo() -> PrepareContext:
+    return PrepareContext(modeldir.load(modeldir.DEMO), ("demo",), "gw1", parsers=ParserNames("basic", "hermes"))
 
 
 @pytest.fixture(scope="module")
-def special(tmp_path_factory: pytest.TempPathFactory) -> Target:
+def special(tmp_path_factory: pytest.TempPathFactory) -> PrepareContext:
     """A model whose marks are special tokens, as Mistral's."""
     tokenizer = Tokenizer.from_str(byte_level_json())
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("[TOOL_CALLS]", "[ARGS]", "[OTHER]")])
     path: Path = write(tmp_path_factory.mktemp("model") / "special", tokenizer=str(tokenizer.to_str()))
-    return Target(modeldir.load(path), ("special",), "gw1", parsers=Parsers("", "mistral"))
+    return PrepareContext(modeldir.load(path), ("special",), "gw1", parsers=ParserNames("", "mistral"))
 
 
-def request(target: Target, **options: Any) -> GenerateRequest:
-    body = {"model": target.names[0], "messages": [{"role": "user", "content": "hi"}], "tools": [TOOL], **options}
-    prepared = prepare_chat(json.dumps(body).encode(), target, now_ns=NOW)
+def request(context: PrepareContext, **options: Any) -> GenerateRequest:
+    body = {"model": context.names[0], "messages": [{"role": "user", "content": "hi"}], "tools": [TOOL], **options}
+    prepared = prepare_chat(json.dumps(body).encode(), context, now_ns=NOW)
     return prepared.request  # type: ignore[union-attr]
 
 
@@ -95,7 +95,7 @@ def added(parsed: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def whole(asked: GenerateRequest, model: ModelDir, items: list[TokenItem]) -> dict[str, Any]:
-    collector = Collector(asked, model.detokenizer)
+    collector = AnswerAggregator(asked, model.detokenizer)
     assert collector.push(items)
     body = json.loads(collector.response())
     ChatCompletion.model_validate(body, strict=True)
@@ -103,10 +103,10 @@ def whole(asked: GenerateRequest, model: ModelDir, items: list[TokenItem]) -> di
     return {**choice["message"], "finish": choice["finish_reason"]}
 
 
-def test_thoughts_content_and_calls_are_streamed_apart(demo: Target) -> None:
+def test_thoughts_content_and_calls_are_streamed_apart(demo: PrepareContext) -> None:
     asked, items = request(demo), answer(demo.model, ANSWER)
     assert asked.parsing == Parsing("basic", "hermes")
-    parsed = chunks(Renderer(asked, demo.model.detokenizer).push(items))
+    parsed = chunks(StreamRenderer(asked, demo.model.detokenizer).push(items))
     message = added(parsed)
     assert message == whole(asked, demo.model, items)
     assert (message["reasoning_content"], message["content"]) == ("The weather.", "I look.")
@@ -124,74 +124,74 @@ def test_thoughts_content_and_calls_are_streamed_apart(demo: Target) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_a_client_can_go_on_after_any_event(demo: Target, data: st.DataObject) -> None:
+def test_a_client_can_go_on_after_any_event(demo: PrepareContext, data: st.DataObject) -> None:
     text = data.draw(st.sampled_from([ANSWER, CALL, "<think>cut", "plain text", ANSWER + "\nDone."]))
     tools, stop = data.draw(st.sampled_from([None, [TOOL]])), data.draw(st.sampled_from([None, "ok", "look.\n"]))
     asked = request(demo, logprobs=data.draw(st.booleans()), tools=tools, stop=stop)
     items = answer(demo.model, text, logprobs=asked.sampling.logprobs is not None)
-    parsed = chunks(Renderer(asked, demo.model.detokenizer).push(items))
+    parsed = chunks(StreamRenderer(asked, demo.model.detokenizer).push(items))
     assert added(parsed) == whole(asked, demo.model, items)
     cut = data.draw(st.integers(0, len(parsed) - 1))
-    renderer = Renderer(asked, demo.model.detokenizer)
+    renderer = StreamRenderer(asked, demo.model.detokenizer)
     renderer.resume(parsed[cut][0])
     size = data.draw(st.integers(1, 5))
     again = b"".join(renderer.push(items[at : at + size]) for at in range(0, len(items), size))
     assert chunks(again) == parsed[cut + 1 :]
 
 
-def test_every_token_keeps_its_logprob(demo: Target) -> None:
+def test_every_token_keeps_its_logprob(demo: PrepareContext) -> None:
     asked, items = request(demo, logprobs=True), answer(demo.model, ANSWER, logprobs=True)
-    parsed = chunks(Renderer(asked, demo.model.detokenizer).push(items))
+    parsed = chunks(StreamRenderer(asked, demo.model.detokenizer).push(items))
     tokens = [e["token"] for _, body in parsed if (p := body["choices"][0]["logprobs"]) for e in p["content"]]
     assert "".join(tokens) == ANSWER
     assert added(parsed) == whole(asked, demo.model, items)
 
 
 @pytest.mark.parametrize("reason", ["length", "stop"])
-def test_a_broken_off_call_is_shown_as_far_as_it_came(demo: Target, reason: str) -> None:
+def test_a_broken_off_call_is_shown_as_far_as_it_came(demo: PrepareContext, reason: str) -> None:
     items = answer(demo.model, CALL[:-15], Finish(reason))
-    message = added(chunks(Renderer(request(demo), demo.model.detokenizer).push(items)))
+    message = added(chunks(StreamRenderer(request(demo), demo.model.detokenizer).push(items)))
     assert message["tool_calls"][0]["function"]["arguments"] == '{"city": "Oslo'
     assert message["finish"] == ("length" if reason == "length" else "tool_calls")
     text = CALL[:20]
-    message = added(chunks(Renderer(request(demo), demo.model.detokenizer).push(answer(demo.model, text))))
+    message = added(chunks(StreamRenderer(request(demo), demo.model.detokenizer).push(answer(demo.model, text))))
     assert (message["content"], message["finish"]) == (text, "stop")
 
 
-def test_a_prompt_that_ends_in_thoughts_makes_the_answer_begin_in_them(demo: Target) -> None:
+def test_a_prompt_that_ends_in_thoughts_makes_the_answer_begin_in_them(demo: PrepareContext) -> None:
     asked = request(demo, chat_template_kwargs={"enable_thinking": True}, tools=None)
     assert asked.parsing == Parsing("basic", thinking=True)
     items = answer(demo.model, "So.\n</think>\n\n4")
     assert whole(asked, demo.model, items)["reasoning_content"] == "So."
 
 
-def test_without_tools_calls_stay_text(demo: Target) -> None:
+def test_without_tools_calls_stay_text(demo: PrepareContext) -> None:
     for options in ({"tools": None}, {"tool_choice": "none"}):
         asked = request(demo, **options)
         assert asked.parsing == Parsing("basic")
-        message = added(chunks(Renderer(asked, demo.model.detokenizer).push(answer(demo.model, CALL))))
+        message = added(chunks(StreamRenderer(asked, demo.model.detokenizer).push(answer(demo.model, CALL))))
         assert (message["content"], message["finish"]) == (CALL, "stop")
     assert request(demo._replace(parsers=None)).parsing is None
     prepared = prepare_text(b'{"model": "demo", "prompt": "hi"}', demo, now_ns=NOW)
     assert prepared.request.parsing is None
 
 
-def test_a_call_cannot_be_forced(demo: Target) -> None:
+def test_a_call_cannot_be_forced(demo: PrepareContext) -> None:
     for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
         with pytest.raises(ServingError, match="cannot be forced"):
             request(demo, tool_choice=choice)
 
 
-def test_only_the_first_call_is_shown_if_asked_for(demo: Target) -> None:
+def test_only_the_first_call_is_shown_if_asked_for(demo: PrepareContext) -> None:
     asked = request(demo, parallel_tool_calls=False)
-    message = added(chunks(Renderer(asked, demo.model.detokenizer).push(answer(demo.model, ANSWER))))
+    message = added(chunks(StreamRenderer(asked, demo.model.detokenizer).push(answer(demo.model, ANSWER))))
     assert len(message["tool_calls"]) == 1
 
 
-def test_marks_that_are_special_tokens_are_seen_and_others_are_not(special: Target) -> None:
+def test_marks_that_are_special_tokens_are_seen_and_others_are_not(special: PrepareContext) -> None:
     text = 'Look.[OTHER][TOOL_CALLS]get_weather[ARGS]{"city": "Oslo"}[TOOL_CALLS]now[ARGS]{}[OTHER]'
     asked, items = request(special), answer(special.model, text)
-    message = added(chunks(Renderer(asked, special.model.detokenizer).push(items)))
+    message = added(chunks(StreamRenderer(asked, special.model.detokenizer).push(items)))
     assert message == whole(asked, special.model, items)
     assert message["content"] == "Look."
     assert [tuple(call["function"].values()) for call in message["tool_calls"]] == [
@@ -201,7 +201,7 @@ def test_marks_that_are_special_tokens_are_seen_and_others_are_not(special: Targ
     assert len(message["tool_calls"][0]["id"]) == 9
 
 
-def test_stop_strings_do_not_see_marks_that_are_special_tokens(special: Target) -> None:
+def test_stop_strings_do_not_see_marks_that_are_special_tokens(special: PrepareContext) -> None:
     """As the worker, which knows no marks: "CALLS" is not in the text, "k.get" is."""
     text = 'Look.[TOOL_CALLS]get_weather[ARGS]{"city": "Oslo"}'
     for stop, content in (("CALLS", "Look."), ("k.get", "Loo")):
@@ -211,17 +211,17 @@ def test_stop_strings_do_not_see_marks_that_are_special_tokens(special: Target) 
         for item in items:
             stream.push(int.from_bytes(item.tokens, "little"))
         assert stream.stop == (None if stop == "CALLS" else stop)
-        message = added(chunks(Renderer(asked, special.model.detokenizer).push(items)))
+        message = added(chunks(StreamRenderer(asked, special.model.detokenizer).push(items)))
         assert message["content"] == content
         assert ("tool_calls" in message) is (stop == "CALLS")
 
 
 def test_the_template_gets_the_reasoning_effort(tmp_path: Path) -> None:
     template = "{{ messages[0].content }} {{ reasoning_effort }}"
-    target = Target(modeldir.load(write(tmp_path / "m", template=template)), ("m",), "gw1")
+    context = PrepareContext(modeldir.load(write(tmp_path / "m", template=template)), ("m",), "gw1")
     for options in ({"reasoning_effort": "low"}, {"chat_template_kwargs": {"reasoning_effort": "low"}}):
-        tokens = request(target, **options).prompt
+        tokens = request(context, **options).prompt
         ids = [int.from_bytes(tokens[at : at + 4], "little") for at in range(0, len(tokens), 4)]
-        assert target.model.tokenizer.decode(ids) == "hi low"
+        assert context.model.tokenizer.decode(ids) == "hi low"
     with pytest.raises(ServingError, match="reasoning_effort"):
-        request(target, reasoning_effort="<image>")
+        request(context, reasoning_effort="<image>")

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from msgspec import UNSET
 
 from gateway.openai.responses import AnswerMessage, CallMessage, Delta, FunctionMessage
-from gateway.parsers.formats import Texts, Tools, content
+from gateway.parsers.delta_builder import DeltaBuilder
 from gateway.parsers.harmony import harmony
 from gateway.parsers.reader import Reader, Steps
-from gateway.parsers.sink import Sink
-from gateway.parsers.thoughts import Tags, thoughts
+from gateway.parsers.reasoning import ReasoningTags, thoughts
+from gateway.parsers.tool_formats import Texts, ToolFormat, content
 
 
 class AnswerParser:
@@ -24,8 +24,8 @@ class AnswerParser:
     def __init__(
         self,
         call_id: Callable[[int], str],
-        tags: Tags | None,
-        tools: Tools | None,
+        tags: ReasoningTags | None,
+        tools: ToolFormat | None,
         *,
         harmony: bool = False,
         calls: bool = False,
@@ -41,7 +41,7 @@ class AnswerParser:
             one_call: show the first call only.
         """
         self._reader = Reader()
-        self._sink = Sink(call_id, tools=tools is not None, one_call=one_call)
+        self._sink = DeltaBuilder(call_id, tools=tools is not None, one_call=one_call)
         self._steps: Steps[None] | None = _read(
             self._reader, self._sink, tags, tools, harmony, calls, thinking, texts or {}
         )
@@ -99,18 +99,18 @@ class AnswerParser:
 
 def _read(
     reader: Reader,
-    sink: Sink,
-    tags: Tags | None,
-    tools: Tools | None,
+    deltas: DeltaBuilder,
+    tags: ReasoningTags | None,
+    tools: ToolFormat | None,
     in_harmony: bool,
     calls: bool,
     thinking: bool,
     texts: Texts,
 ) -> Steps[None]:
     if in_harmony:
-        yield from harmony(reader, sink, calls=calls)
+        yield from harmony(reader, deltas, calls=calls)
         return
     if tags is not None:
-        yield from thoughts(reader, sink, tags, thinking, tools, texts)
+        yield from thoughts(reader, deltas, tags, thinking, tools, texts)
     if tools is not None:
-        yield from content(reader, sink, tools, texts)
+        yield from content(reader, deltas, tools, texts)

@@ -12,7 +12,7 @@ ROLE = "diffusion"
 REMEMBERED = 256
 
 
-class Studios:
+class DiffusionModelRegistry:
     """``put`` and ``left`` follow the fleet."""
 
     def __init__(self) -> None:

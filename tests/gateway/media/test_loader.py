@@ -15,9 +15,9 @@ from PIL import Image, ImageFile
 from prometheus_client import CollectorRegistry
 
 from configs.settings import GatewaySettings
-from gateway.media import attachments
-from gateway.media.attachments import Attachments
-from gateway.media.media import Part
+from gateway.media import loader as media_loader
+from gateway.media.loader import MediaLoader
+from gateway.media.media import MediaPart
 from gateway.metrics import Metrics
 from gateway.openai.prepare import CHAT
 from gateway.service import Gateway
@@ -61,8 +61,8 @@ def gateway_on(bus: Bus, **more: Any) -> Gateway:
     return Gateway(bus, Publisher(bus), model, settings_for(**more), Metrics(CollectorRegistry()))
 
 
-def loader(bus: Bus, **more: Any) -> Attachments:
-    return Attachments(bus, settings_for(**more), Metrics(CollectorRegistry()))
+def loader(bus: Bus, **more: Any) -> MediaLoader:
+    return MediaLoader(bus, settings_for(**more), Metrics(CollectorRegistry()))
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(name)
         return await object_store.put(bus, bucket, name, data, **options)
 
-    monkeypatch.setattr(attachments, "put", put)
+    monkeypatch.setattr(media_loader, "put", put)
     return names
 
 
@@ -127,7 +127,9 @@ async def test_a_name_is_the_hash_of_the_raw_bytes_and_nothing_is_decoded(
     monkeypatch.setattr(ImageFile.ImageFile, "load", decoder)
     damaged = bytearray(PNG)
     damaged[-40:-20] = bytes(20)  # no decoder would take it
-    media = await loader(bus).load([Part("f", data_url(PNG)), Part("f", data_url(bytes(damaged)))], VISION, 60)
+    media = await loader(bus).load(
+        [MediaPart("f", data_url(PNG)), MediaPart("f", data_url(bytes(damaged)))], VISION, 60
+    )
     assert [m.digest for m in media] == [blake3(PNG).digest(), blake3(damaged).digest()]
 
 
@@ -152,14 +154,14 @@ async def test_an_embedding_file_is_stored_and_has_its_own_number_of_tokens(bus:
 
 async def test_the_same_image_again_costs_no_upload(bus: Bus, uploads: list[str]) -> None:
     clock = [1000.0]
-    own = Attachments(bus, settings_for(), Metrics(CollectorRegistry()), clock=lambda: clock[0])
-    part = Part("f", data_url(PNG))
+    own = MediaLoader(bus, settings_for(), Metrics(CollectorRegistry()), clock=lambda: clock[0])
+    part = MediaPart("f", data_url(PNG))
     first = await own.load([part, part], VISION, 600)
     assert first[0] == first[1]
     assert len(uploads) == 1
     await own.load([part], VISION, 600)
     assert len(uploads) == 1
-    clock[0] += attachments.TRUST_S + 1  # the store is asked again, and has it
+    clock[0] += media_loader.TRUST_S + 1  # the store is asked again, and has it
     await own.load([part], VISION, 600)
     assert len(uploads) == 2
     full = bus.subjects.bucket("media")
@@ -168,8 +170,8 @@ async def test_the_same_image_again_costs_no_upload(bus: Bus, uploads: list[str]
 
 async def test_what_will_not_live_as_long_as_a_request_is_asked_for_again(bus: Bus, uploads: list[str]) -> None:
     clock = [1000.0]
-    own = Attachments(bus, settings_for(), Metrics(CollectorRegistry()), clock=lambda: clock[0])
-    part = Part("f", data_url(PNG))
+    own = MediaLoader(bus, settings_for(), Metrics(CollectorRegistry()), clock=lambda: clock[0])
+    part = MediaPart("f", data_url(PNG))
     await own.load([part], VISION, 600)
     clock[0] += 200  # of two hours and five minutes
     await own.load([part], VISION, 7000)
@@ -179,9 +181,9 @@ async def test_what_will_not_live_as_long_as_a_request_is_asked_for_again(bus: B
 
 
 async def test_remembered_names_are_bounded(bus: Bus, monkeypatch: pytest.MonkeyPatch, uploads: list[str]) -> None:
-    monkeypatch.setattr(attachments, "KNOWN", 3)
+    monkeypatch.setattr(media_loader, "KNOWN", 3)
     own = loader(bus)
-    parts = [Part("f", data_url(png(1, side))) for side in range(1, 6)]
+    parts = [MediaPart("f", data_url(png(1, side))) for side in range(1, 6)]
     for part in parts:
         await own.load([part], VISION, 60)
     assert len(own._known) == 3
@@ -263,18 +265,18 @@ async def test_downloads_at_once_are_bounded(bus: Bus, site: Site) -> None:
         nonlocal now, most
         now += 1
         most = max(most, now)
-        if now == attachments.SLOTS:  # time for one more to come
+        if now == media_loader.SLOTS:  # time for one more to come
             asyncio.get_running_loop().call_later(0.1, release.set)
         await release.wait()
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(PNG) + PNG)
         now -= 1
 
     own = loader(bus)
-    parts = [Part("f", site.url(f"/{number}")) for number in range(3 * attachments.SLOTS)]
-    site.answers |= {f"/{number}": slow for number in range(3 * attachments.SLOTS)}
+    parts = [MediaPart("f", site.url(f"/{number}")) for number in range(3 * media_loader.SLOTS)]
+    site.answers |= {f"/{number}": slow for number in range(3 * media_loader.SLOTS)}
     media = await own.load(parts, VISION, 60)
     assert len(media) == len(parts)
-    assert most == attachments.SLOTS
+    assert most == media_loader.SLOTS
 
 
 async def test_a_store_that_is_full_is_a_retryable_error(bus: Bus) -> None:

@@ -6,29 +6,29 @@ Sources: the models' chat templates (Qwen, Hermes, Mistral, Llama 3, Nemotron, D
 import re
 from collections.abc import Callable
 
-from gateway.parsers.formats import NAME_RUN, Texts, Tools, closing, name_of
-from gateway.parsers.jsontext import string, value
+from gateway.parsers.delta_builder import DeltaBuilder
+from gateway.parsers.json_text import string, value
 from gateway.parsers.reader import Malformed, Marks, Reader, Steps
-from gateway.parsers.sink import Sink
+from gateway.parsers.tool_formats import NAME_RUN, Texts, ToolFormat, closing, name_of
 
 _ARGUMENTS = ("arguments", "parameters")
 _IDENTIFIER = re.compile(r"[A-Za-z0-9]*")
 
 
-def _arguments(reader: Reader, sink: Sink) -> Steps[None]:
+def _arguments(reader: Reader, deltas: DeltaBuilder) -> Steps[None]:
     """The value of "arguments": an object as it is; some models write it as a string, or null."""
     while not reader.peek() and not reader.ended:
         yield
     if reader.peek() == '"':
         parts: list[str] = []
         if (yield from value(reader, parts.append)):
-            sink.arguments(_unquoted("".join(parts)))
+            deltas.arguments(_unquoted("".join(parts)))
         else:
-            sink.arguments("".join(parts))
+            deltas.arguments("".join(parts))
     elif reader.peek() == "n" and (yield from reader.literal("null")):
-        sink.arguments("{}")
+        deltas.arguments("{}")
     else:
-        yield from value(reader, sink.arguments)
+        yield from value(reader, deltas.arguments)
 
 
 def _unquoted(text: str) -> str:
@@ -45,7 +45,7 @@ def _unquoted(text: str) -> str:
     return text
 
 
-def _object(reader: Reader, sink: Sink, *, needs_arguments: bool = False) -> Steps[None]:
+def _object(reader: Reader, deltas: DeltaBuilder, *, needs_arguments: bool = False) -> Steps[None]:
     """One call, ``{"name": ..., "arguments": {...}}``, behind its "{". Streams once the name is known.
 
     Raises:
@@ -68,9 +68,9 @@ def _object(reader: Reader, sink: Sink, *, needs_arguments: bool = False) -> Ste
                 name = name_of((yield from string(reader)))
             elif key in _ARGUMENTS and name and not begun:
                 begun = True
-                sink.call(name)
+                deltas.call(name)
                 reader.drop()
-                yield from _arguments(reader, sink)
+                yield from _arguments(reader, deltas)
             else:
                 parts: list[str] = []
                 if not (yield from value(reader, parts.append)):
@@ -80,7 +80,7 @@ def _object(reader: Reader, sink: Sink, *, needs_arguments: bool = False) -> Ste
         except Malformed:
             if not begun:
                 raise
-            sink.content(reader.held())
+            deltas.content(reader.held())
             return
         if begun:
             reader.drop()
@@ -97,12 +97,12 @@ def _object(reader: Reader, sink: Sink, *, needs_arguments: bool = False) -> Ste
         return
     if not name or (early is None and needs_arguments):
         raise Malformed
-    sink.call(name)
+    deltas.call(name)
     reader.drop()
-    sink.arguments("{}" if early is None else "".join(early))
+    deltas.arguments("{}" if early is None else "".join(early))
 
 
-def _listed(reader: Reader, sink: Sink) -> Steps[None]:
+def _listed(reader: Reader, deltas: DeltaBuilder) -> Steps[None]:
     """Calls ``{...}, {...}]`` behind their "[".
 
     Raises:
@@ -112,38 +112,38 @@ def _listed(reader: Reader, sink: Sink) -> Steps[None]:
         yield from reader.space()
         if not (yield from reader.literal("{")):
             raise Malformed
-        yield from _object(reader, sink)
-        if (yield from closing(reader, sink, ",", "]")) != ",":
+        yield from _object(reader, deltas)
+        if (yield from closing(reader, deltas, ",", "]")) != ",":
             return
         reader.hold(",")
 
 
-def _hermes(reader: Reader, sink: Sink, texts: Texts) -> Steps[None]:
+def _hermes(reader: Reader, deltas: DeltaBuilder, texts: Texts) -> Steps[None]:
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``"""
     yield from reader.space()
     if not (yield from reader.literal("{")):
         raise Malformed
     while True:
-        yield from _object(reader, sink)
-        if (yield from closing(reader, sink, "</tool_call>", "{")) != "{":
+        yield from _object(reader, deltas)
+        if (yield from closing(reader, deltas, "</tool_call>", "{")) != "{":
             return
         reader.hold("{")
 
 
-def _nemotron(reader: Reader, sink: Sink, texts: Texts) -> Steps[None]:
+def _nemotron(reader: Reader, deltas: DeltaBuilder, texts: Texts) -> Steps[None]:
     """``<TOOLCALL>[{"name": ..., "arguments": {...}}, ...]</TOOLCALL>``"""
     yield from reader.space()
     if not (yield from reader.literal("[")):
         raise Malformed
-    yield from _listed(reader, sink)
-    yield from closing(reader, sink, "</TOOLCALL>")
+    yield from _listed(reader, deltas)
+    yield from closing(reader, deltas, "</TOOLCALL>")
 
 
-def _mistral(reader: Reader, sink: Sink, texts: Texts) -> Steps[None]:
+def _mistral(reader: Reader, deltas: DeltaBuilder, texts: Texts) -> Steps[None]:
     """``[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]``, or ``[TOOL_CALLS]name[ARGS]{...}`` (newer)."""
     yield from reader.space()
     if (yield from reader.literal("[")):
-        yield from _listed(reader, sink)
+        yield from _listed(reader, deltas)
         return
     name = name_of((yield from reader.run(NAME_RUN)))
     call_id = ""
@@ -153,20 +153,20 @@ def _mistral(reader: Reader, sink: Sink, texts: Texts) -> Steps[None]:
     yield from reader.space()
     if reader.peek() != "{":
         raise Malformed
-    sink.call(name, call_id)
+    deltas.call(name, call_id)
     reader.drop()
-    yield from value(reader, sink.arguments)
+    yield from value(reader, deltas.arguments)
 
 
-def _llama3(reader: Reader, sink: Sink, texts: Texts) -> Steps[None]:
+def _llama3(reader: Reader, deltas: DeltaBuilder, texts: Texts) -> Steps[None]:
     """The whole answer is ``{"name": ..., "parameters": {...}}``, several with ";" between, perhaps behind
     ``<|python_tag|>``. Other JSON is content."""
     yield from reader.space()
     while True:
         if not (yield from reader.literal("{")):
             raise Malformed
-        yield from _object(reader, sink, needs_arguments=True)
-        if not (yield from closing(reader, sink, ";")):
+        yield from _object(reader, deltas, needs_arguments=True)
+        if not (yield from closing(reader, deltas, ";")):
             return
         reader.hold(";")
         yield from reader.space()
@@ -174,7 +174,7 @@ def _llama3(reader: Reader, sink: Sink, texts: Texts) -> Steps[None]:
 
 def _section(
     begin: str, separator: str, end: str, section_end: str, head: Callable[[str], tuple[str, str]], *, fenced: bool
-) -> Callable[[Reader, Sink, Texts], Steps[None]]:
+) -> Callable[[Reader, DeltaBuilder, Texts], Steps[None]]:
     """Calls ``begin head separator {...} end``, one after the other, then ``section_end``.
 
     Args:
@@ -184,7 +184,7 @@ def _section(
     before = Marks(separator)
     line = Marks("\n")
 
-    def calls(reader: Reader, sink: Sink, texts: Texts) -> Steps[None]:
+    def calls(reader: Reader, deltas: DeltaBuilder, texts: Texts) -> Steps[None]:
         space = yield from reader.space()
         if not (yield from reader.literal(begin)):
             raise Malformed
@@ -203,17 +203,17 @@ def _section(
             space = yield from reader.space()
             if not reader.peek():
                 raise Malformed
-            sink.call(name, call_id)
+            deltas.call(name, call_id)
             reader.drop()
-            yield from value(reader, sink.arguments)
+            yield from value(reader, deltas.arguments)
             if fenced:
-                yield from closing(reader, sink, "```")
-            yield from closing(reader, sink, end)
+                yield from closing(reader, deltas, "```")
+            yield from closing(reader, deltas, end)
             space = yield from reader.space()
             mark = yield from reader.literal(begin, section_end)
             if mark != begin:
                 if not mark:
-                    sink.content(space)
+                    deltas.content(space)
                 return
             reader.hold(space + mark)
 
@@ -233,14 +233,14 @@ _KIMI = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end
 _KIMI_BEGIN = "<|tool_calls_section_begin|>"
 _HERMES = ("<tool_call>", "</tool_call>")
 
-HERMES = Tools(_hermes, _HERMES[:1], special=_HERMES)
-NEMOTRON = Tools(_nemotron, ("<TOOLCALL>",), special=("<TOOLCALL>", "</TOOLCALL>"))
-MISTRAL = Tools(_mistral, ("[TOOL_CALLS]",), special=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), id_chars=9)
-LLAMA3 = Tools(_llama3, ("<|python_tag|>",), starts="{", special=("<|python_tag|>",))
-DEEPSEEK_V3 = Tools(
+HERMES = ToolFormat(_hermes, _HERMES[:1], special=_HERMES)
+NEMOTRON = ToolFormat(_nemotron, ("<TOOLCALL>",), special=("<TOOLCALL>", "</TOOLCALL>"))
+MISTRAL = ToolFormat(_mistral, ("[TOOL_CALLS]",), special=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), id_chars=9)
+LLAMA3 = ToolFormat(_llama3, ("<|python_tag|>",), starts="{", special=("<|python_tag|>",))
+DEEPSEEK_V3 = ToolFormat(
     _section(*_DEEPSEEK, lambda name: (name, ""), fenced=True), (_DEEPSEEK_BEGIN,), special=_DEEPSEEK_SPECIAL
 )
-DEEPSEEK_V31 = Tools(
+DEEPSEEK_V31 = ToolFormat(
     _section(*_DEEPSEEK, lambda name: (name, ""), fenced=False), (_DEEPSEEK_BEGIN,), special=_DEEPSEEK_SPECIAL
 )
-KIMI_K2 = Tools(_section(*_KIMI, _kimi_head, fenced=False), (_KIMI_BEGIN,), special=(_KIMI_BEGIN, *_KIMI))
+KIMI_K2 = ToolFormat(_section(*_KIMI, _kimi_head, fenced=False), (_KIMI_BEGIN,), special=(_KIMI_BEGIN, *_KIMI))

@@ -5,65 +5,65 @@ from typing import Any, NamedTuple
 
 from blake3 import blake3
 
-from gateway.parsers import jsoncalls, markup, thoughts
-from gateway.parsers.answer import AnswerParser
-from gateway.parsers.formats import Texts, Tools
+from gateway.parsers import json_calls, reasoning, xml_calls
+from gateway.parsers.answer_parser import AnswerParser
 from gateway.parsers.harmony import SPECIAL
-from gateway.parsers.pythonic import PYTHONIC
-from gateway.parsers.thoughts import Tags
+from gateway.parsers.pythonic_calls import PYTHONIC
+from gateway.parsers.reasoning import ReasoningTags
+from gateway.parsers.tool_formats import Texts, ToolFormat
 from schemas.fleet import Registration
 from schemas.requests import GenerateRequest, Parsing
 
 HARMONY = "harmony"  # one format for both: its parser reads thoughts and calls together
 
-REASONING: dict[str, Tags | str] = {
-    "basic": thoughts.THINK,
-    "deepseek_r1": thoughts.IMPLIED_THINK,
-    "deepseek_v3": thoughts.THINK,
-    "glm45": thoughts.THINK,
+REASONING: dict[str, ReasoningTags | str] = {
+    "basic": reasoning.THINK,
+    "deepseek_r1": reasoning.IMPLIED_THINK,
+    "deepseek_v3": reasoning.THINK,
+    "glm45": reasoning.THINK,
     "gpt_oss": HARMONY,
-    "granite": thoughts.GRANITE,
-    "kimi": thoughts.KIMI,
-    "kimi_k2": thoughts.THINK,
-    "mistral": thoughts.MISTRAL,
-    "nemotron_deci": thoughts.THINK,
-    "qwen3": thoughts.THINK,
+    "granite": reasoning.GRANITE,
+    "kimi": reasoning.KIMI,
+    "kimi_k2": reasoning.THINK,
+    "mistral": reasoning.MISTRAL,
+    "nemotron_deci": reasoning.THINK,
+    "qwen3": reasoning.THINK,
 }
-TOOLS: dict[str, Tools | str] = {
-    "deepseek_v3": jsoncalls.DEEPSEEK_V3,
-    "deepseek_v3_1": jsoncalls.DEEPSEEK_V31,
-    "deepseek_v31": jsoncalls.DEEPSEEK_V31,
-    "glm45": markup.GLM45,
+TOOLS: dict[str, ToolFormat | str] = {
+    "deepseek_v3": json_calls.DEEPSEEK_V3,
+    "deepseek_v3_1": json_calls.DEEPSEEK_V31,
+    "deepseek_v31": json_calls.DEEPSEEK_V31,
+    "glm45": xml_calls.GLM45,
     "gpt_oss": HARMONY,
     "harmony": HARMONY,
-    "hermes": jsoncalls.HERMES,
-    "kimi_k2": jsoncalls.KIMI_K2,
-    "llama3_json": jsoncalls.LLAMA3,
+    "hermes": json_calls.HERMES,
+    "kimi_k2": json_calls.KIMI_K2,
+    "llama3_json": json_calls.LLAMA3,
     "llama4_pythonic": PYTHONIC,
-    "mistral": jsoncalls.MISTRAL,
-    "nemotron_deci": jsoncalls.NEMOTRON,
+    "mistral": json_calls.MISTRAL,
+    "nemotron_deci": json_calls.NEMOTRON,
     "pythonic": PYTHONIC,
-    "qwen3_coder": markup.QWEN3_CODER,
+    "qwen3_coder": xml_calls.QWEN3_CODER,
 }
 _PROMPT_END = 16  # tokens: more than the longest mark and a line break
 
 
-class Parsers(NamedTuple):
+class ParserNames(NamedTuple):
     """What the workers of a model say that it writes; "": nothing, or what this gateway does not know."""
 
     reasoning: str = ""
     tools: str = ""
 
 
-def agreed(workers: Iterable[Registration]) -> tuple[Parsers, frozenset[Parsers]]:
+def agreed_parsers(workers: Iterable[Registration]) -> tuple[ParserNames, frozenset[ParserNames]]:
     """(the parsers for a model's answers, all that its workers name). The worker that is there longest decides, so
     that all gateways decide alike."""
     speaking = [worker for worker in workers if worker.role in ("aggregated", "decode")]
     if not speaking:
-        return Parsers(), frozenset()
+        return ParserNames(), frozenset()
     first = min(speaking, key=lambda worker: (worker.epoch, worker.worker))
-    named = frozenset(Parsers(worker.reasoning_parser, worker.tool_call_parser) for worker in speaking)
-    known = Parsers(
+    named = frozenset(ParserNames(worker.reasoning_parser, worker.tool_call_parser) for worker in speaking)
+    known = ParserNames(
         first.reasoning_parser if first.reasoning_parser in REASONING else "",
         first.tool_call_parser if first.tool_call_parser in TOOLS else "",
     )
@@ -71,7 +71,7 @@ def agreed(workers: Iterable[Registration]) -> tuple[Parsers, frozenset[Parsers]
 
 
 def parsing(
-    parsers: Parsers,
+    parsers: ParserNames,
     tools: Sequence[dict[str, Any]] | None,
     prompt_end: Callable[[int], str],
     *,
@@ -90,9 +90,9 @@ def parsing(
     return Parsing(
         reasoning=parsers.reasoning,
         tools=called,
-        thinking=isinstance(tags, Tags) and tags.begun(prompt_end(_PROMPT_END)),
+        thinking=isinstance(tags, ReasoningTags) and tags.begun(prompt_end(_PROMPT_END)),
         one_call=bool(called) and one_call,
-        texts=_texts(tools or ()) if isinstance(calls, Tools) and calls.texts else {},
+        texts=_texts(tools or ()) if isinstance(calls, ToolFormat) and calls.texts else {},
     )
 
 
@@ -101,8 +101,8 @@ def special(parsing: Parsing) -> tuple[str, ...]:
     tags, tools = REASONING.get(parsing.reasoning), TOOLS.get(parsing.tools)
     if HARMONY in (tags, tools):
         return SPECIAL
-    marks = tags.special if isinstance(tags, Tags) else ()
-    return marks + tools.special if isinstance(tools, Tools) else marks
+    marks = tags.special if isinstance(tags, ReasoningTags) else ()
+    return marks + tools.special if isinstance(tools, ToolFormat) else marks
 
 
 def parser(request: GenerateRequest, choice: int) -> AnswerParser:
@@ -110,7 +110,7 @@ def parser(request: GenerateRequest, choice: int) -> AnswerParser:
     parsing = request.parsing
     assert parsing is not None
     tags, tools = REASONING.get(parsing.reasoning), TOOLS.get(parsing.tools)
-    chars = tools.id_chars if isinstance(tools, Tools) else 0
+    chars = tools.id_chars if isinstance(tools, ToolFormat) else 0
 
     def call_id(index: int) -> str:
         digest = blake3(f"{request.id}.{choice}.{index}".encode()).hexdigest()
@@ -118,8 +118,8 @@ def parser(request: GenerateRequest, choice: int) -> AnswerParser:
 
     return AnswerParser(
         call_id,
-        tags if isinstance(tags, Tags) else None,
-        tools if isinstance(tools, Tools) else None,
+        tags if isinstance(tags, ReasoningTags) else None,
+        tools if isinstance(tools, ToolFormat) else None,
         harmony=HARMONY in (tags, tools),
         calls=tools is not None,
         thinking=parsing.thinking,

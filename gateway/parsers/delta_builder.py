@@ -7,7 +7,7 @@ from gateway.openai.responses import CallDelta, Delta, FunctionDelta
 _SPACE = " \t\r\n"
 
 
-class Sink:
+class DeltaBuilder:
     """White space next to a call, and at both ends of thoughts, is layout and dropped; the rest is kept to the letter.
 
     Attributes:

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-from gateway.parsers.formats import Texts, Tools, attempt
+from gateway.parsers.delta_builder import DeltaBuilder
 from gateway.parsers.reader import Marks, Reader, Steps
-from gateway.parsers.sink import Sink
+from gateway.parsers.tool_formats import Texts, ToolFormat, attempt
 
 
 @dataclass(frozen=True)
-class Tags:
+class ReasoningTags:
     """Attributes: ``implied``: an answer begins with thoughts unless the prompt has closed them."""
 
     opening: tuple[str, ...] = ("<think>",)
@@ -25,26 +25,28 @@ class Tags:
         return end.endswith(self.opening) or (self.implied and not end.endswith(self.closing))
 
 
-THINK = Tags()
-IMPLIED_THINK = Tags(implied=True)
-MISTRAL = Tags(("[THINK]",), ("[/THINK]",))
-KIMI = Tags(("◁think▷",), ("◁/think▷",))
-GRANITE = Tags(
+THINK = ReasoningTags()
+IMPLIED_THINK = ReasoningTags(implied=True)
+MISTRAL = ReasoningTags(("[THINK]",), ("[/THINK]",))
+KIMI = ReasoningTags(("◁think▷",), ("◁/think▷",))
+GRANITE = ReasoningTags(
     ("Here's my thought process:", "Here is my thought process:"), ("Here's my response:", "Here is my response:")
 )
 
 
-def thoughts(reader: Reader, sink: Sink, tags: Tags, begun: bool, tools: Tools | None, texts: Texts) -> Steps[None]:
+def thoughts(
+    reader: Reader, deltas: DeltaBuilder, tags: ReasoningTags, begun: bool, tools: ToolFormat | None, texts: Texts
+) -> Steps[None]:
     """Read an answer's thoughts, if it begins with some. A tool call ends them too: some models do not close them."""
     space = yield from reader.space()
     if not (yield from reader.literal(*tags.opening)) and not begun:
-        sink.content(space)
+        deltas.content(space)
         return
     ends = Marks(*tags.closing, *(tools.openers if tools is not None else ()))
-    while mark := (yield from reader.until(ends, sink.reasoning)):
+    while mark := (yield from reader.until(ends, deltas.reasoning)):
         if mark in tags.closing:
-            sink.thought()
+            deltas.thought()
             return
         assert tools is not None
-        if (yield from attempt(reader, sink, tools, texts, mark, sink.reasoning)):
+        if (yield from attempt(reader, deltas, tools, texts, mark, deltas.reasoning)):
             return

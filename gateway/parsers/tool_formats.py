@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from gateway.parsers.delta_builder import DeltaBuilder
 from gateway.parsers.reader import Malformed, Marks, Reader, Steps
-from gateway.parsers.sink import Sink
 
 NAME = re.compile(r"[A-Za-z0-9_.\-/]{1,256}")
 NAME_RUN = re.compile(r"[A-Za-z0-9_.\-/]*")
@@ -14,11 +14,11 @@ Texts = dict[str, dict[str, bool]]  # function -> parameter that is text, whatev
 
 
 @dataclass(frozen=True)
-class Tools:
+class ToolFormat:
     """One format.
 
     Attributes:
-        calls: reads the calls behind an opener, ``(reader, sink, texts)``. Until it has dropped what the reader holds
+        calls: reads the calls behind an opener, ``(reader, deltas, texts)``. Until it has dropped what the reader holds
             it may raise Malformed; behind each call it holds anew.
         openers: marks before calls, anywhere.
         starts: characters that are openers too if an answer begins with one; they are not read before ``calls``.
@@ -27,7 +27,7 @@ class Tools:
         id_chars: characters of a call's id; 0: "call_" and 24 of them.
     """
 
-    calls: Callable[[Reader, Sink, Texts], Steps[None]]
+    calls: Callable[[Reader, DeltaBuilder, Texts], Steps[None]]
     openers: tuple[str, ...] = ()
     starts: str = ""
     special: tuple[str, ...] = ()
@@ -51,33 +51,33 @@ def name_of(text: str) -> str:
 
 
 def attempt(
-    reader: Reader, sink: Sink, tools: Tools, texts: Texts, opener: str, otherwise: Callable[[str], None]
+    reader: Reader, deltas: DeltaBuilder, tools: ToolFormat, texts: Texts, opener: str, otherwise: Callable[[str], None]
 ) -> Steps[bool]:
     """Read calls behind an opener; what is none goes to ``otherwise``. Returns: whether there was a call."""
-    before = sink.calls
+    before = deltas.calls
     reader.hold(opener)
     try:
-        yield from tools.calls(reader, sink, texts)
+        yield from tools.calls(reader, deltas, texts)
         reader.drop()
     except Malformed:
         otherwise(reader.held())
-    return sink.calls > before
+    return deltas.calls > before
 
 
-def content(reader: Reader, sink: Sink, tools: Tools, texts: Texts) -> Steps[None]:
+def content(reader: Reader, deltas: DeltaBuilder, tools: ToolFormat, texts: Texts) -> Steps[None]:
     """Content with calls in it. If it returns before the end of the text, the rest is content."""
     if tools.starts:
-        sink.content((yield from reader.space()))
+        deltas.content((yield from reader.space()))
         if reader.peek() and reader.peek() in tools.starts:
-            yield from attempt(reader, sink, tools, texts, "", sink.content)
-    while tools.marks is not None and (opener := (yield from reader.until(tools.marks, sink.content))):
-        yield from attempt(reader, sink, tools, texts, opener, sink.content)
+            yield from attempt(reader, deltas, tools, texts, "", deltas.content)
+    while tools.marks is not None and (opener := (yield from reader.until(tools.marks, deltas.content))):
+        yield from attempt(reader, deltas, tools, texts, opener, deltas.content)
 
 
-def closing(reader: Reader, sink: Sink, *marks: str) -> Steps[str]:
+def closing(reader: Reader, deltas: DeltaBuilder, *marks: str) -> Steps[str]:
     """Behind a call: read one of ``marks``, if it comes next, and the space before it."""
     space = yield from reader.space()
     mark = yield from reader.literal(*marks)
     if not mark:
-        sink.content(space)
+        deltas.content(space)
     return mark

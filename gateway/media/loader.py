@@ -13,7 +13,7 @@ from blake3 import blake3
 
 from configs.settings import GatewaySettings
 from gateway.media.fetch import Fetcher
-from gateway.media.media import EMBEDDING, Limits, Part, Refused, check_image, embedding_tokens
+from gateway.media.media import EMBEDDING, MediaLimits, MediaPart, MediaRejected, check_image, embedding_tokens
 from gateway.metrics import Metrics
 from infra.bus.connection import Bus
 from infra.bus.object_store import put
@@ -26,21 +26,21 @@ KNOWN = 4096  # names remembered as stored
 TRUST_S = 300.0  # how long; then the store is asked again, which costs a fifth of a millisecond
 
 
-class Attachments:
+class MediaLoader:
     """Of one gateway."""
 
     def __init__(
         self, bus: Bus, settings: GatewaySettings, metrics: Metrics, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._bus = bus
-        self._limits = Limits.of(settings)
+        self._limits = MediaLimits.of(settings)
         self._fetcher = Fetcher(self._limits)
         self._metrics = metrics
         self._clock = clock
         self._slots = asyncio.Semaphore(SLOTS)
         self._known: OrderedDict[str, tuple[float, float]] = OrderedDict()  # name: (asked, gone), monotonic
 
-    async def load(self, parts: Sequence[Part], vision: Vision, keep_s: float) -> list[Media]:
+    async def load(self, parts: Sequence[MediaPart], vision: Vision, keep_s: float) -> list[Media]:
         """All of them, stored for at least ``keep_s`` seconds; their positions are still open.
 
         Raises:
@@ -57,7 +57,7 @@ class Attachments:
             raise failed.exceptions[0] from None
         return [tasks[part.url, part.embedding].result() for part in parts]
 
-    async def _one(self, part: Part, vision: Vision, keep_s: float) -> Media:
+    async def _one(self, part: MediaPart, vision: Vision, keep_s: float) -> Media:
         async with self._slots:
             try:
                 data = await self._fetcher.fetch(part.url)
@@ -65,7 +65,7 @@ class Attachments:
                     medium = await asyncio.to_thread(examine, data, part, vision, self._limits)
                 else:
                     medium = examine(data, part, vision, self._limits)
-            except Refused as refused:
+            except MediaRejected as refused:
                 raise refused.at(part.field) from None
             self._metrics.media.labels(medium.kind).inc()
             await self._store(medium.digest.hex(), data, keep_s)
@@ -82,11 +82,11 @@ class Attachments:
         self._known.move_to_end(name)
 
 
-def examine(data: bytes, part: Part, vision: Vision, limits: Limits) -> Media:
+def examine(data: bytes, part: MediaPart, vision: Vision, limits: MediaLimits) -> Media:
     """A medium's name and kind. The name is the digest of the bytes as they came: nothing is decoded.
 
     Raises:
-        Refused: neither an image nor an embedding file, whichever it should be, or too large a one.
+        MediaRejected: neither an image nor an embedding file, whichever it should be, or too large a one.
     """
     digest = blake3(data).digest()
     if part.embedding:

@@ -8,17 +8,17 @@ from collections.abc import Callable
 
 import msgspec
 
-from gateway.parsers.formats import Texts, Tools, closing, name_of
-from gateway.parsers.jsontext import encode
+from gateway.parsers.delta_builder import DeltaBuilder
+from gateway.parsers.json_text import encode
 from gateway.parsers.reader import Malformed, Marks, Reader, Steps
-from gateway.parsers.sink import Sink
+from gateway.parsers.tool_formats import Texts, ToolFormat, closing, name_of
 
 _KEY = re.compile(r"[^<>\n]*")
 _NAME_RUN = re.compile(r"[^<>\s]*")
 _WORDS = {"true": b"true", "false": b"false", "null": b"null", "none": b"null"}
 
 
-def _value(reader: Reader, sink: Sink, end: Marks, text: bool | None, *, lines: bool) -> Steps[bool]:
+def _value(reader: Reader, deltas: DeltaBuilder, end: Marks, text: bool | None, *, lines: bool) -> Steps[bool]:
     """One argument's value, behind its opening, to its end.
 
     Args:
@@ -27,16 +27,18 @@ def _value(reader: Reader, sink: Sink, end: Marks, text: bool | None, *, lines: 
     Returns: False: it is broken off.
     """
     if text is False:
-        sink.arguments('"')
-        over = yield from reader.until(end, _Lines(sink.arguments) if lines else lambda part: sink.arguments(_in(part)))
-        sink.arguments('"' if over else "")
+        deltas.arguments('"')
+        over = yield from reader.until(
+            end, _Lines(deltas.arguments) if lines else lambda part: deltas.arguments(_in(part))
+        )
+        deltas.arguments('"' if over else "")
         return bool(over)
     parts: list[str] = []
     over = yield from reader.until(end, parts.append)
     whole = "".join(parts)
     if lines:
         whole = whole.removeprefix("\n").removesuffix("\n")
-    sink.arguments(_guessed(whole, text) if over else _in(whole))
+    deltas.arguments(_guessed(whole, text) if over else _in(whole))
     return bool(over)
 
 
@@ -80,8 +82,8 @@ def _guessed(text: str, may_be_null: bool | None) -> str:
 class _Arguments:
     """Writes the object around the values."""
 
-    def __init__(self, sink: Sink, texts: dict[str, bool]) -> None:
-        self._sink = sink
+    def __init__(self, deltas: DeltaBuilder, texts: dict[str, bool]) -> None:
+        self._sink = deltas
         self._texts = texts
         self._some = False
 
@@ -101,7 +103,7 @@ _NEXT = ("<parameter=", "</function>")  # behind a parameter
 _NEXT_KEY = ("<arg_key>", "</tool_call>")
 
 
-def _qwen3_coder(reader: Reader, sink: Sink, texts: Texts) -> Steps[None]:
+def _qwen3_coder(reader: Reader, deltas: DeltaBuilder, texts: Texts) -> Steps[None]:
     """``<tool_call><function=NAME><parameter=KEY>\\nVALUE\\n</parameter>...</function></tool_call>``"""
     yield from reader.space()
     if not (yield from reader.literal("<function=")):
@@ -109,22 +111,22 @@ def _qwen3_coder(reader: Reader, sink: Sink, texts: Texts) -> Steps[None]:
     name = name_of((yield from reader.run(_NAME_RUN)))
     if not (yield from reader.literal(">")):
         raise Malformed
-    sink.call(name)
+    deltas.call(name)
     reader.drop()
-    arguments = _Arguments(sink, texts.get(name, {}))
-    while (mark := (yield from closing(reader, sink, *_NEXT))) == _NEXT[0]:
+    arguments = _Arguments(deltas, texts.get(name, {}))
+    while (mark := (yield from closing(reader, deltas, *_NEXT))) == _NEXT[0]:
         key = (yield from reader.run(_KEY)).strip()
         if not (yield from reader.literal(">")) or not key:
-            sink.content(mark + key)
+            deltas.content(mark + key)
             break
-        if not (yield from _value(reader, sink, _PARAMETER_END, arguments.key(key), lines=True)):
+        if not (yield from _value(reader, deltas, _PARAMETER_END, arguments.key(key), lines=True)):
             return
     if mark or not reader.cut_off(*_NEXT):
         arguments.end()
-    yield from closing(reader, sink, "</tool_call>")
+    yield from closing(reader, deltas, "</tool_call>")
 
 
-def _glm45(reader: Reader, sink: Sink, texts: Texts) -> Steps[None]:
+def _glm45(reader: Reader, deltas: DeltaBuilder, texts: Texts) -> Steps[None]:
     """``<tool_call>NAME\\n<arg_key>KEY</arg_key>\\n<arg_value>VALUE</arg_value>...</tool_call>``"""
     yield from reader.space()
     name = name_of((yield from reader.run(_NAME_RUN)))
@@ -132,24 +134,26 @@ def _glm45(reader: Reader, sink: Sink, texts: Texts) -> Steps[None]:
     mark = yield from reader.literal(*_NEXT_KEY)
     if not mark:
         raise Malformed
-    sink.call(name)
+    deltas.call(name)
     reader.drop()
-    arguments = _Arguments(sink, texts.get(name, {}))
+    arguments = _Arguments(deltas, texts.get(name, {}))
     while mark == "<arg_key>":
         key = (yield from reader.run(_KEY)).strip()
         if not key or not (yield from reader.literal("</arg_key>")):
-            sink.content(mark + key)
+            deltas.content(mark + key)
             break
-        if not (yield from closing(reader, sink, "<arg_value>")):
+        if not (yield from closing(reader, deltas, "<arg_value>")):
             return
-        if not (yield from _value(reader, sink, _VALUE_END, arguments.key(key), lines=False)):
+        if not (yield from _value(reader, deltas, _VALUE_END, arguments.key(key), lines=False)):
             return
-        mark = yield from closing(reader, sink, *_NEXT_KEY)
+        mark = yield from closing(reader, deltas, *_NEXT_KEY)
     if mark or not reader.cut_off(*_NEXT_KEY):
         arguments.end()
 
 
 _TAGS = ("<tool_call>", "</tool_call>")
 
-QWEN3_CODER = Tools(_qwen3_coder, _TAGS[:1], special=_TAGS, texts=True)
-GLM45 = Tools(_glm45, _TAGS[:1], special=(*_TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"), texts=True)
+QWEN3_CODER = ToolFormat(_qwen3_coder, _TAGS[:1], special=_TAGS, texts=True)
+GLM45 = ToolFormat(
+    _glm45, _TAGS[:1], special=(*_TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"), texts=True
+)

@@ -9,10 +9,10 @@ import re
 import warnings
 from typing import Any
 
-from gateway.parsers.formats import Texts, Tools, closing, name_of
-from gateway.parsers.jsontext import encode
+from gateway.parsers.delta_builder import DeltaBuilder
+from gateway.parsers.json_text import encode
 from gateway.parsers.reader import Malformed, Reader, Steps
-from gateway.parsers.sink import Sink
+from gateway.parsers.tool_formats import Texts, ToolFormat, closing, name_of
 
 _NAME_RUN = re.compile(r"[A-Za-z0-9_.\-]*")
 _STRUCTURE = re.compile(r"[\"'()\[\]{}]")
@@ -91,7 +91,7 @@ def _literal(node: ast.expr | None) -> Any:
     raise Malformed
 
 
-def _pythonic(reader: Reader, sink: Sink, texts: Texts) -> Steps[None]:
+def _pythonic(reader: Reader, deltas: DeltaBuilder, texts: Texts) -> Steps[None]:
     yield from reader.space()
     if not (yield from reader.literal("[")):
         raise Malformed
@@ -111,13 +111,13 @@ def _pythonic(reader: Reader, sink: Sink, texts: Texts) -> Steps[None]:
         mark = yield from reader.literal(",", "]")
         if not mark:
             raise Malformed
-        sink.call(name)
-        sink.arguments(arguments)
+        deltas.call(name)
+        deltas.arguments(arguments)
         reader.drop()
         if mark == "]":
-            yield from closing(reader, sink, "<|python_end|>")
+            yield from closing(reader, deltas, "<|python_end|>")
             return
         reader.hold(mark)
 
 
-PYTHONIC = Tools(_pythonic, ("<|python_start|>",), starts="[", special=("<|python_start|>", "<|python_end|>"))
+PYTHONIC = ToolFormat(_pythonic, ("<|python_start|>",), starts="[", special=("<|python_start|>", "<|python_end|>"))
