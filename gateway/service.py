@@ -14,18 +14,18 @@ from nats.errors import Error as NatsError
 from nats.js.api import ConsumerConfig
 
 from configs.settings import GatewaySettings
-from gateway.admission.queues import Queues, class_of
+from gateway.admission.log_capacity import LogCapacity
+from gateway.admission.queues import QueueLimits, class_of
 from gateway.admission.retention import Retention
-from gateway.admission.room import LogRoom
 from gateway.images.model_registry import ROLE, DiffusionModelRegistry
 from gateway.images.prepare import PATHS, prepare_images
 from gateway.log.completion import Completion
-from gateway.log.find import Finder
-from gateway.log.inflight import Exchange
-from gateway.log.lookup import Found, Lookup
+from gateway.log.find import RequestFinder
+from gateway.log.inflight import InflightRequest
+from gateway.log.lookup import RequestLookup, StoredRequest
 from gateway.log.progress import Progress
 from gateway.log.records import Records, is_whole
-from gateway.log.subscription import TokenFeed
+from gateway.log.subscription import TokenSubscription
 from gateway.media.loader import MediaLoader
 from gateway.metrics import Metrics
 from gateway.openai.prepare import CHAT, PendingMediaRequest, PreparedRequest, finish, prepare_chat, prepare_text
@@ -76,17 +76,17 @@ class Gateway:
         self.started_ns = time.time_ns()
         self.draining = False  # not ready any more; what is asked all the same is served
         self.stopped = False  # what is open was left to other gateways
-        self.answering: set[Exchange] = set()  # over HTTP
+        self.answering: set[InflightRequest] = set()  # over HTTP
         self.tasks: Tasks = bus.tasks.group("gateway")
         self.records = Records(bus)
         self._completion = Completion(self.records)
         self._publisher = publisher
-        self._feed = TokenFeed(bus, self.id, self.tasks)
-        self._others: dict[str, TokenFeed] = {}
+        self._tokens = TokenSubscription(bus, self.id, self.tasks)
+        self._other_tokens: dict[str, TokenSubscription] = {}
         self._opening = asyncio.Lock()
-        self._finder = Finder(bus, self.tasks)
-        self._lookup = Lookup(self.records, self._finder)
-        self.progress = Progress(bus, self.id, self._feed.watching)
+        self._finder = RequestFinder(bus, self.tasks)
+        self._lookup = RequestLookup(self.records, self._finder)
+        self.progress = Progress(bus, self.id, self._tokens.readers_of)
         self._sharded = True  # routers read shards of REQUESTS; not so where an earlier release applied its streams
         self._threads = ThreadPoolExecutor(THREADS, "prepare")
         self._media_loader = MediaLoader(bus, settings, metrics)
@@ -94,9 +94,9 @@ class Gateway:
         self._roster = Roster(self.names[0], model.tokenizer_digest, metrics)
         self._sorted: Sorted | None = None  # both are made when they are needed, after the fleet has changed
         self._current: PrepareContext | None = None
-        self._log_room = LogRoom(bus, metrics)
+        self._log_capacity = LogCapacity(bus, metrics)
         self._retention = Retention(bus, metrics)
-        self._queues = Queues(settings.max_queue, self._unheard)
+        self._queues = QueueLimits(settings.max_queue, self._unstarted)
         self._routers = False
         self._delivered: dict[str, int] = {}
 
@@ -105,7 +105,7 @@ class Gateway:
         Raises:
             ServingError: a stream or the workers bucket cannot be read.
         """
-        await self._feed.start(since_ns=self.started_ns)
+        await self._tokens.start(since_ns=self.started_ns)
         await self.progress.open()
         await self.fleet.start()
         with contextlib.suppress(NatsError, TimeoutError):
@@ -117,14 +117,14 @@ class Gateway:
     async def close(self) -> None:
         await self.tasks.aclose()
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for feed in (self._feed, *self._others.values()):
-            await feed.close()
+        for subscription in (self._tokens, *self._other_tokens.values()):
+            await subscription.close()
 
     # --- what is known ---
 
     @property
     def open_requests(self) -> int:
-        return len(self._feed) + sum(map(len, self._others.values()))
+        return len(self._tokens) + sum(map(len, self._other_tokens.values()))
 
     def not_ready(self) -> list[str]:
         """Why a request could not be served now; empty: it could."""
@@ -194,7 +194,7 @@ class Gateway:
         Raises:
             ServingError: the body cannot be served, or the queue is full.
         """
-        self.check_room(body)
+        self.check_capacity(body)
         if endpoint in PATHS:
             return prepare_images(
                 endpoint,
@@ -229,17 +229,17 @@ class Gateway:
             return finish(draft, media, context)
         return await self._in_thread(finish, draft, media, context)
 
-    def has_room(self) -> bool:
+    def accepts_submissions(self) -> bool:
         """Whether a submission should be taken now."""
         if self.draining:
             return False
         try:
-            self._log_room.check()
+            self._log_capacity.check()
         except ServingError:
             return False
         return not (self._queues.near and self._queues.full)
 
-    def check_room(self, body: bytes) -> None:
+    def check_capacity(self, body: bytes) -> None:
         """
         Args:
             body: not checked yet; it says of which class it is.
@@ -248,15 +248,15 @@ class Gateway:
         """
         if self.stopped:
             raise stopping("")
-        self._log_room.check()
+        self._log_capacity.check()
         if self._queues.near:
             self._queues.check(class_of(body))
 
-    def _unheard(self, priority: Priority) -> int:
+    def _unstarted(self, priority: Priority) -> int:
         """Open requests of a class of which no worker has said anything."""
-        return sum(each.fold.attempt < 0 and each.request.priority is priority for each in self._feed.exchanges)
+        return sum(each.fold.attempt < 0 and each.request.priority is priority for each in self._tokens.readers)
 
-    async def submit(self, request: GenerateRequest, *, owner: bool = True) -> Exchange:
+    async def submit(self, request: GenerateRequest, *, owner: bool = True) -> InflightRequest:
         """Put a request into the log; returns when it is durable.
 
         Args:
@@ -264,7 +264,7 @@ class Gateway:
         Raises:
             ServingError: it could not be stored, or its tenant has too much waiting (queue_full); it will not run.
         """
-        self._log_room.check(request.tenant)
+        self._log_capacity.check(request.tenant)
         payload = wire.encode(request)
         limit = self.bus.max_message - JOB_BYTES
         if len(payload) > limit:
@@ -272,8 +272,8 @@ class Gateway:
                 Code.body_too_large,
                 f"the prompt takes {len(payload)} bytes as a message; the broker carries {limit} (max_payload)",
             )
-        exchange = Exchange(request)
-        self._feed.watch(exchange)  # before publishing: the first token may overtake the acknowledgement
+        inflight = InflightRequest(request)
+        self._tokens.subscribe(inflight)  # before publishing: the first token may overtake the acknowledgement
         self._queues.accepted(request.priority)
         try:
             ack = await self._publisher.publish(
@@ -286,47 +286,47 @@ class Gateway:
         except BaseException:
             # It may be stored all the same (the acknowledgement was lost).
             if owner:
-                self.leave(exchange, "the acceptance was not confirmed")
+                self.cancel_unfinished(inflight, "the acceptance was not confirmed")
             else:
-                self.detach(exchange)
+                self.release(inflight)
             raise
         if ack.duplicate:  # sent again by us, or a repeat, or a submission that a gateway had taken before it died
             stored, record = await self.look_up(request.id)
-            self.detach(exchange)
+            self.release(inflight)
             return await self.attach(stored, record)
-        return exchange
+        return inflight
 
-    def leave(self, exchange: Exchange, reason: str = "the client disconnected") -> None:
+    def cancel_unfinished(self, inflight: InflightRequest, reason: str = "the client disconnected") -> None:
         """The client has gone or has everything. An unfinished request is cancelled, again until it ends.
 
         Not by a gateway that stops: the request is then somebody else's to read.
         """
-        if exchange.ended or self.stopped:
-            self._unwatch(exchange)
+        if inflight.ended or self.stopped:
+            self._subscription_of(inflight).unsubscribe(inflight)
             return
-        exchange.abandoned = True
+        inflight.cancelling = True
         self.metrics.cancelled.inc()
-        self._spawn_cancel(exchange, reason)
+        self._spawn_cancel(inflight, reason)
 
     def stop(self) -> None:
         """Leave all requests to the pipeline: each open answer ends with the id at which it goes on."""
         self.stopped = True
-        for exchange in self.answering:
-            exchange.fail(stopping(exchange.request.id))
+        for inflight in self.answering:
+            inflight.fail(stopping(inflight.request.id))
 
-    def detach(self, exchange: Exchange) -> None:
+    def release(self, inflight: InflightRequest) -> None:
         """Stop watching without cancelling: the reader was only a second one."""
-        self._unwatch(exchange)
+        self._subscription_of(inflight).unsubscribe(inflight)
 
-    def _unwatch(self, exchange: Exchange) -> None:
-        self._feed_of(exchange).unwatch(exchange)
+    def _unwatch(self, inflight: InflightRequest) -> None:
+        self._subscription_of(inflight).unsubscribe(inflight)
 
-    def _feed_of(self, exchange: Exchange) -> TokenFeed:
-        return self._others.get(exchange.request.gateway, self._feed)
+    def _subscription_of(self, inflight: InflightRequest) -> TokenSubscription:
+        return self._other_tokens.get(inflight.request.gateway, self._tokens)
 
-    def _spawn_cancel(self, exchange: Exchange, reason: str) -> None:
-        exchange.cancel_sent = time.monotonic()
-        self.tasks.spawn(self.cancel(exchange.request.id, reason), name="cancel", on_failure=_not_cancelled)
+    def _spawn_cancel(self, inflight: InflightRequest, reason: str) -> None:
+        inflight.cancel_sent = time.monotonic()
+        self.tasks.spawn(self.cancel(inflight.request.id, reason), name="cancel", on_failure=_not_cancelled)
 
     async def cancel(self, request_id: str, reason: str) -> None:
         if self.bus.connected:
@@ -335,17 +335,17 @@ class Gateway:
     # --- finding requests again ---
 
     async def find(self, request_id: str, tenant: str | None = None) -> GenerateRequest:
-        """An accepted request, by any gateway; see ``Lookup.find``."""
+        """An accepted request, by any gateway; see ``RequestLookup.find``."""
         return (await self.look_up(request_id, tenant)).request
 
-    async def look_up(self, request_id: str, tenant: str | None = None) -> Found:
-        """An accepted request, by any gateway, and its record if it is over; see ``Lookup.find``."""
+    async def look_up(self, request_id: str, tenant: str | None = None) -> StoredRequest:
+        """An accepted request, by any gateway, and its record if it is over; see ``RequestLookup.find``."""
         return await self._lookup.find(request_id, tenant)
 
     async def attach(
         self, request: GenerateRequest, record: done.Done | None = None, *, whole: bool = False, ordered: bool = True
-    ) -> Exchange:
-        """Follow an accepted request from its first token on. The exchange fails if the log cannot be read.
+    ) -> InflightRequest:
+        """Follow an accepted request from its first token on. The in-flight request fails if the log cannot be read.
 
         Args:
             record: of one that is over: it is read instead of the token stream, if it has everything.
@@ -355,29 +355,29 @@ class Gateway:
         Raises:
             ServingError: the log cannot be read.
         """
-        exchange = Exchange(request, bounded=not whole)
+        inflight = InflightRequest(request, bounded=not whole)
         if record is not None and is_whole(record) and (request.n == 1 or not ordered):
-            exchange.complete(done.items(record))
-            return exchange
-        feed = self._feed if request.gateway == self.id else await self._followed(request.gateway)
-        feed.attach(exchange)
+            inflight.complete(done.items(record))
+            return inflight
+        subscription = self._tokens if request.gateway == self.id else await self._subscribed(request.gateway)
+        subscription.subscribe_from_start(inflight)
         if whole:
             try:
-                await exchange.caught_up()
+                await inflight.caught_up()
             except BaseException:
-                self.detach(exchange)
+                self.release(inflight)
                 raise
-        return exchange
+        return inflight
 
-    async def _followed(self, gateway: str) -> TokenFeed:
+    async def _subscribed(self, gateway: str) -> TokenSubscription:
         """The tokens of another gateway."""
         async with self._opening:
-            feed = self._others.get(gateway)
-            if feed is None:
-                feed = TokenFeed(self.bus, gateway, self.tasks)
-                await feed.start(since_ns=time.time_ns())
-                self._others[gateway] = feed
-            return feed
+            subscription = self._other_tokens.get(gateway)
+            if subscription is None:
+                subscription = TokenSubscription(self.bus, gateway, self.tasks)
+                await subscription.start(since_ns=time.time_ns())
+                self._other_tokens[gateway] = subscription
+            return subscription
 
     async def outcome(self, request: GenerateRequest) -> done.Done | None:
         """The terminal event, if there is one."""
@@ -394,26 +394,30 @@ class Gateway:
                 log.exception("sweep_failed")
 
     async def _sweep_once(self, now_ns: int, now: float) -> None:
-        open_ = [exchange for feed in (self._feed, *self._others.values()) for exchange in feed.exchanges]
+        open_ = [
+            inflight
+            for subscription in (self._tokens, *self._other_tokens.values())
+            for inflight in subscription.readers
+        ]
         with contextlib.suppress(ServingError):  # the broker is away; the next sweep asks again
-            await self._completion.look(open_, now)
+            await self._completion.complete_idle(open_, now)
         self.fleet.expire()
         if self._current is None:  # what workers are refused for, or disagree on, is said also while nobody asks
             self._current = self._make_prepare_context()
-        for feed in (self._feed, *self._others.values()):
-            for exchange in feed.exchanges:
-                late_ns = now_ns - exchange.request.deadline_ns
-                if exchange.abandoned:
-                    if exchange.ended or late_ns > 60_000_000_000:
-                        feed.unwatch(exchange)
-                    elif now - exchange.cancel_sent > CANCEL_AGAIN_S:
-                        self._spawn_cancel(exchange, "repeated")
+        for subscription in (self._tokens, *self._other_tokens.values()):
+            for inflight in subscription.readers:
+                late_ns = now_ns - inflight.request.deadline_ns
+                if inflight.cancelling:
+                    if inflight.ended or late_ns > 60_000_000_000:
+                        subscription.unsubscribe(inflight)
+                    elif now - inflight.cancel_sent > CANCEL_AGAIN_S:
+                        self._spawn_cancel(inflight, "repeated")
                 elif late_ns > DEADLINE_GRACE_NS:
-                    _overdue(exchange, late_ns)
-        for gateway, feed in list(self._others.items()):
-            if not feed:
-                del self._others[gateway]
-                await feed.close()
+                    _overdue(inflight, late_ns)
+        for gateway, subscription in list(self._other_tokens.items()):
+            if not subscription:
+                del self._other_tokens[gateway]
+                await subscription.close()
 
     async def _poll(self) -> None:
         while True:
@@ -426,7 +430,7 @@ class Gateway:
 
     async def _poll_queue(self) -> None:
         """How many requests no router has placed yet, and whether any router asks for more."""
-        before, queued = self._queues.begin_look(), dict.fromkeys(Priority, 0)
+        before, queued = self._queues.begin_poll(), dict.fromkeys(Priority, 0)
         routers, consumers = False, []
         for priority in Priority:
             name = f"router-{priority.value}"
@@ -437,31 +441,31 @@ class Gateway:
             # Full of work, a router has no request waiting for the moment, but it moves on.
             routers |= bool(info.num_waiting) or delivered > self._delivered.get(name, delivered)
             self._delivered[name] = delivered
-        self._queues.looked(queued, before)
+        self._queues.polled(queued, before)
         self._routers = routers
         # Not before 'penstock streams apply' of this release.
         self._sharded = all(any(map(self.bus.subjects.is_sharded, _filters(info.config))) for info in consumers)
         self.metrics.queued.set(self._queues.total)
-        await self._log_room.look(consumers, self._unended())
+        await self._log_capacity.refresh(consumers, self._unended())
         self.metrics.open.set(self.open_requests)
 
     def _unended(self) -> Iterator[tuple[str, int]]:
         """Tenants of open requests, and bytes of their prompts."""
-        for exchange in self._feed.exchanges:
-            if not exchange.ended:
-                yield exchange.request.tenant, len(exchange.request.prompt)
+        for inflight in self._tokens.readers:
+            if not inflight.ended:
+                yield inflight.request.tenant, len(inflight.request.prompt)
 
 
 def _filters(config: ConsumerConfig) -> list[str]:
     return config.filter_subjects or [config.filter_subject or ""]
 
 
-def _overdue(exchange: Exchange, late_ns: int) -> None:
-    if exchange.paused:
-        if late_ns > ABORT_NS and exchange.abort is not None:
-            exchange.abort()  # its client does not read: nothing that is sent would reach it
-    elif not exchange.ended and not exchange.behind:
-        exchange.fail(ServingError(Code.deadline_exceeded, "the request did not finish before its deadline"))
+def _overdue(inflight: InflightRequest, late_ns: int) -> None:
+    if inflight.paused:
+        if late_ns > ABORT_NS and inflight.abort is not None:
+            inflight.abort()  # its client does not read: nothing that is sent would reach it
+    elif not inflight.ended and not inflight.behind:
+        inflight.fail(ServingError(Code.deadline_exceeded, "the request did not finish before its deadline"))
 
 
 def _not_cancelled(error: BaseException) -> None:

@@ -78,11 +78,11 @@ async def claim(bus: Bus, tenant: str, name: str, body: bytes, request_id: str) 
         elif not found[0]:
             revision = found[1]  # a marker of one that expired
         else:
-            return _same(found, digest, request_id)
+            return _checked(found, digest, request_id)
     raise _unavailable("its key is being claimed by others")
 
 
-async def claim_again(bus: Bus, tenant: str, name: str, body: bytes, request_id: str, claimed: Claim) -> Claim:
+async def reclaim(bus: Bus, tenant: str, name: str, body: bytes, request_id: str, claimed: Claim) -> Claim:
     """Take over a claim whose request never came into the log: under its own id, or a new one if that is old.
 
     An id says when its request was stored, so an old one would not be found again.
@@ -99,10 +99,10 @@ async def claim_again(bus: Bus, tenant: str, name: str, body: bytes, request_id:
     found = await _get(bus, subject)
     if found is None or not found[0]:
         raise _unavailable("its key is being claimed by others")
-    return _same(found, digest, request_id)
+    return _checked(found, digest, request_id)
 
 
-async def lookup(bus: Bus, tenant: str, name: str, body: bytes | None = None) -> Claim | None:
+async def find_claim(bus: Bus, tenant: str, name: str, body: bytes | None = None) -> Claim | None:
     """The request that ``name`` stands for; None: none that is known.
 
     Args:
@@ -113,10 +113,10 @@ async def lookup(bus: Bus, tenant: str, name: str, body: bytes | None = None) ->
     found = await _get(bus, _subject(bus, tenant, name))
     if found is None or not found[0]:
         return None
-    return _same(found, digest_of(body) if body is not None else None, "")
+    return _checked(found, digest_of(body) if body is not None else None, "")
 
 
-def _same(found: tuple[bytes, int], digest: bytes | None, request_id: str) -> Claim:
+def _checked(found: tuple[bytes, int], digest: bytes | None, request_id: str) -> Claim:
     known = _identity(found[0])
     if digest is not None and known.body != digest:
         raise Conflict

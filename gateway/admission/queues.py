@@ -29,17 +29,17 @@ def class_of(body: bytes) -> Priority:
     return said.priority or TIERS.get(said.service_tier or "", Priority.standard)
 
 
-class Queues:
+class QueueLimits:
     """Counts as the broker had them at the last look, and what was accepted since.
 
     Args:
         limit: of each class.
-        unheard: open requests of this gateway, of a class, that no worker has answered yet. Called only near the limit.
+        unstarted: how many open requests of a class no worker has started. Called only near the limit.
     """
 
-    def __init__(self, limit: int, unheard: Callable[[Priority], int]) -> None:
+    def __init__(self, limit: int, unstarted: Callable[[Priority], int]) -> None:
         self._limit = limit
-        self._unheard = unheard
+        self._unstarted = unstarted
         self._looked: Mapping[Priority, int] = dict.fromkeys(Priority, 0)
         self._since: Counter[Priority] = Counter()
         self._most = 0  # of any class, as if all that was accepted since were of the fullest
@@ -48,11 +48,11 @@ class Queues:
         self._since[priority] += 1
         self._most += 1
 
-    def begin_look(self) -> Mapping[Priority, int]:
+    def begin_poll(self) -> Mapping[Priority, int]:
         """Before the broker is asked; pass it to ``looked``."""
         return self._since.copy()
 
-    def looked(self, counts: Mapping[Priority, int], before: Mapping[Priority, int]) -> None:
+    def polled(self, counts: Mapping[Priority, int], before: Mapping[Priority, int]) -> None:
         self._looked = counts
         self._since.subtract(before)
         self._most = max(counts.values()) + self._since.total()
@@ -90,4 +90,4 @@ class Queues:
         if looked + since < self._limit:
             return looked + since
         # Of those accepted since the last look, some have begun: they are counted only when it matters.
-        return looked + min(since, self._unheard(priority))
+        return looked + min(since, self._unstarted(priority))

@@ -50,12 +50,12 @@ class Choice(msgspec.Struct, frozen=True):
     prompt_logprobs: list[Any] | None = None
 
     @property
-    def said(self) -> str:
+    def content(self) -> str:
         """Its text, wherever it stands."""
         return self.text or self.message.content or self.delta.content or ""
 
 
-class _Shown(msgspec.Struct, frozen=True, kw_only=True):
+class _Completion(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     model: str
     created: int = 0
@@ -68,14 +68,14 @@ class _Shown(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def text(self) -> str:
         """What the first choice says here."""
-        return next((choice.said for choice in self.choices if choice.index == 0), "")
+        return next((choice.content for choice in self.choices if choice.index == 0), "")
 
 
-class Answer(_Shown, frozen=True, kw_only=True):
+class Answer(_Completion, frozen=True, kw_only=True):
     """A whole answer."""
 
 
-class Chunk(_Shown, frozen=True, kw_only=True):
+class Chunk(_Completion, frozen=True, kw_only=True):
     """A part of a streamed answer.
 
     ``replaces``: this is the whole answer, in place of all chunks before it. It comes when a stream with several

@@ -11,11 +11,11 @@ import msgspec
 from nats.errors import Error as NatsError
 
 from .answers import Answer, Chunk, read_answer, read_chunk, read_error
+from .connection import Connection, connect
 from .errors import NotFound, PenstockError, error
-from .link import Link, connect
-from .order import HEADER_ERROR, Message
 from .position import Kind, Position
-from .reading import AGAIN_S, Reading, Submission
+from .reader import AGAIN_S, AnswerReader, Submission
+from .reorder import HEADER_ERROR, Message
 
 TIMEOUT_S = 600.0  # as long as a request may take unless it says otherwise
 CANCEL_S = 10.0
@@ -40,10 +40,10 @@ class Client:
         self._namespace = namespace
         self._timeout = timeout
         self._options = options
-        self._link: Link | None = None
+        self._connection: Connection | None = None
 
     async def __aenter__(self) -> Self:
-        self._link = await connect(self._url, self._namespace, **self._options)
+        self._connection = await connect(self._url, self._namespace, **self._options)
         return self
 
     async def __aexit__(
@@ -53,8 +53,8 @@ class Client:
 
     async def close(self) -> None:
         """Close the connection. Requests run on; ``resume`` reads their answers later."""
-        if self._link is not None:
-            await self._link.close()
+        if self._connection is not None:
+            await self._connection.close()
 
     @overload
     def chat(
@@ -116,12 +116,12 @@ class Client:
         Raises:
             PenstockError: it is unknown, or nobody answers.
         """
-        link = self._connected()
+        connection = self._connected()
         asked = {"id": request} if isinstance(request, str) else {"key": request.key}
         until = time.monotonic() + CANCEL_S
         while True:
             try:
-                reply = await link.nc.request(link.cancel, _json(asked), timeout=2.0)
+                reply = await connection.nc.request(connection.cancel, _json(asked), timeout=2.0)
                 if code := (reply.headers or {}).get(HEADER_ERROR):
                     raise read_error(reply.data, code)
                 return str(msgspec.json.decode(reply.data).get("status", ""))
@@ -149,14 +149,14 @@ class Client:
         seconds = self._timeout if timeout is None else timeout
         return (Stream if position.stream else Call)(self, position, submission, seconds)
 
-    def _connected(self) -> Link:
-        if self._link is None:
+    def _connected(self) -> Connection:
+        if self._connection is None:
             raise RuntimeError("use the client as 'async with Client(...) as client'")
-        return self._link
+        return self._connection
 
-    def _reading(self, position: Position, submission: Submission | None, seconds: float) -> Reading:
+    def _reader(self, position: Position, submission: Submission | None, seconds: float) -> AnswerReader:
         until = time.monotonic() + seconds
-        return Reading(self._connected(), position.key, position.next, submission, until)
+        return AnswerReader(self._connected(), position.key, position.next, submission, until)
 
 
 class _Request:
@@ -173,8 +173,8 @@ class _Request:
         """End the request; the answer then ends with ``Cancelled``."""
         return await self._client.cancel(self.position)
 
-    def _reading(self) -> Reading:
-        return self._client._reading(self.position, self._submission, self._seconds)
+    def _reader(self) -> AnswerReader:
+        return self._client._reader(self.position, self._submission, self._seconds)
 
     def _note(self, message: Message) -> None:
         """
@@ -195,15 +195,15 @@ class Call(_Request):
 
     async def _whole(self) -> Answer:
         self.position = msgspec.structs.replace(self.position, next=0)  # an answer that was read can be read again
-        reading = self._reading()
+        reader = self._reader()
         try:
-            await reading.open()
-            message = await reading.next()
+            await reader.open()
+            message = await reader.next()
             assert message is not None, "an answer has at least one message"
             self._note(message)
             return read_answer(message.body, self.position, self.request)
         finally:
-            await reading.close()
+            await reader.close()
 
 
 class Stream(_Request):
@@ -217,14 +217,14 @@ class Stream(_Request):
         return self._chunks()
 
     async def _chunks(self) -> AsyncIterator[Chunk]:
-        reading = self._reading()
+        reader = self._reader()
         try:
-            await reading.open()
-            while (message := await reading.next()) is not None:
+            await reader.open()
+            while (message := await reader.next()) is not None:
                 self._note(message)
                 yield read_chunk(message.body, self.position, self.request, replaces=message.record)
         finally:
-            await reading.close()
+            await reader.close()
 
 
 __all__ = ["Call", "Client", "PenstockError", "Stream"]

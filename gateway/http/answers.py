@@ -15,8 +15,8 @@ import msgspec
 import structlog
 
 from gateway.http.connections import SCOPE, Connection
-from gateway.http.repeats import Names, accept_once, named, names_in
-from gateway.log.inflight import Exchange
+from gateway.http.idempotency import ClientIds, read_client_ids, submit_once, with_client_id
+from gateway.log.inflight import InflightRequest
 from gateway.openai.prepare import PreparedRequest
 from gateway.openai.render import AnswerAggregator, StreamRenderer
 from gateway.openai.responses import error_body, stopping
@@ -45,7 +45,7 @@ _WRITER = ThreadPoolExecutor(1, "answer-writer")  # several would only take the 
 _json = msgspec.json.encode
 
 
-class Gone(Exception):
+class ClientDisconnected(Exception):
     """The client closed the connection."""
 
 
@@ -62,21 +62,21 @@ class Completions:
         code, accepted = "ok", ""
         try:
             body = await read_body(scope, receive, gateway.settings.max_body_bytes)
-            names = names_in(scope["headers"])
+            names = read_client_ids(scope["headers"])
             prepare = partial(self._prepare, scope, body, names)
             if names.key:
-                prepared, exchange = await accept_once(gateway, names.key, self._endpoint, body, prepare)
-                accepted = exchange.request.id
+                prepared, inflight = await submit_once(gateway, names.key, self._endpoint, body, prepare)
+                accepted = inflight.request.id
             else:
                 prepared = await prepare()
                 accepted = prepared.request.id
-                exchange = await gateway.submit(prepared.request)
+                inflight = await gateway.submit(prepared.request)
             gateway.metrics.prompt.inc(prepared.prompt_tokens)
-            code = await self._answer(scope, prepared, exchange, send, began, owner=not names.key)
+            code = await self._answer(scope, prepared, inflight, send, began, owner=not names.key)
         except ServingError as error:
             code = error.code.value
             await send_error(send, error, accepted)
-        except Gone:
+        except ClientDisconnected:
             code = Code.cancelled.value
         except asyncio.CancelledError:  # the gateway stops, and this was not under way yet
             code = Code.shutting_down.value
@@ -91,20 +91,27 @@ class Completions:
             gateway.metrics.requests.labels("http", code).inc()
             gateway.metrics.e2e.observe(time.monotonic() - began)
 
-    async def _prepare(self, scope: Scope, body: bytes, names: Names) -> PreparedRequest:
+    async def _prepare(self, scope: Scope, body: bytes, names: ClientIds) -> PreparedRequest:
         """
         Raises:
             ServingError: the body cannot be served, or the queue is full.
         """
-        prepared = named(await self._gateway.prepare(self._endpoint, body), names)
+        prepared = with_client_id(await self._gateway.prepare(self._endpoint, body), names)
         return with_trace(prepared, from_http_headers(scope["headers"], self._gateway.settings.tracing))
 
     async def _answer(
-        self, scope: Scope, prepared: PreparedRequest, exchange: Exchange, send: Send, began: float, *, owner: bool
+        self,
+        scope: Scope,
+        prepared: PreparedRequest,
+        inflight: InflightRequest,
+        send: Send,
+        began: float,
+        *,
+        owner: bool,
     ) -> str:
         """Send what the request comes to; returns the code for the metrics."""
-        gateway, request = self._gateway, exchange.request
-        answer = Answer(gateway, exchange, scope, send, began, owner)
+        gateway, request = self._gateway, inflight.request
+        answer = Responder(gateway, inflight, scope, send, began, owner)
         if not prepared.stream:
             return await answer.whole(AnswerAggregator(request, gateway.model.detokenizer))
         renderer = StreamRenderer(request, gateway.model.detokenizer, include_usage=prepared.include_usage)
@@ -125,7 +132,7 @@ class Reattach:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self._gateway
         try:
-            request, record = await gateway.look_up(bare_id(scope["path_params"]["id"]))
+            request, record = await gateway.look_up(strip_id_prefix(scope["path_params"]["id"]))
             last = dict(scope["headers"]).get(b"last-event-id", b"").decode("latin-1")
             if request.diffusion is not None:
                 await self._pictures(request, last, scope, receive, send)
@@ -136,43 +143,43 @@ class Reattach:
                     renderer.resume(last)
                 except ValueError as error:
                     raise ServingError(Code.invalid_request, str(error), param="Last-Event-ID") from None
-            exchange = await gateway.attach(request, record)
-            await Answer(gateway, exchange, scope, send, time.monotonic(), owner=False).stream(renderer)
+            inflight = await gateway.attach(request, record)
+            await Responder(gateway, inflight, scope, send, time.monotonic(), owner=False).stream(renderer)
         except ServingError as error:
             await send_error(send, error)
 
 
-class Answer:
-    """Sends one exchange's items to one client. ``owner``: if this client leaves, the request is cancelled."""
+class Responder:
+    """Sends one request's items to one client. ``owner``: if this client leaves, the request is cancelled."""
 
     def __init__(
-        self, gateway: Gateway, exchange: Exchange, scope: Scope, send: Send, began: float, owner: bool = True
+        self, gateway: Gateway, inflight: InflightRequest, scope: Scope, send: Send, began: float, owner: bool = True
     ) -> None:
         self._gateway = gateway
-        self._exchange = exchange
+        self._inflight = inflight
         self._connection: Connection = scope[SCOPE]
         self._send = send
         self._began = began
-        self._leave = gateway.leave if owner else gateway.detach
+        self._release = gateway.cancel_unfinished if owner else gateway.release
 
     def open(self) -> None:
-        """From now on the exchange fails when the client goes or the gateway stops."""
-        exchange, connection = self._exchange, self._connection
-        gone = partial(exchange.fail, DISCONNECTED)
+        """From now on the in-flight request fails when the client goes or the gateway stops."""
+        inflight, connection = self._inflight, self._connection
+        gone = partial(inflight.fail, DISCONNECTED)
         connection.on_lost = gone
         if connection.lost:
             gone()
-        exchange.abort = connection.abort
-        self._gateway.answering.add(exchange)
+        inflight.abort = connection.abort
+        self._gateway.answering.add(inflight)
 
     def close(self) -> None:
-        exchange = self._exchange
-        self._connection.on_lost = exchange.abort = None
-        self._gateway.answering.discard(exchange)
-        self._leave(exchange)
+        inflight = self._inflight
+        self._connection.on_lost = inflight.abort = None
+        self._gateway.answering.discard(inflight)
+        self._release(inflight)
 
     async def begin_stream(self) -> None:
-        headers = [*SSE_HEADERS, (REQUEST_ID, self._exchange.request.id.encode())]
+        headers = [*SSE_HEADERS, (REQUEST_ID, self._inflight.request.id.encode())]
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def stream(self, renderer: StreamRenderer) -> str:
@@ -181,13 +188,13 @@ class Answer:
         Raises:
             ServingError: the request failed before the header was sent, or the client went away before it.
         """
-        send, exchange = self._send, self._exchange
+        send, inflight = self._send, self._inflight
         started = shown = False
         self.open()
         try:
             while True:
                 try:
-                    data = renderer.push(await (exchange.take() if started else exchange.take_within(HEAD_S)))
+                    data = renderer.push(await (inflight.take() if started else inflight.take_within(HEAD_S)))
                 except ServingError as error:
                     renderer.error = renderer.error or error
                     data = renderer.fail(error, over=error.code is not Code.shutting_down)
@@ -212,13 +219,13 @@ class Answer:
         Raises:
             ServingError: the request failed, or the client went away.
         """
-        exchange = self._exchange
+        inflight = self._inflight
         self.open()
         try:
-            while not collector.push(await exchange.take()):
+            while not collector.push(await inflight.take()):
                 pass
-            body = await written(collector)
-            headers = [JSON, (b"content-length", b"%d" % len(body)), (REQUEST_ID, exchange.request.id.encode())]
+            body = await encode_answer(collector)
+            headers = [JSON, (b"content-length", b"%d" % len(body)), (REQUEST_ID, inflight.request.id.encode())]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             await self._send({"type": "http.response.body", "body": body})
             return self._account(collector)
@@ -232,7 +239,7 @@ class Answer:
         return answer.error.code.value if answer.error is not None else "ok"
 
 
-async def written(collector: AnswerAggregator) -> bytes:
+async def encode_answer(collector: AnswerAggregator) -> bytes:
     """The JSON body of an answer; large ones are written in a thread, one by one, beside the streams of others.
 
     Raises:
@@ -252,7 +259,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
 
     Raises:
         ServingError: larger than ``limit`` bytes.
-        Gone: the client went away, or was too slow.
+        ClientDisconnected: the client went away, or was too slow.
     """
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit() and int(value) > limit:
@@ -266,7 +273,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     parts, size = [], 0
     while True:
         if message["type"] == "http.disconnect":
-            raise Gone
+            raise ClientDisconnected
         part = message.get("body", b"")
         size += len(part)
         if size > limit:
@@ -294,5 +301,5 @@ async def send_error(send: Send, error: ServingError, request_id: str = "") -> N
     await send({"type": "http.response.body", "body": body})
 
 
-def bare_id(text: str) -> str:
+def strip_id_prefix(text: str) -> str:
     return text.removeprefix("chatcmpl-").removeprefix("cmpl-")

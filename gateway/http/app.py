@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.http.answers import INTERNAL, App, Completions, Reattach, Receive, Scope, Send, bare_id, send_error
+from gateway.http.answers import INTERNAL, App, Completions, Reattach, Receive, Scope, Send, send_error, strip_id_prefix
 from gateway.http.status import status_of
 from gateway.images.endpoints import Files, ImageGenerations, ImageReattach, base_url_of
 from gateway.images.prepare import PATHS
@@ -133,11 +133,11 @@ class _Api:
 
     async def request(self, request: Request) -> Response:
         gateway = self._gateway
-        found = await gateway.look_up(bare_id(request.path_params["id"]))
+        found = await gateway.look_up(strip_id_prefix(request.path_params["id"]))
         return _reply(await status_of(gateway, found, base_url_of(request.scope, gateway)))
 
     async def cancel(self, request: Request) -> Response:
-        found = await self._gateway.find(bare_id(request.path_params["id"]))
+        found = await self._gateway.find(strip_id_prefix(request.path_params["id"]))
         await self._gateway.cancel(found.id, "cancelled by request")
         return _reply({"id": found.id, "cancelled": True}, status=202)
 

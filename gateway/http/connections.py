@@ -77,11 +77,11 @@ class Connection(HttpToolsProtocol):
         self._receiving = False  # a request's body has not arrived yet
         self._body_since = 0.0
         self._body_bytes = 0
-        self._beside_bytes = 0  # since the last of the body: extensions of chunks, trailers
+        self._overhead_bytes = 0  # since the last of the body: extensions of chunks, trailers
         self._ended = False  # a request has arrived whole with what was received last
         self._refusal: ServingError | None = None  # sent in answer to whatever comes
         self._refused_at = 0.0  # what comes from now on is not read
-        self._stuck_since = 0.0  # the client does not read
+        self._stalled_since = 0.0  # the client does not read
         self._unsent = 0
 
     # --- the protocol ---
@@ -108,10 +108,10 @@ class Connection(HttpToolsProtocol):
             return
         if self._receiving:
             self._body_bytes += len(data)
-            self._beside_bytes += len(data)
+            self._overhead_bytes += len(data)
             super().data_received(data)
-            if self._receiving and self._beside_bytes > self._limits.header_bytes:
-                self.refuse(_large(self._limits.header_bytes))
+            if self._receiving and self._overhead_bytes > self._limits.header_bytes:
+                self.refuse(_headers_too_large(self._limits.header_bytes))
             return
         if b"h2c" in data:
             data = _without_upgrade(data)
@@ -124,7 +124,7 @@ class Connection(HttpToolsProtocol):
         if begun and not self._ended:
             self._head_bytes += len(data)
             if self._head_bytes > self._limits.header_bytes:
-                self.refuse(_large(self._limits.header_bytes))
+                self.refuse(_headers_too_large(self._limits.header_bytes))
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -142,16 +142,18 @@ class Connection(HttpToolsProtocol):
             if length > line:
                 line = length
         if line > MAX_LINE or size > self._limits.header_bytes:
-            self.refuse(_large(self._limits.header_bytes if line <= MAX_LINE else MAX_LINE, line > MAX_LINE))
+            self.refuse(
+                _headers_too_large(self._limits.header_bytes if line <= MAX_LINE else MAX_LINE, line > MAX_LINE)
+            )
             return
         self._head_since = 0.0
-        self._receiving, self._body_since, self._body_bytes, self._beside_bytes = True, self.loop.time(), 0, 0
+        self._receiving, self._body_since, self._body_bytes, self._overhead_bytes = True, self.loop.time(), 0, 0
         super().on_headers_complete()
         if self._server.draining:
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
-        self._beside_bytes = 0
+        self._overhead_bytes = 0
         if not self._refused_at:
             super().on_body(body)
 
@@ -171,11 +173,11 @@ class Connection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stuck_since, self._unsent = self.loop.time(), self._not_read
+        self._stalled_since, self._unsent = self.loop.time(), self._unconfirmed_bytes
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._stuck_since = 0.0
+        self._stalled_since = 0.0
 
     # --- limits ---
 
@@ -185,7 +187,7 @@ class Connection(HttpToolsProtocol):
         return self.cycle is None or self.cycle.response_complete
 
     @property
-    def _not_read(self) -> int:
+    def _unconfirmed_bytes(self) -> int:
         """Bytes that were written and that the client's machine has not confirmed."""
         unsent = self.transport.get_write_buffer_size()
         with contextlib.suppress(OSError, ValueError):
@@ -202,7 +204,7 @@ class Connection(HttpToolsProtocol):
                 return
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        self.transport.write(raw(error))
+        self.transport.write(error_response(error))
         if self.transport.can_write_eof():
             self.transport.write_eof()
         else:
@@ -225,10 +227,10 @@ class Connection(HttpToolsProtocol):
         if self._refused_at or self._refusal is not None:
             if now - (self._refused_at or self._head_since) > LINGER_S:
                 self.transport.abort()
-        elif self._stuck_since:
+        elif self._stalled_since:
             self._check_unsent(now)
         elif self.transport.is_closing():
-            self._stuck_since, self._unsent = now, self._not_read
+            self._stalled_since, self._unsent = now, self._unconfirmed_bytes
         elif self._head_since and now - self._head_since > limits.header_s:
             if self._idle:
                 self._late_head()
@@ -236,25 +238,25 @@ class Connection(HttpToolsProtocol):
             if self._idle:
                 self.transport.abort()  # it was answered before it had arrived
             elif not self.cycle.response_started:
-                self.refuse(_late("the body", f"{limits.body_s:g} s, and {SLOWEST} bytes per second beyond"))
+                self.refuse(_timed_out("the body", f"{limits.body_s:g} s, and {SLOWEST} bytes per second beyond"))
 
     def _late_head(self) -> None:
         if self._head_bytes:
-            self.refuse(_late("the request's header", f"{self._limits.header_s:g} s (--header-timeout-s)"))
+            self.refuse(_timed_out("the request's header", f"{self._limits.header_s:g} s (--header-timeout-s)"))
         else:
             self.transport.close()
 
     def _check_unsent(self, now: float) -> None:
         """A client that reads, however slowly, goes on."""
-        unsent = self._not_read
+        unsent = self._unconfirmed_bytes
         if unsent < self._unsent:
-            self._stuck_since = now
-        elif now - self._stuck_since > self._limits.write_s:
+            self._stalled_since = now
+        elif now - self._stalled_since > self._limits.write_s:
             self.transport.abort()
         self._unsent = unsent
 
 
-def raw(error: ServingError) -> bytes:
+def error_response(error: ServingError) -> bytes:
     """An answer in OpenAI's shape that ends the connection."""
     body = _json(error_body(error))
     head = STATUS_LINE[error.code.status] + b"content-type: application/json\r\nconnection: close\r\n"
@@ -269,11 +271,11 @@ def _without_upgrade(data: bytes) -> bytes:
     return _UPGRADE.sub(b"\r\nx-upgrade:", head) + end + rest
 
 
-def _large(limit: int, line: bool = False) -> ServingError:
+def _headers_too_large(limit: int, line: bool = False) -> ServingError:
     what = "a line of the request's header" if line else "the request's header"
     flag = "" if line else " (--max-header-bytes)"
     return ServingError(Code.headers_too_large, f"{what} is larger than {limit} bytes{flag}")
 
 
-def _late(what: str, limit: str) -> ServingError:
+def _timed_out(what: str, limit: str) -> ServingError:
     return ServingError(Code.request_timeout, f"{what} did not arrive within {limit}")

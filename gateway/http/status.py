@@ -4,9 +4,9 @@ from typing import Literal
 
 import msgspec
 
-from gateway.http.answers import written
+from gateway.http.answers import encode_answer
 from gateway.images.responses import ImageAggregator
-from gateway.log.lookup import Found
+from gateway.log.lookup import StoredRequest
 from gateway.log.records import has_output, is_whole
 from gateway.openai.render import AnswerAggregator
 from gateway.openai.responses import Status, error_body
@@ -21,7 +21,7 @@ _json = msgspec.json.encode
 State = Literal["queued", "running", "done", "failed", "cancelled"]
 
 
-async def status_of(gateway: Gateway, found: Found, base_url: str) -> Status:
+async def status_of(gateway: Gateway, found: StoredRequest, base_url: str) -> Status:
     """State and result of a request, of whatever gateway; ``base_url``: of links to its pictures."""
     request, record = found
     if record is None:
@@ -52,11 +52,11 @@ async def _running(gateway: Gateway, request: GenerateRequest, base_url: str) ->
 
 async def _collected(gateway: Gateway, request: GenerateRequest, collector: AnswerAggregator | ImageAggregator) -> bool:
     """Give a collector what the token stream has; whether that is all of the answer."""
-    exchange = await gateway.attach(request, whole=True)
+    inflight = await gateway.attach(request, whole=True)
     try:
-        return collector.push(exchange.available())
+        return collector.push(inflight.available())
     finally:
-        gateway.detach(exchange)
+        gateway.release(inflight)
 
 
 async def _ended(request: GenerateRequest, collector: AnswerAggregator | ImageAggregator, base_url: str) -> Status:
@@ -96,4 +96,4 @@ async def _result(collector: AnswerAggregator | ImageAggregator, base_url: str) 
     """
     if isinstance(collector, ImageAggregator):
         return msgspec.Raw(_json(collector.answer(base_url)))
-    return msgspec.Raw(await written(collector))
+    return msgspec.Raw(await encode_answer(collector))

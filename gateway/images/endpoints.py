@@ -7,9 +7,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.http.answers import HEAD_S, JSON, REQUEST_ID, Answer, Completions, Receive, Scope, Send
+from gateway.http.answers import HEAD_S, JSON, REQUEST_ID, Completions, Receive, Responder, Scope, Send
 from gateway.images.responses import ImageAggregator, ImagesResponse, ImageStreamRenderer
-from gateway.log.inflight import Exchange
+from gateway.log.inflight import InflightRequest
 from gateway.openai.prepare import PreparedRequest
 from gateway.service import Gateway
 from infra.bus import object_store
@@ -37,11 +37,18 @@ class ImageGenerations(Completions):
     """``POST /v1/images/generations`` and ``/v1/videos/generations``."""
 
     async def _answer(
-        self, scope: Scope, prepared: PreparedRequest, exchange: Exchange, send: Send, began: float, *, owner: bool
+        self,
+        scope: Scope,
+        prepared: PreparedRequest,
+        inflight: InflightRequest,
+        send: Send,
+        began: float,
+        *,
+        owner: bool,
     ) -> str:
         base_url = base_url_of(scope, self._gateway)
-        answer = ImageResponder(self._gateway, exchange, scope, send, began, owner, base_url=base_url)
-        return await (answer.show(ImageStreamRenderer(exchange.request)) if prepared.stream else answer.once())
+        answer = ImageResponder(self._gateway, inflight, scope, send, began, owner, base_url=base_url)
+        return await (answer.show(ImageStreamRenderer(inflight.request)) if prepared.stream else answer.once())
 
 
 class ImageReattach:
@@ -64,18 +71,18 @@ class ImageReattach:
                 renderer.resume(last_event_id)
             except ValueError as error:
                 raise ServingError(Code.invalid_request, str(error), param="Last-Event-ID") from None
-        exchange = await gateway.attach(request)
+        inflight = await gateway.attach(request)
         base_url, began = base_url_of(scope, gateway), time.monotonic()
-        await ImageResponder(gateway, exchange, scope, send, began, owner=False, base_url=base_url).show(renderer)
+        await ImageResponder(gateway, inflight, scope, send, began, owner=False, base_url=base_url).show(renderer)
 
 
-class ImageResponder(Answer):
+class ImageResponder(Responder):
     """Sends the progress of one request and what it comes to."""
 
     def __init__(
         self,
         gateway: Gateway,
-        exchange: Exchange,
+        inflight: InflightRequest,
         scope: Scope,
         send: Send,
         began: float,
@@ -83,7 +90,7 @@ class ImageResponder(Answer):
         *,
         base_url: str,
     ) -> None:
-        super().__init__(gateway, exchange, scope, send, began, owner)
+        super().__init__(gateway, inflight, scope, send, began, owner)
         self._base_url = base_url
 
     async def show(self, renderer: ImageStreamRenderer) -> str:
@@ -92,14 +99,14 @@ class ImageResponder(Answer):
         Raises:
             ServingError: the request failed before the header was sent, or the client went away before it.
         """
-        send, exchange = self._send, self._exchange
+        send, inflight = self._send, self._inflight
         collected = renderer.collected
         started, code = False, "ok"
         self.open()
         try:
             while not collected.done or not started:
                 try:
-                    data = renderer.push(await (exchange.take() if started else exchange.take_within(HEAD_S)))
+                    data = renderer.push(await (inflight.take() if started else inflight.take_within(HEAD_S)))
                     if collected.done:
                         data += renderer.end(await self._made(collected))
                 except ServingError as error:
@@ -122,14 +129,14 @@ class ImageResponder(Answer):
         Raises:
             ServingError: the request failed, or the client went away.
         """
-        exchange = self._exchange
-        collected = ImageAggregator(exchange.request)
+        inflight = self._inflight
+        collected = ImageAggregator(inflight.request)
         self.open()
         try:
-            while not collected.push(await exchange.take()):
+            while not collected.push(await inflight.take()):
                 pass
             body = _json(await self._made(collected))
-            headers = [JSON, (b"content-length", b"%d" % len(body)), (REQUEST_ID, exchange.request.id.encode())]
+            headers = [JSON, (b"content-length", b"%d" % len(body)), (REQUEST_ID, inflight.request.id.encode())]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             await self._send({"type": "http.response.body", "body": body})
             return "ok"

@@ -1,7 +1,7 @@
-"""Reading the token log for exchanges that are behind it: a few forward passes, each shared by all whom it can serve.
+"""Reading the token log for readers that are behind it: a few forward passes, each shared by all whom it can serve.
 
 Who attaches to a request, or reads on after a pause, needs entries that were live once. A pass begins at the earliest
-entry that one of its exchanges needs, feeds all of them, and ends when they are live again. Others join it if it has
+entry that one of its readers needs, feeds all of them, and ends when they are live again. Others join it if it has
 not passed their first entry yet; else they wait for the next. So the log is read a few times, however many attach.
 """
 
@@ -12,7 +12,7 @@ from contextlib import aclosing
 
 import structlog
 
-from gateway.log.inflight import Exchange
+from gateway.log.inflight import InflightRequest
 from infra.bus.connection import Bus
 from infra.bus.direct_get import Entry, read
 from infra.bus.tasks import Tasks, as_serving_error
@@ -32,51 +32,51 @@ GIVE_UP_S = 15.0
 
 
 class _Pass:
-    """One read of the log, from the earliest entry that one of its exchanges needs."""
+    """One read of the log, from the earliest entry that one of its readers needs."""
 
-    def __init__(self, exchanges: Iterable[Exchange]) -> None:
-        self.by_request: dict[str, list[Exchange]] = {}
-        for exchange in exchanges:
-            self.add(exchange)
-        self.seq = min(exchange.seq for exchange in self.exchanges)  # everything up to here was read, or is not needed
-        self.since_ns = min(map(_since, self.exchanges))  # where it begins, if ``seq`` does not say it
+    def __init__(self, readers: Iterable[InflightRequest]) -> None:
+        self.by_request: dict[str, list[InflightRequest]] = {}
+        for inflight in readers:
+            self.add(inflight)
+        self.seq = min(inflight.seq for inflight in self.readers)  # everything up to here was read, or is not needed
+        self.since_ns = min(map(_since, self.readers))  # where it begins, if ``seq`` does not say it
         self.last: Entry | None = None  # that was read
         self.ending = False  # nobody can join any more
 
     @property
-    def exchanges(self) -> list[Exchange]:
-        return [exchange for watchers in self.by_request.values() for exchange in watchers]
+    def readers(self) -> list[InflightRequest]:
+        return [inflight for readers in self.by_request.values() for inflight in readers]
 
-    def serves(self, exchange: Exchange) -> bool:
-        """Whether everything that the exchange needs is still to be read."""
+    def serves(self, inflight: InflightRequest) -> bool:
+        """Whether everything that the in-flight request needs is still to be read."""
         if self.ending:
             return False
-        if exchange.seq:
-            return 0 < self.seq <= exchange.seq
+        if inflight.seq:
+            return 0 < self.seq <= inflight.seq
         if self.last is not None:
-            return _since(exchange) > self.last.time_ns > 0
-        return not self.seq and _since(exchange) >= self.since_ns
+            return _since(inflight) > self.last.time_ns > 0
+        return not self.seq and _since(inflight) >= self.since_ns
 
-    def add(self, exchange: Exchange) -> None:
-        self.by_request.setdefault(exchange.request.id, []).append(exchange)
+    def add(self, inflight: InflightRequest) -> None:
+        self.by_request.setdefault(inflight.request.id, []).append(inflight)
 
-    def remove(self, exchange: Exchange) -> None:
-        watchers = self.by_request.get(exchange.request.id, [])
-        if exchange in watchers:
-            watchers.remove(exchange)
-            if not watchers:
-                del self.by_request[exchange.request.id]
+    def remove(self, inflight: InflightRequest) -> None:
+        readers = self.by_request.get(inflight.request.id, [])
+        if inflight in readers:
+            readers.remove(inflight)
+            if not readers:
+                del self.by_request[inflight.request.id]
 
     def feed(self, entry: Entry) -> int:
         """Feed one entry to those who need it; how many items it has."""
         items = tokens.decode(entry.data).items
         seq, known = entry.seq, self.by_request
         for item in items:
-            watchers = known.get(item.request)
-            if watchers is not None:
-                for exchange in list(watchers):
-                    if seq > exchange.seq and not exchange.feed_past(item, seq):
-                        self.remove(exchange)
+            readers = known.get(item.request)
+            if readers is not None:
+                for inflight in list(readers):
+                    if seq > inflight.seq and not inflight.feed_past(item, seq):
+                        self.remove(inflight)
         self.seq, self.last = seq, entry
         return len(items)
 
@@ -94,26 +94,26 @@ class CatchUp:
         self._subject = subject
         self._tasks = tasks
         self._position = position
-        self._waiting: list[Exchange] = []
+        self._waiting: list[InflightRequest] = []
         self._passes: set[_Pass] = set()
         self._running = 0
         self._gathering = False
         self.read_entries = 0
 
-    def add(self, exchange: Exchange) -> None:
+    def add(self, inflight: InflightRequest) -> None:
         """Feed it what it has missed, then let it go on live; it fails if the log cannot be read."""
         for running in self._passes:
-            if running.serves(exchange):
-                running.add(exchange)
+            if running.serves(inflight):
+                running.add(inflight)
                 return
-        self._waiting.append(exchange)
+        self._waiting.append(inflight)
         self._begin()
 
-    def remove(self, exchange: Exchange) -> None:
-        if exchange in self._waiting:
-            self._waiting.remove(exchange)
+    def remove(self, inflight: InflightRequest) -> None:
+        if inflight in self._waiting:
+            self._waiting.remove(inflight)
         for running in self._passes:
-            running.remove(exchange)
+            running.remove(inflight)
 
     def _begin(self) -> None:
         if self._waiting and not self._gathering and self._running < MAX_PASSES:
@@ -131,8 +131,8 @@ class CatchUp:
             await asyncio.sleep(GATHER_S)
             self._gathering = False
             # Positions in time and in the stream cannot be compared: one kind at a time, the larger one first.
-            placed = [exchange for exchange in self._waiting if exchange.seq]
-            others = [exchange for exchange in self._waiting if not exchange.seq]
+            placed = [inflight for inflight in self._waiting if inflight.seq]
+            others = [inflight for inflight in self._waiting if not inflight.seq]
             first, self._waiting = (placed, others) if len(placed) > len(others) else (others, placed)
             self._begin()
             if first:
@@ -149,13 +149,13 @@ class CatchUp:
         except Exception as error:
             if not isinstance(error, ServingError):
                 log.exception("catch_up_failed", subject=self._subject)
-            self._fail(one.exchanges, error)
+            self._fail(one.readers, error)
         finally:
             self._passes.discard(one)
 
-    def _fail(self, exchanges: Iterable[Exchange], error: BaseException) -> None:
-        for exchange in list(exchanges):
-            exchange.fail(as_serving_error(error, "reading the token log"))
+    def _fail(self, readers: Iterable[InflightRequest], error: BaseException) -> None:
+        for inflight in list(readers):
+            inflight.fail(as_serving_error(error, "reading the token log"))
 
     async def _read(self, one: _Pass) -> None:
         """Up to the present end, until all are live.
@@ -178,8 +178,8 @@ class CatchUp:
             if not one.ending:
                 # From here on live items are kept. What came before them and was not read yet is read once more.
                 one.ending, target = True, self._position()
-                for exchange in one.exchanges:
-                    exchange.hold()
+                for inflight in one.readers:
+                    inflight.hold()
             if one.seq >= target or looks >= LOOKS:  # what cannot be read by now was removed
                 self._join(one)
                 return
@@ -201,12 +201,12 @@ class CatchUp:
                     await asyncio.sleep(0)
 
     def _join(self, one: _Pass) -> None:
-        for exchange in one.exchanges:
-            exchange.seq = max(exchange.seq, one.seq)
-            if not exchange.join():
-                self._waiting.append(exchange)
+        for inflight in one.readers:
+            inflight.seq = max(inflight.seq, one.seq)
+            if not inflight.join():
+                self._waiting.append(inflight)
         self._begin()
 
 
-def _since(exchange: Exchange) -> int:
-    return exchange.request.created_ns - CLOCK_SKEW_NS
+def _since(inflight: InflightRequest) -> int:
+    return inflight.request.created_ns - CLOCK_SKEW_NS

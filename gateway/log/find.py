@@ -28,7 +28,7 @@ MAX_RUNS = 3  # at once
 _Wanted = dict[str, "asyncio.Future[GenerateRequest]"]
 
 
-class Finder:
+class RequestFinder:
     def __init__(self, bus: Bus, tasks: Tasks) -> None:
         self._bus = bus
         self._tasks = tasks.group("find")

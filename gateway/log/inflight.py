@@ -1,8 +1,8 @@
 """One open answer inside a gateway: its token items, in order, each once, and never more than a bounded number.
 
-An ``Exchange`` is fed by the log and emptied by whoever answers the client. It holds no task: waiting is a future, and
-the gateway's one sweep ends what is overdue. When its client does not read, it keeps no further items: they are in the
-log, and are read again from there when the client goes on (``gateway.log.catch_up``).
+An ``InflightRequest`` is fed by the log and emptied by whoever answers the client. It holds no task: waiting is a
+future, and the gateway's one sweep ends what is overdue. When its client does not read, it keeps no further items: they
+are in the log, and are read again from there when the client goes on (``gateway.log.catch_up``).
 """
 
 import asyncio
@@ -18,14 +18,14 @@ FEW_ITEMS = 16
 PORTION_BYTES = 4_096  # of token ids taken at once: 1,024 tokens are rendered in about 2 ms
 ITEM_BYTES = 16  # what an item counts at least
 
-Behind = Callable[["Exchange"], None]
+Behind = Callable[["InflightRequest"], None]
 
 
-class Exchange:
+class InflightRequest:
     """Items of one request.
 
     Attributes:
-        abandoned: the client is gone; kept until the terminal event is seen.
+        cancelling: the client is gone; kept until the terminal event is seen.
         behind: items are read from the log, as live ones were not kept.
         seq: while behind, everything up to this sequence of the token stream was fed; 0: not known, nothing was.
         on_behind: asks for the items that were not kept; set by the feed that it is attached to.
@@ -43,10 +43,10 @@ class Exchange:
         "_more",
         "_paused",
         "_waiter",
-        "abandoned",
         "abort",
         "behind",
         "cancel_sent",
+        "cancelling",
         "fold",
         "on_behind",
         "request",
@@ -60,7 +60,7 @@ class Exchange:
         """
         self.request = request
         self.fold = TokenReassembler(request.n)
-        self.abandoned = False
+        self.cancelling = False
         self.behind = False
         self.seq = 0
         self.cancel_sent = 0.0
@@ -108,7 +108,7 @@ class Exchange:
 
     def _push(self, item: TokenItem, seq: int) -> None:
         due = self.fold.push(item)
-        if not due or self.abandoned:
+        if not due or self.cancelling:
             return
         items = self._items
         items += due
@@ -164,7 +164,7 @@ class Exchange:
     def complete(self, items: Iterable[TokenItem]) -> None:
         """The items of the request's record (``schemas.done.items``): whatever is missing comes now."""
         due = self.fold.conclude([part for item in items for part in _parts(item)])
-        if due and not self.abandoned:
+        if due and not self.cancelling:
             self._items += due
         self.behind = self._paused = False
         self._held = None
@@ -235,8 +235,8 @@ class Exchange:
 
 def limit_of(request: GenerateRequest) -> int:
     """How many items are kept for a client that does not read: about a megabyte."""
-    told = request.sampling.logprobs
-    weight = 1 if told is None else 4 + told
+    wanted = request.sampling.logprobs
+    weight = 1 if wanted is None else 4 + wanted
     return max(MAX_ITEMS // weight, 64 * request.n)
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from gateway.log.find import Finder, unknown
+from gateway.log.find import RequestFinder, unknown
 from gateway.log.records import Records, request_of
 from schemas import done
 from schemas.errors import Code, ServingError
@@ -15,19 +15,19 @@ from schemas.ids import time_of
 from schemas.requests import GenerateRequest
 
 
-class Found(NamedTuple):
+class StoredRequest(NamedTuple):
     """``record``: None while the request runs."""
 
     request: GenerateRequest
     record: done.Done | None
 
 
-class Lookup:
-    def __init__(self, records: Records, finder: Finder) -> None:
+class RequestLookup:
+    def __init__(self, records: Records, finder: RequestFinder) -> None:
         self._records = records
         self._finder = finder
 
-    async def find(self, request_id: str, tenant: str | None = None) -> Found:
+    async def find(self, request_id: str, tenant: str | None = None) -> StoredRequest:
         """
         Args:
             tenant: who asks; None: there are no tenants at this door, and whoever has an id may use it.
@@ -43,16 +43,16 @@ class Lookup:
             raise unknown(request_id)
         return found
 
-    async def _find(self, request_id: str) -> Found:
+    async def _find(self, request_id: str) -> StoredRequest:
         record = await self._records.find(request_id)
         request = request_of(record) if record is not None else None
         if record is not None and request is not None and "prompt" not in record.left_out:
-            return Found(request, record)
+            return StoredRequest(request, record)
         try:
             whole = await self._finder.find(request_id)
         except ServingError as error:
             if error.code is not Code.request_not_found or record is None or request is None:
                 raise
             # Of the prompt only its length is left.
-            return Found(msgspec.structs.replace(request, prompt=bytes(4 * record.usage.prompt)), record)
-        return Found(whole, record or await self._records.find_unrecorded(whole))
+            return StoredRequest(msgspec.structs.replace(request, prompt=bytes(4 * record.usage.prompt)), record)
+        return StoredRequest(whole, record or await self._records.find_unrecorded(whole))

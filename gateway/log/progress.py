@@ -6,7 +6,7 @@ from typing import Any
 import structlog
 from nats.errors import Error as NatsError
 
-from gateway.log.inflight import Exchange
+from gateway.log.inflight import InflightRequest
 from infra.bus.connection import Bus
 from schemas import control
 from schemas.wire import encode
@@ -15,21 +15,21 @@ log = structlog.get_logger("gateway")
 
 ASK_S = 0.25
 
-Watched = Callable[[str], Sequence[Exchange]]
+ReadersOf = Callable[[str], Sequence[InflightRequest]]
 
 
-def progress_of(exchange: Exchange) -> control.Progress:
-    fold = exchange.fold
-    return control.Progress(fold.attempt, sum(fold.position(choice) for choice in range(exchange.request.n)))
+def progress_of(inflight: InflightRequest) -> control.Progress:
+    fold = inflight.fold
+    return control.Progress(fold.attempt, sum(fold.position(choice) for choice in range(inflight.request.n)))
 
 
 class Progress:
-    """``watched``: this gateway's open answers of a request."""
+    """``readers_of``: this gateway's open answers of a request."""
 
-    def __init__(self, bus: Bus, gateway: str, watched: Watched) -> None:
+    def __init__(self, bus: Bus, gateway: str, readers_of: ReadersOf) -> None:
         self._bus = bus
         self._gateway = gateway
-        self._watched = watched
+        self._readers = readers_of
 
     async def open(self) -> None:
         await self._bus.nc.subscribe(self._bus.subjects.progress(self._gateway), cb=self._answer)
@@ -41,7 +41,7 @@ class Progress:
 
     def here(self, request_id: str) -> control.Progress | None:
         """What this gateway knows; None: nothing."""
-        known = [progress_of(exchange) for exchange in self._watched(request_id) if not exchange.behind]
+        known = [progress_of(inflight) for inflight in self._readers(request_id) if not inflight.behind]
         return max(known, key=lambda each: (each.attempt, each.tokens), default=None)
 
     async def ask(self, gateway: str, request_id: str) -> control.Progress | None:

@@ -1,10 +1,10 @@
-"""The token stream of one gateway, ours or a dead one's, for the exchanges that watch it."""
+"""The token stream of one gateway, ours or a dead one's, for the readers that watch it."""
 
 import contextlib
 from collections.abc import Sequence
 
 from gateway.log.catch_up import CatchUp
-from gateway.log.inflight import Exchange
+from gateway.log.inflight import InflightRequest
 from infra.bus.connection import Bus
 from infra.bus.direct_get import Entry
 from infra.bus.log_tail import LogTail
@@ -12,13 +12,13 @@ from infra.bus.tasks import Tasks
 from schemas import tokens
 
 
-class TokenFeed:
-    """Follows one gateway's token subject. Close it after its last exchange."""
+class TokenSubscription:
+    """Follows one gateway's token subject. Close it after its last inflight."""
 
     def __init__(self, bus: Bus, gateway: str, tasks: Tasks) -> None:
         self.gateway = gateway
         self._tasks = tasks.group(f"tokens-{gateway}")
-        self._watched: dict[str, list[Exchange]] = {}
+        self._readers: dict[str, list[InflightRequest]] = {}
         stream, subject = bus.subjects.stream("TOKENS"), bus.subjects.tokens(gateway)
         self.tail = LogTail(bus, stream, subject, bus.subjects.live(subject), self._on_entry)
         self.catch_up = CatchUp(bus, stream, subject, self._tasks, lambda: self.tail.position)
@@ -35,40 +35,40 @@ class TokenFeed:
         await self.tail.stop()
 
     @property
-    def exchanges(self) -> list[Exchange]:
-        return [exchange for watchers in self._watched.values() for exchange in watchers]
+    def readers(self) -> list[InflightRequest]:
+        return [inflight for readers in self._readers.values() for inflight in readers]
 
     def __len__(self) -> int:
-        return len(self._watched)
+        return len(self._readers)
 
-    def watching(self, request_id: str) -> Sequence[Exchange]:
-        return self._watched.get(request_id, ())
+    def readers_of(self, request_id: str) -> Sequence[InflightRequest]:
+        return self._readers.get(request_id, ())
 
-    def watch(self, exchange: Exchange) -> None:
+    def subscribe(self, inflight: InflightRequest) -> None:
         """Feed it from the next live entry on."""
-        exchange.on_behind = self.catch_up.add
-        self._watched.setdefault(exchange.request.id, []).append(exchange)
+        inflight.on_behind = self.catch_up.add
+        self._readers.setdefault(inflight.request.id, []).append(inflight)
 
-    def unwatch(self, exchange: Exchange) -> None:
-        if exchange.behind:
-            self.catch_up.remove(exchange)
-        watchers = self._watched.get(exchange.request.id)
-        if watchers is not None:
+    def unsubscribe(self, inflight: InflightRequest) -> None:
+        if inflight.behind:
+            self.catch_up.remove(inflight)
+        readers = self._readers.get(inflight.request.id)
+        if readers is not None:
             with contextlib.suppress(ValueError):
-                watchers.remove(exchange)
-            if not watchers:
-                del self._watched[exchange.request.id]
+                readers.remove(inflight)
+            if not readers:
+                del self._readers[inflight.request.id]
 
-    def attach(self, exchange: Exchange) -> None:
+    def subscribe_from_start(self, inflight: InflightRequest) -> None:
         """Feed it everything said of its request so far, then go on live."""
-        exchange.fall_behind()
-        self.watch(exchange)
-        self.catch_up.add(exchange)
+        inflight.fall_behind()
+        self.subscribe(inflight)
+        self.catch_up.add(inflight)
 
     def _on_entry(self, entry: Entry) -> None:
-        watched, seq = self._watched, entry.seq
+        readers_of, seq = self._readers, entry.seq
         for item in tokens.decode(entry.data).items:
-            watchers = watched.get(item.request)
-            if watchers is not None:
-                for exchange in watchers:
-                    exchange.feed(item, seq)
+            readers = readers_of.get(item.request)
+            if readers is not None:
+                for inflight in readers:
+                    inflight.feed(item, seq)

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from gateway.nats.accepting import Accepting
-from gateway.nats.answering import Answering
+from gateway.nats.acceptor import RequestAcceptor
+from gateway.nats.delivery import AnswerDelivery
 from gateway.nats.services import Services
 from gateway.nats.submissions import Submissions
 from gateway.nats.tenants import TenantTable
@@ -18,11 +18,11 @@ class NatsDoor:
 
     def __init__(self, gateway: Gateway, tasks: Tasks) -> None:
         self._tasks = tasks.group("nats")
-        answering = Answering(gateway)
+        delivery = AnswerDelivery(gateway)
         self._table = TenantTable(gateway.bus, self._joined, self._left)
-        accepting = Accepting(gateway, self._table, answering)
-        self._submissions = Submissions(gateway, accepting, answering, self._tasks)
-        self._services = Services(gateway, self._table, accepting, answering, self._tasks)
+        acceptor = RequestAcceptor(gateway, self._table, delivery)
+        self._submissions = Submissions(gateway, acceptor, delivery, self._tasks)
+        self._services = Services(gateway, self._table, acceptor, delivery, self._tasks)
 
     async def open(self) -> None:
         """
@@ -40,7 +40,7 @@ class NatsDoor:
         await self._tasks.aclose()
 
     def _joined(self, tenant: str) -> None:
-        self._submissions.follow(tenant)
+        self._submissions.add_tenant(tenant)
 
     def _left(self, tenant: str) -> None:
-        self._submissions.leave(tenant)
+        self._submissions.remove_tenant(tenant)

@@ -38,7 +38,7 @@ class _StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class Kind(msgspec.Struct):
+class RequestShape(msgspec.Struct):
     """The parts of a body that decide how it is answered."""
 
     messages: msgspec.Raw = msgspec.Raw()  # not "Raw | None": that takes nothing but null
@@ -59,12 +59,12 @@ class Kind(msgspec.Struct):
         return STREAM_USAGE if usage else STREAM
 
 
-def kind_of(body: bytes) -> Kind:
+def shape_of(body: bytes) -> RequestShape:
     """Of any body: preparing one that is no JSON object says what is wrong."""
     try:
-        return msgspec.json.decode(body, type=Kind)
+        return msgspec.json.decode(body, type=RequestShape)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return Kind(msgspec.Raw(b"[]" if b'"messages"' in body else b""))
+        return RequestShape(msgspec.Raw(b"[]" if b'"messages"' in body else b""))
 
 
 def key_of(message_id: str) -> str:
@@ -72,7 +72,7 @@ def key_of(message_id: str) -> str:
     return sha256(message_id.encode()).hexdigest()[:32]
 
 
-class Submitted(NamedTuple):
+class SubmitHeaders(NamedTuple):
     """The headers of a submission or an ask.
 
     Attributes:
@@ -84,7 +84,7 @@ class Submitted(NamedTuple):
     first: int
 
 
-def submitted(headers: dict[str, str], namespace: str) -> Submitted:
+def parse_headers(headers: dict[str, str], namespace: str) -> SubmitHeaders:
     """
     Raises:
         ServingError: invalid_request: one of the headers cannot be used.
@@ -93,7 +93,7 @@ def submitted(headers: dict[str, str], namespace: str) -> Submitted:
     if len(message_id) > MAX_MESSAGE_ID:
         raise _invalid(f"{HEADER_MSG_ID} has {len(message_id)} characters; at most {MAX_MESSAGE_ID} are taken")
     reply_to = headers.get(HEADER_REPLY_TO, "")
-    if reply_to and not may_answer(reply_to, namespace):
+    if reply_to and not is_reply_subject(reply_to, namespace):
         raise _invalid(
             f"{HEADER_REPLY_TO} {reply_to[:80]!r} cannot be used: name a subject below '_INBOX.' or "
             f"'{namespace}.reply.', without wildcards, of at most {MAX_REPLY} characters"
@@ -101,10 +101,10 @@ def submitted(headers: dict[str, str], namespace: str) -> Submitted:
     first = headers.get(HEADER_FROM, "0")
     if not (first.isascii() and first.isdigit() and len(first) < 10):
         raise _invalid(f"{HEADER_FROM} {first[:40]!r} is not a message number")
-    return Submitted(message_id, reply_to, int(first))
+    return SubmitHeaders(message_id, reply_to, int(first))
 
 
-def may_answer(subject: str, namespace: str) -> bool:
+def is_reply_subject(subject: str, namespace: str) -> bool:
     """Whether clients may read there, and nothing but an answer can come of it."""
     return (
         subject.startswith(("_INBOX.", f"{namespace}.reply."))
@@ -113,7 +113,7 @@ def may_answer(subject: str, namespace: str) -> bool:
     )
 
 
-class Wanted(msgspec.Struct, rename={"first": "from"}):
+class AnswerQuery(msgspec.Struct, rename={"first": "from"}):
     """The body of ``ps.read`` and ``ps.cancel``: which request, and what of its answer."""
 
     id: str = ""
@@ -123,29 +123,29 @@ class Wanted(msgspec.Struct, rename={"first": "from"}):
     reason: str = "cancelled by its client"
 
 
-_wanted = msgspec.json.Decoder(Wanted).decode
+_decode_query = msgspec.json.Decoder(AnswerQuery).decode
 
 
-def wanted(body: bytes) -> Wanted:
+def parse_query(body: bytes) -> AnswerQuery:
     """
     Raises:
         ServingError: invalid_request.
     """
     try:
-        found = _wanted(body) if body.lstrip()[:1] == b"{" else _cancel(body)
+        query = _decode_query(body) if body.lstrip()[:1] == b"{" else _cancel(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise _invalid(f'the body must be a JSON object with "id" or "key": {str(error)[:200]}') from None
-    if bool(found.id) == bool(found.key):
+    if bool(query.id) == bool(query.key):
         raise _invalid('name the request by either "id" (its id) or "key" (the Nats-Msg-Id of its submission)')
-    if found.first < 0 or (found.until is not None and found.until < found.first):
+    if query.first < 0 or (query.until is not None and query.until < query.first):
         raise _invalid('"from" and "until" are numbers of messages, 0 and up')
-    return found
+    return query
 
 
-def _cancel(body: bytes) -> Wanted:
+def _cancel(body: bytes) -> AnswerQuery:
     """As releases up to 0.1 had it."""
     old = control.decode_cancel(body)
-    return Wanted(id=old.request, reason=old.reason)
+    return AnswerQuery(id=old.request, reason=old.reason)
 
 
 def _invalid(message: str) -> ServingError:

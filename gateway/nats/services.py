@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import structlog
 
-from gateway.admission.idempotency import lookup
-from gateway.nats.accepting import Accepting
-from gateway.nats.answering import Answering, Found
-from gateway.nats.numbered import failure
-from gateway.nats.outlet import Outlet
-from gateway.nats.protocol import Origin, Wanted, kind_of, origin_of, submitted, wanted
+from gateway.admission.idempotency import find_claim
+from gateway.nats.acceptor import RequestAcceptor
+from gateway.nats.delivery import AcceptedRequest, AnswerDelivery
+from gateway.nats.messages import failure
+from gateway.nats.protocol import AnswerQuery, Origin, origin_of, parse_headers, parse_query, shape_of
+from gateway.nats.reply_publisher import ReplyPublisher
 from gateway.nats.tenants import TenantTable
 from gateway.service import Gateway
 from infra.bus.tasks import Tasks, as_serving_error
@@ -35,15 +35,15 @@ class Services:
     """Gateways share the work as one queue group; what only another model's gateway can do is passed to it."""
 
     def __init__(
-        self, gateway: Gateway, table: TenantTable, accepting: Accepting, answering: Answering, tasks: Tasks
+        self, gateway: Gateway, table: TenantTable, acceptor: RequestAcceptor, delivery: AnswerDelivery, tasks: Tasks
     ) -> None:
         self._gateway = gateway
         self._bus = gateway.bus
         self._nc = gateway.bus.nc
         self._subjects = gateway.bus.subjects
         self._table = table
-        self._accepting = accepting
-        self._answering = answering
+        self._acceptor = acceptor
+        self._delivery = delivery
         self._tasks = tasks.group("services")
         self._asks: Counter[str] = Counter()  # open, by tenant
         self._reads = 0
@@ -72,7 +72,7 @@ class Services:
 
     async def _on_ask(self, message: Any) -> None:
         origin = origin_of(message.subject, "ask")
-        if model := self._accepting.elsewhere(message.subject):
+        if model := self._acceptor.served_elsewhere(message.subject):
             await self._pass_on("ask", model, origin, message)
         else:
             self._spawn(self._ask, message, origin, number=0)
@@ -97,25 +97,30 @@ class Services:
         await self._nc.publish(subject, message.data, reply=message.reply, headers=message.headers)
 
     def _spawn(
-        self, serve: Callable[[Any, Origin, Outlet], Awaitable[None]], message: Any, origin: Origin, *, number: int
+        self,
+        serve: Callable[[Any, Origin, ReplyPublisher], Awaitable[None]],
+        message: Any,
+        origin: Origin,
+        *,
+        number: int,
     ) -> None:
         # The broker's own reply subjects do not outlive a restart of it; those of its own account's clients do.
-        outlet = Outlet(self._bus, [message.reply] if message.reply else [], lasting=origin.direct)
+        replies = ReplyPublisher(self._bus, [message.reply] if message.reply else [], durable=origin.direct)
 
         async def run() -> None:
             try:
-                await serve(message, origin, outlet)
+                await serve(message, origin, replies)
             except ServingError as error:
-                await outlet.send(failure(error, number))
+                await replies.send(failure(error, number))
             except Exception as error:
                 log.exception("service_failed", subject=message.subject)
-                await outlet.send(failure(as_serving_error(error, "this call"), number))
+                await replies.send(failure(as_serving_error(error, "this call"), number))
 
         self._tasks.spawn(run(), name=f"nats-{message.subject}")
 
     # --- what is done ---
 
-    async def _ask(self, message: Any, origin: Origin, outlet: Outlet) -> None:
+    async def _ask(self, message: Any, origin: Origin, replies: ReplyPublisher) -> None:
         if not message.reply:
             log.warning("ask_without_reply", tenant=origin.tenant)
             return
@@ -128,11 +133,11 @@ class Services:
         self._asks[origin.tenant] += 1
         code = "ok"
         try:
-            given = submitted(message.headers or {}, self._subjects.namespace)
-            outlet.first = given.first
+            given = parse_headers(message.headers or {}, self._subjects.namespace)
+            replies.first = given.first
             name = f"id:{given.message_id}" if given.message_id else ""
-            found = await self._accepting.accept(message, kind_of(message.data), origin, name)
-            code = await self._answering.deliver(found, outlet)
+            accepted = await self._acceptor.accept(message, shape_of(message.data), origin, name)
+            code = await self._delivery.deliver(accepted, replies)
         except ServingError as error:
             code = error.code.value
             raise
@@ -141,7 +146,7 @@ class Services:
             self._gateway.metrics.requests.labels("nats", code).inc()
 
     @contextlib.contextmanager
-    def _looking(self) -> Iterator[None]:
+    def _read_slot(self) -> Iterator[None]:
         """One more call that looks something up.
 
         Raises:
@@ -155,38 +160,38 @@ class Services:
         finally:
             self._reads -= 1
 
-    async def _read(self, message: Any, origin: Origin, outlet: Outlet) -> None:
+    async def _read(self, message: Any, origin: Origin, replies: ReplyPublisher) -> None:
         if not message.reply:
             return
-        with self._looking():
-            asked = wanted(message.data)
-            found = await self._meant(asked, origin)
-            request = found.request
+        with self._read_slot():
+            query = parse_query(message.data)
+            accepted = await self._resolve(query, origin)
+            request = accepted.request
             if request.model not in self._gateway.names:
                 await self._pass_on("read", token(request.model), origin, message)
                 return
-            outlet.first, outlet.until, outlet.tells_end = asked.first, asked.until, True
-            await self._answering.deliver(found, outlet)
+            replies.first, replies.until, replies.reports_end = query.first, query.until, True
+            await self._delivery.deliver(accepted, replies)
 
-    async def _cancel(self, message: Any, origin: Origin, outlet: Outlet) -> None:
-        asked = wanted(message.data)
-        with self._looking():
-            request, record, _ = await self._meant(asked, origin)
+    async def _cancel(self, message: Any, origin: Origin, replies: ReplyPublisher) -> None:
+        query = parse_query(message.data)
+        with self._read_slot():
+            request, record, _ = await self._resolve(query, origin)
             ended = record is not None
             if not ended:  # again and again, until it ends
-                self._gateway.leave(await self._gateway.attach(request), asked.reason[:MAX_REASON])
+                self._gateway.cancel_unfinished(await self._gateway.attach(request), query.reason[:MAX_REASON])
         if message.reply:
             status = {"id": request.id, "status": "ended" if ended else "cancelling"}
             await self._nc.publish(message.reply, _json(status))
 
-    async def _meant(self, asked: Wanted, origin: Origin) -> Found:
+    async def _resolve(self, query: AnswerQuery, origin: Origin) -> AcceptedRequest:
         """
         Raises:
             ServingError: request_not_found, also if it is another tenant's.
         """
-        if asked.id:
-            return await self._answering.find(origin.tenant, asked.id)
-        known = await lookup(self._bus, origin.tenant, f"id:{asked.key}")
+        if query.id:
+            return await self._delivery.find(origin.tenant, query.id)
+        known = await find_claim(self._bus, origin.tenant, f"id:{query.key}")
         if known is None:
-            raise ServingError(Code.request_not_found, f"no submission with the message id {asked.key[:80]!r} is known")
-        return await self._answering.find(origin.tenant, known.request)
+            raise ServingError(Code.request_not_found, f"no submission with the message id {query.key[:80]!r} is known")
+        return await self._delivery.find(origin.tenant, known.request)

@@ -14,11 +14,11 @@ import structlog
 from nats.errors import Error as NatsError
 
 from gateway.admission.idempotency import Conflict, digest_of
-from gateway.nats.accepting import Accepting
-from gateway.nats.answering import Answering, Found
-from gateway.nats.numbered import failure
-from gateway.nats.outlet import Outlet
-from gateway.nats.protocol import Origin, key_of, kind_of, origin_of, submitted
+from gateway.nats.acceptor import RequestAcceptor
+from gateway.nats.delivery import AcceptedRequest, AnswerDelivery
+from gateway.nats.messages import failure
+from gateway.nats.protocol import Origin, key_of, origin_of, parse_headers, shape_of
+from gateway.nats.reply_publisher import ReplyPublisher
 from gateway.service import Gateway
 from infra.bus.puller import ACK, IN_PROGRESS, NAK, Puller
 from infra.bus.tasks import Tasks, as_serving_error
@@ -40,20 +40,20 @@ _Key = tuple[str, str]  # tenant, message id
 _AGAIN = (Code.shutting_down, Code.broker_unavailable)
 
 
-class _Open:
+class _Delivery:
     """One submission that is being answered here, or was a moment ago."""
 
-    __slots__ = ("accepted", "body", "ended", "outlets", "reply")
+    __slots__ = ("accepted", "body", "ended", "reply", "reply_subjects")
 
     def __init__(self, reply: str, body: bytes) -> None:
         self.reply = reply  # of the delivery
         self.body = body  # digest
-        self.accepted: asyncio.Future[Found | None] = asyncio.get_running_loop().create_future()
-        self.outlets: set[str] = set()
+        self.accepted: asyncio.Future[AcceptedRequest | None] = asyncio.get_running_loop().create_future()
+        self.reply_subjects: set[str] = set()
         self.ended = 0.0
 
 
-class _Heard(NamedTuple):
+class _SeenSubmission(NamedTuple):
     """A submission that passed by."""
 
     at: float
@@ -62,27 +62,27 @@ class _Heard(NamedTuple):
 
 
 class Submissions:
-    """``follow`` and ``leave`` tenants as they come and go; ``close`` leaves what is unfinished to other gateways."""
+    """Tenants are added and removed as they come and go; ``close`` leaves what is unfinished to other gateways."""
 
-    def __init__(self, gateway: Gateway, accepting: Accepting, answering: Answering, tasks: Tasks) -> None:
+    def __init__(self, gateway: Gateway, acceptor: RequestAcceptor, delivery: AnswerDelivery, tasks: Tasks) -> None:
         self._gateway = gateway
         self._bus = gateway.bus
         self._nc = gateway.bus.nc
         self._subjects = gateway.bus.subjects
-        self._accepting = accepting
-        self._answering = answering
+        self._acceptor = acceptor
+        self._delivery = delivery
         self._tasks = tasks.group("submissions")
         self._pullers: dict[str, Puller] = {}
-        self._open: dict[tuple[str, int], _Open] = {}  # by stream and sequence
-        self._recent: OrderedDict[_Key, _Open] = OrderedDict()
-        self._repeats: OrderedDict[_Key, list[_Heard]] = OrderedDict()  # heard before their first
+        self._open: dict[tuple[str, int], _Delivery] = {}  # by stream and sequence
+        self._recent: OrderedDict[_Key, _Delivery] = OrderedDict()
+        self._repeats: OrderedDict[_Key, list[_SeenSubmission]] = OrderedDict()  # heard before their first
         self._sub: Any = None
 
     async def start(self) -> None:
-        self._sub = await self._nc.subscribe(self._subjects.all("submit"), cb=self._on_heard)
+        self._sub = await self._nc.subscribe(self._subjects.all("submit"), cb=self._on_submission_seen)
         self._tasks.spawn(self._renew(), name="submit-renew")
 
-    def follow(self, tenant: str) -> None:
+    def add_tenant(self, tenant: str) -> None:
         """Take this tenant's submissions."""
         if tenant in self._pullers:
             return
@@ -95,7 +95,7 @@ class Submissions:
         self._pullers[tenant] = puller
         self._tasks.spawn(puller.start(), name=f"submit-pull-{tenant}")
 
-    def leave(self, tenant: str) -> None:
+    def remove_tenant(self, tenant: str) -> None:
         puller = self._pullers.pop(tenant, None)
         if puller is not None:
             self._tasks.spawn(puller.close(), name=f"submit-leave-{tenant}")
@@ -117,7 +117,7 @@ class Submissions:
 
     def _room(self) -> int:
         """None while the queue is full: submissions are durable where they are, and wait there."""
-        return max(0, MAX_OPEN - len(self._open)) if self._gateway.has_room() else 0
+        return max(0, MAX_OPEN - len(self._open)) if self._gateway.accepts_submissions() else 0
 
     # --- from the stream ---
 
@@ -129,10 +129,10 @@ class Submissions:
         if len(self._open) >= 2 * MAX_OPEN:  # each tenant's stream was asked for as many as there was room for
             await self._nc.publish(message.reply, LATER)
             return
-        if self._accepting.elsewhere(message.subject):
+        if self._acceptor.served_elsewhere(message.subject):
             await self._nc.publish(message.reply, ELSEWHERE)
             return
-        entry = self._open[at] = _Open(message.reply, digest_of(message.data))
+        entry = self._open[at] = _Delivery(message.reply, digest_of(message.data))
         origin = origin_of(message.subject, "submit")
         work = self._serve(message, at, entry, origin)
         self._tasks.spawn(work, name=f"submit-{stream}-{at[1]}").add_done_callback(lambda _: self._ended(at, origin))
@@ -146,27 +146,30 @@ class Submissions:
         if puller is not None and len(self._open) == MAX_OPEN // 2:
             self._tasks.spawn(puller.top_up(), name="submit-top-up")
 
-    async def _serve(self, message: Any, at: tuple[str, int], entry: _Open, origin: Origin) -> None:
+    async def _serve(self, message: Any, at: tuple[str, int], entry: _Delivery, origin: Origin) -> None:
         """Answer one submission, and say to its stream what became of it."""
         code, verdict = "ok", ACK
         candidate = new_request_id()
         message_id = str((message.headers or {}).get(HEADER_MSG_ID, ""))
-        outlet = self._outlet(origin, key_of(message_id) if message_id else candidate, "", 0)
-        outlet.about(candidate)
+        key = key_of(message_id) if message_id else candidate
+        replies = self._replies_for(origin, key, "", 0)
+        replies.set_request(candidate)
         try:
-            given = submitted(message.headers or {}, self._subjects.namespace)
+            given = parse_headers(message.headers or {}, self._subjects.namespace)
             if message_id:
                 self._remember((origin.tenant, message_id), entry, origin)
             stored = f"{at[0]}:{at[1]}:{message.metadata.timestamp.timestamp():.6f}"
-            outlet = self._outlet(origin, key_of(message_id) if message_id else candidate, given.reply_to, given.first)
-            outlet.about(candidate)
-            entry.outlets.add(given.reply_to)
+            replies = self._replies_for(
+                origin, key_of(message_id) if message_id else candidate, given.reply_to, given.first
+            )
+            replies.set_request(candidate)
+            entry.reply_subjects.add(given.reply_to)
             name = f"id:{message_id}" if message_id else f"at:{stored}"
-            found = await self._accepting.accept(message, kind_of(message.data), origin, name)
-            entry.accepted.set_result(found)
+            accepted = await self._acceptor.accept(message, shape_of(message.data), origin, name)
+            entry.accepted.set_result(accepted)
             if not message_id:
-                outlet = self._outlet(origin, found.request.id, given.reply_to, given.first)
-            code = await self._answering.deliver(found, outlet)
+                replies = self._replies_for(origin, accepted.request.id, given.reply_to, given.first)
+            code = await self._delivery.deliver(accepted, replies)
         except ServingError as error:
             code = error.code.value
             if error.code is Code.queue_full:
@@ -174,20 +177,20 @@ class Submissions:
             elif error.code in _AGAIN:
                 verdict = NAK if error.code is Code.shutting_down else LATER
             else:
-                await outlet.send(failure(error, -1 if isinstance(error, Conflict) else 0))
+                await replies.send(failure(error, -1 if isinstance(error, Conflict) else 0))
         except Exception as error:  # not again and again from one gateway to the next
             code = Code.internal.value
             log.exception("submission_failed", stream=at[0], sequence=at[1], error=repr(error))
-            await outlet.send(failure(as_serving_error(error, "the submission")))
+            await replies.send(failure(as_serving_error(error, "the submission")))
         self._gateway.metrics.requests.labels("nats", code).inc()
         await self._nc.publish(entry.reply, verdict)
 
-    def _outlet(self, origin: Origin, key: str, reply_to: str, first: int) -> Outlet:
+    def _replies_for(self, origin: Origin, key: str, reply_to: str, first: int) -> ReplyPublisher:
         subjects = self._subjects
         if origin.direct:
-            return Outlet(self._bus, [subjects.answer(key), *([reply_to] if reply_to else [])], first=first)
+            return ReplyPublisher(self._bus, [subjects.answer(key), *([reply_to] if reply_to else [])], first=first)
         mapped = [subjects.mailbox(origin.tenant, reply_to)] if reply_to else []
-        return Outlet(self._bus, [subjects.answer(key, origin.tenant), *mapped], first=first)
+        return ReplyPublisher(self._bus, [subjects.answer(key, origin.tenant), *mapped], first=first)
 
     async def _renew(self) -> None:
         while True:
@@ -202,7 +205,7 @@ class Submissions:
 
     # --- repeats that the stream may have swallowed ---
 
-    async def _on_heard(self, message: Any) -> None:
+    async def _on_submission_seen(self, message: Any) -> None:
         """Every submission passes here, also on the gateways that do not answer it."""
         headers = message.headers
         message_id = headers.get(HEADER_MSG_ID) if headers else None
@@ -211,47 +214,47 @@ class Submissions:
         origin = origin_of(message.subject, "submit")
         key = (origin.tenant, message_id)
         entry = self._recent.get(key)
-        heard = _Heard(time.monotonic(), headers, digest_of(message.data))
-        if entry is not None and (not entry.ended or heard.at - entry.ended < SWALLOWED_S):
-            self._repeat(entry, heard, origin)
+        seen = _SeenSubmission(time.monotonic(), headers, digest_of(message.data))
+        if entry is not None and (not entry.ended or seen.at - entry.ended < SWALLOWED_S):
+            self._handle_repeat(entry, seen, origin)
             return
         waiting = self._repeats.setdefault(key, [])
-        waiting.append(heard)
+        waiting.append(seen)
         del waiting[:-16]
         while len(self._repeats) > MAX_REPEATS:
             self._repeats.popitem(last=False)
 
-    def _remember(self, key: _Key, entry: _Open, origin: Origin) -> None:
-        """From now on repeats come to ``_repeat``; those that were heard before this delivery do now."""
+    def _remember(self, key: _Key, entry: _Delivery, origin: Origin) -> None:
+        """From now on repeats come to ``_handle_repeat``; those that were heard before this delivery do now."""
         self._recent[key] = entry
         self._recent.move_to_end(key)
-        for heard in self._repeats.pop(key, [])[1:]:  # the first is this submission itself
-            self._repeat(entry, heard, origin)
+        for seen in self._repeats.pop(key, [])[1:]:  # the first is this submission itself
+            self._handle_repeat(entry, seen, origin)
 
-    def _repeat(self, entry: _Open, heard: _Heard, origin: Origin) -> None:
-        reply_to = heard.headers.get(HEADER_REPLY_TO, "")
-        if reply_to in entry.outlets and not entry.ended and heard.body == entry.body:
+    def _handle_repeat(self, entry: _Delivery, seen: _SeenSubmission, origin: Origin) -> None:
+        reply_to = seen.headers.get(HEADER_REPLY_TO, "")
+        if reply_to in entry.reply_subjects and not entry.ended and seen.body == entry.body:
             return  # that is where the answer goes anyway
         if len(self._tasks) > 4 * MAX_OPEN:
             return  # it can be read
-        entry.outlets.add(reply_to)
+        entry.reply_subjects.add(reply_to)
         self._tasks.spawn(
-            self._answer_repeat(entry, heard, origin), name="submit-repeat", on_failure=_note_failed_repeat
+            self._answer_repeat(entry, seen, origin), name="submit-repeat", on_failure=_note_failed_repeat
         )
 
-    async def _answer_repeat(self, entry: _Open, heard: _Heard, origin: Origin) -> None:
+    async def _answer_repeat(self, entry: _Delivery, seen: _SeenSubmission, origin: Origin) -> None:
         first = await asyncio.shield(entry.accepted)
         if first is None:
             return
         request = first.request
         try:
-            given = submitted(heard.headers, self._subjects.namespace)
-            outlet = self._outlet(origin, key_of(given.message_id), given.reply_to, given.first)
-            if heard.body != entry.body:
-                outlet.about(request.id)
-                await outlet.send(failure(Conflict(), -1))
+            given = parse_headers(seen.headers, self._subjects.namespace)
+            replies = self._replies_for(origin, key_of(given.message_id), given.reply_to, given.first)
+            if seen.body != entry.body:
+                replies.set_request(request.id)
+                await replies.send(failure(Conflict(), -1))
                 return
-            await self._answering.deliver(await self._answering.find(origin.tenant, request.id), outlet)
+            await self._delivery.deliver(await self._delivery.find(origin.tenant, request.id), replies)
         except ServingError as error:
             log.debug("repeat_unanswered", request=request.id, error=error.message)
 

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from gateway.admission.idempotency import claim
-from gateway.http.repeats import _meaning
-from gateway.log.find import Finder
-from gateway.log.lookup import Lookup
+from gateway.http.idempotency import _canonical_body
+from gateway.log.find import RequestFinder
+from gateway.log.lookup import RequestLookup
 from gateway.log.records import Records
 from infra.bus.connection import Bus, connect
 from infra.bus.direct_get import read
@@ -218,7 +218,7 @@ async def test_a_key_whose_gateway_died_before_the_request_was_stored_is_served_
     fast: Deployment, bus: Bus
 ) -> None:
     asked = body("orphaned")
-    meaning = _meaning("chat", msgspec.json.encode(asked))
+    meaning = _canonical_body("chat", msgspec.json.encode(asked))
     made = new_request_id(time.time_ns() - 3_000_000_000)
     old = new_request_id(time.time_ns() - 3_600_000_000_000)
     for key, request_id in (("orphan", made), ("old-orphan", old)):
@@ -242,7 +242,7 @@ async def test_another_tenants_request_is_not_found(fast: Deployment, bus: Bus) 
     async with client_of(fast.urls[0]) as client:
         request_id = (await client.post(PATH, json=asked)).headers["x-request-id"]
     records = Records(bus)
-    lookup = Lookup(records, Finder(bus, bus.tasks.group("test")))
+    lookup = RequestLookup(records, RequestFinder(bus, bus.tasks.group("test")))
     found = await lookup.find(request_id, "default")
     assert found.request.user == "owned"
     with pytest.raises(ServingError) as caught:

@@ -9,7 +9,7 @@ import pytest
 from nats.aio.client import Client
 from prometheus_client import CollectorRegistry
 
-from gateway.admission.room import LogRoom
+from gateway.admission.log_capacity import LogCapacity
 from gateway.metrics import Metrics
 from infra.broker.apply import apply
 from infra.broker.server import EmbeddedNats
@@ -43,7 +43,7 @@ class Door:
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
         self.stream = bus.subjects.stream("REQUESTS")
-        self.room = LogRoom(bus, Metrics(CollectorRegistry()))
+        self.room = LogCapacity(bus, Metrics(CollectorRegistry()))
 
     async def passes(self, count: int) -> None:
         """Requests that are finished as soon as they are stored: no router's consumer is behind them."""
@@ -52,7 +52,7 @@ class Door:
 
     async def check(self) -> None:
         names = [f"router-{priority.value}" for priority in Priority]
-        await self.room.look([await self.bus.js.consumer_info(self.stream, name) for name in names], ())
+        await self.room.refresh([await self.bus.js.consumer_info(self.stream, name) for name in names], ())
         self.room.check()
 
 

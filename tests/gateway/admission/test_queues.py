@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gateway.admission.queues import Queues, class_of
+from gateway.admission.queues import QueueLimits, class_of
 from schemas.errors import Code, ServingError
 from schemas.requests import Priority
 
@@ -16,19 +16,19 @@ def counts(**waiting: int) -> dict[Priority, int]:
 
 
 @pytest.fixture
-def queues() -> Queues:
+def queues() -> QueueLimits:
     return made(lambda _: 1000)
 
 
-def made(unheard: Callable[[Priority], int]) -> Queues:
-    return Queues(10, unheard)
+def made(unstarted: Callable[[Priority], int]) -> QueueLimits:
+    return QueueLimits(10, unstarted)
 
 
-def refused(queues: Queues) -> list[Priority]:
+def refused(queues: QueueLimits) -> list[Priority]:
     return [priority for priority in Priority if _refusal(queues, priority) is not None]
 
 
-def _refusal(queues: Queues, priority: Priority) -> ServingError | None:
+def _refusal(queues: QueueLimits, priority: Priority) -> ServingError | None:
     try:
         queues.check(priority)
     except ServingError as error:
@@ -36,7 +36,7 @@ def _refusal(queues: Queues, priority: Priority) -> ServingError | None:
     return None
 
 
-def test_a_flood_of_one_class_refuses_no_other(queues: Queues) -> None:
+def test_a_flood_of_one_class_refuses_no_other(queues: QueueLimits) -> None:
     for _ in range(10):
         assert refused(queues) == []
         queues.accepted(BATCH)
@@ -47,21 +47,21 @@ def test_a_flood_of_one_class_refuses_no_other(queues: Queues) -> None:
     assert refusal is not None
     assert refusal.code is Code.queue_full
     assert "10 requests of class 'batch'" in refusal.message
-    queues.looked(counts(batch=5000, standard=9), queues.begin_look())
+    queues.polled(counts(batch=5000, standard=9), queues.begin_poll())
     assert refused(queues) == [BATCH]
     queues.accepted(STANDARD)
     assert refused(queues) == [STANDARD, BATCH]
-    queues.looked(counts(batch=10, standard=10, interactive=10), queues.begin_look())
+    queues.polled(counts(batch=10, standard=10, interactive=10), queues.begin_poll())
     assert queues.full
 
 
-def test_what_was_accepted_during_a_look_still_counts_after_it(queues: Queues) -> None:
-    before = queues.begin_look()
+def test_what_was_accepted_during_a_look_still_counts_after_it(queues: QueueLimits) -> None:
+    before = queues.begin_poll()
     for _ in range(10):
         queues.accepted(STANDARD)
-    queues.looked(counts(), before)
+    queues.polled(counts(), before)
     assert refused(queues) == [STANDARD]
-    queues.looked(counts(), queues.begin_look())
+    queues.polled(counts(), queues.begin_poll())
     assert refused(queues) == []
     assert not queues.near
 

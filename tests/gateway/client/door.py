@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from typing import Any
 
-from nats.aio.client import Client as Connection
+from nats.aio.client import Client as NatsClient
 
 ANSWER_S = 0.002  # between two messages
 
@@ -39,7 +39,7 @@ class Door:
         ending: error code that answers end with.
     """
 
-    def __init__(self, nc: Connection, namespace: str, words: list[str]) -> None:
+    def __init__(self, nc: NatsClient, namespace: str, words: list[str]) -> None:
         self._nc = nc
         self._namespace = namespace
         self.words = words

@@ -20,10 +20,10 @@ from gateway.client import (
     PenstockError,
     Position,
     Timeout,
-    reading,
+    reader,
 )
+from gateway.client.connection import token
 from gateway.client.errors import error
-from gateway.client.link import token
 from infra.broker.server import EmbeddedNats
 from schemas import subjects as wire
 from tests.conftest import Connect
@@ -37,10 +37,10 @@ ASKED: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Do not wait as long as one would for a real server."""
-    monkeypatch.setattr(reading, "SILENCE_S", 0.3)
-    monkeypatch.setattr(reading, "AGAIN_S", 0.05)
-    monkeypatch.setattr(reading, "ACK_S", 0.3)
-    monkeypatch.setattr(reading, "UNKNOWN_S", 0.5)
+    monkeypatch.setattr(reader, "SILENCE_S", 0.3)
+    monkeypatch.setattr(reader, "AGAIN_S", 0.05)
+    monkeypatch.setattr(reader, "ACK_S", 0.3)
+    monkeypatch.setattr(reader, "UNKNOWN_S", 0.5)
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ async def test_a_read_that_nobody_hears_is_asked_again(client: Client, door: Doo
 async def test_a_reader_that_falls_behind_reads_again_what_did_not_fit(
     client: Client, door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "BUFFER", 4)
+    monkeypatch.setattr(reader, "BUFFER", 4)
     found = []
     async for chunk in client.chat(**ASKED, stream=True):
         found.append(chunk.text)
@@ -253,7 +253,7 @@ async def test_no_gateway_at_all_ends_in_a_timeout(broker: EmbeddedNats) -> None
 
 
 async def test_no_broker_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.client.link.CONNECT_S", 0.3)
+    monkeypatch.setattr("gateway.client.connection.CONNECT_S", 0.3)
     with pytest.raises(Disconnected, match="no NATS server"):
         async with Client("nats://127.0.0.1:1"):
             pass
@@ -284,10 +284,10 @@ async def test_cancel_names_the_request_by_its_key(client: Client, door: Door) -
 
 
 def test_names_of_the_wire_are_those_of_the_server() -> None:
-    from gateway.client import order
+    from gateway.client import reorder
 
-    assert order.HEADER_FINAL == wire.HEADER_FINAL
-    assert order.HEADER_REQUEST == wire.HEADER_REQUEST
+    assert reorder.HEADER_FINAL == wire.HEADER_FINAL
+    assert reorder.HEADER_REQUEST == wire.HEADER_REQUEST
     for name in ("demo", "a.b c", "ü", "org/model-1.5_x", ""):
         assert token(name) == wire.token(name)
 

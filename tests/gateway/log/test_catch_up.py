@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from gateway.log import catch_up
-from gateway.log.find import Finder
-from gateway.log.inflight import Exchange
-from gateway.log.subscription import TokenFeed
+from gateway.log.find import RequestFinder
+from gateway.log.inflight import InflightRequest
+from gateway.log.subscription import TokenSubscription
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
 from infra.bus.publisher import Publisher
@@ -67,15 +67,15 @@ class Worker:
 
 
 class Client:
-    """Takes what an exchange has until its request ends."""
+    """Takes what an in-flight request has until its request ends."""
 
-    def __init__(self, feed: TokenFeed, request: GenerateRequest, *, limit: int = 0) -> None:
-        self.exchange = Exchange(request)
+    def __init__(self, subscription: TokenSubscription, request: GenerateRequest, *, limit: int = 0) -> None:
+        self.inflight = InflightRequest(request)
         if limit:
-            self.exchange._limit = limit
+            self.inflight._limit = limit
         self.tokens = b""
-        self._feed = feed
-        feed.attach(self.exchange)
+        self._subscription = subscription
+        subscription.subscribe_from_start(self.inflight)
         self.reads = asyncio.Event()
         self.reads.set()
         self.task = asyncio.create_task(self._read())
@@ -83,81 +83,81 @@ class Client:
     async def _read(self) -> None:
         while True:
             await self.reads.wait()
-            for one in await self.exchange.take():
+            for one in await self.inflight.take():
                 self.tokens += one.tokens
                 if one.finish is not None:
-                    self._feed.unwatch(self.exchange)
+                    self._subscription.unsubscribe(self.inflight)
                     return
 
 
 @pytest.fixture
-async def feed(bus: Bus) -> AsyncIterator[TokenFeed]:
+async def subscription(bus: Bus) -> AsyncIterator[TokenSubscription]:
     tasks = Tasks("test")
-    feed = TokenFeed(bus, GATEWAY, tasks)
-    yield feed
-    await feed.close()
+    one = TokenSubscription(bus, GATEWAY, tasks)
+    yield one
+    await one.close()
     assert await tasks.aclose()
 
 
 async def finished(clients: list[Client], worker: Worker) -> None:
     await asyncio.wait_for(asyncio.gather(*(client.task for client in clients)), 30)
     for client in clients:
-        assert client.tokens == pack_tokens(range(worker.tokens)), client.exchange.request.id
+        assert client.tokens == pack_tokens(range(worker.tokens)), client.inflight.request.id
 
 
-async def test_whoever_attaches_whenever_gets_every_token_once(bus: Bus, feed: TokenFeed) -> None:
+async def test_whoever_attaches_whenever_gets_every_token_once(bus: Bus, subscription: TokenSubscription) -> None:
     rng = random.Random(4)
     async with Worker(bus, 8) as worker:
         await worker.step(300)
-        await feed.start(since_ns=time.time_ns())
+        await subscription.start(since_ns=time.time_ns())
         clients = []
         for _ in range(60):
-            clients += [Client(feed, rng.choice(worker.requests)) for _ in range(rng.randrange(3))]
+            clients += [Client(subscription, rng.choice(worker.requests)) for _ in range(rng.randrange(3))]
             await worker.step(rng.randrange(6))
         await worker.step(end=True)
         await finished(clients, worker)
-    assert len(feed) == 0
+    assert len(subscription) == 0
 
 
-async def test_many_who_attach_together_read_the_log_once(bus: Bus, feed: TokenFeed) -> None:
+async def test_many_who_attach_together_read_the_log_once(bus: Bus, subscription: TokenSubscription) -> None:
     async with Worker(bus, 100) as worker:
         await worker.step(400)
-        await feed.start(since_ns=time.time_ns())
-        clients = [Client(feed, request) for request in worker.requests for _ in range(2)]
-        await eventually(lambda: all(not client.exchange.behind for client in clients), 30)
+        await subscription.start(since_ns=time.time_ns())
+        clients = [Client(subscription, request) for request in worker.requests for _ in range(2)]
+        await eventually(lambda: all(not client.inflight.behind for client in clients), 30)
         await worker.step(end=True)
         await finished(clients, worker)
-    assert feed.catch_up.read_entries < 2 * 400, "one pass, and a little at its end"
+    assert subscription.catch_up.read_entries < 2 * 400, "one pass, and a little at its end"
 
 
 async def test_those_who_come_during_a_pass_share_the_next_ones(
-    bus: Bus, feed: TokenFeed, monkeypatch: pytest.MonkeyPatch
+    bus: Bus, subscription: TokenSubscription, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(catch_up, "PORTION", 10)  # others have many turns during a pass
     async with Worker(bus, 5) as worker:
         await worker.step(200)
-        await feed.start(since_ns=time.time_ns())
+        await subscription.start(since_ns=time.time_ns())
         clients = []
         for _ in range(40):
-            clients.append(Client(feed, worker.requests[0]))
+            clients.append(Client(subscription, worker.requests[0]))
             await asyncio.sleep(0.002)
-        await eventually(lambda: all(not client.exchange.behind for client in clients), 30)
+        await eventually(lambda: all(not client.inflight.behind for client in clients), 30)
         await worker.step(end=True)
         await finished(clients, worker)
-    assert feed.catch_up.read_entries < 20 * 200, "far fewer passes than clients"
+    assert subscription.catch_up.read_entries < 20 * 200, "far fewer passes than clients"
 
 
-async def test_a_client_that_stops_reading_goes_on_from_the_log(bus: Bus, feed: TokenFeed) -> None:
+async def test_a_client_that_stops_reading_goes_on_from_the_log(bus: Bus, subscription: TokenSubscription) -> None:
     async with Worker(bus, 2) as worker:
-        await feed.start(since_ns=time.time_ns())
-        stops, reads = Client(feed, worker.requests[0], limit=20), Client(feed, worker.requests[1])
+        await subscription.start(since_ns=time.time_ns())
+        stops, reads = Client(subscription, worker.requests[0], limit=20), Client(subscription, worker.requests[1])
         await worker.step(10)
         await eventually(lambda: len(stops.tokens) == 40)
         stops.reads.clear()
         await worker.step(500)
         await eventually(lambda: len(reads.tokens) == 4 * worker.tokens)
-        assert stops.exchange.paused
-        assert len(stops.exchange._items) <= 21
+        assert stops.inflight.paused
+        assert len(stops.inflight._items) <= 21
         stops.reads.set()
         await worker.step(50)
         await worker.step(end=True)
@@ -165,28 +165,30 @@ async def test_a_client_that_stops_reading_goes_on_from_the_log(bus: Bus, feed: 
 
 
 async def test_a_log_that_cannot_be_read_fails_those_who_need_it(
-    bus: Bus, feed: TokenFeed, monkeypatch: pytest.MonkeyPatch
+    bus: Bus, subscription: TokenSubscription, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with Worker(bus, 1) as worker:
         await worker.step()
-        await feed.start(since_ns=time.time_ns())
+        await subscription.start(since_ns=time.time_ns())
         monkeypatch.setattr(catch_up, "GIVE_UP_S", 0.2)
-        monkeypatch.setattr(feed.catch_up, "_stream", "missing")
-        client = Client(feed, worker.requests[0])
+        monkeypatch.setattr(subscription.catch_up, "_stream", "missing")
+        client = Client(subscription, worker.requests[0])
         with pytest.raises(ServingError, match="cannot be read"):
             await asyncio.wait_for(client.task, 20)
-        feed.unwatch(client.exchange)
+        subscription.unsubscribe(client.inflight)
 
 
-async def test_an_exchange_that_wants_everything_has_it_when_it_is_attached(bus: Bus, feed: TokenFeed) -> None:
+async def test_a_request_that_wants_everything_has_it_when_it_is_attached(
+    bus: Bus, subscription: TokenSubscription
+) -> None:
     async with Worker(bus, 1) as worker:
         await worker.step(3_000)
-        await feed.start(since_ns=time.time_ns())
-        exchange = Exchange(worker.requests[0], bounded=False)
-        feed.attach(exchange)
-        await asyncio.wait_for(exchange.caught_up(), 20)
-        assert b"".join(one.tokens for one in exchange.available()) == pack_tokens(range(3_000))
-        feed.unwatch(exchange)
+        await subscription.start(since_ns=time.time_ns())
+        inflight = InflightRequest(worker.requests[0], bounded=False)
+        subscription.subscribe_from_start(inflight)
+        await asyncio.wait_for(inflight.caught_up(), 20)
+        assert b"".join(one.tokens for one in inflight.available()) == pack_tokens(range(3_000))
+        subscription.unsubscribe(inflight)
 
 
 # -- finding requests ---------------------------------------------------------------------------------------------
@@ -194,7 +196,7 @@ async def test_an_exchange_that_wants_everything_has_it_when_it_is_attached(bus:
 
 async def test_requests_are_found_together_and_unknown_ones_are_not(bus: Bus) -> None:
     tasks, publisher = Tasks("test"), Publisher(bus)
-    finder = Finder(bus, tasks)
+    finder = RequestFinder(bus, tasks)
     await publisher.open()
     base_ns = time.time_ns()
     made = []

@@ -6,7 +6,7 @@ import random
 import msgspec
 import pytest
 
-from gateway.log.inflight import MAX_ITEMS, PORTION_BYTES, Exchange, limit_of
+from gateway.log.inflight import MAX_ITEMS, PORTION_BYTES, InflightRequest, limit_of
 from schemas.errors import Code, ServingError
 from schemas.requests import GenerateRequest, Sampling, Stop
 from schemas.tokens import WHOLE_REQUEST, Finish, TokenItem
@@ -38,20 +38,20 @@ def tokens_of(items: list[TokenItem]) -> bytes:
     return b"".join(one.tokens for one in items)
 
 
-async def taken(exchange: Exchange) -> list[TokenItem]:
+async def taken(inflight: InflightRequest) -> list[TokenItem]:
     """All that is there, portion by portion."""
     out: list[TokenItem] = []
-    while exchange._items:
-        portion = await exchange.take()
+    while inflight._items:
+        portion = await inflight.take()
         assert portion
         out += portion
     return out
 
 
 async def test_items_are_taken_in_portions_that_do_not_stall_the_loop() -> None:
-    exchange = Exchange(request_of())
+    inflight = InflightRequest(request_of())
     for number in range(500):
-        exchange.feed(item(number * 16, 16), number)
+        inflight.feed(item(number * 16, 16), number)
     turns = 0
 
     async def other() -> None:
@@ -63,8 +63,8 @@ async def test_items_are_taken_in_portions_that_do_not_stall_the_loop() -> None:
     watching = asyncio.create_task(other())
     await asyncio.sleep(0)
     portions = []
-    while exchange._items:
-        portions.append(await exchange.take())
+    while inflight._items:
+        portions.append(await inflight.take())
     watching.cancel()
     assert all(len(tokens_of(portion)) <= PORTION_BYTES + 64 for portion in portions)
     assert tokens_of([one for portion in portions for one in portion]) == pack_tokens(range(8000))
@@ -72,68 +72,68 @@ async def test_items_are_taken_in_portions_that_do_not_stall_the_loop() -> None:
 
 
 async def test_a_client_that_does_not_read_costs_a_bounded_number_of_items() -> None:
-    exchange = Exchange(request_of())
-    asked: list[Exchange] = []
-    exchange.on_behind = asked.append
+    inflight = InflightRequest(request_of())
+    asked: list[InflightRequest] = []
+    inflight.on_behind = asked.append
     for seq in range(1, 100_000):
-        exchange.feed(item(seq - 1), seq)
-    assert len(exchange._items) <= MAX_ITEMS + 1
-    assert exchange.paused
+        inflight.feed(item(seq - 1), seq)
+    assert len(inflight._items) <= MAX_ITEMS + 1
+    assert inflight.paused
     assert asked == [], "nothing is read again before the client reads on"
-    kept = await taken(exchange)
+    kept = await taken(inflight)
     assert tokens_of(kept) == pack_tokens(range(len(kept)))
-    assert not exchange.ended
-    waiting = asyncio.create_task(exchange.take())
+    assert not inflight.ended
+    waiting = asyncio.create_task(inflight.take())
     await asyncio.sleep(0)
-    assert asked == [exchange]
-    assert exchange.seq == len(kept) - 1, "from the entry on that was not seen whole"
-    assert exchange.feed_past(item(len(kept)), len(kept) + 1)
+    assert asked == [inflight]
+    assert inflight.seq == len(kept) - 1, "from the entry on that was not seen whole"
+    assert inflight.feed_past(item(len(kept)), len(kept) + 1)
     assert tokens_of(await waiting) == pack_tokens([len(kept)])
 
 
 async def test_the_end_is_known_while_a_client_does_not_read() -> None:
     for last in (item(99_999, end=True), TokenItem("r", 1, WHOLE_REQUEST, 0, b"", Finish("error"))):
-        exchange = Exchange(request_of())
+        inflight = InflightRequest(request_of())
         for seq in range(1, 5_000):
-            exchange.feed(item(seq - 1), seq)
-        assert not exchange.ended
-        exchange.feed(last, 5_000)
-        assert exchange.ended
+            inflight.feed(item(seq - 1), seq)
+        assert not inflight.ended
+        inflight.feed(last, 5_000)
+        assert inflight.ended
 
 
 async def test_an_end_of_an_attempt_that_was_fenced_off_is_none() -> None:
-    exchange = Exchange(request_of(n=2))
-    exchange.fall_behind()
-    exchange.feed(item(5, choice=0, end=True), 1)
-    exchange.feed(item(5, attempt=2, choice=1, end=True), 2)
-    assert not exchange.ended
-    exchange.feed(item(5, attempt=2, choice=0, end=True), 3)
-    assert exchange.ended
+    inflight = InflightRequest(request_of(n=2))
+    inflight.fall_behind()
+    inflight.feed(item(5, choice=0, end=True), 1)
+    inflight.feed(item(5, attempt=2, choice=1, end=True), 2)
+    assert not inflight.ended
+    inflight.feed(item(5, attempt=2, choice=0, end=True), 3)
+    assert inflight.ended
 
 
 @pytest.mark.parametrize("seed", range(20))
 async def test_pauses_and_reading_again_lose_nothing_and_repeat_nothing(seed: int) -> None:
-    """A client that reads in fits and starts, against a log; the reader stops and goes on as the exchange says."""
+    """A client that reads in fits and starts, against a log; the reader pauses and resumes as the request says."""
     rng = random.Random(seed)
     n = rng.choice([1, 3])
-    exchange = Exchange(request_of(n=n))
-    exchange._limit = rng.choice([1, 5, 40])
-    wanting: list[Exchange] = []
-    exchange.on_behind = wanting.append
+    inflight = InflightRequest(request_of(n=n))
+    inflight._limit = rng.choice([1, 5, 40])
+    behind: list[InflightRequest] = []
+    inflight.on_behind = behind.append
     log: list[list[TokenItem]] = []
     positions = [0] * n
     got: list[bytes] = [b""] * n
     if late := rng.random() < 0.3:
-        exchange.fall_behind()
-        wanting.append(exchange)
+        inflight.fall_behind()
+        behind.append(inflight)
 
     async def read_some() -> None:
-        for one in await exchange.take():
+        for one in await inflight.take():
             got[one.choice] += one.tokens
 
     def read_log() -> None:
-        while wanting:
-            reading = wanting.pop()
+        while behind:
+            reading = behind.pop()
             past = [entry for entry in enumerate(log, 1) if entry[0] > reading.seq]
             for seq, items in past:
                 if not all(reading.feed_past(one, seq) for one in items):
@@ -151,8 +151,8 @@ async def test_pauses_and_reading_again_lose_nothing_and_repeat_nothing(seed: in
                 positions[choice] += count
         log.append(entry)
         for one in entry:
-            exchange.feed(one, seq)
-        if rng.random() < 0.2 and not (late and exchange.behind):
+            inflight.feed(one, seq)
+        if rng.random() < 0.2 and not (late and inflight.behind):
             reading = asyncio.create_task(read_some())
             await asyncio.sleep(0)
             read_log()
@@ -172,25 +172,25 @@ async def test_pauses_and_reading_again_lose_nothing_and_repeat_nothing(seed: in
 
 
 async def test_a_record_completes_an_answer_that_lacks_its_end() -> None:
-    exchange = Exchange(request_of())
-    exchange.feed(item(0, 3), 1)
-    exchange.fall_behind(1)
-    exchange.complete([item(0, 10_000, end=True)])
-    assert exchange.ended
-    items = await taken(exchange)
+    inflight = InflightRequest(request_of())
+    inflight.feed(item(0, 3), 1)
+    inflight.fall_behind(1)
+    inflight.complete([item(0, 10_000, end=True)])
+    assert inflight.ended
+    items = await taken(inflight)
     assert tokens_of(items) == pack_tokens(range(10_000))
     assert items[-1].finish == Finish("length")
     assert max(len(one.tokens) for one in items) <= PORTION_BYTES
 
 
 async def test_waiting_for_the_first_item_ends_when_asked() -> None:
-    exchange = Exchange(request_of())
-    assert await exchange.take_within(0.01) == []
-    exchange.feed(item(0), 1)
-    assert await exchange.take_within(5) == [item(0)]
-    exchange.fail(ServingError(Code.deadline_exceeded, "late"))
+    inflight = InflightRequest(request_of())
+    assert await inflight.take_within(0.01) == []
+    inflight.feed(item(0), 1)
+    assert await inflight.take_within(5) == [item(0)]
+    inflight.fail(ServingError(Code.deadline_exceeded, "late"))
     with pytest.raises(ServingError):
-        await exchange.take_within(5)
+        await inflight.take_within(5)
 
 
 def test_items_with_log_probabilities_count_more() -> None:

@@ -5,8 +5,8 @@ import hashlib
 import msgspec
 import pytest
 
-from gateway.nats.numbered import Chunks, Message, failure
-from gateway.nats.protocol import Origin, key_of, kind_of, origin_of, submitted, wanted
+from gateway.nats.messages import AnswerMessage, StreamMessages, failure
+from gateway.nats.protocol import Origin, key_of, origin_of, parse_headers, parse_query, shape_of
 from schemas import wire
 from schemas.control import Cancel
 from schemas.errors import Code, ServingError
@@ -47,7 +47,7 @@ def test_the_key_of_an_answer_can_be_computed_by_any_client() -> None:
     ],
 )
 def test_a_body_tells_how_it_wants_its_answer(body: bytes, endpoint: str, form: str) -> None:
-    kind = kind_of(body)
+    kind = shape_of(body)
     assert (kind.endpoint, kind.form) == (endpoint, form)
 
 
@@ -65,14 +65,14 @@ def test_a_body_tells_how_it_wants_its_answer(body: bytes, endpoint: str, form: 
 )
 def test_a_header_that_cannot_be_used_is_named(headers: dict[str, str]) -> None:
     with pytest.raises(ServingError, match=next(iter(headers))) as error:
-        submitted(headers, "ps")
+        parse_headers(headers, "ps")
     assert error.value.code is Code.invalid_request
 
 
 def test_a_cancellation_of_an_earlier_release_is_understood() -> None:
-    found = wanted(wire.encode(Cancel("some-id", "changed my mind")))
+    found = parse_query(wire.encode(Cancel("some-id", "changed my mind")))
     assert (found.id, found.reason) == ("some-id", "changed my mind")
-    assert wanted(b'{"key":"k","from":3,"until":4}').first == 3
+    assert parse_query(b'{"key":"k","from":3,"until":4}').first == 3
 
 
 def request_of(oracle: Oracle, form: str) -> GenerateRequest:
@@ -87,15 +87,15 @@ def test_numbers_do_not_depend_on_how_tokens_arrived(cut: int) -> None:
     oracle = Oracle(MODEL)
     request = request_of(oracle, "stream+usage")
     tokens = oracle.tokens({"prompt": "The harbour is", "temperature": 0}, 8)
-    chunks = Chunks(request, oracle.model.detokenizer)
-    out: list[Message] = []
+    chunks = StreamMessages(request, oracle.model.detokenizer)
+    out: list[AnswerMessage] = []
     for start in range(0, 8, cut):
         part = tokens[start : start + cut]
         finish = Finish("length") if start + cut >= 8 else None
         out += chunks.push([TokenItem(request.id, 0, 0, start, pack_tokens(part), finish)])
     assert [message.number for message in out] == list(range(len(out)))
     assert [message.final for message in out] == [False] * (len(out) - 1) + [True]
-    whole = Chunks(request, oracle.model.detokenizer)
+    whole = StreamMessages(request, oracle.model.detokenizer)
     assert whole.push([TokenItem(request.id, 0, 0, 0, pack_tokens(tokens), Finish("length"))]) == out
     assert "usage" in msgspec.json.decode(out[-1].body)
 
@@ -104,7 +104,7 @@ def test_a_text_with_the_marks_of_an_event_stays_in_one_piece() -> None:
     oracle = Oracle(MODEL)
     request = request_of(oracle, "stream")
     tokens = oracle.model.tokenizer.encode("data: one\n\ndata: two", add_special_tokens=False).ids
-    chunks = Chunks(request, oracle.model.detokenizer)
+    chunks = StreamMessages(request, oracle.model.detokenizer)
     out = chunks.push([TokenItem(request.id, 0, 0, 0, pack_tokens(tokens), Finish("stop"))])
     text = "".join(msgspec.json.decode(message.body)["choices"][0]["text"] for message in out)
     assert text == "data: one\n\ndata: two"

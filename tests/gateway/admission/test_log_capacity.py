@@ -7,7 +7,7 @@ import pytest
 from nats.aio.client import Client
 from prometheus_client import CollectorRegistry
 
-from gateway.admission.room import LogRoom
+from gateway.admission.log_capacity import LogCapacity
 from gateway.metrics import Metrics
 from infra.broker.apply import apply
 from infra.bus.connection import Bus
@@ -27,16 +27,16 @@ class Door:
         self.metrics = Metrics(CollectorRegistry())
         self.nc, self.subjects = nc, subjects
         self.bus = Bus(nc, subjects)
-        self.room = LogRoom(self.bus, self.metrics)
+        self.capacity = LogCapacity(self.bus, self.metrics)
         self.open: list[tuple[str, int]] = []
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         names = [f"router-{priority.value}" for priority in Priority]
         infos = [await self.bus.js.consumer_info(self.subjects.stream("REQUESTS"), name) for name in names]
-        await self.room.look(infos, self.open)
+        await self.capacity.refresh(infos, self.open)
 
     async def submit(self, priority: Priority = Priority.standard, tenant: str | None = None) -> None:
-        self.room.check(tenant)
+        self.capacity.check(tenant)
         await self.bus.js.publish(self.subjects.request("m", priority.value, "r"), BODY)
 
     async def until_refused(self, priority: Priority = Priority.standard) -> ServingError:
@@ -45,7 +45,7 @@ class Door:
                 await self.submit(priority)
             except ServingError as error:
                 return error
-            await self.look()
+            await self.refresh()
         raise AssertionError("never refused")
 
     async def place(self, count: int, priority: Priority = Priority.standard) -> None:
@@ -69,7 +69,7 @@ async def door(nc: Client, subjects: Subjects) -> Door:
 
     await apply(nc, dataclasses.replace(whole, streams=tuple(map(shrink, whole.streams))))
     made = Door(nc, subjects)
-    await made.look()
+    await made.refresh()
     return made
 
 
@@ -85,7 +85,7 @@ async def test_waiting_requests_are_never_discarded_and_new_ones_are_refused_wit
     gauge = door.metrics.unfinished.labels(door.subjects.stream("REQUESTS"))
     assert 0.8 <= gauge._value.get() < 0.9
     await door.place(state.messages // 2)
-    await door.look()
+    await door.refresh()
     await door.submit()
 
 
@@ -93,7 +93,7 @@ async def test_finished_history_of_three_times_the_limit_refuses_nobody(door: Do
     for _ in range(3 * SIZE // len(BODY)):
         await door.submit()
         await door.place(1)
-        await door.look()
+        await door.refresh()
     assert (await door.state()).first_seq > SIZE // len(BODY)
 
 
@@ -104,16 +104,16 @@ async def test_one_class_s_history_does_not_count_for_another_s_first_request(do
         await door.submit(Priority.interactive)
         await door.place(1, Priority.interactive)
     await door.submit(Priority.batch)  # unplaced, and its consumer's floor is at the very beginning
-    await door.look()
+    await door.refresh()
     await door.submit(Priority.interactive)
     assert door.metrics.unfinished.labels(door.subjects.stream("REQUESTS"))._value.get() < 0.05
 
 
 async def test_when_room_is_scarce_a_tenant_beyond_its_share_is_refused_before_others(door: Door) -> None:
     door.open = [("loud", 480_000), ("quiet", 400)]
-    while door.room._requests.level < 0.65:
+    while door.capacity._requests.level < 0.65:
         await door.submit()
-        await door.look()
+        await door.refresh()
     await door.submit(tenant="quiet")
     with pytest.raises(ServingError, match="tenant 'loud' has more than its share"):
         await door.submit(tenant="loud")

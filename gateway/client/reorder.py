@@ -38,7 +38,7 @@ def message_of(headers: Mapping[str, str], body: bytes) -> Message | None:
     )
 
 
-class Order:
+class ReorderBuffer:
     """Takes messages as they come, from several sources; gives them out by number."""
 
     def __init__(self, first: int = 0) -> None:

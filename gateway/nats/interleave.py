@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from schemas.tokens import PROMPT, Finish, TokenItem
 
 
-class Rounds:
+class ChoiceInterleaver:
     """Holds back what a choice has beyond the others, at most its ``max_tokens``.
 
     Args:

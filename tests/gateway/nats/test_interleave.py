@@ -5,8 +5,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.nats.numbered import Chunks
-from gateway.nats.rounds import Rounds
+from gateway.nats.interleave import ChoiceInterleaver
+from gateway.nats.messages import StreamMessages
 from schemas.done import Done, Outcome
 from schemas.done import items as items_of
 from schemas.requests import GenerateRequest, Sampling, Stop
@@ -67,7 +67,7 @@ def logprobs_of(start: int, end: int) -> tuple[Logprob, ...]:
 @given(deliveries())
 def test_choices_take_turns_one_token_each(delivery: tuple[list[tuple[int, str]], list[list[TokenItem]]]) -> None:
     answer, batches = delivery
-    rounds = Rounds(len(answer), lambda finish: finish.stop.__class__ is int)
+    rounds = ChoiceInterleaver(len(answer), lambda finish: finish.stop.__class__ is int)
     said = [item for batch in batches for item in rounds.push(batch)]
     turns = [0] * len(answer)
     for item in said:
@@ -87,7 +87,7 @@ def test_an_answer_has_the_same_messages_live_and_from_its_record(
 ) -> None:
     answer, batches = delivery
     request = request_of(len(answer), logprobs)
-    live = Chunks(request, ORACLE.model.detokenizer)
+    live = StreamMessages(request, ORACLE.model.detokenizer)
     messages = [message for batch in batches for message in live.push(batch)]
     outcomes = []
     for choice, (length, reason) in enumerate(answer):
@@ -95,7 +95,7 @@ def test_an_answer_has_the_same_messages_live_and_from_its_record(
         known = logprobs_of(0, length) if logprobs else ()
         outcomes.append(Outcome(tokens_of(choice, 0, length), finish.reason, finish.stop, logprobs=known))
     record = Done("r", "tiny", 1, choices=tuple(outcomes))
-    again = Chunks(request, ORACLE.model.detokenizer)
+    again = StreamMessages(request, ORACLE.model.detokenizer)
     assert again.push(items_of(record)) == messages
     assert messages[-1].final
     assert [message.number for message in messages] == list(range(len(messages)))

@@ -4,10 +4,10 @@ from typing import Any
 
 import msgspec
 
-from gateway.admission.idempotency import claim, claim_again, lookup
+from gateway.admission.idempotency import claim, find_claim, reclaim
 from gateway.images.model_registry import ROLE
-from gateway.nats.answering import Answering, Found
-from gateway.nats.protocol import Kind, Origin
+from gateway.nats.delivery import AcceptedRequest, AnswerDelivery
+from gateway.nats.protocol import Origin, RequestShape
 from gateway.nats.tenants import TenantTable
 from gateway.openai.prepare import PreparedRequest
 from gateway.service import Gateway
@@ -19,15 +19,15 @@ from schemas.subjects import token
 _TRANSIENT = frozenset({Code.queue_full, Code.shutting_down, Code.broker_unavailable})
 
 
-class Accepting:
+class RequestAcceptor:
     """``table``: what each tenant may do."""
 
-    def __init__(self, gateway: Gateway, table: TenantTable, answering: Answering) -> None:
+    def __init__(self, gateway: Gateway, table: TenantTable, delivery: AnswerDelivery) -> None:
         self._gateway = gateway
         self._table = table
-        self._answering = answering
+        self._delivery = delivery
 
-    def elsewhere(self, subject: str) -> str:
+    def served_elsewhere(self, subject: str) -> str:
         """The model's token, if it is one that only other gateways of this namespace serve; else ""."""
         model = subject.rpartition(".")[2]
         if model in map(token, self._gateway.names):
@@ -37,8 +37,8 @@ class Accepting:
         other = any(model in (token(r.model), *map(token, r.aliases)) for r in served if r.role != ROLE)
         return model if other else ""
 
-    async def accept(self, message: Any, kind: Kind, origin: Origin, name: str) -> Found:
-        """The request, in the log; with its exchange if it was put there now.
+    async def accept(self, message: Any, shape: RequestShape, origin: Origin, name: str) -> AcceptedRequest:
+        """The request, in the log; with its in-flight request if it was put there now.
 
         Args:
             name: what a repeat has in common with it; "": it has no repeats.
@@ -47,7 +47,7 @@ class Accepting:
         """
         body = bytes(message.data)
         try:
-            prepared = await self._prepare(message, kind, origin)
+            prepared = await self._prepare(message, shape, origin)
         except ServingError as error:
             if name and error.code in _TRANSIENT and (known := await self._known(origin, name, body)) is not None:
                 return known
@@ -57,32 +57,32 @@ class Accepting:
             claimed = await claim(self._gateway.bus, origin.tenant, name, body, request.id)
             if not claimed.fresh:
                 try:
-                    return await self._answering.find(origin.tenant, claimed.request)
+                    return await self._delivery.find(origin.tenant, claimed.request)
                 except ServingError as error:
                     if error.code is not Code.request_not_found:
                         raise
                 # Whoever claimed it died before it was stored. Two that find this at once store it once: by its id.
-                claimed = await claim_again(self._gateway.bus, origin.tenant, name, body, request.id, claimed)
+                claimed = await reclaim(self._gateway.bus, origin.tenant, name, body, request.id, claimed)
                 request = msgspec.structs.replace(request, id=claimed.request)
-        exchange = await self._gateway.submit(request, owner=False)
+        inflight = await self._gateway.submit(request, owner=False)
         self._gateway.metrics.prompt.inc(prepared.prompt_tokens)
-        return Found(exchange.request, exchange=exchange)
+        return AcceptedRequest(inflight.request, inflight=inflight)
 
-    async def _prepare(self, message: Any, kind: Kind, origin: Origin) -> PreparedRequest:
+    async def _prepare(self, message: Any, shape: RequestShape, origin: Origin) -> PreparedRequest:
         gateway = self._gateway
-        self._table.check_model(origin.tenant, kind.model)
-        prepared: PreparedRequest = await gateway.prepare(kind.endpoint, message.data, new_request_id())
+        self._table.check_model(origin.tenant, shape.model)
+        prepared: PreparedRequest = await gateway.prepare(shape.endpoint, message.data, new_request_id())
         prepared = with_trace(prepared, from_nats_headers(message.headers or {}, gateway.settings.tracing))
-        request = msgspec.structs.replace(prepared.request, tenant=origin.tenant, form=kind.form)
+        request = msgspec.structs.replace(prepared.request, tenant=origin.tenant, form=shape.form)
         return prepared._replace(request=request)
 
-    async def _known(self, origin: Origin, name: str, body: bytes) -> Found | None:
+    async def _known(self, origin: Origin, name: str, body: bytes) -> AcceptedRequest | None:
         """A repeat is answered also while nothing new is taken."""
-        known = await lookup(self._gateway.bus, origin.tenant, name)
+        known = await find_claim(self._gateway.bus, origin.tenant, name)
         if known is None:
             return None
         try:
-            return await self._answering.find(origin.tenant, known.request)
+            return await self._delivery.find(origin.tenant, known.request)
         except ServingError as error:
             if error.code is Code.request_not_found:
                 return None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import nats
-from nats.aio.client import Client as Connection
+from nats.aio.client import Client as NatsClient
 from nats.errors import Error as NatsError
 
 from .errors import error
@@ -16,10 +16,10 @@ CONNECT_S = 10.0
 CLOSE_S = 5.0
 
 
-class Link:
-    """Reconnects for ever; ``changed`` of every open reading is called when it did, and when it is closed for good."""
+class Connection:
+    """Reconnects for ever; ``changed`` of every open reader is called when it did, and when it is closed for good."""
 
-    def __init__(self, nc: Connection, namespace: str, listeners: set[Callable[[], None]]) -> None:
+    def __init__(self, nc: NatsClient, namespace: str, listeners: set[Callable[[], None]]) -> None:
         self.nc = nc
         self.js = nc.jetstream()
         self.listeners = listeners
@@ -69,7 +69,7 @@ def token(name: str) -> str:
     return "".join(out) or "_"
 
 
-async def connect(url: str, namespace: str, **options: Any) -> Link:
+async def connect(url: str, namespace: str, **options: Any) -> Connection:
     """
     Args:
         url: one server or several, comma-separated, with credentials.
@@ -101,4 +101,4 @@ async def connect(url: str, namespace: str, **options: Any) -> Link:
         reason = f"{type(problem).__name__}: {problem}".rstrip(": ")
         message = f"no NATS server takes us at {where} within {CONNECT_S:g} s ({reason})"
         raise error("disconnected", message) from None
-    return Link(nc, namespace, listeners)
+    return Connection(nc, namespace, listeners)

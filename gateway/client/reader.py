@@ -11,9 +11,9 @@ from nats.errors import Error as NatsError
 from nats.errors import MaxPayloadError
 
 from .answers import read_error
+from .connection import Connection
 from .errors import PenstockError, error
-from .link import Link
-from .order import HEADER_ERROR, Message, Order, message_of
+from .reorder import HEADER_ERROR, Message, ReorderBuffer, message_of
 
 SILENCE_S = 10.0  # without a message; then the answer is read again
 AGAIN_S = 1.0  # between attempts to read or submit; reads that bring nothing new are asked less and less often
@@ -36,7 +36,7 @@ class Submission(NamedTuple):
     headers: Mapping[str, str] = {}
 
 
-class Reading:
+class AnswerReader:
     """Owns its subscriptions from ``open`` to ``close``. One task uses it.
 
     Args:
@@ -44,12 +44,14 @@ class Reading:
         until: monotonic time at which ``next`` gives up.
     """
 
-    def __init__(self, link: Link, key: str, first: int, submission: Submission | None, until: float) -> None:
-        self._link = link
+    def __init__(
+        self, connection: Connection, key: str, first: int, submission: Submission | None, until: float
+    ) -> None:
+        self._connection = connection
         self._key = key
         self._submission = submission
         self._until = until
-        self._order = Order(first)
+        self._buffer = ReorderBuffer(first)
         self._ready: deque[Message] = deque()
         self._events: asyncio.Queue[Any] = asyncio.Queue(BUFFER)
         self._live: Any = None
@@ -67,17 +69,17 @@ class Reading:
         Raises:
             PenstockError: it cannot be submitted in time.
         """
-        self._link.listeners.add(self._changed)
-        self._live = await self._subscribe(self._link.answer(self._key))
+        self._connection.listeners.add(self._changed)
+        self._live = await self._subscribe(self._connection.answer(self._key))
         if self._submission is None:
             await self._read()
         else:
             await self._submit()
 
     async def close(self) -> None:
-        self._link.listeners.discard(self._changed)
+        self._connection.listeners.discard(self._changed)
         for subscription in (self._live, self._again):
-            await self._link.unsubscribe(subscription)
+            await self._connection.unsubscribe(subscription)
 
     async def next(self) -> Message | None:
         """The next message in order; None: the answer has ended.
@@ -86,7 +88,7 @@ class Reading:
             PenstockError: it cannot be read, or not in time. An error that is part of the answer is a message.
         """
         while not self._ready:
-            if self._order.ended:
+            if self._buffer.ended:
                 return None
             await self._step()
         return self._ready.popleft()
@@ -95,12 +97,12 @@ class Reading:
 
     async def _step(self) -> None:
         """Wait for one event and act on it."""
-        if self._link.closed:
+        if self._connection.closed:
             raise error("disconnected", "the connection is closed; resume from this position with another client")
         now = time.monotonic()
         if now >= self._until:
             raise error("timeout", "no answer in time; it runs on: resume from this position, or cancel it")
-        quiet = AGAIN_S if self._wanted or self._order.hole else SILENCE_S
+        quiet = AGAIN_S if self._wanted or self._buffer.hole else SILENCE_S
         try:
             async with asyncio.timeout(min(quiet, self._until - now)):
                 event = await self._events.get()
@@ -109,9 +111,9 @@ class Reading:
         else:
             if event is not None:
                 self._take(dict(event.headers or {}), event.data)
-        if self._order.hole:
+        if self._buffer.hole:
             self._wanted = True
-        if self._wanted and not self._order.ended and time.monotonic() - self._read_at >= self._again_s:
+        if self._wanted and not self._buffer.ended and time.monotonic() - self._read_at >= self._again_s:
             self._again_s = min(2 * self._again_s, MOST_AGAIN_S)
             await self._read()
 
@@ -119,14 +121,14 @@ class Reading:
         message = message_of(headers, data)
         if message is not None:
             self._unknown_since = 0.0
-            ready = self._order.take(message)
+            ready = self._buffer.take(message)
             if ready:
                 self._again_s = AGAIN_S
                 self._ready.extend(ready)
             return
         code = "no_responders" if headers.get("Status") == "503" else headers.get(HEADER_ERROR, "internal")
         if code == "answer_ended":  # its final message was read before
-            self._order.end()
+            self._buffer.end()
             return
         if code == "request_not_found":
             self._not_found(read_error(data, code))
@@ -155,7 +157,7 @@ class Reading:
             else:
                 self._events.put_nowait(message)
 
-        return await self._link.nc.subscribe(subject, cb=arrived)
+        return await self._connection.nc.subscribe(subject, cb=arrived)
 
     # -- asking ---------------------------------------------------------------------------------------------------
 
@@ -165,16 +167,18 @@ class Reading:
         model, body, more = self._submission
         while True:
             headers = {**more, HEADER_MSG_ID: self._key}
-            if self._order.next:
-                headers[HEADER_FROM] = str(self._order.next)
+            if self._buffer.next:
+                headers[HEADER_FROM] = str(self._buffer.next)
             left = self._until - time.monotonic()
             try:
                 async with asyncio.timeout(max(0.0, min(left, ACK_S + 1))):
-                    await self._link.js.publish(self._link.submit(model), body, headers=headers, timeout=ACK_S)
+                    await self._connection.js.publish(
+                        self._connection.submit(model), body, headers=headers, timeout=ACK_S
+                    )
             except MaxPayloadError:
                 raise error("body_too_large", f"the request has {len(body)} bytes, more than a message may") from None
             except (NatsError, TimeoutError, OSError) as problem:
-                if self._link.closed:
+                if self._connection.closed:
                     raise error("disconnected", "the connection is closed, and the request not acknowledged") from None
                 if time.monotonic() >= self._until:
                     raise error("timeout", f"the request was not acknowledged in time ({problem!r})") from None
@@ -185,18 +189,18 @@ class Reading:
 
     async def _read(self) -> None:
         """Ask for everything from the next message on, in place of what was asked for before."""
-        if not self._link.connected:
+        if not self._connection.connected:
             return  # once it is, ``_changed`` is called
         self._wanted = False
         self._read_at = now = time.monotonic()
         if self._submission is not None and self._unknown_since and now - self._submitted_at > self._patience_s:
             self._patience_s *= 2  # every repeat is stored: a full queue must not be made fuller
             await self._submit()
-        inbox = self._link.nc.new_inbox()
+        inbox = self._connection.nc.new_inbox()
         before, self._again = self._again, await self._subscribe(inbox)
-        await self._link.unsubscribe(before)
-        asked = msgspec.json.encode({"key": self._key, "from": self._order.next})
+        await self._connection.unsubscribe(before)
+        asked = msgspec.json.encode({"key": self._key, "from": self._buffer.next})
         try:
-            await self._link.nc.publish(self._link.read, asked, reply=inbox)
+            await self._connection.nc.publish(self._connection.read, asked, reply=inbox)
         except NatsError:
             self._wanted = True

@@ -22,15 +22,15 @@ log = structlog.get_logger("gateway")
 MESSAGE_BYTES = 1_000  # of a request beside its prompt, about
 
 
-class LogRoom:
-    """``look`` it now and then; ``check`` costs nothing."""
+class LogCapacity:
+    """``refresh`` it now and then; ``check`` costs nothing."""
 
     def __init__(self, bus: Bus, metrics: Metrics) -> None:
         self._bus = bus
         self._metrics = metrics
         self._requests = StreamWatch(bus, bus.subjects.stream("REQUESTS"))
         self._firsts: dict[str, tuple[int, int]] = {}  # consumer -> its floor, and the first message behind it
-        self._greedy: frozenset[str] = frozenset()
+        self._over_share: frozenset[str] = frozenset()
 
     def check(self, tenant: str | None = None) -> None:
         """
@@ -40,7 +40,7 @@ class LogRoom:
             ServingError: queue_full.
         """
         watch = self._requests
-        if watch.full or (tenant is not None and tenant in self._greedy):
+        if watch.full or (tenant is not None and tenant in self._over_share):
             raise ServingError(Code.queue_full, self._refusal(None if watch.full else tenant), retry_after=5.0)
 
     def _refusal(self, tenant: str | None) -> str:
@@ -56,7 +56,7 @@ class LogRoom:
             f"add workers, or {watch.enlarge}"
         )
 
-    async def look(self, consumers: Iterable[Any], unended: Iterable[tuple[str, int]]) -> None:
+    async def refresh(self, consumers: Iterable[Any], unended: Iterable[tuple[str, int]]) -> None:
         """
         Args:
             consumers: the routers' consumers of REQUESTS, as the server described them just now.
@@ -74,12 +74,12 @@ class LogRoom:
         watch.update(level)
         self._metrics.unfinished.labels(watch.stream).set(level)
         if level < FAIR:
-            self._greedy = frozenset()
+            self._over_share = frozenset()
             return
         used: dict[str, int] = {}
         for tenant, size in unended:
             used[tenant] = used.get(tenant, 0) + size + MESSAGE_BYTES
-        self._greedy = beyond_share(used, round(FAIR * watch.max_bytes))
+        self._over_share = beyond_share(used, round(FAIR * watch.max_bytes))
 
     async def _share(self, consumer: Any) -> float:
         """Of REQUESTS, from a consumer's oldest unplaced request on."""

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from gateway.admission.idempotency import Claim, claim, claim_again, lookup
-from gateway.log.inflight import Exchange
-from gateway.log.lookup import Found
+from gateway.admission.idempotency import Claim, claim, find_claim, reclaim
+from gateway.log.inflight import InflightRequest
+from gateway.log.lookup import StoredRequest
 from gateway.openai.prepare import PreparedRequest
 from gateway.openai.requests import StreamOptions, parse, unsupported
 from gateway.service import Gateway
@@ -31,24 +31,24 @@ AGAIN_S = 0.05
 Prepare = Callable[[], Awaitable[PreparedRequest]]
 
 
-class Names(NamedTuple):
+class ClientIds(NamedTuple):
     """As the client wrote them; "": not at all."""
 
     key: str = ""
     client_id: str = ""
 
 
-class _Form(msgspec.Struct):
+class _StreamFields(msgspec.Struct):
     """How a repeat wants the answer, which need not be how the first one did."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
 
-_form = msgspec.json.Decoder(_Form).decode
+_stream_fields = msgspec.json.Decoder(_StreamFields).decode
 
 
-def names_in(headers: Iterable[tuple[bytes, bytes]]) -> Names:
+def read_client_ids(headers: Iterable[tuple[bytes, bytes]]) -> ClientIds:
     """From ASGI headers, whose names are lower case.
 
     Raises:
@@ -65,18 +65,18 @@ def names_in(headers: Iterable[tuple[bytes, bytes]]) -> Names:
         elif name == CLIENT_ID:
             text = value.decode("latin-1")
             client_id = text if text.isprintable() and len(text) <= MAX_CLIENT_ID else ""
-    return Names(key, client_id)
+    return ClientIds(key, client_id)
 
 
-def named(prepared: PreparedRequest, names: Names) -> PreparedRequest:
+def with_client_id(prepared: PreparedRequest, names: ClientIds) -> PreparedRequest:
     if not names.client_id:
         return prepared
     return prepared._replace(request=msgspec.structs.replace(prepared.request, client_request_id=names.client_id))
 
 
-async def accept_once(
+async def submit_once(
     gateway: Gateway, key: str, endpoint: str, body: bytes, prepare: Prepare
-) -> tuple[PreparedRequest, Exchange]:
+) -> tuple[PreparedRequest, InflightRequest]:
     """The run that a key stands for, begun if need be. It goes on without its client, which can come again.
 
     Raises:
@@ -84,23 +84,23 @@ async def accept_once(
     """
     tenant, name = DEFAULT_TENANT, f"key:{key}"
     if len(body) <= LARGE_BODY:
-        meant = _meaning(endpoint, body)
+        canonical = _canonical_body(endpoint, body)
     else:
-        meant = await asyncio.to_thread(_meaning, endpoint, body)
-    known = await lookup(gateway.bus, tenant, name, meant)
+        canonical = await asyncio.to_thread(_canonical_body, endpoint, body)
+    known = await find_claim(gateway.bus, tenant, name, canonical)
     if known is None:
         prepared = await prepare()
-        known = await claim(gateway.bus, tenant, name, meant, prepared.request.id)
+        known = await claim(gateway.bus, tenant, name, canonical, prepared.request.id)
         if known.fresh:
             return prepared, await gateway.submit(prepared.request, owner=False)
     found = await _find(gateway, known, tenant)
     if found is None:  # whoever claimed it died before the request was stored
         prepared = await prepare()
-        known = await claim_again(gateway.bus, tenant, name, meant, prepared.request.id, known)
+        known = await reclaim(gateway.bus, tenant, name, canonical, prepared.request.id, known)
         prepared = prepared._replace(request=msgspec.structs.replace(prepared.request, id=known.request))
         return prepared, await gateway.submit(prepared.request, owner=False)
     request, record = found
-    form = parse(_form, body)
+    form = parse(_stream_fields, body)
     if form.stream and (request.echo or request.sampling.prompt_logprobs is not None):
         raise unsupported("stream", "prompt_logprobs or echo with stream: true; ask for the whole answer")
     usage = form.stream_options is not None and bool(form.stream_options.include_usage)
@@ -108,7 +108,7 @@ async def accept_once(
     return prepared, await gateway.attach(request, record, ordered=prepared.stream)
 
 
-async def _find(gateway: Gateway, known: Claim, tenant: str) -> Found | None:
+async def _find(gateway: Gateway, known: Claim, tenant: str) -> StoredRequest | None:
     """The claimed request; None: it is not in the log, and will hardly come."""
     while True:
         try:
@@ -121,7 +121,7 @@ async def _find(gateway: Gateway, known: Claim, tenant: str) -> Found | None:
         await asyncio.sleep(AGAIN_S)
 
 
-def _meaning(endpoint: str, body: bytes) -> bytes:
+def _canonical_body(endpoint: str, body: bytes) -> bytes:
     """What a repeat has in common with the first: all but whether it is streamed, however the JSON is written."""
     try:
         value = msgspec.json.decode(body)

@@ -1,7 +1,7 @@
 """An answer as numbered messages: 0, 1, 2 … without gaps, the same from every gateway. Pure.
 
 A streamed answer has one message per event that the HTTP door would write, several choices in one fixed order
-(``gateway.nats.rounds``); any other answer is one message.
+(``gateway.nats.interleave``); any other answer is one message.
 """
 
 from collections.abc import Iterable
@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from gateway.nats.interleave import ChoiceInterleaver
 from gateway.nats.protocol import STREAM_USAGE
-from gateway.nats.rounds import Rounds
 from gateway.openai.render import DONE, StreamRenderer
 from gateway.openai.responses import error_body
 from infra.model.detokenizer import Detokenizer
@@ -22,7 +22,7 @@ from schemas.tokens import TokenItem
 _json = msgspec.json.encode
 
 
-class Message(NamedTuple):
+class AnswerMessage(NamedTuple):
     """One message of an answer. ``number`` -1: it is not part of one, but says why there is none."""
 
     number: int
@@ -48,17 +48,17 @@ class Message(NamedTuple):
         return out
 
 
-def failure(error: ServingError, number: int = 0) -> Message:
+def failure(error: ServingError, number: int = 0) -> AnswerMessage:
     """The last message of an answer that failed. ``number`` -1: a call failed, not the request."""
-    return Message(number, _json(error_body(error)), error=error.code.value)
+    return AnswerMessage(number, _json(error_body(error)), error=error.code.value)
 
 
-class Chunks:
+class StreamMessages:
     """A streamed answer's messages."""
 
     def __init__(self, request: GenerateRequest, detokenizer: Detokenizer) -> None:
         self._renderer = StreamRenderer(request, detokenizer, include_usage=request.form == STREAM_USAGE)
-        self._rounds = Rounds(request.n, self._renderer.hides_last) if request.n > 1 else None
+        self._interleaver = ChoiceInterleaver(request.n, self._renderer.hides_last) if request.n > 1 else None
         self._next = 0
 
     @property
@@ -70,13 +70,15 @@ class Chunks:
         """For the metrics, once it is done."""
         return self._renderer.error.code.value if self._renderer.error is not None else "ok"
 
-    def push(self, items: Iterable[TokenItem]) -> list[Message]:
-        return self._messages(self._renderer.push(self._rounds.push(items) if self._rounds is not None else items))
+    def push(self, items: Iterable[TokenItem]) -> list[AnswerMessage]:
+        return self._messages(
+            self._renderer.push(self._interleaver.push(items) if self._interleaver is not None else items)
+        )
 
-    def fail(self, error: ServingError) -> list[Message]:
+    def fail(self, error: ServingError) -> list[AnswerMessage]:
         return self._messages(self._renderer.fail(error))
 
-    def _messages(self, data: bytes) -> list[Message]:
+    def _messages(self, data: bytes) -> list[AnswerMessage]:
         events = data.removesuffix(DONE).split(b"\n\n")[:-1]
         out = []
         for place, event in enumerate(events, 1):
@@ -84,6 +86,6 @@ class Chunks:
             final = self.done and place == len(events)
             error = self.code if final and self._renderer.error is not None else ""
             event_id = head.removeprefix(b"id: ").strip().decode()
-            out.append(Message(self._next, body, final, event_id, error))
+            out.append(AnswerMessage(self._next, body, final, event_id, error))
             self._next += 1
         return out

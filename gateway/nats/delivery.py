@@ -1,0 +1,160 @@
+"""Sending the answer of an accepted request, from the log: as often as asked, and again after the broker was away."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+from gateway.http.answers import encode_answer
+from gateway.log.inflight import InflightRequest
+from gateway.log.records import has_output, is_whole
+from gateway.nats.messages import AnswerMessage, StreamMessages, failure
+from gateway.nats.reply_publisher import ReplyPublisher
+from gateway.openai.render import AnswerAggregator
+from gateway.service import Gateway
+from schemas.done import Done, items
+from schemas.errors import Code, ServingError
+from schemas.requests import GenerateRequest
+
+RECONNECT_POLL_S = 0.05
+GRACE_NS = 60_000_000_000  # beyond the deadline, for a broker that is away
+
+
+class AcceptedRequest(NamedTuple):
+    """An accepted request; its in-flight request if it was accepted just now, its record if it is over."""
+
+    request: GenerateRequest
+    record: Done | None = None
+    inflight: InflightRequest | None = None
+
+
+class AnswerDelivery:
+    """Holds no state: whatever it sends follows from the log."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._bus = gateway.bus
+
+    async def find(self, tenant: str, request_id: str) -> AcceptedRequest:
+        """
+        Raises:
+            ServingError: request_not_found, also if it is another tenant's; broker_unavailable.
+        """
+        request, record = await self._gateway.look_up(request_id, tenant)
+        return AcceptedRequest(request, record)
+
+    async def deliver(self, accepted: AcceptedRequest, replies: ReplyPublisher) -> str:
+        """Send an answer to its end, following it while it runs; the code for the metrics.
+
+        Raises:
+            ServingError: the log cannot be read.
+        """
+        request = accepted.request
+        replies.set_request(request.id)
+        while True:
+            links = self._bus.reconnects
+            code = await self._send(accepted, replies, links)
+            if code is not None:
+                return code
+            await self._wait_connected(request.deadline_ns + GRACE_NS)
+            # What its in-flight request held was sent to nobody: the log still has it.
+            accepted = AcceptedRequest(request, accepted.record or await self._gateway.records.find(request.id))
+            if not replies.durable:
+                return "cut"
+            replies.require_subscriber()
+
+    def _link_broken(self, links: int) -> bool:
+        return not self._bus.connected or self._bus.reconnects != links
+
+    async def _send(self, accepted: AcceptedRequest, replies: ReplyPublisher, links: int) -> str | None:
+        """Once through the answer; None: the link to the broker broke meanwhile."""
+        code = "ok"
+        late: AnswerMessage | None = None
+        inflight = accepted.inflight
+        if inflight is None:
+            inflight, late = await self._reopen(accepted.request, accepted.record)
+        try:
+            async for message in _messages(self._gateway, inflight, late):
+                if message.error:
+                    code = message.error
+                await replies.send(message)
+                if self._link_broken(links):
+                    return None
+                if replies.is_last(message):
+                    if replies.ended_before_first(message):
+                        await replies.send(failure(_ended(message.number, replies.first), -1))
+                    break
+            await self._bus.nc.flush()
+        except TimeoutError:
+            return None  # of the flush
+        finally:
+            self._gateway.release(inflight)
+        return None if self._link_broken(links) else code
+
+    async def _reopen(
+        self, request: GenerateRequest, record: Done | None
+    ) -> tuple[InflightRequest, AnswerMessage | None]:
+        """A reader of the answer from its beginning; or the whole answer, if its chunks cannot be told any more."""
+        usable = record is not None and has_output(record)
+        if record is not None and usable and is_whole(record):
+            inflight = InflightRequest(request)
+            inflight.complete(items(record))
+            return inflight, None
+        inflight = await self._gateway.attach(request, whole=record is not None)
+        if record is None or not usable or inflight.ended:
+            return inflight, None
+        collector = AnswerAggregator(request, self._gateway.model.detokenizer, late=True)
+        collector.push(items(record))
+        try:
+            return inflight, AnswerMessage(0, await encode_answer(collector), record=True)
+        except ServingError as error:
+            return inflight, failure(error)._replace(record=True)
+
+    async def _wait_connected(self, deadline_ns: int) -> None:
+        """
+        Raises:
+            ServingError: the broker did not come back while the request could run.
+        """
+        while not self._bus.connected:
+            if time.time_ns() > deadline_ns:
+                raise ServingError(Code.broker_unavailable, "the broker is away")
+            await asyncio.sleep(RECONNECT_POLL_S)
+
+
+def _ended(last: int, wanted: int) -> ServingError:
+    return ServingError(Code.answer_ended, f"the answer ended with message {last}; there is no message {wanted}")
+
+
+async def _messages(
+    gateway: Gateway, inflight: InflightRequest, late: AnswerMessage | None
+) -> AsyncIterator[AnswerMessage]:
+    if late is not None:
+        yield late
+    elif inflight.request.form:
+        chunks = StreamMessages(inflight.request, gateway.model.detokenizer)
+        while not chunks.done:
+            try:
+                made = chunks.push(await inflight.take())
+            except ServingError as error:
+                made = chunks.fail(error)
+            for message in made:
+                yield message
+    else:
+        yield await _whole(gateway, inflight)
+
+
+async def _whole(gateway: Gateway, inflight: InflightRequest) -> AnswerMessage:
+    collector = AnswerAggregator(inflight.request, gateway.model.detokenizer)
+    limit = gateway.bus.max_message
+    try:
+        while not collector.push(await inflight.take()):
+            pass
+        body = await encode_answer(collector)
+        if len(body) > limit:
+            raise ServingError(
+                Code.body_too_large,
+                f"the answer has {len(body)} bytes and a message {limit}; ask for stream: true, or ask over HTTP",
+            )
+    except ServingError as error:
+        return failure(error)
+    return AnswerMessage(0, body)
