@@ -1,20 +1,32 @@
-"""Settings from the command line and the environment: a Struct's fields are the flags, their types the checks.
+"""Settings from the command line, the environment and a file: a Struct's fields are the flags, their types the checks.
 
-The field ``http_port`` is the flag ``--http-port`` and the variable ``PENSTOCK_HTTP_PORT``; flags win. A tuple is
-written with commas, and a flag that is repeated adds to it; of any other repeated flag the last one holds. A wrong
+The field ``http_port`` is the flag ``--http-port``, the variable ``PENSTOCK_HTTP_PORT`` and, in a Struct that has a
+field ``config``, the key ``http-port`` of a YAML file. Flags win over variables, and variables over the file. A tuple
+is written with commas, and repeating its flag adds to it; of any other repeated flag the last one counts. A wrong
 value ends the process with status 2 and a message that names the flag, the value and the limit.
 """
 
 import argparse
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from configs.settings import CONFIG_FILE, SameAs
+
 S = TypeVar("S", bound=msgspec.Struct)
 
 PREFIX = "PENSTOCK_"
+RENAMED = {  # fields, since 0.1.0
+    "waiting_room": "max_pending",
+    "apply_logits_processors": "default_logits_processors",
+    "patience_s": "export_timeout_s",
+}
+
+_METAVARS = {"_s": "SECONDS", "_bytes": "BYTES", "_port": "PORT", "_url": "URL", "_host": "HOST", "_dir": "FOLDER"}
 
 
 class Flag(NamedTuple):
@@ -28,7 +40,7 @@ class Flag(NamedTuple):
 
     @property
     def name(self) -> str:
-        return "--" + self.field.replace("_", "-")
+        return flag_name(self.field)
 
     @property
     def variable(self) -> str:
@@ -41,6 +53,9 @@ class Flag(NamedTuple):
         if self.is_list:
             item = get_args(self.kind)[0]
             return "N,N" if getattr(item, "__origin__", item) is int else "A,B"
+        for ending, shown in _METAVARS.items():
+            if self.field.endswith(ending):
+                return shown
         return {int: "N", float: "X"}.get(self.kind, "TEXT")
 
     @property
@@ -64,6 +79,10 @@ def flags_of(kind: type[msgspec.Struct]) -> list[Flag]:
     for field in msgspec.structs.fields(kind):
         hint = hints[field.name]
         bare, metas = (hint.__origin__, hint.__metadata__) if get_origin(hint) is Annotated else (hint, ())
+        same = next((meta for meta in metas if isinstance(meta, SameAs)), None)
+        if same is not None:
+            found.append(next(flag for flag in flags_of(same.kind) if flag.field == field.name))
+            continue
         texts = [meta.description for meta in metas if isinstance(meta, msgspec.Meta) and meta.description]
         choices = tuple(get_args(bare)) if get_origin(bare) is Literal else ()
         found.append(Flag(field.name, hint, " ".join(texts), choices, bare))
@@ -73,12 +92,12 @@ def flags_of(kind: type[msgspec.Struct]) -> list[Flag]:
 def parse(
     kind: type[S], argv: Sequence[str], *, prog: str, about: str = "", environ: Mapping[str, str] | None = None
 ) -> S:
-    """The settings that ``argv`` and the environment ask for.
+    """The settings that ``argv``, the environment and a configuration file ask for.
 
     Raises:
-        SystemExit: 0 after ``--help``, 2 for an unknown flag or a wrong value (told on stderr).
+        SystemExit: 0 after ``--help``, 2 for an unknown flag or a wrong value, explained on stderr.
     """
-    parser = _Parser(prog=prog, description=about or None, allow_abbrev=False)
+    parser = _SettingsParser(prog=prog, usage=f"{prog} [FLAGS]", description=about or None)
     try:
         return _settled(kind, parser, argv, os.environ if environ is None else environ)
     except BadFlags as error:
@@ -91,34 +110,32 @@ def read(kind: type[S], argv: Sequence[str]) -> S:
     Raises:
         BadFlags: it would not start with them.
     """
-    return _settled(kind, _Parser(add_help=False, allow_abbrev=False), argv, {})
+    return _settled(kind, _SettingsParser(add_help=False), argv, {})
 
 
-def _settled(kind: type[S], parser: "_Parser", argv: Sequence[str], env: Mapping[str, str]) -> S:
+def _settled(kind: type[S], parser: "Parser", argv: Sequence[str], env: Mapping[str, str]) -> S:
     flags = flags_of(kind)
     defaults = {field.name: field for field in msgspec.structs.fields(kind)}
     for flag in flags:
-        text = f"{flag.help} (default: {_shown(defaults[flag.field].default)})".strip().replace("%", "%%")
-        if flag.kind is bool:
-            parser.add_argument(
-                flag.name, dest=flag.field, action=argparse.BooleanOptionalAction, default=None, help=text
-            )
-        else:
-            # A list may be written in one word, in several, or both: what was said first must not be lost.
-            action = "append" if flag.is_list else "store"
-            parser.add_argument(
-                flag.name, dest=flag.field, metavar=flag.metavar, action=action, default=None, help=text
-            )
+        _add(parser, flag, defaults[flag.field].default)
     given = vars(parser.parse_args(argv))
+    problems = [
+        f"{PREFIX}{old.upper()} is now {PREFIX}{new.upper()}"
+        for old, new in RENAMED.items()
+        if new in defaults and PREFIX + old.upper() in env
+    ]
+    file: dict[str, tuple[object, str]] = {}
+    if "config" in defaults:
+        file = _from_file(given["config"] or env.get(PREFIX + "CONFIG", ""), flags, problems)
     values = {}
-    problems = []
     for flag in flags:
-        value = given[flag.field]
-        source = flag.name
+        value, source = given[flag.field], flag.name
         if flag.is_list and value is not None:
             value = ",".join(value)
         if value is None and flag.variable in env:
             value, source = env[flag.variable], flag.variable
+        if value is None and flag.field in file:
+            value, source = file[flag.field]
         if value is None:
             continue
         try:
@@ -136,14 +153,63 @@ def _settled(kind: type[S], parser: "_Parser", argv: Sequence[str], env: Mapping
         parser.error(str(error))
 
 
+def _add(parser: "Parser", flag: Flag, default: object) -> None:
+    text = flag.help if "default: " in flag.help and not default else f"{flag.help} (default: {_shown(default)})"
+    text = text.strip().replace("%", "%%")
+    if flag.kind is bool:
+        parser.add_argument(flag.name, dest=flag.field, action=argparse.BooleanOptionalAction, default=None, help=text)
+    else:
+        # A list may be written in one word, in several, or both: earlier words must not be lost.
+        action = "append" if flag.is_list else "store"
+        parser.add_argument(flag.name, dest=flag.field, metavar=flag.metavar, action=action, default=None, help=text)
+
+
+def _from_file(path: str, flags: Sequence[Flag], problems: list[str]) -> dict[str, tuple[object, str]]:
+    """Fields, their values and where they were found, of a YAML file; what is wrong with it goes to ``problems``.
+
+    Args:
+        path: "": ``penstock.yaml`` in the working directory, if there is one.
+    """
+    import yaml  # late: only a process that may have such a file pays for it
+
+    file = Path(path or CONFIG_FILE)
+    if not path and not file.is_file():
+        return {}
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        problems.append(f"{file}: {getattr(error, 'strerror', None) or error}")
+        return {}
+    except yaml.YAMLError as error:
+        problems.append(f"{file}: not valid YAML: {' '.join(str(error).split())}")
+        return {}
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        problems.append(f"{file}: expected settings such as `http-port: 8000`, one a line")
+        return {}
+    fields = {flag.field: flag for flag in flags if flag.field != "config"}
+    found: dict[str, tuple[object, str]] = {}
+    for key, value in content.items():
+        field = str(key).replace("-", "_")
+        if field not in fields:
+            known = [name.replace("_", "-") for name in fields]
+            problems.append(f"{file}: unknown setting {key}{_hint(field, known, '')}")
+        elif value is not None:
+            found[field] = (value, f"{file}: {key}")
+    return found
+
+
 def convert(flag: Flag, value: object) -> Any:
     """One value, text or already typed, as its field's type.
 
     Raises:
-        BadValue: it is none; the text tells the value and what is allowed.
+        BadValue: it is not allowed; the text names the value and what is allowed.
     """
     if flag.choices and value not in flag.choices:
-        raise BadValue(f"{value!r} is not one of {', '.join(flag.choices)}")
+        near = closest(str(value), flag.choices)
+        hint = f": did you mean {near}?" if near else ""
+        raise BadValue(f"{value!r} is not one of {', '.join(flag.choices)}{hint}")
     if flag.is_list and isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
     try:
@@ -185,8 +251,57 @@ def _shown(default: object) -> str:
     return str(default) if default != "" else "none"
 
 
-class _Parser(argparse.ArgumentParser):
-    """Errors without the usage text, which would hide them."""
+def flag_name(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """What was probably meant by a mistyped word; "": nothing is near."""
+    return next(iter(get_close_matches(word, list(known), n=1, cutoff=0.6)), "")
+
+
+def _hint(field: str, known: Iterable[str], prefix: str) -> str:
+    """The end of a message on an unknown name: its new one, or what was probably meant."""
+    if new := RENAMED.get(field):
+        return f": it is now {prefix}{new.replace('_', '-')}"
+    near = closest(field.replace("_", "-"), known)
+    return f": did you mean {prefix}{near}?" if near else ""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with whole flags only, and errors of one line that suggest what was meant."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed, rest = self.parse_known_args(args, namespace)
+        if rest:
+            self.error("; ".join(self._unknown(rest)))
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n(see `{self.prog} --help`)\n")
+
+    def _unknown(self, words: Sequence[str]) -> list[str]:
+        flags = [word.partition("=")[0] for word in words if word.startswith("-") and word not in ("-", "--")]
+        if not flags:  # else the other words are probably their values
+            return [f"unexpected argument {words[0]!r}"]
+        known = [name.removeprefix("--") for name in self._flags()]
+        return [f"unknown flag {flag}{_hint(flag.removeprefix('--').replace('-', '_'), known, '--')}" for flag in flags]
+
+    def _flags(self) -> list[str]:
+        """Long flags, those of sub-commands included."""
+        found = [name for name in self._option_string_actions if name.startswith("--")]
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for one in action.choices.values():
+                    found += one._flags()
+        return found
+
+
+class _SettingsParser(Parser):
+    """Raises, so that all problems are reported together."""
 
     def error(self, message: str) -> NoReturn:
         raise BadFlags(message)

@@ -1,9 +1,10 @@
 """Settings: one frozen Struct per process, built from flags and ``PENSTOCK_*`` variables, checked once at start.
 
-A field ``http_port`` is the flag ``--http-port`` and the variable ``PENSTOCK_HTTP_PORT``; flags win.
+A field ``http_port`` is the flag ``--http-port`` and the variable ``PENSTOCK_HTTP_PORT``; flags win. Units are in the
+names: ``_s`` seconds, ``_bytes`` bytes, ``_tokens`` and ``_len`` tokens, ``_blocks`` KV blocks.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta, Struct
 
@@ -12,146 +13,188 @@ from schemas.parser_names import ReasoningParser, ToolCallParser
 Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
 
+Durability = Literal["process", "power"]
+RouterMode = Literal["kv", "round_robin", "random", "least_loaded", "direct"]
+
+CONFIG_FILE = "penstock.yaml"  # read by ``penstock up`` if it is in the working directory
+
 
 def about(text: str) -> Meta:
     """The help text of a flag."""
     return Meta(description=text)
 
 
-Durability = Literal["process", "power"]
+class SameAs(NamedTuple):
+    """In an annotation: type, limits and help text are those of the field of this name in another Struct."""
+
+    kind: type[Struct]
 
 
 class Common(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What every process is told."""
+    """Settings of every process."""
 
-    nats_url: Annotated[str, about("broker to connect to, with credentials")] = "nats://127.0.0.1:4222"
-    namespace: Annotated[str, about("prefix of all subjects and streams")] = "ps"
-    log_format: Annotated[Literal["auto", "text", "json"], about("auto: text on a terminal, else json")] = "auto"
+    nats_url: Annotated[str, about("broker URLs with credentials, comma-separated")] = "nats://127.0.0.1:4222"
+    namespace: Annotated[str, about("prefix of all NATS subjects and streams")] = "ps"
+    log_format: Annotated[Literal["auto", "text", "json"], about("auto: text on a terminal, else JSON lines")] = "auto"
     log_level: Annotated[Literal["debug", "info", "warning", "error"], about("least severe level logged")] = "info"
-    name: Annotated[str, about("this process's name in logs and tables; the same across restarts")] = ""
+    name: Annotated[str, about("name of this process in logs and tables; keep it the same across restarts")] = ""
 
 
 class GatewaySettings(Common, frozen=True, kw_only=True):
-    model: Annotated[str, about("model directory or Hugging Face id: tokenizer and chat template")] = ""
-    served_model_name: Annotated[str, about("names clients may use, comma-separated; first is canonical")] = ""
-    chat_template: Annotated[str, about("Jinja file that replaces the model's own chat template")] = ""
-    http_host: Annotated[str, about("address to listen on")] = "127.0.0.1"
-    http_port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0: any free one")] = 8000
-    max_body_bytes: Annotated[Positive, about("largest request body")] = 16 << 20
-    max_header_bytes: Annotated[Positive, about("largest header of an HTTP request; a line has at most 8192")] = 32_768
-    header_timeout_s: Annotated[Seconds, about("for the header of an HTTP request to arrive")] = 30.0
-    body_timeout_s: Annotated[Seconds, about("for its body to arrive, and 1 s more per 16 KiB")] = 30.0
-    keep_alive_s: Annotated[Seconds, about("how long an idle HTTP connection is kept")] = 75.0
-    write_timeout_s: Annotated[Seconds, about("how long a client may read nothing before it is cut off")] = 60.0
-    max_connections: Annotated[Positive, about("HTTP connections at once; further ones are refused with 503")] = 16_384
+    model: Annotated[
+        str, about("model directory or Hugging Face id, for its tokenizer and chat template; default: demo model")
+    ] = ""
+    served_model_name: Annotated[
+        str,
+        about("model names that clients may use, comma-separated, the canonical one first; default: --model's name"),
+    ] = ""
+    chat_template: Annotated[str, about("Jinja file to use instead of the model's own chat template")] = ""
+    http_host: Annotated[str, about("address to listen on; 0.0.0.0: all addresses")] = "127.0.0.1"
+    http_port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0: any free port")] = 8000
+    max_body_bytes: Annotated[Positive, about("largest request body, in bytes")] = 16 << 20
+    max_header_bytes: Annotated[
+        Positive, about("largest header of an HTTP request, in bytes; a single line has at most 8192")
+    ] = 32_768
+    header_timeout_s: Annotated[Seconds, about("seconds until the header of an HTTP request must have arrived")] = 30.0
+    body_timeout_s: Annotated[
+        Seconds, about("seconds until the body must have arrived, plus one second per 16 KiB")
+    ] = 30.0
+    keep_alive_s: Annotated[Seconds, about("seconds that an idle HTTP connection is kept open")] = 75.0
+    write_timeout_s: Annotated[
+        Seconds, about("seconds that a client may read nothing before its connection is closed")
+    ] = 60.0
+    max_connections: Annotated[Positive, about("open HTTP connections; further ones get 503")] = 16_384
     max_connections_per_address: Annotated[
-        int, Meta(ge=0, description="the same per client address; 0: no limit, as clients may share a proxy's")
+        int, Meta(ge=0, description="open HTTP connections per client address; 0: no limit (clients may share a proxy)")
     ] = 0
     special_tokens_in_messages: Annotated[
         Literal["text", "control"],
         about(
-            "what the text of a special token in a message is; control: it takes effect, as apply_chat_template has it"
+            "special tokens that are written out in a message: plain text, or control tokens (as apply_chat_template)"
         ),
     ] = "text"
-    default_max_tokens: Annotated[Positive, about("output tokens when the client names none")] = 512
-    default_deadline_s: Annotated[Seconds, about("life of a request that names no deadline")] = 600.0
+    default_max_tokens: Annotated[Positive, about("output tokens of a request that sets no max_tokens")] = 512
+    default_deadline_s: Annotated[Seconds, about("seconds until a request that sets no deadline fails")] = 600.0
     max_queue: Annotated[
-        Positive, about("unrouted requests of a class (interactive, standard, batch) beyond which its clients get 429")
+        Positive, about("unrouted requests per priority (interactive, standard, batch); beyond it, clients get 429")
     ] = 4096
-    block_size: Annotated[Positive, about("tokens per KV block when no worker is registered yet")] = 32
-    max_media_bytes: Annotated[Positive, about("largest image or embedding file, as sent or fetched")] = 20 << 20
-    max_image_pixels: Annotated[Positive, about("largest image, width x height")] = 40_000_000
+    block_size: Annotated[Positive, about("tokens per KV block, until a worker has registered with its own")] = 32
+    max_media_bytes: Annotated[Positive, about("largest image or embedding file, in bytes")] = 20 << 20
+    max_image_pixels: Annotated[Positive, about("largest image, in pixels (width x height)")] = 40_000_000
     max_images: Annotated[Positive, about("images per request")] = 16
-    media_timeout_s: Annotated[Seconds, about("for fetching one image")] = 10.0
-    allowed_local_media_path: Annotated[str, about("folder below which files may be named; empty: none may")] = ""
+    media_timeout_s: Annotated[Seconds, about("seconds for fetching one image")] = 10.0
+    allowed_local_media_path: Annotated[
+        str, about("folder whose files requests may name as images; default: no local files")
+    ] = ""
     allow_private_media_addresses: Annotated[
-        bool, about("fetch images from any address and port, also of this machine and its network")
+        bool, about("fetch images from private addresses and any port too, this machine and its network included")
     ] = False
     public_url: Annotated[
-        str, about("where clients reach this gateway, for links to pictures; empty: the host they named")
+        str, about("URL under which clients reach this gateway, for links to images; default: the request's Host")
     ] = ""
-    drain_s: Annotated[Seconds, about("on SIGTERM, how long open answers may go on")] = 30.0
+    drain_s: Annotated[Seconds, about("seconds that open requests may take to finish after SIGTERM")] = 30.0
     tracing: Annotated[
         Literal["asked", "all", "off"],
-        about("which requests are traced in detail; asked: those with a traceparent header that says so"),
+        about("requests to trace in detail; asked: those whose traceparent header has the sampled flag"),
     ] = "asked"
 
 
 class RouterSettings(Common, frozen=True, kw_only=True):
-    mode: Annotated[
-        Literal["kv", "round_robin", "random", "least_loaded", "direct"], about("how a worker is picked")
-    ] = "kv"
-    overlap_weight: Annotated[float, Meta(ge=0, description="credit of one cached block against one queued")] = 1.0
-    prefill_weight: Annotated[float, Meta(ge=0, description="cost of one block still to be computed")] = 1.0
-    temperature: Annotated[float, Meta(ge=0, description="0: best score wins; above: softmax over scores")] = 0.0
-    transfer_weight: Annotated[float, Meta(ge=0, description="cost of moving blocks between workers; 0: none")] = 1.0
+    mode: Annotated[RouterMode, about("how a worker is chosen; kv: by cached blocks and load")] = "kv"
+    overlap_weight: Annotated[
+        float, Meta(ge=0, description="score of one cached block, in queued blocks; 0: ignore caches")
+    ] = 1.0
+    prefill_weight: Annotated[float, Meta(ge=0, description="cost of one block that must still be computed")] = 1.0
+    temperature: Annotated[
+        float, Meta(ge=0, description="0: the best score wins; above 0: sample from a softmax over the scores")
+    ] = 0.0
+    transfer_weight: Annotated[
+        float, Meta(ge=0, description="cost of moving one block between workers; 0: moving is free")
+    ] = 1.0
     local_prefill_tokens: Annotated[
-        int, Meta(ge=0, description="prompt tokens that a decode worker computes itself, at most")
+        int, Meta(ge=0, description="uncached prompt tokens up to which a decode worker computes the prompt itself")
     ] = 256
-    max_pending: Annotated[Positive, about("requests held ready while the fleet is full or empty")] = 512
-    max_attempts: Annotated[Positive, about("tries of one request before it fails with worker_lost")] = 4
+    max_pending: Annotated[
+        Positive, about("requests per priority that the router holds while no worker can take them")
+    ] = 512
+    max_attempts: Annotated[Positive, about("attempts of one request before it fails with worker_lost")] = 4
     revision_wait_s: Annotated[
-        Seconds, about("how long a begun answer waits for a worker of its model revision, when the last one is gone")
+        Seconds,
+        about("seconds that a started answer waits for a worker of the same model revision after losing its own"),
     ] = 30.0
-    kv_events: Annotated[bool, about("fold the workers' KV events; off: guess from past decisions")] = True
-    max_index_blocks: Annotated[Positive, about("hard cap of the radix index")] = 8_000_000
-    sys_nats_url: Annotated[str, about("system account, for disconnect events; empty: leases only")] = ""
-    metrics_port: Annotated[int, Meta(ge=0, le=65535, description="Prometheus port; 0: none")] = 0
-    metrics_host: Annotated[str, about("address of the Prometheus port")] = "127.0.0.1"
-    seed: Annotated[int, about("of tie breaking; 0: from the clock")] = 0
+    kv_events: Annotated[
+        bool, about("track caches by the workers' KV events; off: predict them from past routing decisions")
+    ] = True
+    max_index_blocks: Annotated[Positive, about("blocks in the radix index, at most")] = 8_000_000
+    sys_nats_url: Annotated[
+        str, about("broker URL of the system account, for disconnect events; default: rely on leases alone")
+    ] = ""
+    metrics_port: Annotated[int, Meta(ge=0, le=65535, description="port of Prometheus metrics; 0: none")] = 0
+    metrics_host: Annotated[str, about("address of Prometheus metrics")] = "127.0.0.1"
+    seed: Annotated[int, about("seed of random choices; 0: from the clock")] = 0
 
 
 class WorkerSettings(Common, frozen=True, kw_only=True):
     role: Annotated[
         Literal["aggregated", "prefill", "decode", "encode", "diffusion"],
-        about("which stage of the pipeline; diffusion: images and videos from text"),
+        about("stage of the pipeline; aggregated: prompt and answer; diffusion: images and videos from text"),
     ] = "aggregated"
-    engine: Annotated[Literal["native", "mock", "trtllm", "vllm"], about("what computes")] = "native"
-    model: Annotated[str, about("model directory or Hugging Face id")] = ""
-    served_model_name: Annotated[str, about("name in the pipeline; default: the directory's name")] = ""
+    engine: Annotated[Literal["native", "mock", "trtllm", "vllm"], about("inference engine")] = "native"
+    model: Annotated[str, about("model directory or Hugging Face id; default: demo model")] = ""
+    served_model_name: Annotated[str, about("model name that clients use; default: the directory's name")] = ""
     block_size: Annotated[Positive, about("tokens per KV block")] = 32
-    kv_blocks: Annotated[int, Meta(ge=0, description="blocks in the pool; 0: from free memory")] = 0
+    kv_blocks: Annotated[int, Meta(ge=0, description="KV blocks of a worker; 0: as many as free memory allows")] = 0
     embed_slots: Annotated[
-        int, Meta(ge=0, description="images whose embeddings are kept; 0: 256, or memory's tenth")
+        int, Meta(ge=0, description="images whose embeddings are kept; 0: 256, or what a tenth of the memory holds")
     ] = 0
-    max_running: Annotated[Positive, about("sequences per step")] = 256
+    max_running: Annotated[Positive, about("sequences per step of a worker")] = 256
     max_batched_tokens: Annotated[Positive, about("tokens computed per step")] = 8192
     scheduler_policy: Annotated[
         Literal["max_utilization", "guaranteed_no_evict"],
-        about("native, mock: start a sequence when its prompt fits the KV pool, or when its longest answer does, too"),
+        about("native, mock: start a sequence once its prompt fits the KV pool, or once its longest answer fits too"),
     ] = "max_utilization"
-    max_model_len: Annotated[int, Meta(ge=0, description="prompt + output; 0: the model's own limit")] = 0
+    max_model_len: Annotated[
+        int, Meta(ge=0, description="tokens of prompt and output together; 0: the recipe's or the model's limit")
+    ] = 0
     prefix_cache: Annotated[bool, about("reuse KV blocks across requests")] = True
     publish_events_and_metrics: Annotated[bool, about("publish KV events and serve metrics")] = True
-    device: Annotated[Literal["auto", "cpu", "cuda"], about("where the engine computes; vllm: as its build")] = "auto"
-    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], about("of weights and KV")] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], about("device of the engine; vllm: the one it was built for")] = (
+        "auto"
+    )
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], about("data type of weights and KV")] = "auto"
     kv_dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16", "fp8"],
-        about("native engine: KV is kept in this; auto: as --dtype; fp8 needs half of bfloat16's memory"),
+        about("native: data type of KV; auto: as --dtype; fp8 takes half the memory of bfloat16"),
     ] = "auto"
     kv_memory_fraction: Annotated[
-        float, Meta(ge=0, le=1, description="native engine: free memory for KV; 0: 0.85 on CUDA, 0.25 on a CPU")
+        float, Meta(ge=0, le=1, description="native: share of free memory for KV; 0: 0.85 on CUDA, 0.25 on a CPU")
     ] = 0.0
-    threads: Annotated[int, Meta(ge=0, description="CPU threads of the engine; 0: it decides")] = 0
-    mock_speedup: Annotated[float, Meta(ge=0, description="mock engine: times faster than life; 0: no waiting")] = 1.0
-    mock_ranks: Annotated[Positive, about("mock engine: attention data-parallel ranks, each with its own cache")] = 1
-    trtllm_backend: Annotated[
-        Literal["pytorch", "autodeploy"], about("trtllm engine: which of its back ends runs the model")
-    ] = "pytorch"
+    threads: Annotated[int, Meta(ge=0, description="CPU threads of the engine; 0: the engine decides")] = 0
+    mock_speedup: Annotated[
+        float, Meta(ge=0, description="mock: how many times faster than a real engine; 0: without delays")
+    ] = 1.0
+    mock_ranks: Annotated[Positive, about("mock: attention data-parallel ranks, each with its own cache")] = 1
+    trtllm_backend: Annotated[Literal["pytorch", "autodeploy"], about("trtllm: backend that runs the model")] = (
+        "pytorch"
+    )
     tensor_parallel_size: Annotated[
-        int, Meta(ge=0, description="trtllm, vllm: GPUs that share each layer; 0: as its other arguments say")
+        int, Meta(ge=0, description="trtllm, vllm: GPUs that share each layer; 0: as in the engine arguments, else 1")
     ] = 0
-    extra_engine_args: Annotated[str, about("trtllm, vllm: YAML file of its arguments, laid over ours")] = ""
-    override_engine_args: Annotated[str, about("trtllm, vllm: JSON of its arguments, laid over all others")] = ""
+    extra_engine_args: Annotated[
+        str, about("trtllm, vllm: YAML file of engine arguments; they override Penstock's defaults")
+    ] = ""
+    override_engine_args: Annotated[
+        str, about("trtllm, vllm: JSON object of engine arguments; they override all others")
+    ] = ""
     connector: Annotated[
         tuple[Literal["nixl", "lmcache", "kvbm", "null"], ...],
-        about("vllm: where its KV goes, several comma-separated; empty: nixl for prefill and decode, else null"),
+        about("vllm: KV connectors, comma-separated; default: nixl for prefill and decode workers, else null"),
     ] = ()
-    use_kv_events: Annotated[bool, about("vllm: let it tell of its KV blocks, which KV routing needs")] = True
-    request_plane: Annotated[Literal["nats"], about("how requests reach the worker; there is one way")] = "nats"
+    use_kv_events: Annotated[bool, about("vllm: enable its KV events, which KV routing needs")] = True
+    request_plane: Annotated[Literal["nats"], about("transport of requests; NATS is the only one")] = "nats"
     event_plane: Annotated[
         Literal["nats", "zmq"],
-        about("how KV events get from the engine to the broker; zmq: through a publisher that others may read too"),
+        about("transport of KV events from engine to broker; zmq: through a publisher that others can subscribe to"),
     ] = "nats"
     kv_events_host: Annotated[str, about("event plane zmq: address to publish on")] = "127.0.0.1"
     kv_events_port: Annotated[
@@ -159,174 +202,193 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=65535,
-            description="event plane zmq: port of rank 0's events; the other ranks' follow, then those for replay; "
-            "0: any free ones",
+            description="event plane zmq: port of rank 0; the other ranks' ports follow, then the replay ports; "
+            "0: any free ports",
         ),
     ] = 5557
     kv_events_topic: Annotated[str, about("event plane zmq: topic of the messages")] = ""
     kv_events_from: Annotated[
         tuple[str, ...],
         about(
-            "event plane zmq: further publishers of this worker's KV blocks, comma-separated; "
+            "event plane zmq: other publishers of this worker's KV events, comma-separated; "
             "tcp://host:port or tcp://host:port/replay_port"
         ),
     ] = ()
     logits_processor: Annotated[
-        tuple[str, ...], about("name=module:Class of logits processors that requests may choose, comma-separated")
+        tuple[str, ...],
+        about("logits processors that requests may choose, comma-separated, each as name=module:Class"),
     ] = ()
     default_logits_processors: Annotated[
-        str, about('logits processors of every request, JSON as in a request: [{"name": ..., "args": {...}}]')
+        str, about('logits processors of every request, as JSON: [{"name": ..., "args": {...}}]')
     ] = ""
     reasoning_parser: Annotated[
-        ReasoningParser, about("how the model writes thoughts; auto: as the chat template tells, if it does")
+        ReasoningParser, about("format of the model's reasoning; auto: detected from the chat template")
     ] = "auto"
     tool_call_parser: Annotated[
-        ToolCallParser, about("how the model writes tool calls; auto: as the chat template tells, if it does")
+        ToolCallParser, about("format of the model's tool calls; auto: detected from the chat template")
     ] = "auto"
     transfer: Annotated[
         Literal["auto", "nixl", "none"],
-        about("how blocks move to other workers; auto: nixl for all roles that need it"),
+        about("how KV blocks move between workers; auto: nixl where the role needs it"),
     ] = "auto"
-    handoff_lease_s: Annotated[Seconds, about("how long blocks are kept for the next stage")] = 30.0
-    transfer_timeout_s: Annotated[Seconds, about("longest transfer of one request's blocks")] = 5.0
+    handoff_lease_s: Annotated[Seconds, about("seconds that a worker keeps KV blocks for the next stage")] = 30.0
+    transfer_timeout_s: Annotated[Seconds, about("seconds for moving the KV blocks of one request")] = 5.0
     quarantine_s: Annotated[
-        Seconds, about("after a transfer that timed out, how long its blocks wait before the agent is made anew")
+        Seconds,
+        about("seconds that blocks stay reserved after a transfer timed out, before its NIXL agent is replaced"),
     ] = 10.0
-    max_pixels: Annotated[Positive, about("diffusion: largest picture, width x height")] = 2 << 20
-    max_frames: Annotated[Positive, about("diffusion: longest video")] = 257
-    max_steps: Annotated[Positive, about("diffusion: denoising steps of a request, at most")] = 100
-    max_pictures: Annotated[Positive, about("diffusion: images or videos of a request, at most")] = 4
-    frame_rate: Annotated[float, Meta(ge=0, description="diffusion: frames per second; 0: the pipeline's own")] = 0.0
-    drain_s: Annotated[Seconds, about("on SIGTERM, how long running requests may go on")] = 30.0
-    durability: Annotated[Durability, about("the broker's; power: output waits until it is on the disk")] = "process"
+    max_pixels: Annotated[Positive, about("diffusion: largest image, in pixels (width x height)")] = 2 << 20
+    max_frames: Annotated[Positive, about("diffusion: longest video, in frames")] = 257
+    max_steps: Annotated[Positive, about("diffusion: denoising steps per request, at most")] = 100
+    max_pictures: Annotated[Positive, about("diffusion: images or videos per request, at most")] = 4
+    frame_rate: Annotated[float, Meta(ge=0, description="diffusion: frames per second; 0: the pipeline's own rate")] = (
+        0.0
+    )
+    drain_s: Annotated[Seconds, about("seconds that running requests may take to finish after SIGTERM")] = 30.0
+    durability: Annotated[Durability, about("durability of the broker; power: output waits until it is on disk")] = (
+        "process"
+    )
     otlp_endpoint: Annotated[
-        str, about("trtllm, vllm: where the engine sends spans of its own, below penstock's, which need nothing here")
+        str, about("trtllm, vllm: OTLP URL for the engine's own spans; Penstock's do not need it")
     ] = ""
-    metrics_port: Annotated[int, Meta(ge=0, le=65535, description="Prometheus port; 0: none")] = 0
-    metrics_host: Annotated[str, about("address of the Prometheus port")] = "127.0.0.1"
+    metrics_port: Annotated[int, Meta(ge=0, le=65535, description="port of Prometheus metrics; 0: none")] = 0
+    metrics_host: Annotated[str, about("address of Prometheus metrics")] = "127.0.0.1"
 
 
 class TraceSettings(Common, frozen=True, kw_only=True):
-    """``penstock trace``: one request's on the terminal, or everybody's to a collector."""
+    """``penstock trace``: one request's trace on the terminal, or all traces to a collector."""
 
-    nats_url: Annotated[str, about("broker, as operator; default: from state.json in the data directory")] = ""
-    data_dir: Annotated[str, about("where state.json is")] = ".penstock"
-    request: Annotated[str, about("print the trace of this request")] = ""
-    json: Annotated[bool, about("print it as OTLP JSON")] = False
-    otlp_endpoint: Annotated[
-        str, about("send traces there by OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces")
+    nats_url: Annotated[
+        str, about("broker URL with the operator's credentials; default: from state.json in the data folder")
     ] = ""
-    since: Annotated[str, about("begin so long ago: 90s, 30m, 2h; default: where it was, else now")] = ""
-    once: Annotated[bool, about("end when everything up to now was sent")] = False
-    sample: Annotated[float, Meta(ge=0, le=1, description="share of requests without a traceparent that is sent")] = 1.0
-    export_timeout_s: Annotated[Seconds, about("how long a batch is tried while the collector is away")] = 300.0
-
-
-RECORD = about("keep tokens, jobs and KV events for 7 days, as records are, for replay; it is never taken back")
-_DURABILITY = about(
-    "what an acknowledged message survives; process: the end of any process, power: also of the machine, at a price"
-)
+    data_dir: Annotated[str, about("data folder of the deployment")] = ".penstock"
+    request: Annotated[str, about("id of the request whose trace is printed")] = ""
+    json: Annotated[bool, about("print the trace as OTLP JSON")] = False
+    otlp_endpoint: Annotated[str, about("OTLP URL to send all traces to, such as http://127.0.0.1:4318/v1/traces")] = ""
+    since: Annotated[
+        str, about("how far back to begin: 90s, 30m, 2h, 1d; default: where the last export stopped, else now")
+    ] = ""
+    once: Annotated[bool, about("exit once everything up to now has been sent")] = False
+    sample: Annotated[
+        float, Meta(ge=0, le=1, description="share of requests without a traceparent header to send, from 0 to 1")
+    ] = 1.0
+    export_timeout_s: Annotated[Seconds, about("seconds that a batch is retried before it is dropped")] = 300.0
 
 
 class NatsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The embedded broker."""
 
-    data_dir: Annotated[str, about("store, secrets and generated configuration")] = ".penstock"
-    namespace: Annotated[str, about("prefix of all subjects and streams")] = "ps"
-    nats_port: Annotated[int, Meta(ge=0, le=65535, description="port on loopback; 0: any free one")] = 4222
-    monitor_port: Annotated[int, Meta(ge=0, le=65535, description="HTTP monitoring port; 0: none")] = 0
-    durability: Annotated[Durability, _DURABILITY] = "process"
-    record: Annotated[bool, RECORD] = False
+    data_dir: Annotated[str, about("folder of the store, passwords and generated configuration")] = ".penstock"
+    namespace: Annotated[str, about("prefix of all NATS subjects and streams")] = "ps"
+    nats_port: Annotated[int, Meta(ge=0, le=65535, description="port on loopback; 0: any free port")] = 4222
+    monitor_port: Annotated[int, Meta(ge=0, le=65535, description="port of HTTP monitoring; 0: none")] = 0
+    durability: Annotated[
+        Durability,
+        about("what stored messages survive; process: the end of any process; power: also a power cut, but slower"),
+    ] = "process"
+    record: Annotated[
+        bool, about("keep tokens, jobs and KV events for 7 days, as records are, for replay; cannot be undone")
+    ] = False
+
+
+_GATEWAY, _ROUTER, _WORKER, _NATS = GatewaySettings(), RouterSettings(), WorkerSettings(), NatsSettings()
+_OF_GATEWAY, _OF_ROUTER, _OF_WORKER = SameAs(GatewaySettings), SameAs(RouterSettings), SameAs(WorkerSettings)
+_OF_NATS, _OF_ALL = SameAs(NatsSettings), SameAs(Common)
 
 
 class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``penstock up``."""
+    """``penstock up``: its own settings, and settings of its processes that it hands down."""
 
+    config: Annotated[
+        str, about(f"YAML file of these settings, named as the flags; flags win; default: {CONFIG_FILE}, if it exists")
+    ] = ""
     model: Annotated[
-        str, about("model directory or Hugging Face id; default: the bundled demo model (mock engine: tiny)")
+        str, about("model directory or Hugging Face id; default: the demo model, or a tiny one for the mock engine")
     ] = ""
-    served_model_name: Annotated[str, about("name clients use; default: the directory's name")] = ""
+    served_model_name: Annotated[str, _OF_WORKER] = _WORKER.served_model_name
     engine: Annotated[
-        Literal["auto", "native", "mock", "trtllm", "vllm"], about("what computes; auto: the recipe's, else native")
+        Literal["auto", "native", "mock", "trtllm", "vllm"], about("inference engine; auto: the recipe's, else native")
     ] = "auto"
-    recipe: Annotated[
-        str, about("model, roles and engine arguments of a recipe or its set, as in `penstock recipe list`")
-    ] = ""
+    recipe: Annotated[str, about("recipe for model, roles and engine arguments; `penstock recipe list` names them")] = (
+        ""
+    )
     workers: Annotated[
         int,
-        Meta(ge=-1, description="workers that do everything; -1: 1, or 0 beside others that can do without"),
+        Meta(ge=-1, description="aggregated workers; -1: one, or none if --prefill, --decode or --diffusion suffice"),
     ] = -1
-    prefill: Annotated[int, Meta(ge=0, description="workers that compute prompts and hand their KV to others")] = 0
-    decode: Annotated[int, Meta(ge=0, description="workers that go on from there, and take short prompts whole")] = 0
-    encode: Annotated[int, Meta(ge=0, description="workers that turn images into embeddings")] = 0
-    diffusion: Annotated[int, Meta(ge=0, description="workers that make images or videos, beside the others")] = 0
-    diffusion_model: Annotated[str, about("diffusers directory or Hugging Face id that those run")] = ""
-    diffusion_served_name: Annotated[str, about("name clients use for it; default: the directory's name")] = ""
-    diffusion_engine: Annotated[Literal["native", "trtllm"], about("what makes the pictures; native: diffusers")] = (
-        "native"
-    )
+    prefill: Annotated[int, Meta(ge=0, description="prefill workers, which compute prompts and hand over the KV")] = 0
+    decode: Annotated[
+        int, Meta(ge=0, description="decode workers, which generate from handed-over KV, and run short prompts alone")
+    ] = 0
+    encode: Annotated[int, Meta(ge=0, description="encode workers, which turn images into embeddings")] = 0
+    diffusion: Annotated[int, Meta(ge=0, description="diffusion workers, which make images or videos")] = 0
+    diffusion_model: Annotated[str, about("diffusers directory or Hugging Face id for the diffusion workers")] = ""
+    diffusion_served_name: Annotated[str, about("its name for clients; default: the directory's name")] = ""
+    diffusion_engine: Annotated[
+        Literal["native", "trtllm"], about("engine of the diffusion workers; native: diffusers")
+    ] = "native"
     gpus: Annotated[
         tuple[str, ...],
-        about("GPUs for the workers, in this order; default: CUDA_VISIBLE_DEVICES, else all; none: assign none"),
+        about("GPUs to assign to workers, in order; default: CUDA_VISIBLE_DEVICES, else all; none: assign none"),
     ] = ()
-    tensor_parallel_size: Annotated[
-        int, Meta(ge=0, description="trtllm, vllm: GPUs that share each layer; 0: as its other arguments say")
-    ] = 0
-    max_model_len: Annotated[int, Meta(ge=0, description="prompt + output; 0: the recipe's or model's limit")] = 0
-    extra_engine_args: Annotated[str, about("trtllm, vllm: YAML file of its arguments, for every role")] = ""
-    prefill_engine_args: Annotated[str, about("trtllm, vllm: the same for prefill workers, instead")] = ""
-    decode_engine_args: Annotated[str, about("trtllm, vllm: the same for decode workers, instead")] = ""
-    encode_engine_args: Annotated[str, about("trtllm: the same for encode workers, instead")] = ""
-    override_engine_args: Annotated[str, about("trtllm, vllm: JSON of its arguments, laid over all others")] = ""
-    logits_processor: Annotated[
-        tuple[str, ...], about("name=module:Class of logits processors that requests may choose, comma-separated")
-    ] = ()
-    default_logits_processors: Annotated[str, about("logits processors of every request, JSON as in a request")] = ""
-    gateways: Annotated[Positive, about("gateway processes, on consecutive ports")] = 1
+    tensor_parallel_size: Annotated[int, _OF_WORKER] = _WORKER.tensor_parallel_size
+    max_model_len: Annotated[int, _OF_WORKER] = _WORKER.max_model_len
+    extra_engine_args: Annotated[str, _OF_WORKER] = _WORKER.extra_engine_args
+    prefill_engine_args: Annotated[str, about("trtllm, vllm: --extra-engine-args of the prefill workers")] = ""
+    decode_engine_args: Annotated[str, about("trtllm, vllm: --extra-engine-args of the decode workers")] = ""
+    encode_engine_args: Annotated[str, about("trtllm: --extra-engine-args of the encode workers")] = ""
+    override_engine_args: Annotated[str, _OF_WORKER] = _WORKER.override_engine_args
+    logits_processor: Annotated[tuple[str, ...], _OF_WORKER] = _WORKER.logits_processor
+    default_logits_processors: Annotated[str, _OF_WORKER] = _WORKER.default_logits_processors
+    gateways: Annotated[
+        Positive, about("gateway processes, which share --http-port; the ports after it are one gateway's each")
+    ] = 1
     routers: Annotated[Positive, about("router processes")] = 1
-    router_mode: Annotated[
-        Literal["kv", "round_robin", "random", "least_loaded", "direct"], about("how a worker is picked")
-    ] = "kv"
-    http_host: Annotated[str, about("address the gateways listen on")] = "127.0.0.1"
-    http_port: Annotated[int, Meta(ge=0, le=65535, description="port of the first gateway; 0: any free one")] = 8000
+    router_mode: Annotated[RouterMode, about("how a worker is chosen; kv: by cached blocks and load")] = _ROUTER.mode
+    http_host: Annotated[str, _OF_GATEWAY] = _GATEWAY.http_host
+    http_port: Annotated[int, _OF_GATEWAY] = _GATEWAY.http_port
     metrics_port: Annotated[
-        int, Meta(ge=-1, le=65535, description="first Prometheus port of workers and routers; 0: any free; -1: none")
+        int,
+        Meta(
+            ge=-1,
+            le=65535,
+            description="first port of Prometheus metrics, one per worker and router; 0: any free ports; -1: none",
+        ),
     ] = 0
-    data_dir: Annotated[str, about("store, secrets, logs and state.json")] = ".penstock"
-    nats_url: Annotated[str, about("use this server or cluster instead of starting one")] = ""
-    nats_port: Annotated[int, Meta(ge=0, le=65535, description="port of the embedded broker; 0: any free one")] = 0
-    durability: Annotated[Durability, _DURABILITY] = "process"
-    record: Annotated[bool, RECORD] = False
-    namespace: Annotated[str, about("prefix of all subjects and streams")] = "ps"
-    chat_template: Annotated[str, about("Jinja file that replaces the model's own chat template")] = ""
-    reasoning_parser: Annotated[ReasoningParser, about("how the model writes thoughts; auto: by the template")] = "auto"
-    tool_call_parser: Annotated[ToolCallParser, about("how it writes tool calls; auto: by the template")] = "auto"
-    block_size: Annotated[Positive, about("tokens per KV block")] = 32
-    kv_blocks: Annotated[int, Meta(ge=0, description="blocks per worker; 0: from free memory")] = 0
-    max_running: Annotated[Positive, about("sequences per worker and step")] = 256
-    max_queue: Annotated[
-        Positive, about("unrouted requests of a class (interactive, standard, batch) beyond which its clients get 429")
-    ] = 4096
-    max_media_bytes: Annotated[Positive, about("largest image or embedding file, as sent or fetched")] = 20 << 20
-    max_image_pixels: Annotated[Positive, about("largest image, width x height")] = 40_000_000
-    max_images: Annotated[Positive, about("images per request")] = 16
-    media_timeout_s: Annotated[Seconds, about("for fetching one image")] = 10.0
-    allowed_local_media_path: Annotated[str, about("folder below which files may be named; empty: none may")] = ""
-    allow_private_media_addresses: Annotated[
-        bool, about("fetch images from any address and port, also of this machine and its network")
-    ] = False
-    mock_speedup: Annotated[float, Meta(ge=0, description="mock engine: times faster than life; 0: no waiting")] = 1.0
+    data_dir: Annotated[str, about("folder of the store, passwords, logs and state.json")] = _NATS.data_dir
+    nats_url: Annotated[
+        str, about("URLs of a broker to use, comma-separated, with the operator's credentials; default: start one")
+    ] = ""
+    nats_port: Annotated[
+        int, Meta(ge=0, le=65535, description="port of the embedded broker on loopback; 0: the last one, or any free")
+    ] = 0
+    durability: Annotated[Durability, _OF_NATS] = _NATS.durability
+    record: Annotated[bool, _OF_NATS] = _NATS.record
+    namespace: Annotated[str, _OF_NATS] = _NATS.namespace
+    chat_template: Annotated[str, _OF_GATEWAY] = _GATEWAY.chat_template
+    reasoning_parser: Annotated[ReasoningParser, _OF_WORKER] = _WORKER.reasoning_parser
+    tool_call_parser: Annotated[ToolCallParser, _OF_WORKER] = _WORKER.tool_call_parser
+    block_size: Annotated[int, _OF_WORKER] = _WORKER.block_size
+    kv_blocks: Annotated[int, _OF_WORKER] = _WORKER.kv_blocks
+    max_running: Annotated[int, _OF_WORKER] = _WORKER.max_running
+    max_queue: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_queue
+    max_media_bytes: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_media_bytes
+    max_image_pixels: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_image_pixels
+    max_images: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_images
+    media_timeout_s: Annotated[float, _OF_GATEWAY] = _GATEWAY.media_timeout_s
+    allowed_local_media_path: Annotated[str, _OF_GATEWAY] = _GATEWAY.allowed_local_media_path
+    allow_private_media_addresses: Annotated[bool, _OF_GATEWAY] = _GATEWAY.allow_private_media_addresses
+    mock_speedup: Annotated[float, _OF_WORKER] = _WORKER.mock_speedup
     threads: Annotated[int, Meta(ge=0, description="CPU threads per native worker; 0: cores / workers")] = 0
-    handoff_lease_s: Annotated[Seconds, about("how long blocks are kept for the next stage")] = 30.0
-    local_prefill_tokens: Annotated[
-        int, Meta(ge=0, description="prompts with no more left to compute stay on their decode worker")
-    ] = 256
-    log_format: Annotated[Literal["auto", "text", "json"], about("auto: text on a terminal, else json")] = "auto"
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], about("least severe level logged")] = "info"
+    handoff_lease_s: Annotated[float, _OF_WORKER] = _WORKER.handoff_lease_s
+    local_prefill_tokens: Annotated[int, _OF_ROUTER] = _ROUTER.local_prefill_tokens
+    log_format: Annotated[Literal["auto", "text", "json"], _OF_ALL] = "auto"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], _OF_ALL] = "info"
     ready_s: Annotated[
-        float, Meta(ge=0, description="how long to wait for readiness; 0: 120, or 3600 with trtllm, vllm or diffusion")
+        float,
+        Meta(ge=0, description="seconds to wait for readiness; 0: 120, or 3600 with trtllm, vllm or diffusion"),
     ] = 0.0
-    drain_s: Annotated[Seconds, about("on Ctrl-C, how long open answers may go on")] = 30.0
+    drain_s: Annotated[Seconds, about("seconds that open requests may take to finish after Ctrl-C or SIGTERM")] = 30.0
     otlp_endpoint: Annotated[
-        str, about("trace every request and send the spans there, such as http://127.0.0.1:4318/v1/traces")
+        str, about("OTLP URL: trace every request and send the spans there, such as http://127.0.0.1:4318/v1/traces")
     ] = ""

@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args[1:] in (["-h"], ["--help"]) and usage(args[0]) != usage():
             print(usage(args[0]))
             return 0
-        print(f"penstock: no command {' '.join(args[:2])!r}\n{usage(args[0])}", file=sys.stderr)
+        print(f"penstock: {no_command(args)}", file=sys.stderr)
         return 2
     command = COMMANDS[name]
     run = _load(command.run)
@@ -121,6 +121,26 @@ def split(args: Sequence[str]) -> tuple[str | None, list[str]]:
         if len(args) >= words and name in COMMANDS:
             return name, list(args[words:])
     return None, []
+
+
+def no_command(args: Sequence[str]) -> str:
+    """What is wrong with a command line that names no command, and what was probably meant."""
+    from configs.flags import closest
+
+    if args[0].startswith("-"):
+        return f"no command before {args[0]!r}\n{usage()}"
+    if usage(args[0]) != usage():  # the first of two words
+        wanted = [name.partition(" ")[2] for name in COMMANDS if name.startswith(f"{args[0]} ")]
+        if len(args) < 2 or args[1].startswith("-"):
+            return f"no command {args[0]!r} by itself\n{usage(args[0])}"
+        near = closest(args[1], wanted)
+        hint = f"did you mean `penstock {args[0]} {near}`?" if near else usage(args[0])
+        return f"no command {' '.join(args[:2])!r}" + (f": {hint}" if near else f"\n{hint}")
+    firsts = {name.partition(" ")[0] for name in COMMANDS}
+    near = closest(args[0], firsts | set(COMMANDS))
+    if near:
+        return f"no command {args[0]!r}: did you mean `penstock {near}`?"
+    return f"no command {args[0]!r}\n{usage()}"
 
 
 def usage(first: str = "") -> str:

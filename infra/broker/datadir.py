@@ -3,7 +3,9 @@
 import fcntl
 import json
 import os
+import pwd
 import secrets
+import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +13,58 @@ from pathlib import Path
 
 class DataDirBusy(Exception):
     """Another process runs on this data directory."""
+
+
+class DataDirUnusable(Exception):
+    """The data folder cannot be used; the text says why and what to do."""
+
+
+def prepare(path: Path) -> None:
+    """Create the data folder if it is missing, and check that files can be created there.
+
+    Raises:
+        DataDirUnusable: it is a file, or this user may not write there, or the disk is read-only or full.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Tried, not looked up: access control lists, read-only mounts and quotas count too.
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise unusable(path, error) from None
+
+
+def unusable(path: Path, error: OSError) -> DataDirUnusable:
+    """What an error while writing below the data folder ``path`` means, and what to do."""
+    there = Path(error.filename) if isinstance(error.filename, str) else path
+    while not os.path.exists(there) and there != there.parent:  # Path.exists raises where it may not look
+        there = there.parent
+    if not path.is_dir() and there.is_file():
+        return DataDirUnusable(f"--data-dir {path}: {_same(there, path)}is a file; name a folder")
+    if isinstance(error, PermissionError):
+        owner = _owner(there)
+        whose = f"belongs to user {owner} and " if owner != _user(os.geteuid()) else ""
+        fix = f"run as {owner}, or name another folder" if whose else "change its permissions, or name another folder"
+        return DataDirUnusable(f"--data-dir {path}: {_same(there, path)}{whose}is not writable for you; {fix}")
+    return DataDirUnusable(f"--data-dir {path}: {_same(there, path)}cannot be written: {error.strerror}")
+
+
+def _same(there: Path, path: Path) -> str:
+    return "the folder " if there == path else f"{there} "
+
+
+def _owner(path: Path) -> str:
+    try:
+        return _user(path.stat().st_uid)
+    except OSError:
+        return "unknown"
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
 
 
 class Lock:
@@ -25,11 +79,15 @@ class Lock:
 
         Raises:
             DataDirBusy: it is held; the text names ``what`` is running and the holder's pid.
+            DataDirUnusable: its folder cannot be used.
         """
         if self._fd is not None:
             return
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)  # not inherited by children
+        prepare(self._path.parent)
+        try:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)  # not inherited by children
+        except OSError as error:
+            raise unusable(self._path.parent, error) from None
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -70,9 +128,11 @@ def load_secrets(path: Path, users: Iterable[str]) -> dict[str, str]:
         try:
             known = json.loads(path.read_text())
         except ValueError as error:
-            raise ValueError(f"{path} is damaged ({error}): remove it and restart every process") from error
+            raise ValueError(
+                f"{path} is damaged ({error}): remove it, and start every process with the new passwords"
+            ) from error
         if not isinstance(known, dict) or not all(isinstance(value, str) for value in known.values()):
-            raise ValueError(f"{path} is damaged: remove it and restart every process")
+            raise ValueError(f"{path} is damaged: remove it, and start every process with the new passwords")
     passwords = {user: known.get(user) or secrets.token_urlsafe(24) for user in users}
     if passwords != known:
         write_private(path, json.dumps(passwords, indent=2))

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 from nats.aio.client import Client
 
+from configs.flags import Parser
 from infra.broker import tenants
 from infra.broker.apply import BrokerProblem, apply_submissions
 from infra.broker.config import USERS, tenant_user
@@ -63,8 +64,8 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="penstock tenants", description="who may use the NATS door, and how much")
+def _parser() -> Parser:
+    parser = Parser(prog="penstock tenants", description="who may use the NATS door, and how much")
     verbs = parser.add_subparsers(dest="verb", required=True)
     for verb, about in (
         ("add", "make a tenant, or change the limits of one, and write its credentials"),

@@ -1,14 +1,23 @@
 """Settings from flags and variables."""
 
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Literal, get_origin, get_type_hints
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Meta, Struct
 
-from configs.flags import parse, to_argv, to_environ
-from configs.settings import GatewaySettings, NatsSettings, RouterSettings, UpSettings, WorkerSettings
+from configs.flags import flags_of, parse, to_argv, to_environ
+from configs.settings import (
+    GatewaySettings,
+    NatsSettings,
+    RouterSettings,
+    SameAs,
+    TraceSettings,
+    UpSettings,
+    WorkerSettings,
+)
 
 
 class Example(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -140,3 +149,104 @@ def test_an_unknown_parser_is_refused_with_the_known_ones(
         parse(kind, [flag, "hermse"], prog="penstock", environ={})
     said = capsys.readouterr().err
     assert all(word in said for word in (flag, "'hermse'", "auto", "none", "gpt_oss", "mistral")), said
+
+
+@pytest.mark.parametrize(
+    "kind", [GatewaySettings, RouterSettings, WorkerSettings, TraceSettings, NatsSettings, UpSettings]
+)
+def test_every_flag_has_a_help_text_that_names_the_unit(kind: type[Struct]) -> None:
+    units = {"_s": "seconds", "_bytes": "bytes", "_tokens": "tokens", "_port": "port", "_pixels": "pixels"}
+    for flag in flags_of(kind):
+        assert flag.help, flag.name
+        for ending, unit in units.items():
+            assert not flag.field.endswith(ending) or unit in flag.help, f"{flag.name}: {flag.help}"
+
+
+def test_a_setting_that_up_hands_down_is_the_one_of_its_process() -> None:
+    hints = get_type_hints(UpSettings, include_extras=True)
+    shared = 0
+    for flag in flags_of(UpSettings):
+        hint = hints[flag.field]
+        same = [meta for meta in getattr(hint, "__metadata__", ()) if isinstance(meta, SameAs)]
+        if not same:
+            continue
+        shared += 1
+        theirs = next(other for other in flags_of(same[0].kind) if other.field == flag.field)
+        assert flag == theirs
+        assert getattr(UpSettings(), flag.field) == getattr(same[0].kind(), flag.field)
+        bare = hint.__origin__
+        assert bare == (theirs.kind.__origin__ if get_origin(theirs.kind) is Annotated else theirs.kind)
+    assert shared > 20
+    with pytest.raises(SystemExit):
+        parse(UpSettings, ["--max-queue", "0"], prog="p", environ={})  # the limits hold here, too
+
+
+def up_with(tmp_path: Path, text: str, *argv: str, **environ: str) -> UpSettings:
+    file = tmp_path / "settings.yaml"
+    file.write_text(text)
+    return parse(
+        UpSettings,
+        ["--config", str(file), *argv],
+        prog="penstock up",
+        environ={f"PENSTOCK_{key}": value for key, value in environ.items()},
+    )
+
+
+def test_a_file_gives_settings_that_variables_and_flags_override(tmp_path: Path) -> None:
+    text = "engine: mock\nhttp-port: 1\nworkers: 3\ngpus: [a, b]\nrecord: true\nready_s: 2.5\n"
+    up = up_with(tmp_path, text, "--http-port=2", WORKERS="4")
+    assert (up.engine, up.http_port, up.workers, up.gpus, up.record, up.ready_s) == (
+        "mock",
+        2,
+        4,
+        ("a", "b"),
+        True,
+        2.5,
+    )
+    assert up_with(tmp_path, "# nothing yet\n") == UpSettings(config=str(tmp_path / "settings.yaml"))
+
+
+def test_penstock_yaml_in_the_working_directory_is_read_unless_another_file_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert parse(UpSettings, [], prog="p", environ={}) == UpSettings()
+    Path("penstock.yaml").write_text("workers: 7")
+    assert parse(UpSettings, [], prog="p", environ={}).workers == 7
+    assert up_with(tmp_path, "max-queue: 5").workers == UpSettings().workers
+    assert parse(RouterSettings, [], prog="p", environ={}) == RouterSettings()  # no other command reads it
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("http-prt: 1", "unknown setting http-prt: did you mean http-port?"),
+        ("config: x", "unknown setting config"),
+        ("apply-logits-processors: x", "it is now default-logits-processors"),
+        ("http-port: 70000", "http-port: 70000 was given: expected int <= 65535"),
+        ("engine: mok", "did you mean mock?"),
+        ("- workers", "expected settings such as `http-port: 8000`"),
+        ("a: [", "not valid YAML"),
+    ],
+)
+def test_a_wrong_file_is_named_with_what_was_probably_meant(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        up_with(tmp_path, text)
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert "settings.yaml" in told
+
+
+def test_a_missing_file_is_an_error_only_if_it_was_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(UpSettings, ["--config", "/no/such.yaml"], prog="p", environ={})
+    assert "/no/such.yaml: No such file" in capsys.readouterr().err
+
+
+def test_a_variable_of_a_renamed_flag_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(RouterSettings, [], prog="p", environ={"PENSTOCK_WAITING_ROOM": "3"})
+    assert "PENSTOCK_WAITING_ROOM is now PENSTOCK_MAX_PENDING" in capsys.readouterr().err

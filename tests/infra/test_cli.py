@@ -42,6 +42,27 @@ def test_an_unknown_command_is_an_error(argv: Sequence[str], capsys: pytest.Capt
     assert "no command" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("argv", "meant"),
+    [
+        (["upp"], "did you mean `penstock up`?"),
+        (["gatway", "--http-port", "1"], "did you mean `penstock gateway`?"),
+        (["bench", "htp"], "did you mean `penstock bench http`?"),
+        (["up", "--http-prt", "1"], "--http-prt: did you mean --http-port?"),
+        (["up", "--engine", "mok"], "did you mean mock?"),
+        (["tenants", "add", "x", "--max-pendng=1"], "--max-pendng: did you mean --max-pending?"),
+        (["router", "--waiting-room", "3"], "--waiting-room: it is now --max-pending"),
+        (["worker", "--apply-logits-processors=[]"], "it is now --default-logits-processors"),
+        (["trace", "--patience-s=3"], "it is now --export-timeout-s"),
+    ],
+)
+def test_a_typo_is_answered_with_what_was_probably_meant(argv: list[str], meant: str) -> None:
+    run = penstock(*argv)
+    assert run.returncode == 2
+    assert meant in run.stderr
+    assert len(run.stderr.splitlines()) <= 2
+
+
 @pytest.mark.parametrize(("argv", "status"), [(["recipe", "--help"], 0), (["recipe"], 2), (["recipe", "make"], 2)])
 def test_the_first_of_two_words_tells_of_the_second(
     argv: list[str], status: int, capsys: pytest.CaptureFixture[str]

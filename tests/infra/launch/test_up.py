@@ -182,7 +182,7 @@ async def test_one_deployment_per_data_directory(tmp_path: Path) -> None:
 async def test_children_die_with_a_killed_supervisor(tmp_path: Path) -> None:
     code = (
         "import sys, asyncio; from infra.launch.main import Deployment; from configs.settings import UpSettings;"
-        "from tests.infra.test_up import fake;"
+        "from tests.infra.launch.test_up import fake;"
         "asyncio.run(Deployment(UpSettings(data_dir=sys.argv[1], http_port=0), command=fake).run())"
     )
     supervisor = await asyncio.create_subprocess_exec(

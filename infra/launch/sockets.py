@@ -1,0 +1,112 @@
+"""Listening sockets, and clear reasons where there can be none."""
+
+import contextlib
+import errno
+import socket
+from pathlib import Path
+
+BACKLOG = 2048
+_RESERVED = Path("/proc/sys/net/ipv4/ip_unprivileged_port_start")
+
+
+class CannotListen(Exception):
+    """An address or a port cannot be used; the text names the flag, the cause and the fix.
+
+    Attributes:
+        permanent: another start with the same flags would fail as well.
+    """
+
+    def __init__(self, text: str, *, permanent: bool) -> None:
+        super().__init__(text)
+        self.permanent = permanent
+
+
+def bind(host: str, port: int, *, port_flag: str = "--http-port", host_flag: str = "--http-host") -> socket.socket:
+    """A TCP socket bound to an address; it does not listen yet. Port 0: any free one.
+
+    Raises:
+        CannotListen: the port is in use or reserved, or the host is unknown or not of this machine.
+    """
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+    except (OSError, UnicodeError) as error:
+        sock.close()
+        raise cannot_listen(error, host, port, port_flag=port_flag, host_flag=host_flag) from None
+    return sock
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket that the gateways accept from, shared by all of them and owned by this process.
+
+    Connections wait in it while no gateway accepts, so that none is reset when a gateway stops or is started again.
+
+    Raises:
+        CannotListen: as ``bind``.
+    """
+    sock = bind(host, port)
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited by accepted connections
+        sock.listen(BACKLOG)
+    except OSError as error:  # another socket listens there, bound before with SO_REUSEADDR
+        sock.close()
+        raise cannot_listen(error, host, port) from None
+    sock.setblocking(False)
+    return sock
+
+
+def check_free(host: str, port: int, *, port_flag: str = "--http-port", host_flag: str = "--http-host") -> None:
+    """
+    Raises:
+        CannotListen: nobody can listen there now.
+    """
+    bind(host, port, port_flag=port_flag, host_flag=host_flag).close()
+
+
+def own_ports(host: str, first: int, count: int) -> list[int]:
+    """Ports of single gateways: consecutive from ``first``, or (0) any free ones.
+
+    Raises:
+        CannotListen: one is in use, or there are no such ports.
+    """
+    if first == 0:
+        with contextlib.ExitStack() as held:
+            return [int(held.enter_context(bind(host, 0)).getsockname()[1]) for _ in range(count)]
+    ports = list(range(first, first + count))
+    if ports and ports[-1] > 65535:
+        raise CannotListen(
+            f"--http-port {first - 1}: {count} gateways need the ports up to {ports[-1]}, and the last one is 65535",
+            permanent=True,
+        )
+    for port in ports:
+        check_free(host, port)
+    return ports
+
+
+def cannot_listen(
+    error: Exception, host: str, port: int, *, port_flag: str = "--http-port", host_flag: str = "--http-host"
+) -> CannotListen:
+    """What a failed ``bind`` means, and what to do."""
+    if isinstance(error, (socket.gaierror, UnicodeError)):
+        text = f"{host_flag} {host}: unknown host; use an address of this machine, or 0.0.0.0 for all of them"
+        return CannotListen(text, permanent=True)
+    code = error.errno if isinstance(error, OSError) else None
+    if code == errno.EADDRINUSE:
+        text = f"{port_flag} {port}: the port is in use on {host}; choose another, or 0 for any free one"
+        return CannotListen(text, permanent=False)
+    if code in (errno.EACCES, errno.EPERM):
+        first = _first_unreserved()
+        text = f"{port_flag} {port}: ports below {first} are reserved for root; choose one from {first} on"
+        return CannotListen(text, permanent=True)
+    if code in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+        text = f"{host_flag} {host}: not an address of this machine; use 127.0.0.1, or 0.0.0.0 for all of them"
+        return CannotListen(text, permanent=True)
+    return CannotListen(f"cannot listen on {host}:{port}: {error}", permanent=False)
+
+
+def _first_unreserved() -> int:
+    try:
+        return int(_RESERVED.read_text())
+    except (OSError, ValueError):
+        return 1024
