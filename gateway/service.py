@@ -35,7 +35,7 @@ from gateway.parsers.registry import ParserNames, agreed_parsers
 from gateway.roster import Roster, Sorted
 from infra.bus.connection import Bus
 from infra.bus.publisher import Publisher
-from infra.bus.registry import FleetWatch, Member
+from infra.bus.registry import FleetWatch, RegisteredWorker
 from infra.bus.tasks import Tasks
 from infra.model.modeldir import ModelDir
 from schemas import control, done, wire
@@ -140,16 +140,16 @@ class Gateway:
             reasons.append("this gateway is shutting down")
         return reasons
 
-    def _serves(self, member: Member) -> bool:
+    def _serves(self, member: RegisteredWorker) -> bool:
         if member.registration.role == ROLE:
             return False
         return member.registration.model == self.names[0] or self.names[0] in member.registration.aliases
 
-    def _joined(self, member: Member) -> None:
+    def _joined(self, member: RegisteredWorker) -> None:
         self.diffusion_models.put(member.registration)
         self._sorted = self._current = None
 
-    def _left(self, member: Member, why: str) -> None:
+    def _left(self, member: RegisteredWorker, why: str) -> None:
         log.info("worker_left", worker=member.registration.worker, why=why)
         self.diffusion_models.left(member.registration.worker)
         self._sorted = self._current = None

@@ -14,12 +14,12 @@ from configs.settings import RouterSettings
 from infra.bus.connection import Bus, connect
 from infra.bus.direct_get import Entry
 from infra.bus.log_tail import LogTail
-from infra.bus.registry import FleetWatch, Member
+from infra.bus.registry import FleetWatch, RegisteredWorker
 from router.approximate import ApproximateIndex
 from router.holders import Place
 from router.index import PrefixIndex
 from router.job_retention import stages
-from router.load_tracker import ENCODE, Fleet, FleetState, Unfinished
+from router.load_tracker import ENCODE, LoadState, LoadTracker, Unfinished
 from router.snapshot import Snapshot, Snapshots, encode_part
 from schemas import control, done, fleet, jobs, kv, wire
 from schemas.errors import ServingError
@@ -40,7 +40,7 @@ REMEMBERED = 1024  # workers that left
 OVERDUE_NS = 30_000_000_000  # a request this long past its deadline ended without our hearing of it
 
 
-class View:
+class ClusterState:
     """Follows everything a decision depends on.
 
     Args:
@@ -67,10 +67,10 @@ class View:
         self._on_returned_attempt = on_returned
         self._on_member_lost = on_lost
         self._on_stranded = on_stranded
-        self.fleet = Fleet()
+        self.tracker = LoadTracker()
         self.index: PrefixIndex | None = PrefixIndex(settings.max_index_blocks) if settings.kv_events else None
         self._guess = None if settings.kv_events else ApproximateIndex(settings.max_index_blocks)
-        self._members = FleetWatch(bus, joined=self._joined, left=self._left, renewed=self._renewed)
+        self._registry = FleetWatch(bus, joined=self._joined, left=self._left, renewed=self._renewed)
 
         def tail(stream: str, kind: str, handle: Callable[[Entry], None]) -> LogTail:
             subject = subjects.all(kind)
@@ -104,14 +104,14 @@ class View:
         saved = await self._snapshots.load()
         if saved is not None and saved[0].taken_ns > past:
             at, state = saved
-            self.fleet = Fleet.restore(state)
+            self.tracker = LoadTracker.restore(state)
             starts = {"done": at.done_seq, "returned": at.returned_seq, "work": at.work_seq}
         else:
             starts = {}
         # Members before jobs: these are counted in the block size of their worker.
         if self.index is not None:
             await self._kv.start(since_ns=now_ns)
-        await self._members.start()
+        await self._registry.start()
         # Ends before beginnings: a request that is known to be over never counts as unfinished work.
         for name, tail in (("done", self._done), ("returned", self._returned), ("work", self._work)):
             if starts.get(name):
@@ -128,7 +128,7 @@ class View:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        await self._members.stop()
+        await self._registry.stop()
         for tail in (self._kv, self._work, self._done, self._returned):
             await tail.stop()
         if self._sys is not None:
@@ -142,7 +142,7 @@ class View:
         positions = (self._work.position, self._done.position, self._returned.position)
         if positions != self._saved and self._bus.connected:
             self._saved, taken_ns, parts = positions, time.time_ns(), []
-            for part in self.fleet.parts():
+            for part in self.tracker.parts():
                 parts.append(encode_part(_logged(part)))
                 await asyncio.sleep(0)
             await self._snapshots.save(Snapshot(taken_ns, *positions), parts)
@@ -150,14 +150,14 @@ class View:
     async def upkeep(self, now_ns: int) -> None:
         """A few times a second: leases, suspects, deadlines, index cleaning."""
         now = time.monotonic()
-        self._members.expire()
+        self._registry.expire()
         if self._ghosts is None or self._ghosts.done():
             self._ghosts = self.tasks.spawn(self._remove_ghosts(), name="ghosts", on_failure=_ghosts_not_removed)
         for connection, since in list(self._suspects.items()):
             if now - since > SUSPECT_S:
                 del self._suspects[connection]
                 self._condemn(connection)
-        self.fleet.expire(now_ns, OVERDUE_NS, EXPIRE_REQUESTS)
+        self.tracker.expire(now_ns, OVERDUE_NS, EXPIRE_REQUESTS)
         index = self.index or self._guess
         assert index is not None
         for _ in range(SWEEP_STEPS):
@@ -182,7 +182,7 @@ class View:
             return frozenset()
         return frozenset(
             worker
-            for worker, member in self._members.members.items()
+            for worker, member in self._registry.members.items()
             if member.registration.connection in self._suspects
         )
 
@@ -196,7 +196,7 @@ class View:
         now_ns: int,
     ) -> None:
         """Count a decision, at all stages of its route, before its echo from the log arrives."""
-        self.fleet.admitted(
+        self.tracker.admit(
             request.id,
             attempt,
             route[0].worker,
@@ -215,12 +215,12 @@ class View:
                     self._guess.record((stage.worker, stage.rank), keys, now_ns / 1e9)
 
     def any_room(self) -> bool:
-        return self.fleet.any_room()
+        return self.tracker.any_room()
 
     def orphans(self) -> list[Unfinished]:
         """Unfinished requests with a worker before them that is not registered, once all had the time to register."""
         settled = time.monotonic() - self._quiet_since > SETTLE_S
-        return self.fleet.orphans() if settled and self._bus.connected else []
+        return self.tracker.orphans() if settled and self._bus.connected else []
 
     def positions(self) -> tuple[int, int, int]:
         """Stream sequences of KV, WORK and DONE that the present state stands at."""
@@ -238,14 +238,14 @@ class View:
             request_id, number, *rest = entry.headers.get(HEADER_MSG_ID, "").split(":")
             attempt = int(number)
             stage, copy = stages(rest)
-            if copy and self.fleet.kept(request_id, attempt, entry.seq):
+            if copy and self.tracker.republished(request_id, attempt, entry.seq):
                 return
             if load.route and load.route[0].worker != worker:
                 raise ValueError("another worker's route")
         except ValueError:
             log.warning("work_header_unreadable", seq=entry.seq)
             return
-        moved = self.fleet.admitted(
+        moved = self.tracker.admit(
             request_id,
             attempt,
             worker,
@@ -263,12 +263,12 @@ class View:
             handed=stage == ["decode"],  # only prefill workers hand over to decode workers, but for a few tokens
         )
         if moved and any(stage.worker in self._gone for stage in load.route or (Stage(role, worker),)):
-            stranded = self.fleet.request(request_id)
+            stranded = self.tracker.request(request_id)
             if stranded is not None and self._bus.connected:
                 self._on_stranded(stranded)
 
     def _on_done(self, entry: Entry) -> None:
-        self.fleet.finished(entry.headers.get(HEADER_MSG_ID, ""))
+        self.tracker.finish(entry.headers.get(HEADER_MSG_ID, ""))
         self._on_change()
 
     def _on_returned(self, entry: Entry) -> None:
@@ -313,22 +313,22 @@ class View:
 
     # --- members ---
 
-    def _joined(self, member: Member) -> None:
+    def _joined(self, member: RegisteredWorker) -> None:
         registration = member.registration
-        self.fleet.put(registration)
+        self.tracker.put_worker(registration)
         self._gone.pop(registration.worker, None)
         self._suspects.pop(registration.connection, None)
         if self.index is not None and registration.kv_events and registration.worker not in self._loaded:
             self._ask_for_dump(registration.worker)
         self._on_change()
 
-    def _renewed(self, member: Member) -> None:
+    def _renewed(self, member: RegisteredWorker) -> None:
         if self._suspects:
             self._suspects.pop(member.registration.connection, None)
 
-    def _left(self, member: Member, why: str) -> None:
+    def _left(self, member: RegisteredWorker, why: str) -> None:
         worker = member.registration.worker
-        orphans = self.fleet.lost(worker)
+        orphans = self.tracker.remove_worker(worker)
         self._gone[worker] = None
         if len(self._gone) > REMEMBERED:
             self._gone.popitem(last=False)
@@ -341,15 +341,15 @@ class View:
 
     def _condemn(self, connection: str) -> None:
         """A connection stayed away: its worker is dead. Removing its key tells it so, should it live."""
-        for worker, member in list(self._members.members.items()):
+        for worker, member in list(self._registry.members.items()):
             if member.registration.connection == connection:
                 self.tasks.spawn(self._remove_key(worker, member.revision), name=f"remove-{worker}")
-                self._members.drop(worker, "its connection broke")
+                self._registry.drop(worker, "its connection broke")
 
     async def _remove_ghosts(self) -> None:
         """Registrations that a killed broker brought back."""
-        await self._members.look_for_ghosts()
-        for worker, revision in self._members.take_ghosts().items():
+        await self._registry.look_for_ghosts()
+        for worker, revision in self._registry.take_ghosts().items():
             await self._remove_key(worker, revision)
             log.info("stale_registration_removed", worker=worker)
 
@@ -377,7 +377,7 @@ class View:
 
     async def _on_disconnect(self, message: Any) -> None:
         connection = _client_name(message.data)
-        if any(m.registration.connection == connection for m in self._members.members.values()):
+        if any(m.registration.connection == connection for m in self._registry.members.values()):
             self._suspects[connection] = time.monotonic()
 
     async def _on_connect(self, message: Any) -> None:
@@ -409,7 +409,7 @@ class View:
         """Ask until the worker's cache is known, or it is gone."""
         assert self.index is not None
         subject = self._bus.subjects.control(worker)
-        while self.fleet.worker(worker) is not None:
+        while self.tracker.worker(worker) is not None:
             try:
                 pages: list[kv.KvDump] = []
                 page = 0
@@ -435,7 +435,7 @@ def _by_rank(pages: Sequence[kv.KvDump]) -> list[list[kv.KvDump]]:
     return list(found.values())
 
 
-def _logged(part: FleetState) -> FleetState:
+def _logged(part: LoadState) -> LoadState:
     """Without decisions of this router whose jobs may never be stored."""
     if all(entry.echoed for entry in part.unfinished):
         return part

@@ -9,31 +9,31 @@ from math import ceil
 
 from blake3 import blake3
 
-from router.load_tracker import Member
+from router.load_tracker import RoutingTarget
 
 SLACK = 1.25  # a worker takes at most this much of its fair share (rounded up) before the next one is asked
 
 
-def by_preference(medium: bytes, members: Sequence[Member]) -> list[Member]:
-    """``members`` in the order in which this medium prefers them."""
-    return sorted(members, key=lambda member: _weight(medium, member), reverse=True)
+def by_preference(medium: bytes, targets: Sequence[RoutingTarget]) -> list[RoutingTarget]:
+    """``targets`` in the order in which this medium prefers them."""
+    return sorted(targets, key=lambda target: _weight(medium, target), reverse=True)
 
 
-def pick(medium: bytes, members: Sequence[Member]) -> tuple[Member, bool]:
+def pick(medium: bytes, targets: Sequence[RoutingTarget]) -> tuple[RoutingTarget, bool]:
     """The encode worker for a medium; True: it is the preferred one.
 
     Args:
         medium: digest of the first medium of a request.
-        members: those that can take it, at least one.
+        targets: those that can take it, at least one.
     """
-    ordered = by_preference(medium, members)
-    limit = ceil(SLACK * (sum(member.load.requests for member in members) + 1) / len(members))
-    for member in ordered:
-        if member.load.requests < limit:
-            return member, member is ordered[0]
+    ordered = by_preference(medium, targets)
+    limit = ceil(SLACK * (sum(target.load.requests for target in targets) + 1) / len(targets))
+    for target in ordered:
+        if target.load.requests < limit:
+            return target, target is ordered[0]
     raise AssertionError("they cannot all have more than their share")
 
 
-def _weight(medium: bytes, member: Member) -> bytes:
-    worker, rank = member.place
+def _weight(medium: bytes, target: RoutingTarget) -> bytes:
+    worker, rank = target.place
     return blake3(f"{worker}:{rank}:".encode() + medium).digest(length=8)

@@ -98,7 +98,7 @@ class Load(msgspec.Struct, frozen=True, omit_defaults=True):
     prefill_tokens: float = 0.0  # estimated to be still uncomputed
 
 
-class Member(msgspec.Struct, frozen=True):
+class RoutingTarget(msgspec.Struct, frozen=True):
     """One place that requests can be sent to, as the policy sees it."""
 
     place: Place
@@ -111,7 +111,7 @@ class Member(msgspec.Struct, frozen=True):
         return max(0, self.registration.slots + self.registration.queue - self.load.sequences)
 
 
-class FleetState(msgspec.Struct, frozen=True, omit_defaults=True):
+class LoadState(msgspec.Struct, frozen=True, omit_defaults=True):
     """The fold of the log, to be continued by another router. Registrations are not part: the bucket has them."""
 
     unfinished: tuple[Unfinished, ...] = ()
@@ -119,10 +119,10 @@ class FleetState(msgspec.Struct, frozen=True, omit_defaults=True):
     backlogs: tuple[tuple[str, int, float, int], ...] = ()  # worker, rank, tokens, at_ns
 
 
-def merge(parts: Iterable[FleetState]) -> FleetState:
-    """What ``Fleet.parts`` gave, in one."""
+def merge(parts: Iterable[LoadState]) -> LoadState:
+    """What ``LoadTracker.parts`` gave, in one."""
     found = list(parts)
-    return FleetState(
+    return LoadState(
         tuple(entry for part in found for entry in part.unfinished),
         tuple(entry for part in found for entry in part.closed),
         tuple(entry for part in found for entry in part.backlogs),
@@ -150,7 +150,7 @@ class _Work:
         return min(max(0.0, self.backlog - drained), float(self.uncached))
 
 
-class Fleet:
+class LoadTracker:
     """Workers and their load.
 
     First tokens are not in the log, so what is left of a worker's prefill is an estimate: a leaky bucket that a
@@ -171,14 +171,14 @@ class Fleet:
 
     # Workers
 
-    def put(self, registration: Registration) -> bool:
+    def put_worker(self, registration: Registration) -> bool:
         """A worker registered or renewed; True: it was not known (or its cache was made anew)."""
         old = self._registrations.get(registration.worker)
         self._registrations[registration.worker] = registration
         self._workers_changed()
         return old is None or old.epoch != registration.epoch
 
-    def lost(self, worker: str) -> list[Unfinished]:
+    def remove_worker(self, worker: str) -> list[Unfinished]:
         """A worker left or its lease ended: it is offered no more. Returns what must be steered again.
 
         That is what it has now, and what was to come to it from other stages. Those requests stay known until a later
@@ -199,13 +199,13 @@ class Fleet:
     def workers(self) -> list[Registration]:
         return list(self._registrations.values())
 
-    def members(self, now_ns: int, model: str) -> list[Member]:
+    def targets(self, now_ns: int, model: str) -> list[RoutingTarget]:
         """Every (worker, rank) of a model with its load, in a fixed order."""
         found = []
         for registration in self.serving(model):
             for rank in range(registration.dp_size):
                 place = (registration.worker, rank)
-                found.append(Member(place, registration, self.load(place, now_ns)))
+                found.append(RoutingTarget(place, registration, self.load(place, now_ns)))
         return found
 
     def serving(self, model: str) -> list[Registration]:
@@ -261,7 +261,7 @@ class Fleet:
 
     # Requests
 
-    def admitted(
+    def admit(
         self,
         request: str,
         attempt: int,
@@ -307,7 +307,7 @@ class Fleet:
                 if (old.place, old.later) == ((worker, rank), later):  # the echo of our own decision
                     self._replace(msgspec.structs.replace(old, echoed=True, seq=seq))
                     return False
-            self._drop(old)
+            self._remove(old)
         block_size = self._block_size(role, worker, later)
         entry = Unfinished(
             request,
@@ -331,7 +331,7 @@ class Fleet:
         self._add(entry, now_ns)
         return True
 
-    def kept(self, request: str, attempt: int, seq: int) -> bool:
+    def republished(self, request: str, attempt: int, seq: int) -> bool:
         """The job of a request was stored anew at ``seq``; False: that request is not known."""
         old = self._requests.get(request)
         if old is None:
@@ -340,29 +340,29 @@ class Fleet:
             self._replace(msgspec.structs.replace(old, seq=seq))
         return True
 
-    def finished(self, request: str) -> Unfinished | None:
+    def finish(self, request: str) -> Unfinished | None:
         """The terminal event: whatever attempt ran is over, and none begins any more."""
         self._close(request, _FOR_EVER)
         entry = self._requests.get(request)
         if entry is not None:
-            self._drop(entry)
+            self._remove(entry)
         return entry
 
-    def returned(self, request: str, attempt: int) -> Unfinished | None:
+    def end_attempt(self, request: str, attempt: int) -> Unfinished | None:
         """One attempt ended without a result; a later one, if known, goes on."""
         if self._closed.get(request, -1) < attempt:
             self._close(request, attempt)
         entry = self._requests.get(request)
         if entry is None or entry.attempt > attempt:
             return None
-        self._drop(entry)
+        self._remove(entry)
         return entry
 
-    def withdraw(self, request: str, attempt: int) -> None:
+    def release(self, request: str, attempt: int) -> None:
         """This router's own decision could not be stored; it may come to another one. What the log said stays."""
         entry = self._requests.get(request)
         if entry is not None and entry.attempt == attempt and not entry.echoed:
-            self._drop(entry)
+            self._remove(entry)
 
     def request(self, request: str) -> Unfinished | None:
         return self._requests.get(request)
@@ -395,12 +395,12 @@ class Fleet:
         late = [entry for entry in entries if entry.deadline_ns + margin_ns <= now_ns]
         for entry in late:
             self._close(entry.request, entry.attempt)
-            self._drop(entry)
+            self._remove(entry)
         return late
 
     # Restart
 
-    def parts(self, size: int = 1000) -> Iterator[FleetState]:
+    def parts(self, size: int = 1000) -> Iterator[LoadState]:
         """The folded load, to be stored with the positions in WORK and DONE that were reached before the first part.
 
         The fold may go on between two parts: what is read again from those positions on changes nothing that is known.
@@ -408,33 +408,33 @@ class Fleet:
         requests = list(self._requests)
         for start in range(0, len(requests), size):
             entries = map(self._requests.get, requests[start : start + size])
-            yield FleetState(unfinished=tuple(entry for entry in entries if entry is not None))
-        yield FleetState(
+            yield LoadState(unfinished=tuple(entry for entry in entries if entry is not None))
+        yield LoadState(
             backlogs=tuple((*place, work.backlog, work.at_ns) for place, work in sorted(self._work.items()))
         )
         closed = list(self._closed)
         for start in range(0, len(closed), size):
             attempts = ((request, self._closed.get(request)) for request in closed[start : start + size])
-            yield FleetState(closed=tuple((name, attempt) for name, attempt in attempts if attempt is not None))
+            yield LoadState(closed=tuple((name, attempt) for name, attempt in attempts if attempt is not None))
 
     @classmethod
     def restore(
         cls,
-        state: FleetState,
+        state: LoadState,
         registrations: Iterable[Registration] = (),
         prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S,
-    ) -> "Fleet":
+    ) -> "LoadTracker":
         """Inverse of ``parts``."""
-        fleet = cls(prefill_tokens_per_s)
+        tracker = cls(prefill_tokens_per_s)
         for registration in registrations:
-            fleet.put(registration)
-        fleet._closed.update(state.closed)
+            tracker.put_worker(registration)
+        tracker._closed.update(state.closed)
         for entry in state.unfinished:
-            fleet._add(entry, 0)
+            tracker._add(entry, 0)
         for worker, rank, tokens, at_ns in state.backlogs:
-            if (work := fleet._work.get((worker, rank))) is not None:
+            if (work := tracker._work.get((worker, rank))) is not None:
                 work.backlog, work.at_ns = tokens, at_ns
-        return fleet
+        return tracker
 
     def _at(self, places: Iterable[Place]) -> list[Unfinished]:
         found = {name: entry for place in places for name, entry in self._work[place].requests.items()}
@@ -464,7 +464,7 @@ class Fleet:
         for share in self._shares[entry.request]:
             self._work[share.place].requests[entry.request] = entry
 
-    def _drop(self, entry: Unfinished) -> None:
+    def _remove(self, entry: Unfinished) -> None:
         del self._requests[entry.request]
         for share in self._shares.pop(entry.request):
             work = self._work.get(share.place)

@@ -8,7 +8,7 @@ the best with RDMA and the best of all, in one pass over the prefill workers and
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from router.load_tracker import Member
+from router.load_tracker import RoutingTarget
 from schemas.fleet import Registration
 
 NEAR, MEDIUM, FAR = 0.02, 0.1, 0.5  # moving a block, as a share of computing it
@@ -27,9 +27,9 @@ def kind_of(registration: Registration) -> Kind | None:
     return (endpoint.backend, layout, size, registration.block_size, registration.revision)
 
 
-def distance(source: Registration, target: Registration) -> float:
+def distance(source: Registration, decode: Registration) -> float:
     """NEAR, MEDIUM or FAR; both have an endpoint."""
-    one, two = source.transfer, target.transfer
+    one, two = source.transfer, decode.transfer
     assert one is not None
     assert two is not None
     if one.host and one.host == two.host:
@@ -37,9 +37,9 @@ def distance(source: Registration, target: Registration) -> float:
     return MEDIUM if one.rdma and two.rdma else FAR
 
 
-def way(source: Registration, target: Registration) -> str:
+def way(source: Registration, decode: Registration) -> str:
     """The distance in words."""
-    return _WAYS[distance(source, target)]
+    return _WAYS[distance(source, decode)]
 
 
 class _Best:
@@ -64,7 +64,7 @@ class _Best:
 class Scored(NamedTuple):
     """A prefill worker and what it costs to compute the prompt there."""
 
-    member: Member
+    target: RoutingTarget
     cost: float
 
 
@@ -77,27 +77,31 @@ class Partners:
     """
 
     def __init__(
-        self, open_: Sequence[Member], full: Iterable[Member], cost: Callable[[Member], float], weight: float
+        self,
+        open_: Sequence[RoutingTarget],
+        full: Iterable[RoutingTarget],
+        cost: Callable[[RoutingTarget], float],
+        weight: float,
     ) -> None:
         self._weight = weight
         self._kinds: dict[Kind, _Best] = {}
-        self.scored = [Scored(member, cost(member)) for member in open_]
-        for member, value in self.scored:
-            kind = kind_of(member.registration)
+        self.scored = [Scored(target, cost(target)) for target in open_]
+        for target, value in self.scored:
+            kind = kind_of(target.registration)
             if kind is not None:
                 best = self._kinds.get(kind)
                 if best is None:
                     best = self._kinds[kind] = _Best()
-                best.take(member.registration, value)
-        self._full = {kind for member in full if (kind := kind_of(member.registration)) is not None}
+                best.take(target.registration, value)
+        self._full = {kind for target in full if (kind := kind_of(target.registration)) is not None}
 
     def __bool__(self) -> bool:
         """Whether any worker of this pool will ever take the request."""
         return bool(self._kinds or self._full)
 
-    def cheapest(self, target: Registration, blocks: int) -> float | None:
+    def cheapest(self, decode: Registration, blocks: int) -> float | None:
         """What the best partner costs with the way of so many blocks; None: there is none now."""
-        endpoint, kind = target.transfer, kind_of(target)
+        endpoint, kind = decode.transfer, kind_of(decode)
         if endpoint is None or kind is None or (best := self._kinds.get(kind)) is None:
             return None
         step = self._weight * blocks
@@ -108,16 +112,16 @@ class Partners:
             cost = min(cost, best.hosts[endpoint.host] + NEAR * step)
         return cost
 
-    def will_be(self, target: Registration) -> bool:
+    def will_be(self, decode: Registration) -> bool:
         """Whether there is a partner that is only full."""
-        return kind_of(target) in self._full
+        return kind_of(decode) in self._full
 
-    def of(self, target: Registration, blocks: int) -> list[Scored]:
+    def of(self, decode: Registration, blocks: int) -> list[Scored]:
         """All partners, each with the cost of its way."""
-        kind = kind_of(target)
+        kind = kind_of(decode)
         step = self._weight * blocks
         return [
-            Scored(member, cost + distance(member.registration, target) * step)
-            for member, cost in self.scored
-            if kind is not None and kind_of(member.registration) == kind
+            Scored(target, cost + distance(target.registration, decode) * step)
+            for target, cost in self.scored
+            if kind is not None and kind_of(target.registration) == kind
         ]

@@ -1,4 +1,4 @@
-"""Which workers a request goes to: filter, score, pick. A pure function of the fleet, the overlaps and the rng.
+"""Which workers a request goes to: filter, score, pick. A pure function of the pools, the overlaps and the rng.
 
 A request needs a *home*, where it decodes. An aggregated worker does everything; a decode worker computes a prompt
 itself if little of it is left to compute, and else is paired with a prefill worker. If one of these two pools is
@@ -25,12 +25,12 @@ import msgspec
 
 from router import encoders
 from router.holders import Place
-from router.load_tracker import ENCODE, Member
+from router.load_tracker import ENCODE, RoutingTarget
 from router.pairs import Partners, way
 from router.scoring import (
-    Ask,
     Mode,
     Need,
+    RoutingRequest,
     Weights,
     burden,
     busy,
@@ -52,7 +52,7 @@ STORED_CANDIDATES = 16
 TIE = 1e-6  # scores closer than this are equal
 
 
-class Choice(msgspec.Struct, frozen=True):
+class RoutingDecision(msgspec.Struct, frozen=True):
     """The answer. Without ``route``: why, and whether waiting can help (``code`` empty) or not."""
 
     route: tuple[Stage, ...]  # all stages
@@ -77,31 +77,37 @@ class Choice(msgspec.Struct, frozen=True):
 class _Homes(NamedTuple):
     """Who can be the home, column by column. ``moved``: blocks from a prefill worker; -1: it does everything itself."""
 
-    members: list[Member]
+    targets: list[RoutingTarget]
     scores: list[float]
     moved: list[int]
 
 
-class _Case:
+class RoutingContext:
     """One decision: what is asked, and how to weigh and pick."""
 
     def __init__(
-        self, ask: Ask, overlaps: Mapping[Place, int], mode: Mode, weights: Weights, rng: Random, turn: int
+        self,
+        request: RoutingRequest,
+        overlaps: Mapping[Place, int],
+        mode: Mode,
+        weights: Weights,
+        rng: Random,
+        turn: int,
     ) -> None:
-        self.ask = ask
+        self.request = request
         self.overlaps = overlaps
         self.mode = mode
         self.weights = weights
         self._rng = rng
         self._turn = turn
 
-    def overlap(self, member: Member) -> int:
-        return self.overlaps.get(member.place, 0)
+    def overlap(self, target: RoutingTarget) -> int:
+        return self.overlaps.get(target.place, 0)
 
-    def prefill(self, member: Member) -> float:
+    def prefill(self, target: RoutingTarget) -> float:
         if self.mode != "kv":
-            return busy(member)
-        return prefill_cost(self.ask, member, self.overlap(member), self.weights) + member.load.active_blocks
+            return busy(target)
+        return prefill_cost(self.request, target, self.overlap(target), self.weights) + target.load.active_blocks
 
     def pick(self, scores: Sequence[float]) -> int:
         if self.mode == "round_robin":
@@ -110,22 +116,22 @@ class _Case:
             return self._rng.randrange(len(scores))
         return _pick(scores, self.weights.temperature, self._rng)
 
-    def trusted(self, members: list[Member]) -> list[Member]:
+    def trusted(self, targets: list[RoutingTarget]) -> list[RoutingTarget]:
         """Without those that failed this request, unless nobody else is left."""
-        if not self.ask.avoid:
-            return members
-        return [member for member in members if member.place[0] not in self.ask.avoid] or members
+        if not self.request.avoid:
+            return targets
+        return [target for target in targets if target.place[0] not in self.request.avoid] or targets
 
-    def line(self, member: Member, score: float, why: str = "", stage: str = "") -> Candidate:
-        load = member.load
-        worker, rank = member.place
+    def line(self, target: RoutingTarget, score: float, why: str = "", stage: str = "") -> Candidate:
+        load = target.load
+        worker, rank = target.place
         return Candidate(
             worker,
-            self.overlap(member),
+            self.overlap(target),
             load.active_blocks,
             int(load.prefill_tokens),
             load.sequences,
-            member.registration.slots,
+            target.registration.slots,
             score,
             why,
             rank,
@@ -133,87 +139,89 @@ class _Case:
         )
 
 
-def choose(
-    ask: Ask,
-    members: Sequence[Member],
+def decide(
+    request: RoutingRequest,
+    targets: Sequence[RoutingTarget],
     overlaps: Mapping[Place, int],
     mode: Mode,
     weights: Weights,
     rng: Random,
     turn: int = 0,
-) -> Choice:
+) -> RoutingDecision:
     """Pick the places for one request.
 
     Args:
-        members: all places, in the order of ``Fleet.members``.
+        targets: all places, in the order of ``Fleet.targets``.
         overlaps: leading prompt blocks held, by place (``PrefixIndex.match``).
         turn: requests placed before this one; round robin goes by it.
     """
-    if mode == "direct" and not ask.worker:
+    if mode == "direct" and not request.worker:
         return _refusal("worker_not_named", ())
-    case = _Case(ask, overlaps, mode, weights, rng, turn)
-    if ask.picture:
-        return _studio(case, members)
-    return _with_media(case, members) if ask.medium else _place(case, members)
+    context = RoutingContext(request, overlaps, mode, weights, rng, turn)
+    if request.picture:
+        return _studio(context, targets)
+    return _with_media(context, targets) if request.medium else _place(context, targets)
 
 
 # Pictures
 
 
-def _studio(case: _Case, members: Sequence[Member]) -> Choice:
+def _studio(context: RoutingContext, targets: Sequence[RoutingTarget]) -> RoutingDecision:
     """A diffusion worker that is free: no cache, one request at a time, so one is as good as another."""
-    pool = [(member, excluded(case.ask, member)) for member in members]
-    shut = [(member, why) for member, why in pool if why and why != "other_model"]
-    open_ = case.trusted([member for member, why in pool if not why])
+    pool = [(target, excluded(context.request, target)) for target in targets]
+    shut = [(target, why) for target, why in pool if why and why != "other_model"]
+    open_ = context.trusted([target for target, why in pool if not why])
     if not open_:
-        return _nobody(case, members, shut)
-    scores = [busy(member) for member in open_]
-    at = case.pick(scores)
+        return _nobody(context, targets, shut)
+    scores = [busy(target) for target in open_]
+    at = context.pick(scores)
     homes = _Homes(open_, scores, [])
-    lines = [case.line(open_[at], scores[at])]
+    lines = [context.line(open_[at], scores[at])]
     role = open_[at].registration.role
-    return Choice((Stage(role, *open_[at].place),), _table(case, lines, at, homes, None, shut))
+    return RoutingDecision((Stage(role, *open_[at].place),), _table(context, lines, at, homes, None, shut))
 
 
 # Media
 
 
-def _with_media(case: _Case, members: Sequence[Member]) -> Choice:
+def _with_media(context: RoutingContext, targets: Sequence[RoutingTarget]) -> RoutingDecision:
     """An encode worker in front of somebody who can take what it makes; without one, somebody with eyes."""
-    ask = case.ask
-    if any(member.registration.vision and ask.names(member.registration) for member in members):
-        return _place(case, members, _sight)
-    anybody = msgspec.structs.replace(ask, worker="")
-    pool = [(m, excluded(anybody, m)) for m in members if m.registration.role == ENCODE and m.registration.transfer]
-    open_ = case.trusted([member for member, why in pool if not why])
+    request = context.request
+    if any(target.registration.vision and request.names(target.registration) for target in targets):
+        return _place(context, targets, _sight)
+    anybody = msgspec.structs.replace(request, worker="")
+    pool = [(m, excluded(anybody, m)) for m in targets if m.registration.role == ENCODE and m.registration.transfer]
+    open_ = context.trusted([target for target, why in pool if not why])
     if open_:
-        encoder, note = _encoder(case, open_)
-        choice = _place(case, members, _reading_from(encoder.registration))
-        if choice.reason != "no_transfer":
-            return _behind(case, encoder, note, open_, choice) if choice.route else choice
+        encoder, note = _encoder(context, open_)
+        decision = _place(context, targets, _reading_from(encoder.registration))
+        if decision.reason != "no_transfer":
+            return _behind(context, encoder, note, open_, decision) if decision.route else decision
     elif any(why == "full" for _, why in pool):
-        return _refusal("full", tuple(case.line(member, 0.0, why, ENCODE) for member, why in pool))
-    return _place(case, members, _sight)
+        return _refusal("full", tuple(context.line(target, 0.0, why, ENCODE) for target, why in pool))
+    return _place(context, targets, _sight)
 
 
-def _encoder(case: _Case, open_: list[Member]) -> tuple[Member, str]:
-    if case.mode in ("kv", "direct"):
-        chosen, preferred = encoders.pick(case.ask.medium, open_)
+def _encoder(context: RoutingContext, open_: list[RoutingTarget]) -> tuple[RoutingTarget, str]:
+    if context.mode in ("kv", "direct"):
+        chosen, preferred = encoders.pick(context.request.medium, open_)
         return chosen, "" if preferred else ", as the preferred one has too much to do"
-    return open_[case.pick([busy(member) for member in open_])], ""
+    return open_[context.pick([busy(target) for target in open_])], ""
 
 
-def _behind(case: _Case, encoder: Member, note: str, open_: list[Member], choice: Choice) -> Choice:
-    """``choice`` with an encode worker in front."""
-    others = [case.line(member, busy(member), "", ENCODE) for member in open_ if member is not encoder]
-    stages = len(choice.route)
-    lines = (case.line(encoder, busy(encoder), "", ENCODE), *choice.candidates[:stages], *others[:3])
+def _behind(
+    context: RoutingContext, encoder: RoutingTarget, note: str, open_: list[RoutingTarget], decision: RoutingDecision
+) -> RoutingDecision:
+    """``decision`` with an encode worker in front."""
+    others = [context.line(target, busy(target), "", ENCODE) for target in open_ if target is not encoder]
+    stages = len(decision.route)
+    lines = (context.line(encoder, busy(encoder), "", ENCODE), *decision.candidates[:stages], *others[:3])
     how = f"media through {encoder.place[0]}{note}"
     return msgspec.structs.replace(
-        choice,
-        route=(Stage(ENCODE, *encoder.place), *choice.route),
-        candidates=(*lines, *choice.candidates[stages:])[:STORED_CANDIDATES],
-        how=f"{choice.how}; {how}" if choice.how else how,
+        decision,
+        route=(Stage(ENCODE, *encoder.place), *decision.route),
+        candidates=(*lines, *decision.candidates[stages:])[:STORED_CANDIDATES],
+        how=f"{decision.how}; {how}" if decision.how else how,
     )
 
 
@@ -243,151 +251,162 @@ def _sight(registration: Registration) -> str:
 # Prompt and answer
 
 
-class _Fleet(NamedTuple):
+class _Pools(NamedTuple):
     """The places of a model by what they can do for the request."""
 
-    open: dict[str, list[Member]]  # by role
-    shut: list[tuple[Member, str]]  # and why
+    open: dict[str, list[RoutingTarget]]  # by role
+    shut: list[tuple[RoutingTarget, str]]  # and why
 
-    def full(self, role: str) -> list[Member]:
-        return [member for member, why in self.shut if why == "full" and member.registration.role == role]
+    def full(self, role: str) -> list[RoutingTarget]:
+        return [target for target, why in self.shut if why == "full" and target.registration.role == role]
 
     def pool(self, role: str) -> bool:
         """Whether anybody of a role will ever take the request."""
         return bool(self.open[role] or (self.shut and self.full(role)))
 
 
-def _place(case: _Case, members: Sequence[Member], need: Need | None = None) -> Choice:
+def _place(context: RoutingContext, targets: Sequence[RoutingTarget], need: Need | None = None) -> RoutingDecision:
     """The worker that does everything, or the pair."""
-    fleet = _sorted(case.ask, members, need)
-    decodes = fleet.pool("decode")
-    candidates = fleet.open["aggregated"]
+    pools = _sorted(context.request, targets, need)
+    decodes = pools.pool("decode")
+    candidates = pools.open["aggregated"]
     if decodes:
-        candidates = candidates + fleet.open["decode"]
-    if case.ask.worker or not decodes:
-        candidates = candidates + fleet.open["prefill"]
+        candidates = candidates + pools.open["decode"]
+    if context.request.worker or not decodes:
+        candidates = candidates + pools.open["prefill"]
         partners = None
     else:
-        partners = _partners(case, fleet)
-    homes = _homes(case, case.trusted(candidates), partners, fleet.shut)
-    if not homes.members:
-        return _nobody(case, members, fleet.shut)
-    at = case.pick(homes.scores)
+        partners = _partners(context, pools)
+    homes = _homes(context, context.trusted(candidates), partners, pools.shut)
+    if not homes.targets:
+        return _nobody(context, targets, pools.shut)
+    at = context.pick(homes.scores)
     if homes.moved and homes.moved[at] >= 0:
         assert partners is not None
-        return _paired(case, at, homes, partners, fleet.shut)
-    return _alone(case, at, homes, partners, fleet)
+        return _paired(context, at, homes, partners, pools.shut)
+    return _alone(context, at, homes, partners, pools)
 
 
-def _sorted(ask: Ask, members: Sequence[Member], need: Need | None) -> _Fleet:
-    open_: dict[str, list[Member]] = {"aggregated": [], "prefill": [], "decode": []}
-    shut: list[tuple[Member, str]] = []
-    for member in members:
-        why = excluded(ask, member, need)
-        pool = open_.get(member.registration.role)
+def _sorted(request: RoutingRequest, targets: Sequence[RoutingTarget], need: Need | None) -> _Pools:
+    open_: dict[str, list[RoutingTarget]] = {"aggregated": [], "prefill": [], "decode": []}
+    shut: list[tuple[RoutingTarget, str]] = []
+    for target in targets:
+        why = excluded(request, target, need)
+        pool = open_.get(target.registration.role)
         if pool is None:
             if why == "encode_only":
-                shut.append((member, why))
+                shut.append((target, why))
         elif not why:
-            pool.append(member)
+            pool.append(target)
         elif why != "other_model":
-            shut.append((member, why))
-    return _Fleet(open_, shut)
+            shut.append((target, why))
+    return _Pools(open_, shut)
 
 
-def _partners(case: _Case, fleet: _Fleet) -> Partners | None:
+def _partners(context: RoutingContext, pools: _Pools) -> Partners | None:
     """The prefill workers, if any will ever take the request."""
-    if not fleet.pool("prefill"):
+    if not pools.pool("prefill"):
         return None
-    weight = case.weights.transfer if case.mode == "kv" else 0.0
-    return Partners(case.trusted(fleet.open["prefill"]), fleet.full("prefill"), case.prefill, weight)
+    weight = context.weights.transfer if context.mode == "kv" else 0.0
+    return Partners(context.trusted(pools.open["prefill"]), pools.full("prefill"), context.prefill, weight)
 
 
-def _homes(case: _Case, members: list[Member], partners: Partners | None, shut: list[tuple[Member, str]]) -> _Homes:
-    """Every member with its score; decode workers that need a prefill worker which is full go to ``shut``."""
-    ask, mode, weights, overlaps = case.ask, case.mode, case.weights, case.overlaps
+def _homes(
+    context: RoutingContext,
+    targets: list[RoutingTarget],
+    partners: Partners | None,
+    shut: list[tuple[RoutingTarget, str]],
+) -> _Homes:
+    """Every target with its score; decode workers that need a prefill worker which is full go to ``shut``."""
+    request, mode, weights, overlaps = context.request, context.mode, context.weights, context.overlaps
     if partners is None:
-        return _Homes(members, [score(ask, m, overlaps.get(m.place, 0), mode, weights) for m in members], [])
+        return _Homes(targets, [score(request, m, overlaps.get(m.place, 0), mode, weights) for m in targets], [])
     homes = _Homes([], [], [])
-    for member in members:
-        overlap, moved, cost = overlaps.get(member.place, 0), -1, None
-        alone = member.registration.role != "decode"
-        if not alone and uncached_tokens(ask, member, overlap) > weights.local_prefill_tokens:
-            moved = ask.prompt_blocks - min(overlap, ask.prompt_blocks)
-            cost = partners.cheapest(member.registration, moved)
-            if cost is None and partners.will_be(member.registration):
-                shut.append((member, "prefill_full"))
+    for target in targets:
+        overlap, moved, cost = overlaps.get(target.place, 0), -1, None
+        alone = target.registration.role != "decode"
+        if not alone and uncached_tokens(request, target, overlap) > weights.local_prefill_tokens:
+            moved = request.prompt_blocks - min(overlap, request.prompt_blocks)
+            cost = partners.cheapest(target.registration, moved)
+            if cost is None and partners.will_be(target.registration):
+                shut.append((target, "prefill_full"))
                 continue
         if cost is None:
-            moved, cost = -1, score(ask, member, overlap, mode, weights)
+            moved, cost = -1, score(request, target, overlap, mode, weights)
         else:
-            cost = cost + burden(ask, member, overlap) if mode == "kv" else busy(member)
-        homes.members.append(member)
+            cost = cost + burden(request, target, overlap) if mode == "kv" else busy(target)
+        homes.targets.append(target)
         homes.scores.append(cost)
         homes.moved.append(moved)
     return homes
 
 
-def _alone(case: _Case, at: int, homes: _Homes, partners: Partners | None, fleet: _Fleet) -> Choice:
-    member = homes.members[at]
-    role = member.registration.role
-    return Choice(
-        (Stage(role, *member.place),),
-        _table(case, [case.line(member, homes.scores[at])], at, homes, partners, fleet.shut),
-        min(case.ask.prompt_blocks, case.overlap(member)),
-        how=_why_alone(case, at, homes, fleet),
+def _alone(
+    context: RoutingContext, at: int, homes: _Homes, partners: Partners | None, pools: _Pools
+) -> RoutingDecision:
+    target = homes.targets[at]
+    role = target.registration.role
+    return RoutingDecision(
+        (Stage(role, *target.place),),
+        _table(context, [context.line(target, homes.scores[at])], at, homes, partners, pools.shut),
+        min(context.request.prompt_blocks, context.overlap(target)),
+        how=_why_alone(context, at, homes, pools),
         kind="aggregated" if role == "aggregated" else "local",
     )
 
 
-def _paired(case: _Case, at: int, homes: _Homes, partners: Partners, shut: list[tuple[Member, str]]) -> Choice:
-    target, moved, prompt_blocks = homes.members[at], homes.moved[at], case.ask.prompt_blocks
-    scored = partners.of(target.registration, moved)
-    source, cost = scored[case.pick([each.cost for each in scored])]
-    lines = [case.line(source, cost, "", "prefill"), case.line(target, homes.scores[at], "", "decode")]
-    return Choice(
-        (Stage("prefill", *source.place), Stage("decode", *target.place)),
-        _table(case, lines, at, homes, partners, shut),
-        min(prompt_blocks, case.overlap(source)),
+def _paired(
+    context: RoutingContext, at: int, homes: _Homes, partners: Partners, shut: list[tuple[RoutingTarget, str]]
+) -> RoutingDecision:
+    decode, moved, prompt_blocks = homes.targets[at], homes.moved[at], context.request.prompt_blocks
+    scored = partners.of(decode.registration, moved)
+    source, cost = scored[context.pick([each.cost for each in scored])]
+    lines = [context.line(source, cost, "", "prefill"), context.line(decode, homes.scores[at], "", "decode")]
+    return RoutingDecision(
+        (Stage("prefill", *source.place), Stage("decode", *decode.place)),
+        _table(context, lines, at, homes, partners, shut),
+        min(prompt_blocks, context.overlap(source)),
         how=f"split: {moved} of {prompt_blocks} blocks to compute, worth a transfer "
-        + way(source.registration, target.registration),
+        + way(source.registration, decode.registration),
         kind="split",
     )
 
 
-def _why_alone(case: _Case, at: int, homes: _Homes, fleet: _Fleet) -> str:
-    """In words; nothing where there is nothing to choose."""
-    if case.ask.worker:
+def _why_alone(context: RoutingContext, at: int, homes: _Homes, pools: _Pools) -> str:
+    """In words; nothing where there is nothing to decide."""
+    if context.request.worker:
         return "the request names its worker"
-    decodes, prefills = fleet.pool("decode"), fleet.pool("prefill")
+    decodes, prefills = pools.pool("decode"), pools.pool("prefill")
     if not decodes and not prefills:
         return ""
-    role = homes.members[at].registration.role
+    role = homes.targets[at].registration.role
     if role == "prefill" or not decodes:
         return "no decode worker"
     if role == "aggregated":
-        others = [s for m, s in zip(homes.members, homes.scores, strict=True) if m.registration.role != role]
+        others = [s for m, s in zip(homes.targets, homes.scores, strict=True) if m.registration.role != role]
         if not others:
             return "aggregated: no other place has room"
         return f"aggregated: score {homes.scores[at]:.1f}, the best other place {min(others):.1f}"
     if not prefills:
         return "no prefill worker"
-    tokens = uncached_tokens(case.ask, homes.members[at], case.overlap(homes.members[at]))
-    limit = case.weights.local_prefill_tokens
+    tokens = uncached_tokens(context.request, homes.targets[at], context.overlap(homes.targets[at]))
+    limit = context.weights.local_prefill_tokens
     if tokens <= limit:
         return f"local: {tokens} tokens to compute, limit {limit}"
     return "no prefill worker that it can take blocks from"
 
 
-def _nobody(case: _Case, members: Sequence[Member], shut: list[tuple[Member, str]]) -> Choice:
-    lines = tuple(case.line(member, 0.0, why) for member, why in shut[:STORED_CANDIDATES])
-    if case.ask.worker and not any(case.ask.names(member.registration) for member in members):
+def _nobody(
+    context: RoutingContext, targets: Sequence[RoutingTarget], shut: list[tuple[RoutingTarget, str]]
+) -> RoutingDecision:
+    lines = tuple(context.line(target, 0.0, why) for target, why in shut[:STORED_CANDIDATES])
+    if context.request.worker and not any(context.request.names(target.registration) for target in targets):
         return _refusal("unknown_worker", lines)
     return _refusal(common_reason({why for _, why in shut}), lines)
 
 
-def _refusal(reason: str, lines: tuple[Candidate, ...]) -> Choice:
-    return Choice((), lines[:STORED_CANDIDATES], 0, reason, verdict(reason))
+def _refusal(reason: str, lines: tuple[Candidate, ...]) -> RoutingDecision:
+    return RoutingDecision((), lines[:STORED_CANDIDATES], 0, reason, verdict(reason))
 
 
 def _pick(scores: Sequence[float], temperature: float, rng: Random) -> int:
@@ -402,39 +421,39 @@ def _pick(scores: Sequence[float], temperature: float, rng: Random) -> int:
 
 
 def _table(
-    case: _Case,
+    context: RoutingContext,
     lines: list[Candidate],
     at: int,
     homes: _Homes,
     partners: Partners | None,
-    shut: list[tuple[Member, str]],
+    shut: list[tuple[RoutingTarget, str]],
 ) -> tuple[Candidate, ...]:
     """The score table: the chosen, the best other homes and prefill workers, the excluded; cut to what is stored."""
-    members, scores, moved = homes
+    targets, scores, moved = homes
     others = []
     if partners is not None:
         chosen = (lines[0].worker, lines[0].rank)
-        others = sorted([each for each in partners.scored if each.member.place != chosen], key=lambda each: each.cost)
-    order = sorted(range(len(members)), key=scores.__getitem__)
+        others = sorted([each for each in partners.scored if each.target.place != chosen], key=lambda each: each.cost)
+    order = sorted(range(len(targets)), key=scores.__getitem__)
     order.remove(at)
     room = STORED_CANDIDATES - len(lines)
     for i in order[: max(room - len(others), (room + 1) // 2)]:
-        lines.append(case.line(members[i], scores[i], "", "decode" if moved and moved[i] >= 0 else ""))
+        lines.append(context.line(targets[i], scores[i], "", "decode" if moved and moved[i] >= 0 else ""))
     for each in others[: STORED_CANDIDATES - len(lines)]:
-        lines.append(case.line(each.member, each.cost, "", "prefill"))
-    for member, why in shut[: STORED_CANDIDATES - len(lines)]:
-        role = member.registration.role
-        lines.append(case.line(member, 0.0, why, "" if role == "aggregated" else role))
+        lines.append(context.line(each.target, each.cost, "", "prefill"))
+    for target, why in shut[: STORED_CANDIDATES - len(lines)]:
+        role = target.registration.role
+        lines.append(context.line(target, 0.0, why, "" if role == "aggregated" else role))
     return tuple(lines)
 
 
 __all__ = [
     "STORED_CANDIDATES",
-    "Ask",
-    "Choice",
     "Mode",
+    "RoutingDecision",
+    "RoutingRequest",
     "Weights",
-    "choose",
+    "decide",
     "excluded",
     "explained",
     "score",

@@ -21,7 +21,7 @@ HANDICAP_NS = (0, 5 * SECOND_NS, 60 * SECOND_NS)  # by Priority.rank
 URGENT_NS = 30 * SECOND_NS
 
 
-class Waiting(NamedTuple, Generic[T]):
+class QueueEntry(NamedTuple, Generic[T]):
     """One request in the room. Times are Unix ns."""
 
     due_ns: int
@@ -40,7 +40,7 @@ class _Class(Generic[T]):
     __slots__ = ("heap", "turns")
 
     def __init__(self) -> None:
-        self.heap: list[Waiting[T]] = []  # those that left the room early, too, until they come up
+        self.heap: list[QueueEntry[T]] = []  # those that left the room early, too, until they come up
         self.turns: list[int] = []  # arrivals, oldest first: one for each that is here
 
     def give_up(self, arrived_ns: int) -> None:
@@ -48,12 +48,12 @@ class _Class(Generic[T]):
         del self.turns[min(bisect_left(self.turns, arrived_ns), len(self.turns) - 1)]
 
 
-class WaitingRoom(Generic[T]):
+class RequestQueue(Generic[T]):
     """At most ``limit`` requests, in lanes (one per model) that do not hold each other up."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._waiting: dict[str, Waiting[T]] = {}
+        self._waiting: dict[str, QueueEntry[T]] = {}
         self._lanes: dict[str, dict[int, _Class[T]]] = {}  # by lane and rank; only where somebody waits
         self._deadlines: list[tuple[int, int, str]] = []
         self._order = 0
@@ -64,10 +64,10 @@ class WaitingRoom(Generic[T]):
     def __contains__(self, request: str) -> bool:
         return request in self._waiting
 
-    def __iter__(self) -> Iterator[Waiting[T]]:
+    def __iter__(self) -> Iterator[QueueEntry[T]]:
         return iter(list(self._waiting.values()))
 
-    def get(self, request: str) -> Waiting[T] | None:
+    def get(self, request: str) -> QueueEntry[T] | None:
         return self._waiting.get(request)
 
     @property
@@ -86,7 +86,7 @@ class WaitingRoom(Generic[T]):
             return False
         self._order += 1
         due = min(arrived_ns, deadline_ns - URGENT_NS)
-        entry = Waiting(due, self._order, id, deadline_ns, arrived_ns, lane, rank, item)
+        entry = QueueEntry(due, self._order, id, deadline_ns, arrived_ns, lane, rank, item)
         self._waiting[id] = entry
         self._admit(entry)
         insort(self._lanes[lane][rank].turns, arrived_ns)
@@ -100,7 +100,7 @@ class WaitingRoom(Generic[T]):
         classes = self._lanes.get(lane)
         return min(_turn(rank, each) for rank, each in classes.items())[0] if classes else None
 
-    def peek(self, lane: str = "") -> Waiting[T] | None:
+    def peek(self, lane: str = "") -> QueueEntry[T] | None:
         """Who is next in a lane."""
         classes = self._lanes.get(lane)
         if not classes:
@@ -110,7 +110,7 @@ class WaitingRoom(Generic[T]):
             heapq.heappop(heap)
         return heap[0]
 
-    def pop_best(self, lane: str = "") -> Waiting[T] | None:
+    def pop_best(self, lane: str = "") -> QueueEntry[T] | None:
         """Take out who is next in a lane."""
         entry = self.peek(lane)
         if entry is not None:
@@ -120,7 +120,7 @@ class WaitingRoom(Generic[T]):
             self._forget_empty(entry)
         return entry
 
-    def remove(self, id: str) -> Waiting[T] | None:
+    def remove(self, id: str) -> QueueEntry[T] | None:
         """Take out one request, wherever it stands."""
         entry = self._waiting.pop(id, None)
         if entry is not None:
@@ -128,7 +128,7 @@ class WaitingRoom(Generic[T]):
             self._forget_empty(entry)
         return entry
 
-    def expired(self, now_ns: int) -> list[Waiting[T]]:
+    def expired(self, now_ns: int) -> list[QueueEntry[T]]:
         """Take out and return everybody whose deadline has come, earliest first."""
         late = []
         while self._deadlines and self._deadlines[0][0] <= now_ns:
@@ -139,14 +139,14 @@ class WaitingRoom(Generic[T]):
                 late.append(entry)
         return late
 
-    def _admit(self, entry: Waiting[T]) -> None:
+    def _admit(self, entry: QueueEntry[T]) -> None:
         classes = self._lanes.setdefault(entry.lane, {})
         among = classes.get(entry.rank)
         if among is None:
             among = classes[entry.rank] = _Class()
         heapq.heappush(among.heap, entry)
 
-    def _forget_empty(self, entry: Waiting[T]) -> None:
+    def _forget_empty(self, entry: QueueEntry[T]) -> None:
         classes = self._lanes[entry.lane]
         if not classes[entry.rank].turns:
             del classes[entry.rank]
@@ -169,4 +169,4 @@ def _turn(rank: int, among: _Class[T]) -> tuple[int, int]:
     return among.turns[0] + HANDICAP_NS[min(rank, len(HANDICAP_NS) - 1)], rank
 
 
-__all__ = ["HANDICAP_NS", "SECOND_NS", "URGENT_NS", "Waiting", "WaitingRoom"]
+__all__ = ["HANDICAP_NS", "SECOND_NS", "URGENT_NS", "QueueEntry", "RequestQueue"]

@@ -6,7 +6,7 @@ from typing import Literal
 import msgspec
 
 from infra.bus.revisions import reads
-from router.load_tracker import DIFFUSION, ENCODE, Member, serves
+from router.load_tracker import DIFFUSION, ENCODE, RoutingTarget, serves
 from schemas.errors import Code
 from schemas.fleet import Registration, State
 
@@ -16,7 +16,7 @@ Need = Callable[[Registration], str]  # what else excludes a worker
 LOCAL_PREFILL_TOKENS = 256
 
 
-class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
+class RoutingRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """What the policy must know of a request. Sizes in tokens; ``prompt_blocks`` full blocks."""
 
     model: str
@@ -81,81 +81,81 @@ def explained(reason: str) -> str:
     return f"{reason}: {_HOPELESS[reason][1]}" if reason in _HOPELESS else reason
 
 
-def excluded(ask: Ask, member: Member, need: Need | None = None) -> str:
-    """Why ``member`` cannot take the request now, at the stage of its role; empty: it can."""
-    registration = member.registration
-    if not serves(registration, ask.model):
+def excluded(request: RoutingRequest, target: RoutingTarget, need: Need | None = None) -> str:
+    """Why ``target`` cannot take the request now, at the stage of its role; empty: it can."""
+    registration = target.registration
+    if not serves(registration, request.model):
         return "other_model"
-    if ask.worker and not ask.names(registration):
+    if request.worker and not request.names(registration):
         return "not_asked_for"
-    if ask.revision is not None and ask.revision != registration.revision:
+    if request.revision is not None and request.revision != registration.revision:
         return "other_revision"
-    if not reads(registration, ask.tokenizer):
+    if not reads(registration, request.tokenizer):
         return "other_tokenizer"
-    if ask.picture or registration.role == DIFFUSION:
-        return _excluded_from_pictures(ask, member)
+    if request.picture or registration.role == DIFFUSION:
+        return _excluded_from_pictures(request, target)
     if registration.role == ENCODE:
-        if ask.worker:
+        if request.worker:
             return "encode_only"
         if registration.state is not State.ready:
             return "draining"
-        return "" if member.room else "full"
+        return "" if target.room else "full"
     if need is not None and (why := need(registration)):
         return why
-    if ask.processors and not ask.processors.issubset(registration.logits_processors):
+    if request.processors and not request.processors.issubset(registration.logits_processors):
         return "no_processor"
-    if ask.prompt_tokens + ask.max_tokens > registration.max_model_len:
+    if request.prompt_tokens + request.max_tokens > registration.max_model_len:
         return "too_long"
-    if ask.prompt_tokens >= registration.total_blocks * registration.block_size:
+    if request.prompt_tokens >= registration.total_blocks * registration.block_size:
         return "too_small"
     if registration.state is not State.ready:
         return "draining"
-    if member.load.sequences and ask.n > member.room:
+    if target.load.sequences and request.n > target.room:
         return "full"
     return ""
 
 
-def _excluded_from_pictures(ask: Ask, member: Member) -> str:
-    registration = member.registration
+def _excluded_from_pictures(request: RoutingRequest, target: RoutingTarget) -> str:
+    registration = target.registration
     made = registration.diffusion.kind if registration.role == DIFFUSION and registration.diffusion else ""
-    if made != ask.picture:
-        return "other_kind" if ask.worker else "other_model"
+    if made != request.picture:
+        return "other_kind" if request.worker else "other_model"
     if registration.state is not State.ready:
         return "draining"
-    return "" if member.room else "full"
+    return "" if target.room else "full"
 
 
-def score(ask: Ask, member: Member, overlap: int, mode: Mode, weights: Weights) -> float:
-    """The cost of ``member`` doing everything but the encoding; see ``policy``."""
-    load = member.load
+def score(request: RoutingRequest, target: RoutingTarget, overlap: int, mode: Mode, weights: Weights) -> float:
+    """The cost of ``target`` doing everything but the encoding; see ``policy``."""
+    load = target.load
     if mode != "kv":
-        return load.sequences / max(1, member.registration.slots)
+        return load.sequences / max(1, target.registration.slots)
     # As prefill_cost + burden; written out, since this runs for every worker and every request.
-    size = member.registration.block_size
-    overlap = min(overlap, ask.prompt_blocks)
-    prefill = (load.prefill_tokens + ask.prompt_tokens + ask.resumed_tokens) / size - weights.overlap * overlap
-    return weights.prefill * max(0.0, prefill) + load.active_blocks + ask.prompt_tokens // size - overlap
+    size = target.registration.block_size
+    overlap = min(overlap, request.prompt_blocks)
+    prefill = (load.prefill_tokens + request.prompt_tokens + request.resumed_tokens) / size - weights.overlap * overlap
+    return weights.prefill * max(0.0, prefill) + load.active_blocks + request.prompt_tokens // size - overlap
 
 
-def busy(member: Member) -> float:
+def busy(target: RoutingTarget) -> float:
     """How much of a worker's slots is taken."""
-    return member.load.sequences / max(1, member.registration.slots)
+    return target.load.sequences / max(1, target.registration.slots)
 
 
-def prefill_cost(ask: Ask, member: Member, overlap: int, weights: Weights) -> float:
+def prefill_cost(request: RoutingRequest, target: RoutingTarget, overlap: int, weights: Weights) -> float:
     """Blocks to be computed before the first token; ``overlap``: leading blocks held."""
-    tokens = member.load.prefill_tokens + ask.prompt_tokens + ask.resumed_tokens
-    blocks = tokens / member.registration.block_size - weights.overlap * min(overlap, ask.prompt_blocks)
+    tokens = target.load.prefill_tokens + request.prompt_tokens + request.resumed_tokens
+    blocks = tokens / target.registration.block_size - weights.overlap * min(overlap, request.prompt_blocks)
     return weights.prefill * max(0.0, blocks)
 
 
-def burden(ask: Ask, member: Member, overlap: int) -> float:
-    """Blocks in use on ``member`` with this request."""
-    added = ask.prompt_tokens // member.registration.block_size - min(overlap, ask.prompt_blocks)
-    return member.load.active_blocks + added
+def burden(request: RoutingRequest, target: RoutingTarget, overlap: int) -> float:
+    """Blocks in use on ``target`` with this request."""
+    added = request.prompt_tokens // target.registration.block_size - min(overlap, request.prompt_blocks)
+    return target.load.active_blocks + added
 
 
-def uncached_tokens(ask: Ask, member: Member, overlap: int) -> int:
-    """What ``member`` would have to compute itself."""
-    held = min(overlap, ask.prompt_blocks) * member.registration.block_size
-    return max(0, ask.prompt_tokens + ask.resumed_tokens - held)
+def uncached_tokens(request: RoutingRequest, target: RoutingTarget, overlap: int) -> int:
+    """What ``target`` would have to compute itself."""
+    held = min(overlap, request.prompt_blocks) * target.registration.block_size
+    return max(0, request.prompt_tokens + request.resumed_tokens - held)

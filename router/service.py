@@ -25,14 +25,13 @@ from infra.bus.loop_lag import Turns
 from infra.bus.publisher import Ack, Publisher
 from infra.bus.puller import ACK, IN_PROGRESS, NAK, TERM, Puller
 from router import terminal_events
-from router.cluster_state import View
+from router.cluster_state import ClusterState
 from router.holders import keys_view
 from router.job_retention import Keeping
 from router.load_tracker import ENCODE, Unfinished
 from router.metrics import Metrics
-from router.policy import Ask, Choice, Weights, choose, explained
-from router.queue import Waiting as Entry
-from router.queue import WaitingRoom
+from router.policy import RoutingDecision, RoutingRequest, Weights, decide, explained
+from router.queue import QueueEntry, RequestQueue
 from router.recovery import Orphan, recover
 from router.stragglers import Stragglers
 from schemas import done, jobs, requests, wire
@@ -58,7 +57,7 @@ CLOSE_S = 3.0
 PARKED_NS = 2_000_000_000
 
 
-class Waiting(msgspec.Struct, eq=False):
+class PendingRequest(msgspec.Struct, eq=False):
     """A request without a worker. ``reply``: acknowledge its message there; "" for one that is steered again."""
 
     request: GenerateRequest
@@ -111,7 +110,7 @@ class Router:
         )
         self._rng = random.Random(settings.seed or None)
         self._turn = 0
-        self.view = View(
+        self.cluster = ClusterState(
             bus,
             settings,
             on_change=self._pump_soon,
@@ -119,16 +118,16 @@ class Router:
             on_lost=self._on_lost,
             on_stranded=self._on_stranded,
         )
-        self._room: WaitingRoom[Waiting] = WaitingRoom(NO_LIMIT)  # what enters from the log is limited by class
+        self._queue: RequestQueue[PendingRequest] = RequestQueue(NO_LIMIT)  # limited by class when read
         self._held = dict.fromkeys(Priority, 0)
-        self._shares: Counter[tuple[Priority, str]] = Counter()  # of what is held, by ``Waiting.share``
+        self._shares: Counter[tuple[Priority, str]] = Counter()  # of what is held, by ``PendingRequest.share``
         self._pullers: list[Puller] = []
         self._keeping = Keeping(bus, publisher)
         self._stragglers = Stragglers(bus, publisher)
-        self._parked: dict[str, str] = {}  # requests that were sent away for a while, with where to acknowledge them
+        self._parked: dict[str, str] = {}  # by request: where to acknowledge
         self._cancels: OrderedDict[str, str] = OrderedDict()
-        self._given_back: OrderedDict[str, tuple[int, str, float]] = OrderedDict()  # request -> attempt, reason, when
-        self._rescuing: set[tuple[str, int]] = set()
+        self._returned_attempts: OrderedDict[str, tuple[int, str, float]] = OrderedDict()
+        self._recovering: set[tuple[str, int]] = set()
         self._ending: set[str] = set()
         self.tasks = bus.tasks.group("router")
         self._turns = Turns()
@@ -142,7 +141,7 @@ class Router:
         Raises:
             ServingError: a stream or the workers bucket cannot be read.
         """
-        await self.view.start()
+        await self.cluster.start()
         self.tasks.spawn(self._sweep(), name="sweep")
         self.tasks.spawn(self._watch_orphans(), name="orphans")
         self.tasks.spawn(self._save(), name="snapshots")
@@ -160,10 +159,10 @@ class Router:
             await puller.drain()  # or what is given back below would come here again
         await self._finish_ends(CLOSE_S)
         await self.tasks.aclose()
-        for entry in self._room:
+        for entry in self._queue:
             if entry.item.reply and self._bus.connected:
                 await self._bus.nc.publish(entry.item.reply, NAK)
-        await self.view.stop()
+        await self.cluster.stop()
 
     async def _finish_ends(self, seconds: float) -> None:
         """Until the ends that are on their way are stored, or so long."""
@@ -180,54 +179,54 @@ class Router:
             log.error("request_unreadable", subject=message.subject, error=str(error))
             await self._bus.nc.publish(message.reply, TERM)
             return
-        known = self.view.fleet.request(request.id)
+        known = self.cluster.tracker.request(request.id)
         if known is not None and not known.echoed:  # placed by us; acknowledged when its job is stored, not before
             return
-        if known is not None or self.view.fleet.ended(request.id):  # its acknowledgement was lost with the broker
+        if known is not None or self.cluster.tracker.ended(request.id):  # its acknowledgement was lost with the broker
             await self._bus.nc.publish(message.reply, ACK)
             return
         if request.id in self._ending:
             return
-        if request.id in self._room:  # delivered again
+        if request.id in self._queue:  # delivered again
             return
-        await self._place(Waiting(request, message.data, message.reply, time.time_ns()))
+        await self._place(PendingRequest(request, message.data, message.reply, time.time_ns()))
         await self._turns.give()
 
     def _space(self, priority: Priority) -> int:
         """How many more requests of a class may be taken from the log."""
         return max(0, self._settings.max_pending - self._held[priority]) if not self._keeping.full else 0
 
-    def _wait(self, waiting: Waiting) -> None:
-        request = waiting.request
-        if waiting.reply and self._crowded(waiting):
+    def _wait(self, pending: PendingRequest) -> None:
+        request = pending.request
+        if pending.reply and self._crowded(pending):
             delay_ns = min(PARKED_NS, max(1, request.deadline_ns - time.time_ns()))
-            self._say(waiting.reply, NAK + b' {"delay": %d}' % delay_ns)
-            self._parked[request.id] = waiting.reply
+            self._say(pending.reply, NAK + b' {"delay": %d}' % delay_ns)
+            self._parked[request.id] = pending.reply
             return
-        entered = self._room.push(
+        entered = self._queue.push(
             request.id,
-            waiting,
+            pending,
             rank=request.priority.rank,
             arrived_ns=request.created_ns,
             deadline_ns=request.deadline_ns,
-            lane=self._lane(request, waiting.pin),
+            lane=self._lane(request, pending.pin),
         )
         if entered:
             self._held[request.priority] += 1
-            self._shares[request.priority, waiting.share] += 1
+            self._shares[request.priority, pending.share] += 1
 
-    def _crowded(self, waiting: Waiting) -> bool:
+    def _crowded(self, pending: PendingRequest) -> bool:
         """Whether requests of its model would take the room from those of others; then it comes again in a while.
 
         Models without a worker may have a quarter of a class's room together, each other model half of it.
         """
-        request, fleet = waiting.request, self.view.fleet
-        mine = fleet.serving(request.model)
-        if len(mine) == fleet.size:  # there is no other model
+        request, tracker = pending.request, self.cluster.tracker
+        mine = tracker.serving(request.model)
+        if len(mine) == tracker.size:  # there is no other model
             return False
-        waiting.share = request.model if mine else ""
+        pending.share = request.model if mine else ""
         limit = self._settings.max_pending // (2 if mine else 4)
-        return self._shares[request.priority, waiting.share] >= max(1, limit)
+        return self._shares[request.priority, pending.share] >= max(1, limit)
 
     def _lane(self, request: GenerateRequest, pin: str) -> str:
         """Requests that wait for the same workers: others must not wait behind them."""
@@ -237,164 +236,170 @@ class Router:
         parts = (request.model, request.worker, kind, pin, request.tokenizer, *sorted(_processors(request)))
         return " ".join(parts)
 
-    def _left(self, entry: Entry[Waiting]) -> Waiting:
-        waiting = entry.item
-        priority = waiting.request.priority
+    def _left(self, entry: QueueEntry[PendingRequest]) -> PendingRequest:
+        pending = entry.item
+        priority = pending.request.priority
         self._held[priority] -= 1
-        self._shares[priority, waiting.share] -= 1
-        return waiting
+        self._shares[priority, pending.share] -= 1
+        return pending
 
-    def _overtaken(self, waiting: Waiting) -> bool:
+    def _overtaken(self, pending: PendingRequest) -> bool:
         """Whether another replica, that was given the same request, has placed it or seen it end."""
-        known = self.view.fleet.request(waiting.request.id)
-        placed = known is not None and known.echoed and known.attempt >= waiting.attempt
-        if not placed and not self.view.fleet.ended(waiting.request.id):
+        known = self.cluster.tracker.request(pending.request.id)
+        placed = known is not None and known.echoed and known.attempt >= pending.attempt
+        if not placed and not self.cluster.tracker.ended(pending.request.id):
             return False
-        if waiting.reply:
-            self._say(waiting.reply, ACK)
+        if pending.reply:
+            self._say(pending.reply, ACK)
         return True
 
-    async def _place(self, waiting: Waiting) -> bool:
+    async def _place(self, pending: PendingRequest) -> bool:
         """Give a request to a worker, or end it; False: it has to wait. Whatever fails, fails for this one only."""
-        request = waiting.request
+        request = pending.request
         try:
-            return await self._try_place(waiting)
+            return await self._try_place(pending)
         except (NatsError, OSError, TimeoutError) as error:  # the link broke just now
             log.warning("placement_postponed", request=request.id, error=repr(error))
-            self.view.fleet.withdraw(request.id, waiting.attempt)
-            self._wait(waiting)
+            self.cluster.tracker.release(request.id, pending.attempt)
+            self._wait(pending)
             return False
         except Exception as error:
             log.exception("placement_failed", request=request.id)
-            self.view.fleet.withdraw(request.id, waiting.attempt)
+            self.cluster.tracker.release(request.id, pending.attempt)
             what = f"the router could not place it ({type(error).__name__}); its log has the details"
-            self._end(waiting, Code.internal, what)
+            self._end(pending, Code.internal, what)
             return True
 
-    async def _try_place(self, waiting: Waiting) -> bool:
-        request = waiting.request
+    async def _try_place(self, pending: PendingRequest) -> bool:
+        request = pending.request
         now_ns = time.time_ns()
-        if self._overtaken(waiting):
+        if self._overtaken(pending):
             return True
         if request.id in self._cancels:
-            self._end(waiting, Code.cancelled, self._cancels[request.id])
+            self._end(pending, Code.cancelled, self._cancels[request.id])
             return True
         if now_ns >= request.deadline_ns:
-            self._end(waiting, Code.deadline_exceeded, "the deadline passed before a worker was free")
+            self._end(pending, Code.deadline_exceeded, "the deadline passed before a worker was free")
             return True
         keys = keys_view(request.digests)
-        choice = self._choose(waiting, keys, now_ns)
-        if choice.code is not None:
-            self._end(waiting, choice.code, f"no worker can ever run this request: {explained(choice.reason)}")
+        decision = self._choose(pending, keys, now_ns)
+        if decision.code is not None:
+            self._end(pending, decision.code, f"no worker can ever run this request: {explained(decision.reason)}")
             return True
-        if not choice.route:
-            self._wait(waiting)
+        if not decision.route:
+            self._wait(pending)
             return False
-        await self._dispatch(waiting, choice, keys, now_ns)
+        await self._dispatch(pending, decision, keys, now_ns)
         return True
 
-    def _choose(self, waiting: Waiting, keys: Sequence[int], now_ns: int) -> Choice:
-        request = waiting.request
-        ask = Ask(
+    def _choose(self, pending: PendingRequest, keys: Sequence[int], now_ns: int) -> RoutingDecision:
+        request = pending.request
+        routing_request = RoutingRequest(
             request.model,
             len(request.prompt) // 4,
             request.stop.max_tokens,
             prompt_blocks=len(keys),
             n=request.n,
             worker=request.worker,
-            avoid=self.view.suspects(),
-            resumed_tokens=waiting.resumed_tokens,
+            avoid=self.cluster.suspects(),
+            resumed_tokens=pending.resumed_tokens,
             medium=request.media[0].digest if request.media else b"",
             picture=request.diffusion.kind if request.diffusion is not None else "",
             processors=_processors(request),
-            revision=self._revision_for(waiting),
+            revision=self._revision_for(pending),
             tokenizer=request.tokenizer,
         )
         self._turn += 1
-        return choose(
-            ask,
-            self.view.fleet.members(now_ns, request.model),
-            self.view.overlaps(keys) if not _computes_all(waiting) else {},
+        return decide(
+            routing_request,
+            self.cluster.tracker.targets(now_ns, request.model),
+            self.cluster.overlaps(keys) if not _computes_all(pending) else {},
             self._settings.mode,
             self._weights,
             self._rng,
             self._turn,
         )
 
-    def _revision_for(self, waiting: Waiting) -> str | None:
+    def _revision_for(self, pending: PendingRequest) -> str | None:
         """The revision that has to run it; None: whichever has the worker that it names."""
-        request, pin = waiting.request, waiting.pin
-        if waiting.begun and pin:
+        request, pin = pending.request, pending.pin
+        if pending.begun and pin:
             return pin
         if request.worker:
             return None
-        known = self.view.fleet.revisions(request.model, request.tokenizer)
+        known = self.cluster.tracker.revisions(request.model, request.tokenizer)
         if pin and (pin in known.present or known.serving is None):
             return pin
         if pin:
             log.info("request_moved_to_revision", request=request.id, before=pin, revision=known.serving)
             self._metrics.repinned.inc()
-            waiting.revision = known.serving or ""
+            pending.revision = known.serving or ""
         return known.serving
 
-    def _stranded(self, waiting: Waiting, now: float) -> bool:
+    def _stranded(self, pending: PendingRequest, now: float) -> bool:
         """Whether a request that has begun has waited long enough for a worker of its revision."""
-        request, pin = waiting.request, waiting.pin
-        if not waiting.begun or not pin or pin in self.view.fleet.revisions(request.model, request.tokenizer).present:
-            waiting.missing_since = 0.0
+        request, pin = pending.request, pending.pin
+        if (
+            not pending.begun
+            or not pin
+            or pin in self.cluster.tracker.revisions(request.model, request.tokenizer).present
+        ):
+            pending.missing_since = 0.0
             return False
-        if not waiting.missing_since:
-            waiting.missing_since = now
-        return now - waiting.missing_since >= self._settings.revision_wait_s
+        if not pending.missing_since:
+            pending.missing_since = now
+        return now - pending.missing_since >= self._settings.revision_wait_s
 
-    def _end_stranded(self, waiting: Waiting) -> None:
-        tokens, wait_s = waiting.resumed_tokens, self._settings.revision_wait_s
+    def _end_stranded(self, pending: PendingRequest) -> None:
+        tokens, wait_s = pending.resumed_tokens, self._settings.revision_wait_s
         self._end(
-            waiting,
+            pending,
             Code.revision_unavailable,
-            f"its first {tokens} tokens came from revision {waiting.pin} of {waiting.request.model!r}, whose last "
+            f"its first {tokens} tokens came from revision {pending.pin} of {pending.request.model!r}, whose last "
             f"worker is gone, and none came back within {wait_s:g} s (--revision-wait-s); another revision would go "
             "on in other words: send the request again",
         )
 
-    async def _dispatch(self, waiting: Waiting, choice: Choice, keys: Sequence[int], now_ns: int) -> None:
+    async def _dispatch(
+        self, pending: PendingRequest, decision: RoutingDecision, keys: Sequence[int], now_ns: int
+    ) -> None:
         """Publish the job to its first worker; the request is acknowledged only after the job is stored."""
-        request, attempt, route, first = waiting.request, waiting.attempt, choice.route, choice.route[0]
-        computing = self.view.fleet.worker(choice.computing)
+        request, attempt, route, first = pending.request, pending.attempt, decision.route, decision.route[0]
+        computing = self.cluster.tracker.worker(decision.computing)
         assert computing is not None
         prompt_tokens = len(request.prompt) // 4
-        cached = choice.overlap_blocks * computing.block_size
-        kv_seq, work_seq, done_seq = self.view.positions()
-        decision = Decision(
+        cached = decision.overlap_blocks * computing.block_size
+        kv_seq, work_seq, done_seq = self.cluster.positions()
+        record = Decision(
             mode=self._settings.mode,
             chosen=first.worker,
             router=self.id,
             at_ns=now_ns,
-            candidates=choice.candidates,
+            candidates=decision.candidates,
             prompt_blocks=len(keys),
-            waited_ns=now_ns - waiting.since_ns,
+            waited_ns=now_ns - pending.since_ns,
             kv_seq=kv_seq,
             work_seq=work_seq,
             done_seq=done_seq,
             rank=first.rank,
-            reason=waiting.reason,
+            reason=pending.reason,
             route=route if len(route) > 1 else (),
-            how=choice.how,
+            how=decision.how,
             revision=computing.revision,
         )
         job = Job(
-            request=msgspec.Raw(waiting.raw),
+            request=msgspec.Raw(pending.raw),
             attempt=attempt,
-            decision=decision,
-            resume=waiting.resume,
-            finished=waiting.finished,
-            endings=waiting.endings,
+            decision=record,
+            resume=pending.resume,
+            finished=pending.finished,
+            endings=pending.endings,
             route=route[1:],
-            scored=waiting.scored,
-            logprobs=waiting.logprobs,
-            scores=waiting.scores,
+            scored=pending.scored,
+            logprobs=pending.logprobs,
+            scores=pending.scores,
         )
-        self.view.placed(request, attempt, route, cached, keys, now_ns)
+        self.cluster.placed(request, attempt, route, cached, keys, now_ns)
         load = jobs.load_header(
             prompt_tokens,
             cached,
@@ -412,11 +417,11 @@ class Router:
                 headers={HEADER_LOAD: load},
             )
         except ServingError as failure:  # too large for a message, with all that was streamed so far
-            self.view.fleet.withdraw(request.id, attempt)
-            self._end(waiting, failure.code, failure.message)
+            self.cluster.tracker.release(request.id, attempt)
+            self._end(pending, failure.code, failure.message)
             return
         self._metrics.placed(
-            waiting.reason, choice.kind, first.role == ENCODE, cached, prompt_tokens, now_ns - waiting.since_ns
+            pending.reason, decision.kind, first.role == ENCODE, cached, prompt_tokens, now_ns - pending.since_ns
         )
 
         def stored(future: "asyncio.Future[Ack]") -> None:
@@ -424,32 +429,32 @@ class Router:
                 return
             error = future.exception()
             if error is None:  # if another router was first, with another worker perhaps, the log will say so
-                if waiting.reply:
-                    self._say(waiting.reply, ACK)
+                if pending.reply:
+                    self._say(pending.reply, ACK)
                 return
             log.warning("job_not_stored", request=request.id, error=str(error))
-            self.view.fleet.withdraw(request.id, attempt)
-            self._wait(waiting)
+            self.cluster.tracker.release(request.id, attempt)
+            self._wait(pending)
 
         acknowledged.add_done_callback(stored)
 
     def _pump_soon(self) -> None:
         """Room may have come free: look once per loop turn, not once per event."""
-        if not self._pump_due and len(self._room):
+        if not self._pump_due and len(self._queue):
             self._pump_due = True
             self.tasks.spawn(self._pump(), name="pump")
 
     async def _pump(self) -> None:
         """Place who waits: who is next of all lanes first, and in each lane until one finds no room."""
         self._pump_due = False
-        lanes = self._room.lanes if self.view.any_room() else []
-        heads = [(turn, lane) for lane in lanes if (turn := self._room.turn(lane)) is not None]
+        lanes = self._queue.lanes if self.cluster.any_room() else []
+        heads = [(turn, lane) for lane in lanes if (turn := self._queue.turn(lane)) is not None]
         heapq.heapify(heads)
         while heads:
             _, lane = heapq.heappop(heads)
-            entry = self._room.pop_best(lane)
+            entry = self._queue.pop_best(lane)
             if entry is not None and await self._place(self._left(entry)):
-                following = self._room.turn(lane)
+                following = self._queue.turn(lane)
                 if following is not None:
                     heapq.heappush(heads, (following, lane))
             await self._turns.give()
@@ -458,18 +463,18 @@ class Router:
 
     # --- ends that the router decides ---
 
-    def _end(self, waiting: Waiting, code: Code, message: str) -> None:
-        if waiting.request.id in self._ending:
+    def _end(self, pending: PendingRequest, code: Code, message: str) -> None:
+        if pending.request.id in self._ending:
             return
-        self._ending.add(waiting.request.id)
-        self._spawn(self._tell_end(waiting, code, message), f"end-{waiting.request.id}")
+        self._ending.add(pending.request.id)
+        self._spawn(self._tell_end(pending, code, message), f"end-{pending.request.id}")
 
-    async def _tell_end(self, waiting: Waiting, code: Code, message: str) -> None:
+    async def _tell_end(self, pending: PendingRequest, code: Code, message: str) -> None:
         """Terminal token item, terminal event, acknowledgement: in this order, each stored before the next."""
-        request, attempt = waiting.request, waiting.attempt
+        request, attempt = pending.request, pending.attempt
         batch = TokenBatch(self.id, 0, 0, (terminal_events.last_item(request, attempt, code, message),))
         event = terminal_events.refused(
-            request, waiting.raw, attempt, waiting.resume, code=code, message=message, now_ns=time.time_ns()
+            request, pending.raw, attempt, pending.resume, code=code, message=message, now_ns=time.time_ns()
         )
         subjects = self._bus.subjects
         try:
@@ -477,11 +482,11 @@ class Router:
                 subjects.tokens(request.gateway), wire.encode(batch), f"{request.id}:{attempt}:end", timeout=TERMINAL_S
             )
             await self._tell_done(request, event)
-            if waiting.reply:
-                await self._bus.nc.publish(waiting.reply, ACK)
+            if pending.reply:
+                await self._bus.nc.publish(pending.reply, ACK)
         finally:
             self._ending.discard(request.id)
-        self.view.fleet.finished(request.id)
+        self.cluster.tracker.finish(request.id)
         self._metrics.ended.labels(code.value).inc()
         log.info("request_ended_by_router", request=request.id, code=code.value)
 
@@ -515,7 +520,7 @@ class Router:
         self._cancels[request_id] = reason
         if len(self._cancels) > REMEMBERED:
             self._cancels.popitem(last=False)
-        entry = self._room.remove(request_id)
+        entry = self._queue.remove(request_id)
         if entry is not None:
             await self._place(self._left(entry))  # to its end
 
@@ -525,69 +530,69 @@ class Router:
         log.warning("worker_lost", worker=worker, why=why, requests=len(orphans))
         self._metrics.lost.inc()
         if orphans:
-            self._spawn(self._rescue(orphans, "worker_lost"), f"rescue-{worker}")
+            self._spawn(self._recover_requests(orphans, "worker_lost"), f"recover-{worker}")
 
     def _on_stranded(self, entry: Unfinished) -> None:
         """An attempt is at a worker, or goes to one, that is known to be gone."""
-        self._spawn(self._rescue([entry], "worker_lost"), f"rescue-{entry.request}")
+        self._spawn(self._recover_requests([entry], "worker_lost"), f"recover-{entry.request}")
 
     def _on_returned(self, request_id: str, attempt: int, why: str) -> None:
         reason = f"returned: {why}"[:200]
-        self._given_back[request_id] = (attempt, reason, time.monotonic())
-        if len(self._given_back) > REMEMBERED:
-            self._given_back.popitem(last=False)
-        entry = self.view.fleet.request(request_id)
+        self._returned_attempts[request_id] = (attempt, reason, time.monotonic())
+        if len(self._returned_attempts) > REMEMBERED:
+            self._returned_attempts.popitem(last=False)
+        entry = self.cluster.tracker.request(request_id)
         if entry is not None and entry.attempt == attempt:
-            self._spawn(self._rescue([entry], reason), f"rescue-{request_id}")
+            self._spawn(self._recover_requests([entry], reason), f"recover-{request_id}")
 
-    def _still_given_back(self, now: float) -> dict[str, list[Unfinished]]:
+    def _pending_returns(self, now: float) -> dict[str, list[Unfinished]]:
         """By reason: returns that came before their job was known, or whose rescue failed."""
         found: dict[str, list[Unfinished]] = {}
-        for request_id, (attempt, reason, since) in list(self._given_back.items()):
-            entry = self.view.fleet.request(request_id)
+        for request_id, (attempt, reason, since) in list(self._returned_attempts.items()):
+            entry = self.cluster.tracker.request(request_id)
             if entry is not None and entry.attempt == attempt:
                 found.setdefault(reason, []).append(entry)
-            elif entry is not None or now - since > UNKNOWN_S or self.view.fleet.ended(request_id):
-                del self._given_back[request_id]
+            elif entry is not None or now - since > UNKNOWN_S or self.cluster.tracker.ended(request_id):
+                del self._returned_attempts[request_id]
         return found
 
     async def _watch_orphans(self) -> None:
         """The backstop: unfinished work of workers that are not registered or gave it back, whoever placed it."""
         while True:
             await asyncio.sleep(ORPHANS_S)
-            orphans = self.view.orphans()
+            orphans = self.cluster.orphans()
             if orphans:
-                await self._rescue(orphans, "worker_lost")
-            for reason, entries in self._still_given_back(time.monotonic()).items():
-                await self._rescue(entries, reason)
+                await self._recover_requests(orphans, "worker_lost")
+            for reason, entries in self._pending_returns(time.monotonic()).items():
+                await self._recover_requests(entries, reason)
 
-    async def _rescue(self, lost: list[Unfinished], reason: str) -> None:
+    async def _recover_requests(self, lost: list[Unfinished], reason: str) -> None:
         """Steer unfinished requests again, behind the tokens that they have streamed."""
-        fresh = [entry for entry in lost if (entry.request, entry.attempt) not in self._rescuing]
+        fresh = [entry for entry in lost if (entry.request, entry.attempt) not in self._recovering]
         if not fresh:
             return
         names = {(entry.request, entry.attempt) for entry in fresh}
-        self._rescuing |= names
+        self._recovering |= names
         try:
             orphans = [Orphan(e.request, e.attempt, e.worker, e.gateway, e.seq) for e in fresh]
             for found in await recover(self._bus, self._publisher, self.id, orphans):
-                await self._steer_again(found, reason)
+                await self._requeue(found, reason)
                 await self._turns.give()
         except ServingError as error:
-            log.warning("rescue_postponed", error=error.message, requests=len(fresh))
+            log.warning("recovery_postponed", error=error.message, requests=len(fresh))
         finally:
-            self._rescuing -= names
+            self._recovering -= names
 
-    async def _steer_again(self, orphan: Orphan, reason: str) -> None:
+    async def _requeue(self, orphan: Orphan, reason: str) -> None:
         request = orphan.request
         assert request is not None
-        entry = self.view.fleet.request(orphan.request_id)
+        entry = self.cluster.tracker.request(orphan.request_id)
         if entry is None or entry.attempt != orphan.attempt:
             return  # its terminal event or another router's decision came in the meantime
         if reason == "worker_lost":
             await self._revoke(entry)
         wants_logprobs = request.sampling.logprobs is not None
-        waiting = Waiting(
+        pending = PendingRequest(
             request,
             orphan.raw,
             "",
@@ -602,24 +607,24 @@ class Router:
             scores=carried(orphan.scores),
             scored=len(orphan.scores) + 1 if orphan.scores else 0,
         )
-        if len(waiting.finished) == request.n:
+        if len(pending.finished) == request.n:
             if request.id not in self._ending:
                 self._ending.add(request.id)
                 self._spawn(self._complete(orphan), f"end-{request.id}")
-        elif waiting.attempt > self._settings.max_attempts:
+        elif pending.attempt > self._settings.max_attempts:
             self._end(
-                waiting,
+                pending,
                 Code.worker_lost,
                 f"{orphan.attempt} workers in turn were lost or failed while they ran this request ({reason})",
             )
         else:
-            log.info("request_steered_again", request=request.id, attempt=waiting.attempt, reason=reason)
-            self.view.fleet.returned(orphan.request_id, orphan.attempt)
-            await self._place(waiting)
+            log.info("request_requeued", request=request.id, attempt=pending.attempt, reason=reason)
+            self.cluster.tracker.end_attempt(orphan.request_id, orphan.attempt)
+            await self._place(pending)
 
     async def _revoke(self, entry: Unfinished) -> None:
         """Spare a worker that lives the rest of an attempt that is void, since another one of its route is lost."""
-        holder = self.view.fleet.worker(entry.worker)
+        holder = self.cluster.tracker.worker(entry.worker)
         if holder is None or not entry.later:
             return
         try:
@@ -638,7 +643,7 @@ class Router:
         while True:
             await asyncio.sleep(KEEP_S)
             try:
-                await self._keeping.look(self.view.fleet.unfinished())
+                await self._keeping.look(self.cluster.tracker.unfinished())
             except ServingError as error:
                 log.warning("jobs_not_kept", error=error.message)
             try:
@@ -651,20 +656,20 @@ class Router:
         parked, self._parked = self._parked, {}
         held = {
             entry.id: entry.item.reply
-            for entry in self._room
+            for entry in self._queue
             if entry.item.reply and self._space(entry.item.request.priority)
         }
         for request_id, reply in await self._stragglers.look((parked | held).items()):
-            entry = self._room.get(request_id)
+            entry = self._queue.get(request_id)
             if entry is not None and entry.item.reply == reply:
-                self._room.remove(request_id)
+                self._queue.remove(request_id)
                 self._left(entry)
             self._say(reply, ACK)
 
     async def _save(self) -> None:
         while True:
             await asyncio.sleep(SNAPSHOT_S)
-            await self.view.save()
+            await self.cluster.save()
 
     async def _sweep(self) -> None:
         while True:
@@ -672,23 +677,23 @@ class Router:
             await self._sweep_once(time.time_ns(), time.monotonic())
 
     async def _sweep_once(self, now_ns: int, now: float) -> None:
-        await self.view.upkeep(now_ns)
-        for entry in self._room.expired(now_ns):
+        await self.cluster.upkeep(now_ns)
+        for entry in self._queue.expired(now_ns):
             await self._place(self._left(entry))  # to its end
-        for entry in self._room:
-            waiting = entry.item
-            if self._stranded(waiting, now):
-                self._room.remove(entry.id)
+        for entry in self._queue:
+            pending = entry.item
+            if self._stranded(pending, now):
+                self._queue.remove(entry.id)
                 self._end_stranded(self._left(entry))
                 continue
-            if waiting.reply and now - waiting.renewed > RENEW_S and self._bus.connected:
-                waiting.renewed = now
-                await self._claim(waiting.reply)
+            if pending.reply and now - pending.renewed > RENEW_S and self._bus.connected:
+                pending.renewed = now
+                await self._claim(pending.reply)
             await self._turns.give()
-        self._metrics.waiting.set(len(self._room))
-        if self.view.index is not None:
-            self._metrics.blocks.set(self.view.index.blocks)
-        self._metrics.workers.set(self.view.fleet.size)
+        self._metrics.waiting.set(len(self._queue))
+        if self.cluster.index is not None:
+            self._metrics.blocks.set(self.cluster.index.blocks)
+        self._metrics.workers.set(self.cluster.tracker.size)
         self._pump_soon()
 
     async def _claim(self, reply: str) -> None:
@@ -711,10 +716,10 @@ class Router:
         self.tasks.spawn(work, name=name, on_failure=failed)
 
 
-def _computes_all(waiting: Waiting) -> bool:
+def _computes_all(pending: PendingRequest) -> bool:
     """Whether no part of the prompt may come from a cache: what is there has no log-probabilities."""
-    request = waiting.request
-    return request.sampling.prompt_logprobs is not None and waiting.scored < len(request.prompt) // 4
+    request = pending.request
+    return request.sampling.prompt_logprobs is not None and pending.scored < len(request.prompt) // 4
 
 
 def _processors(request: GenerateRequest) -> frozenset[str]:

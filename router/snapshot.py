@@ -11,7 +11,7 @@ from nats.errors import Error as NatsError
 from nats.js.errors import Error as JetStreamError
 
 from infra.bus.connection import Bus
-from router.load_tracker import FleetState, merge
+from router.load_tracker import LoadState, merge
 from schemas import wire
 
 log = structlog.get_logger("router")
@@ -30,7 +30,7 @@ class Snapshot(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 encode_part = wire.encode
-_decode_part = wire.decoder(FleetState)
+_decode_part = wire.decoder(LoadState)
 _decode = wire.decoder(Snapshot)
 
 
@@ -42,7 +42,7 @@ class Snapshots:
         self._name = f"fleet-{router or 'router'}"
         self._bucket = bus.subjects.bucket("snapshots")
 
-    async def load(self) -> tuple[Snapshot, FleetState] | None:
+    async def load(self) -> tuple[Snapshot, LoadState] | None:
         try:
             store = await self._bus.js.object_store(self._bucket)
             found = await store.get(self._name)

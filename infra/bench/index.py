@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from router.holders import keys_view
 from router.index import PrefixIndex
-from router.load_tracker import Load, Member
-from router.policy import Ask, Weights, choose
+from router.load_tracker import Load, RoutingTarget
+from router.policy import RoutingRequest, Weights, decide
 from schemas.fleet import Registration
 from schemas.kv import KvBatch, Removed, Stored
 
@@ -112,19 +112,19 @@ def sweep_figures(blocks: int) -> None:
 
 
 def decision_figures() -> None:
-    rng, ask = random.Random(1), Ask(model="m", prompt_tokens=4000, max_tokens=200, prompt_blocks=125)
+    rng, request = random.Random(1), RoutingRequest(model="m", prompt_tokens=4000, max_tokens=200, prompt_blocks=125)
     for workers in (2, 64):
-        members = [
-            Member(
+        targets = [
+            RoutingTarget(
                 (f"w{w}", 0),
                 Registration(f"w{w}", "m", "aggregated", "mock", 1, 32, 16384, 256, 131072),
                 Load(requests=w, sequences=w, active_blocks=7 * w, prefill_tokens=100 * w),
             )
             for w in range(workers)
         ]
-        overlaps = {member.place: w for w, member in enumerate(members)}
-        cost = microseconds(lambda m=members, o=overlaps: choose(ask, m, o, "kv", Weights(), rng))  # type: ignore[misc]
-        print(f"choose, {workers} workers: {cost:.1f} µs")
+        overlaps = {target.place: w for w, target in enumerate(targets)}
+        cost = microseconds(lambda m=targets, o=overlaps: decide(request, m, o, "kv", Weights(), rng))  # type: ignore[misc]
+        print(f"decide, {workers} workers: {cost:.1f} µs")
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ PAUSE_S = 1.0
 GHOST_NS = int((fleet.LEASE_S + 2.0) * 1e9)  # a key that was not renewed for so long is nobody's registration
 
 
-class Member(msgspec.Struct):
+class RegisteredWorker(msgspec.Struct):
     registration: fleet.Registration
     revision: int  # of the key, for removing it
     heard: float  # monotonic
@@ -37,9 +37,9 @@ class FleetWatch:
     def __init__(
         self,
         bus: Bus,
-        joined: Callable[[Member], None] = lambda member: None,
-        left: Callable[[Member, str], None] = lambda member, why: None,
-        renewed: Callable[[Member], None] = lambda member: None,
+        joined: Callable[[RegisteredWorker], None] = lambda member: None,
+        left: Callable[[RegisteredWorker, str], None] = lambda member, why: None,
+        renewed: Callable[[RegisteredWorker], None] = lambda member: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         bucket = bus.subjects.bucket("workers")
@@ -53,7 +53,7 @@ class FleetWatch:
         self._checked = self._ghosts_since = clock()
         self._links = self._looked = bus.reconnects
         self._reading_ns = 0  # Unix time at which the table began to be read; 0: it was read
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, RegisteredWorker] = {}
         self.ghosts: dict[str, int] = {}
 
     async def start(self) -> None:
@@ -149,5 +149,5 @@ class FleetWatch:
         if self._reading_ns and entry.time_ns < self._reading_ns - GHOST_NS:
             self.ghosts[worker] = entry.seq  # if it lives after all, its next renewal is less than a second away
             return
-        member = self.members[worker] = Member(registration, entry.seq, self._clock())
+        member = self.members[worker] = RegisteredWorker(registration, entry.seq, self._clock())
         self._joined(member)

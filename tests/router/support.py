@@ -37,18 +37,18 @@ class Routing:
 
     @property
     def waiting(self) -> list[str]:
-        return [entry.id for entry in self.router._room]
+        return [entry.id for entry in self.router._queue]
 
     @property
     def unfinished(self) -> dict[str, tuple[int, str]]:
         """Attempt and worker by request."""
-        return {entry.request: (entry.attempt, entry.worker) for entry in self.router.view.fleet.unfinished()}
+        return {entry.request: (entry.attempt, entry.worker) for entry in self.router.cluster.tracker.unfinished()}
 
     def metric(self, name: str) -> float:
         return self.registry.get_sample_value(name) or 0.0
 
     async def knows(self, *workers: str) -> None:
-        await eventually(lambda: set(workers) <= {r.worker for r in self.router.view.fleet.workers()})
+        await eventually(lambda: set(workers) <= {r.worker for r in self.router.cluster.tracker.workers()})
 
     async def close(self) -> None:
         self.ended = True
@@ -64,7 +64,7 @@ class Routing:
         for puller in router._pullers:
             await puller.stop()
         await router.tasks.aclose()
-        await router.view.tasks.aclose()
+        await router.cluster.tasks.aclose()
         await self.publisher.close()
 
 

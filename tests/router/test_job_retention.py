@@ -13,7 +13,7 @@ from infra.bus.connection import Bus
 from infra.bus.direct_get import Entry, get, read
 from infra.bus.publisher import Publisher
 from router.job_retention import Keeping, stages
-from router.load_tracker import Fleet
+from router.load_tracker import LoadTracker
 from schemas.streams import StreamSpec, topology
 from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, KEPT, Subjects
 
@@ -107,18 +107,18 @@ async def test_unfinished_jobs_that_fill_the_stream_stop_new_work_and_are_not_co
 
 
 def test_a_copy_tells_where_the_job_is_and_changes_nothing_else() -> None:
-    fleet = Fleet()
-    fleet.admitted(
+    fleet = LoadTracker()
+    fleet.admit(
         "r", 2, "w1", prompt_tokens=64, cached_tokens=0, deadline_ns=10, now_ns=0, echo=True, seq=5, role="aggregated"
     )
     before = fleet.request("r")
     assert before is not None
-    assert fleet.kept("r", 2, 9)
+    assert fleet.republished("r", 2, 9)
     assert fleet.request("r") == msgspec.structs.replace(before, seq=9)
-    assert fleet.kept("r", 1, 11)  # of an attempt that is over
-    assert fleet.kept("r", 2, 7)  # older than what is known
+    assert fleet.republished("r", 1, 11)  # of an attempt that is over
+    assert fleet.republished("r", 2, 7)  # older than what is known
     assert fleet.request("r") == msgspec.structs.replace(before, seq=9)
-    assert not fleet.kept("unknown", 1, 3)
+    assert not fleet.republished("unknown", 1, 3)
 
 
 def test_a_copy_s_name_is_the_job_s_own_and_a_mark() -> None:

@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.load_tracker import CLOSED_REMEMBERED, Fleet, FleetState, Load, merge
+from router.load_tracker import CLOSED_REMEMBERED, Load, LoadState, LoadTracker, merge
 from schemas.fleet import Registration, State
 from schemas.jobs import Stage
 
@@ -19,16 +19,16 @@ def registered(worker: str, role: str = "aggregated", **more: object) -> Registr
     return Registration(worker, "m", role, "mock", 1, **(fields | more))  # type: ignore[arg-type]
 
 
-def fleet(rate: float = 1000.0) -> Fleet:
-    made = Fleet(rate)
+def fleet(rate: float = 1000.0) -> LoadTracker:
+    made = LoadTracker(rate)
     for worker in WORKERS:
-        made.put(registered(worker))
+        made.put_worker(registered(worker))
     return made
 
 
-def admit(f: Fleet, request: str, attempt: int = 1, worker: str = "a", **more: object) -> bool:
+def admit(f: LoadTracker, request: str, attempt: int = 1, worker: str = "a", **more: object) -> bool:
     fields: dict[str, object] = {"prompt_tokens": 100, "cached_tokens": 0, "deadline_ns": 600 * SECOND, "now_ns": 0}
-    return f.admitted(request, attempt, worker, **(fields | more))  # type: ignore[arg-type]
+    return f.admit(request, attempt, worker, **(fields | more))  # type: ignore[arg-type]
 
 
 WORK = st.tuples(st.just("work"), st.sampled_from("rst"), st.integers(1, 3))
@@ -38,15 +38,15 @@ END = st.tuples(st.sampled_from(["done", "returned"]), st.sampled_from("rst"), s
 @settings(max_examples=200, deadline=None)
 @given(st.lists(WORK | END, max_size=14), st.randoms(use_true_random=False))
 def test_order_and_repetition_of_the_log_do_not_matter(events: list[tuple[str, str, int]], rng: random.Random) -> None:
-    def fold(log: list[tuple[str, str, int]]) -> Fleet:
+    def fold(log: list[tuple[str, str, int]]) -> LoadTracker:
         f = fleet()
         for kind, request, attempt in log:
             if kind == "work":  # the worker is a function of the attempt: message ids see to that
                 admit(f, request, attempt, WORKERS[attempt % 2], n=attempt, echo=True)
             elif kind == "done":
-                f.finished(request)
+                f.finish(request)
             else:
-                f.returned(request, attempt)
+                f.end_attempt(request, attempt)
         return f
 
     shuffled = events + rng.choices(events, k=3) if events else []
@@ -64,7 +64,7 @@ def test_order_and_repetition_of_the_log_do_not_matter(events: list[tuple[str, s
             assert f.room(worker) == max(0, 6 - load.sequences)
             assert f.unfinished_of(worker) == sorted(mine, key=lambda e: f.unfinished_of(worker).index(e))
     for entry in one.unfinished():
-        one.finished(entry.request)
+        one.finish(entry.request)
     assert one.load(("a", 0), 0) == one.load(("b", 0), 0) == Load(), "nothing leaks"
 
 
@@ -89,22 +89,22 @@ def test_a_later_attempt_leaves_the_earlier_worker_and_an_earlier_one_changes_no
     admit(f, "r", 1, "a")
     admit(f, "r", 2, "b")
     assert not admit(f, "r", 1, "a", echo=True)
-    assert f.returned("r", 1) is None
+    assert f.end_attempt("r", 1) is None
     assert f.unfinished_of("a") == []
     assert [e.attempt for e in f.unfinished_of("b")] == [2]
 
 
 def test_what_ended_before_it_was_heard_of_is_never_counted() -> None:
     f = fleet()
-    f.finished("r")
-    f.returned("s", 1)
+    f.finish("r")
+    f.end_attempt("s", 1)
     assert not admit(f, "r", 1, echo=True)
     assert not admit(f, "s", 1, echo=True)
     assert f.ended("r")
     assert not f.ended("s")
     assert admit(f, "s", 2)
     for i in range(CLOSED_REMEMBERED):
-        f.finished(f"x{i}")
+        f.finish(f"x{i}")
     assert len(merge(f.parts()).closed) == CLOSED_REMEMBERED
 
 
@@ -112,9 +112,9 @@ def test_the_requests_of_a_lost_worker_are_known_until_they_are_steered_again() 
     f = fleet()
     admit(f, "r", worker="a", deadline_ns=10 * SECOND)
     admit(f, "s", worker="a", deadline_ns=20 * SECOND)
-    assert [e.request for e in f.lost("a")] == ["r", "s"]
+    assert [e.request for e in f.remove_worker("a")] == ["r", "s"]
     assert f.room("a") == 0
-    assert [m.place for m in f.members(0, "m")] == [("b", 0)]
+    assert [m.place for m in f.targets(0, "m")] == [("b", 0)]
     admit(f, "r", 2, "b")
     assert [e.request for e in f.orphans()] == ["s"]
     assert [e.request for e in f.expire(25 * SECOND, 5 * SECOND)] == ["s"]
@@ -128,7 +128,7 @@ def test_prefill_drains_with_time_and_never_exceeds_what_is_unfinished() -> None
     admit(f, "s", prompt_tokens=500, cached_tokens=400, now_ns=SECOND)
     assert f.load(("a", 0), SECOND).prefill_tokens == 300
     assert f.load(("a", 0), 2 * SECOND).prefill_tokens == 200
-    f.finished("r")
+    f.finish("r")
     assert f.load(("a", 0), 2 * SECOND).prefill_tokens == 100
     assert f.load(("a", 0), 9 * SECOND).prefill_tokens == 0
     assert f.load(("a", 0), 0).prefill_tokens >= 0, "a clock that goes back does no harm"
@@ -138,25 +138,25 @@ def test_another_router_goes_on_from_the_state() -> None:
     f = fleet()
     admit(f, "r", cached_tokens=32, now_ns=SECOND, n=2)
     admit(f, "s", worker="b", rank=1)
-    f.finished("gone")
-    stored = msgspec.msgpack.decode(msgspec.msgpack.encode(merge(f.parts(1))), type=FleetState)
-    g = Fleet.restore(stored, f.workers(), 1000.0)
+    f.finish("gone")
+    stored = msgspec.msgpack.decode(msgspec.msgpack.encode(merge(f.parts(1))), type=LoadState)
+    g = LoadTracker.restore(stored, f.workers(), 1000.0)
     assert merge(g.parts()) == merge(f.parts())
     for place in (("a", 0), ("b", 0), ("b", 1)):
         assert g.load(place, SECOND + 10_000_000) == f.load(place, SECOND + 10_000_000)
     assert not admit(g, "gone")
-    g.finished("r")
+    g.finish("r")
     assert g.load(("a", 0), 0) == Load()
 
 
 def test_a_worker_is_found_by_alias_with_one_member_per_rank() -> None:
-    f = Fleet()
-    assert f.put(registered("w", aliases=("other",), dp_size=2))
-    assert not f.put(registered("w", aliases=("other",), dp_size=2))
-    assert [m.place for m in f.members(0, "other")] == [("w", 0), ("w", 1)]
-    assert f.members(0, "unknown") == []
+    f = LoadTracker()
+    assert f.put_worker(registered("w", aliases=("other",), dp_size=2))
+    assert not f.put_worker(registered("w", aliases=("other",), dp_size=2))
+    assert [m.place for m in f.targets(0, "other")] == [("w", 0), ("w", 1)]
+    assert f.targets(0, "unknown") == []
     assert f.total_room("m") == 12
-    f.put(registered("w", state=State.draining))
+    f.put_worker(registered("w", state=State.draining))
     assert f.total_room("m") == f.room("w") == 0
 
 
@@ -174,14 +174,14 @@ STAGED_END = st.tuples(st.sampled_from(["done", "returned"]), st.just("rs"), st.
 Step = tuple[str, str, int, int]
 
 
-def heard(f: Fleet, step: Step) -> None:
+def heard(f: LoadTracker, step: Step) -> None:
     """One message of the log: to the stage that has so many stages left, itself included."""
     kind, names, attempt, left = step
     for request in names:
         if kind == "done" and request == "r":
-            f.finished(request)
+            f.finish(request)
         elif kind == "returned":
-            f.returned(request, attempt)
+            f.end_attempt(request, attempt)
         elif kind == "work":
             route = ROUTES[attempt][len(ROUTES[attempt]) - left :]
             handed = route[0].role == "decode" and len(ROUTES[attempt]) > 1
@@ -209,12 +209,12 @@ def test_order_and_repetition_do_not_matter_for_requests_with_stages(events: lis
         assert first.sequences == sum(share.sequences for share in owed)
         assert first.active_blocks == sum(share.blocks for share in owed)
         assert first.prefill_tokens <= sum(share.uncached for share in owed)
-    again = Fleet.restore(msgspec.msgpack.decode(msgspec.msgpack.encode(merge(one.parts(2))), type=FleetState))
+    again = LoadTracker.restore(msgspec.msgpack.decode(msgspec.msgpack.encode(merge(one.parts(2))), type=LoadState))
     assert merge(again.parts()) == merge(one.parts())
     for entry in one.unfinished():
         assert entry.seq == 10 * entry.attempt - 1 - len(entry.later)
         assert all(entry in one.unfinished_of(stage.worker) for stage in entry.stages)
-        one.finished(entry.request)
+        one.finish(entry.request)
     assert all(one.load(place, 0) == Load() for place in PLACES), "nothing leaks"
     assert merge(one.parts()).backlogs == ()
 
@@ -222,7 +222,7 @@ def test_order_and_repetition_do_not_matter_for_requests_with_stages(events: lis
 def test_a_request_counts_at_every_stage_that_is_before_it() -> None:
     f = fleet()
     for worker, role in (("e", "encode"), ("p", "prefill"), ("d", "decode")):
-        f.put(registered(worker, role=role))
+        f.put_worker(registered(worker, role=role))
     admit(f, "r", worker="e", route=(E, P, D), n=2, cached_tokens=32)
     assert f.load(("e", 0), 0) == Load(1, 1, 0, 0.0)
     assert f.load(("p", 0), 0) == Load(1, 2, 3, 68.0)
@@ -244,13 +244,13 @@ def test_a_request_counts_at_every_stage_that_is_before_it() -> None:
 def test_whoever_loses_a_later_worker_loses_the_attempt_and_an_earlier_one_does_not_matter() -> None:
     f = fleet()
     for worker, role in (("p", "prefill"), ("d", "decode"), ("c", "decode")):
-        f.put(registered(worker, role=role))
+        f.put_worker(registered(worker, role=role))
     admit(f, "r", worker="p", route=(P, D), echo=True)
     admit(f, "s", worker="p", route=(P, C), echo=True)
-    assert [e.request for e in f.lost("d")] == ["r"]
+    assert [e.request for e in f.remove_worker("d")] == ["r"]
     assert [e.request for e in f.orphans()] == ["r"]
     admit(f, "s", worker="c", route=(C,), handed=True, echo=True)
-    assert [e.request for e in f.lost("p")] == ["r"]
+    assert [e.request for e in f.remove_worker("p")] == ["r"]
     assert [e.request for e in f.orphans()] == ["r"], "once, though both its workers are gone"
     admit(f, "r", 2, worker="c", route=(C,))
     assert f.orphans() == []
@@ -265,8 +265,8 @@ def test_the_log_overrules_another_route_however_long() -> None:
 
 
 def test_another_rank_of_the_same_worker_is_another_place() -> None:
-    f = Fleet()
-    f.put(registered("w", dp_size=4))
+    f = LoadTracker()
+    f.put_worker(registered("w", dp_size=4))
     admit(f, "r", worker="w", route=(Stage("aggregated", "w", 1),))
     assert admit(f, "r", worker="w", route=(Stage("aggregated", "w", 3),), echo=True)
     assert [f.load(("w", rank), 0).requests for rank in range(4)] == [0, 0, 0, 1]

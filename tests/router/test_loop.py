@@ -19,7 +19,7 @@ from infra.broker.server import EmbeddedNats
 from infra.bus.direct_get import Entry
 from infra.bus.publisher import Publisher
 from infra.model import modeldir
-from router.cluster_state import View
+from router.cluster_state import ClusterState
 from router.load_tracker import CLOSED_REMEMBERED
 from schemas import fleet, kv, wire
 from schemas.jobs import Stage
@@ -78,14 +78,14 @@ async def rest() -> None:
         await asyncio.sleep(0.01)
 
 
-def fill(view: View) -> None:
+def fill(cluster: ClusterState) -> None:
     """Requests and blocks, as after hours of work."""
     far_ns = time.time_ns() + 3600 * 10**9
     for number in range(CLOSED_REMEMBERED):
-        view.fleet.finished(f"01900000-0000-7000-8000-{number:012}")
+        cluster.tracker.finish(f"01900000-0000-7000-8000-{number:012}")
     for number in range(REQUESTS):
         worker = f"w{number % WORKERS:04}"
-        view.fleet.admitted(
+        cluster.tracker.admit(
             *(f"busy-{number}", 1, worker),
             prompt_tokens=100,
             cached_tokens=0,
@@ -95,18 +95,18 @@ def fill(view: View) -> None:
             seq=number,
             route=(Stage("aggregated", worker),),
         )
-    assert view.index is not None
+    assert cluster.index is not None
     for number in range(BLOCKS // 1000):
         batch = kv.KvBatch(f"w{number:04}", 1, 0, (kv.Stored(secrets.token_bytes(16_000), None),))
-        view.index.apply(batch)
+        cluster.index.apply(batch)
 
 
 @pytest.fixture
 async def one(broker: EmbeddedNats, pipeline: Subjects) -> Iterator[Routing]:
     async with routing(broker, pipeline) as one:
         for entry in renewals(pipeline, 0):
-            one.router.view._members._on_entry(entry)
-        fill(one.router.view)
+            one.router.cluster._registry._on_entry(entry)
+        fill(one.router.cluster)
         gc.collect()
         yield one
 
@@ -114,17 +114,17 @@ async def one(broker: EmbeddedNats, pipeline: Subjects) -> Iterator[Routing]:
 async def test_snapshots_sweeps_and_dumps_do_not_hold_up_the_loop(
     one: Routing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    view = one.router.view
-    assert view.index is not None
+    cluster = one.router.cluster
+    assert cluster.index is not None
     dump = kv.KvDump("w0500", 1, 0, (kv.Stored(secrets.token_bytes(16 * 100_000), None),))
     callbacks = Callbacks(monkeypatch)
-    await view.save()
+    await cluster.save()
     for number in range(20):
-        view.index.forget(f"w{number:04}")
-    while view.index._holders.retired:
+        cluster.index.forget(f"w{number:04}")
+    while cluster.index._holders.retired:
         await one.router._sweep_once(time.time_ns(), time.monotonic())
-    assert await view._load([dump])
-    assert view.index.held(("w0500", 0)) == 100_000
+    assert await cluster._load([dump])
+    assert cluster.index.held(("w0500", 0)) == 100_000
     await rest()
     callbacks.check()
 
@@ -148,7 +148,7 @@ async def test_renewals_that_change_nothing_cost_next_to_nothing(
     one: Routing, pipeline: Subjects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a router and in a gateway, per second of 1,000 workers: 1,333 renewals."""
-    view = one.router.view
+    cluster = one.router.cluster
     model = modeldir.load(modeldir.TINY, name=MODEL)
     gateway = Gateway(
         *(one.bus, Publisher(one.bus), model, GatewaySettings(served_model_name=MODEL), Metrics(CollectorRegistry()))
@@ -157,9 +157,9 @@ async def test_renewals_that_change_nothing_cost_next_to_nothing(
         gateway.fleet._on_entry(entry)
     target = gateway._target
     callbacks = Callbacks(monkeypatch)
-    serving = view.fleet.serving(MODEL)
+    serving = cluster.tracker.serving(MODEL)
     spent = {}
-    for name, members in (("router", view._members), ("gateway", gateway.fleet)):
+    for name, members in (("router", cluster._registry), ("gateway", gateway.fleet)):
         entries = list(renewals(pipeline, 2))
         began = time.thread_time()
         for entry in entries:
@@ -168,5 +168,5 @@ async def test_renewals_that_change_nothing_cost_next_to_nothing(
     await rest()
     callbacks.check()
     assert gateway._target is target, "made anew, though nothing had changed"
-    assert view.fleet.serving(MODEL) is serving
+    assert cluster.tracker.serving(MODEL) is serving
     assert max(spent.values()) < 0.10, spent

@@ -5,27 +5,27 @@ from typing import Any
 
 import pytest
 
-from router.load_tracker import Load, Member
-from router.policy import Ask, Mode, Weights, choose
+from router.load_tracker import Load, RoutingTarget
+from router.policy import Mode, RoutingRequest, Weights, decide
 from schemas.errors import Code
 from schemas.fleet import Diffuser, Registration, State
 
 MODES: tuple[Mode, ...] = ("kv", "round_robin", "random", "least_loaded")
 IMAGES = Diffuser("image", "FluxPipeline", 64, 64, 4, ("png",), 1 << 20, 50)
 VIDEOS = Diffuser("video", "WanPipeline", 64, 64, 4, ("webp",), 1 << 20, 50)
-ASK = Ask("m", 0, 4, picture="image")
+ASK = RoutingRequest("m", 0, 4, picture="image")
 IDLE, BUSY = Load(), Load(1, 1)
 
 
-def member(worker: str, made: Diffuser | None = IMAGES, load: Load = IDLE, **more: Any) -> Member:
+def member(worker: str, made: Diffuser | None = IMAGES, load: Load = IDLE, **more: Any) -> RoutingTarget:
     role = "diffusion" if made else "aggregated"
     slots = 1 if made else 4
     registration = Registration(worker, "m", role, "e", 1, 32, 100, slots, 1000, diffusion=made, **more)
-    return Member((worker, 0), registration, load)
+    return RoutingTarget((worker, 0), registration, load)
 
 
-def pick(ask: Ask, *members: Member, mode: Mode = "kv") -> Any:
-    return choose(ask, members, {}, mode, Weights(), Random(1))
+def pick(ask: RoutingRequest, *members: RoutingTarget, mode: Mode = "kv") -> Any:
+    return decide(ask, members, {}, mode, Weights(), Random(1))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -35,13 +35,13 @@ def test_a_picture_is_made_by_a_free_worker_of_its_kind(mode: Mode) -> None:
     assert choice.chosen == ("free", 0)
     assert choice.route[0].role == "diffusion"
     assert [(c.worker, c.excluded) for c in choice.candidates] == [("free", ""), ("full", "full")]
-    film = pick(Ask("m", 0, 4, picture="video"), *fleet, mode=mode)
+    film = pick(RoutingRequest("m", 0, 4, picture="video"), *fleet, mode=mode)
     assert film.chosen == ("film", 0)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_text_is_never_given_to_a_worker_that_makes_pictures(mode: Mode) -> None:
-    text = Ask("m", 10, 10)
+    text = RoutingRequest("m", 10, 10)
     assert pick(text, member("a"), member("b", None), mode=mode).chosen == ("b", 0)
     alone = pick(text, member("a"), mode=mode)
     assert (alone.route, alone.code) == ((), None)
@@ -50,7 +50,7 @@ def test_text_is_never_given_to_a_worker_that_makes_pictures(mode: Mode) -> None
 @pytest.mark.parametrize(
     "others", [(), (member("text", None),), (member("film", VIDEOS),), (member("full", load=BUSY),)]
 )
-def test_without_a_free_worker_a_picture_waits(others: tuple[Member, ...]) -> None:
+def test_without_a_free_worker_a_picture_waits(others: tuple[RoutingTarget, ...]) -> None:
     choice = pick(ASK, *others)
     assert (choice.route, choice.code) == ((), None)
 
@@ -61,14 +61,14 @@ def test_a_draining_worker_takes_none() -> None:
 
 
 def test_a_worker_that_failed_the_request_is_the_last_resort() -> None:
-    avoiding = Ask("m", 0, 4, picture="image", avoid=frozenset({"bad"}))
+    avoiding = RoutingRequest("m", 0, 4, picture="image", avoid=frozenset({"bad"}))
     assert pick(avoiding, member("bad"), member("good")).chosen == ("good", 0)
     assert pick(avoiding, member("bad")).chosen == ("bad", 0)
 
 
 def test_a_named_worker_is_waited_for_or_refused() -> None:
-    def named(worker: str) -> Ask:
-        return Ask("m", 0, 4, picture="image", worker=worker)
+    def named(worker: str) -> RoutingRequest:
+        return RoutingRequest("m", 0, 4, picture="image", worker=worker)
 
     fleet = (member("a"), member("full", load=BUSY), member("text", None))
     assert pick(named("a"), *fleet, mode="direct").chosen == ("a", 0)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.load_tracker import Load, Member
-from router.policy import STORED_CANDIDATES, Ask, Mode, Weights, choose, excluded, score
+from router.load_tracker import Load, RoutingTarget
+from router.policy import STORED_CANDIDATES, Mode, RoutingRequest, Weights, decide, excluded, score
 from schemas.errors import Code
 from schemas.fleet import Registration, State
 
@@ -18,14 +18,14 @@ MODES: tuple[Mode, ...] = ("kv", "round_robin", "random", "least_loaded")
 IDLE = Load()
 
 
-def member(worker: str, *, load: Load = IDLE, rank: int = 0, **more: object) -> Member:
+def member(worker: str, *, load: Load = IDLE, rank: int = 0, **more: object) -> RoutingTarget:
     fields: dict[str, object] = {"slots": 4, "total_blocks": 1000, "max_model_len": 4096, "block_size": 32}
     registration = Registration(worker, "m", "aggregated", "mock", 1, **(fields | more))  # type: ignore[arg-type]
-    return Member((worker, rank), registration, load)
+    return RoutingTarget((worker, rank), registration, load)
 
 
-ASK = Ask("m", prompt_tokens=330, max_tokens=100, prompt_blocks=10)
-EDITED = Ask("m", 1, 1, processors=frozenset({"x", "y"}))
+ASK = RoutingRequest("m", prompt_tokens=330, max_tokens=100, prompt_blocks=10)
+EDITED = RoutingRequest("m", 1, 1, processors=frozenset({"x", "y"}))
 EDITING: dict[str, Any] = {"logits_processors": ("x", "y", "z")}
 
 
@@ -39,8 +39,10 @@ def test_golden_score_table() -> None:
         member("short", max_model_len=429),
         member("elsewhere", aliases=()),
     ]
-    members[-1] = Member(("elsewhere", 0), Registration("e", "x", "aggregated", "mock", 1, 32, 9, 9, 9999), Load())
-    choice = choose(ASK, members, {("busy", 0): 10, ("idle", 0): 2}, "kv", Weights(), Random(0))
+    members[-1] = RoutingTarget(
+        ("elsewhere", 0), Registration("e", "x", "aggregated", "mock", 1, 32, 9, 9, 9999), Load()
+    )
+    choice = decide(ASK, members, {("busy", 0): 10, ("idle", 0): 2}, "kv", Weights(), Random(0))
     assert choice.chosen == ("idle", 0)
     assert choice.overlap_blocks == 2
     assert [(c.worker, c.score, c.excluded) for c in choice.candidates] == [
@@ -56,7 +58,7 @@ def test_golden_score_table() -> None:
 def test_overlap_wins_until_load_outweighs_it() -> None:
     def pick(active: int) -> str:
         members = [member("holder", load=Load(1, 1, active)), member("idle")]
-        chosen = choose(ASK, members, {("holder", 0): 8}, "kv", Weights(), Random(0)).chosen
+        chosen = decide(ASK, members, {("holder", 0): 8}, "kv", Weights(), Random(0)).chosen
         assert chosen
         return chosen[0]
 
@@ -84,12 +86,12 @@ MEMBERS = st.lists(
     st.dictionaries(st.integers(0, 24), st.integers(1, 10)),
 )
 def test_a_choice_is_allowed_repeatable_and_explained(
-    members: list[Member], mode: Mode, seed: int, temperature: float, held: dict[int, int]
+    members: list[RoutingTarget], mode: Mode, seed: int, temperature: float, held: dict[int, int]
 ) -> None:
     overlaps = {m.place: held[i] for i, m in enumerate(members) if i in held}
     weights = Weights(temperature=temperature)
-    choice = choose(ASK, members, overlaps, mode, weights, Random(seed), turn=seed)
-    assert choice == choose(ASK, members, overlaps, mode, weights, Random(seed), turn=seed)
+    choice = decide(ASK, members, overlaps, mode, weights, Random(seed), turn=seed)
+    assert choice == decide(ASK, members, overlaps, mode, weights, Random(seed), turn=seed)
     usable = {m.place: m for m in members if not excluded(ASK, m)}
     assert (choice.chosen in usable) == bool(usable)
     assert len(choice.candidates) == min(STORED_CANDIDATES, len(members))
@@ -107,15 +109,15 @@ def test_a_choice_is_allowed_repeatable_and_explained(
 
 def test_ties_are_broken_evenly_and_round_robin_takes_turns() -> None:
     members, rng = [member(f"w{i}") for i in range(4)], Random(3)
-    picks = [choose(ASK, members, {}, "kv", Weights(), rng).chosen for _ in range(400)]
+    picks = [decide(ASK, members, {}, "kv", Weights(), rng).chosen for _ in range(400)]
     assert min(picks.count(m.place) for m in members) > 60
-    turns = [choose(ASK, members, {}, "round_robin", Weights(), rng, turn=t).chosen for t in range(8)]
+    turns = [decide(ASK, members, {}, "round_robin", Weights(), rng, turn=t).chosen for t in range(8)]
     assert turns == [m.place for m in members] * 2
 
 
 def test_temperature_prefers_the_better_without_always_taking_it() -> None:
     members, rng = [member("a"), member("b", load=Load(1, 1, 50))], Random(5)
-    picks = [choose(ASK, members, {}, "kv", Weights(temperature=1.0), rng).chosen for _ in range(400)]
+    picks = [decide(ASK, members, {}, "kv", Weights(temperature=1.0), rng).chosen for _ in range(400)]
     assert 50 < picks.count(("b", 0)) < 160  # softmax over 0 and 1: 27 %
 
 
@@ -127,40 +129,40 @@ def test_temperature_prefers_the_better_without_always_taking_it() -> None:
         ([member("a", total_blocks=1)], ASK, "kv", "too_small", Code.out_of_blocks),
         ([member("a", max_model_len=100)], ASK, "kv", "too_long", Code.context_length_exceeded),
         ([member("a")], ASK, "direct", "worker_not_named", Code.invalid_request),
-        ([member("a")], Ask("m", 1, 1, worker="b"), "direct", "unknown_worker", Code.invalid_request),
+        ([member("a")], RoutingRequest("m", 1, 1, worker="b"), "direct", "unknown_worker", Code.invalid_request),
         ([member("a", logits_processors=("x",))], EDITED, "kv", "no_processor", Code.invalid_request),
         ([member("a"), member("b", **EDITING, load=Load(4, 4))], EDITED, "kv", "full", None),
     ],
 )
 def test_a_refusal_says_why_and_whether_waiting_helps(
-    members: list[Member], ask: Ask, mode: Mode, reason: str, code: Code | None
+    members: list[RoutingTarget], ask: RoutingRequest, mode: Mode, reason: str, code: Code | None
 ) -> None:
-    choice = choose(ask, members, {}, mode, Weights(), Random(0))
+    choice = decide(ask, members, {}, mode, Weights(), Random(0))
     assert (choice.chosen, choice.reason, choice.code) == (None, reason, code)
 
 
 def test_direct_finds_a_worker_by_id_or_name_and_no_other() -> None:
     members = [member("a"), member("b", name="named")]
     for wanted in ("b", "named"):
-        ask = Ask("m", 1, 1, worker=wanted)
-        assert choose(ask, members, {}, "direct", Weights(), Random(0)).chosen == ("b", 0)
+        ask = RoutingRequest("m", 1, 1, worker=wanted)
+        assert decide(ask, members, {}, "direct", Weights(), Random(0)).chosen == ("b", 0)
 
 
 def test_only_a_worker_with_all_the_logits_processors_is_taken() -> None:
     busy = member("b", load=Load(3, 3, 500), **EDITING)
     members = [member("a", logits_processors=("x",)), busy, member("c")]
-    assert choose(EDITED, members, {}, "kv", Weights(), Random(0)).chosen == busy.place
-    assert choose(ASK, members, {}, "kv", Weights(), Random(0)).chosen != busy.place
+    assert decide(EDITED, members, {}, "kv", Weights(), Random(0)).chosen == busy.place
+    assert decide(ASK, members, {}, "kv", Weights(), Random(0)).chosen != busy.place
 
 
 def test_an_empty_worker_takes_a_request_wider_than_its_slots_and_a_busy_one_does_not() -> None:
-    wide = Ask("m", 1, 1, n=9)
+    wide = RoutingRequest("m", 1, 1, n=9)
     assert excluded(wide, member("a")) == ""
     assert excluded(wide, member("a", load=Load(1, 1))) == "full"
 
 
 def test_a_worker_that_failed_the_request_is_taken_only_if_it_is_the_last() -> None:
-    ask = Ask("m", 330, 100, 10, avoid=frozenset({"a"}))
+    ask = RoutingRequest("m", 330, 100, 10, avoid=frozenset({"a"}))
     both = [member("a"), member("b", load=Load(1, 1, 500))]
-    assert choose(ask, both, {("a", 0): 10}, "kv", Weights(), Random(0)).chosen == ("b", 0)
-    assert choose(ask, both[:1], {}, "kv", Weights(), Random(0)).chosen == ("a", 0)
+    assert decide(ask, both, {("a", 0): 10}, "kv", Weights(), Random(0)).chosen == ("b", 0)
+    assert decide(ask, both[:1], {}, "kv", Weights(), Random(0)).chosen == ("a", 0)

@@ -5,20 +5,20 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.queue import HANDICAP_NS, SECOND_NS, URGENT_NS, WaitingRoom
+from router.queue import HANDICAP_NS, SECOND_NS, URGENT_NS, RequestQueue
 
 LATER = 3600 * SECOND_NS
 
 
-def room(*entries: tuple[str, int, float]) -> WaitingRoom[str]:
+def room(*entries: tuple[str, int, float]) -> RequestQueue[str]:
     """Entries: id, rank, seconds of arrival."""
-    made: WaitingRoom[str] = WaitingRoom(100)
+    made: RequestQueue[str] = RequestQueue(100)
     for id, rank, arrived in entries:
         assert made.push(id, id, rank=rank, arrived_ns=int(arrived * SECOND_NS), deadline_ns=LATER)
     return made
 
 
-def drain(waiting: WaitingRoom[str]) -> str:
+def drain(waiting: RequestQueue[str]) -> str:
     out = ""
     while entry := waiting.pop_best():
         out += entry.id
@@ -43,7 +43,7 @@ def test_a_near_deadline_overtakes_within_its_class_only() -> None:
 
 
 def test_lanes_do_not_hold_each_other_up() -> None:
-    waiting: WaitingRoom[int] = WaitingRoom(10)
+    waiting: RequestQueue[int] = RequestQueue(10)
     for i, lane in enumerate("mnm"):
         waiting.push(str(i), i, rank=0, arrived_ns=i, deadline_ns=LATER, lane=lane)
     assert sorted(waiting.lanes) == ["m", "n"]
@@ -52,7 +52,7 @@ def test_lanes_do_not_hold_each_other_up() -> None:
 
 
 def test_the_room_is_bounded_and_lets_nobody_in_twice() -> None:
-    waiting: WaitingRoom[None] = WaitingRoom(2)
+    waiting: RequestQueue[None] = RequestQueue(2)
     took = [waiting.push(id, None, rank=0, arrived_ns=0, deadline_ns=LATER) for id in ("a", "a", "b", "c")]
     assert took == [True, False, True, False]
     assert waiting.remove("a") is not None
@@ -98,7 +98,7 @@ class Plain:
 @settings(max_examples=200, deadline=None)
 @given(st.lists(STEP, max_size=120))
 def test_the_room_is_as_its_definition_has_it(steps: list[tuple[str, int, int, int, int]]) -> None:
-    waiting: WaitingRoom[int] = WaitingRoom(8)
+    waiting: RequestQueue[int] = RequestQueue(8)
     plain = Plain()
     for order, (kind, who, rank, arrived, life) in enumerate(steps):
         id, arrived_ns, deadline_ns = str(who), arrived * SECOND_NS, (arrived + life) * SECOND_NS
@@ -141,7 +141,7 @@ def test_deadlines_never_change_which_class_is_next(arrivals: list[tuple[int, in
     served = []
     rng = Random(seed)
     for honest in (True, False):
-        waiting: WaitingRoom[int] = WaitingRoom(100)
+        waiting: RequestQueue[int] = RequestQueue(100)
         now, ranks = 0, []
         for number, (rank, pause, pops, life) in enumerate(arrivals):
             now += pause
@@ -155,7 +155,7 @@ def test_deadlines_never_change_which_class_is_next(arrivals: list[tuple[int, in
 @settings(max_examples=200, deadline=None)
 @given(ARRIVALS)
 def test_nobody_is_overtaken_for_longer_than_the_bound(arrivals: list[tuple[int, int, int, int]]) -> None:
-    waiting: WaitingRoom[int] = WaitingRoom(100)
+    waiting: RequestQueue[int] = RequestQueue(100)
     now = 0
     for number, (rank, pause, pops, life) in enumerate(arrivals):
         now += pause
@@ -167,7 +167,7 @@ def test_nobody_is_overtaken_for_longer_than_the_bound(arrivals: list[tuple[int,
 
 
 def test_what_left_early_leaves_nothing_behind() -> None:
-    waiting: WaitingRoom[None] = WaitingRoom(10)
+    waiting: RequestQueue[None] = RequestQueue(10)
     for i in range(10_000):
         waiting.push(str(i), None, rank=0, arrived_ns=i, deadline_ns=LATER)
         waiting.remove(str(i))

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from router.cluster_state import _by_rank
 from router.holders import keys_view
 from router.index import PrefixIndex
-from router.load_tracker import Fleet
-from router.policy import choose
-from router.scoring import Ask, Weights
+from router.load_tracker import LoadTracker
+from router.policy import decide
+from router.scoring import RoutingRequest, Weights
 from schemas import blocks, kv
 from schemas.fleet import Registration
 from schemas.requests import Stop
@@ -94,15 +94,15 @@ def test_every_rank_is_known_as_it_is_though_batches_of_some_are_lost(steps: lis
 
 @given(st.integers(0, RANKS - 1), st.integers(0, 1000))
 def test_a_prompt_goes_to_the_rank_that_holds_it(rank: int, seed: int) -> None:
-    worker, index, fleet = Worker(), PrefixIndex(10_000), Fleet()
+    worker, index, fleet = Worker(), PrefixIndex(10_000), LoadTracker()
     fleet.put(Registration("w", "m", "aggregated", "mock", 1, BLOCK, 12, 8, 1000, dp_size=RANKS))
     prompt = [1, 2, 3, 4, 5, 6, 7]
     for batch in worker.run(prompt, rank):
         assert index.apply(batch)
     overlaps = index.match(keys_view(digests_of(prompt)))
     assert overlaps == {("w", rank): 3}
-    ask = Ask("m", len(prompt), 1, prompt_blocks=3)
-    choice = choose(ask, fleet.members(0, "m"), overlaps, "kv", Weights(), Random(seed))
+    ask = RoutingRequest("m", len(prompt), 1, prompt_blocks=3)
+    choice = decide(ask, fleet.members(0, "m"), overlaps, "kv", Weights(), Random(seed))
     assert choice.chosen == ("w", rank)
     assert choice.overlap_blocks == 3
     assert {candidate.rank for candidate in choice.candidates} == set(range(RANKS))

@@ -48,7 +48,7 @@ async def on(clients: Clients, one: Routing, worker: str, asked: GenerateRequest
 
 
 def _echoed(one: Routing, asked: GenerateRequest) -> bool:
-    entry = one.router.view.fleet.request(asked.id)
+    entry = one.router.cluster.tracker.request(asked.id)
     return entry is not None and entry.echoed
 
 

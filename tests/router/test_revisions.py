@@ -19,7 +19,7 @@ async def test_one_revision_serves_and_the_next_takes_over_when_it_drains(client
     assert [(await clients.placed(each))[0] for each in asked] == ["z-old", "z-old", "a-new"]
     assert (await clients.placed(asked[0]))[1].decision.revision == "old"
     await old.change(state=State.draining)
-    await eventually(lambda: one.router.view.fleet.worker("z-old").state is State.draining)  # type: ignore[union-attr]
+    await eventually(lambda: one.router.cluster.tracker.worker("z-old").state is State.draining)  # type: ignore[union-attr]
     moved = [request(revision=pin) for pin in ("", "old")]
     await clients.ask(*moved)
     assert [(await clients.placed(each))[0] for each in moved] == ["a-new", "a-new"]

@@ -13,7 +13,7 @@ from infra.broker.server import EmbeddedNats
 from infra.bus.puller import ACK, NAK
 from router import service
 from router.index import PrefixIndex
-from router.policy import Ask, Choice
+from router.policy import RoutingDecision, RoutingRequest
 from router.service import RENEW_S, Router
 from schemas import control, fleet, jobs, kv, wire
 from schemas.blocks import keys_of
@@ -63,7 +63,7 @@ async def test_a_job_tells_why_its_worker_was_chosen(clients: Clients, one: Rout
     warm, cold = await clients.stub("warm"), await clients.stub("cold")
     await one.knows("warm", "cold")
     kv_seq = await warm.store(asked.digests[:32])
-    await eventually(lambda: one.router.view.positions()[0] >= kv_seq)
+    await eventually(lambda: one.router.cluster.positions()[0] >= kv_seq)
     await clients.ask(asked)
     worker, job = await clients.placed(asked)
     decision = job.decision
@@ -77,9 +77,9 @@ async def test_a_job_tells_why_its_worker_was_chosen(clients: Clients, one: Rout
     load = jobs.read_load_header((stored.headers or {})[HEADER_LOAD])
     assert load == jobs.LoadHeader(13, 8, asked.gateway, asked.deadline_ns, "standard", 1)
 
-    await eventually(lambda: one.router.view.positions()[1] == 1)
+    await eventually(lambda: one.router.cluster.positions()[1] == 1)
     await warm.finish(asked)
-    await eventually(lambda: one.router.view.positions()[2] == 1)
+    await eventually(lambda: one.router.cluster.positions()[2] == 1)
     after = request()
     await clients.ask(after)
     _, job = await clients.placed(after)
@@ -164,14 +164,14 @@ async def test_what_fails_while_a_request_is_placed_fails_for_that_request_only(
     await clients.stub("w1", slots=100)
     await one.knows("w1")
     bad, good = request(), request()
-    choose = service.choose
+    decide = service.decide
 
-    def failing(ask: Ask, *more: Any) -> Choice:
-        if ask.prompt_tokens == len(bad.prompt) // 4 and one.router._turn == 1:
+    def failing(asked: RoutingRequest, *more: Any) -> RoutingDecision:
+        if asked.prompt_tokens == len(bad.prompt) // 4 and one.router._turn == 1:
             raise ZeroDivisionError("by a bug")
-        return choose(ask, *more)
+        return decide(asked, *more)
 
-    monkeypatch.setattr(service, "choose", failing)
+    monkeypatch.setattr(service, "decide", failing)
     await clients.ask(bad, good)
     message = await is_ended_by_the_router(record, bad, Code.internal)
     assert "ZeroDivisionError" in message
@@ -188,7 +188,7 @@ async def test_a_routers_task_that_fails_ends_the_process_in_order(
     def broken(*_: Any) -> None:
         raise ZeroDivisionError("by a bug")
 
-    monkeypatch.setattr(one.router.view, "upkeep", broken)
+    monkeypatch.setattr(one.router.cluster, "upkeep", broken)
     await eventually(lambda: failures)
     assert isinstance(failures[0], ZeroDivisionError)
 
@@ -341,12 +341,12 @@ async def test_replicas_place_every_request_once_and_agree(
         await eventually(lambda: len(one.unfinished) == len(two.unfinished) == 50)
         assert one.unfinished == two.unfinished
         for each in (one, two):
-            assert all(entry.echoed for entry in each.router.view.fleet.unfinished())
-        assert one.router.view.index is not None
-        assert two.router.view.index is not None
-        assert one.router.view.index.stats.blocks > 0
-        await eventually(lambda: one.router.view.positions() == two.router.view.positions())
-        assert one.router.view.index.checksum() == two.router.view.index.checksum()
+            assert all(entry.echoed for entry in each.router.cluster.tracker.unfinished())
+        assert one.router.cluster.index is not None
+        assert two.router.cluster.index is not None
+        assert one.router.cluster.index.stats.blocks > 0
+        await eventually(lambda: one.router.cluster.positions() == two.router.cluster.positions())
+        assert one.router.cluster.index.checksum() == two.router.cluster.index.checksum()
 
 
 async def test_a_router_that_dies_before_its_acknowledgement_does_not_double_the_request(
@@ -482,22 +482,22 @@ async def test_a_router_that_starts_knows_the_loads_from_the_logs(
             await clients.placed(each)
         await stub.finish(asked[0])
         await eventually(lambda: len(one.unfinished) == 3)
-        await eventually(lambda: all(e.echoed for e in one.router.view.fleet.unfinished()))
+        await eventually(lambda: all(e.echoed for e in one.router.cluster.tracker.unfinished()))
         if snapshot:
             # One more is decided here and not stored: no later router may believe in it.
             ghost = request()
-            one.router.view.placed(ghost, 1, (Stage("aggregated", "w2"),), 0, keys_of(ghost.digests), time.time_ns())
-            await one.router.view.save()
-            one.router.view.fleet.withdraw(ghost.id, 1)
+            one.router.cluster.placed(ghost, 1, (Stage("aggregated", "w2"),), 0, keys_of(ghost.digests), time.time_ns())
+            await one.router.cluster.save()
+            one.router.cluster.tracker.release(ghost.id, 1)
         await clients.ask(*asked[4:])
         for each in asked[4:]:
             await clients.placed(each)
         await stub.finish(asked[1])
         await eventually(lambda: len(one.unfinished) == 4)
-        loads = one.router.view.fleet.load(("w1", 0), 0)
+        loads = one.router.cluster.tracker.load(("w1", 0), 0)
         async with routing(broker, pipeline) as two:
             assert two.unfinished == one.unfinished == {each.id: (1, "w1") for each in asked[2:]}
-            again = two.router.view.fleet.load(("w1", 0), 0)
+            again = two.router.cluster.tracker.load(("w1", 0), 0)
             assert (again.requests, again.active_blocks) == (loads.requests, loads.active_blocks) == (4, 20)
 
 
@@ -505,8 +505,8 @@ async def test_a_router_that_starts_knows_the_loads_from_the_logs(
 
 
 def index_of(router: Router) -> PrefixIndex:
-    assert router.view.index is not None
-    return router.view.index
+    assert router.cluster.index is not None
+    return router.cluster.index
 
 
 async def test_a_gap_in_the_cache_events_is_closed_by_a_dump(clients: Clients, one: Routing) -> None:
@@ -569,7 +569,7 @@ async def test_a_worker_that_leaves_takes_its_blocks_out_of_the_index(
     await eventually(lambda: index_of(one.router).held(("w1", 0)) == 10)
     await stub.stop()
     await record.remove_key("w1")
-    await eventually(lambda: not one.router.view.fleet.workers())
+    await eventually(lambda: not one.router.cluster.tracker.workers())
     assert index_of(one.router).held(("w1", 0)) == 0
 
 
@@ -577,7 +577,7 @@ async def test_a_draining_worker_is_given_nothing_more(clients: Clients, one: Ro
     stub = await clients.stub("w1")
     await one.knows("w1")
     await stub.change(state=fleet.State.draining)
-    await eventually(lambda: one.router.view.fleet.workers()[0].state is fleet.State.draining)
+    await eventually(lambda: one.router.cluster.tracker.workers()[0].state is fleet.State.draining)
     asked = request()
     await clients.ask(asked)
     await eventually(lambda: one.waiting == [asked.id])

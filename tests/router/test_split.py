@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router import encoders
-from router.load_tracker import Load, Member
+from router.load_tracker import Load, RoutingTarget
 from router.pairs import FAR, MEDIUM, NEAR, Partners, distance, kind_of
-from router.policy import STORED_CANDIDATES, Ask, Choice, Mode, Weights, choose, excluded, explained
+from router.policy import STORED_CANDIDATES, Mode, RoutingDecision, RoutingRequest, Weights, decide, excluded, explained
 from router.scoring import busy, prefill_cost
 from schemas.errors import Code
 from schemas.fleet import Registration, State
@@ -20,32 +20,32 @@ from tests.router.support import endpoint
 IDLE = Load()
 FULL = Load(4, 4)
 HERE = endpoint("h1")
-ASK = Ask("m", prompt_tokens=4000, max_tokens=100, prompt_blocks=125)
+ASK = RoutingRequest("m", prompt_tokens=4000, max_tokens=100, prompt_blocks=125)
 MODES: tuple[Mode, ...] = ("kv", "round_robin", "random", "least_loaded")
 
 
 def member(
     worker: str, role: str, load: Load = IDLE, transfer: Endpoint | None = HERE, rank: int = 0, **more: object
-) -> Member:
+) -> RoutingTarget:
     fields: dict[str, object] = {"slots": 4, "total_blocks": 1000, "max_model_len": 8192, "block_size": 32}
     registration = Registration(worker, "m", role, "mock", 1, transfer=transfer, **(fields | more))  # type: ignore[arg-type]
-    return Member((worker, rank), registration, load)
+    return RoutingTarget((worker, rank), registration, load)
 
 
-def decide(
-    *members: Member,
-    ask: Ask = ASK,
+def decided(
+    *members: RoutingTarget,
+    ask: RoutingRequest = ASK,
     held: dict[str, int] | None = None,
     mode: Mode = "kv",
     weights: Weights = Weights(),  # noqa: B008  # frozen
     seed: int = 0,
     turn: int = 0,
-) -> Choice:
+) -> RoutingDecision:
     overlaps = {m.place: held[m.place[0]] for m in members if held and m.place[0] in held}
-    return choose(ask, members, overlaps, mode, weights, Random(seed), turn)
+    return decide(ask, members, overlaps, mode, weights, Random(seed), turn)
 
 
-def names(choice: Choice) -> list[str]:
+def names(choice: RoutingDecision) -> list[str]:
     return [f"{stage.role} {stage.worker}" for stage in choice.route]
 
 
@@ -53,7 +53,7 @@ def names(choice: Choice) -> list[str]:
 
 
 def test_golden_table_of_a_pair() -> None:
-    choice = decide(
+    choice = decided(
         member("d1", "decode", Load(1, 1, 200, 0.0)),
         member("d2", "decode", Load(1, 1, 20, 0.0)),
         member("p1", "prefill", Load(2, 2, 50, 640.0)),
@@ -89,14 +89,14 @@ def test_blocks_go_the_shortest_way_that_there_is(
     decode: Endpoint, prefills: dict[str, Endpoint | None], expected: str
 ) -> None:
     pool = [member(name, "prefill", transfer=found) for name, found in prefills.items()]
-    assert names(decide(member("d", "decode", transfer=decode), *pool)) == [f"prefill {expected}", "decode d"]
+    assert names(decided(member("d", "decode", transfer=decode), *pool)) == [f"prefill {expected}", "decode d"]
 
 
 def test_a_near_worker_wins_until_its_backlog_outweighs_the_way() -> None:
     def pick(tokens: float) -> str:
         near = member("near", "prefill", Load(1, 1, 0, tokens))
         far = member("far", "prefill", transfer=endpoint("h2"))
-        return decide(member("d", "decode"), near, far).route[0].worker
+        return decided(member("d", "decode"), near, far).route[0].worker
 
     way = (FAR - NEAR) * 125 * 32
     assert [pick(tokens) for tokens in (0, way - 32, way + 32, 10_000)] == ["near", "near", "far", "far"]
@@ -120,7 +120,7 @@ def test_the_cheapest_partner_is_what_trying_all_of_them_finds(
 ) -> None:
     pool = [member(f"p{i}", "prefill", load, found) for i, (found, load) in enumerate(rows)]
 
-    def cost(each: Member) -> float:
+    def cost(each: RoutingTarget) -> float:
         return prefill_cost(ASK, each, 0, Weights())
 
     decode = member("d", "decode", transfer=target).registration
@@ -140,7 +140,7 @@ def test_the_cheapest_partner_is_what_trying_all_of_them_finds(
 
 def test_idle_prefill_workers_take_turns_by_chance() -> None:
     pool = [member(f"p{i}", "prefill") for i in range(4)]
-    picks = [decide(member("d", "decode"), *pool, seed=seed).route[0].worker for seed in range(200)]
+    picks = [decided(member("d", "decode"), *pool, seed=seed).route[0].worker for seed in range(200)]
     assert min(picks.count(m.place[0]) for m in pool) > 25
 
 
@@ -173,9 +173,9 @@ SMALL = member("d", "decode", total_blocks=9)
     ],
 )
 def test_who_runs_a_request_and_why(
-    members: list[Member], held: dict[str, int], route: list[str], how: str, kind: str
+    members: list[RoutingTarget], held: dict[str, int], route: list[str], how: str, kind: str
 ) -> None:
-    choice = decide(*members, held=held)
+    choice = decided(*members, held=held)
     assert names(choice) == route
     assert choice.how.startswith(how)
     assert bool(choice.how) == bool(how)
@@ -185,18 +185,18 @@ def test_who_runs_a_request_and_why(
 
 
 def test_short_prompts_and_the_limit_that_says_what_is_short() -> None:
-    short = Ask("m", 250, 10, 7)
-    assert names(decide(D, P, ask=short)) == ["decode d"]
-    assert names(decide(D, P, ask=short, weights=Weights(local_prefill_tokens=249))) == ["prefill p", "decode d"]
-    assert names(decide(D, P, ask=Ask("m", 250, 10, 7, resumed_tokens=10))) == ["prefill p", "decode d"]
-    assert names(decide(D, P, weights=Weights(local_prefill_tokens=4000))) == ["decode d"]
+    short = RoutingRequest("m", 250, 10, 7)
+    assert names(decided(D, P, ask=short)) == ["decode d"]
+    assert names(decided(D, P, ask=short, weights=Weights(local_prefill_tokens=249))) == ["prefill p", "decode d"]
+    assert names(decided(D, P, ask=RoutingRequest("m", 250, 10, 7, resumed_tokens=10))) == ["prefill p", "decode d"]
+    assert names(decided(D, P, weights=Weights(local_prefill_tokens=4000))) == ["decode d"]
 
 
 def test_one_decode_worker_that_holds_the_prompt_is_better_than_another_with_a_transfer() -> None:
     warm, cold = member("warm", "decode", Load(1, 1, 80)), member("cold", "decode")
-    assert names(decide(warm, cold, P, held={"warm": 120})) == ["decode warm"]
+    assert names(decided(warm, cold, P, held={"warm": 120})) == ["decode warm"]
     overloaded = member("warm", "decode", Load(1, 1, 800))
-    assert names(decide(overloaded, cold, P, held={"warm": 120})) == ["prefill p", "decode cold"]
+    assert names(decided(overloaded, cold, P, held={"warm": 120})) == ["prefill p", "decode cold"]
 
 
 @pytest.mark.parametrize(
@@ -204,19 +204,19 @@ def test_one_decode_worker_that_holds_the_prompt_is_better_than_another_with_a_t
     [
         ([D, member("p", "prefill", FULL)], ASK, "full", None),
         ([member("d", "decode", FULL), P], ASK, "full", None),
-        ([member("d", "decode", Load(1, 3)), P], Ask("m", 4000, 1, 125, n=2), "full", None),
+        ([member("d", "decode", Load(1, 3)), P], RoutingRequest("m", 4000, 1, 125, n=2), "full", None),
         ([member("d", "decode", state=State.draining)], ASK, "draining", None),
         ([SMALL, member("p", "prefill", total_blocks=9)], ASK, "too_small", "out_of_blocks"),
         ([member("e", "encode")], ASK, "no_worker", None),
         ([member("x", "diffusion")], ASK, "no_worker", None),
-        ([member("e", "encode"), D], Ask("m", 9, 1, worker="e"), "encode_only", "invalid_request"),
-        ([D, P], Ask("m", 9, 1, worker="x"), "unknown_worker", "invalid_request"),
+        ([member("e", "encode"), D], RoutingRequest("m", 9, 1, worker="e"), "encode_only", "invalid_request"),
+        ([D, P], RoutingRequest("m", 9, 1, worker="x"), "unknown_worker", "invalid_request"),
     ],
 )
 def test_a_full_pool_is_waited_for_and_what_never_fits_is_told(
-    members: list[Member], ask: Ask, reason: str, code: str | None
+    members: list[RoutingTarget], ask: RoutingRequest, reason: str, code: str | None
 ) -> None:
-    choice = decide(*members, ask=ask)
+    choice = decided(*members, ask=ask)
     assert (choice.route, choice.chosen, choice.reason, choice.code) == ((), None, reason, code)
     assert explained(reason).startswith(reason)
     assert (explained(reason) != reason) == (code is not None)
@@ -225,7 +225,7 @@ def test_a_full_pool_is_waited_for_and_what_never_fits_is_told(
 @pytest.mark.parametrize("mode", ["kv", "direct"])
 @pytest.mark.parametrize("named", ["d", "p", "a"])
 def test_a_named_worker_does_everything(mode: Mode, named: str) -> None:
-    choice = decide(D, P, A, ask=Ask("m", 4000, 10, 125, worker=named), mode=mode)
+    choice = decided(D, P, A, ask=RoutingRequest("m", 4000, 10, 125, worker=named), mode=mode)
     assert [stage.worker for stage in choice.route] == [named]
     assert choice.how == "the request names its worker"
 
@@ -234,29 +234,29 @@ def test_other_modes_pick_each_stage_in_their_way() -> None:
     decodes = [member(f"d{i}", "decode", Load(i, i)) for i in range(3)]
     prefills = [member(f"p{i}", "prefill", Load(2 - i, 2 - i)) for i in range(3)]
     fleet = [*decodes, *prefills]
-    assert names(decide(*fleet, mode="least_loaded")) == ["prefill p2", "decode d0"]
-    turns = [names(decide(*fleet, mode="round_robin", turn=t)) for t in range(4)]
+    assert names(decided(*fleet, mode="least_loaded")) == ["prefill p2", "decode d0"]
+    turns = [names(decided(*fleet, mode="round_robin", turn=t)) for t in range(4)]
     assert turns == [[f"prefill p{t % 3}", f"decode d{t % 3}"] for t in range(4)]
-    drawn = {tuple(names(decide(*fleet, mode="random", seed=seed))) for seed in range(150)}
+    drawn = {tuple(names(decided(*fleet, mode="random", seed=seed))) for seed in range(150)}
     assert len(drawn) == 9
-    short = Ask("m", 100, 10, 3)
+    short = RoutingRequest("m", 100, 10, 3)
     for mode in MODES:
-        assert [stage.role for stage in decide(*fleet, ask=short, mode=mode).route] == ["decode"]
+        assert [stage.role for stage in decided(*fleet, ask=short, mode=mode).route] == ["decode"]
 
 
 def test_a_worker_that_failed_the_request_is_avoided_at_every_stage() -> None:
     fleet = [member(w, role) for role in ("decode", "prefill", "encode") for w in (f"{role}1", f"{role}2")]
-    ask = Ask("m", 4000, 10, 125, avoid=frozenset({"decode1", "prefill2", "encode1"}), medium=b"x" * 32)
+    ask = RoutingRequest("m", 4000, 10, 125, avoid=frozenset({"decode1", "prefill2", "encode1"}), medium=b"x" * 32)
     for seed in range(8):
-        assert names(decide(*fleet, ask=ask, seed=seed)) == ["encode encode2", "prefill prefill1", "decode decode2"]
+        assert names(decided(*fleet, ask=ask, seed=seed)) == ["encode encode2", "prefill prefill1", "decode decode2"]
 
 
 def test_ranks_are_places_and_the_stage_names_them() -> None:
     ranked = [member("w", "aggregated", Load(1, 1, 9 * (rank != 2)), rank=rank, dp_size=4) for rank in range(4)]
-    assert decide(*ranked).route == (Stage("aggregated", "w", 2),)
+    assert decided(*ranked).route == (Stage("aggregated", "w", 2),)
     pair = [member("d", "decode", Load(1, 1, 9 * (rank != 1)), rank=rank, dp_size=2) for rank in range(2)]
     pool = [member("p", "prefill", Load(1, 1, 9 * (rank != 3)), rank=rank, dp_size=4) for rank in range(4)]
-    choice = decide(*pair, *pool)
+    choice = decided(*pair, *pool)
     assert choice.route == (Stage("prefill", "p", 3), Stage("decode", "d", 1))
     assert [(c.worker, c.rank) for c in choice.candidates[:2]] == [("p", 3), ("d", 1)]
 
@@ -289,13 +289,13 @@ MEMBERS = st.lists(
     st.booleans(),
 )
 def test_a_route_is_one_that_its_workers_can_go_and_is_explained(
-    members: list[Member], mode: Mode, seed: int, temperature: float, held: dict[int, int], picture: bool
+    members: list[RoutingTarget], mode: Mode, seed: int, temperature: float, held: dict[int, int], picture: bool
 ) -> None:
-    ask = Ask("m", 4000, 100, 125, medium=b"m" * 32 if picture else b"")
+    ask = RoutingRequest("m", 4000, 100, 125, medium=b"m" * 32 if picture else b"")
     overlaps = {m.place: held[i] for i, m in enumerate(members) if i in held}
     weights = Weights(temperature=temperature)
-    choice = choose(ask, members, overlaps, mode, weights, Random(seed), turn=seed)
-    assert choice == choose(ask, members, overlaps, mode, weights, Random(seed), turn=seed)
+    choice = decide(ask, members, overlaps, mode, weights, Random(seed), turn=seed)
+    assert choice == decide(ask, members, overlaps, mode, weights, Random(seed), turn=seed)
     assert len(choice.candidates) <= STORED_CANDIDATES
     lines = [(c.worker, c.rank, c.role) for c in choice.candidates]
     assert len(lines) == len(set(lines))
@@ -328,14 +328,14 @@ def test_a_route_is_one_that_its_workers_can_go_and_is_explained(
 
 # -- media --------------------------------------------------------------------------------------------------------
 
-IMAGE = Ask("m", 4000, 10, 125, medium=b"i" * 32)
+IMAGE = RoutingRequest("m", 4000, 10, 125, medium=b"i" * 32)
 EMBEDS, LOOPBACK = endpoint("h1", embeds=Memory(0, 100, 10)), endpoint("h1", backend="loopback")
 SEEING_P = member("p", "prefill", vision=True)
 
 
 def test_an_image_goes_through_an_encode_worker_and_then_where_text_goes() -> None:
     encode = [member(f"e{i}", "encode") for i in range(3)]
-    choice = decide(*encode, D, P, ask=IMAGE)
+    choice = decided(*encode, D, P, ask=IMAGE)
     preferred = encoders.by_preference(IMAGE.medium, encode)[0].place[0]
     assert names(choice) == [f"encode {preferred}", "prefill p", "decode d"]
     assert (choice.chosen, choice.computing) == ((preferred, 0), "p")
@@ -343,9 +343,9 @@ def test_an_image_goes_through_an_encode_worker_and_then_where_text_goes() -> No
         f"split: 125 of 125 blocks to compute, worth a transfer on the same host; media through {preferred}"
     )
     assert [c.role for c in choice.candidates] == ["encode", "prefill", "decode", "encode", "encode"]
-    assert names(decide(*encode, A, ask=IMAGE)) == [f"encode {preferred}", "aggregated a"]
-    assert names(decide(*encode, D, P, ask=IMAGE, held={"d": 120})) == [f"encode {preferred}", "decode d"]
-    assert names(decide(*encode, D, P)) == ["prefill p", "decode d"], "text does not"
+    assert names(decided(*encode, A, ask=IMAGE)) == [f"encode {preferred}", "aggregated a"]
+    assert names(decided(*encode, D, P, ask=IMAGE, held={"d": 120})) == [f"encode {preferred}", "decode d"]
+    assert names(decided(*encode, D, P)) == ["prefill p", "decode d"], "text does not"
 
 
 @pytest.mark.parametrize(
@@ -367,16 +367,16 @@ def test_an_image_goes_through_an_encode_worker_and_then_where_text_goes() -> No
         ([], [], "no_worker", None),
     ],
 )
-def test_who_takes_an_image(members: list[Member], route: list[str], reason: str, code: Code | None) -> None:
-    choice = decide(*members, ask=IMAGE)
+def test_who_takes_an_image(members: list[RoutingTarget], route: list[str], reason: str, code: Code | None) -> None:
+    choice = decided(*members, ask=IMAGE)
     assert (names(choice), choice.reason, choice.code) == (route, reason, code)
 
 
 def test_a_named_worker_without_eyes_gets_an_encode_worker_in_front() -> None:
     blind, sighted, encode = A, member("v", "aggregated", vision=True), member("e", "encode")
     for named, route in (("a", ["encode e", "aggregated a"]), ("v", ["aggregated v"])):
-        ask = Ask("m", 400, 10, 12, worker=named, medium=b"i" * 32)
-        assert names(decide(blind, sighted, encode, ask=ask, mode="direct")) == route
+        ask = RoutingRequest("m", 400, 10, 12, worker=named, medium=b"i" * 32)
+        assert names(decided(blind, sighted, encode, ask=ask, mode="direct")) == route
 
 
 def test_the_same_image_meets_the_same_worker_and_few_move_when_one_leaves() -> None:
@@ -407,7 +407,7 @@ def test_an_overloaded_encode_worker_is_passed_over_and_that_is_told() -> None:
     pool = [member(f"e{i}", "encode", slots=50) for i in range(3)]
     first = encoders.by_preference(IMAGE.medium, pool)[0].place[0]
     loaded = [member(m.place[0], "encode", Load(9, 9) if m.place[0] == first else IDLE, slots=50) for m in pool]
-    choice = decide(*loaded, A, ask=IMAGE)
+    choice = decided(*loaded, A, ask=IMAGE)
     assert choice.route[0].worker == encoders.by_preference(IMAGE.medium, pool)[1].place[0]
     assert choice.how.endswith("as the preferred one has too much to do")
     assert busy(loaded[0]) <= 9 / 50

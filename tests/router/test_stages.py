@@ -8,7 +8,7 @@ import pytest
 
 from infra.broker.server import EmbeddedNats
 from router import cluster_state, encoders, service
-from router.load_tracker import Load, Member
+from router.load_tracker import Load, RoutingTarget
 from schemas import jobs, wire
 from schemas.errors import Code
 from schemas.jobs import LoadHeader, Stage
@@ -38,12 +38,12 @@ async def lose(clients: Clients, stub: Stub) -> None:
 
 def load(router: Routing, worker: str, rank: int = 0) -> tuple[int, int]:
     """Requests and blocks."""
-    found = router.router.view.fleet.load((worker, rank), time.time_ns())
+    found = router.router.cluster.tracker.load((worker, rank), time.time_ns())
     return found.requests, found.active_blocks
 
 
 def echoed(router: Routing, asked: GenerateRequest, attempt: int = 1) -> bool:
-    entry = router.router.view.fleet.request(asked.id)
+    entry = router.router.cluster.tracker.request(asked.id)
     return entry is not None and entry.echoed and entry.attempt == attempt
 
 
@@ -76,10 +76,10 @@ async def test_a_long_prompt_is_split_and_both_its_workers_are_told_of_in_every_
         for each in (one, two):
             await eventually(lambda each=each: each.unfinished == {asked.id: (1, "d2")})  # type: ignore[misc]
             assert [load(each, name) for name in ("p1", "d2")] == [(0, 0), (1, 101)]
-            entry = each.router.view.fleet.request(asked.id)
+            entry = each.router.cluster.tracker.request(asked.id)
             assert entry is not None
             assert (entry.seq, entry.later) == (seq, ())
-            assert each.router.view.fleet.load(("d2", 0), 0).prefill_tokens == 0, "it is handed what was computed"
+            assert each.router.cluster.tracker.load(("d2", 0), 0).prefill_tokens == 0, "it is handed what was computed"
         await stubs["d2"].finish(asked)
         await eventually(lambda: one.unfinished == two.unfinished == {})
         assert load(one, "d2") == load(two, "d2") == (0, 0)
@@ -94,7 +94,7 @@ async def test_short_and_known_prompts_stay_on_a_decode_worker(clients: Clients,
     assert job.decision.how == "local: 200 tokens to compute, limit 256"
     assert (await clients.header(short)).route == ()
     kv_seq = await stubs["d"].store(long.digests[: 16 * 80])
-    await eventually(lambda: one.router.view.positions()[0] >= kv_seq)
+    await eventually(lambda: one.router.cluster.positions()[0] >= kv_seq)
     await clients.ask(long)
     worker, job = await clients.placed(long)
     assert (worker, job.decision.how) == ("d", "local: 81 tokens to compute, limit 256")
@@ -114,7 +114,7 @@ async def test_an_empty_pool_is_replaced_by_the_other_and_a_full_one_is_waited_f
     assert (worker, job.route, job.decision.how) == ("p", (), "no decode worker")
     await fleet(clients, one, d="decode")
     await stubs["p"].change(slots=1)
-    await eventually(lambda: one.router.view.fleet.room("p") == 0)
+    await eventually(lambda: one.router.cluster.tracker.room("p") == 0)
     await clients.ask(second)
     await eventually(lambda: one.waiting == [second.id])
     short = request(LONG[:50])
@@ -158,7 +158,7 @@ async def test_decisions_and_loads_name_the_rank_that_holds_the_prompt(
     for rank in (0, 2):
         await stub.store(prompts[rank].digests, rank=rank)
     async with routing(broker, pipeline) as one, routing(broker, pipeline) as two:
-        index = [each.router.view.index for each in (one, two)]
+        index = [each.router.cluster.index for each in (one, two)]
         await eventually(lambda: all(i is not None and i.held(("w", 2)) == 10 for i in index))
         for rank in (1, 3):
             await stub.store(prompts[rank].digests, rank=rank)
@@ -182,7 +182,7 @@ async def test_ranks_of_a_split_request_are_in_its_route(clients: Clients, one: 
     await one.knows("p", "d")
     asked = request(LONG)
     kv_seq = await prefill.store(asked.digests[:160], rank=1)
-    await eventually(lambda: one.router.view.positions()[0] >= kv_seq)
+    await eventually(lambda: one.router.cluster.positions()[0] >= kv_seq)
     await clients.ask(asked)
     _, job = await clients.placed(asked)
     source, target = job.decision.route
@@ -199,7 +199,7 @@ async def test_ranks_of_a_split_request_are_in_its_route(clients: Clients, one: 
 async def test_an_image_begins_at_an_encode_worker_and_moves_on(clients: Clients, one: Routing) -> None:
     stubs = await fleet(clients, one, e1="encode", e2="encode", p="prefill", d="decode")
     asked = picture()
-    members = [Member((name, 0), stubs[name].registration, Load()) for name in ("e1", "e2")]
+    members = [RoutingTarget((name, 0), stubs[name].registration, Load()) for name in ("e1", "e2")]
     home = encoders.by_preference(asked.media[0].digest, members)[0].place[0]
     await clients.ask(asked)
     worker, job = await clients.placed(asked)
@@ -295,7 +295,7 @@ async def test_a_prefill_worker_that_dies_after_its_hand_over_does_not_matter_to
     await stubs["p"].hand_over(job)
     await eventually(lambda: one.unfinished == {asked.id: (1, "d")})
     await lose(clients, stubs["p"])
-    await eventually(lambda: len(one.router.view.fleet.workers()) == 1)
+    await eventually(lambda: len(one.router.cluster.tracker.workers()) == 1)
     other = request(LONG)
     await clients.ask(other)
     assert (await clients.placed(other))[1].decision.how == "no prefill worker"
@@ -313,7 +313,7 @@ async def test_a_hand_over_to_a_worker_that_is_gone_is_rescued_at_once(
     decision = jobs.Decision("kv", "p", "another", time.time_ns())
     job = jobs.Job(msgspec.Raw(wire.encode(asked)), 1, decision, route=(Stage("decode", "d1"),))
     await lose(clients, stubs["d1"])
-    await eventually(lambda: len(one.router.view.fleet.workers()) == 2)
+    await eventually(lambda: len(one.router.cluster.tracker.workers()) == 2)
     await record.say(asked, 1, answer(asked, 1))
     await stubs["p"].hand_over(job, (wire.pack_tokens(answer(asked, 1)),))
     _, again = await clients.placed(asked, 2)
@@ -338,11 +338,11 @@ async def test_a_router_that_starts_finds_what_was_handed_to_a_dead_worker(
         await eventually(lambda: one.unfinished == {asked.id: (1, "d1")})
         await fleet(clients, one, d2="decode")
         await stubs["d1"].change(state="draining")
-        await eventually(lambda: one.router.view.fleet.room("d1") == 0)
+        await eventually(lambda: one.router.cluster.tracker.room("d1") == 0)
         await clients.ask(kept)
         await clients.placed(kept)
         await eventually(lambda: echoed(one, kept))
-        await one.router.view.save()
+        await one.router.cluster.save()
         await one.kill()
     await lose(clients, stubs["d1"])
     async with routing(broker, pipeline) as two:
@@ -360,7 +360,7 @@ async def test_what_waits_for_one_pool_does_not_hold_up_what_waits_for_another(c
     stubs = await fleet(clients, one, p="prefill", d="decode")
     await stubs["p"].change(slots=1)
     await stubs["d"].change(slots=2)
-    await eventually(lambda: (one.router.view.fleet.room("p"), one.router.view.fleet.room("d")) == (1, 2))
+    await eventually(lambda: (one.router.cluster.tracker.room("p"), one.router.cluster.tracker.room("d")) == (1, 2))
     running, other = request(LONG), request(LONG[:9])
     for asked in (running, other):
         await clients.ask(asked)

@@ -7,7 +7,7 @@ import pytest
 
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
-from infra.bus.registry import FleetWatch, Member
+from infra.bus.registry import FleetWatch, RegisteredWorker
 from schemas import fleet
 from schemas.subjects import Subjects
 from schemas.wire import encode
@@ -22,13 +22,13 @@ class Watched:
         self.renewed: list[int] = []
         self.watch = FleetWatch(bus, self._joined, self._left, self._renewed, clock=lambda: self.now)
 
-    def _joined(self, member: Member) -> None:
+    def _joined(self, member: RegisteredWorker) -> None:
         self.joined.append(member.registration)
 
-    def _left(self, member: Member, why: str) -> None:
+    def _left(self, member: RegisteredWorker, why: str) -> None:
         self.left.append((member.registration.worker, why))
 
-    def _renewed(self, member: Member) -> None:
+    def _renewed(self, member: RegisteredWorker) -> None:
         self.renewed.append(member.registration.load.running)
 
     def pass_time(self, seconds: float) -> None:

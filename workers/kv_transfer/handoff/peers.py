@@ -7,7 +7,7 @@ from collections.abc import Callable
 import structlog
 
 from infra.bus.connection import Bus
-from infra.bus.registry import FleetWatch, Member
+from infra.bus.registry import FleetWatch, RegisteredWorker
 from schemas.transfer import Endpoint
 from workers.kv_transfer.base import Transport
 
@@ -49,7 +49,7 @@ class Peers:
         """A few times a second: leases that ran out."""
         self._watch.expire()
 
-    def _joined(self, member: Member) -> None:
+    def _joined(self, member: RegisteredWorker) -> None:
         registration = member.registration
         endpoint = registration.transfer
         known = self._agents.get(registration.worker)
@@ -68,7 +68,7 @@ class Peers:
         connected = asyncio.wrap_future(self._transport.connect(endpoint))  # logged in the loop's thread
         connected.add_done_callback(functools.partial(_tell, registration.worker))
 
-    def _left(self, member: Member, why: str) -> None:
+    def _left(self, member: RegisteredWorker, why: str) -> None:
         worker = member.registration.worker
         endpoint = self._agents.pop(worker, None)
         if endpoint is not None:
