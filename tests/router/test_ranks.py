@@ -95,14 +95,14 @@ def test_every_rank_is_known_as_it_is_though_batches_of_some_are_lost(steps: lis
 @given(st.integers(0, RANKS - 1), st.integers(0, 1000))
 def test_a_prompt_goes_to_the_rank_that_holds_it(rank: int, seed: int) -> None:
     worker, index, fleet = Worker(), PrefixIndex(10_000), LoadTracker()
-    fleet.put(Registration("w", "m", "aggregated", "mock", 1, BLOCK, 12, 8, 1000, dp_size=RANKS))
+    fleet.put_worker(Registration("w", "m", "aggregated", "mock", 1, BLOCK, 12, 8, 1000, dp_size=RANKS))
     prompt = [1, 2, 3, 4, 5, 6, 7]
     for batch in worker.run(prompt, rank):
         assert index.apply(batch)
     overlaps = index.match(keys_view(digests_of(prompt)))
     assert overlaps == {("w", rank): 3}
     ask = RoutingRequest("m", len(prompt), 1, prompt_blocks=3)
-    choice = decide(ask, fleet.members(0, "m"), overlaps, "kv", Weights(), Random(seed))
+    choice = decide(ask, fleet.targets(0, "m"), overlaps, "kv", Weights(), Random(seed))
     assert choice.chosen == ("w", rank)
     assert choice.overlap_blocks == 3
     assert {candidate.rank for candidate in choice.candidates} == set(range(RANKS))
