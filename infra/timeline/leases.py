@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,76 +14,37 @@ from infra.bus.connection import Bus, connect
 from infra.bus.direct_get import read
 from infra.launch.state import read_state
 from infra.terminal import stdout
+from infra.timeline.request_timeline import RequestTimeline
+from infra.timeline.ticket_lease import TicketLease
 from schemas import transfer
 from schemas.errors import ServingError
-from schemas.transfer import HandOff
 
 LOOK_BACK_S = 3600.0  # as long as the ledger is kept
 CONNECT_S = 3.0
 
-ENDS = frozenset({"released", "expired"})  # of a lease, said by its owner
 
-
-class Lease(msgspec.Struct):
-    """One ticket and the last thing that was said of it. ``ended``: its owner holds the blocks no more."""
-
-    offer: HandOff
-    last: HandOff
-    ended: bool = False
-    quarantined: int = 0  # blocks that its reader cannot use yet
-
-
-def fold(lines: Iterable[HandOff]) -> dict[str, Lease]:
-    """Tickets by id, from ledger lines in stream order. Lines of two workers about one ticket may cross."""
-    found: dict[str, Lease] = {}
-    early: dict[str, list[HandOff]] = {}
-    for line in lines:
-        lease = found.get(line.ticket)
-        if line.state == "offered":
-            found[line.ticket] = lease = Lease(line, line)
-            for earlier in early.pop(line.ticket, ()):
-                _apply(lease, earlier)
-        elif lease is None:
-            early.setdefault(line.ticket, []).append(line)
-        else:
-            _apply(lease, line)
-    return found
-
-
-def _apply(lease: Lease, line: HandOff) -> None:
-    if line.state in ENDS:
-        lease.ended = True
-    if line.state == "quarantined":
-        lease.quarantined = line.blocks
-    elif line.state == "settled":
-        lease.quarantined = 0
-    if line.at_ns >= lease.last.at_ns:
-        lease.last = line
-
-
-def is_open(lease: Lease, now_ns: int) -> bool:
-    """Blocks are held somewhere. An owner that died said nothing more: its lease is over when its time is."""
-    return bool(lease.quarantined) or (not lease.ended and now_ns <= lease.offer.lease_ns)
-
-
-async def leases(bus: Bus, now_ns: int) -> dict[str, Lease]:
-    """All tickets of the last hour.
+async def leases(bus: Bus, now_ns: int) -> dict[str, TicketLease]:
+    """All leases of the last hour, by ticket.
 
     Raises:
         ServingError: the ledger cannot be read.
     """
-    lines: list[HandOff] = []
+    timelines: dict[str, RequestTimeline] = {}
     stream, subject = bus.subjects.stream("HANDOFF"), bus.subjects.all("handoff")
     async for entry in read(bus, stream, subject, since_ns=now_ns - int(LOOK_BACK_S * 1e9)):
-        lines += transfer.decode_ledger(entry.data).events
-    return fold(lines)
+        for line in transfer.decode_ledger(entry.data).events:
+            request_id = line.ticket.partition(":")[0]
+            if request_id not in timelines:
+                timelines[request_id] = RequestTimeline(request_id, compact=True)
+            timelines[request_id].add_hand_off(line)
+    return {ticket: lease for timeline in timelines.values() for ticket, lease in timeline.leases().items()}
 
 
-def show(found: dict[str, Lease], now_ns: int, console: Console, *, everything: bool = False) -> int:
+def show(found: dict[str, TicketLease], now_ns: int, console: Console, *, everything: bool = False) -> int:
     """Print open leases, or all tickets; returns how many are open."""
     opened = 0
     for ticket, lease in found.items():
-        holds = is_open(lease, now_ns)
+        holds = lease.is_open(now_ns)
         opened += holds
         if not holds and not everything:
             continue

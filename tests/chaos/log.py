@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from infra.bus.connection import Bus
 from infra.bus.direct_get import read
-from infra.timeline.leases import is_open, leases
+from infra.timeline.leases import leases
 from schemas import done, fleet, requests
 from tests.chaos.audit import End, Log
 from tests.pipeline.support import metrics
@@ -66,7 +66,7 @@ async def open_leases(bus: Bus) -> list[str]:
     return [
         f"{ticket}: {lease.offer.blocks} blocks of {lease.offer.source}, {lease.last.state} {lease.last.cause}"
         for ticket, lease in (await leases(bus, now_ns)).items()
-        if is_open(lease, now_ns)
+        if lease.is_open(now_ns)
     ]
 
 

@@ -12,7 +12,8 @@ import msgspec
 from rich.console import Console
 
 from infra.bus.connection import Bus, connect
-from infra.timeline.explain import show, story
+from infra.timeline.read import read_timeline
+from infra.timeline.show_timeline import show
 from tests.chaos import audit, log, recipes, table
 from tests.chaos.audit import Expected, Judgement, Problem
 from tests.chaos.clients import PATIENCE_S, Failed, HttpClients
@@ -228,5 +229,5 @@ class _Run:
         for request in wrong[:EXPLAINED]:
             console.rule(request)
             with contextlib.suppress(ValueError):
-                show(await story(self._bus, request), console)
+                show(await read_timeline(self._bus, request), console)
         return console.export_text()

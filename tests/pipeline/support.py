@@ -23,7 +23,8 @@ from infra.bus.direct_get import read
 from infra.launch.deathsig import die_with_parent
 from infra.launch.state import State, read_state
 from infra.model import modeldir
-from infra.timeline.explain import Story, story
+from infra.timeline.read import read_timeline
+from infra.timeline.request_timeline import RequestTimeline
 from schemas import fleet, requests
 from schemas.done import Done
 from schemas.requests import GenerateRequest, Sampling
@@ -295,20 +296,22 @@ def joined(events: Sequence[Event], choice: int = 0) -> str:
 # -- looking into a deployment ------------------------------------------------------------------------------------
 
 
-async def ending(bus: Bus, request_id: str, within_s: float = 15.0) -> tuple[Story, Done]:
-    """The story of a request, once it has its terminal event; there must be exactly one."""
+async def ending(bus: Bus, request_id: str, within_s: float = 15.0) -> tuple[RequestTimeline, Done]:
+    """The timeline of a request, once it has its terminal event; there must be exactly one."""
 
-    async def ended() -> Story | None:
+    async def ended() -> RequestTimeline | None:
         try:
-            told = await story(bus, request_id)
+            found = await read_timeline(bus, request_id)
         except ValueError:
             return None
-        return told if told.ends and isinstance(told.ends[-1], Done) else None
+        return found if found.done is not None else None
 
-    told = await until(ended, f"terminal event of {request_id}", within_s)
-    ends = [end for end in told.ends if isinstance(end, Done)]
+    timeline: RequestTimeline = await until(ended, f"terminal event of {request_id}", within_s)
+    stream, subjects = bus.subjects.stream("DONE"), bus.subjects
+    ends = [entry async for entry in read(bus, stream, subjects.done_of(request_id))]
     assert len(ends) == 1
-    return told, ends[0]
+    assert timeline.done is not None
+    return timeline, timeline.done
 
 
 async def accepted(bus: Bus, user: str) -> list[GenerateRequest]:

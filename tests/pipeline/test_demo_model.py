@@ -88,7 +88,7 @@ async def test_a_long_context_asked_again_comes_from_the_cache_and_answers_alike
     assert text_of(first) == text_of(second)
     assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens - 64
     told, _ = await ending(demo_bus, second.id.removeprefix("chatcmpl-"))
-    decision = told.jobs[0].decision
+    decision = told.routed[0].decision
     [chosen] = [candidate for candidate in decision.candidates if candidate.worker == decision.chosen]
     assert chosen.overlap_blocks >= decision.prompt_blocks - 1
 

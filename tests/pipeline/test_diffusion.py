@@ -18,7 +18,8 @@ from PIL import Image
 from rich.console import Console
 
 from infra.bus.connection import Bus
-from infra.timeline.explain import show, story
+from infra.timeline.read import read_timeline
+from infra.timeline.show_timeline import show
 from schemas import fleet
 from schemas.subjects import HEADER_REPLY_TO
 from tests.pipeline.support import Deployment, Process, accepted, ending, parse_sse, until
@@ -218,8 +219,8 @@ async def begun(bus: Bus, http: httpx.AsyncClient, user: str) -> tuple[str, str]
         for request in await accepted(bus, user):
             status = (await http.get(f"/v1/requests/{request.id}")).json()
             if status.get("output_tokens", 0) > 2:
-                told = await story(bus, request.id)
-                found["id"], found["worker"] = request.id, told.work[-1].worker
+                told = await read_timeline(bus, request.id)
+                found["id"], found["worker"] = request.id, told.stages[-1].worker
         return bool(found)
 
     await until(running, "the request has begun")
@@ -255,7 +256,7 @@ async def test_a_killed_workers_request_is_made_by_another_one(studio: httpx.Asy
     told, end = await ending(bus, request_id, within_s=30)
     assert (end.attempt, end.usage.completion) == (2, 50)
     assert end.worker != worker
-    assert [given.worker for given in told.work] == [worker, end.worker]
+    assert [stage.worker for stage in told.stages] == [worker, end.worker]
     image = await fetched(studio, answer.json()["data"][0])
     direct = await studio.post(IMAGES, json=short | {"user": ""})
     assert (await fetched(studio, direct.json()["data"][0])).tobytes() == image.tobytes()

@@ -14,7 +14,8 @@ import pytest
 
 from infra.bus.connection import Bus, connect
 from infra.bus.direct_get import read
-from infra.timeline.leases import Lease, is_open, leases
+from infra.timeline.leases import leases
+from infra.timeline.ticket_lease import TicketLease
 from schemas import jobs, wire
 from schemas.jobs import Job
 from schemas.subjects import HEADER_MSG_ID
@@ -67,14 +68,14 @@ async def stages(bus: Bus, request_id: str) -> list[str]:
     return found
 
 
-async def tickets(bus: Bus, request_id: str) -> list[Lease]:
+async def tickets(bus: Bus, request_id: str) -> list[TicketLease]:
     return [lease for ticket, lease in (await leases(bus, time.time_ns())).items() if ticket.startswith(request_id)]
 
 
-async def read_ticket(bus: Bus, request_id: str) -> Lease:
+async def read_ticket(bus: Bus, request_id: str) -> TicketLease:
     """The one hand-over of a request, once its blocks were let go of."""
 
-    async def released() -> list[Lease]:
+    async def released() -> list[TicketLease]:
         return [lease for lease in await tickets(bus, request_id) if lease.ended]
 
     (lease,) = await until(released, "the lease ends")
@@ -83,7 +84,7 @@ async def read_ticket(bus: Bus, request_id: str) -> Lease:
 
 async def nothing_held(bus: Bus) -> bool:
     now = time.time_ns()
-    return await idle_workers(bus) and not any(is_open(lease, now) for lease in (await leases(bus, now)).values())
+    return await idle_workers(bus) and not any(lease.is_open(now) for lease in (await leases(bus, now)).values())
 
 
 def request_id(answer: httpx.Response) -> str:
@@ -218,12 +219,12 @@ async def test_only_blocks_that_the_decode_worker_lacks_are_read(
     prompt = token_prompt(640, 81)
     first = await ask(split_http, body(prompt[:320]))
     told, _ = await ending(split_bus, request_id(first))
-    decode = told.jobs[0].route[-1].worker
+    decode = told.routed[0].decision.route[-1].worker
 
     async def partly() -> bool:
         longer = await ask(split_http, body(prompt + token_prompt(64, int(time.time_ns() % 1_000_000))))
         told, _ = await ending(split_bus, request_id(longer))
-        if not told.jobs[0].route or told.jobs[0].route[-1].worker != decode:
+        if not told.routed[0].decision.route or told.routed[0].decision.route[-1].worker != decode:
             return False
         lease = await read_ticket(split_bus, request_id(longer))
         assert lease.last.state == "released"

@@ -15,7 +15,7 @@ import pytest
 
 from infra.bus.connection import Bus, connect
 from infra.demo_model import vision
-from infra.timeline.leases import is_open, leases
+from infra.timeline.leases import leases
 from schemas.jobs import Stage
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, ending, idle_workers, until
@@ -76,7 +76,7 @@ async def both(http: httpx.AsyncClient, bus: Bus, asked: dict[str, Any], *, salt
     _, whole = await ask(http, {**asked, "worker": "prefill-0", "cache_salt": salt + "w"})
     request, split = await ask(http, {**asked, "cache_salt": salt})
     told, _ = await ending(bus, request)
-    return whole, split, roles(told.jobs[0].decision.route)
+    return whole, split, roles(told.routed[0].decision.route)
 
 
 def shown(answer: Any) -> Any:
@@ -194,7 +194,7 @@ async def test_all_at_once_leave_nothing_held(http: httpx.AsyncClient, apart_bus
     async def nothing_held() -> bool:
         now = time.time_ns()
         return await idle_workers(apart_bus) and not any(
-            is_open(lease, now) for lease in (await leases(apart_bus, now)).values()
+            lease.is_open(now) for lease in (await leases(apart_bus, now)).values()
         )
 
     await until(nothing_held, "all blocks are free and all leases closed")

@@ -18,7 +18,7 @@ from infra.bus.connection import Bus, connect
 from infra.bus.direct_get import read
 from infra.demo_model import vision
 from infra.model.modeldir import MODELS
-from infra.timeline.leases import is_open, leases
+from infra.timeline.leases import leases
 from schemas import done
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, Oracle, idle_workers, joined, parse_sse, token_prompt, until
@@ -132,7 +132,7 @@ async def test_kills_of_every_stage_lose_no_request_and_leave_nothing_held(
 
     async def nothing_held() -> bool:
         now = time.time_ns()
-        held = [lease for lease in (await leases(fleet_bus, now)).values() if is_open(lease, now)]
+        held = [lease for lease in (await leases(fleet_bus, now)).values() if lease.is_open(now)]
         return not held and await idle_workers(fleet_bus)
 
     await until(nothing_held, "all blocks are free and the ledger is empty", within_s=30)

@@ -34,21 +34,22 @@ async def test_a_finished_request_is_told_with_its_decision_table(
     await http.post("/v1/completions", json=TEXT)
     answer = await http.post("/v1/completions", json={**TEXT, "priority": "interactive"})
     told, end = await ending(bus, answer.headers["x-request-id"])
-    status, said = await explain(answer.json()["id"], fast.data_dir)
+    status, said = await explain(answer.json()["id"], fast.data_dir, "--tokens")
     assert status == 0, said
+    assert f"attempt 1: {end.worker} choice 0: " in said
     assert answer.headers["x-request-id"] in said
     assert "class interactive" in said
     assert "in mode kv" in said
     assert "at most 9 out" in said
-    [job] = told.jobs
-    assert len(job.decision.candidates) == 2
+    [routed] = told.routed
+    assert len(routed.decision.candidates) == 2
     rows = [line for line in said.splitlines() if line.startswith("│")]
     assert len(rows) == 2
-    for candidate, row in zip(job.decision.candidates, rows, strict=True):
+    for candidate, row in zip(routed.decision.candidates, rows, strict=True):
         cells = [cell.strip() for cell in row.strip("│").split("│")]
         assert cells[0] == candidate.worker
         assert cells[1] == f"{candidate.score:.2f}"
-        assert cells[2] == f"{candidate.overlap_blocks}/{job.decision.prompt_blocks}"
+        assert cells[2] == f"{candidate.overlap_blocks}/{routed.decision.prompt_blocks}"
     usage = answer.json()["usage"]
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     assert f"prompt {usage['prompt_tokens']} tokens ({cached} from the cache), output 9 tokens" in said

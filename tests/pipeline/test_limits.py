@@ -83,7 +83,7 @@ async def test_a_client_that_leaves_ends_its_request_and_frees_everything(
     told, end = await ending(slow_bus, request.id)
     assert end.code == "cancelled"
     assert end.timings.ended_ns - left_ns < 1_000_000_000
-    assert end.worker == told.jobs[-1].decision.chosen
+    assert end.worker == told.routed[-1].decision.chosen
     assert end.usage.completion < 2000
     await until(lambda: idle_workers(slow_bus), "the worker's blocks are free")
     await gauge_is(slow.urls[0], "penstock_gateway_open_requests", 0)
@@ -161,7 +161,7 @@ async def test_when_the_fleet_is_full_classes_go_in_their_order(slow_http: httpx
     placed = []
     for answer in answers[6:]:
         told, _ = await ending(slow_bus, answer.headers["x-request-id"])
-        placed.append((told.jobs[0].decision.at_ns, told.request.user))
+        placed.append((told.routed[0].decision.at_ns, told.request.user))
     assert [user for _, user in sorted(placed)] == ["urgent"] * 3 + ["normal"] * 3 + ["batch"] * 3
 
 

@@ -89,7 +89,7 @@ async def test_a_forced_text_comes_out_verbatim_whole_and_streamed_by_one_stage_
         assert shown(answer) == [TEXT, TEXT]
         assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop", "stop"]
         told, _ = await ending(bus, request)
-        assert [stage.role for stage in told.jobs[0].decision.route] == roles
+        assert [stage.role for stage in told.routed[0].decision.route] == roles
     streamed = await http.post("/v1/chat/completions", json=body(forced, stream=True))
     assert joined(parse_sse(streamed.content)) == TEXT
 
@@ -134,7 +134,7 @@ async def test_a_worker_with_more_gets_the_requests_for_it_and_can_force_a_text_
     for number in range(3):
         request, answer = await ask(http, body(processor("best", k=1), question=f"{LONG} {number}"))
         told, _ = await ending(bus, request)
-        assert told.jobs[0].decision.chosen.startswith("own-")
+        assert told.routed[0].decision.chosen.startswith("own-")
         assert shown(answer) == ["Hello world!"]
     elsewhere = await http.post("/v1/chat/completions", json=body(processor("best", k=1), worker="decode-0"))
     assert elsewhere.status_code == 400

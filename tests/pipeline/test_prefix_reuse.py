@@ -28,7 +28,7 @@ def cached(answer: httpx.Response) -> int:
 
 async def decision_of(bus: Bus, answer: httpx.Response) -> Decision:
     told, _ = await ending(bus, answer.headers["x-request-id"])
-    return told.jobs[-1].decision
+    return told.routed[-1].decision
 
 
 def chosen(decision: Decision) -> Candidate:
@@ -56,7 +56,7 @@ async def ask_and_settle(http: httpx.AsyncClient, bus: Bus, body: dict[str, Any]
     answer = await http.post("/v1/completions", json=body)
     told, _ = await ending(bus, answer.headers["x-request-id"])
     await published(bus, told.request.digests)
-    return told.jobs[-1].decision
+    return told.routed[-1].decision
 
 
 @pytest.mark.parametrize("seed", [201, 202, 203, 204])
@@ -101,7 +101,7 @@ async def test_the_next_turn_of_a_conversation_reuses_the_answer_too(http: httpx
         return cached(await http.post("/v1/completions", json=follow_up)) >= 7 * BLOCK
 
     await until(reused, "the blocks of prompt and answer are reused")
-    assert told.jobs[0].decision.chosen
+    assert told.routed[0].decision.chosen
 
 
 async def test_another_cache_salt_shares_nothing(http: httpx.AsyncClient, bus: Bus) -> None:

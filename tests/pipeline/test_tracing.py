@@ -13,7 +13,7 @@ import nats
 import pytest
 
 from infra.bus.connection import Bus, connect
-from infra.timeline.explain import story
+from infra.timeline.read import read_timeline
 from schemas.subjects import HEADER_FINAL, HEADER_REPLY_TO, HEADER_REQUEST
 from tests.infra.timeline.tracing.collector import Collector, Got
 from tests.pipeline.conftest import NewDeployment
@@ -192,7 +192,7 @@ async def test_a_killed_workers_attempt_is_a_span_with_an_error(
         async for piece in answer.aiter_bytes():
             raw += piece
             if not killed and raw.count(b"\n\n") > 5:
-                (job,) = (await story(bus, request_id)).jobs
+                (job,) = (await read_timeline(bus, request_id)).routed
                 killed = job.decision.route[-1].worker
                 os.kill(pid_of(traced, killed.rpartition("-")[0]), signal.SIGKILL)
     assert parse_sse(raw)[-1].data == "[DONE]"

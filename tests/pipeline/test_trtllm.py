@@ -9,9 +9,9 @@ import pytest
 
 from infra.bus.connection import Bus, connect
 from infra.model.modeldir import DEMO
-from infra.timeline.leases import is_open, leases
-from infra.timeline.tracing.journey import Journey
-from infra.timeline.tracing.main import told
+from infra.timeline.leases import leases
+from infra.timeline.request_timeline import RequestTimeline
+from infra.timeline.tracing.spans import spans
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import ROOT, Deployment, ending, idle_workers, stopped, until
 from tests.standins import FOLDER, VARIANT
@@ -32,11 +32,11 @@ async def bus(broker_and_gateway: Deployment) -> AsyncIterator[Bus]:
     await made.close()
 
 
-def check_measurements(journey: Journey) -> None:
+def check_measurements(timeline: RequestTimeline) -> None:
     """What both engines measured is in the client's trace."""
-    spans = journey.spans()
-    assert {span.trace_id for span in spans} == {PARENT[3:35]}
-    prefill, decode = ({**span.attributes} for name in ("prefill", "decode") for span in spans if span.name == name)
+    trace = spans(timeline)
+    assert {span.trace_id for span in trace} == {PARENT[3:35]}
+    prefill, decode = ({**span.attributes} for name in ("prefill", "decode") for span in trace if span.name == name)
     for stage in (prefill, decode):
         assert stage["gen_ai.latency.e2e"] > 0
         assert stage["gen_ai.latency.time_in_queue"] >= 0
@@ -62,18 +62,18 @@ async def test_prefill_and_decode_on_tensorrt_llm_hand_over_under_our_leases(
         for path in ("split", "again"):
             answer = await http.post("/v1/chat/completions", json=body, headers={"traceparent": PARENT})
             assert answer.status_code == 200, answer.text
-            story, done = await ending(bus, answer.headers["x-request-id"])
+            timeline, done = await ending(bus, answer.headers["x-request-id"])
             assert not done.code
             if path == "split":
-                assert [stage.role for stage in story.jobs[0].decision.route] == ["prefill", "decode"]
+                assert [stage.role for stage in timeline.routed[0].decision.route] == ["prefill", "decode"]
                 assert done.worker.startswith("decode")
-                check_measurements(told(story))
+                check_measurements(timeline)
                 first = answer.json()["choices"][0]["message"]["content"]
             assert answer.json()["choices"][0]["message"]["content"] == first
 
     async def nothing_held() -> bool:
         now = time.time_ns()
-        return await idle_workers(bus) and not any(is_open(each, now) for each in (await leases(bus, now)).values())
+        return await idle_workers(bus) and not any(each.is_open(now) for each in (await leases(bus, now)).values())
 
     await until(nothing_held, "all is let go of")
     found = await leases(bus, time.time_ns())

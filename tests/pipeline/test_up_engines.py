@@ -44,7 +44,7 @@ async def ask(deployment: Deployment, question: str) -> tuple[str, str, list[str
         told, done = await ending(bus, answer.headers["x-request-id"])
     finally:
         await bus.close()
-    roles = [stage.role for stage in told.jobs[0].decision.route]
+    roles = [stage.role for stage in told.routed[0].decision.route]
     return answer.json()["choices"][0]["message"]["content"], done.worker, roles
 
 

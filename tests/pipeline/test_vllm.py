@@ -14,8 +14,8 @@ import pytest
 
 from infra.bus.connection import Bus, connect
 from infra.model.modeldir import DEMO
-from infra.timeline.explain import story
-from infra.timeline.leases import is_open, leases
+from infra.timeline.leases import leases
+from infra.timeline.read import read_timeline
 from tests import standins
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import ROOT, Deployment, Process, ending, free_port, idle_workers, metrics, stopped, until
@@ -168,7 +168,7 @@ async def test_the_router_learns_of_blocks_from_the_engine_s_events(
         answer = await http.post("/v1/completions", json={**body, "temperature": 0, "ignore_eos": True})
         told, _ = await ending(bus, answer.headers["x-request-id"])
         await published(bus, told.request.digests)
-        decisions.append(told.jobs[-1].decision)
+        decisions.append(told.routed[-1].decision)
         assert cached(answer) == (6 * BLOCK if round else 0)
     first, second = decisions
     assert second.chosen == first.chosen
@@ -210,7 +210,7 @@ async def test_a_killed_worker_s_answer_goes_on_elsewhere_and_its_processes_end(
         async for line in stream.aiter_lines():
             text += piece(line)
             if victim is None and len(text) > 20:
-                victim = fleet.of((await story(bus, request)).jobs[-1].decision.chosen)
+                victim = fleet.of((await read_timeline(bus, request)).routed[-1].decision.chosen)
                 left = session_of(victim.pid)
                 assert victim.pid in left
                 os.kill(victim.pid, signal.SIGKILL)
@@ -255,14 +255,14 @@ async def test_prefill_and_decode_hand_over_by_vllm_s_own_connector(
         told, done = await ending(bus, answer.headers["x-request-id"])
         assert not done.code
         if not round:
-            assert [stage.role for stage in told.jobs[0].decision.route] == ["prefill", "decode"]
+            assert [stage.role for stage in told.routed[0].decision.route] == ["prefill", "decode"]
             assert done.worker.startswith("decode")
         assert answer.json()["choices"][0]["message"]["content"] == reference
     assert "handed_state_unusable" not in roles["decode"].log.read_text(errors="replace")
 
     async def nothing_held() -> bool:
         now = time.time_ns()
-        return await idle_workers(bus) and not any(is_open(each, now) for each in (await leases(bus, now)).values())
+        return await idle_workers(bus) and not any(each.is_open(now) for each in (await leases(bus, now)).values())
 
     await until(nothing_held, "all is let go of", within_s=40)
     assert {lease.last.state for lease in (await leases(bus, time.time_ns())).values()} == {"released"}

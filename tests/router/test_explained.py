@@ -6,7 +6,8 @@ import time
 from rich.console import Console
 
 from infra.broker.server import EmbeddedNats
-from infra.timeline.explain import show, story
+from infra.timeline.read import read_timeline
+from infra.timeline.show_timeline import show
 from schemas import jobs, wire
 from schemas.ids import new_request_id
 from schemas.requests import Media
@@ -49,19 +50,19 @@ async def test_the_story_of_a_request_with_three_stages_and_two_attempts(
         await bus.js.publish(bus.subjects.handoff("p1"), wire.encode(HandOffs("p1", ledger)))
         await eventually(lambda: one.unfinished == {asked.id: (2, "d2")})
         await stubs["d2"].finish(asked, 2)
-        told = await story(bus, asked.id)
+        told = await read_timeline(bus, asked.id)
         out = io.StringIO()
         show(told, Console(file=out, width=200))
         said = out.getvalue()
     await clients.stop()
-    assert [job.attempt for job in told.jobs] == [1, 2]
+    assert [routed.attempt for routed in told.routed] == [1, 2]
     for line in (
         "route: encode e1 → prefill p1 → decode d1",
         "route: encode e1 → prefill p1 → decode d2",
         "why: split: 100 of 100 blocks to compute, worth a transfer on the same host; media through e1",
-        f"attempt 1: e1 hands embeddings to prefill p1: ticket {asked.id}:1:prefill, 100 blocks (300.00 MiB) of pool ",
-        "attempt 1: p1 was told to drop it",
-        f"attempt 2: p1 hands KV to decode d2: ticket {ticket}, 100 blocks (0.01 MiB) of pool kv over nixl, lease of",
+        f"attempt 1: e1 handed embeddings to prefill p1: ticket {asked.id}:1:prefill, 100 blocks (300.00 MiB) of pool ",
+        "attempt 1: revoked at p1",
+        f"attempt 2: p1 handed KV to decode d2: ticket {ticket}, 100 blocks (0.01 MiB) of pool kv over nixl, lease of",
         "+0.0 ms offered, 100 blocks",
         "+2.0 ms read, 100 blocks, 0.01 MiB in 1.5 ms",
     ):
@@ -86,7 +87,7 @@ async def test_a_request_of_one_stage_is_told_as_before(
         await clients.ask(asked)
         await clients.placed(asked)
         out = io.StringIO()
-        show(await story(record.bus, asked.id), Console(file=out, width=200))
+        show(await read_timeline(record.bus, asked.id), Console(file=out, width=200))
     await clients.stop()
     said = out.getvalue()
     assert "in mode kv chose w1" in said

@@ -2,17 +2,17 @@
 
 from typing import Any
 
+from infra.timeline.events import RequestAccepted, RequestRouted
 from infra.timeline.tracing.span import Value
 from schemas.done import Done
 from schemas.errors import Code
-from schemas.jobs import Decision
 from schemas.requests import GenerateRequest
 from schemas.trace import Stamps
 
 PROVIDER = "penstock"
 
 _OPERATIONS = {"chat": "chat", "text": "text_completion", "image": "generate_content", "video": "generate_content"}
-# What engines that export spans themselves call the same (vLLM, TensorRT-LLM).
+# The names under which engines that export spans themselves (vLLM, TensorRT-LLM) report the same.
 _ENGINE = {
     "queue_s": "gen_ai.latency.time_in_queue",
     "prefill_s": "gen_ai.latency.time_in_model_prefill",
@@ -26,8 +26,9 @@ def operation(request: GenerateRequest) -> str:
     return _OPERATIONS.get(request.endpoint, "generate_content")
 
 
-def of_request(request: GenerateRequest) -> dict[str, Value]:
-    """What the client asked for; never what it said."""
+def of_accepted(accepted: RequestAccepted) -> dict[str, Value]:
+    """What the client asked for: parameters and counts, never the content of its prompt."""
+    request = accepted.request
     sampling = request.sampling
     found: dict[str, Value] = {
         "gen_ai.operation.name": operation(request),
@@ -41,7 +42,7 @@ def of_request(request: GenerateRequest) -> dict[str, Value]:
     if request.diffusion is not None:
         return found | {"penstock.request.steps": request.diffusion.steps}
     found |= {
-        "gen_ai.usage.input_tokens": len(request.prompt) // 4,
+        "gen_ai.usage.input_tokens": accepted.prompt_tokens,
         "gen_ai.request.max_tokens": request.stop.max_tokens,
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
@@ -52,7 +53,7 @@ def of_request(request: GenerateRequest) -> dict[str, Value]:
         "gen_ai.request.top_k": (sampling.top_k, 0),
         "gen_ai.request.frequency_penalty": (sampling.frequency_penalty, 0.0),
         "gen_ai.request.presence_penalty": (sampling.presence_penalty, 0.0),
-        "penstock.request.media": (len(request.media), 0),
+        "penstock.request.media": (accepted.media, 0),
         "penstock.request.lora": (request.lora, ""),
     }
     return found | {name: value for name, (value, default) in given.items() if value != default}
@@ -83,19 +84,20 @@ def of_code(code: str) -> dict[str, Value]:
 
 
 def status(code: str) -> int:
-    """HTTP status of an error code; of one that this version does not know, 500."""
+    """The HTTP status of an error code; 500 for codes of later versions."""
     return Code(code).status if code in Code.__members__ else 500
 
 
-def of_decision(decision: Decision, attempt: int) -> dict[str, Value]:
-    """Why these workers. The whole table of candidates stays in the log: ``penstock explain`` prints it."""
+def of_routed(routed: RequestRouted) -> dict[str, Value]:
+    """Why these workers. The score table itself stays in the log: ``penstock explain`` prints it."""
+    decision = routed.decision
     found: dict[str, Value] = {
-        "penstock.attempt": attempt,
+        "penstock.attempt": routed.attempt,
         "penstock.router.mode": decision.mode,
         "penstock.router.worker": decision.chosen,
         "penstock.router.reason": decision.reason or "new",
-        "penstock.router.candidates": len(decision.candidates),
-        "penstock.router.excluded": sum(bool(each.excluded) for each in decision.candidates),
+        "penstock.router.candidates": routed.candidates,
+        "penstock.router.excluded": routed.excluded,
         "penstock.router.prompt_blocks": decision.prompt_blocks,
         "penstock.router.waited": decision.waited_ns / 1e9,
         "penstock.router.kv_sequence": decision.kv_seq,
@@ -104,11 +106,9 @@ def of_decision(decision: Decision, attempt: int) -> dict[str, Value]:
         found["penstock.router.route"] = [f"{stage.role} {stage.worker}" for stage in decision.route]
     if decision.how:
         found["penstock.router.why"] = decision.how
-    computing = {stage.worker for stage in decision.route if stage.role != "encode"} or {decision.chosen}
-    chosen = [each for each in decision.candidates if each.worker in computing and not each.excluded]
-    if chosen:
-        found["penstock.router.overlap_blocks"] = max(each.overlap_blocks for each in chosen)
-        found["penstock.router.score"] = min(each.score for each in chosen)
+    if routed.overlap_blocks is not None and routed.score is not None:
+        found["penstock.router.overlap_blocks"] = routed.overlap_blocks
+        found["penstock.router.score"] = routed.score
     return found
 
 

@@ -19,17 +19,18 @@ from nats.js.errors import Error as JetStreamError
 
 from infra.bus.connection import Bus
 from infra.bus.direct_get import Entry, read
+from infra.timeline.request_timeline import RequestTimeline
 from infra.timeline.tracing.export import Sink
-from infra.timeline.tracing.facts import Facts, facts
-from infra.timeline.tracing.journey import Journey
 from infra.timeline.tracing.span import Span
+from infra.timeline.tracing.spans import spans
 from schemas import done, jobs, requests, wire
 from schemas.done import Done, Returned
 from schemas.errors import Code, ServingError
 from schemas.jobs import Job
+from schemas.requests import GenerateRequest
 from schemas.streams import CLOCK_SKEW_NS, LONGEST_DEADLINE_S
 from schemas.subjects import HEADER_MSG_ID, KEPT
-from schemas.trace import trace_id
+from schemas.trace import trace_id, wanted
 from schemas.transfer import decode_ledger
 
 log = structlog.get_logger("trace")
@@ -85,10 +86,10 @@ class Reader:
 
 
 class Open(NamedTuple):
-    """A request that has begun. ``journey``: None: it is not to be sent."""
+    """A request that has begun. ``timeline`` is None if it is not sampled."""
 
     created_ns: int
-    journey: Journey | None
+    timeline: RequestTimeline | None
 
 
 class Ended(NamedTuple):
@@ -204,45 +205,49 @@ class Following:
         if isinstance(event, Done):
             if event.timings.ended_ns >= self._not_before_ns:
                 self._fresh.append(Ended(event, entry.time_ns, entry.seq))
-        elif event is not None and (known := self._open.get(event.request)) is not None and known.journey is not None:
-            known.journey.end(event, entry.time_ns)
+        elif event is not None and (known := self._open.get(event.request)) is not None and known.timeline is not None:
+            known.timeline.add_end(event, entry.time_ns)
 
     def _on_work(self, entry: Entry) -> None:
         request_id, *rest = entry.headers.get(HEADER_MSG_ID, "").split(":")
         if KEPT in rest:
             return
         known = self._open.get(request_id)
-        if known is not None and known.journey is None:
+        if known is not None and known.timeline is None:
             return
         try:
             message = jobs.decode(entry.data)
             if known is None:
                 if not isinstance(message, Job):
                     return  # the rest of a request that has ended, or began before the log
-                known = self._begin(facts(requests.decode(message.request)))
+                known = self._begin(requests.decode(message.request))
         except msgspec.MsgspecError as error:
             log.warning("message_unreadable", stream="WORK", seq=entry.seq, error=str(error))
             return
-        if known.journey is not None:
+        if known.timeline is not None:
             role, worker = entry.subject.split(".")[-2:]
-            known.journey.work(role, worker, entry.time_ns, message)
+            known.timeline.add_work(role, worker, entry.time_ns, message)
 
-    def _begin(self, told: Facts) -> Open:
-        opened = Open(told.request.created_ns, Journey(told) if self._wanted(told) else None)
-        self._open[told.request.id] = opened
+    def _begin(self, request: GenerateRequest) -> Open:
+        timeline = None
+        if self._wanted(request):
+            timeline = RequestTimeline(request.id, compact=True)
+            timeline.add_request(request)
+        opened = self._open[request.id] = Open(request.created_ns, timeline)
         return opened
 
-    def _wanted(self, told: Facts) -> bool:
-        if told.called or not told.sampled:
-            return told.sampled
-        return share(trace_id(told.request.id)) < self._sample
+    def _wanted(self, request: GenerateRequest) -> bool:
+        """A caller's trace context decides; without a caller, the sample."""
+        if request.trace is not None and (request.trace.parent or not wanted(request.trace)):
+            return wanted(request.trace)
+        return share(trace_id(request.id)) < self._sample
 
     def _on_ledger(self, entry: Entry) -> None:
         with contextlib.suppress(msgspec.MsgspecError):
             for line in decode_ledger(entry.data).events:
                 known = self._open.get(line.ticket.partition(":")[0])
-                if known is not None and known.journey is not None:
-                    known.journey.ledger(line)
+                if known is not None and known.timeline is not None:
+                    known.timeline.add_hand_off(line)
 
     # --- sending ---
 
@@ -252,21 +257,21 @@ class Following:
         if unplaced:
             await self._look_up(unplaced)
         while self._due:
-            spans: list[Span] = []
-            told: list[str] = []
+            batch: list[Span] = []
+            ended: list[str] = []
             count = 0
             for event, at_ns, _ in self._due:
                 count += 1
                 known = self._open.get(event.request)
                 if known is None:
                     continue
-                told.append(event.request)
-                if known.journey is not None:
-                    known.journey.end(event, at_ns)
-                    spans += known.journey.spans()
-                if len(spans) >= BATCH_SPANS:
+                ended.append(event.request)
+                if known.timeline is not None:
+                    known.timeline.add_end(event, at_ns)
+                    batch += spans(known.timeline)
+                if len(batch) >= BATCH_SPANS:
                     break
-            await self._deliver(spans, told)
+            await self._deliver(batch, ended)
             self._sent_seq = self._due[count - 1].seq
             del self._due[:count]
 
@@ -281,17 +286,17 @@ class Following:
             if request_id in missing:
                 missing.remove(request_id)
                 with contextlib.suppress(msgspec.MsgspecError):
-                    self._begin(facts(requests.decode(entry.data)))
+                    self._begin(requests.decode(entry.data))
             if not missing:
                 return
         self.counts.forgotten += len(missing)
 
-    async def _deliver(self, spans: list[Span], told: list[str]) -> None:
-        """Until they have arrived, or patience ends; only then, not if it is cancelled, are these requests through."""
-        arrived = not spans or await self._arrive(spans)
-        journeys = [self._open.pop(request_id).journey for request_id in told]
-        requests = sum(journey is not None for journey in journeys)
-        self.counts.unsampled += len(journeys) - requests
+    async def _deliver(self, batch: list[Span], ended: list[str]) -> None:
+        """Send until the batch has arrived or ``patience_s`` is over. A cancelled delivery counts as not sent."""
+        arrived = not batch or await self._arrive(batch)
+        timelines = [self._open.pop(request_id).timeline for request_id in ended]
+        requests = sum(timeline is not None for timeline in timelines)
+        self.counts.unsampled += len(timelines) - requests
         if arrived:
             self.counts.sent += requests
         else:
@@ -299,14 +304,14 @@ class Following:
             log.error(
                 "traces_dropped",
                 requests=requests,
-                spans=len(spans),
+                spans=len(batch),
                 dropped=self.counts.dropped,
                 why=self._exporter.why,
             )
 
-    async def _arrive(self, spans: list[Span]) -> bool:
+    async def _arrive(self, batch: list[Span]) -> bool:
         pause, until = RETRY_S, time.monotonic() + self._export_timeout_s
-        while not await self._exporter.send(spans):
+        while not await self._exporter.send(batch):
             if time.monotonic() + pause > until:
                 return False
             self._say_away()
@@ -332,7 +337,7 @@ class Following:
             if known.created_ns >= old and len(self._open) <= MAX_OPEN:
                 return
             del self._open[request_id]
-            self.counts.forgotten += known.journey is not None
+            self.counts.forgotten += known.timeline is not None
 
 
 async def begin(bus: Bus, kept: Position | None) -> Position:

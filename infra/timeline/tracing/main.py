@@ -17,13 +17,12 @@ from configs.settings import TraceSettings
 from infra.bus.connection import Bus, connect
 from infra.launch.state import read_state
 from infra.terminal import stdout
-from infra.timeline.explain import Story, story
+from infra.timeline.read import read_timeline
 from infra.timeline.tracing.export import Exporter, NoExporter, otlp
-from infra.timeline.tracing.facts import facts
 from infra.timeline.tracing.follow import BEFORE_NS, Following, Kept, Position, begin
-from infra.timeline.tracing.journey import Journey
 from infra.timeline.tracing.otlp_json import document
 from infra.timeline.tracing.show import show
+from infra.timeline.tracing.spans import spans
 from schemas.errors import ServingError
 
 log = structlog.get_logger("trace")
@@ -108,29 +107,17 @@ def _found(settings: TraceSettings) -> TraceSettings:
 # --- one request ---
 
 
-def told(found: Story) -> Journey:
-    """What the log says of one request."""
-    journey = Journey(facts(found.request))
-    for given in found.work:
-        journey.work(given.role, given.worker, given.at_ns, given.message)
-    for line in found.ledger:
-        journey.ledger(line)
-    for end, at_ns in zip(found.ends, found.ended_ns, strict=True):
-        journey.end(end, at_ns)
-    return journey
-
-
 async def _print(settings: TraceSettings) -> int:
     request_id = settings.request.removeprefix("chatcmpl-").removeprefix("cmpl-")
     bus = await connect(settings.nats_url, role="client", name="trace", namespace=settings.namespace, timeout=CONNECT_S)
     try:
-        spans = told(await story(bus, request_id)).spans()
+        trace = spans(await read_timeline(bus, request_id))
     finally:
         await bus.close()
     if settings.json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(document(spans, settings.namespace))).decode() + "\n")
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(document(trace, settings.namespace))).decode() + "\n")
     else:
-        show(spans, stdout())
+        show(trace, stdout())
     return 0
 
 

@@ -2,7 +2,8 @@ import io
 
 from rich.console import Console
 
-from infra.timeline.leases import fold, is_open, show
+from infra.timeline.leases import show
+from infra.timeline.ticket_lease import ticket_leases
 from schemas.transfer import HandOff
 
 NOW = 1_000_000_000_000
@@ -16,33 +17,35 @@ def line(state: str, at: int = 0, ticket: str = "r1:1:decode", **more: object) -
 def test_a_ticket_is_open_until_its_owner_lets_go() -> None:
     lines = [line("offered"), line("leased", 1), line("read", 2)]
     for count in range(1, 4):
-        assert is_open(fold(lines[:count])["r1:1:decode"], NOW)
-    assert not is_open(fold([*lines, line("released", 3)])["r1:1:decode"], NOW)
+        assert ticket_leases(lines[:count])["r1:1:decode"].is_open(NOW)
+    assert not ticket_leases([*lines, line("released", 3)])["r1:1:decode"].is_open(NOW)
 
 
 def test_a_lease_of_an_owner_that_died_is_over_when_its_time_is() -> None:
-    (lease,) = fold([line("offered")]).values()
-    assert is_open(lease, lease.offer.lease_ns)
-    assert not is_open(lease, lease.offer.lease_ns + 1)
+    (lease,) = ticket_leases([line("offered")]).values()
+    assert lease.is_open(lease.offer.lease_ns)
+    assert not lease.is_open(lease.offer.lease_ns + 1)
 
 
 def test_blocks_in_quarantine_are_shown_until_they_are_settled() -> None:
     lines = [line("offered"), line("failed", 1, cause="timeout"), line("quarantined", 2), line("expired", 3)]
-    (lease,) = fold(lines).values()
-    assert is_open(lease, NOW + 3600_000_000_000)
-    (lease,) = fold([*lines, line("settled", 4)]).values()
-    assert not is_open(lease, NOW)
+    (lease,) = ticket_leases(lines).values()
+    assert lease.is_open(NOW + 3600_000_000_000)
+    (lease,) = ticket_leases([*lines, line("settled", 4)]).values()
+    assert not lease.is_open(NOW)
 
 
 def test_what_a_reader_says_may_be_stored_before_the_offer() -> None:
-    (lease,) = fold([line("leased", 1), line("read", 2), line("offered"), line("released", 3)]).values()
-    assert not is_open(lease, NOW)
+    (lease,) = ticket_leases([line("leased", 1), line("read", 2), line("offered"), line("released", 3)]).values()
+    assert not lease.is_open(NOW)
 
 
 def test_the_list_names_who_holds_what_for_whom() -> None:
     out = io.StringIO()
     console = Console(file=out, width=200)
-    found = fold([line("offered", bytes=32_000_000), line("offered", ticket="old"), line("released", 1, ticket="old")])
+    found = ticket_leases(
+        [line("offered", bytes=32_000_000), line("offered", ticket="old"), line("released", 1, ticket="old")]
+    )
     assert show(found, NOW, console) == 1
     text = out.getvalue()
     assert "p-1" in text

@@ -18,9 +18,10 @@ from infra.timeline.tracing.export import Exporter
 from infra.timeline.tracing.main import BadUse, check
 from infra.timeline.tracing.otlp_json import document
 from infra.timeline.tracing.span import Span
+from infra.timeline.tracing.spans import spans as spans_of
 from schemas.trace import Trace
 from tests.infra.timeline.tracing.collector import Collector
-from tests.infra.timeline.tracing.journeys import PARENT, at, split
+from tests.infra.timeline.tracing.samples import PARENT, at, split
 
 
 async def exported(spans: list[Span]) -> list[Any]:
@@ -34,7 +35,7 @@ async def exported(spans: list[Span]) -> list[Any]:
 
 
 async def test_ids_times_links_and_parents_arrive_as_they_are() -> None:
-    spans = split(Trace(PARENT, "vendor=1")).spans()
+    spans = spans_of(split(Trace(PARENT, "vendor=1")))
     spans[1].error = "why"
     found = await exported(spans)
     assert [f"{span.context.trace_id:032x}" for span in found] == [PARENT[3:35]] * len(spans)
@@ -52,7 +53,7 @@ async def test_ids_times_links_and_parents_arrive_as_they_are() -> None:
 
 
 async def test_each_process_is_a_resource_of_its_service() -> None:
-    found = await exported(split().spans())
+    found = await exported(spans_of(split()))
     resources = [span.resource.attributes for span in found]
     services = {(each["service.name"], each["service.instance.id"]) for each in resources}
     assert services == {
@@ -65,7 +66,7 @@ async def test_each_process_is_a_resource_of_its_service() -> None:
 
 
 async def test_the_json_says_what_the_protobuf_says() -> None:
-    spans = split(Trace(PARENT), stamped=True).spans()
+    spans = spans_of(split(Trace(PARENT), stamped=True))
     spans[1].error = "why"
     raw = json.loads(json.dumps(document(spans)))
     for resource in raw["resourceSpans"]:  # protobuf's own JSON has base64 where OTLP's has hex
@@ -102,7 +103,7 @@ async def test_why_spans_were_not_taken_is_said(
     exporter = export.otlp(collector.url.replace("/v1/traces", path))
     with contextlib.ExitStack() as states:
         states.enter_context(collector.away() if status is None else collector.answering(status))
-        assert not await exporter.send(split().spans())
+        assert not await exporter.send(spans_of(split()))
         assert says in exporter.why
     exporter.close()
     collector.stop()

@@ -21,9 +21,9 @@ from schemas.subjects import HEADER_MSG_ID, Subjects
 from schemas.trace import Trace, trace_id
 from schemas.wire import encode
 from tests.infra.bus.support import eventually, opened
-from tests.infra.timeline.tracing import journeys
+from tests.infra.timeline.tracing import samples
 
-UNSAMPLED = journeys.PARENT[:-1] + "0"
+UNSAMPLED = samples.PARENT[:-1] + "0"
 
 
 class Sent:
@@ -66,12 +66,12 @@ def sent() -> Sent:
 
 def made(**more: Any) -> GenerateRequest:
     now = time.time_ns()
-    return journeys.request(**{"id": new_request_id(now), "created_ns": now} | more)
+    return samples.request(**{"id": new_request_id(now), "created_ns": now} | more)
 
 
 async def place(bus: Bus, asked: GenerateRequest) -> None:
     s = bus.subjects
-    job = msgspec.structs.replace(journeys.job(0, Stage("aggregated", "w-1")), request=msgspec.Raw(encode(asked)))
+    job = msgspec.structs.replace(samples.job(0, Stage("aggregated", "w-1")), request=msgspec.Raw(encode(asked)))
     assert isinstance(job, Job)
     await bus.js.publish(s.work("aggregated", "w-1"), encode(job), headers={HEADER_MSG_ID: f"{asked.id}:1"})
 
@@ -152,7 +152,7 @@ async def test_a_position_beyond_the_streams_end_is_of_another_stream(bus: Bus) 
 async def test_only_as_many_as_asked_for_are_sent_but_the_callers_always(bus: Bus, sent: Sent) -> None:
     following = Following(bus, sent, await begin(bus, None), sample=0.5)
     own = await run(bus, 40) + await run(bus, 40, trace=Trace())
-    called, _unsampled = await run(bus, 3, trace=Trace(journeys.PARENT)), await run(bus, 3, trace=Trace(UNSAMPLED))
+    called, _unsampled = await run(bus, 3, trace=Trace(samples.PARENT)), await run(bus, 3, trace=Trace(UNSAMPLED))
     await following.once()
     chosen = [each for each in own if share(trace_id(each)) < 0.5]
     assert 15 < len(chosen) < 65

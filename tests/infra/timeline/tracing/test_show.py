@@ -9,8 +9,9 @@ from configs.settings import TraceSettings
 from infra.timeline.tracing.main import BadUse, check, seconds_of
 from infra.timeline.tracing.show import WIDTH, bar, show
 from infra.timeline.tracing.span import Span
+from infra.timeline.tracing.spans import spans
 from schemas.trace import Trace
-from tests.infra.timeline.tracing.journeys import PARENT, split
+from tests.infra.timeline.tracing.samples import PARENT, split
 
 
 def shown(spans: list[Span], width: int = 200) -> list[str]:
@@ -20,7 +21,7 @@ def shown(spans: list[Span], width: int = 200) -> list[str]:
 
 
 def test_a_line_per_span_indented_below_its_parent_in_order_of_time() -> None:
-    title, head, *lines = shown(split(Trace(PARENT), stamped=True).spans())
+    title, head, *lines = shown(spans(split(Trace(PARENT), stamped=True)))
     assert PARENT[3:35] in title
     assert PARENT[36:52] in title
     assert "0 … 50.0 ms" in head
@@ -35,7 +36,7 @@ def test_a_line_per_span_indented_below_its_parent_in_order_of_time() -> None:
 
 @pytest.mark.parametrize("width", [80, 100, 130])
 def test_on_a_narrow_terminal_only_the_last_column_is_broken_into_lines(width: int) -> None:
-    _, _, *lines = shown(split(Trace(PARENT), stamped=True).spans(), width)
+    _, _, *lines = shown(spans(split(Trace(PARENT), stamped=True)), width)
     assert all(len(line) <= width for line in lines)
     for name in ("chat tiny", "route", "prefill", "decode", "transfer", "first token", "generate"):
         assert any(line.lstrip().startswith(f"{name} ") and " ms" in line for line in lines), name

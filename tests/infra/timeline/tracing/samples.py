@@ -4,8 +4,7 @@ from typing import Any
 
 import msgspec
 
-from infra.timeline.tracing.facts import facts
-from infra.timeline.tracing.journey import Journey
+from infra.timeline.request_timeline import RequestTimeline
 from schemas.done import Done, Outcome, Returned, Timings, Usage
 from schemas.ids import new_request_id
 from schemas.jobs import Candidate, Decision, Job, Stage
@@ -81,21 +80,28 @@ def done(ms: float, worker: str = "d-1", attempt: int = 1, first: float = 20, **
     return Done(ID, "tiny", attempt, worker, **given | more)
 
 
-def split(trace: Trace | None = None, stamped: bool = False) -> Journey:
+def timeline(asked: GenerateRequest | None = None, compact: bool = True) -> RequestTimeline:
+    """Of a request that was accepted, and nothing else."""
+    made = RequestTimeline(ID, compact=compact)
+    made.add_request(asked if asked is not None else request())
+    return made
+
+
+def split(trace: Trace | None = None, stamped: bool = False) -> RequestTimeline:
     """Prefill and decode, undisturbed."""
     before = Stamps(at(4), at(5), at(20)) if stamped else None
     after = Stamps(at(23), at(27), at(31), 1, {"queue_s": 0.25, "kv_transfer_bytes": 4096.0}) if stamped else None
-    made = Journey(facts(request(trace)))
-    made.work("prefill", "p-1", at(3), job(2, Stage("prefill", "p-1"), Stage("decode", "d-1")))
-    made.work("decode", "d-1", at(22), prefilled("p-1", 5, 20, before))
+    made = timeline(request(trace))
+    made.add_work("prefill", "p-1", at(3), job(2, Stage("prefill", "p-1"), Stage("decode", "d-1")))
+    made.add_work("decode", "d-1", at(22), prefilled("p-1", 5, 20, before))
     for each in (
         line("offered", 21, blocks=4, bytes=4096),
         line("leased", 24),
         line("read", 26, blocks=4, bytes=4096, seconds=0.0015, pool="kv"),
         line("released", 26.5),
     ):
-        made.ledger(each)
-    made.end(done(50, stamps=after), at(50))
+        made.add_hand_off(each)
+    made.add_end(done(50, stamps=after), at(50))
     return made
 
 

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.timeline.tracing.facts import facts
-from infra.timeline.tracing.journey import Journey
+from infra.timeline.request_timeline import RequestTimeline
 from infra.timeline.tracing.span import Span, covered
+from infra.timeline.tracing.spans import spans as spans_of
 from schemas.done import Done, Timings
 from schemas.errors import Code
 from schemas.jobs import Revoke, Stage
 from schemas.trace import Stamps, Trace, span_id, stage_name
-from tests.infra.timeline.tracing.journeys import (
+from tests.infra.timeline.tracing.samples import (
     ID,
     MS,
     PARENT,
@@ -27,6 +27,7 @@ from tests.infra.timeline.tracing.journeys import (
     request,
     returned,
     split,
+    timeline,
 )
 
 
@@ -62,7 +63,7 @@ def check(spans: list[Span]) -> None:
 
 @pytest.mark.parametrize("stamped", [False, True])
 def test_one_trace_goes_through_gateway_router_prefill_and_decode(stamped: bool) -> None:
-    spans = split(stamped=stamped).spans()
+    spans = spans_of(split(stamped=stamped))
     check(spans)
     root = spans[0]
     assert (root.name, root.service, root.instance, root.kind) == ("chat tiny", "gateway", "gw-1", "server")
@@ -81,7 +82,7 @@ def test_one_trace_goes_through_gateway_router_prefill_and_decode(stamped: bool)
 
 
 def test_links_tell_who_handed_over() -> None:
-    spans = split().spans()
+    spans = spans_of(split())
     prefill = named(spans, "prefill").span_id
     assert [(link.span_id, link.why) for link in named(spans, "decode").links] == [(prefill, "handover")]
     assert [(link.span_id, link.why) for link in named(spans, "transfer").links] == [(prefill, "handover")]
@@ -89,7 +90,7 @@ def test_links_tell_who_handed_over() -> None:
 
 
 def test_the_clients_span_is_the_parent_and_its_trace_everybodys() -> None:
-    spans = split(Trace(PARENT, "vendor=1")).spans()
+    spans = spans_of(split(Trace(PARENT, "vendor=1")))
     check(spans)
     assert {span.trace_id for span in spans} == {PARENT[3:35]}
     assert spans[0].parent_id == PARENT[36:52]
@@ -97,7 +98,7 @@ def test_the_clients_span_is_the_parent_and_its_trace_everybodys() -> None:
 
 
 def test_names_follow_the_genai_conventions() -> None:
-    root = split().spans()[0].attributes
+    root = spans_of(split())[0].attributes
     assert (
         root
         | {
@@ -123,7 +124,7 @@ def test_names_follow_the_genai_conventions() -> None:
 
 
 def test_the_routers_decision_is_told_without_its_table() -> None:
-    route = named(split().spans(), "route").attributes
+    route = named(spans_of(split()), "route").attributes
     assert (
         route
         | {
@@ -140,7 +141,7 @@ def test_the_routers_decision_is_told_without_its_table() -> None:
 
 
 def test_the_transfer_is_told_from_the_ledger() -> None:
-    transfer = named(split().spans(), "transfer")
+    transfer = named(spans_of(split()), "transfer")
     assert (transfer.service, transfer.instance) == ("worker", "d-1")
     assert (
         transfer.attributes
@@ -156,13 +157,13 @@ def test_the_transfer_is_told_from_the_ledger() -> None:
 
 
 def test_a_failed_transfer_is_an_error_and_the_prompt_is_computed_again() -> None:
-    made = Journey(facts(request(Trace())))
-    made.work("prefill", "p-1", at(3), job(2, Stage("prefill", "p-1"), Stage("decode", "d-1")))
-    made.work("decode", "d-1", at(22), prefilled("p-1", 5, 20))
-    made.ledger(line("leased", 24))
-    made.ledger(line("failed", 29, cause="timeout", message="no answer"))
-    made.end(done(50, stamps=Stamps(at(23), at(30), at(44))), at(50))
-    spans = made.spans()
+    made = timeline(request(Trace()))
+    made.add_work("prefill", "p-1", at(3), job(2, Stage("prefill", "p-1"), Stage("decode", "d-1")))
+    made.add_work("decode", "d-1", at(22), prefilled("p-1", 5, 20))
+    made.add_hand_off(line("leased", 24))
+    made.add_hand_off(line("failed", 29, cause="timeout", message="no answer"))
+    made.add_end(done(50, stamps=Stamps(at(23), at(30), at(44))), at(50))
+    spans = spans_of(made)
     check(spans)
     transfer = named(spans, "transfer")
     assert (transfer.error, transfer.attributes["error.type"]) == ("no answer", "timeout")
@@ -171,13 +172,15 @@ def test_a_failed_transfer_is_an_error_and_the_prompt_is_computed_again() -> Non
 
 
 def test_an_encode_stage_is_in_front() -> None:
-    made = Journey(facts(request()))
-    made.work("encode", "e-1", at(3), job(2, Stage("encode", "e-1"), Stage("prefill", "p-1"), Stage("decode", "d-1")))
-    made.work("prefill", "p-1", at(10), encoded("e-1", 4))
-    made.ledger(line("read", 11, "e-1", "p-1", "prefill", seconds=0.0005))
-    made.work("decode", "d-1", at(22), prefilled("p-1", 12, 20))
-    made.end(done(50), at(50))
-    spans = made.spans()
+    made = timeline()
+    made.add_work(
+        "encode", "e-1", at(3), job(2, Stage("encode", "e-1"), Stage("prefill", "p-1"), Stage("decode", "d-1"))
+    )
+    made.add_work("prefill", "p-1", at(10), encoded("e-1", 4))
+    made.add_hand_off(line("read", 11, "e-1", "p-1", "prefill", seconds=0.0005))
+    made.add_work("decode", "d-1", at(22), prefilled("p-1", 12, 20))
+    made.add_end(done(50), at(50))
+    spans = spans_of(made)
     check(spans)
     assert below(spans, spans[0]) == ["route", "encode", "prefill", "decode"]
     assert below(spans, named(spans, "encode")) == ["wait", "embeddings"]
@@ -185,10 +188,10 @@ def test_an_encode_stage_is_in_front() -> None:
 
 
 def test_one_worker_alone_has_its_phases_without_stamps() -> None:
-    made = Journey(facts(request()))
-    made.work("aggregated", "w-1", at(3), job(2, Stage("aggregated", "w-1")))
-    made.end(done(50, "w-1"), at(50))
-    spans = made.spans()
+    made = timeline()
+    made.add_work("aggregated", "w-1", at(3), job(2, Stage("aggregated", "w-1")))
+    made.add_end(done(50, "w-1"), at(50))
+    spans = spans_of(made)
     check(spans)
     assert below(spans, named(spans, "aggregated")) == ["wait", "prompt", "generate"]
     assert ms(named(spans, "prompt")) == (5, 20)
@@ -199,7 +202,7 @@ def test_one_worker_alone_has_its_phases_without_stamps() -> None:
 
 
 def test_what_workers_and_engines_measured_are_attributes_of_their_spans() -> None:
-    decode = named(split(stamped=True).spans(), "decode")
+    decode = named(spans_of(split(stamped=True)), "decode")
     assert (
         decode.attributes
         | {
@@ -213,22 +216,22 @@ def test_what_workers_and_engines_measured_are_attributes_of_their_spans() -> No
 
 
 def test_an_engines_own_spans_are_children_of_its_workers() -> None:
-    assert named(split().spans(), "decode").span_id == span_id(ID, stage_name(1, "decode"))
+    assert named(spans_of(split()), "decode").span_id == span_id(ID, stage_name(1, "decode"))
 
 
 # --- attempts ---
 
 
-def killed() -> Journey:
-    made = Journey(facts(request()))
-    made.work("aggregated", "w-1", at(3), job(2, Stage("aggregated", "w-1")))
-    made.work("aggregated", "w-2", at(18), job(17, Stage("aggregated", "w-2"), attempt=2, reason="worker_lost"))
-    made.end(done(50, "w-2", attempt=2), at(50))
+def killed() -> RequestTimeline:
+    made = timeline()
+    made.add_work("aggregated", "w-1", at(3), job(2, Stage("aggregated", "w-1")))
+    made.add_work("aggregated", "w-2", at(18), job(17, Stage("aggregated", "w-2"), attempt=2, reason="worker_lost"))
+    made.add_end(done(50, "w-2", attempt=2), at(50))
     return made
 
 
 def test_a_killed_workers_attempt_ends_with_an_error_when_the_router_steers_again() -> None:
-    spans = killed().spans()
+    spans = spans_of(killed())
     check(spans)
     first, second = named(spans, "aggregated", 1), named(spans, "aggregated", 2)
     assert (first.instance, first.error, first.attributes["error.type"]) == ("w-1", "worker_lost", "worker_lost")
@@ -241,24 +244,26 @@ def test_a_killed_workers_attempt_ends_with_an_error_when_the_router_steers_agai
 
 
 def test_an_attempt_that_was_given_back_ends_when_it_was() -> None:
-    made = Journey(facts(request()))
-    made.work("aggregated", "w-1", at(3), job(2, Stage("aggregated", "w-1")))
-    made.end(returned(1, "w-1", "draining"), at(9))
-    made.work("aggregated", "w-2", at(18), job(17, Stage("aggregated", "w-2"), attempt=2, reason="returned: draining"))
-    made.end(done(50, "w-2", attempt=2), at(50))
-    spans = made.spans()
+    made = timeline()
+    made.add_work("aggregated", "w-1", at(3), job(2, Stage("aggregated", "w-1")))
+    made.add_end(returned(1, "w-1", "draining"), at(9))
+    made.add_work(
+        "aggregated", "w-2", at(18), job(17, Stage("aggregated", "w-2"), attempt=2, reason="returned: draining")
+    )
+    made.add_end(done(50, "w-2", attempt=2), at(50))
+    spans = spans_of(made)
     check(spans)
     first = named(spans, "aggregated", 1)
-    assert (ms(first)[1], first.error, first.attributes["error.type"]) == (9, "given back: draining", "returned")
+    assert (ms(first)[1], first.error, first.attributes["error.type"]) == (9, "returned: draining", "returned")
 
 
 def test_prefill_is_revoked_when_its_decode_worker_is_lost() -> None:
-    made = Journey(facts(request()))
-    made.work("prefill", "p-1", at(3), job(2, Stage("prefill", "p-1"), Stage("decode", "d-1")))
-    made.work("prefill", "p-1", at(8), Revoke(ID, 1))
-    made.work("aggregated", "w-2", at(10), job(9, Stage("aggregated", "w-2"), attempt=2, reason="worker_lost"))
-    made.end(done(50, "w-2", attempt=2), at(50))
-    spans = made.spans()
+    made = timeline()
+    made.add_work("prefill", "p-1", at(3), job(2, Stage("prefill", "p-1"), Stage("decode", "d-1")))
+    made.add_work("prefill", "p-1", at(8), Revoke(ID, 1))
+    made.add_work("aggregated", "w-2", at(10), job(9, Stage("aggregated", "w-2"), attempt=2, reason="worker_lost"))
+    made.add_end(done(50, "w-2", attempt=2), at(50))
+    spans = spans_of(made)
     check(spans)
     assert named(spans, "prefill").error == "revoked"
 
@@ -270,10 +275,10 @@ def test_prefill_is_revoked_when_its_decode_worker_is_lost() -> None:
     ("code", "error"), [(Code.engine_error, "what to do"), (Code.cancelled, None), (Code.out_of_blocks, None)]
 )
 def test_an_error_of_ours_is_one_and_the_clients_is_none(code: Code, error: str | None) -> None:
-    made = Journey(facts(request()))
-    made.work("aggregated", "w-1", at(3), job(2, Stage("aggregated", "w-1")))
-    made.end(done(50, "w-1", code=code.value, message="what to do"), at(50))
-    spans = made.spans()
+    made = timeline()
+    made.add_work("aggregated", "w-1", at(3), job(2, Stage("aggregated", "w-1")))
+    made.add_end(done(50, "w-1", code=code.value, message="what to do"), at(50))
+    spans = spans_of(made)
     for span in (spans[0], named(spans, "aggregated")):
         assert span.error == error
         assert span.attributes["error.type"] == code.value
@@ -281,45 +286,45 @@ def test_an_error_of_ours_is_one_and_the_clients_is_none(code: Code, error: str 
 
 
 def test_a_request_that_nobody_could_take_is_the_routers() -> None:
-    made = Journey(facts(request()))
-    made.end(
+    made = timeline()
+    made.add_end(
         Done(ID, "tiny", 1, timings=Timings(T0, ended_ns=at(40)), code="deadline_exceeded", message="late"), at(40)
     )
-    spans = made.spans()
+    spans = spans_of(made)
     check(spans)
     assert [(span.name, span.error) for span in spans] == [("chat tiny", "late"), ("route", "late")]
     assert ms(spans[1]) == (0, 40)
 
 
 def test_after_too_many_attempts_the_routers_last_word_is_a_span() -> None:
-    made = Journey(facts(request()))
-    made.work("aggregated", "w-1", at(3), job(2, Stage("aggregated", "w-1")))
-    made.end(Done(ID, "tiny", 2, timings=Timings(T0, ended_ns=at(40)), code="worker_lost", message="gone"), at(40))
-    spans = made.spans()
+    made = timeline()
+    made.add_work("aggregated", "w-1", at(3), job(2, Stage("aggregated", "w-1")))
+    made.add_end(Done(ID, "tiny", 2, timings=Timings(T0, ended_ns=at(40)), code="worker_lost", message="gone"), at(40))
+    spans = spans_of(made)
     check(spans)
     assert named(spans, "aggregated").error == "gone"
     assert named(spans, "route", 2).error == "gone"
 
 
 def test_an_unfinished_request_is_told_as_far_as_it_went() -> None:
-    made = Journey(facts(request()))
-    made.work("aggregated", "w-1", at(3), job(2, Stage("aggregated", "w-1")))
-    spans = made.spans()
+    made = timeline()
+    made.add_work("aggregated", "w-1", at(3), job(2, Stage("aggregated", "w-1")))
+    spans = spans_of(made)
     check(spans)
     assert ms(spans[0]) == (0, 3)
 
 
 def test_a_message_that_is_stored_twice_counts_once() -> None:
     made = split()
-    once = made.spans()
-    made.work("decode", "d-1", at(40), prefilled("p-1", 5, 20))
-    made.work("prefill", "p-1", at(41), job(2, Stage("prefill", "p-1"), Stage("decode", "d-1")))
-    assert made.spans() == once
+    once = spans_of(made)
+    made.add_work("decode", "d-1", at(40), prefilled("p-1", 5, 20))
+    made.add_work("prefill", "p-1", at(41), job(2, Stage("prefill", "p-1"), Stage("decode", "d-1")))
+    assert spans_of(made) == once
 
 
 def test_telling_it_twice_tells_the_same() -> None:
     made = split(Trace(PARENT), stamped=True)
-    assert made.spans() == made.spans() == split(Trace(PARENT), stamped=True).spans()
+    assert spans_of(made) == spans_of(made) == spans_of(split(Trace(PARENT), stamped=True))
 
 
 # --- whatever the log says ---
@@ -332,31 +337,33 @@ moments = st.floats(-50, 100)
 def test_spans_nest_and_end_after_they_start_whatever_the_clocks_say(data: st.DataObject) -> None:
     """Each process has its own clock, any worker may be lost at any stage, and any message may be missing."""
     draw = data.draw
-    made = Journey(facts(request(draw(st.sampled_from([None, Trace(), Trace(PARENT)])))))
+    made = timeline(request(draw(st.sampled_from([None, Trace(), Trace(PARENT)]))))
     attempts = draw(st.integers(0, 3))
     for attempt in range(1, attempts + 1):
         route = draw(st.sampled_from([("aggregated",), ("prefill", "decode"), ("encode", "prefill", "decode")]))
         stages = [Stage(role, f"{role}-{attempt}") for role in route]
         reached = draw(st.integers(1, len(stages)))
-        made.work(route[0], stages[0].worker, at(draw(moments)), job(draw(moments), *stages, attempt=attempt))
+        made.add_work(route[0], stages[0].worker, at(draw(moments)), job(draw(moments), *stages, attempt=attempt))
         for number in range(1, reached):
             before, stage = stages[number - 1], stages[number]
             stamps = draw(st.sampled_from([None, Stamps(at(draw(moments)), at(draw(moments)), at(draw(moments)))]))
             message: Any = encoded(before.worker, draw(moments), stage.role, attempt)
             if before.role == "prefill":
                 message = prefilled(before.worker, draw(moments), draw(moments), stamps, attempt)
-            made.work(stage.role, stage.worker, at(draw(moments)), message)
+            made.add_work(stage.role, stage.worker, at(draw(moments)), message)
         for state in draw(st.lists(st.sampled_from(["offered", "leased", "read", "failed", "released"]), max_size=4)):
             seconds = draw(st.floats(0, 1))
-            made.ledger(line(state, draw(moments), stages[0].worker, stages[-1].worker, route[-1], seconds=seconds))
+            made.add_hand_off(
+                line(state, draw(moments), stages[0].worker, stages[-1].worker, route[-1], seconds=seconds)
+            )
         if draw(st.booleans()):
-            made.end(returned(attempt, stages[reached - 1].worker, "draining"), at(draw(moments)))
+            made.add_end(returned(attempt, stages[reached - 1].worker, "draining"), at(draw(moments)))
     if draw(st.booleans()):
         worker = draw(st.sampled_from(["", "aggregated-1", "decode-1", "prefill-2", "decode-3"]))
         times = Timings(T0, *(draw(st.sampled_from([0, at(draw(moments))])) for _ in range(3)), at(draw(moments)))
         code = draw(st.sampled_from(["", "cancelled", "worker_lost", "of_a_later_version"]))
-        made.end(Done(ID, "tiny", draw(st.integers(1, 4)), worker, timings=times, code=code), at(draw(moments)))
-    spans = made.spans()
+        made.add_end(Done(ID, "tiny", draw(st.integers(1, 4)), worker, timings=times, code=code), at(draw(moments)))
+    spans = spans_of(made)
     check(spans)
     assert len([span for span in spans if span.name == "route"]) >= attempts
 

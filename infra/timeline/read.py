@@ -1,0 +1,114 @@
+"""A request's timeline, read from the broker by direct get: it needs neither a consumer nor any other process."""
+
+import contextlib
+
+import msgspec
+
+from infra.bus.connection import Bus
+from infra.bus.direct_get import Entry, get_last, read
+from infra.timeline.request_timeline import RequestTimeline
+from schemas import done, jobs, requests, tokens
+from schemas.errors import ServingError
+from schemas.ids import time_of
+from schemas.requests import GenerateRequest
+from schemas.streams import CLOCK_SKEW_NS
+from schemas.subjects import HEADER_MSG_ID, KEPT
+from schemas.transfer import HandOff, decode_ledger
+
+
+async def read_timeline(bus: Bus, request_id: str, *, with_tokens: bool = False) -> RequestTimeline:
+    """Read everything that the log holds about a request.
+
+    Args:
+        with_tokens: read TOKENS too: every batch that the request's gateway got while the request ran.
+    Raises:
+        ValueError: not a request id, or the log does not have this request.
+        ServingError: a stream cannot be read.
+    """
+    since = time_of(request_id) - CLOCK_SKEW_NS
+    timeline = RequestTimeline(request_id)
+    last = await get_last(bus, bus.subjects.stream("DONE"), bus.subjects.done_of(request_id))
+    request = await _request(bus, request_id, since, last)
+    if request is None:
+        raise ValueError(f"no request {request_id} in the log; requests are kept for a day, their records for a week")
+    timeline.add_request(request)
+    if last is None:
+        last = await _end_up_to_0_1(bus, request, since)
+    await _add_ends(bus, timeline, since, last)
+    ended_ns = timeline.done.timings.ended_ns if timeline.done is not None else 0
+    until_ns = ended_ns + CLOCK_SKEW_NS if ended_ns else 0
+    await _add_work(bus, timeline, since, until_ns)
+    if any(stage.handed_over for stage in timeline.stages):
+        for line in await _ledger(bus, request_id, since, until_ns):
+            timeline.add_hand_off(line)
+    if with_tokens:
+        await _add_tokens(bus, timeline, since, until_ns)
+    return timeline
+
+
+async def _request(bus: Bus, request_id: str, since: int, last: Entry | None) -> GenerateRequest | None:
+    """The request from its record, if it has ended, or from REQUESTS."""
+    event = done.decode(last.data) if last is not None else None
+    if isinstance(event, done.Done) and event.submitted and "prompt" not in event.left_out:
+        return done.request_of(event)
+    subjects = bus.subjects
+    for subject in (subjects.shard_of(request_id), subjects.unsharded):
+        async for entry in read(bus, subjects.stream("REQUESTS"), subject, since_ns=since):
+            if entry.headers.get(HEADER_MSG_ID) == request_id:
+                return requests.decode(entry.data)
+    return done.request_of(event) if isinstance(event, done.Done) else None
+
+
+async def _end_up_to_0_1(bus: Bus, request: GenerateRequest, since: int) -> Entry | None:
+    """The terminal event as releases up to 0.1 stored it; None: there is none, the request still runs."""
+    subjects = bus.subjects
+    async for entry in read(bus, subjects.stream("DONE"), subjects.done_together(request.model), since_ns=since):
+        if entry.headers.get(HEADER_MSG_ID) == request.id:
+            return entry
+    return None
+
+
+async def _add_ends(bus: Bus, timeline: RequestTimeline, since: int, last: Entry | None) -> None:
+    subjects = bus.subjects
+    async for entry in read(bus, subjects.stream("DONE"), subjects.all("returned"), since_ns=since):
+        if last is not None and entry.time_ns > last.time_ns:
+            break
+        if entry.headers.get(HEADER_MSG_ID, "").startswith(timeline.request_id):
+            timeline.add_end(done.decode(entry.data), entry.time_ns)
+    if last is not None:
+        timeline.add_end(done.decode(last.data), last.time_ns)
+
+
+async def _add_work(bus: Bus, timeline: RequestTimeline, since: int, until_ns: int) -> None:
+    subjects = bus.subjects
+    async for entry in read(bus, subjects.stream("WORK"), subjects.all("work"), since_ns=since):
+        name = entry.headers.get(HEADER_MSG_ID, "")
+        if name.startswith(timeline.request_id) and KEPT not in name.split(":"):
+            role, worker = entry.subject.split(".")[-2:]
+            timeline.add_work(role, worker, entry.time_ns, jobs.decode(entry.data))
+        elif until_ns and entry.time_ns > until_ns:
+            break
+
+
+async def _ledger(bus: Bus, request_id: str, since: int, until_ns: int) -> list[HandOff]:
+    """What workers reported about this request's tickets; nothing if the deployment has no ledger."""
+    subjects, found = bus.subjects, []
+    with contextlib.suppress(ServingError):
+        async for entry in read(bus, subjects.stream("HANDOFF"), subjects.all("handoff"), since_ns=since):
+            if until_ns and entry.time_ns > until_ns:
+                break
+            with contextlib.suppress(msgspec.MsgspecError):
+                events = decode_ledger(entry.data).events
+                found += [event for event in events if event.ticket.startswith(request_id)]
+    return found
+
+
+async def _add_tokens(bus: Bus, timeline: RequestTimeline, since: int, until_ns: int) -> None:
+    subject = bus.subjects.tokens(timeline.request.gateway)
+    async for entry in read(bus, bus.subjects.stream("TOKENS"), subject, since_ns=since):
+        if until_ns and entry.time_ns > until_ns:
+            break
+        batch = tokens.decode(entry.data)
+        for item in batch.items:
+            if item.request == timeline.request_id:
+                timeline.add_tokens(batch.worker, entry.time_ns, item)
