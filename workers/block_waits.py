@@ -14,7 +14,7 @@ from workers.engines.base import Engine, RequestError
 T = TypeVar("T")
 
 
-class Wait(Generic[T]):
+class BlockWait(Generic[T]):
     """``answer`` gets what ``take`` gave, None if it was given up, or the RequestError that ``take`` raised."""
 
     __slots__ = ("answer", "pool", "take")
@@ -31,20 +31,20 @@ class Wait(Generic[T]):
             self.answer.set_exception(error)
 
 
-class Room:
+class BlockWaitQueue:
     def __init__(self) -> None:
-        self._queues: dict[str, deque[Wait[Any]]] = {}
+        self._queues: dict[str, deque[BlockWait[Any]]] = {}
 
     def __bool__(self) -> bool:
         """Somebody waits."""
         return bool(self._queues)
 
-    def add(self, wait: Wait[Any], engine: Engine) -> None:
+    def add(self, wait: BlockWait[Any], engine: Engine) -> None:
         """Answered at once if nobody is before it and there is room."""
         self._queues.setdefault(wait.pool, deque()).append(wait)
         self._serve(wait.pool, engine)
 
-    def give_up(self, wait: Wait[Any], engine: Engine) -> None:
+    def cancel_wait(self, wait: BlockWait[Any], engine: Engine) -> None:
         """Answer with nothing, unless it was answered."""
         queue = self._queues.get(wait.pool, ())
         if wait in queue:

@@ -32,11 +32,11 @@ from schemas.tokens import File, Finish, TokenItem
 from workers.engines.base import RequestError
 from workers.engines.diffusion.base import DiffusionEngine, Stopped
 from workers.engines.diffusion.encode import encode, media_type
-from workers.life import Arrived, Life, Model
+from workers.life import Life, Model, StageInput
 from workers.metrics import Metrics
 from workers.process import EXIT_OK, WorkerProcess
-from workers.requests import Active, admit
-from workers.sequence_state import Choice
+from workers.requests import RunningRequest, admit
+from workers.sequence_state import SequenceState
 from workers.stopping import StoppedEarly
 
 log = structlog.get_logger("worker")
@@ -50,7 +50,7 @@ BUCKET = "results"
 JOIN_S = 5.0  # for an engine to end in order
 
 
-class Studio:
+class PipelineThread:
     """The thread that an engine of pictures lives in, from its construction to its end.
 
     A daemon: a computation that cannot be stopped does not keep the process.
@@ -58,7 +58,7 @@ class Studio:
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="studio", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="thread", daemon=True)
         self._thread.start()
 
     def call(self, work: Callable[[], T]) -> "Future[T]":
@@ -86,7 +86,7 @@ class Studio:
             work()
 
 
-class Developed(NamedTuple):
+class EncodedOutput(NamedTuple):
     """One picture as a file, not yet stored."""
 
     data: bytes
@@ -96,7 +96,7 @@ class Developed(NamedTuple):
     frame_rate: float
 
 
-class _Broken(Exception):
+class _PipelineFailed(Exception):
     """The engine is."""
 
     def __init__(self, error: Exception) -> None:
@@ -104,10 +104,10 @@ class _Broken(Exception):
         self.error = error
 
 
-class _Run:
+class _PipelineRun:
     """A request that is computed. ``advance`` in the event loop, all else also in the thread."""
 
-    def __init__(self, active: Active, ask: Diffusion) -> None:
+    def __init__(self, active: RunningRequest, ask: Diffusion) -> None:
         self.active = active
         self.ask = ask
         self.steps = ask.steps * ask.images
@@ -118,7 +118,7 @@ class _Run:
         self.choice.tokens = array("I")
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> SequenceState:
         return self.active.choices[0]
 
     def advance(self, done_steps: int, total: int, now: float) -> None:
@@ -141,7 +141,7 @@ class DiffusionSession(Life):
         self,
         bus: Bus,
         publisher: Publisher,
-        studio: Studio,
+        thread: PipelineThread,
         engine: DiffusionEngine,
         model: Model,
         settings: WorkerSettings,
@@ -150,11 +150,11 @@ class DiffusionSession(Life):
     ) -> None:
         # One more is taken, not asked for: two routers may place at once, and its cancellation is heard here.
         super().__init__(bus, publisher, model, settings, metrics, slots=1, queue=1)
-        self._studio = studio
+        self._thread = thread
         self._engine = engine
         self._broke = broke
-        self._waiting: asyncio.Queue[Active] = asyncio.Queue()
-        self._running: _Run | None = None
+        self._waiting: asyncio.Queue[RunningRequest] = asyncio.Queue()
+        self._running: _PipelineRun | None = None
 
     def _background(self) -> None:
         self._tasks.spawn(self._work(), name="pictures")
@@ -184,17 +184,17 @@ class DiffusionSession(Life):
 
     # --- work in ---
 
-    def _admit(self, job: jobs.Job, request: requests.GenerateRequest, delivery: Any) -> Active:
+    def _admit(self, job: jobs.Job, request: requests.GenerateRequest, delivery: Any) -> RunningRequest:
         if request.diffusion is None or request.diffusion.kind != self._engine.diffuser.kind or request.n != 1:
             raise ValueError(
                 f"this worker makes one {self._engine.diffuser.kind} per choice, and that is not asked for"
             )
         return admit(job, request, delivery, None)
 
-    async def _take(self, active: Active, arrived: Arrived | None) -> None:
+    async def _take(self, active: RunningRequest, arrived: StageInput | None) -> None:
         self._waiting.put_nowait(active)
 
-    def _stop_early(self, active: Active, code: Code, message: str) -> None:
+    def _stop_early(self, active: RunningRequest, code: Code, message: str) -> None:
         if active.cancelled is not None:
             return
         active.cancelled = (code, message)
@@ -205,7 +205,7 @@ class DiffusionSession(Life):
                 return  # it ends at the next step, and tells then
         self._spawn(self._end_early(active))
 
-    def _remove(self, active: Active, *, cancel: bool = True) -> None:
+    def _remove(self, active: RunningRequest, *, cancel: bool = True) -> None:
         super()._remove(active, cancel=cancel)
         if cancel and self._running is not None and self._running.active is active:
             self._running.stop.set()
@@ -218,33 +218,33 @@ class DiffusionSession(Life):
             ask = active.request.diffusion
             if not self.current(active) or ask is None:
                 continue
-            run = self._running = _Run(active, ask)
+            run = self._running = _PipelineRun(active, ask)
             try:
                 await self._one(run)
-            except _Broken as broken:  # whoever is told ends this life; nothing more may begin
+            except _PipelineFailed as broken:  # whoever is told ends this life; nothing more may begin
                 log.error("engine_failed", error=repr(broken.error), exc_info=broken.error)
                 self._broke(broken.error)
                 return
             except ServingError as error:  # its pictures cannot be stored
                 await self.end(active, error.code, error.message)
             except Exception as error:
-                log.exception("picture_failed", request=active.request.id)
+                log.exception("diffusion_request_failed", request=active.request.id)
                 await self.end(active, Code.internal, f"the pictures could not be handed over: {error!r}"[:500])
             finally:
                 self._running = None
 
-    async def _one(self, run: _Run) -> None:
+    async def _one(self, run: _PipelineRun) -> None:
         """From text to stored files and the terminal event.
 
         Raises:
             ServingError: the files cannot be stored.
-            _Broken: the engine failed, and not only this request.
+            _PipelineFailed: the engine failed, and not only this request.
         """
         active = run.active
         active.started_ns = time.time_ns()
         telling = self._tasks.spawn(self._tell(run), name="progress", on_failure=_not_told)
         try:
-            made = await asyncio.wrap_future(self._studio.call(lambda: self._make(run)))
+            made = await asyncio.wrap_future(self._thread.call(lambda: self._make(run)))
         except Stopped:
             await self._end_early(active)
             return
@@ -252,7 +252,7 @@ class DiffusionSession(Life):
             await self.end(active, Code(error.code), error.message)
             return
         except Exception as error:
-            raise _Broken(error) from error
+            raise _PipelineFailed(error) from error
         finally:
             await end([telling])
         seconds = round((time.time_ns() - active.started_ns) / 1e9, 3)
@@ -269,7 +269,7 @@ class DiffusionSession(Life):
         self._metrics.pictures.labels(run.ask.kind).inc(len(files))
         self._finish(active)
 
-    def _make(self, run: _Run) -> list[Developed]:
+    def _make(self, run: _PipelineRun) -> list[EncodedOutput]:
         """In the thread."""
 
         def progress(done_steps: int, total: int) -> None:
@@ -289,10 +289,10 @@ class DiffusionSession(Life):
             except Exception as error:  # what was computed is whole, and so is the engine
                 what = f"{frames} frames of {width}x{height} could not be written as {run.ask.format}: {error!r}"
                 raise RequestError(Code.engine_error, what[:500]) from error
-            made.append(Developed(data, width, height, frames, picture.frame_rate))
+            made.append(EncodedOutput(data, width, height, frames, picture.frame_rate))
         return made
 
-    async def _store(self, run: _Run, index: int, made: Developed, seconds: float) -> File:
+    async def _store(self, run: _PipelineRun, index: int, made: EncodedOutput, seconds: float) -> File:
         """
         Raises:
             ServingError: the broker does not take it.
@@ -306,14 +306,14 @@ class DiffusionSession(Life):
 
     # --- progress out ---
 
-    async def _tell(self, run: _Run) -> None:
+    async def _tell(self, run: _PipelineRun) -> None:
         while True:
             await run.news.wait()
             run.news.clear()
             await self._say(run)
             await asyncio.sleep(PROGRESS_S)
 
-    async def _say(self, run: _Run, finish: Finish | None = None) -> None:
+    async def _say(self, run: _PipelineRun, finish: Finish | None = None) -> None:
         active, tokens = run.active, run.choice.tokens
         upto = len(tokens)
         if finish is None and not self.current(active):
@@ -331,28 +331,28 @@ class DiffusionWorker(WorkerProcess[DiffusionSession]):
 
     async def serve(self) -> int:
         self._stopping.on_signals()
-        studio = Studio()
+        thread = PipelineThread()
         status, ended = EXIT_OK, True
         try:
-            status = await self._with(studio)
+            status = await self._with(thread)
         except StoppedEarly:
-            log.info("stopped_before_it_served")
+            log.info("stopped_during_startup")
         finally:
-            ended = await asyncio.to_thread(studio.stop, self._stopping.left(JOIN_S + 0.5) - 0.5)
+            ended = await asyncio.to_thread(thread.stop, self._stopping.left(JOIN_S + 0.5) - 0.5)
             self._stopping.over()
         if not ended:
-            log.warning("engine_busy", action="the process ends without waiting for it")
+            log.warning("engine_stop_timeout", action="the process ends without waiting for it")
             self._stopping.end_now(status)
         return status
 
-    async def _with(self, studio: Studio) -> int:
+    async def _with(self, thread: PipelineThread) -> int:
         """Serve, and close everything but the thread.
 
         Raises:
             StoppedEarly: the process was asked to stop before that.
         """
         settings = self._settings
-        engine = await self._stopping.unless_asked(_built(studio, settings))
+        engine = await self._stopping.unless_asked(_built(thread, settings))
         connection = f"worker:{settings.name}:{secrets.token_hex(4)}"
         bus = await self._stopping.unless_asked(
             connect(
@@ -369,24 +369,24 @@ class DiffusionWorker(WorkerProcess[DiffusionSession]):
         model = Model(names[0], names[1:], "", None, connection)
 
         def make() -> DiffusionSession:
-            return DiffusionSession(bus, publisher, studio, engine, model, settings, self._metrics, self._broke)
+            return DiffusionSession(bus, publisher, thread, engine, model, settings, self._metrics, self._broke)
 
         try:
             await publisher.open()
             return await self._live(bus, make, engine.load_seconds)
         finally:
-            studio.call(engine.close)
+            thread.call(engine.close)
             await publisher.close()
             await bus.close()
 
 
-async def _built(studio: Studio, settings: WorkerSettings) -> DiffusionEngine:
-    return await asyncio.wrap_future(studio.call(lambda: build_engine(settings)))
+async def _built(thread: PipelineThread, settings: WorkerSettings) -> DiffusionEngine:
+    return await asyncio.wrap_future(thread.call(lambda: build_engine(settings)))
 
 
 def _not_told(error: BaseException) -> None:
     """The next message has all that was not said."""
-    log.warning("progress_not_told", error=repr(error))
+    log.warning("progress_publish_failed", error=repr(error))
 
 
 def _name(model: str) -> str:
@@ -424,4 +424,4 @@ def build_engine(settings: WorkerSettings) -> DiffusionEngine:
     return engine
 
 
-__all__ = ["DiffusionSession", "DiffusionWorker", "Studio", "build_engine"]
+__all__ = ["DiffusionSession", "DiffusionWorker", "PipelineThread", "build_engine"]

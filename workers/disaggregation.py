@@ -26,18 +26,18 @@ from schemas.errors import Code, ServingError
 from schemas.jobs import Stage
 from schemas.subjects import HEADER_LOAD
 from schemas.transfer import Encoded, Prefilled, Ticket
-from workers.block_waits import Wait
+from workers.block_waits import BlockWait
 from workers.engine_thread import EngineThread
 from workers.engines.base import Engine, EngineInfo, MediaReservation, RequestError, Reservation, VisionEngine
 from workers.kv_transfer.base import TransferError, Transport
 from workers.kv_transfer.handoff.ledger import Ledger
 from workers.kv_transfer.handoff.owner import Owner
-from workers.kv_transfer.handoff.peers import Peers
+from workers.kv_transfer.handoff.peer_watcher import PeerWatcher
 from workers.kv_transfer.handoff.reader import Reader
 from workers.media import MediaLoader
 from workers.metrics import Metrics
 from workers.outbox import Outbox
-from workers.requests import Active, next_job, prompt_digests, stamps
+from workers.requests import RunningRequest, next_job, prompt_digests, stamps
 
 log = structlog.get_logger("worker")
 
@@ -54,27 +54,27 @@ class Host(Protocol):
 
     id: str
 
-    def current(self, active: Active) -> bool:
+    def current(self, active: RunningRequest) -> bool:
         """It is still this worker's to run."""
 
-    def owns(self, active: Active) -> bool:
+    def owns(self, active: RunningRequest) -> bool:
         """It is still this worker's, to run or to end."""
 
     def trusted(self) -> bool:
         """This worker may speak."""
 
-    def compute(self, active: Active, reservation: Reservation | None = None, opaque: bytes = b"") -> None:
+    def compute(self, active: RunningRequest, reservation: Reservation | None = None, opaque: bytes = b"") -> None:
         """Give it to the engine."""
 
-    async def end(self, active: Active, code: Code, message: str) -> None: ...
+    async def end(self, active: RunningRequest, code: Code, message: str) -> None: ...
 
-    async def give_back(self, active: Active, reason: str) -> None: ...
+    async def requeue(self, active: RunningRequest, reason: str) -> None: ...
 
-    def passed_on(self, active: Active) -> None:
+    def on_handed_off(self, active: RunningRequest) -> None:
         """The next stage has it."""
 
 
-class Stages:
+class DisaggCoordinator:
     """Of one session. Everything here is bounded: by the request's deadline, the lease, or the transfer's time."""
 
     def __init__(
@@ -105,15 +105,15 @@ class Stages:
         self._ledger = Ledger(bus, outbox, host.id, metrics)
         self._owner: Owner | None = None
         self._reader: Reader | None = None
-        self._peers: Peers | None = None
-        self._waits: dict[int, Wait[Any]] = {}  # for blocks or slots, by the identity of an Active
+        self._peers: PeerWatcher | None = None
+        self._waits: dict[int, BlockWait[Any]] = {}  # for blocks or slots, by the identity of an RunningRequest
         if transport is not None or info.handover:
             self._owner = Owner(engine, transport, self._ledger, host.id, settings.handoff_lease_s, metrics)
             self._reader = Reader(
                 bus, transport, self._ledger, host.id, settings.transfer_timeout_s, settings.quarantine_s
             )
         if transport is not None:
-            self._peers = Peers(bus, transport, host.id, model, settings.role, self._peer_lost)
+            self._peers = PeerWatcher(bus, transport, host.id, model, settings.role, self._peer_lost)
 
     # --- life ---
 
@@ -166,12 +166,12 @@ class Stages:
 
     # --- prefill ---
 
-    async def hand_over(self, active: Active) -> None:
+    async def send_prefilled(self, active: RunningRequest) -> None:
         """All choices have their first token: the prompt's KV goes to the decode worker."""
         stage, held = active.route[0], active.held
         assert self._owner is not None
         if held is None:  # the engine could not hold them
-            await self._host.give_back(active, "no blocks to hand over")
+            await self._host.requeue(active, "no blocks to hand over")
             return
         holder = held.key
 
@@ -192,7 +192,9 @@ class Stages:
         )
         await self._pass_on(active, stage, message, ticket)
 
-    async def _pass_on(self, active: Active, stage: Stage, message: Prefilled | Encoded, ticket: Ticket) -> None:
+    async def _pass_on(
+        self, active: RunningRequest, stage: Stage, message: Prefilled | Encoded, ticket: Ticket
+    ) -> None:
         """Store the message for the next stage, then acknowledge this one's."""
         assert self._owner is not None
         request = active.request
@@ -207,8 +209,8 @@ class Stages:
         )
         try:
             if not await self._trusted(active, min(ticket.lease_ns, request.deadline_ns)):
-                self._owner.withdraw(ticket.id, "not_published")
-                await self._host.give_back(active, "the hand-over could not be published: the lease is in doubt")
+                self._owner.release_ticket(ticket.id, "not_published")
+                await self._host.requeue(active, "the hand-over could not be published: the lease is in doubt")
                 return
             await self._publisher.publish(
                 self._bus.subjects.work(stage.role, stage.worker),
@@ -218,20 +220,20 @@ class Stages:
                 timeout=STAGE_S,
             )
         except ServingError as error:
-            self._owner.withdraw(ticket.id, "not_published")
+            self._owner.release_ticket(ticket.id, "not_published")
             if error.code is Code.body_too_large:
                 await self._host.end(active, error.code, error.message)
             else:
-                await self._host.give_back(active, f"the hand-over could not be published: {error.message}")
+                await self._host.requeue(active, f"the hand-over could not be published: {error.message}")
             return
         except Exception:
-            self._owner.withdraw(ticket.id, "not_published")
+            self._owner.release_ticket(ticket.id, "not_published")
             raise
         await self._bus.nc.publish(active.delivery.reply, ACK)
-        self._host.passed_on(active)
+        self._host.on_handed_off(active)
 
-    async def _trusted(self, active: Active, until_ns: int) -> bool:
-        """Wait until this worker may speak: somebody else may have the request by now."""
+    async def _trusted(self, active: RunningRequest, until_ns: int) -> bool:
+        """BlockWait until this worker may speak: somebody else may have the request by now."""
         while not self._host.trusted():
             if time.time_ns() >= until_ns or not self._host.owns(active):
                 return False
@@ -240,7 +242,7 @@ class Stages:
 
     # --- decode ---
 
-    async def take_over(self, active: Active, prefilled: Prefilled) -> None:
+    async def on_prefilled(self, active: RunningRequest, prefilled: Prefilled) -> None:
         """Bring the prompt's KV here, or compute it here after all."""
         active.cached = prefilled.cached
         active.started_ns = prefilled.started_ns
@@ -253,40 +255,40 @@ class Stages:
             return
         reservation: Reservation | None = None
         try:
-            reservation = await self._bring_kv(active, prefilled.ticket)
+            reservation = await self._fetch_kv(active, prefilled.ticket)
         finally:
             if self._reader is not None:
                 self._reader.release(prefilled.ticket)
         if not self._host.current(active):
             if reservation is not None:
-                self._let_go(reservation)
+                self._free(reservation)
         elif reservation is not None or not active.request.media:
             for choice in active.choices if reservation is not None else ():
                 choice.adopted = prefilled.cached
             self._host.compute(active, reservation)
         else:
-            await self.see(active, None)
+            await self.load_embeddings(active, None)
 
     def unwanted(self, arrived: Prefilled | Encoded) -> None:
         """It came for a request that this worker does not run (any more)."""
         if self._reader is not None:
             self._reader.release(arrived.ticket)
 
-    def fetched(self, active: Active) -> None:
+    def on_fetched(self, active: RunningRequest) -> None:
         """The engine has taken over what the one before kept for it."""
         ticket, active.fetching = active.fetching, None
         if ticket is not None and self._reader is not None:
-            self._reader.took(ticket, 0.0)
+            self._reader.record_fetched(ticket, 0.0)
             self._reader.release(ticket)
 
-    async def _bring_kv(self, active: Active, ticket: Ticket) -> Reservation | None:
+    async def _fetch_kv(self, active: RunningRequest, ticket: Ticket) -> Reservation | None:
         """None: there is no room, or the transfer failed."""
         request, size = active.request, self._info.block_size
         tokens = len(request.prompt) // 4
         full, rest = divmod(tokens, size)
         count = len(ticket.blocks) // 4
         if self._reader is None or count != full + bool(rest):
-            log.warning("ticket_does_not_fit", ticket=ticket.id, blocks=count, tokens=tokens, block_size=size)
+            log.warning("ticket_mismatch", ticket=ticket.id, blocks=count, tokens=tokens, block_size=size)
             return None
         digests = prompt_digests(request, self._revision, size)
         users = sum(outcome is None for outcome in active.outcomes)
@@ -308,18 +310,18 @@ class Stages:
         local = reservation.blocks[reservation.have :] + reservation.tails
         try:
             if positions:
-                await self._reader.bring(ticket, positions, local)
+                await self._reader.fetch(ticket, positions, local)
         except TransferError as error:
-            self._let_go_when(error.settled, lambda engine: engine.let_go(reservation))
+            self._free_when_settled(error.settled, lambda engine: engine.let_go(reservation))
             return None
         except BaseException:
-            self._let_go_later(lambda engine: engine.let_go(reservation))
+            self._free_after_quarantine(lambda engine: engine.let_go(reservation))
             raise
         return reservation
 
     async def _room(
         self,
-        active: Active,
+        active: RunningRequest,
         until_ns: int,
         pool: str,
         take: Callable[[Engine], T | None],
@@ -329,7 +331,7 @@ class Stages:
         wait = self._engine.wait(pool, take)
         self._waits[id(active)] = wait
         left_s = max(0.0, (until_ns - time.time_ns()) / 1e9)
-        timer = asyncio.get_running_loop().call_later(left_s, self._engine.give_up, wait)
+        timer = asyncio.get_running_loop().call_later(left_s, self._engine.cancel_wait, wait)
 
         def back(answer: "Future[T | None]") -> None:
             found = None if answer.exception() else answer.result()
@@ -339,7 +341,7 @@ class Stages:
         try:
             found = await asyncio.shield(asyncio.wrap_future(wait.answer))
         except asyncio.CancelledError:
-            self._engine.give_up(wait)
+            self._engine.cancel_wait(wait)
             wait.answer.add_done_callback(back)
             raise
         finally:
@@ -350,26 +352,26 @@ class Stages:
             return None
         return found
 
-    def left(self, active: Active) -> None:
+    def cancel_wait(self, active: RunningRequest) -> None:
         """This worker has no more to do with a request: it waits for nothing."""
         wait = self._waits.get(id(active))
         if wait is not None:
-            self._engine.give_up(wait)
+            self._engine.cancel_wait(wait)
 
-    def _let_go(self, reservation: Reservation) -> None:
+    def _free(self, reservation: Reservation) -> None:
         self._engine.call(lambda engine: engine.let_go(reservation))
 
-    def _let_go_when(self, settled: "Future[None]", let_go: Callable[[Engine], object]) -> None:
+    def _free_when_settled(self, settled: "Future[None]", let_go: Callable[[Engine], object]) -> None:
         """Blocks that something may still write into come back when that has ended."""
         settled.add_done_callback(lambda _: self._engine.call(let_go))
 
-    def _let_go_later(self, let_go: Callable[[Engine], object]) -> None:
+    def _free_after_quarantine(self, let_go: Callable[[Engine], object]) -> None:
         """Nobody knows whether something still writes into them: a transfer's longest time is waited for."""
         asyncio.get_running_loop().call_later(self._quarantine_s, self._engine.call, let_go)
 
     # --- media ---
 
-    async def encode(self, active: Active) -> None:
+    async def encode(self, active: RunningRequest) -> None:
         """The encode stage: embeddings into slots, a ticket for them to the next stage."""
         assert self._owner is not None
         active.started_ns = time.time_ns()
@@ -397,7 +399,7 @@ class Stages:
         )
         await self._pass_on(active, stage, message, ticket)
 
-    async def see(self, active: Active, encoded: Encoded | None) -> None:
+    async def load_embeddings(self, active: RunningRequest, encoded: Encoded | None) -> None:
         """A language model's worker gets the embeddings of a request's media: from here, from there, or makes them."""
         if self._vision is None:
             await self._host.end(active, Code.unsupported, "this worker's model takes no images")
@@ -405,14 +407,14 @@ class Stages:
         try:
             reservation = await self._slots(active)
             if reservation is not None and encoded is not None and not all(reservation.have):
-                reservation = await self._bring_embeddings(active, encoded.ticket, reservation)
+                reservation = await self._fetch_embeddings(active, encoded.ticket, reservation)
         finally:
             if encoded is not None and self._reader is not None:
                 self._reader.release(encoded.ticket)
         if reservation is not None and await self._encode_missing(active, reservation) and self._host.current(active):
             self._host.compute(active)
 
-    async def _slots(self, active: Active) -> MediaReservation | None:
+    async def _slots(self, active: RunningRequest) -> MediaReservation | None:
         """Slots for all media, kept in ``active.media``; None: the request was ended."""
         media = [(medium.digest, medium.tokens) for medium in active.request.media]
         try:
@@ -431,8 +433,8 @@ class Stages:
         active.media = reservation
         return reservation
 
-    async def _bring_embeddings(
-        self, active: Active, ticket: Ticket, reservation: MediaReservation
+    async def _fetch_embeddings(
+        self, active: RunningRequest, ticket: Ticket, reservation: MediaReservation
     ) -> MediaReservation | None:
         positions: list[int] = []
         local: list[int] = []
@@ -446,12 +448,12 @@ class Stages:
             if self._reader is None or at * 4 != len(ticket.blocks):
                 raise TransferError("refused", f"the ticket names {len(ticket.blocks) // 4} slots, {at} are needed")
             active.media = None  # nobody frees slots that are being written
-            await self._reader.bring(ticket, positions, local)
+            await self._reader.fetch(ticket, positions, local)
         except TransferError as error:
-            self._let_go_when(error.settled, lambda engine: _vision(engine).media_let_go(reservation))
+            self._free_when_settled(error.settled, lambda engine: _vision(engine).media_let_go(reservation))
             return await self._slots(active) if self._host.current(active) else None
         except BaseException:
-            self._let_go_later(lambda engine: _vision(engine).media_let_go(reservation))
+            self._free_after_quarantine(lambda engine: _vision(engine).media_let_go(reservation))
             raise
         if not self._host.current(active):
             self._engine.call(lambda engine: _vision(engine).media_let_go(reservation))
@@ -461,7 +463,7 @@ class Stages:
         self._engine.call(lambda engine: _vision(engine).media_adopt(reservation))
         return reservation
 
-    async def _encode_missing(self, active: Active, reservation: MediaReservation) -> bool:
+    async def _encode_missing(self, active: RunningRequest, reservation: MediaReservation) -> bool:
         """Fetch, decode and encode what is not in the slots yet; False: the request was ended."""
         media = active.request.media
         missing = {number: media[number] for number, have in enumerate(reservation.have) if not have}
@@ -483,7 +485,7 @@ class Stages:
         return self._host.current(active)
 
 
-def _expected_cached(active: Active) -> int:
+def _expected_cached(active: RunningRequest) -> int:
     """Prompt tokens that the router expects the next stage to have cached; it said so when it placed the request."""
     try:
         return jobs.read_load_header(active.delivery.headers[HEADER_LOAD]).cached_tokens
@@ -491,7 +493,7 @@ def _expected_cached(active: Active) -> int:
         return 0
 
 
-def _ticket_id(active: Active, stage: Stage) -> str:
+def _ticket_id(active: RunningRequest, stage: Stage) -> str:
     return f"{active.request.id}:{active.attempt}:{stage.role}"
 
 

@@ -18,9 +18,9 @@ import structlog
 from schemas import kv
 from schemas.errors import Code
 from schemas.tokens import Finish
-from workers.block_waits import Room, Wait
+from workers.block_waits import BlockWait, BlockWaitQueue
 from workers.engines.base import Engine, EngineError, Held, RequestError, Scored, SequenceRequest
-from workers.sequence_state import Batch, Choice, Flush, Names, prompt_items, token_item
+from workers.sequence_state import CacheSnapshot, Flush, RankEvents, SequenceState, prompt_items, token_item
 
 log = structlog.get_logger("engine")
 
@@ -58,9 +58,9 @@ class EngineThread:
         self._ready = threading.Event()
         self._error: BaseException | None = None
         self._engine: Engine | None = None
-        self._dirty: list[Choice] = []
-        self._ended: list[Choice] = []
-        self._started: list[Choice] = []
+        self._dirty: list[SequenceState] = []
+        self._ended: list[SequenceState] = []
+        self._started: list[SequenceState] = []
         self._held: list[Held] = []
         self._scored: list[Scored] = []
         self._events: list[kv.KvEvent] = []  # of rank 0
@@ -70,7 +70,7 @@ class EngineThread:
         self._in_flight = 0  # flushes that were delivered and not yet taken
         self._ahead = 0  # steps since then
         self._wake = threading.Condition()  # a flush was taken, or a command put
-        self._room = Room()  # used in the thread only
+        self._room = BlockWaitQueue()  # used in the thread only
         self._calls: set[concurrent.futures.Future[Any]] = set()  # not yet answered
         self._over: EngineError | None = None  # the thread has ended
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -107,7 +107,7 @@ class EngineThread:
 
         self._put(run)
 
-    def cancel(self, choices: list[Choice], done: Callable[[], None] | None = None) -> None:
+    def cancel(self, choices: list[SequenceState], done: Callable[[], None] | None = None) -> None:
         """Drop sequences at the next step border; what they produced until then is flushed first."""
 
         def run(engine: Engine) -> None:
@@ -119,15 +119,15 @@ class EngineThread:
 
         self._put(run)
 
-    def withdraw(self, groups: Sequence[list[Choice]]) -> "concurrent.futures.Future[list[bool]]":
+    def cancel_unstarted(self, groups: Sequence[list[SequenceState]]) -> "concurrent.futures.Future[list[bool]]":
         """Drop those groups of sequences of which the engine has begun none; says of each whether it is dropped."""
 
         def run(engine: Engine) -> list[bool]:
-            withdrawn = [not any(choice.started_ns for choice in choices) for choices in groups]
-            for choices, dropped in zip(groups, withdrawn, strict=True):
+            cancelled = [not any(choice.started_ns for choice in choices) for choices in groups]
+            for choices, dropped in zip(groups, cancelled, strict=True):
                 for choice in choices if dropped else ():
                     engine.cancel(choice)
-            return withdrawn
+            return cancelled
 
         return self.call(run)
 
@@ -159,23 +159,23 @@ class EngineThread:
             self._fail_calls(self._over)
         return future
 
-    def wait(self, pool: str, take: Callable[[Engine], T | None]) -> Wait[T]:
+    def wait(self, pool: str, take: Callable[[Engine], T | None]) -> BlockWait[T]:
         """Ask for blocks or slots of a pool, behind those who asked before: now, and whenever something comes free."""
-        wait = Wait(pool, take)
+        wait = BlockWait(pool, take)
         self.call(lambda engine: self._room.add(wait, engine)).add_done_callback(wait.failed)
         return wait
 
-    def give_up(self, wait: Wait[Any]) -> None:
+    def cancel_wait(self, wait: BlockWait[Any]) -> None:
         """Answer with nothing, unless it was answered."""
-        self._put(lambda engine: self._room.give_up(wait, engine))
+        self._put(lambda engine: self._room.cancel_wait(wait, engine))
 
-    def dump(self, answer: Callable[[list[Names]], None]) -> None:
+    def dump(self, answer: Callable[[list[CacheSnapshot]], None]) -> None:
         """The cached names of each rank, all as of one moment."""
 
         def run(engine: Engine) -> None:
             self._flush()
             ranks = range(engine.info.dp_size)
-            answer([Names(engine.dump(rank), self._kv_seqs.get(rank, self._kv_first) - 1) for rank in ranks])
+            answer([CacheSnapshot(engine.dump(rank), self._kv_seqs.get(rank, self._kv_first) - 1) for rank in ranks])
 
         self._put(run)
 
@@ -197,7 +197,7 @@ class EngineThread:
         """Have the thread look again whether the engine has work; from any thread."""
         self._put(lambda engine: None)
 
-    def taken(self) -> None:
+    def flush_consumed(self) -> None:
         """The last flush was consumed."""
         with self._wake:
             self._in_flight = max(0, self._in_flight - 1)
@@ -330,7 +330,7 @@ class EngineThread:
                 choice.dirty = True
                 dirty.append(choice)
 
-    def _stops(self, engine: Engine, choice: Choice, token: int, finish: str) -> bool:
+    def _stops(self, engine: Engine, choice: SequenceState, token: int, finish: str) -> bool:
         """Whether this token completed a stop string; if so the sequence ends here."""
         assert choice.stream is not None
         choice.stream.push(token)
@@ -373,10 +373,10 @@ class EngineThread:
             self._in_flight += 1
         self._deliver(flush)
 
-    def _batch(self, rank: int, events: list[kv.KvEvent]) -> Batch:
+    def _batch(self, rank: int, events: list[kv.KvEvent]) -> RankEvents:
         seq = self._kv_seqs.get(rank, self._kv_first)
         self._kv_seqs[rank] = seq + 1
-        return Batch(rank, seq, events)
+        return RankEvents(rank, seq, events)
 
     def _flush_scored(self, flush: Flush) -> None:
         choice: Any

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from schemas import kv
 from workers.engine_thread import EngineThread
-from workers.sequence_state import Names
+from workers.sequence_state import CacheSnapshot
 
 ANSWER_S = 5.0
 EVENT_BYTES = 64  # what an event takes besides its digests
@@ -42,11 +42,11 @@ class Dumper:
         more = number + 1 if number + 1 < len(self._pages) else 0
         return kv.KvDump(self._worker, self._epoch, seq, tuple(events), rank, more)
 
-    async def _ask(self) -> list[Names]:
+    async def _ask(self) -> list[CacheSnapshot]:
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[list[Names]] = loop.create_future()
+        future: asyncio.Future[list[CacheSnapshot]] = loop.create_future()
 
-        def answer(names: list[Names]) -> None:
+        def answer(names: list[CacheSnapshot]) -> None:
             loop.call_soon_threadsafe(_resolve, future, names)
 
         self._engine.dump(answer)

@@ -108,7 +108,7 @@ class Lease:
                     return
                 await self._adopt()
 
-    async def abandon(self) -> None:
+    async def stop(self) -> None:
         """Stop renewing without a word."""
         self.gone = True
         await self._stop()
@@ -132,7 +132,7 @@ class Lease:
                 renewed = await self._renew()
             except Exception as error:  # a lease that nobody renews any more would never be missed
                 renewed = False
-                log.warning("renewal_failed", error=repr(error))
+                log.warning("lease_renewal_failed", error=repr(error))
 
     async def _renew(self) -> bool:
         async with self._turn:
@@ -164,13 +164,13 @@ class Lease:
         try:
             reply = await self._request(wire.encode(self._describe()), headers)
         except (NatsError, TimeoutError) as error:
-            log.debug("renewal_unanswered", error=repr(error))
+            log.debug("lease_renewal_timeout", error=repr(error))
             return False
         if reply.error is not None:
             if reply.error.err_code == WRONG_SEQUENCE:
                 await self._adopt()
                 return False  # the next attempt renews on the right revision
-            log.warning("renewal_refused", error=reply.error.description)
+            log.warning("lease_renewal_rejected", error=reply.error.description)
             return False
         self._revision = reply.seq
         self._renewed = began

@@ -37,7 +37,7 @@ from workers.lease import Lease
 from workers.metrics import Metrics
 from workers.outbox import Outbox
 from workers.reporter import Reporter
-from workers.requests import Active
+from workers.requests import RunningRequest
 
 log = structlog.get_logger("worker")
 
@@ -45,7 +45,7 @@ ACK_WAIT_S = 30.0
 SETTLE_S = 2.0  # for what is on its way in the end
 REMEMBERED = 20_000
 
-Arrived = Prefilled | Encoded
+StageInput = Prefilled | Encoded
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -62,7 +62,7 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class Life(ABC):
-    """Run with ``open``, then wait on ``lost``; end with ``drain``, ``fail`` or ``abandon``.
+    """Run with ``open``, then wait on ``lost``; end with ``drain``, ``fail`` or ``fence``.
 
     Args:
         slots: requests that run at once.
@@ -90,9 +90,9 @@ class Life(ABC):
         self._slots = slots
         self._queue = queue
         self._loop = asyncio.get_running_loop()
-        self._active: dict[str, Active] = {}
+        self._active: dict[str, RunningRequest] = {}
         self._finishing: set[asyncio.Future[Any]] = set()
-        self._ending: dict[str, Active] = {}  # those whose end is not stored yet
+        self._ending: dict[str, RunningRequest] = {}  # those whose end is not stored yet
         self._over: OrderedDict[str, int] = OrderedDict()  # request -> attempt that ended or was revoked here
         self._cancels: OrderedDict[str, str] = OrderedDict()
         self._state = fleet.State.ready
@@ -110,18 +110,18 @@ class Life(ABC):
         """How it is registered now."""
 
     @abstractmethod
-    def _admit(self, job: jobs.Job, request: requests.GenerateRequest, delivery: Any) -> Active:
+    def _admit(self, job: jobs.Job, request: requests.GenerateRequest, delivery: Any) -> RunningRequest:
         """The state of a request that came; whatever it raises ends the request as invalid."""
 
     @abstractmethod
-    async def _take(self, active: Active, arrived: Arrived | None) -> None:
+    async def _take(self, active: RunningRequest, arrived: StageInput | None) -> None:
         """Begin with a request, or go on with what the stage before made of it."""
 
     @abstractmethod
-    def _stop_early(self, active: Active, code: Code, message: str) -> None:
+    def _stop_early(self, active: RunningRequest, code: Code, message: str) -> None:
         """End a running request at the next border between two steps."""
 
-    def _remove(self, active: Active, *, cancel: bool = True) -> None:
+    def _remove(self, active: RunningRequest, *, cancel: bool = True) -> None:
         """This worker has no more to do with a request; ``cancel``: it may still be computing it."""
         if self._active.get(active.request.id) is active:
             del self._active[active.request.id]
@@ -130,7 +130,7 @@ class Life(ABC):
     def _background(self) -> None:  # noqa: B027
         """Begin what runs from ``open`` to the end."""
 
-    def _unwanted(self, arrived: Arrived) -> None:  # noqa: B027
+    def _unwanted(self, arrived: StageInput) -> None:  # noqa: B027
         """What the stage before made of a request that is not run here (any more)."""
 
     async def _opening(self) -> None:  # noqa: B027
@@ -142,7 +142,7 @@ class Life(ABC):
     def _upkeep(self, now: float) -> None:  # noqa: B027
         """A few times a second."""
 
-    async def _not_begun(self) -> list[Active]:
+    async def _not_begun(self) -> list[RunningRequest]:
         """Requests of which nothing was computed here, and nothing will be: any other worker may begin them."""
         return [active for active in self._active.values() if not active.started_ns]
 
@@ -209,7 +209,7 @@ class Life(ABC):
                     await self._puller.top_up()
                     await self._lease.update()
             for active in await self._not_begun():
-                await self.give_back(active, "draining")
+                await self.requeue(active, "draining")
         try:
             async with asyncio.timeout(timeout):
                 while self._active or self._finishing or self._holding():
@@ -219,7 +219,7 @@ class Life(ABC):
         except TimeoutError:
             log.warning("drain_timeout", unfinished=len(self._active))
             for active in list(self._active.values()):
-                await self.give_back(active, "draining")
+                await self.requeue(active, "draining")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SETTLE_S):
                 await self._puller.drain()
@@ -236,27 +236,27 @@ class Life(ABC):
         """
         await self._puller.close()
         for active in list(self._active.values()):
-            await self.give_back(active, reason, poison=poison and bool(active.started_ns))
+            await self.requeue(active, reason, poison=poison and bool(active.started_ns))
         await self._settle()
         await self._lease.release()
         await self._close()
 
-    async def abandon(self) -> None:
+    async def fence(self) -> None:
         """The lease is lost: drop everything without a word; others have taken over."""
         await self._drop_all()
         await self._close()
 
     async def _drop_all(self) -> None:
         await self._puller.close()
-        await self._lease.abandon()
-        self._outbox.drop()
+        await self._lease.stop()
+        self._outbox.clear()
         for end in self._finishing:
             end.cancel()
         for active in list(self._active.values()):
             self._remove(active)
 
     async def _settle(self) -> None:
-        """Wait, bounded, until terminal events and returns are stored."""
+        """BlockWait, bounded, until terminal events and returns are stored."""
         if self._finishing:
             await asyncio.wait(self._finishing, timeout=SETTLE_S)
 
@@ -307,7 +307,7 @@ class Life(ABC):
         await self._bus.nc.publish(message.reply, ACK)
 
     async def _on_job(
-        self, job: jobs.Job, request: requests.GenerateRequest, message: Any, arrived: Arrived | None = None
+        self, job: jobs.Job, request: requests.GenerateRequest, message: Any, arrived: StageInput | None = None
     ) -> bool:
         """Start a job, or what the stage before made of it; True: its message needs no more than an acknowledgement."""
         if self._over.get(request.id, -1) >= job.attempt:
@@ -329,13 +329,13 @@ class Life(ABC):
         try:
             active = self._admit(job, request, message)
         except Exception as error:
-            log.exception("job_refused", request=request.id)
-            active = Active(request, job.attempt, message, [], [], job.decision.at_ns, job=job)
+            log.exception("job_rejected", request=request.id)
+            active = RunningRequest(request, job.attempt, message, [], [], job.decision.at_ns, job=job)
             await self._end(active, Code.invalid_request, f"the worker cannot run this request: {error}")
             return False
         if self._state is fleet.State.draining:
             self._active[request.id] = active
-            await self.give_back(active, "draining")
+            await self.requeue(active, "draining")
             return False
         if request.id in self._cancels:
             await self._end(active, Code.cancelled, self._cancels[request.id])
@@ -353,11 +353,11 @@ class Life(ABC):
             self._failed(active, "its start", error)
         return False
 
-    def current(self, active: Active) -> bool:
+    def current(self, active: RunningRequest) -> bool:
         """It is still this worker's to run."""
         return self.owns(active) and active.cancelled is None
 
-    def owns(self, active: Active) -> bool:
+    def owns(self, active: RunningRequest) -> bool:
         """It is still this worker's, to run or to end."""
         return self._active.get(active.request.id) is active
 
@@ -385,17 +385,17 @@ class Life(ABC):
 
     # --- ends ---
 
-    def _finish(self, active: Active) -> None:
+    def _finish(self, active: RunningRequest) -> None:
         """All choices ended: the terminal event, and after its acknowledgement the job's."""
         self._remove(active, cancel=False)
         self._conclude(active, partial(self._report.done, active))
 
-    def _conclude(self, active: Active, store: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def _conclude(self, active: RunningRequest, store: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """The request is over here once its end is stored; until then a job delivered again only waits for that."""
         self._ending[active.request.id] = active
         self._spawn(self._concluded(active, store))
 
-    async def _concluded(self, active: Active, store: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def _concluded(self, active: RunningRequest, store: Callable[[], Coroutine[Any, Any, None]]) -> None:
         request_id = active.request.id
         try:
             await store()
@@ -405,12 +405,12 @@ class Life(ABC):
             if self._ending.get(request_id) is active:
                 del self._ending[request_id]
 
-    async def end(self, active: Active, code: Code, message: str) -> None:
+    async def end(self, active: RunningRequest, code: Code, message: str) -> None:
         """End a request that this worker still has."""
         if self._active.get(active.request.id) is active:
             await self._end(active, code, message)
 
-    async def _end(self, active: Active, code: Code, message: str) -> None:
+    async def _end(self, active: RunningRequest, code: Code, message: str) -> None:
         """End a request that does not run (any more) with an error."""
         request = active.request
         reason = "cancelled" if code is Code.cancelled else "error"
@@ -420,37 +420,37 @@ class Life(ABC):
         active.cancelled = (code, message)
         self._finish(active)
 
-    async def _end_early(self, active: Active) -> None:
+    async def _end_early(self, active: RunningRequest) -> None:
         if self._active.get(active.request.id) is active and active.cancelled is not None:
             await self._end(active, *active.cancelled)
 
-    async def give_back(self, active: Active, reason: str, poison: bool = False) -> None:
+    async def requeue(self, active: RunningRequest, reason: str, poison: bool = False) -> None:
         """This attempt ends here; a router steers the request again, from the tokens already streamed."""
         if self.owns(active):
-            self._return(active, reason, poison)
+            self._requeue(active, reason, poison)
 
-    def _return(self, active: Active, reason: str, poison: bool) -> None:
+    def _requeue(self, active: RunningRequest, reason: str, poison: bool) -> None:
         self._remove(active)
         self._conclude(active, partial(self._report.returned, active, reason, poison))
 
-    def _failed(self, active: Active, what: str, error: BaseException) -> None:
+    def _failed(self, active: RunningRequest, what: str, error: BaseException) -> None:
         """Something that this worker did for a request failed: another one may do better, once."""
         log.error("request_failed", request=active.request.id, attempt=active.attempt, what=what, exc_info=error)
         if not self.owns(active):
             return
         if active.attempt == 1 and active.cancelled is None:
-            self._return(active, f"{what} failed: {error!r}"[:300], poison=True)
+            self._requeue(active, f"{what} failed: {error!r}"[:300], poison=True)
             return
         reason = as_serving_error(error, what)
         active.cancelled = active.cancelled or (reason.code, reason.message)
         self._remove(active)
         self._spawn(self._end_anyway(active, *active.cancelled))
 
-    async def _end_anyway(self, active: Active, code: Code, message: str) -> None:
+    async def _end_anyway(self, active: RunningRequest, code: Code, message: str) -> None:
         try:
             await self._end(active, code, message)
         except Exception as error:  # the terminal event says it too
-            log.warning("end_not_streamed", request=active.request.id, error=repr(error))
+            log.warning("finish_publish_failed", request=active.request.id, error=repr(error))
             self._finish(active)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -464,7 +464,7 @@ class Life(ABC):
 
     def _not_ended(self, error: BaseException) -> None:
         """Its job is not acknowledged, so it is delivered again."""
-        log.error("ending_failed", error=repr(error))
+        log.error("terminal_event_failed", error=repr(error))
 
     def _remember(self, request_id: str, attempt: int) -> None:
         self._over[request_id] = attempt

@@ -85,13 +85,13 @@ class _Worker(WorkerProcess[Session]):
         try:
             status = await self._with(engine, described)
         except StoppedEarly:
-            log.info("stopped_before_it_served")
+            log.info("stopped_during_startup")
         finally:
             engine.stop()
             ended = await asyncio.to_thread(engine.join, self._stopping.left(JOIN_S + 0.5) - 0.5)
             self._stopping.over()
         if not ended:
-            log.warning("engine_busy", action="the process ends without waiting for it")
+            log.warning("engine_stop_timeout", action="the process ends without waiting for it")
             self._stopping.end_now(status)
         return status
 
@@ -173,7 +173,7 @@ class _Worker(WorkerProcess[Session]):
         except TransportUnavailable as error:
             if settings.role != "aggregated":
                 raise
-            log.warning("no_transfer", error=str(error), action="images are encoded here")
+            log.warning("transfer_unavailable", error=str(error), action="images are encoded here")
             return None
 
     async def _renewed(self) -> None:

@@ -141,7 +141,7 @@ class Outbox:
     async def _publish(self, message: _Message) -> None:
         await self._bus.nc.publish(message.subject, message.payload, headers={HEADER_MSG_ID: message.msg_id})
 
-    def drop(self) -> None:
+    def clear(self) -> None:
         """The lease was lost: nothing of this is ours to say any more."""
         self._kept.clear()
         self._unconfirmed.clear()

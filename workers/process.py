@@ -94,7 +94,7 @@ class WorkerProcess(ABC, Generic[L]):
             try:
                 await self._stopping.unless_asked(session.open())
             except StoppedEarly:
-                await session.abandon()
+                await session.fence()
                 raise
             await self._interrupted(session)
             try:
@@ -107,7 +107,7 @@ class WorkerProcess(ABC, Generic[L]):
                     await session.drain(self._settings.drain_s)
                     return EXIT_OK
                 log.warning("session_lost", worker=session.id, action="registering anew")
-                await session.abandon()
+                await session.fence()
             finally:  # not before: others release and fetch blocks until the end
                 await control_subject.stop()
 

@@ -11,7 +11,7 @@ from schemas.subjects import HEADER_RETURNED
 from schemas.tokens import TokenBatch, TokenItem
 from workers.metrics import Metrics
 from workers.outbox import Outbox
-from workers.requests import Active, terminal
+from workers.requests import RunningRequest, terminal
 
 log = structlog.get_logger("worker")
 
@@ -50,7 +50,7 @@ class Reporter:
             self._bus.subjects.kv(model, self._worker), wire.encode(batch), f"{self._worker}:kv:{rank}:{seq}"
         )
 
-    async def done(self, active: Active) -> None:
+    async def done(self, active: RunningRequest) -> None:
         """Store the terminal event of a request: behind its tokens, and only while this worker may speak.
 
         Raises:
@@ -70,7 +70,7 @@ class Reporter:
         )
         log.debug("request_done", request=event.request, code=event.code, tokens=event.usage.completion)
 
-    async def returned(self, active: Active, reason: str, poison: bool) -> None:
+    async def returned(self, active: RunningRequest, reason: str, poison: bool) -> None:
         """Store that this attempt is given back.
 
         Raises:

@@ -14,16 +14,16 @@ from schemas.tokens import Finish, Logprob, carried
 from schemas.trace import Stamps, headers, stage_name
 from schemas.transfer import Ticket
 from workers.engines.base import Held, MediaReservation, MediaSpan, Reservation, SequenceRequest
-from workers.sequence_state import Choice
+from workers.sequence_state import SequenceState
 
 
-class Active(msgspec.Struct, eq=False):
+class RunningRequest(msgspec.Struct, eq=False):
     """One request that runs here. ``delivery`` is the job's message, acknowledged after the terminal event."""
 
     request: GenerateRequest
     attempt: int
     delivery: Any
-    choices: list[Choice]
+    choices: list[SequenceState]
     outcomes: list[done.Outcome | None]
     routed_ns: int
     started_ns: int = 0
@@ -33,7 +33,9 @@ class Active(msgspec.Struct, eq=False):
     cancelled: tuple[Code, str] | None = None
     route: tuple[Stage, ...] = ()  # the stages after this worker
     job: Job | None = None
-    holder: Choice | None = None  # a prefill stage: the choice whose sequence keeps the prompt's blocks at its end
+    holder: SequenceState | None = (
+        None  # a prefill stage: the choice whose sequence keeps the prompt's blocks at its end
+    )
     held: Held | None = None  # and these are they, for the next worker
     media: MediaReservation | None = None
     fetching: Ticket | None = None  # what its engine fetches by itself, until it has begun to run
@@ -50,9 +52,9 @@ class Active(msgspec.Struct, eq=False):
         return all(o is not None or c.handed for o, c in zip(self.outcomes, self.choices, strict=True))
 
 
-def admit(job: Job, request: GenerateRequest, delivery: Any, detokenizer: Detokenizer | None) -> Active:
+def admit(job: Job, request: GenerateRequest, delivery: Any, detokenizer: Detokenizer | None) -> RunningRequest:
     """Build the state of a request; choices that an earlier attempt ended are already outcomes."""
-    active = Active(request, job.attempt, delivery, [], [], job.decision.at_ns, route=job.route, job=job)
+    active = RunningRequest(request, job.attempt, delivery, [], [], job.decision.at_ns, route=job.route, job=job)
     for index in range(request.n):
         resumed = wire.unpack_tokens(job.resume[index]) if index < len(job.resume) else array("I")
         ended = index in job.finished
@@ -62,7 +64,7 @@ def admit(job: Job, request: GenerateRequest, delivery: Any, detokenizer: Detoke
             stream = detokenizer.stream(request.stop.strings, min_tokens=request.stop.min_tokens)
             for token in resumed:
                 stream.push(token)
-        choice = Choice(
+        choice = SequenceState(
             active,
             request.id,
             job.attempt,
@@ -91,7 +93,7 @@ def _ended_before(job: Job, index: int, tokens: "array[int]") -> done.Outcome:
 
 
 def prompt_digests(request: GenerateRequest, revision: str, block_size: int) -> list[bytes]:
-    """Names of the prompt's full blocks."""
+    """CacheSnapshot of the prompt's full blocks."""
     if request.digests and _named_here(request, revision, block_size):
         return blocks.split(request.digests)
     root = blocks.root(revision, request.lora, request.salt)
@@ -111,7 +113,7 @@ def media_extra(request: GenerateRequest, block_size: int) -> dict[int, bytes]:
 
 
 def sequences(
-    active: Active,
+    active: RunningRequest,
     revision: str,
     block_size: int,
     reservation: Reservation | None = None,
@@ -170,11 +172,11 @@ def sequences(
     ]
 
 
-def _one_more(stop: Stop, choice: Choice) -> Stop:
+def _one_more(stop: Stop, choice: SequenceState) -> Stop:
     return msgspec.structs.replace(stop, max_tokens=min(stop.max_tokens, len(choice.tokens) + 1))
 
 
-def stamps(active: Active) -> Stamps | None:
+def stamps(active: RunningRequest) -> Stamps | None:
     """What is to be said of a traced request's time here. Of several choices, the longest times."""
     if active.marks is None:
         return None
@@ -188,7 +190,7 @@ def stamps(active: Active) -> Stamps | None:
     return Stamps(**active.marks, preemptions=preemptions, engine=engine)
 
 
-def next_job(active: Active) -> Job:
+def next_job(active: RunningRequest) -> Job:
     """The job of the stage after this one: it goes on behind what was generated here."""
     assert active.job is not None
     wanted = active.request.sampling.logprobs is not None
@@ -209,12 +211,12 @@ def next_job(active: Active) -> Job:
     )
 
 
-def _scores(active: Active) -> tuple[Logprob, ...]:
+def _scores(active: RunningRequest) -> tuple[Logprob, ...]:
     """Log-probabilities of the prompt that are known here: one choice told them, behind what earlier attempts did."""
     return next((tuple(choice.scores) for choice in active.choices if choice.scores), ())
 
 
-def already_over(choice: Choice, request: GenerateRequest) -> Finish | None:
+def already_over(choice: SequenceState, request: GenerateRequest) -> Finish | None:
     """How a resumed choice had ended in substance, if its last attempt died before saying so."""
     if choice.stream is not None and choice.stream.stop is not None:
         return Finish("stop", choice.stream.stop)
@@ -223,7 +225,7 @@ def already_over(choice: Choice, request: GenerateRequest) -> Finish | None:
     return None
 
 
-def terminal(active: Active, worker: str, now_ns: int) -> done.Done:
+def terminal(active: RunningRequest, worker: str, now_ns: int) -> done.Done:
     """The terminal event of a request whose choices have all ended, or that was cancelled."""
     request = active.request
     code, message = "", ""
@@ -274,7 +276,7 @@ def terminal(active: Active, worker: str, now_ns: int) -> done.Done:
 
 
 def _with_logprobs(
-    active: Active, outcomes: tuple[done.Outcome, ...]
+    active: RunningRequest, outcomes: tuple[done.Outcome, ...]
 ) -> tuple[tuple[done.Outcome, ...], tuple[str, ...]]:
     """Outcomes with their log-probabilities, and the name of what is not known of them."""
     told = [choice.said for choice in active.choices]

@@ -12,7 +12,7 @@ from workers.engines.base import Held, Measured
 SCORED_BYTES = 32_768  # of one item with log-probabilities of the prompt; any broker's messages hold that
 
 
-class Choice:
+class SequenceState:
     """One sequence as its worker sees it; the engine's ``key``. Touched by the engine thread after submission."""
 
     __slots__ = (
@@ -77,7 +77,7 @@ class Choice:
         self.measured: list[Measured] | None = None  # by the engine
 
 
-class Batch(NamedTuple):
+class RankEvents(NamedTuple):
     """KV events of one rank; ``seq`` counts the batches of that rank in this epoch."""
 
     rank: int
@@ -85,7 +85,7 @@ class Batch(NamedTuple):
     events: list[kv.KvEvent]
 
 
-class Names(NamedTuple):
+class CacheSnapshot(NamedTuple):
     """What is in the cache of one rank, as of just after its batch ``seq`` (-1: none yet)."""
 
     events: list[kv.KvEvent]
@@ -99,13 +99,13 @@ class Flush:
 
     def __init__(self) -> None:
         self.items: dict[str, list[TokenItem]] = {}
-        self.ended: list[Choice] = []  # also those that are handed over
-        self.started: list[Choice] = []
+        self.ended: list[SequenceState] = []  # also those that are handed over
+        self.started: list[SequenceState] = []
         self.held: list[Held] = []
-        self.batches: list[Batch] = []
+        self.batches: list[RankEvents] = []
 
 
-def prompt_items(choice: Choice, first: int, logprobs: Sequence[Logprob]) -> list[TokenItem]:
+def prompt_items(choice: SequenceState, first: int, logprobs: Sequence[Logprob]) -> list[TokenItem]:
     """Items of ``SCORED_BYTES`` at most; ``logprobs``: of the prompt's tokens ``first`` .."""
     bytes_each = 24 + 16 * max((len(each.top) for each in logprobs), default=0)
     step = max(1, SCORED_BYTES // bytes_each)
@@ -115,7 +115,7 @@ def prompt_items(choice: Choice, first: int, logprobs: Sequence[Logprob]) -> lis
     ]
 
 
-def token_item(choice: Choice) -> TokenItem:
+def token_item(choice: SequenceState) -> TokenItem:
     """What it has gathered, which begins anew."""
     tokens = array("I", choice.buffer)
     item = TokenItem(

@@ -1,6 +1,6 @@
 """A life of a worker that computes tokens: jobs become sequences in the engine thread, its flushes token items.
 
-Stages that hand KV or embeddings to other workers are ``workers.disaggregation``; what every worker's life has is
+Stages that hand KV or embeddings to other workers are in ``workers.disaggregation``; what all workers share is in
 ``workers.life``.
 """
 
@@ -25,7 +25,7 @@ from schemas.control import Ok, Push, Pushed, Release
 from schemas.errors import Code
 from schemas.tokens import Finish, TokenItem
 from schemas.transfer import Endpoint, Memory, Prefilled
-from workers.disaggregation import Stages
+from workers.disaggregation import DisaggCoordinator
 from workers.engine_thread import EngineThread
 from workers.engines.base import (
     Engine,
@@ -39,10 +39,10 @@ from workers.engines.base import (
 )
 from workers.kv_dump import Dumper
 from workers.kv_transfer.base import Transport
-from workers.life import SETTLE_S, Arrived, Life, Model
+from workers.life import SETTLE_S, Life, Model, StageInput
 from workers.metrics import Metrics
-from workers.requests import Active, admit, already_over, sequences
-from workers.sequence_state import Choice, Flush
+from workers.requests import RunningRequest, admit, already_over, sequences
+from workers.sequence_state import Flush, SequenceState
 
 log = structlog.get_logger("worker")
 
@@ -74,8 +74,8 @@ class Session(Life):
         self._transport = transport
         self._vision = vision
         self._moving: set[asyncio.Task[Any]] = set()  # stages under way between workers
-        self._silent: dict[str, Active] = {}  # traced, and no token of this worker yet
-        self._stages = Stages(
+        self._silent: dict[str, RunningRequest] = {}  # traced, and no token of this worker yet
+        self._disagg = DisaggCoordinator(
             self,
             bus,
             publisher,
@@ -96,22 +96,24 @@ class Session(Life):
         self._tasks.spawn(self._publish_flushes(), name="flushes")
 
     async def _opening(self) -> None:
-        await self._stages.open()
+        await self._disagg.open()
 
-    async def _not_begun(self) -> list[Active]:
+    async def _not_begun(self) -> list[RunningRequest]:
         """Asked of the engine's thread: a first token may be on its way here, and then this worker has to go on."""
         waiting = await super()._not_begun()
         try:
             async with asyncio.timeout(SETTLE_S):
-                withdrawn = await asyncio.wrap_future(self._engine.withdraw([active.choices for active in waiting]))
+                withdrawn = await asyncio.wrap_future(
+                    self._engine.cancel_unstarted([active.choices for active in waiting])
+                )
         except (TimeoutError, EngineError):  # in the midst of a long step, or broken: no token comes soon
             return [active for active in waiting if not active.started_ns]
         return [active for active, dropped in zip(waiting, withdrawn, strict=True) if dropped]
 
     def _holding(self) -> bool:
-        return bool(self._stages.open_leases)
+        return bool(self._disagg.open_leases)
 
-    async def abandon(self) -> None:
+    async def fence(self) -> None:
         """The lease is lost: drop everything without a word; others have taken over."""
         await self._drop_all()
         if self._moving:  # bounded by the transfer's own time; nothing may go on in the next session's name
@@ -124,21 +126,21 @@ class Session(Life):
             self._loop.call_soon_threadsafe(dropped.set)
 
         self._engine.cancel([], tell)
-        self._engine.taken()
+        self._engine.flush_consumed()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(dropped.wait(), 10)
         await self._close()
         self._engine.new_epoch()
 
     async def _closing(self) -> None:
-        await self._stages.close()
+        await self._disagg.close()
         await end(self._moving)
 
     async def _close(self) -> None:
         await super()._close()
         while not self._flushes.empty():
             self._flushes.get_nowait()
-            self._engine.taken()
+            self._engine.flush_consumed()
 
     def _registration(self) -> fleet.Registration:
         info, stats = self._info, self._stats
@@ -184,12 +186,12 @@ class Session(Life):
 
     # --- work in ---
 
-    def _admit(self, job: jobs.Job, request: requests.GenerateRequest, delivery: Any) -> Active:
+    def _admit(self, job: jobs.Job, request: requests.GenerateRequest, delivery: Any) -> RunningRequest:
         if request.diffusion is not None:
             raise ValueError("this worker makes tokens, and pictures are asked for")
         return admit(job, request, delivery, self._model.detokenizer)
 
-    async def _take(self, active: Active, arrived: Arrived | None) -> None:
+    async def _take(self, active: RunningRequest, arrived: StageInput | None) -> None:
         for choice in active.choices:
             if active.outcomes[choice.index] is None and (finish := already_over(choice, active.request)):
                 await self._finish_choice(active, choice, finish)
@@ -198,22 +200,22 @@ class Session(Life):
         else:
             self._begin(active, arrived)
 
-    def _unwanted(self, arrived: Arrived) -> None:
-        self._stages.unwanted(arrived)
+    def _unwanted(self, arrived: StageInput) -> None:
+        self._disagg.unwanted(arrived)
 
-    def _begin(self, active: Active, arrived: Arrived | None) -> None:
+    def _begin(self, active: RunningRequest, arrived: StageInput | None) -> None:
         if self._settings.role == "encode":
-            self._move(active, self._stages.encode(active))
+            self._move(active, self._disagg.encode(active))
         elif isinstance(arrived, Prefilled):
-            self._move(active, self._stages.take_over(active, arrived))
+            self._move(active, self._disagg.on_prefilled(active, arrived))
         elif active.request.media:
-            self._move(active, self._stages.see(active, arrived))
+            self._move(active, self._disagg.load_embeddings(active, arrived))
         else:
             self.compute(active)
 
     # --- for stages ---
 
-    def compute(self, active: Active, reservation: Reservation | None = None, opaque: bytes = b"") -> None:
+    def compute(self, active: RunningRequest, reservation: Reservation | None = None, opaque: bytes = b"") -> None:
         """Give a request to the engine, with the KV that was brought here for it, or with what it needs to fetch it."""
         asked = sequences(
             active, self._model.revision, self._info.block_size, reservation, opaque, role=self._settings.role
@@ -224,18 +226,18 @@ class Session(Life):
             self._engine.call(lambda engine: engine.adopt(reservation))
         self._engine.submit(asked, lambda error: self._refuse(active, error))
 
-    def passed_on(self, active: Active) -> None:
+    def on_handed_off(self, active: RunningRequest) -> None:
         """The next stage has it."""
         self._remember(active.request.id, active.attempt)
         self._remove(active, cancel=False, drop=False)  # the lease holds the blocks
 
     def release(self, order: Release) -> Ok:
-        return self._stages.release(order)
+        return self._disagg.release(order)
 
     async def push(self, order: Push) -> Pushed:
-        return await self._stages.push(order)
+        return await self._disagg.push(order)
 
-    def _move(self, active: Active, work: Coroutine[Any, Any, None]) -> None:
+    def _move(self, active: RunningRequest, work: Coroutine[Any, Any, None]) -> None:
         task = self._tasks.spawn(work, name="stage", on_failure=partial(self._failed, active, "a stage"))
         self._moving.add(task)
         task.add_done_callback(self._moved)
@@ -244,10 +246,10 @@ class Session(Life):
         self._moving.discard(task)
         self._idle.set()
 
-    def _remove(self, active: Active, *, cancel: bool = True, drop: bool = True) -> None:
+    def _remove(self, active: RunningRequest, *, cancel: bool = True, drop: bool = True) -> None:
         """The engine lets go of all that is kept for it."""
         super()._remove(active)
-        self._stages.left(active)
+        self._disagg.cancel_wait(active)
         if active.marks is not None and self._silent.get(active.request.id) is active:
             del self._silent[active.request.id]
         if cancel:
@@ -257,9 +259,9 @@ class Session(Life):
             self._engine.call(lambda engine: engine.drop(holder))
         if media is not None:
             active.media = None
-            self._engine.call(lambda engine: _let_go(engine, media))
+            self._engine.call(lambda engine: _free(engine, media))
 
-    def _refuse(self, active: Active, error: RequestError) -> None:
+    def _refuse(self, active: RunningRequest, error: RequestError) -> None:
         """In the engine thread: the engine takes none of the request's sequences."""
 
         def end() -> None:
@@ -267,7 +269,7 @@ class Session(Life):
 
         self._loop.call_soon_threadsafe(end)
 
-    def _stop_early(self, active: Active, code: Code, message: str) -> None:
+    def _stop_early(self, active: RunningRequest, code: Code, message: str) -> None:
         if active.cancelled is not None or active.leaving:
             return  # the next stage hears of it too
         active.cancelled = (code, message)
@@ -295,7 +297,7 @@ class Session(Life):
             try:
                 await self._publish(flush)
             finally:
-                self._engine.taken()
+                self._engine.flush_consumed()
 
     async def _publish(self, flush: Flush) -> None:
         """What fails concerns the requests that it was for; all others go on, and batches stay in order."""
@@ -310,16 +312,16 @@ class Session(Life):
                 try:
                     await self._report.events(self._model.name, rank, seq, tuple(events))
                 except Exception:  # routers see the gap in the numbers, and ask for the whole cache
-                    log.exception("kv_batch_failed", rank=rank, seq=seq)
+                    log.exception("kv_events_publish_failed", rank=rank, seq=seq)
         try:
             self._account(flush)
         except Exception as error:
             owners = [choice.owner for choice in (*flush.started, *flush.ended)]
-            for active in {id(one): one for one in owners if isinstance(one, Active)}.values():
+            for active in {id(one): one for one in owners if isinstance(one, RunningRequest)}.values():
                 self._failed(active, "its accounting", error)
         for choice in flush.ended:
             owner = choice.owner
-            assert isinstance(owner, Active)
+            assert isinstance(owner, RunningRequest)
             try:
                 self._ended(owner, choice)
             except Exception as error:
@@ -328,7 +330,7 @@ class Session(Life):
     def _account(self, flush: Flush) -> None:
         for choice in flush.started:
             active = choice.owner
-            assert isinstance(active, Active)
+            assert isinstance(active, RunningRequest)
             if not active.started_ns:
                 active.started_ns = choice.started_ns
                 active.cached = choice.cached
@@ -350,20 +352,20 @@ class Session(Life):
         for held in flush.held:
             choice = held.key  # type: ignore[assignment]
             active = choice.owner
-            assert isinstance(active, Active)
+            assert isinstance(active, RunningRequest)
             active.held = held
         for choice in flush.started:
             active = choice.owner
-            assert isinstance(active, Active)
+            assert isinstance(active, RunningRequest)
             if active.fetching is not None:
-                self._stages.fetched(active)
+                self._disagg.on_fetched(active)
 
-    def _ended(self, active: Active, choice: Choice) -> None:
+    def _ended(self, active: RunningRequest, choice: SequenceState) -> None:
         """The engine is done with a choice, and all that it said of it is on its way."""
         finish = choice.finish
         if choice.lacking:
             if self.owns(active):
-                self._return(active, choice.lacking, poison=False)
+                self._requeue(active, choice.lacking, poison=False)
             return
         if finish is not None:
             active.outcomes[choice.index] = done.Outcome(choice.tokens.tobytes(), finish.reason, finish.stop)
@@ -375,7 +377,7 @@ class Session(Life):
             self._finish(active)
         else:
             active.leaving = True
-            self._move(active, self._stages.hand_over(active))
+            self._move(active, self._disagg.send_prefilled(active))
 
     def _spoke(self, flush: Flush, now_ns: int) -> None:
         """Of traced requests, the first token of this worker, which need not be the request's."""
@@ -387,7 +389,7 @@ class Session(Life):
 
     # --- ends ---
 
-    async def _finish_choice(self, active: Active, choice: Choice, finish: Finish) -> None:
+    async def _finish_choice(self, active: RunningRequest, choice: SequenceState, finish: Finish) -> None:
         """End a choice that the engine does not run."""
         choice.finish = finish
         active.outcomes[choice.index] = done.Outcome(choice.tokens.tobytes(), finish.reason, finish.stop)
@@ -398,7 +400,7 @@ class Session(Life):
     # --- upkeep ---
 
     def _upkeep(self, now: float) -> None:
-        self._stages.sweep(now)
+        self._disagg.sweep(now)
         self._engine.ask(lambda engine: engine.stats(), self._stats_arrived)
 
     def _stats_arrived(self, stats: EngineStats) -> None:
@@ -415,12 +417,12 @@ class _Ended(Flush):
 
     __slots__ = ("active",)
 
-    def __init__(self, active: Active) -> None:
+    def __init__(self, active: RunningRequest) -> None:
         super().__init__()
         self.active = active
 
 
-def _let_go(engine: Engine, media: MediaReservation) -> None:
+def _free(engine: Engine, media: MediaReservation) -> None:
     engine.media_let_go(media)  # type: ignore[attr-defined]  # only an engine with eyes made one
 
 

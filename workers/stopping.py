@@ -48,7 +48,7 @@ class Stopping:
     def _on_signal(self, signum: int) -> None:
         self._signals += 1
         if self._signals > 1:
-            log.warning("stopped_at_once", signal=signal.Signals(signum).name)
+            log.warning("forced_exit", signal=signal.Signals(signum).name)
             self.end_now(128 + signum)
         self.ask()
 
@@ -82,7 +82,7 @@ class Stopping:
             self._timer.cancel()
 
     def _late(self) -> None:
-        log.error("stop_cut_off", action="the process ends now; something in it did not")
+        log.error("stop_timeout", action="the process ends now; something in it did not")
         self.end_now(EXIT_LATE)
 
     def end_now(self, status: int) -> None:

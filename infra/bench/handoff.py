@@ -20,7 +20,7 @@ from msgspec import Meta, Struct
 
 from schemas.transfer import Endpoint, Memory
 from workers.kv_transfer import Transport, TransportUnavailable, open_transport
-from workers.kv_transfer.blocks import Move, moves
+from workers.kv_transfer.blocks import CopyOp, copy_ops
 from workers.kv_transfer.nixl import KINDS
 from workers.kv_transfer.nixl_library import Library, load
 
@@ -75,7 +75,7 @@ class Bare:
     def add(self, peer: Endpoint) -> None:
         self._agent.add_remote_agent(peer.metadata)
 
-    def move(self, op: str, peer: Endpoint, move: Move) -> None:
+    def move(self, op: str, peer: Endpoint, move: CopyOp) -> None:
         local = self._agent.get_xfer_descs(move.local.rows, KINDS[move.local.kind])
         remote = self._agent.get_xfer_descs(move.remote.rows, KINDS[move.remote.kind])
         handle = self._agent.initialize_xfer(op, local, remote, peer.agent)
@@ -145,7 +145,7 @@ def compare(
 ) -> Figures:
     """The three in turns, so that what else the machine does hits them alike. The generations must all be 1."""
     here, there = transport.endpoint.pools[pool], peer.pools[pool]
-    [move] = moves(here, there, ids, ids, whole=True)
+    [move] = copy_ops(here, there, ids, ids, whole=True)
     ones = [1] * len(ids)
 
     def ours(generations: Sequence[int]) -> None:

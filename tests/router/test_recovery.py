@@ -18,7 +18,7 @@ from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, Subjects
 from schemas.tokens import WHOLE_REQUEST, Finish, TokenBatch, TokenItem
 from tests.infra.bus.support import eventually
 from tests.router.support import Clients, Routing, Stub, routing
-from tests.workers.support import DRAWN, GATEWAY, Living, Record, answer, engine, ids, living, request
+from tests.workers.support import DRAWN, GATEWAY, Record, WorkerHarness, answer, engine, ids, request, run_worker
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ async def test_the_request_of_a_lost_worker_goes_on_behind_what_was_streamed(
     asked = request(max_tokens=20)
     stub = await on(clients, one, "w1", asked)
     await streamed(record, asked, answer(asked, 7))
-    async with living(broker, pipeline) as worker:
+    async with run_worker(broker, pipeline) as worker:
         await one.knows(worker.id)
         await lose(clients, stub)
         end = await record.end(asked)
@@ -293,7 +293,10 @@ async def test_a_worker_that_has_not_registered_yet_is_given_time(
 async def test_a_broken_connection_is_heard_of_long_before_the_lease_ends(
     broker: EmbeddedNats, pipeline: Subjects, record: Record, clients: Clients
 ) -> None:
-    async with routing(broker, pipeline, sys_nats_url=broker.sys_url) as one, living(broker, pipeline) as worker:
+    async with (
+        routing(broker, pipeline, sys_nats_url=broker.sys_url) as one,
+        run_worker(broker, pipeline) as worker,
+    ):
         await one.knows(worker.id)
         worker.engine.hold()
         asked = request(max_tokens=30)
@@ -301,7 +304,7 @@ async def test_a_broken_connection_is_heard_of_long_before_the_lease_ends(
         worker.engine.allow(1)
         await record.has_streamed(asked)
         await eventually(lambda: _echoed(one, asked))
-        async with living(broker, pipeline) as other:
+        async with run_worker(broker, pipeline) as other:
             await one.knows(other.id)
             began = time.monotonic()
             worker.bus.closing = True
@@ -318,10 +321,10 @@ async def test_no_answer_suffers_when_workers_die_and_drain_under_load(
 ) -> None:
     async with contextlib.AsyncExitStack() as stack:
         routers = [await stack.enter_async_context(routing(broker, pipeline, seed=i + 1)) for i in range(2)]
-        workers: list[Living] = []
+        workers: list[WorkerHarness] = []
         for _ in range(3):
             held = engine(max_running=4, speedup=3)
-            workers.append(await stack.enter_async_context(living(broker, pipeline, held)))
+            workers.append(await stack.enter_async_context(run_worker(broker, pipeline, held)))
         for each in routers:
             await each.knows(*(worker.id for worker in workers))
         asked = [request([i, i % 3, 7], max_tokens=40 + i % 20, n=1 + i % 2, sampling=DRAWN) for i in range(24)]

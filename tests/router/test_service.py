@@ -25,7 +25,7 @@ from schemas.subjects import HEADER_LOAD, Subjects
 from schemas.tokens import WHOLE_REQUEST
 from tests.infra.bus.support import eventually
 from tests.router.support import Clients, Routing, routing
-from tests.workers.support import MODEL, Record, answer, living, request
+from tests.workers.support import MODEL, Record, answer, request, run_worker
 
 
 async def is_ended_by_the_router(record: Record, asked: GenerateRequest, code: Code) -> str:
@@ -536,7 +536,7 @@ async def _dump(clients: Clients, worker: str) -> Any:
 async def test_a_router_that_comes_late_learns_a_worker_by_its_dump(
     broker: EmbeddedNats, pipeline: Subjects, record: Record, clients: Clients
 ) -> None:
-    async with living(broker, pipeline) as worker, routing(broker, pipeline) as early:
+    async with run_worker(broker, pipeline) as worker, routing(broker, pipeline) as early:
         await early.knows(worker.id)
         for i in range(3):
             asked = request([i] * 41)

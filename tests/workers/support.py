@@ -34,7 +34,7 @@ from workers.engine_thread import EngineThread
 from workers.engines import mock
 from workers.engines.base import Engine, StepResult
 from workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
-from workers.kv_transfer import Network, Transport, open_transport
+from workers.kv_transfer import LoopbackNetwork, Transport, open_transport
 from workers.metrics import Metrics
 from workers.sequence_state import Flush
 from workers.session import Model, Session
@@ -360,7 +360,7 @@ def engine(**options: Any) -> Held:
     return Held(mock.build(**defaults | options))
 
 
-class Living:
+class WorkerHarness:
     """One worker process in miniature: a connection, an engine thread, one session at a time."""
 
     def __init__(
@@ -370,7 +370,7 @@ class Living:
         settings: WorkerSettings,
         detokenizer: Detokenizer | None,
         model: str,
-        network: Network | None = None,
+        network: LoopbackNetwork | None = None,
     ) -> None:
         self.bus = bus
         self.transport: Transport | None = None
@@ -423,7 +423,7 @@ class Living:
         """As if the process were killed: nothing more is said, the lease is left to run out."""
         for subscription in self._controls:
             await subscription.unsubscribe()
-        await self.session.abandon()
+        await self.session.fence()
 
     async def stats(self) -> Any:
         loop = asyncio.get_running_loop()
@@ -444,20 +444,20 @@ class Living:
 
 
 @contextlib.asynccontextmanager
-async def living(
+async def run_worker(
     server: EmbeddedNats,
     subjects: Subjects,
     held: Held | None = None,
     *,
     detokenizer: Detokenizer | None = None,
     model: str = MODEL,
-    network: Network | None = None,
+    network: LoopbackNetwork | None = None,
     **settings: Any,
-) -> AsyncIterator[Living]:
+) -> AsyncIterator[WorkerHarness]:
     """A registered worker; with a ``network`` it hands blocks over in it."""
     fatal: list[BaseException] = []
     async with dial(server, subjects, f"worker-{next(_numbers)}", on_fatal=fatal.append) as bus:
-        made = Living(bus, held or engine(), WorkerSettings(**settings), detokenizer, model, network)
+        made = WorkerHarness(bus, held or engine(), WorkerSettings(**settings), detokenizer, model, network)
         made.fatal = fatal
         made.thread.start()
         await made.publisher.open()
@@ -468,7 +468,7 @@ async def living(
         finally:
             made.engine.release()
             if made.session._tasks:  # not drained, failed or dead yet
-                await made.session.abandon()
+                await made.session.fence()
             if made.transport is not None:
                 await asyncio.to_thread(made.transport.close)
             made.thread.stop()

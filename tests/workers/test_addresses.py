@@ -7,8 +7,8 @@ from configs.settings import WorkerSettings
 from infra.broker.server import EmbeddedNats
 from schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
-from tests.workers.support import Record, engine, living
-from workers.kv_transfer import Network
+from tests.workers.support import Record, engine, run_worker
+from workers.kv_transfer import LoopbackNetwork
 
 
 @pytest.mark.parametrize("role", ["aggregated", "prefill", "decode"])
@@ -17,8 +17,8 @@ async def test_work_comes_by_role_and_name(
     broker: EmbeddedNats, pipeline: Subjects, record: Record, role: str, flags: tuple[str, ...], name: str
 ) -> None:
     settings = parse(WorkerSettings, ["--role", role, *flags], prog="worker", environ={})
-    held, network = engine(memory_block_bytes=64), Network("here")
-    async with living(broker, pipeline, held, network=network, role=settings.role, name=settings.name) as worker:
+    held, network = engine(memory_block_bytes=64), LoopbackNetwork("here")
+    async with run_worker(broker, pipeline, held, network=network, role=settings.role, name=settings.name) as worker:
         assert worker.id.rpartition("-")[0] == name  # the rest tells its lives apart
         stream = pipeline.stream("WORK")
         consumer = await record.bus.js.consumer_info(stream, worker.id)

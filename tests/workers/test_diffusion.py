@@ -27,7 +27,7 @@ from tests.infra.bus.support import eventually
 from tests.pipeline.support import Process
 from tests.workers.support import Record, dial, ids, request
 from workers import diffusion as module
-from workers.diffusion import DiffusionSession, Studio
+from workers.diffusion import DiffusionSession, PipelineThread
 from workers.engines.base import RequestError
 from workers.engines.diffusion.base import Picture, Progress
 from workers.life import Model
@@ -90,7 +90,7 @@ class Easel:
         self.closes += 1
 
 
-class Living:
+class WorkerHarness:
     """One worker in miniature."""
 
     def __init__(self, bus: Any, easel: Easel, settings: WorkerSettings) -> None:
@@ -99,13 +99,13 @@ class Living:
         self.settings = settings
         self.publisher = Publisher(bus)
         self.metrics = Metrics(CollectorRegistry())
-        self.studio = Studio()
+        self.thread = PipelineThread()
         self.broken: list[BaseException] = []
         self.session: DiffusionSession
 
     async def begin(self) -> DiffusionSession:
         self.session = DiffusionSession(
-            *(self.bus, self.publisher, self.studio, self.easel),
+            *(self.bus, self.publisher, self.thread, self.easel),
             Model("m", (), "", None, "test"),
             *(self.settings, self.metrics, self.broken.append),
         )
@@ -118,9 +118,9 @@ class Living:
 
 
 @contextlib.asynccontextmanager
-async def living(broker: EmbeddedNats, subjects: Subjects, easel: Easel) -> AsyncIterator[Living]:
+async def run_worker(broker: EmbeddedNats, subjects: Subjects, easel: Easel) -> AsyncIterator[WorkerHarness]:
     async with dial(broker, subjects, "painter") as bus:
-        made = Living(bus, easel, WorkerSettings(role="diffusion"))
+        made = WorkerHarness(bus, easel, WorkerSettings(role="diffusion"))
         await made.publisher.open()
         await made.begin()
         try:
@@ -128,14 +128,14 @@ async def living(broker: EmbeddedNats, subjects: Subjects, easel: Easel) -> Asyn
         finally:
             easel.release()
             if made.session._tasks:
-                await made.session.abandon()
-            assert await asyncio.to_thread(made.studio.stop, 10)
+                await made.session.fence()
+            assert await asyncio.to_thread(made.thread.stop, 10)
             await made.publisher.close()
 
 
 @pytest.fixture
-async def worker(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[Living]:
-    async with living(broker, pipeline, Easel()) as worker:
+async def worker(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[WorkerHarness]:
+    async with run_worker(broker, pipeline, Easel()) as worker:
         yield worker
 
 
@@ -148,7 +148,7 @@ async def give(record: Record, worker: str, asked: GenerateRequest, attempt: int
     await record.give(worker, asked, attempt, role="diffusion", **more)
 
 
-async def test_a_request_becomes_steps_a_stored_file_and_one_end(record: Record, worker: Living) -> None:
+async def test_a_request_becomes_steps_a_stored_file_and_one_end(record: Record, worker: WorkerHarness) -> None:
     asked = picture(images=2)
     await give(record, worker.id, asked)
     end = await record.end(asked)
@@ -168,7 +168,9 @@ async def test_a_request_becomes_steps_a_stored_file_and_one_end(record: Record,
     await record.settled(worker.id)
 
 
-async def test_the_registration_says_what_is_made_and_asks_for_one_at_a_time(record: Record, worker: Living) -> None:
+async def test_the_registration_says_what_is_made_and_asks_for_one_at_a_time(
+    record: Record, worker: WorkerHarness
+) -> None:
     await eventually(lambda: record.registered(worker.id))
     registration = record.registered(worker.id)
     assert registration is not None
@@ -176,7 +178,7 @@ async def test_the_registration_says_what_is_made_and_asks_for_one_at_a_time(rec
     assert (registration.slots, registration.queue, registration.kv_events) == (1, 0, False)
 
 
-async def test_requests_wait_for_each_other_and_the_event_loop_for_none(record: Record, worker: Living) -> None:
+async def test_requests_wait_for_each_other_and_the_event_loop_for_none(record: Record, worker: WorkerHarness) -> None:
     worker.easel.hold()
     first, second = picture(1), picture(2)
     await give(record, worker.id, first)
@@ -193,7 +195,7 @@ async def test_requests_wait_for_each_other_and_the_event_loop_for_none(record: 
     assert [ask.seed for ask in worker.easel.asked] == [1, 2]
 
 
-async def test_progress_is_told_while_the_engine_computes(record: Record, worker: Living) -> None:
+async def test_progress_is_told_while_the_engine_computes(record: Record, worker: WorkerHarness) -> None:
     worker.easel.hold()
     asked = picture()
     await give(record, worker.id, asked)
@@ -206,7 +208,7 @@ async def test_progress_is_told_while_the_engine_computes(record: Record, worker
     await record.end(asked)
 
 
-async def test_a_cancelled_request_ends_at_its_next_step(record: Record, worker: Living) -> None:
+async def test_a_cancelled_request_ends_at_its_next_step(record: Record, worker: WorkerHarness) -> None:
     worker.easel.hold()
     asked, after = picture(), picture(3)
     await give(record, worker.id, asked)
@@ -223,7 +225,7 @@ async def test_a_cancelled_request_ends_at_its_next_step(record: Record, worker:
     assert worker.easel.steps == 2 + 1 + STEPS
 
 
-async def test_a_request_that_waits_is_cancelled_at_once(record: Record, worker: Living) -> None:
+async def test_a_request_that_waits_is_cancelled_at_once(record: Record, worker: WorkerHarness) -> None:
     worker.easel.hold()
     first, second = picture(), picture(2)
     await give(record, worker.id, first)
@@ -240,7 +242,7 @@ async def test_a_request_that_waits_is_cancelled_at_once(record: Record, worker:
 async def test_a_request_that_cannot_be_stopped_is_ended_all_the_same(
     broker: EmbeddedNats, pipeline: Subjects, record: Record
 ) -> None:
-    async with living(broker, pipeline, Easel(stoppable=False)) as worker:
+    async with run_worker(broker, pipeline, Easel(stoppable=False)) as worker:
         worker.easel.hold()
         asked, after = picture(deadline_s=0.5), picture(2)
         await give(record, worker.id, asked)
@@ -253,7 +255,7 @@ async def test_a_request_that_cannot_be_stopped_is_ended_all_the_same(
         assert len(record.ends(asked)) == 1
 
 
-async def test_a_request_that_the_engine_refuses_ends_alone(record: Record, worker: Living) -> None:
+async def test_a_request_that_the_engine_refuses_ends_alone(record: Record, worker: WorkerHarness) -> None:
     worker.easel.fails = RequestError(Code.invalid_request, "too odd")
     bad, good = picture(), picture(2)
     await give(record, worker.id, bad)
@@ -266,7 +268,7 @@ async def test_a_request_that_the_engine_refuses_ends_alone(record: Record, work
 
 
 async def test_a_picture_that_no_file_can_hold_ends_its_request_alone(
-    record: Record, worker: Living, monkeypatch: pytest.MonkeyPatch
+    record: Record, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wide = Picture(np.zeros((1, 1, 16_384, 3), dtype=np.uint8))
     monkeypatch.setattr(worker.easel, "generate", lambda ask, progress: [wide])
@@ -280,7 +282,7 @@ async def test_a_picture_that_no_file_can_hold_ends_its_request_alone(
     assert not worker.broken
 
 
-async def test_a_request_for_tokens_is_refused(record: Record, worker: Living) -> None:
+async def test_a_request_for_tokens_is_refused(record: Record, worker: WorkerHarness) -> None:
     asked = request()
     await give(record, worker.id, asked)
     end = await record.end(asked)
@@ -288,7 +290,7 @@ async def test_a_request_for_tokens_is_refused(record: Record, worker: Living) -
     assert not worker.easel.asked
 
 
-async def test_a_broken_engine_gives_the_request_back_as_poison(record: Record, worker: Living) -> None:
+async def test_a_broken_engine_gives_the_request_back_as_poison(record: Record, worker: WorkerHarness) -> None:
     worker.easel.hold()
     running, waiting = picture(), picture(2)
     await give(record, worker.id, running)
@@ -304,7 +306,9 @@ async def test_a_broken_engine_gives_the_request_back_as_poison(record: Record, 
     assert not record.done
 
 
-async def test_another_attempt_begins_anew_and_is_heard_once_it_is_further(record: Record, worker: Living) -> None:
+async def test_another_attempt_begins_anew_and_is_heard_once_it_is_further(
+    record: Record, worker: WorkerHarness
+) -> None:
     worker.easel.hold()
     asked = picture()
     told = [70, 71, 72]
@@ -323,7 +327,7 @@ async def test_another_attempt_begins_anew_and_is_heard_once_it_is_further(recor
     assert end.choices[0].files[0].name == f"{asked.id}-2-0.png"
 
 
-async def test_a_later_attempt_takes_the_place_of_one_that_runs_here(record: Record, worker: Living) -> None:
+async def test_a_later_attempt_takes_the_place_of_one_that_runs_here(record: Record, worker: WorkerHarness) -> None:
     worker.easel.hold()
     asked = picture()
     await give(record, worker.id, asked)
@@ -337,7 +341,7 @@ async def test_a_later_attempt_takes_the_place_of_one_that_runs_here(record: Rec
     assert len(record.ends(asked)) == 1
 
 
-async def test_draining_finishes_the_picture_and_gives_back_what_waits(record: Record, worker: Living) -> None:
+async def test_draining_finishes_the_picture_and_gives_back_what_waits(record: Record, worker: WorkerHarness) -> None:
     worker.easel.hold()
     running, waiting = picture(), picture(2)
     await give(record, worker.id, running)
@@ -355,7 +359,7 @@ async def test_draining_finishes_the_picture_and_gives_back_what_waits(record: R
 
 
 async def test_a_life_without_its_lease_says_nothing_of_its_picture(
-    record: Record, worker: Living, monkeypatch: pytest.MonkeyPatch
+    record: Record, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker.easel.hold()
     asked, after = picture(), picture(2)
@@ -364,7 +368,7 @@ async def test_a_life_without_its_lease_says_nothing_of_its_picture(
     old = worker.session
     await record.remove_key(old.id)
     await asyncio.wait_for(old.lost.wait(), 10)
-    await old.abandon()
+    await old.fence()
     await worker.begin()
     await give(record, worker.id, after)
     worker.easel.release()
@@ -375,7 +379,7 @@ async def test_a_life_without_its_lease_says_nothing_of_its_picture(
 
 
 async def test_while_trust_is_in_doubt_the_end_waits(
-    record: Record, worker: Living, monkeypatch: pytest.MonkeyPatch
+    record: Record, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = picture()
     doubted = asyncio.Event()

@@ -33,20 +33,20 @@ from tests.workers.support import (
     REVISION,
     VOCABULARY,
     Held,
-    Living,
     Record,
+    WorkerHarness,
     answer,
     engine,
     ids,
-    living,
     request,
+    run_worker,
 )
 from workers import disaggregation
 from workers.engines import mock
 from workers.engines.base import Reservation
 from workers.engines.mock.executor import expected_tokens
 from workers.engines.mock.memory import embedding
-from workers.kv_transfer import Network
+from workers.kv_transfer import LoopbackNetwork
 from workers.stopping import GRACE_S
 
 PROMPT = list(range(1, 31))  # seven full blocks and a rest
@@ -54,9 +54,9 @@ FAST = {"transfer_timeout_s": 0.3, "handoff_lease_s": 2.0, "quarantine_s": 2.0}
 
 
 class Pair(NamedTuple):
-    network: Network
-    prefill: Living
-    decode: Living
+    network: LoopbackNetwork
+    prefill: WorkerHarness
+    decode: WorkerHarness
 
     @property
     def route(self) -> tuple[Stage, ...]:
@@ -77,12 +77,12 @@ async def paired(
     **settings: Any,
 ) -> AsyncIterator[Pair]:
     """``pools``: blocks of prefill and of decode."""
-    network = Network(host)
+    network = LoopbackNetwork(host)
     options: dict[str, Any] = FAST | settings
     first, second = (engine(memory_block_bytes=64, total_blocks=pool) for pool in pools)
     async with (
-        living(broker, pipeline, first, network=network, role="prefill", **options) as prefill,
-        living(broker, pipeline, second, network=network, role="decode", **options) as decode,
+        run_worker(broker, pipeline, first, network=network, role="prefill", **options) as prefill,
+        run_worker(broker, pipeline, second, network=network, role="decode", **options) as decode,
     ):
         yield Pair(network, prefill, decode)
 
@@ -105,9 +105,9 @@ async def handed(record: Record, asked: GenerateRequest) -> Prefilled:
     return message
 
 
-async def computed(living: Living) -> int:
+async def computed(run_worker: WorkerHarness) -> int:
     """Prompt tokens that a worker took from its cache, since start."""
-    return int((await living.stats()).hit_tokens)
+    return int((await run_worker.stats()).hit_tokens)
 
 
 # -- the way ------------------------------------------------------------------------------------------------------
@@ -189,11 +189,11 @@ async def test_an_answer_of_one_token_ends_at_prefill(record: Record, pair: Pair
 
 
 async def test_a_job_without_a_route_is_done_whole_by_any_of_them(record: Record, pair: Pair) -> None:
-    for living_, role in ((pair.prefill, "prefill"), (pair.decode, "decode")):
+    for worker_, role in ((pair.prefill, "prefill"), (pair.decode, "decode")):
         asked = request(PROMPT)
-        await record.give(living_.id, asked, role=role)
+        await record.give(worker_.id, asked, role=role)
         end = await record.end(asked)
-        assert end.worker == living_.id
+        assert end.worker == worker_.id
         assert record.streamed(asked) == answer(asked)
 
 
@@ -319,7 +319,7 @@ async def test_a_lease_that_nobody_comes_for_expires(record: Record, pair: Pair)
     asked = request(PROMPT)
     nobody = (Stage("decode", "nobody"),)
     await record.give(pair.prefill.id, asked, role="prefill", route=nobody)
-    await eventually(lambda: pair.prefill.session._stages.open_leases)
+    await eventually(lambda: pair.prefill.session._disagg.open_leases)
     assert (await pair.prefill.stats()).pinned_blocks == 8
     await pair.prefill.frees_everything()
     assert await record.states(asked, "expired") == ["offered", "expired"]
@@ -389,8 +389,8 @@ async def test_a_request_cancelled_before_during_and_after_the_hand_over_leaves_
     pair.prefill.engine.hold()
     await give(record, pair, before)
     await eventually(lambda: before.id in pair.prefill.session._active)
-    for living_ in (pair.prefill, pair.decode):
-        await living_.session.on_cancel(before.id, "gone")
+    for worker_ in (pair.prefill, pair.decode):
+        await worker_.session.on_cancel(before.id, "gone")
     pair.prefill.engine.release()
     assert (await record.end(before)).code == Code.cancelled
 
@@ -399,8 +399,8 @@ async def test_a_request_cancelled_before_during_and_after_the_hand_over_leaves_
     during = request(list(range(200, 230)))
     await give(record, pair, during)
     await eventually(lambda: pair.decode.transport is not None and pair.decode.transport.stats().live)
-    for living_ in (pair.prefill, pair.decode):
-        await living_.session.on_cancel(during.id, "gone")
+    for worker_ in (pair.prefill, pair.decode):
+        await worker_.session.on_cancel(during.id, "gone")
     assert (await record.end(during)).code == Code.cancelled
     pair.network.resume(pair.prefill.transport.endpoint.agent)
 
@@ -408,8 +408,8 @@ async def test_a_request_cancelled_before_during_and_after_the_hand_over_leaves_
     pair.decode.engine.hold()
     await give(record, pair, after)
     await record.states(after, "released")
-    for living_ in (pair.prefill, pair.decode):
-        await living_.session.on_cancel(after.id, "gone")
+    for worker_ in (pair.prefill, pair.decode):
+        await worker_.session.on_cancel(after.id, "gone")
     pair.decode.engine.release()
     assert (await record.end(after)).code == Code.cancelled
     await pair.free()
@@ -433,8 +433,8 @@ async def test_a_worker_that_lost_its_lease_lets_go_of_everything_it_held_for_ot
     asked = request(PROMPT)
     await record.give(pair.prefill.id, asked, role="prefill", route=(Stage("decode", "nobody"),))
     await record.has_streamed(asked)
-    await eventually(lambda: pair.prefill.session._stages.open_leases)
-    await pair.prefill.session.abandon()
+    await eventually(lambda: pair.prefill.session._disagg.open_leases)
+    await pair.prefill.session.fence()
     await pair.prefill.frees_everything()
     await pair.prefill.begin()
 
@@ -444,7 +444,7 @@ async def test_a_reader_that_leaves_ends_the_lease_at_once(record: Record, pair:
     pair.network.stall(pair.prefill.transport.endpoint.agent)
     asked = request(PROMPT)
     await give(record, pair, asked)
-    await eventually(lambda: pair.prefill.session._stages.open_leases)
+    await eventually(lambda: pair.prefill.session._disagg.open_leases)
     await record.remove_key(pair.decode.id)
     began = time.monotonic()
     await pair.prefill.frees_everything()
@@ -521,11 +521,11 @@ async def test_a_preempted_request_whose_prompt_was_handed_over_goes_on_with_the
         await pair.free()
 
 
-async def full(living_: Living) -> Reservation:
+async def full(worker_: WorkerHarness) -> Reservation:
     """All blocks of a worker, for nobody."""
-    info = living_.engine.info
+    info = worker_.engine.info
     digests = [bytes([at // 256, at % 256]) * 8 for at in range(info.total_blocks)]
-    found = await asyncio.wrap_future(living_.thread.call(lambda engine: engine.reserve(digests, 0, 1)))
+    found = await asyncio.wrap_future(worker_.thread.call(lambda engine: engine.reserve(digests, 0, 1)))
     assert found is not None
     return found
 
@@ -559,7 +559,7 @@ async def test_a_request_cancelled_while_it_waits_for_room_ends_at_once(record: 
     taken = await full(pair.decode)
     asked = request(PROMPT)
     await give(record, pair, asked)
-    await eventually(lambda: pair.decode.session._stages._waits)
+    await eventually(lambda: pair.decode.session._disagg._waits)
     began = time.monotonic()
     await pair.decode.session.on_cancel(asked.id, "gone")
     assert (await record.end(asked)).code == Code.cancelled
@@ -575,8 +575,8 @@ async def test_a_life_that_ends_while_a_hand_over_waits_for_room_takes_no_blocks
     taken = await full(pair.decode)
     asked = request(PROMPT)
     await give(record, pair, asked)
-    await eventually(lambda: pair.decode.session._stages._waits)
-    await pair.decode.session.abandon()
+    await eventually(lambda: pair.decode.session._disagg._waits)
+    await pair.decode.session.fence()
     pair.decode.thread.call(lambda engine: engine.let_go(taken))
     await pair.decode.frees_everything()
     await pair.decode.begin()
@@ -617,10 +617,10 @@ IMAGE_TOKENS = 4
 
 
 class Trio(NamedTuple):
-    network: Network
-    encode: Living
-    prefill: Living
-    decode: Living
+    network: LoopbackNetwork
+    encode: WorkerHarness
+    prefill: WorkerHarness
+    decode: WorkerHarness
 
     @property
     def route(self) -> tuple[Stage, ...]:
@@ -633,13 +633,13 @@ class Trio(NamedTuple):
 
 @asynccontextmanager
 async def three(broker: EmbeddedNats, pipeline: Subjects, host: str = "here") -> AsyncIterator[Trio]:
-    network = Network(host)
+    network = LoopbackNetwork(host)
     eyes = Held(mock.build_encoder(image_tokens=IMAGE_TOKENS, embed_slots=4, vocab_size=1000, block_size=BLOCK))
     seeing = [engine(memory_block_bytes=64, image_tokens=IMAGE_TOKENS, embed_slots=4) for _ in range(2)]
     async with (
-        living(broker, pipeline, eyes, network=network, role="encode", **FAST) as encode,
-        living(broker, pipeline, seeing[0], network=network, role="prefill", **FAST) as prefill,
-        living(broker, pipeline, seeing[1], network=network, role="decode", **FAST) as decode,
+        run_worker(broker, pipeline, eyes, network=network, role="encode", **FAST) as encode,
+        run_worker(broker, pipeline, seeing[0], network=network, role="prefill", **FAST) as prefill,
+        run_worker(broker, pipeline, seeing[1], network=network, role="decode", **FAST) as decode,
     ):
         yield Trio(network, encode, prefill, decode)
 

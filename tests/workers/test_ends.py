@@ -13,12 +13,12 @@ from schemas import done, wire
 from schemas.requests import Sampling
 from schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
-from tests.workers.support import Living, Record, answer, engine, living, request
+from tests.workers.support import Record, WorkerHarness, answer, engine, request, run_worker
 
 
 @pytest.fixture
-async def worker(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[Living]:
-    async with living(broker, pipeline) as worker:
+async def worker(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[WorkerHarness]:
+    async with run_worker(broker, pipeline) as worker:
         yield worker
 
 
@@ -44,13 +44,13 @@ async def take_ends(record: Record) -> None:
     await limit(record, max_msgs=-1, discard="old")
 
 
-async def unacknowledged(record: Record, worker: Living) -> int:
+async def unacknowledged(record: Record, worker: WorkerHarness) -> int:
     info = await record.bus.js.consumer_info(record.bus.subjects.stream("WORK"), worker.id)
     return int(info.num_ack_pending or 0)
 
 
 async def test_a_terminal_event_that_is_refused_is_stored_once_that_is_possible(
-    record: Record, worker: Living, monkeypatch: pytest.MonkeyPatch
+    record: Record, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its job, delivered again meanwhile, is neither run again nor acknowledged."""
     monkeypatch.setattr("infra.bus.publisher.RESEND_S", 0.1)
@@ -76,7 +76,7 @@ async def test_a_terminal_event_that_is_refused_is_stored_once_that_is_possible(
 
 
 async def test_a_return_that_is_refused_is_stored_once_that_is_possible(
-    record: Record, worker: Living, monkeypatch: pytest.MonkeyPatch
+    record: Record, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("infra.bus.publisher.RESEND_S", 0.1)
     worker.engine.hold()
@@ -84,7 +84,7 @@ async def test_a_return_that_is_refused_is_stored_once_that_is_possible(
     await record.give(worker.id, asked)
     await eventually(lambda: worker.session._active)
     await refuse_ends(record)
-    await worker.session.give_back(worker.session._active[asked.id], "a test")
+    await worker.session.requeue(worker.session._active[asked.id], "a test")
     await eventually(lambda: asked.id in worker.session._ending)
     assert asked.id not in worker.session._over
     assert await unacknowledged(record, worker) == 1
@@ -96,7 +96,7 @@ async def test_a_return_that_is_refused_is_stored_once_that_is_possible(
 class Doubt:
     """The worker's lease cannot be renewed for a while."""
 
-    def __init__(self, worker: Living, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch) -> None:
         self._lease = worker.session._lease
         self._monkeypatch = monkeypatch
 
@@ -111,7 +111,7 @@ class Doubt:
         self._monkeypatch.undo()
 
 
-async def ends_in_doubt(record: Record, worker: Living, doubt: Doubt) -> Any:
+async def ends_in_doubt(record: Record, worker: WorkerHarness, doubt: Doubt) -> Any:
     """A request that has streamed some tokens, and whose rest and end fall into the doubt."""
     worker.engine.hold()
     asked = request()
@@ -129,7 +129,7 @@ async def ends_in_doubt(record: Record, worker: Living, doubt: Doubt) -> Any:
 
 
 async def test_a_terminal_event_waits_until_the_lease_is_good_and_the_tokens_before_it_are_sent(
-    record: Record, worker: Living, monkeypatch: pytest.MonkeyPatch
+    record: Record, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     doubt = Doubt(worker, monkeypatch)
     asked = await ends_in_doubt(record, worker, doubt)
@@ -140,7 +140,7 @@ async def test_a_terminal_event_waits_until_the_lease_is_good_and_the_tokens_bef
 
 
 async def test_a_terminal_event_is_dropped_with_the_tokens_before_it_if_the_lease_is_lost(
-    record: Record, worker: Living, monkeypatch: pytest.MonkeyPatch
+    record: Record, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or routers would take the request for finished, and nobody would send the rest."""
     doubt = Doubt(worker, monkeypatch)
@@ -148,13 +148,13 @@ async def test_a_terminal_event_is_dropped_with_the_tokens_before_it_if_the_leas
     await record.remove_key(worker.id)
     doubt.end()
     await asyncio.wait_for(worker.session.lost.wait(), 10)
-    await worker.session.abandon()
+    await worker.session.fence()
     await eventually(lambda: not worker.publisher.waiting)
     assert not record.ends(asked)
     assert record.progress(asked)[0].finish is None
 
 
-async def test_the_terminal_event_is_the_record_of_its_request(record: Record, worker: Living) -> None:
+async def test_the_terminal_event_is_the_record_of_its_request(record: Record, worker: WorkerHarness) -> None:
     asked = request(n=2, tenant="acme", client_request_id="theirs", sampling=Sampling(temperature=0, logprobs=2))
     await record.give(worker.id, asked)
     end = await record.end(asked)
@@ -172,7 +172,7 @@ async def test_log_probabilities_of_earlier_attempts_are_kept_if_the_job_has_the
     record: Record, broker: EmbeddedNats, pipeline: Subjects
 ) -> None:
     asked = request(sampling=Sampling(temperature=0, logprobs=1))
-    async with living(broker, pipeline, engine()) as worker:
+    async with run_worker(broker, pipeline, engine()) as worker:
         await record.say(asked, 1, answer(asked)[:3])
         await record.give(worker.id, asked, attempt=2, resume=(wire.pack_tokens(answer(asked)[:3]),))
         end = await record.end(asked)

@@ -19,7 +19,7 @@ from workers.engine_thread import MAX_AHEAD, EngineThread
 from workers.engines import mock
 from workers.engines.base import Engine, EngineError, EngineStats, Failure, Output, SequenceRequest, StepResult
 from workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
-from workers.sequence_state import SCORED_BYTES, Choice, Flush, Names
+from workers.sequence_state import SCORED_BYTES, CacheSnapshot, Flush, SequenceState
 
 VOCABULARY = Vocabulary(1000)
 ROOT = blocks.root("rev")
@@ -76,11 +76,11 @@ class Harness:
         """The next flush, as consumed."""
         flush = self.flushes.get(timeout=10)
         self.all.append(flush)
-        self.thread.taken()
+        self.thread.flush_consumed()
         return flush
 
-    def take_until_ended(self, count: int) -> list[Choice]:
-        ended: list[Choice] = []
+    def take_until_ended(self, count: int) -> list[SequenceState]:
+        ended: list[SequenceState] = []
         while len(ended) < count:
             ended += self.take().ended
         return ended
@@ -95,7 +95,7 @@ class Harness:
         assert isinstance(result, EngineStats)
         return result
 
-    def tokens(self, choice: Choice) -> list[int]:
+    def tokens(self, choice: SequenceState) -> list[int]:
         """What its flushes say, checked for gaps and repeats."""
         found: list[int] = []
         for flush in self.all:
@@ -126,12 +126,12 @@ def harness() -> Iterator[Callable[..., Harness]]:
         assert one.engine.closed
 
 
-def new_choice(request: str = "r", index: int = 0, gateway: str = "gw", **options: Any) -> Choice:
-    return Choice(None, request, 1, index, gateway, array("I"), options.pop("logprobs", False), **options)
+def new_choice(request: str = "r", index: int = 0, gateway: str = "gw", **options: Any) -> SequenceState:
+    return SequenceState(None, request, 1, index, gateway, array("I"), options.pop("logprobs", False), **options)
 
 
 def sequence(
-    choice: Choice, prompt: list[int], max_tokens: int, sampling: Sampling = GREEDY, rank: int = 0
+    choice: SequenceState, prompt: list[int], max_tokens: int, sampling: Sampling = GREEDY, rank: int = 0
 ) -> SequenceRequest:
     stop = Stop(max_tokens=max_tokens, ignore_eos=True)
     return SequenceRequest(choice, prompt, sampling, stop, choice=choice.index, root=ROOT, rank=rank)
@@ -204,7 +204,7 @@ def test_a_slow_consumer_makes_flushes_fewer_and_never_more_than_some_steps_larg
                 threading.Event().wait(0.01)
             assert h.engine.steps - sent <= MAX_AHEAD
         ended += len(flush.ended)
-        h.thread.taken()
+        h.thread.flush_consumed()
     assert h.tokens(choice) == expected_tokens([1, 2], 400, VOCABULARY)
     assert len(h.all) < h.engine.steps / 3
     assert all(len(item.tokens) // 4 <= MAX_AHEAD + 1 for item in h.items())
@@ -228,7 +228,7 @@ def test_commands_do_not_let_the_engine_run_further_ahead(harness: Callable[...,
     for _ in range(50):
         h.stats()
     assert h.engine.steps == 1 + MAX_AHEAD
-    h.thread.taken()
+    h.thread.flush_consumed()
 
 
 def test_a_cancel_is_not_held_up_by_a_consumer_that_is_away(harness: Callable[..., Harness]) -> None:
@@ -266,7 +266,7 @@ def test_a_cancelled_sequence_frees_its_blocks_after_its_tokens_were_handed_over
     before = [h.flushes.get(timeout=10) for _ in range(handed_over[0])]  # handed over before ``told``
     for flush in before:
         h.all.append(flush)
-        h.thread.taken()
+        h.thread.flush_consumed()
     seen = h.tokens(choice)
     assert seen == expected_tokens([1, 2, 3, 4, 5], len(seen), VOCABULARY)
     h.take_until_ended(1)
@@ -285,7 +285,7 @@ def test_what_a_cancel_leaves_behind_is_still_handed_over(harness: Callable[...,
     while h.engine.steps < 1 + MAX_AHEAD:
         h.stats()
     h.thread.cancel([choice])
-    h.thread.taken()
+    h.thread.flush_consumed()
     folded, _ = fold(h.all)
     dumped = set(map(bytes, names(h.ask(lambda engine: engine.dump()))))
     while folded != dumped:
@@ -384,7 +384,7 @@ class _AlwaysStopped:
 
 
 class _OneStep:
-    def __init__(self, choice: Choice) -> None:
+    def __init__(self, choice: SequenceState) -> None:
         self.choice = choice
 
     def step(self) -> StepResult:
@@ -422,7 +422,7 @@ def fold(flushes: list[Flush], upto: int | None = None, rank: int = 0) -> tuple[
 
 def test_a_dump_is_what_the_batches_up_to_its_sequence_add_up_to(harness: Callable[..., Harness]) -> None:
     h = harness(total_blocks=24)
-    dumps: queue.SimpleQueue[list[Names]] = queue.SimpleQueue()
+    dumps: queue.SimpleQueue[list[CacheSnapshot]] = queue.SimpleQueue()
     ended = 0
     for number in range(12):
         choice = new_choice(f"r{number}")
@@ -452,7 +452,7 @@ def test_a_dump_before_any_event_names_no_batch_and_a_new_epoch_says_that_the_ca
     harness: Callable[..., Harness],
 ) -> None:
     h = harness()
-    dumps: queue.SimpleQueue[list[Names]] = queue.SimpleQueue()
+    dumps: queue.SimpleQueue[list[CacheSnapshot]] = queue.SimpleQueue()
     h.thread.dump(dumps.put)
     assert dumps.get(timeout=10) == [([], -1)]
     h.thread.submit([sequence(new_choice("a"), list(range(9)), 3)], refuse)
@@ -477,7 +477,7 @@ def test_each_rank_has_batches_and_a_dump_of_its_own(harness: Callable[..., Harn
         asked[rank].append(prompt)
         h.thread.submit([sequence(new_choice(f"r{number}"), prompt, 3, rank=rank)], refuse)
         h.take_until_ended(1)
-    dumps: queue.SimpleQueue[list[Names]] = queue.SimpleQueue()
+    dumps: queue.SimpleQueue[list[CacheSnapshot]] = queue.SimpleQueue()
     h.thread.dump(dumps.put)
     found = dumps.get(timeout=10)
     while not h.flushes.empty():

@@ -16,7 +16,7 @@ from schemas.requests import GenerateRequest
 from schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
 from tests.router.support import Clients, Routing, routing
-from tests.workers.support import BLOCK, REVISION, Held, Living, Record, living, request
+from tests.workers.support import BLOCK, REVISION, Held, Record, WorkerHarness, request, run_worker
 from workers.engines import mock
 from workers.engines.base import StepResult
 from workers.engines.events.publish import Publisher
@@ -53,18 +53,20 @@ class Clearing:
 
 
 @contextlib.asynccontextmanager
-async def worker(server: EmbeddedNats, subjects: Subjects, plane: str, *others: Publisher) -> AsyncIterator[Living]:
+async def worker(
+    server: EmbeddedNats, subjects: Subjects, plane: str, *others: Publisher
+) -> AsyncIterator[WorkerHarness]:
     """A worker on an event plane; ``others``: further publishers of its blocks."""
     inner: Any = Clearing(
         mock.build_ranks(RANKS, vocab_size=1000, block_size=BLOCK, total_blocks=48, max_model_len=1000, speedup=0)
     )
     outer = inner
-    made: list[Living] = []
+    made: list[WorkerHarness] = []
     if plane == "zmq":
         sources = tuple(f"{each.endpoint}/{each.replay.rpartition(':')[2]}" for each in others)
         settings = WorkerSettings(event_plane="zmq", kv_events_port=0, kv_events_from=sources)
         outer = relayed(inner, settings, blocks.root(REVISION), lambda: made[0].thread.wake() if made else None)
-    async with living(server, subjects, Held(outer)) as one:
+    async with run_worker(server, subjects, Held(outer)) as one:
         one.inner = inner  # type: ignore[attr-defined]
         made.append(one)
         yield one
@@ -76,19 +78,19 @@ def index_of(routing: Routing) -> PrefixIndex:
     return index
 
 
-def contents(routing: Routing, worker: Living) -> dict[int, tuple[int, int]]:
+def contents(routing: Routing, worker: WorkerHarness) -> dict[int, tuple[int, int]]:
     """Blocks and the sum of their keys, by rank."""
     found = [each for each in index_of(routing)._holders.holdings() if each.place[0] == worker.id]
     return {each.place[1]: (each.blocks, each.key_sum) for each in found}
 
 
-def held(worker: Living) -> dict[int, int]:
-    """Names in the caches of the engine itself, by rank."""
+def held(worker: WorkerHarness) -> dict[int, int]:
+    """CacheSnapshot in the caches of the engine itself, by rank."""
     dumps = [worker.inner.dump(rank) for rank in range(RANKS)]  # type: ignore[attr-defined]
     return {rank: sum(len(event.digests) // 16 for event in events) for rank, events in enumerate(dumps)}
 
 
-async def run(record: Record, worker: Living, prompt: list[int], rank: int) -> GenerateRequest:
+async def run(record: Record, worker: WorkerHarness, prompt: list[int], rank: int) -> GenerateRequest:
     """Give a job to a rank as a router would; returns when it has ended."""
     asked = request(prompt, 2)
     await record.give(worker.id, asked, rank=rank)

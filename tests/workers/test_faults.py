@@ -9,7 +9,7 @@ from infra.broker.server import EmbeddedNats
 from schemas.errors import Code
 from schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
-from tests.workers.support import Record, answer, living, request
+from tests.workers.support import Record, answer, request, run_worker
 from tests.workers.test_disaggregation import PROMPT, Pair, give, pair
 
 __all__ = ["pair"]
@@ -35,7 +35,7 @@ def fails_for(asked: str, real: Any) -> Any:
 async def test_a_flush_that_fails_gives_its_requests_back_and_the_neighbours_go_on(
     broker: EmbeddedNats, pipeline: Subjects, record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with living(broker, pipeline) as worker:
+    async with run_worker(broker, pipeline) as worker:
         hit, beside = request(max_tokens=400), request(list(range(50, 70)), max_tokens=400, gateway="g1")
         report = worker.session._report
         monkeypatch.setattr(report, "items", fails_for(hit.id, report.items))
@@ -57,7 +57,7 @@ async def test_a_flush_that_fails_gives_its_requests_back_and_the_neighbours_go_
 async def test_a_flush_that_fails_in_a_second_attempt_too_ends_the_request_with_the_reason(
     broker: EmbeddedNats, pipeline: Subjects, record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with living(broker, pipeline) as worker:
+    async with run_worker(broker, pipeline) as worker:
         hit = request(max_tokens=400)
         report = worker.session._report
         monkeypatch.setattr(report, "items", fails_for(hit.id, report.items))
@@ -73,7 +73,7 @@ async def test_a_flush_that_fails_in_a_second_attempt_too_ends_the_request_with_
 async def test_a_kv_batch_that_fails_leaves_a_gap_and_no_request_waits(
     broker: EmbeddedNats, pipeline: Subjects, record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with living(broker, pipeline) as worker:
+    async with run_worker(broker, pipeline) as worker:
         real = worker.session._report.events
         failed: list[int] = []
 
@@ -94,18 +94,18 @@ async def test_a_kv_batch_that_fails_leaves_a_gap_and_no_request_waits(
 
 
 @pytest.mark.parametrize("attempt", [1, 2])
-@pytest.mark.parametrize("stage", ["hand_over", "take_over"])
+@pytest.mark.parametrize("stage", ["send_prefilled", "on_prefilled"])
 async def test_a_stage_that_fails_ends_its_request_within_seconds_and_leaks_no_block(
     record: Record, pair: Pair, monkeypatch: pytest.MonkeyPatch, stage: str, attempt: int
 ) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise Fault
 
-    if stage == "hand_over":
+    if stage == "send_prefilled":
         monkeypatch.setattr("workers.disaggregation.next_job", fail)
     else:
-        monkeypatch.setattr(pair.decode.session._stages._reader, "bring", fail)
-        monkeypatch.setattr(pair.decode.session._stages, "_quarantine_s", 0.1)
+        monkeypatch.setattr(pair.decode.session._disagg._reader, "fetch", fail)
+        monkeypatch.setattr(pair.decode.session._disagg, "_quarantine_s", 0.1)
     asked = request(PROMPT)
     began = time.monotonic()
     await give(record, pair, asked, attempt)
@@ -125,7 +125,7 @@ async def test_a_request_that_cannot_even_begin_ends_within_seconds(
         raise Fault
 
     monkeypatch.setattr("workers.session.sequences", fail)
-    async with living(broker, pipeline) as worker:
+    async with run_worker(broker, pipeline) as worker:
         asked = request()
         began = time.monotonic()
         await record.give(worker.id, asked, attempt)
@@ -141,7 +141,7 @@ async def test_a_request_that_cannot_even_begin_ends_within_seconds(
 async def test_upkeep_that_fails_ends_the_process_in_order(
     broker: EmbeddedNats, pipeline: Subjects, record: Record, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    async with living(broker, pipeline) as worker:
+    async with run_worker(broker, pipeline) as worker:
 
         def fail(*_: Any) -> None:
             raise Fault

@@ -79,7 +79,7 @@ class Owner:
         return message.seq if message is not None else 0
 
     async def renewals(self, count: int) -> None:
-        """Wait until it renewed some more times."""
+        """BlockWait until it renewed some more times."""
         last = self.lease._revision
         await eventually(lambda: self.lease._revision >= last + count)
 
@@ -89,7 +89,7 @@ async def owner(bus: Bus) -> AsyncIterator[Owner]:
     owner = Owner(bus)
     await owner.lease.acquire()
     yield owner
-    await owner.lease.abandon()
+    await owner.lease.stop()
 
 
 async def purge(bus: Bus, owner: Owner) -> None:
@@ -137,7 +137,7 @@ async def test_a_lease_whose_removal_left_no_trace_is_lost_too(bus: Bus) -> None
     await bus.js.purge_stream(f"KV_{bus.subjects.bucket('workers')}", subject=owner.subject)
     await eventually(lambda: owner.lost)
     assert await owner.stored() is None
-    await owner.lease.abandon()
+    await owner.lease.stop()
 
 
 async def test_a_lease_that_ran_out_while_the_process_slept_is_lost(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +153,7 @@ async def test_a_lease_that_ran_out_while_the_process_slept_is_lost(bus: Bus, mo
     assert not owner.lease.trusted()
     await owner.lease.confirm()
     assert owner.lost == 1
-    await owner.lease.abandon()
+    await owner.lease.stop()
     await watch.stop()
 
 

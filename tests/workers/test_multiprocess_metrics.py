@@ -104,8 +104,8 @@ def test_without_the_variable_nothing_is_made() -> None:
 
 def test_every_worker_has_a_directory_of_its_own(tmp_path: Path) -> None:
     environ = {VARIABLE: str(tmp_path)}
-    living, other = tmp_path / f"worker-{os.getpid()}-x", tmp_path / "notes"
-    living.mkdir()
+    run_worker, other = tmp_path / f"worker-{os.getpid()}-x", tmp_path / "notes"
+    run_worker.mkdir()
     other.mkdir()
     with own_directory(environ) as found:
         assert found is not None
@@ -114,7 +114,7 @@ def test_every_worker_has_a_directory_of_its_own(tmp_path: Path) -> None:
         with own_directory({VARIABLE: str(tmp_path)}) as second:
             assert second not in (found, None)
     assert environ == {VARIABLE: str(tmp_path)}
-    assert sorted(tmp_path.iterdir()) == [other, living]
+    assert sorted(tmp_path.iterdir()) == [other, run_worker]
 
 
 def test_under_tensorrt_llms_launcher_the_directory_is_the_ranks_and_only_the_dead_leave_it(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from schemas.errors import Code
 from schemas.jobs import Decision, Job, Stage
 from schemas.requests import GenerateRequest, Sampling, Stop
 from schemas.tokens import Finish
-from workers.requests import Active, admit, already_over, next_job, sequences, terminal
+from workers.requests import RunningRequest, admit, already_over, next_job, sequences, terminal
 
 PROMPT = [1, 2, 3, 4]
 DIGESTS = blocks.chain(wire.pack_tokens(PROMPT), 2, blocks.root("rev", "lora", "salt"))
@@ -43,7 +43,7 @@ def active(
     finished: tuple[int, ...] = (),
     detokenizer: Detokenizer | None = None,
     scored: int = 0,
-) -> Active:
+) -> RunningRequest:
     decision = Decision(mode="kv", chosen="w", router="r", at_ns=15)
     job = Job(msgspec.Raw(wire.encode(asked)), 3, decision, resume, finished, scored=scored)
     return admit(job, asked, None, detokenizer)
@@ -114,7 +114,7 @@ def test_a_resumed_choice_that_had_completed_a_stop_string_is_recognised(min_tok
     assert already_over(state.choices[0], asked) == (Finish("stop", "END") if over else None)
 
 
-def end(state: Active, *outcomes: done.Outcome) -> None:
+def end(state: RunningRequest, *outcomes: done.Outcome) -> None:
     state.outcomes[:] = outcomes
 
 

@@ -19,7 +19,7 @@ from schemas.subjects import Subjects
 from schemas.tokens import Finish
 from schemas.trace import Trace
 from tests.infra.bus.support import eventually
-from tests.workers.support import DRAWN, Living, Record, answer, engine, ids, living, request
+from tests.workers.support import DRAWN, Record, WorkerHarness, answer, engine, ids, request, run_worker
 from workers import life as module
 from workers.engines.mock.executor import Vocabulary
 
@@ -27,15 +27,15 @@ UNSAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
 
 
 @pytest.fixture
-async def worker(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[Living]:
-    async with living(broker, pipeline) as worker:
+async def worker(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[WorkerHarness]:
+    async with run_worker(broker, pipeline) as worker:
         yield worker
 
 
 @pytest.fixture
-async def narrow(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[Living]:
+async def narrow(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[WorkerHarness]:
     """One sequence at a time, and one more taken in advance."""
-    async with living(broker, pipeline, engine(max_running=1)) as worker:
+    async with run_worker(broker, pipeline, engine(max_running=1)) as worker:
         yield worker
 
 
@@ -43,7 +43,7 @@ async def narrow(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[Livi
 
 
 async def test_a_job_becomes_tokens_then_a_terminal_event_then_an_acknowledgement(
-    record: Record, worker: Living
+    record: Record, worker: WorkerHarness
 ) -> None:
     asked = request(user="ann")
     before = time.time_ns()
@@ -61,7 +61,7 @@ async def test_a_job_becomes_tokens_then_a_terminal_event_then_an_acknowledgemen
     assert len(record.ends(asked)) == 1
 
 
-async def test_a_traced_request_leaves_stamps_and_no_other_is_larger(record: Record, worker: Living) -> None:
+async def test_a_traced_request_leaves_stamps_and_no_other_is_larger(record: Record, worker: WorkerHarness) -> None:
     traced, unsampled, plain = request(trace=Trace()), request(trace=Trace(UNSAMPLED)), request()
     for asked in (traced, unsampled, plain):
         await record.give(worker.id, asked)
@@ -78,7 +78,7 @@ async def test_a_traced_request_leaves_stamps_and_no_other_is_larger(record: Rec
     await worker.frees_everything()
 
 
-async def test_the_prompt_of_an_earlier_request_is_cached_and_counted(record: Record, worker: Living) -> None:
+async def test_the_prompt_of_an_earlier_request_is_cached_and_counted(record: Record, worker: WorkerHarness) -> None:
     prompt = list(range(1, 14))  # three full blocks and a rest
     first, second = request(prompt), request(prompt)
     await record.give(worker.id, first)
@@ -90,7 +90,7 @@ async def test_the_prompt_of_an_earlier_request_is_cached_and_counted(record: Re
     assert finish.cached_tokens == 12
 
 
-async def test_choices_are_drawn_apart_and_end_in_one_event(record: Record, worker: Living) -> None:
+async def test_choices_are_drawn_apart_and_end_in_one_event(record: Record, worker: WorkerHarness) -> None:
     asked = request(n=3, sampling=DRAWN)
     await record.give(worker.id, asked)
     end = await record.end(asked)
@@ -101,7 +101,7 @@ async def test_choices_are_drawn_apart_and_end_in_one_event(record: Record, work
     assert end.usage.completion == 24
 
 
-async def test_each_gateway_gets_its_own_requests_only(record: Record, worker: Living) -> None:
+async def test_each_gateway_gets_its_own_requests_only(record: Record, worker: WorkerHarness) -> None:
     here, there = request(gateway="g1"), request(gateway="g2")
     worker.engine.hold()
     await record.give(worker.id, here)
@@ -119,7 +119,9 @@ async def test_each_gateway_gets_its_own_requests_only(record: Record, worker: L
 
 
 @pytest.mark.parametrize("cut", [1, 3, 7])
-async def test_a_resumed_request_goes_on_as_if_nothing_had_happened(record: Record, worker: Living, cut: int) -> None:
+async def test_a_resumed_request_goes_on_as_if_nothing_had_happened(
+    record: Record, worker: WorkerHarness, cut: int
+) -> None:
     asked = request(n=2, sampling=DRAWN)
     whole = [answer(asked, choice=choice) for choice in range(2)]
     resume = (wire.pack_tokens(whole[0][:cut]), b"")
@@ -135,7 +137,7 @@ async def test_a_resumed_request_goes_on_as_if_nothing_had_happened(record: Reco
     assert firsts == [cut, 0], "what the client has is not streamed again"
 
 
-async def test_a_choice_that_had_ended_stays_ended(record: Record, worker: Living) -> None:
+async def test_a_choice_that_had_ended_stays_ended(record: Record, worker: WorkerHarness) -> None:
     asked = request(n=2, sampling=DRAWN)
     early = wire.pack_tokens(answer(asked, 3))
     ending = Finish("stop", "x")
@@ -148,7 +150,7 @@ async def test_a_choice_that_had_ended_stays_ended(record: Record, worker: Livin
 
 
 async def test_an_attempt_that_died_between_its_last_token_and_its_end_is_ended_without_the_engine(
-    record: Record, worker: Living
+    record: Record, worker: WorkerHarness
 ) -> None:
     asked = request(n=2, sampling=DRAWN)
     whole = tuple(wire.pack_tokens(answer(asked, choice=choice)) for choice in range(2))
@@ -169,7 +171,7 @@ async def test_a_stop_string_ends_the_answer_where_it_appears(
     texts = tokenizer.decode_batch([[token] for token in range(size)])
     silent = {token for token, text in enumerate(texts) if not text or "\ufffd" in text}
     held = engine(vocab_size=size, excluded=silent)
-    async with living(broker, pipeline, held, detokenizer=Detokenizer(tokenizer)) as worker:
+    async with run_worker(broker, pipeline, held, detokenizer=Detokenizer(tokenizer)) as worker:
         expected = answer(request(max_tokens=60), vocabulary=Vocabulary(size, silent))
         stop = tokenizer.decode(expected)[100:108]
         length = next(i for i in range(1, 61) if stop in tokenizer.decode(expected[:i]))
@@ -190,7 +192,7 @@ async def test_a_stop_string_ends_the_answer_where_it_appears(
 # -- what goes wrong ----------------------------------------------------------------------------------------------
 
 
-async def test_a_request_that_the_engine_refuses_fails_alone(record: Record, worker: Living) -> None:
+async def test_a_request_that_the_engine_refuses_fails_alone(record: Record, worker: WorkerHarness) -> None:
     worker.engine.hold()
     neighbours = [request([i, 2, 3]) for i in range(3)]
     long, odd = request([1] * 1000, n=2), request([5000])
@@ -211,7 +213,7 @@ async def test_a_request_that_the_engine_refuses_fails_alone(record: Record, wor
     assert not worker.failures
 
 
-async def test_an_unreadable_job_is_dropped_and_said_in_the_log(record: Record, worker: Living) -> None:
+async def test_an_unreadable_job_is_dropped_and_said_in_the_log(record: Record, worker: WorkerHarness) -> None:
     with capture_logs() as logs:
         subject = record.bus.subjects.work("aggregated", worker.id)
         await record.bus.js.publish(subject, b"\xc1 not a job")
@@ -223,7 +225,7 @@ async def test_an_unreadable_job_is_dropped_and_said_in_the_log(record: Record, 
     await record.settled(worker.id)
 
 
-async def test_when_the_engine_breaks_every_request_is_given_back(record: Record, narrow: Living) -> None:
+async def test_when_the_engine_breaks_every_request_is_given_back(record: Record, narrow: WorkerHarness) -> None:
     narrow.engine.hold()
     running, waiting = request(), request()
     await record.give(narrow.id, running)
@@ -245,7 +247,7 @@ async def test_when_the_engine_breaks_every_request_is_given_back(record: Record
 # -- cancellation and deadlines -----------------------------------------------------------------------------------
 
 
-async def is_cancelled(record: Record, worker: Living, *all_asked: Any) -> None:
+async def is_cancelled(record: Record, worker: WorkerHarness, *all_asked: Any) -> None:
     for asked in all_asked:
         end = await record.end(asked)
         assert (end.code, end.message) == (Code.cancelled, "gone")
@@ -258,7 +260,7 @@ async def is_cancelled(record: Record, worker: Living, *all_asked: Any) -> None:
     assert sorted(event.request for event in record.done) == sorted({event.request for event in record.done})
 
 
-async def test_a_cancel_may_come_before_its_job(record: Record, worker: Living) -> None:
+async def test_a_cancel_may_come_before_its_job(record: Record, worker: WorkerHarness) -> None:
     asked = request()
     await worker.session.on_cancel(asked.id, "gone")
     await record.give(worker.id, asked)
@@ -266,7 +268,7 @@ async def test_a_cancel_may_come_before_its_job(record: Record, worker: Living) 
     assert worker.engine.steps == 0
 
 
-async def test_cancelled_while_it_waits_for_a_slot(record: Record, narrow: Living) -> None:
+async def test_cancelled_while_it_waits_for_a_slot(record: Record, narrow: WorkerHarness) -> None:
     narrow.engine.hold()
     running, waiting = request(max_tokens=20), request()
     await record.give(narrow.id, running)
@@ -284,7 +286,7 @@ async def test_cancelled_while_it_waits_for_a_slot(record: Record, narrow: Livin
     await is_cancelled(record, narrow, waiting)
 
 
-async def test_cancelled_while_it_runs(record: Record, worker: Living) -> None:
+async def test_cancelled_while_it_runs(record: Record, worker: WorkerHarness) -> None:
     worker.engine.hold()
     asked, neighbour = request(max_tokens=500), request(max_tokens=20)
     await record.give(worker.id, asked)
@@ -303,7 +305,7 @@ async def test_cancelled_while_it_runs(record: Record, worker: Living) -> None:
     assert len(record.ends(asked)) == 1
 
 
-async def test_a_deadline_ends_a_running_request_with_what_it_has(record: Record, worker: Living) -> None:
+async def test_a_deadline_ends_a_running_request_with_what_it_has(record: Record, worker: WorkerHarness) -> None:
     worker.engine.hold()
     asked = request(max_tokens=500, deadline_s=0.5)
     await record.give(worker.id, asked)
@@ -322,7 +324,7 @@ async def test_a_deadline_ends_a_running_request_with_what_it_has(record: Record
     await record.settled(worker.id)
 
 
-async def test_a_request_whose_deadline_passed_on_its_way_is_not_started(record: Record, worker: Living) -> None:
+async def test_a_request_whose_deadline_passed_on_its_way_is_not_started(record: Record, worker: WorkerHarness) -> None:
     asked = request(deadline_s=-1)
     await record.give(worker.id, asked)
     assert (await record.end(asked)).code == Code.deadline_exceeded
@@ -336,7 +338,7 @@ async def test_a_job_that_is_delivered_again_runs_once(
     broker: EmbeddedNats, pipeline: Subjects, record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "ACK_WAIT_S", 0.3)
-    async with living(broker, pipeline) as worker:
+    async with run_worker(broker, pipeline) as worker:
         monkeypatch.setattr(module, "ACK_WAIT_S", 300)  # the consumer is made; from now on nothing is renewed
         worker.engine.hold()
         asked = request()
@@ -359,7 +361,7 @@ async def test_a_job_that_is_delivered_again_runs_once(
         assert len(record.ends(asked)) == 1
 
 
-async def test_a_job_of_an_older_attempt_is_dropped(record: Record, worker: Living) -> None:
+async def test_a_job_of_an_older_attempt_is_dropped(record: Record, worker: WorkerHarness) -> None:
     worker.engine.hold()
     asked = request()
     await record.give(worker.id, asked, attempt=3)
@@ -375,7 +377,7 @@ async def test_a_job_of_an_older_attempt_is_dropped(record: Record, worker: Livi
     assert len(record.ends(asked)) == 1
 
 
-async def test_a_newer_attempt_takes_the_place_of_the_one_that_runs(record: Record, worker: Living) -> None:
+async def test_a_newer_attempt_takes_the_place_of_the_one_that_runs(record: Record, worker: WorkerHarness) -> None:
     worker.engine.hold()
     asked = request(max_tokens=20)
     await record.give(worker.id, asked)
@@ -391,7 +393,7 @@ async def test_a_newer_attempt_takes_the_place_of_the_one_that_runs(record: Reco
     await worker.frees_everything()
 
 
-async def test_a_revoked_attempt_is_dropped_without_a_word(record: Record, worker: Living) -> None:
+async def test_a_revoked_attempt_is_dropped_without_a_word(record: Record, worker: WorkerHarness) -> None:
     worker.engine.hold()
     asked = request(max_tokens=500)
     await record.give(worker.id, asked)
@@ -412,7 +414,7 @@ async def test_a_long_job_is_not_delivered_again_while_it_runs(
     broker: EmbeddedNats, pipeline: Subjects, record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "ACK_WAIT_S", 0.5)
-    async with living(broker, pipeline) as worker:
+    async with run_worker(broker, pipeline) as worker:
         worker.engine.hold()
         asked = request()
         await record.give(worker.id, asked)
@@ -429,7 +431,7 @@ async def test_a_long_job_is_not_delivered_again_while_it_runs(
 
 
 async def test_output_that_does_not_fit_one_message_is_split(
-    record: Record, worker: Living, monkeypatch: pytest.MonkeyPatch
+    record: Record, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = 600
     monkeypatch.setattr(Bus, "max_message", property(lambda bus: limit))
@@ -447,7 +449,7 @@ async def test_output_that_does_not_fit_one_message_is_split(
     assert [batch.seq for batch in record.batches] == list(range(len(sizes)))
 
 
-async def test_logprobs_travel_with_their_tokens(record: Record, worker: Living) -> None:
+async def test_logprobs_travel_with_their_tokens(record: Record, worker: WorkerHarness) -> None:
     asked = request(sampling=Sampling(temperature=0.0, logprobs=2))
     await record.give(worker.id, asked)
     await record.end(asked)
@@ -457,7 +459,7 @@ async def test_logprobs_travel_with_their_tokens(record: Record, worker: Living)
         assert [p.top[0][0] for p in item.logprobs] == ids(item.tokens)
 
 
-async def test_cache_events_are_published_in_one_unbroken_row(record: Record, worker: Living) -> None:
+async def test_cache_events_are_published_in_one_unbroken_row(record: Record, worker: WorkerHarness) -> None:
     for i in range(3):
         asked = request([i] * 9)
         await record.give(worker.id, asked)
@@ -474,7 +476,7 @@ async def test_cache_events_are_published_in_one_unbroken_row(record: Record, wo
 async def test_with_events_switched_off_not_one_is_published(
     broker: EmbeddedNats, pipeline: Subjects, record: Record
 ) -> None:
-    async with living(broker, pipeline, publish_events_and_metrics=False) as worker:
+    async with run_worker(broker, pipeline, publish_events_and_metrics=False) as worker:
         for i in range(3):
             asked = request([i] * 9)
             await record.give(worker.id, asked)
@@ -489,7 +491,7 @@ async def test_with_events_switched_off_not_one_is_published(
 
 
 async def test_a_dump_names_what_the_events_named_in_pages_that_fit(
-    record: Record, worker: Living, monkeypatch: pytest.MonkeyPatch
+    record: Record, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for i in range(4):
         asked = request([i + 1] * 40)
@@ -515,7 +517,7 @@ def _digests(event: Any) -> list[bytes]:
 # -- leaving ------------------------------------------------------------------------------------------------------
 
 
-async def test_a_draining_worker_ends_what_runs_and_gives_back_the_rest(record: Record, narrow: Living) -> None:
+async def test_a_draining_worker_ends_what_runs_and_gives_back_the_rest(record: Record, narrow: WorkerHarness) -> None:
     narrow.engine.hold()
     running, *others = [request(max_tokens=20) for _ in range(4)]
     await record.give(narrow.id, running)
@@ -542,7 +544,7 @@ async def test_a_draining_worker_ends_what_runs_and_gives_back_the_rest(record: 
 
 
 async def test_a_request_whose_first_token_is_on_its_way_when_the_drain_begins_is_ended_here(
-    record: Record, worker: Living, monkeypatch: pytest.MonkeyPatch
+    record: Record, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = request(max_tokens=20)
     worker.engine.hold()
@@ -568,16 +570,16 @@ async def test_a_request_whose_first_token_is_on_its_way_when_the_drain_begins_i
     assert not record.returned
 
 
-def _running(worker: Living, asked: Any) -> bool:
+def _running(worker: WorkerHarness, asked: Any) -> bool:
     return asked.id in worker.session._active
 
 
-def _state(record: Record, worker: Living) -> fleet.State | None:
+def _state(record: Record, worker: WorkerHarness) -> fleet.State | None:
     registration = record.registered(worker.id)
     return registration.state if registration is not None else None
 
 
-async def test_what_does_not_end_in_the_drain_time_is_given_back_too(record: Record, worker: Living) -> None:
+async def test_what_does_not_end_in_the_drain_time_is_given_back_too(record: Record, worker: WorkerHarness) -> None:
     worker.engine.hold()
     asked = request(max_tokens=500)
     await record.give(worker.id, asked)
@@ -591,7 +593,7 @@ async def test_what_does_not_end_in_the_drain_time_is_given_back_too(record: Rec
     assert not record.ends(asked)
 
 
-async def test_a_drain_is_not_held_up_by_a_revoked_request(record: Record, worker: Living) -> None:
+async def test_a_drain_is_not_held_up_by_a_revoked_request(record: Record, worker: WorkerHarness) -> None:
     worker.engine.hold()
     asked = request(max_tokens=500)
     await record.give(worker.id, asked)
@@ -606,7 +608,7 @@ async def test_a_drain_is_not_held_up_by_a_revoked_request(record: Record, worke
 
 
 async def test_a_worker_that_lost_its_lease_says_nothing_more_and_starts_anew(
-    record: Record, worker: Living, monkeypatch: pytest.MonkeyPatch
+    record: Record, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker.engine.hold()
     asked = request(max_tokens=500)
@@ -618,7 +620,7 @@ async def test_a_worker_that_lost_its_lease_says_nothing_more_and_starts_anew(
     await asyncio.wait_for(worker.session.lost.wait(), 10)
     worker.engine.allow(1)
     worker.engine.release()
-    await worker.session.abandon()
+    await worker.session.fence()
     await worker.begin()
     assert worker.id != old
     await worker.frees_everything()
@@ -634,7 +636,7 @@ async def test_a_worker_that_lost_its_lease_says_nothing_more_and_starts_anew(
 
 
 async def test_a_job_that_reaches_a_worker_while_it_gives_up_its_name_is_not_run(
-    record: Record, worker: Living
+    record: Record, worker: WorkerHarness
 ) -> None:
     """Its output would come under the next name, and nobody would end it."""
     worker.engine.hold()
@@ -643,7 +645,7 @@ async def test_a_job_that_reaches_a_worker_while_it_gives_up_its_name_is_not_run
     worker.engine.allow(1)
     await record.has_streamed(running)
     old = worker.session
-    giving_up = asyncio.create_task(old.abandon())
+    giving_up = asyncio.create_task(old.fence())
     await eventually(lambda: not old._active)
     await record.give(old.id, stray)
     await record.bus.js.consumer_info(record.bus.subjects.stream("WORK"), old.id)  # the server has dealt with it

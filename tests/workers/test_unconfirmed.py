@@ -41,7 +41,7 @@ class FakeBus:
     async def publish(self, subject: str, payload: bytes, *, reply: str, headers: dict[str, str]) -> None:
         self.sent.append((headers["Nats-Msg-Id"], reply))
 
-    def taken(self) -> list[str]:
+    def flush_consumed(self) -> list[str]:
         """Ids sent since the last call."""
         names, self.sent = [name for name, _ in self.sent], []
         return names
@@ -72,7 +72,7 @@ class Rig:
     async def later(self, seconds: float = RESEND_S) -> list[str]:
         self.now += seconds
         await self.outbox.confirm()
-        return self.bus.taken()
+        return self.bus.flush_consumed()
 
 
 @pytest.fixture(params=["cluster", "power"])
@@ -83,7 +83,7 @@ def rig(request: pytest.FixtureRequest) -> Rig:
 
 async def test_what_is_not_acknowledged_is_sent_again_in_order_until_it_is(rig: Rig) -> None:
     await rig.send("1", "2", "3")
-    assert rig.bus.taken() == ["1", "2", "3"]
+    assert rig.bus.flush_consumed() == ["1", "2", "3"]
     await rig.acknowledge("2")
     assert await rig.later(RESEND_S / 2) == []
     assert await rig.later() == ["1", "3"]
@@ -97,7 +97,7 @@ async def test_what_is_not_acknowledged_is_sent_again_in_order_until_it_is(rig: 
 async def test_no_leader_and_a_refusal_are_no_acknowledgement(rig: Rig, answer: bytes) -> None:
     await rig.send("1")
     await rig.acknowledge("1", answer)
-    rig.bus.taken()
+    rig.bus.flush_consumed()
     assert await rig.later() == ["1"]
 
 
@@ -110,7 +110,7 @@ async def test_after_a_reconnect_the_unacknowledged_go_before_what_was_kept_back
     rig.bus.connected = True
     rig.bus.reconnects += 1
     await rig.outbox.resend()
-    assert rig.bus.taken() == ["2", "3"]
+    assert rig.bus.flush_consumed() == ["2", "3"]
     assert await rig.later() == ["2", "3"]
 
 
@@ -129,7 +129,7 @@ async def test_a_stream_that_acknowledges_nothing_makes_the_engine_wait_within_b
 
 async def test_a_lost_lease_forgets_them(rig: Rig) -> None:
     await rig.send("1")
-    rig.bus.taken()
-    rig.outbox.drop()
+    rig.bus.flush_consumed()
+    rig.outbox.clear()
     assert await rig.later() == []
     await rig.acknowledge("1")

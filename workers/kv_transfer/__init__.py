@@ -8,20 +8,20 @@ from schemas.transfer import Endpoint, Memory
 from workers.kv_transfer.agent import Agent
 from workers.kv_transfer.base import (
     QUARANTINE_S,
-    Moved,
     TransferError,
+    TransferResult,
     Transport,
     TransportStats,
     TransportUnavailable,
 )
-from workers.kv_transfer.loopback import LoopbackAgent, Network
-from workers.kv_transfer.mover import Mover
+from workers.kv_transfer.loopback import LoopbackAgent, LoopbackNetwork
 from workers.kv_transfer.path import path_between
+from workers.kv_transfer.transport_thread import TransportThread
 
 __all__ = [
-    "Moved",
-    "Network",
+    "LoopbackNetwork",
     "TransferError",
+    "TransferResult",
     "Transport",
     "TransportStats",
     "TransportUnavailable",
@@ -37,7 +37,7 @@ def open_transport(
     *,
     on_renewed: Callable[[Endpoint], None] = lambda _: None,
     quarantine_s: float = QUARANTINE_S,
-    network: Network | None = None,
+    network: LoopbackNetwork | None = None,
 ) -> Transport:
     """Open a transport for these pools, which must stay where they are until the process ends.
 
@@ -59,10 +59,10 @@ def open_transport(
         make = partial(_loopback, network, pools)
     else:
         make = partial(_nixl, pools)
-    return Mover(make, agent, on_renewed=on_renewed, quarantine_s=quarantine_s)
+    return TransportThread(make, agent, on_renewed=on_renewed, quarantine_s=quarantine_s)
 
 
-def _loopback(network: Network, pools: Mapping[str, Memory], name: str) -> Agent:
+def _loopback(network: LoopbackNetwork, pools: Mapping[str, Memory], name: str) -> Agent:
     return LoopbackAgent(network, name, pools)
 
 

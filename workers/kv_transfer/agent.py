@@ -6,14 +6,14 @@ The library fills in these few calls; deadlines, quarantine, checks and renewal 
 from typing import Any, Protocol
 
 from schemas.transfer import Endpoint
-from workers.kv_transfer.blocks import Move
+from workers.kv_transfer.blocks import CopyOp
 
 
-class Lost(Exception):
+class PeerLost(Exception):
     """The peer has ended, or the connection to it has."""
 
 
-class Rejected(Exception):
+class TransferRejected(Exception):
     """The library does not take the peer's metadata or these addresses; nothing was moved."""
 
 
@@ -25,25 +25,25 @@ class Agent(Protocol):
         """Load a peer that is not loaded.
 
         Raises:
-            Lost: it cannot be reached.
-            Rejected: its metadata is not what it says.
+            PeerLost: it cannot be reached.
+            TransferRejected: its metadata is not what it says.
         """
 
     def remove(self, name: str) -> None:
         """Forget a peer, known or not. Its transfers must have ended: nothing would tell their end afterwards."""
 
-    def post(self, op: str, peer: str, move: Move) -> Any:
+    def post(self, op: str, peer: str, move: CopyOp) -> Any:
         """Start a "READ" or "WRITE"; may copy everything before it returns. Returns its handle.
 
         Raises:
-            Lost, Rejected: nothing of it is under way.
+            PeerLost, TransferRejected: nothing of it is under way.
         """
 
     def done(self, handle: Any) -> bool:
         """Whether it has ended well.
 
         Raises:
-            Lost: it has ended otherwise; no byte of it moves any more.
+            PeerLost: it has ended otherwise; no byte of it moves any more.
         """
 
     def release(self, handle: Any) -> None:

@@ -22,7 +22,7 @@ TIMEOUT_S = 5.0
 QUARANTINE_S = 10.0
 
 
-def at_once() -> "Future[None]":
+def completed_future() -> "Future[None]":
     """A future that is already done."""
     future: Future[None] = Future()
     future.set_result(None)
@@ -44,7 +44,7 @@ class TransferError(Exception):
         super().__init__(message)
         self.cause: Cause = cause
         self.message = message
-        self.settled = at_once() if settled is None else settled
+        self.settled = completed_future() if settled is None else settled
 
     def __str__(self) -> str:
         return f"{self.cause}: {self.message}"
@@ -54,7 +54,7 @@ class TransportUnavailable(Exception):
     """No transport can be opened here; the text says what to install or what failed."""
 
 
-class Moved(NamedTuple):
+class TransferResult(NamedTuple):
     bytes: int
     seconds: float  # from the call to the last byte, the generation check included
 
@@ -88,7 +88,7 @@ class Transport(Protocol):
         *,
         generations: Sequence[int] = (),
         timeout: float = TIMEOUT_S,
-    ) -> "Future[Moved]":
+    ) -> "Future[TransferResult]":
         """Copy the peer's blocks ``remote`` into the blocks ``local`` of the pool of that name.
 
         With ``generations``, one per block: fails with "stale" unless they are still the owner's when all bytes are
@@ -97,7 +97,7 @@ class Transport(Protocol):
 
     def write(
         self, peer: Endpoint, pool: str, local: Sequence[int], remote: Sequence[int], *, timeout: float = TIMEOUT_S
-    ) -> "Future[Moved]":
+    ) -> "Future[TransferResult]":
         """Copy the blocks ``local`` into the peer's blocks ``remote``, which it has offered for this."""
 
     def connect(self, peer: Endpoint, *, timeout: float = TIMEOUT_S) -> "Future[None]":
@@ -111,7 +111,7 @@ class Transport(Protocol):
         """
 
     def renew(self) -> None:
-        """Close the agent and make another: the only end of a write whose writer stands still. Peers lose it."""
+        """Close the agent and make another: the only end of a write whose writer stands still. LoadedPeers lose it."""
 
     def forget(self, agent: str) -> None:
         """That agent has ended: its transfers fail at once; what was posted stays in quarantine until it ends."""

@@ -1,4 +1,4 @@
-"""From block ids to what an agent moves: may these blocks move at all, and which stretches of memory are they?
+"""From block ids to what an agent moves: may these blocks move at all, and which ranges of memory are they?
 
 Pure. Ids are checked here, before an agent sees an address: a wrong one could kill the peer.
 """
@@ -16,18 +16,18 @@ PIECE_BYTES = 64 << 20  # a direct copy holds the agent's thread for as long as 
 WORD_BYTES = 4  # of a generation
 
 
-class Stretches(NamedTuple):
+class MemoryRanges(NamedTuple):
     """Ranges of one kind of memory. ``rows``: (n, 3) uint64 of address, bytes, device."""
 
     kind: str
     rows: NDArray[np.uint64]
 
 
-class Move(NamedTuple):
+class CopyOp(NamedTuple):
     """One order of an agent; both sides have as many rows, of equal lengths."""
 
-    local: Stretches
-    remote: Stretches
+    local: MemoryRanges
+    remote: MemoryRanges
 
 
 def check_peer(mine: Endpoint, peer: Endpoint) -> None:
@@ -86,49 +86,51 @@ def check_generations(there: Memory, remote: Sequence[int], generations: Sequenc
         raise TransferError("refused", "the peer does not show the generations of its blocks")
 
 
-def moves(here: Memory, there: Memory, local: Sequence[int], remote: Sequence[int], *, whole: bool) -> Iterator[Move]:
+def copy_ops(
+    here: Memory, there: Memory, local: Sequence[int], remote: Sequence[int], *, whole: bool
+) -> Iterator[CopyOp]:
     """The orders for these blocks, neighbours on both sides merged; all in one, or (not ``whole``) in pieces."""
     step = max(1, len(local) if whole else PIECE_BYTES // here.block_bytes)
     for first in range(0, len(local), step):
         ours, theirs = local[first : first + step], remote[first : first + step]
-        yield merged(here, there, np.array(ours, np.int64), np.array(theirs, np.int64))
+        yield merge_runs(here, there, np.array(ours, np.int64), np.array(theirs, np.int64))
 
 
-def merged(here: Memory, there: Memory, local: NDArray[np.int64], remote: NDArray[np.int64]) -> Move:
+def merge_runs(here: Memory, there: Memory, local: NDArray[np.int64], remote: NDArray[np.int64]) -> CopyOp:
     """One row per run of blocks that are neighbours on both sides."""
     cuts = np.flatnonzero((local[1:] != local[:-1] + 1) | (remote[1:] != remote[:-1] + 1))
     bounds = np.concatenate(([0], cuts + 1, [len(local)]))
     starts, lengths = bounds[:-1], (bounds[1:] - bounds[:-1]) * here.block_bytes
-    return Move(
-        Stretches(here.kind, _rows(here.base + local[starts] * here.block_bytes, lengths, here.device)),
-        Stretches(there.kind, _rows(there.base + remote[starts] * there.block_bytes, lengths, there.device)),
+    return CopyOp(
+        MemoryRanges(here.kind, _rows(here.base + local[starts] * here.block_bytes, lengths, here.device)),
+        MemoryRanges(there.kind, _rows(there.base + remote[starts] * there.block_bytes, lengths, there.device)),
     )
 
 
-def words(there: Memory, remote: Sequence[int], scratch: int) -> Move:
+def generation_read(there: Memory, remote: Sequence[int], scratch: int) -> CopyOp:
     """Read the generations of all blocks from the lowest to the highest id into ``scratch``."""
     low, high = min(remote), max(remote)
     size = np.array([(high - low + 1) * WORD_BYTES])
     source = np.array([there.generations + low * WORD_BYTES])
-    return Move(Stretches("cpu", _rows(np.array([scratch]), size, 0)), Stretches("cpu", _rows(source, size, 0)))
+    return CopyOp(MemoryRanges("cpu", _rows(np.array([scratch]), size, 0)), MemoryRanges("cpu", _rows(source, size, 0)))
 
 
-def first_bytes(there: Memory, scratch: int, size: int) -> Move:
+def first_bytes(there: Memory, scratch: int, size: int) -> CopyOp:
     """Read the first bytes of a pool into ``scratch``."""
     length = np.array([size])
-    return Move(
-        Stretches("cpu", _rows(np.array([scratch]), length, 0)),
-        Stretches(there.kind, _rows(np.array([there.base]), length, there.device)),
+    return CopyOp(
+        MemoryRanges("cpu", _rows(np.array([scratch]), length, 0)),
+        MemoryRanges(there.kind, _rows(np.array([there.base]), length, there.device)),
     )
 
 
 def span_bytes(remote: Sequence[int]) -> int:
-    """Room that ``words`` needs."""
+    """Room that ``generation_read`` needs."""
     return (max(remote) - min(remote) + 1) * WORD_BYTES
 
 
-def stale(found: NDArray[np.uint32], remote: Sequence[int], expected: Sequence[int]) -> list[int]:
-    """The blocks whose generation, in what ``words`` read, is not the expected one."""
+def stale_blocks(found: NDArray[np.uint32], remote: Sequence[int], expected: Sequence[int]) -> list[int]:
+    """The blocks whose generation, in what ``generation_read`` read, is not the expected one."""
     now = found[np.array(remote) - min(remote)]
     return list(np.array(remote)[now != np.array(expected, np.uint32)].tolist())
 

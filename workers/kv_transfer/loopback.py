@@ -1,7 +1,7 @@
 """An agent that moves bytes within one process: the same behaviour as between two, for tests and for trying out.
 
-A ``Network`` stands for what lies between the agents. An agent in it can be killed, or stalled: what is posted to a
-stalled one does not end, and once it goes on the bytes move, even if nobody waits for them any more.
+A ``LoopbackNetwork`` stands for what lies between the agents. An agent in it can be killed or stalled: a transfer
+posted to a stalled agent does not complete until the agent resumes; then the bytes move even if nobody waits for them.
 """
 
 import ctypes
@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from schemas.transfer import Endpoint, Memory
-from workers.kv_transfer.agent import Lost, Rejected
-from workers.kv_transfer.blocks import WORD_BYTES, Move, Stretches
-from workers.kv_transfer.peers import digest
+from workers.kv_transfer.agent import PeerLost, TransferRejected
+from workers.kv_transfer.blocks import WORD_BYTES, CopyOp, MemoryRanges
+from workers.kv_transfer.loaded_peers import digest
 
 VERSION = "1.0"
 
 
-class Network:
+class LoopbackNetwork:
     """The agents that can reach each other. ``host``: what their endpoints say; "" makes ``path_between`` a write."""
 
     def __init__(self, host: str = "loopback") -> None:
@@ -47,14 +47,14 @@ class Network:
 class _Posted:
     op: str
     peer: str
-    move: Move
+    move: CopyOp
     done: bool = False
 
 
 class LoopbackAgent:
     """Takes no VRAM."""
 
-    def __init__(self, network: Network, name: str, pools: Mapping[str, Memory]) -> None:
+    def __init__(self, network: LoopbackNetwork, name: str, pools: Mapping[str, Memory]) -> None:
         self._network = network
         self._loaded: set[str] = set()
         self._posted: list[_Posted] = []
@@ -82,23 +82,23 @@ class LoopbackAgent:
 
     def add(self, peer: Endpoint) -> None:
         if peer.metadata != f"loopback {peer.agent}".encode():
-            raise Rejected("its metadata are not its own")
+            raise TransferRejected("its metadata are not its own")
         if peer.agent not in self._network.agents:
-            raise Lost("it is not there")
+            raise PeerLost("it is not there")
         self._loaded.add(peer.agent)
 
     def remove(self, name: str) -> None:
         self._loaded.discard(name)
 
-    def post(self, op: str, peer: str, move: Move) -> _Posted:
+    def post(self, op: str, peer: str, move: CopyOp) -> _Posted:
         with self._network.lock:
             if peer not in self._loaded:
-                raise Rejected("it is not loaded")
+                raise TransferRejected("it is not loaded")
             owner = self._network.agents.get(peer)
             if owner is None:
-                raise Lost("it is not there")
+                raise PeerLost("it is not there")
             if not (self._knows(move.local) and owner._knows(move.remote)):
-                raise Rejected("its memory is not what it says")
+                raise TransferRejected("its memory is not what it says")
             posted = _Posted(op, peer, move)
             self._posted.append(posted)
             self._move(posted)
@@ -107,7 +107,7 @@ class LoopbackAgent:
     def done(self, handle: _Posted) -> bool:
         with self._network.lock:
             if not handle.done and handle.peer not in self._network.agents:
-                raise Lost("it has ended")
+                raise PeerLost("it has ended")
             self._move(handle)
             return handle.done
 
@@ -130,10 +130,10 @@ class LoopbackAgent:
             if self._network.agents.get(self.endpoint.agent) is self:
                 del self._network.agents[self.endpoint.agent]
 
-    def _knows(self, stretches: Stretches) -> bool:
-        return stretches.kind == "cpu" and all(
+    def _knows(self, ranges: MemoryRanges) -> bool:
+        return ranges.kind == "cpu" and all(
             any(low <= start and start + size <= high for low, high in self._memory)
-            for start, size, _ in stretches.rows.tolist()
+            for start, size, _ in ranges.rows.tolist()
         )
 
     def _move(self, posted: _Posted) -> None:

@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.transfer import Endpoint, Memory
-from workers.kv_transfer.agent import Lost, Rejected
+from workers.kv_transfer.agent import PeerLost, TransferRejected
 from workers.kv_transfer.base import TransportUnavailable
-from workers.kv_transfer.blocks import WORD_BYTES, Move, Stretches
+from workers.kv_transfer.blocks import WORD_BYTES, CopyOp, MemoryRanges
 from workers.kv_transfer.cuda import use_device
+from workers.kv_transfer.loaded_peers import digest
 from workers.kv_transfer.nixl_library import Library
 from workers.kv_transfer.path import has_rdma, host_identity
-from workers.kv_transfer.peers import digest
 
 KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
 TRIAL_BYTES = 4096
@@ -80,36 +80,36 @@ class NixlAgent:
         try:
             name = self._agent.add_remote_agent(peer.metadata)
         except self._rejections as error:
-            raise Rejected(f"its metadata were not taken: {error!r}") from error
+            raise TransferRejected(f"its metadata were not taken: {error!r}") from error
         except self._losses as error:
-            raise Lost(repr(error)) from error
+            raise PeerLost(repr(error)) from error
         if name.decode() != peer.agent:
-            raise Rejected(f"its metadata are of agent {name.decode()!r}")
+            raise TransferRejected(f"its metadata are of agent {name.decode()!r}")
 
     def remove(self, name: str) -> None:
         self._agent.remove_remote_agent(name)
 
-    def post(self, op: str, peer: str, move: Move) -> _Posted:
+    def post(self, op: str, peer: str, move: CopyOp) -> _Posted:
         try:
             handle = self._agent.initialize_xfer(
                 op, self._descriptors(move.local), self._descriptors(move.remote), peer
             )
         except self._rejections as error:
-            raise Rejected(f"its memory is not what it says: {error!r}") from error
+            raise TransferRejected(f"its memory is not what it says: {error!r}") from error
         except self._losses as error:
-            raise Lost(repr(error)) from error
+            raise PeerLost(repr(error)) from error
         try:
             return _Posted(handle, self._agent.transfer(handle) == "DONE")
         except self._losses as error:
             self._agent.release_xfer_handle(handle)
-            raise Lost(repr(error)) from error
+            raise PeerLost(repr(error)) from error
 
     def done(self, handle: _Posted) -> bool:
         if not handle.done:
             try:
                 handle.done = self._agent.check_xfer_state(handle.handle) == "DONE"
             except self._losses as error:
-                raise Lost(repr(error)) from error
+                raise PeerLost(repr(error)) from error
         return handle.done
 
     def release(self, handle: _Posted) -> None:
@@ -128,14 +128,14 @@ class NixlAgent:
     def _register(self, address: int, size: int, kind: str, device: int) -> Any:
         return self._agent.register_memory([(address, size, device, "")], mem_type=KINDS[kind])
 
-    def _descriptors(self, stretches: Stretches) -> Any:
-        return self._agent.get_xfer_descs(stretches.rows, KINDS[stretches.kind])
+    def _descriptors(self, ranges: MemoryRanges) -> Any:
+        return self._agent.get_xfer_descs(ranges.rows, KINDS[ranges.kind])
 
     def _try(self, name: str) -> None:
         """Write 4 kB to ourselves: a missing plugin, a sandbox or a wrong ``UCX_TLS`` shows here, not in a request."""
         source, target = np.full(TRIAL_BYTES, 0x5A, np.uint8), np.zeros(TRIAL_BYTES, np.uint8)
         known = [self._register(each.ctypes.data, TRIAL_BYTES, "cpu", 0) for each in (source, target)]
-        handle = self.post("WRITE", name, Move(_stretch(source), _stretch(target)))
+        handle = self.post("WRITE", name, CopyOp(_stretch(source), _stretch(target)))
         deadline = time.monotonic() + TRIAL_S
         while not self.done(handle) and time.monotonic() < deadline:
             time.sleep(TRIAL_POLL_S)
@@ -151,8 +151,8 @@ class NixlAgent:
             raise TransportUnavailable("NIXL said that it moved bytes, and they are not there")
 
 
-def _stretch(array: NDArray[np.uint8]) -> Stretches:
-    return Stretches("cpu", np.array([[array.ctypes.data, array.nbytes, 0]], np.uint64))
+def _stretch(array: NDArray[np.uint8]) -> MemoryRanges:
+    return MemoryRanges("cpu", np.array([[array.ctypes.data, array.nbytes, 0]], np.uint64))
 
 
 def _event_polls() -> set[int]:

@@ -10,7 +10,7 @@ from workers.kv_transfer.agent import Agent
 SMALLEST_BYTES = 4096
 
 
-class Scratch:
+class ScratchBuffers:
     """Buffers of one agent, kept as long as it lives. One is given back only when nothing can write to it any more."""
 
     def __init__(self, agent: Agent) -> None:
@@ -28,5 +28,5 @@ class Scratch:
         self._all.append(buffer)
         return buffer
 
-    def give_back(self, buffer: NDArray[np.uint32]) -> None:
+    def free(self, buffer: NDArray[np.uint32]) -> None:
         self._free[buffer.nbytes].append(buffer)

@@ -165,7 +165,7 @@ class _Served:
 
 
 def _enter(namespace: str) -> None:
-    """Move this process into a network namespace, as `ip netns exec` does: /sys must show its interfaces, too."""
+    """CopyOp this process into a network namespace, as `ip netns exec` does: /sys must show its interfaces, too."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{namespace}") as file:
         steps = (

@@ -1,4 +1,4 @@
-"""Ids to stretches of memory: nothing is lost, nothing is added, and wrong ids never become addresses."""
+"""Ids to ranges of memory: nothing is lost, nothing is added, and wrong ids never become addresses."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ pairs = st.integers(0, 64).flatmap(
 )
 
 
-def expand(move: blocks.Move) -> list[tuple[int, int]]:
+def expand(move: blocks.CopyOp) -> list[tuple[int, int]]:
     """The pairs of block ids that a move stands for."""
     found = []
     for (here, size, _), (there, other, device) in zip(
@@ -34,23 +34,24 @@ def expand(move: blocks.Move) -> list[tuple[int, int]]:
 @given(pairs, st.booleans())
 def test_a_move_is_exactly_the_pairs_of_blocks_asked_for(ids: tuple[list[int], list[int]], whole: bool) -> None:
     local, remote = ids
-    found = [pair for move in blocks.moves(HERE, THERE, local, remote, whole=whole) for pair in expand(move)]
+    found = [pair for move in blocks.copy_ops(HERE, THERE, local, remote, whole=whole) for pair in expand(move)]
     assert found == list(zip(local, remote, strict=True))
 
 
 def test_neighbours_on_both_sides_become_one_row_and_others_do_not() -> None:
-    [move] = blocks.moves(HERE, THERE, [0, 1, 2, 3, 9, 10], [5, 6, 7, 9, 10, 11], whole=True)
+    [move] = blocks.copy_ops(HERE, THERE, [0, 1, 2, 3, 9, 10], [5, 6, 7, 9, 10, 11], whole=True)
     assert (move.local.rows[:, 1] // 4096).tolist() == [3, 1, 2]
     assert (move.local.kind, move.remote.kind) == ("cpu", "cuda")
 
 
 def test_a_direct_copy_is_cut_into_pieces_of_bounded_size() -> None:
     big = Memory(base=1 << 40, block_bytes=40 << 20, blocks=5)
-    pieces = list(blocks.moves(big, big, range(5), range(5), whole=False))
+    pieces = list(blocks.copy_ops(big, big, range(5), range(5), whole=False))
     assert [int(piece.local.rows[:, 1].sum()) for piece in pieces] == [40 << 20] * 5
     small = Memory(base=1 << 40, block_bytes=1 << 20, blocks=200)
     sizes = [
-        int(piece.local.rows[:, 1].sum()) for piece in blocks.moves(small, small, range(200), range(200), whole=False)
+        int(piece.local.rows[:, 1].sum())
+        for piece in blocks.copy_ops(small, small, range(200), range(200), whole=False)
     ]
     assert sizes == [64 << 20, 64 << 20, 64 << 20, 8 << 20]
 
@@ -61,12 +62,12 @@ def test_exactly_the_blocks_with_another_generation_are_stale(remote: list[int],
     expected = [int(generations[block]) for block in remote]
     wrong = data.draw(st.sets(st.integers(0, len(remote) - 1)))
     expected = [(value + 1) % 2**32 if at in wrong else value for at, value in enumerate(expected)]
-    move = blocks.words(THERE, remote, 1 << 30)
+    move = blocks.generation_read(THERE, remote, 1 << 30)
     [(start, size, _)] = move.remote.rows.tolist()
     assert (size, size) == (blocks.span_bytes(remote), move.local.rows[0, 1])
     first = (start - THERE.generations) // 4
     found = generations[first : first + size // 4]  # what a read of these words brings
-    assert set(blocks.stale(found, remote, expected)) == {remote[at] for at in wrong}
+    assert set(blocks.stale_blocks(found, remote, expected)) == {remote[at] for at in wrong}
 
 
 @pytest.mark.parametrize(

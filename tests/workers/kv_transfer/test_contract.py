@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from schemas.transfer import Endpoint
 from tests.workers.kv_transfer.support import BLOCK_BYTES, BLOCKS, WAIT_S, Pool, needs_nixl, until
-from workers.kv_transfer import Network, TransferError, Transport, open_transport
-from workers.kv_transfer.mover import Mover
+from workers.kv_transfer import LoopbackNetwork, TransferError, Transport, open_transport
+from workers.kv_transfer.transport_thread import TransportThread
 
 NUMBERS = count()
 
@@ -37,7 +37,7 @@ Open = Callable[[], Side]
 
 @pytest.fixture(scope="module", params=["loopback", pytest.param("nixl", marks=needs_nixl)])
 def opener(request: pytest.FixtureRequest) -> Iterator[Open]:
-    network = Network()
+    network = LoopbackNetwork()
     opened: list[Side] = []
 
     def side() -> Side:
@@ -273,7 +273,7 @@ def test_what_happened_is_counted(own: Pair) -> None:
 
 
 def test_a_renewed_agent_has_a_new_name_and_the_same_blocks(own: Pair) -> None:
-    assert isinstance(own.owner.transport, Mover)
+    assert isinstance(own.owner.transport, TransportThread)
     before = own.owner.transport.endpoint
     own.reader.transport.read(before, "kv", [1], [1]).result(WAIT_S)
     own.owner.transport.renew()

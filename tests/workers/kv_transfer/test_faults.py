@@ -1,4 +1,4 @@
-"""Peers that are killed, stopped, restarted: real processes over NIXL, by direct copy and over TCP."""
+"""LoadedPeers that are killed, stopped, restarted: real processes over NIXL, by direct copy and over TCP."""
 
 import os
 import secrets
@@ -15,8 +15,8 @@ import pytest
 from schemas.transfer import Endpoint
 from tests.workers.kv_transfer.support import WAIT_S, Pool, Start, Worker, needs_nixl, until, workers
 from workers.kv_transfer import TransferError, Transport, open_transport, path_between
+from workers.kv_transfer.loaded_peers import digest
 from workers.kv_transfer.path import host_identity
-from workers.kv_transfer.peers import digest
 
 pytestmark = needs_nixl
 

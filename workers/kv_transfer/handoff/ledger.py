@@ -20,7 +20,7 @@ GATHER_S = 0.01
 
 
 class Ledger:
-    """``note`` from the event loop; ``close`` publishes what is left."""
+    """``record`` from the event loop; ``close`` publishes what is left."""
 
     def __init__(self, bus: Bus, outbox: Outbox, worker: str, metrics: Metrics) -> None:
         self._bus = bus
@@ -31,7 +31,7 @@ class Ledger:
         self._seq = 0
         self._task: asyncio.Task[None] | None = None
 
-    def note(
+    def record(
         self,
         ticket: Ticket,
         state: str,
@@ -85,7 +85,7 @@ class Ledger:
         try:
             await self._outbox.send(self._bus.subjects.handoff(self._worker), payload, f"{self._worker}:handoff:{seq}")
         except (ServingError, NatsError) as error:  # the ledger tells of work; it never stops it
-            log.warning("ledger_not_published", lines=len(lines), error=repr(error))
+            log.warning("ledger_publish_failed", lines=len(lines), error=repr(error))
 
     async def close(self) -> None:
         task: Any = self._task
@@ -96,4 +96,4 @@ class Ledger:
 
 
 def _not_published(error: BaseException) -> None:
-    log.warning("ledger_not_published", error=repr(error))
+    log.warning("ledger_publish_failed", error=repr(error))

@@ -49,9 +49,9 @@ class Owner:
         pool: str,
         blocks: Sequence[int],
         generations: Sequence[int],
-        drop: Callable[[Engine], object],
+        free: Callable[[Engine], object],
     ) -> Ticket:
-        """Issue a ticket for blocks that the engine holds; ``drop`` makes it let go of them.
+        """Issue a ticket for blocks that the engine holds; ``free`` makes it let go of them.
 
         Without blocks it is a lease on what an engine keeps for another one, which fetches it by itself.
         """
@@ -66,12 +66,12 @@ class Owner:
             time.time_ns() + int(self._lease_s * 1e9),
         )
         size = endpoint.pools[pool].block_bytes if blocks else 0
-        self._pins.add(Pin(ticket_id, pool, target, list(blocks), size, time.monotonic() + self._lease_s, drop))
+        self._pins.add(Pin(ticket_id, pool, target, list(blocks), size, time.monotonic() + self._lease_s, free))
         self._tickets[ticket_id] = ticket
-        self._ledger.note(ticket, "offered", target, blocks=len(blocks), bytes=len(blocks) * size)
+        self._ledger.record(ticket, "offered", target, blocks=len(blocks), bytes=len(blocks) * size)
         return ticket
 
-    def withdraw(self, ticket_id: str, cause: str) -> None:
+    def release_ticket(self, ticket_id: str, cause: str) -> None:
         """Nobody will come for it."""
         self._end(ticket_id, cause)
 
@@ -83,10 +83,10 @@ class Owner:
         pin = self._pins.get(ticket_id)
         if pin is None:
             return False
-        self._ledger.note(self._tickets.pop(ticket_id), "released", pin.target, cause=cause)
-        free = self._pins.release(ticket_id)
-        if free is not None:
-            self._drop(free)
+        self._ledger.record(self._tickets.pop(ticket_id), "released", pin.target, cause=cause)
+        freed = self._pins.release(ticket_id)
+        if freed is not None:
+            self._free(freed)
         return True
 
     async def push(self, order: Push) -> Pushed:
@@ -122,12 +122,12 @@ class Owner:
         self._pushed(pin)
 
     def _pushed(self, pin: Pin) -> None:
-        free = self._pins.pushed(pin)
-        if free is not None:
-            self._drop(free)
+        freed = self._pins.pushed(pin)
+        if freed is not None:
+            self._free(freed)
 
-    def _drop(self, pin: Pin) -> None:
-        self._engine.call(pin.drop)
+    def _free(self, pin: Pin) -> None:
+        self._engine.call(pin.free)
 
     def _later(self, work: Coroutine[None, None, None]) -> None:
         task: asyncio.Task[None] = asyncio.ensure_future(work)
@@ -138,10 +138,10 @@ class Owner:
         """A few times a second: end leases whose time has passed."""
         for pin, free in self._pins.expired(now):
             ticket = self._tickets.pop(pin.ticket)
-            self._ledger.note(ticket, "expired", pin.target, blocks=len(pin.blocks))
+            self._ledger.record(ticket, "expired", pin.target, blocks=len(pin.blocks))
             log.warning("lease_expired", ticket=pin.ticket, target=pin.target, blocks=len(pin.blocks))
             if free:
-                self._drop(pin)
+                self._free(pin)
 
     def lost(self, worker: str) -> None:
         """A reader is gone: its tickets are of no use to anyone else."""
@@ -157,7 +157,7 @@ class Owner:
         for pin in self._pins.clear():
             ticket = self._tickets.pop(pin.ticket, None)
             if ticket is not None:
-                self._ledger.note(ticket, "released", pin.target, cause="closed")
-            self._drop(pin)
+                self._ledger.record(ticket, "released", pin.target, cause="closed")
+            self._free(pin)
         for task in self._settling:
             task.cancel()

@@ -8,7 +8,7 @@ from workers.engines.base import Engine
 
 
 class Pin(msgspec.Struct, eq=False):
-    """The blocks behind one ticket. ``drop`` lets go of them, in the engine's thread."""
+    """The blocks behind one ticket. ``free`` lets go of them, in the engine's thread."""
 
     ticket: str
     pool: str
@@ -16,7 +16,7 @@ class Pin(msgspec.Struct, eq=False):
     blocks: list[int]
     block_bytes: int
     expires: float
-    drop: Callable[[Engine], object]
+    free: Callable[[Engine], object]
     pushing: int = 0  # transfers of ours that read the blocks right now
 
 

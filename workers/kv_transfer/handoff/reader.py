@@ -55,13 +55,13 @@ class Reader:
         if self._sub is not None and self._bus.connected:
             await self._sub.unsubscribe()
 
-    async def bring(self, ticket: Ticket, positions: Sequence[int], local: Sequence[int]) -> None:
+    async def fetch(self, ticket: Ticket, positions: Sequence[int], local: Sequence[int]) -> None:
         """Fill the blocks ``local`` with those at ``positions`` of the ticket.
 
         Raises:
             TransferError: they are not filled; ``settled`` says when they may be used for anything else.
         """
-        self._ledger.note(ticket, "leased", self._worker, blocks=len(positions))
+        self._ledger.record(ticket, "leased", self._worker, blocks=len(positions))
         transport = self._transport
         try:
             if time.time_ns() > ticket.lease_ns:
@@ -73,18 +73,18 @@ class Reader:
             else:
                 moved, seconds = await self._ask_for_push(transport, ticket, positions, local)
         except TransferError as error:
-            self._ledger.note(
+            self._ledger.record(
                 ticket, "failed", self._worker, blocks=len(positions), cause=error.cause, message=error.message
             )
             log.warning("transfer_failed", ticket=ticket.id, cause=error.cause, error=error.message)
             if not error.settled.done():
                 self._quarantined(ticket, len(local), error.settled)
             raise
-        self._ledger.note(ticket, "read", self._worker, blocks=len(positions), bytes=moved, seconds=seconds)
+        self._ledger.record(ticket, "read", self._worker, blocks=len(positions), bytes=moved, seconds=seconds)
 
-    def took(self, ticket: Ticket, seconds: float) -> None:
+    def record_fetched(self, ticket: Ticket, seconds: float) -> None:
         """An engine has fetched what a ticket without blocks stands for."""
-        self._ledger.note(ticket, "read", self._worker, seconds=seconds)
+        self._ledger.record(ticket, "read", self._worker, seconds=seconds)
 
     async def _read(
         self, transport: Transport, ticket: Ticket, positions: Sequence[int], local: Sequence[int]
@@ -178,7 +178,7 @@ class Reader:
 
     def _quarantined(self, ticket: Ticket, blocks: int, settled: "concurrent.futures.Future[None]") -> None:
         loop = asyncio.get_running_loop()
-        self._ledger.note(ticket, "quarantined", self._worker, blocks=blocks)
+        self._ledger.record(ticket, "quarantined", self._worker, blocks=blocks)
         line = HandOff(ticket.id, "settled", ticket.worker, self._worker, 0, blocks, pool=ticket.pool)
 
         def tell(_: Any) -> None:

@@ -7,7 +7,7 @@ queue needs blocks that may be among those.
 import random
 
 from tests.workers.engines.core.support import ROOT, Bench, check_pool, names, request
-from workers.block_waits import Room, Wait
+from workers.block_waits import BlockWait, BlockWaitQueue
 from workers.engines.base import Output, Reservation
 
 
@@ -154,12 +154,12 @@ class World:
             max_batched_tokens=rng.choice([4, 16, 64]),
         )
         self.scheduler = self.bench.scheduler
-        self.room = Room()
+        self.room = BlockWaitQueue()
         self.now = 0
         self.asked: dict[int, int] = {}  # when
         self.open: set[int] = set()
         self.sequences: dict[int, int] = {}  # of an open one, how many have not ended
-        self.waits: dict[int, tuple[Wait[Reservation], list[int], int]] = {}
+        self.waits: dict[int, tuple[BlockWait[Reservation], list[int], int]] = {}
         self.coming: list[tuple[int, int, Reservation, list[int], int]] = []  # when, which, ...
         self.held: list[tuple[int, object]] = []  # until when
         self.longest = 0
@@ -187,7 +187,7 @@ class World:
             self.submit(number, asked, users, None)
             return
         tails = users if length % 4 else 0
-        wait: Wait[Reservation] = Wait("kv", lambda _: self.scheduler.reserve(names(asked), tails, users))
+        wait: BlockWait[Reservation] = BlockWait("kv", lambda _: self.scheduler.reserve(names(asked), tails, users))
         self.waits[number] = wait, asked, users
         self.room.add(wait, self.scheduler)  # type: ignore[arg-type]
 
@@ -208,7 +208,7 @@ class World:
     def cancel(self, number: int) -> None:
         if number in self.waits:
             wait, _, _ = self.waits.pop(number)
-            self.room.give_up(wait, self.scheduler)  # type: ignore[arg-type]
+            self.room.cancel_wait(wait, self.scheduler)  # type: ignore[arg-type]
             if (found := wait.answer.result()) is not None:  # it was answered just before
                 self.scheduler.let_go(found)
         for user in range(2):
@@ -221,7 +221,7 @@ class World:
     def answered(self) -> None:
         for number, (wait, asked, users) in list(self.waits.items()):
             if not wait.answer.done() and self.now - self.asked[number] >= self.PATIENCE:
-                self.room.give_up(wait, self.scheduler)  # type: ignore[arg-type]
+                self.room.cancel_wait(wait, self.scheduler)  # type: ignore[arg-type]
             if not wait.answer.done():
                 continue
             del self.waits[number]

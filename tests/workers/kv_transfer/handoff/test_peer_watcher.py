@@ -6,22 +6,22 @@ from structlog.testing import capture_logs
 from infra.broker.server import EmbeddedNats
 from schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
-from tests.workers.support import engine, living
-from workers.kv_transfer import Network
+from tests.workers.support import engine, run_worker
+from workers.kv_transfer import LoopbackNetwork
 
 
 @pytest.mark.parametrize("reached", [True, False])
 async def test_partners_are_reached_before_any_block_moves_and_those_that_cannot_be_are_named(
     broker: EmbeddedNats, pipeline: Subjects, reached: bool
 ) -> None:
-    here = Network("here")
-    there = here if reached else Network("there")  # no way leads to it, though it is registered
+    here = LoopbackNetwork("here")
+    there = here if reached else LoopbackNetwork("there")  # no way leads to it, though it is registered
     with capture_logs() as lines:
         async with (
-            living(broker, pipeline, engine(memory_block_bytes=64), network=here, role="prefill") as prefill,
-            living(broker, pipeline, engine(memory_block_bytes=64), network=there, role="decode") as decode,
+            run_worker(broker, pipeline, engine(memory_block_bytes=64), network=here, role="prefill") as prefill,
+            run_worker(broker, pipeline, engine(memory_block_bytes=64), network=there, role="decode") as decode,
         ):
-            wanted = "peer_connected" if reached else "peer_not_connected"
+            wanted = "peer_connected" if reached else "peer_connect_failed"
             await eventually(lambda: len([line for line in lines if line["event"] == wanted]) == 2)
             told = [line for line in lines if line["event"].startswith("peer_")]
             assert {line["worker"] for line in told} == {prefill.id, decode.id}
@@ -33,13 +33,13 @@ async def test_partners_are_reached_before_any_block_moves_and_those_that_cannot
 
 async def test_workers_that_never_meet_are_not_reached(broker: EmbeddedNats, pipeline: Subjects) -> None:
     """Of the same role, or of another model."""
-    network = Network("here")
+    network = LoopbackNetwork("here")
     with capture_logs() as lines:
         async with (
-            living(broker, pipeline, engine(memory_block_bytes=64), network=network, role="prefill"),
-            living(broker, pipeline, engine(memory_block_bytes=64), network=network, role="prefill"),
-            living(broker, pipeline, engine(memory_block_bytes=64), network=network, role="decode", model="other"),
-            living(broker, pipeline, engine(memory_block_bytes=64), network=network, role="decode") as last,
+            run_worker(broker, pipeline, engine(memory_block_bytes=64), network=network, role="prefill"),
+            run_worker(broker, pipeline, engine(memory_block_bytes=64), network=network, role="prefill"),
+            run_worker(broker, pipeline, engine(memory_block_bytes=64), network=network, role="decode", model="other"),
+            run_worker(broker, pipeline, engine(memory_block_bytes=64), network=network, role="decode") as last,
         ):
             await eventually(lambda: sum(line["event"] == "peer_connected" for line in lines) >= 4)
             told = [line["worker"] for line in lines if line["event"] == "peer_connected"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from blake3 import blake3
 
 from schemas.transfer import Endpoint
-from workers.kv_transfer.agent import Agent, Lost, Rejected
+from workers.kv_transfer.agent import Agent, PeerLost, TransferRejected
 from workers.kv_transfer.base import TransferError
 
 DIGEST_BYTES = 16
@@ -30,7 +30,7 @@ class _Peer:
     ending: bool = False  # lost or forgotten: out as soon as nothing of it is posted
 
 
-class Peers:
+class LoadedPeers:
     """Of one agent; used in its thread."""
 
     def __init__(self, agent: Agent) -> None:
@@ -60,10 +60,10 @@ class Peers:
         self._agent.remove(peer.agent)
         try:
             self._agent.add(peer)
-        except Lost as error:
+        except PeerLost as error:
             self._agent.remove(peer.agent)
             raise TransferError("peer_lost", f"agent {peer.agent} cannot be reached: {error}") from error
-        except Rejected as error:
+        except TransferRejected as error:
             self._agent.remove(peer.agent)
             raise TransferError("refused", f"agent {peer.agent}: {error}") from error
         self._peers[peer.agent] = _Peer(peer.digest)
@@ -85,15 +85,15 @@ class Peers:
         peer.posted -= 1
         peer.stuck -= stuck
         peer.ending |= lost
-        self._leave(name)
+        self._remove(name)
 
     def lost(self, name: str) -> None:
         """The peer is gone, or must be loaded anew; unknown names are fine."""
         if peer := self._peers.get(name):
             peer.ending = True
-            self._leave(name)
+            self._remove(name)
 
-    def _leave(self, name: str) -> None:
+    def _remove(self, name: str) -> None:
         if self._peers[name].ending and not self._peers[name].posted:
             del self._peers[name]
             self._agent.remove(name)

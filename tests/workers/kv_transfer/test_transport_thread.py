@@ -8,10 +8,10 @@ import pytest
 
 from schemas.transfer import Endpoint
 from tests.workers.kv_transfer.support import WAIT_S, Pool, until
-from workers.kv_transfer import Network, TransferError, TransportUnavailable, open_transport
+from workers.kv_transfer import LoopbackNetwork, TransferError, TransportUnavailable, open_transport
 from workers.kv_transfer.agent import Agent
 from workers.kv_transfer.loopback import LoopbackAgent
-from workers.kv_transfer.mover import IDLE_S, Mover
+from workers.kv_transfer.transport_thread import IDLE_S, TransportThread
 
 
 def threads() -> list[str]:
@@ -23,7 +23,7 @@ def test_an_agent_that_cannot_be_made_is_an_error_and_leaves_no_thread() -> None
         raise TransportUnavailable("no agents today")
 
     with pytest.raises(TransportUnavailable, match="no agents today"):
-        Mover(make, "mover-none")
+        TransportThread(make, "mover-none")
     assert "transfer-mover-none" not in threads()
 
 
@@ -33,14 +33,14 @@ def test_the_loopback_needs_a_network() -> None:
 
 
 def test_an_agent_that_breaks_ends_the_transport_with_a_reason_instead_of_silence() -> None:
-    network, pool, peer = Network(), Pool(), Pool()
+    network, pool, peer = LoopbackNetwork(), Pool(), Pool()
 
     class Breaking(LoopbackAgent):
         def post(self, *_: Any) -> Any:
             raise ZeroDivisionError("a bug")
 
     other = LoopbackAgent(network, "peer", {"kv": peer.memory}).endpoint
-    transport = Mover(lambda name: Breaking(network, name, {"kv": pool.memory}), "mover-broken")
+    transport = TransportThread(lambda name: Breaking(network, name, {"kv": pool.memory}), "mover-broken")
     first = transport.read(other, "kv", [1], [1]).exception(WAIT_S)
     assert isinstance(first, TransferError)
     assert (first.cause, "a bug" in first.message) == ("unavailable", True)
@@ -52,14 +52,14 @@ def test_an_agent_that_breaks_ends_the_transport_with_a_reason_instead_of_silenc
 
 
 def test_an_agent_that_cannot_be_made_again_ends_the_transport() -> None:
-    network, pool = Network(), Pool()
+    network, pool = LoopbackNetwork(), Pool()
 
     def make(name: str) -> Agent:
         if name != "mover-once":
             raise TransportUnavailable("no second one")
         return LoopbackAgent(network, name, {"kv": pool.memory})
 
-    transport = Mover(make, "mover-once")
+    transport = TransportThread(make, "mover-once")
     transport.renew()
     until(lambda: "transfer-mover-once" not in threads(), "ended")
     error = transport.connect(transport.endpoint).exception(WAIT_S)
@@ -69,7 +69,7 @@ def test_an_agent_that_cannot_be_made_again_ends_the_transport() -> None:
 
 
 def test_orders_that_nobody_has_taken_yet_are_answered_when_the_transport_ends() -> None:
-    network, pool, peer_pool = Network(), Pool(), Pool()
+    network, pool, peer_pool = LoopbackNetwork(), Pool(), Pool()
     entered, leave = threading.Event(), threading.Event()
 
     class Slow(LoopbackAgent):
@@ -80,7 +80,7 @@ def test_orders_that_nobody_has_taken_yet_are_answered_when_the_transport_ends()
             assert leave.wait(WAIT_S)
 
     peer = LoopbackAgent(network, "peer", {"kv": peer_pool.memory}).endpoint
-    transport = Mover(lambda name: Slow(network, name, {"kv": pool.memory}), "mover-slow")
+    transport = TransportThread(lambda name: Slow(network, name, {"kv": pool.memory}), "mover-slow")
     assert entered.wait(WAIT_S)
     orders = [transport.read(peer, "kv", [1], [1]) for _ in range(3)]
     drained = transport.drained()
@@ -89,15 +89,15 @@ def test_orders_that_nobody_has_taken_yet_are_answered_when_the_transport_ends()
     until(lambda: bool(transport._closed), "closing")
     leave.set()
     closing.join(WAIT_S)
-    for order in orders:
-        error = order.exception(WAIT_S)
+    for request in orders:
+        error = request.exception(WAIT_S)
         assert isinstance(error, TransferError)
         assert error.cause == "unavailable"
     assert drained.result(WAIT_S) is None
 
 
 def test_an_error_in_what_is_told_of_a_renewal_does_not_end_the_transport() -> None:
-    network, pool, peer_pool = Network(), Pool(), Pool()
+    network, pool, peer_pool = LoopbackNetwork(), Pool(), Pool()
     told: list[str] = []
 
     def tell(endpoint: Endpoint) -> None:
@@ -106,7 +106,7 @@ def test_an_error_in_what_is_told_of_a_renewal_does_not_end_the_transport() -> N
 
     transport = open_transport("loopback", "mover-told", {"kv": pool.memory}, network=network, on_renewed=tell)
     peer = LoopbackAgent(network, "peer", {"kv": peer_pool.memory}).endpoint
-    assert isinstance(transport, Mover)
+    assert isinstance(transport, TransportThread)
     transport.renew()
     assert transport.read(peer, "kv", [1], [1]).result(WAIT_S).bytes
     assert told == ["mover-told.1"]
@@ -114,14 +114,14 @@ def test_an_error_in_what_is_told_of_a_renewal_does_not_end_the_transport() -> N
 
 
 def test_closing_from_its_own_thread_does_not_wait_for_itself() -> None:
-    network, pool = Network(), Pool()
+    network, pool = LoopbackNetwork(), Pool()
     transport = open_transport("loopback", "mover-self", {"kv": pool.memory}, network=network)
     transport.connect(transport.endpoint).add_done_callback(lambda _: transport.close())
     until(lambda: "transfer-mover-self" not in threads(), "ended")
 
 
 def test_an_order_wakes_an_idle_thread() -> None:
-    network, pool, peer_pool = Network(), Pool(), Pool()
+    network, pool, peer_pool = LoopbackNetwork(), Pool(), Pool()
     transport = open_transport("loopback", "mover-idle", {"kv": pool.memory}, network=network)
     peer = LoopbackAgent(network, "peer", {"kv": peer_pool.memory}).endpoint
     took = []

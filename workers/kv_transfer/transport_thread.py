@@ -1,4 +1,4 @@
-"""The thread of a transport: takes orders from any thread, lets the traffic go on, sleeps when nothing happens.
+"""The thread of a transport: takes orders from any thread, lets the transfers go on, sleeps when nothing happens.
 
 The agent is used in this thread only. A direct copy between processes happens inside a call of the agent, so it holds
 this thread and never the caller's.
@@ -14,9 +14,9 @@ import structlog
 
 from schemas.transfer import Endpoint
 from workers.kv_transfer.agent import Agent
-from workers.kv_transfer.base import QUARANTINE_S, TIMEOUT_S, Moved, TransferError, TransportStats
-from workers.kv_transfer.bell import Bell
-from workers.kv_transfer.traffic import Order, Traffic
+from workers.kv_transfer.base import QUARANTINE_S, TIMEOUT_S, TransferError, TransferResult, TransportStats
+from workers.kv_transfer.inflight import InflightTransfers, TransferRequest
+from workers.kv_transfer.waker import Waker
 
 log = structlog.get_logger("transfer")
 
@@ -27,7 +27,7 @@ IDLE_S = 0.02  # otherwise; a peer's first bytes end it early
 CLOSE_S = 5.0
 
 
-class Mover:
+class TransportThread:
     """A ``Transport`` over any kind of agent.
 
     Args:
@@ -49,26 +49,26 @@ class Mover:
         quarantine_s: float = QUARANTINE_S,
     ) -> None:
         self._name = name
-        self._bell = Bell()
+        self._waker = Waker()
         self._lock = threading.Lock()
-        self._commands: deque[Callable[[Traffic], None]] = deque()
+        self._commands: deque[Callable[[InflightTransfers], None]] = deque()
         self._closed = ""  # why, once it is
         self._renewed = on_renewed
-        opened: Future[Traffic] = Future()
+        opened: Future[InflightTransfers] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(opened, make, quarantine_s), name=f"transfer-{name}", daemon=True
         )
         self._thread.start()
         try:
-            self._traffic = opened.result()
+            self._transfers = opened.result()
         except BaseException:
             self._thread.join()
-            self._bell.close()
+            self._waker.close()
             raise
 
     @property
     def endpoint(self) -> Endpoint:
-        return self._traffic.agent.endpoint
+        return self._transfers.agent.endpoint
 
     def read(
         self,
@@ -79,10 +79,10 @@ class Mover:
         *,
         generations: Sequence[int] = (),
         timeout: float = TIMEOUT_S,
-    ) -> "Future[Moved]":
+    ) -> "Future[TransferResult]":
         now = time.monotonic()
         return self._submit(
-            Order(
+            TransferRequest(
                 op="READ", peer=peer, pool=pool, local=local, remote=remote, generations=generations,
                 started=now, deadline=now + timeout,
             )
@@ -90,10 +90,12 @@ class Mover:
 
     def write(
         self, peer: Endpoint, pool: str, local: Sequence[int], remote: Sequence[int], *, timeout: float = TIMEOUT_S
-    ) -> "Future[Moved]":
+    ) -> "Future[TransferResult]":
         now = time.monotonic()
         return self._submit(
-            Order(op="WRITE", peer=peer, pool=pool, local=local, remote=remote, started=now, deadline=now + timeout)
+            TransferRequest(
+                op="WRITE", peer=peer, pool=pool, local=local, remote=remote, started=now, deadline=now + timeout
+            )
         )
 
     def connect(self, peer: Endpoint, *, timeout: float = TIMEOUT_S) -> "Future[None]":
@@ -101,52 +103,52 @@ class Mover:
         connected: Future[None] = Future()
         connected.set_running_or_notify_cancel()
 
-        def report(done: "Future[Moved]") -> None:
+        def report(done: "Future[TransferResult]") -> None:
             if error := done.exception():
                 connected.set_exception(error)
             else:
                 connected.set_result(None)
 
-        order = Order(op="CONNECT", peer=peer, started=now, deadline=now + timeout)
-        self._submit(order).add_done_callback(report)
+        request = TransferRequest(op="CONNECT", peer=peer, started=now, deadline=now + timeout)
+        self._submit(request).add_done_callback(report)
         return connected
 
     def drained(self) -> "Future[None]":
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()
-        if not self._command(lambda traffic: traffic.drain(future)):
+        if not self._command(lambda transfers: transfers.drain(future)):
             future.set_result(None)  # closed: nobody reaches the pools
         return future
 
     def forget(self, agent: str) -> None:
-        self._command(lambda traffic: traffic.forget(agent, time.monotonic()))
+        self._command(lambda transfers: transfers.forget(agent, time.monotonic()))
 
     def renew(self) -> None:
         """Close the agent and make another, as after a quarantine that took too long; peers lose the old one."""
-        self._command(lambda traffic: traffic.renew(time.monotonic()))
+        self._command(lambda transfers: transfers.renew(time.monotonic()))
 
     def stats(self) -> TransportStats:
-        return self._traffic.stats()
+        return self._transfers.stats()
 
     def close(self) -> None:
         self._close("it was closed")
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_S)
             if self._thread.is_alive():
-                log.warning("transfer_thread_stuck", agent=self._name)
+                log.warning("transfer_thread_join_timeout", agent=self._name)
 
-    def _submit(self, order: Order) -> "Future[Moved]":
-        order.future.set_running_or_notify_cancel()  # from here on nobody can cancel it, as nobody can the transfer
-        if not self._command(lambda traffic: traffic.start(order, time.monotonic())):
-            order.future.set_exception(TransferError("unavailable", f"transport {self._name}: {self._closed}"))
-        return order.future
+    def _submit(self, request: TransferRequest) -> "Future[TransferResult]":
+        request.future.set_running_or_notify_cancel()  # from here on nobody can cancel it, as nobody can the transfer
+        if not self._command(lambda transfers: transfers.start(request, time.monotonic())):
+            request.future.set_exception(TransferError("unavailable", f"transport {self._name}: {self._closed}"))
+        return request.future
 
-    def _command(self, command: Callable[[Traffic], None]) -> bool:
+    def _command(self, command: Callable[[InflightTransfers], None]) -> bool:
         with self._lock:  # nothing may be added behind the last look of the thread
             if self._closed:
                 return False
             self._commands.append(command)
-            self._bell.ring()
+            self._waker.wake()
         return True
 
     def _close(self, why: str) -> None:
@@ -154,62 +156,62 @@ class Mover:
             if self._closed:
                 return
             self._closed = why
-            self._bell.ring()
+            self._waker.wake()
 
     # -- the thread
 
-    def _run(self, opened: "Future[Traffic]", make: Callable[[str], Agent], quarantine_s: float) -> None:
+    def _run(self, opened: "Future[InflightTransfers]", make: Callable[[str], Agent], quarantine_s: float) -> None:
         try:
-            traffic = Traffic(make, self._name, self._tell, quarantine_s)
+            transfers = InflightTransfers(make, self._name, self._tell, quarantine_s)
         except BaseException as error:
             opened.set_exception(error)
             return
-        self._bell.watch(traffic.agent.events)
-        opened.set_result(traffic)
+        self._waker.watch(transfers.agent.events)
+        opened.set_result(transfers)
         try:
-            self._loop(traffic)
+            self._loop(transfers)
         except Exception as error:  # the agent is broken or none could be made: say so to everyone, instead of silence
-            log.exception("transfer_broken", agent=self._name)
+            log.exception("transfer_thread_failed", agent=self._name)
             self._close(f"it broke: {error!r}")
         finally:
-            self._end(traffic)
+            self._end(transfers)
 
-    def _loop(self, traffic: Traffic) -> None:
+    def _loop(self, transfers: InflightTransfers) -> None:
         active, hot_until = time.monotonic(), 0.0  # when something last happened here; until when a peer is at work
         while not self._closed:
             now = time.monotonic()
             if self._commands:
                 active = now
-                self._obey(traffic)
-            if traffic.step(now, time.monotonic):
+                self._obey(transfers)
+            if transfers.step(now, time.monotonic):
                 active = time.monotonic()
                 continue
-            if traffic.busy:
+            if transfers.busy:
                 nap = min(max((now - active) / 16, NAP_S[0]), NAP_S[1])
             else:
                 nap = HOT_NAP_S if now < hot_until else IDLE_S
-            if self._bell.sleep(nap):
+            if self._waker.sleep(nap):
                 active = time.monotonic()
                 hot_until = active + HOT_S
 
-    def _obey(self, traffic: Traffic) -> None:
+    def _obey(self, transfers: InflightTransfers) -> None:
         while self._commands:
-            self._commands.popleft()(traffic)
+            self._commands.popleft()(transfers)
 
     def _tell(self, endpoint: Endpoint) -> None:
-        self._bell.watch(self._traffic.agent.events)
+        self._waker.watch(self._transfers.agent.events)
         log.warning("transfer_agent_renewed", agent=endpoint.agent)
         try:
             self._renewed(endpoint)
         except Exception:  # not ours; and it must not end the thread
-            log.exception("transfer_renewal_untold", agent=endpoint.agent)
+            log.exception("renewal_callback_failed", agent=endpoint.agent)
 
-    def _end(self, traffic: Traffic) -> None:
-        self._bell.watch(())
+    def _end(self, transfers: InflightTransfers) -> None:
+        self._waker.watch(())
         try:
-            traffic.end("unavailable", f"transport {self._name}: {self._closed}", time.monotonic())
-            self._obey(traffic)  # what came in just before is refused
+            transfers.end("unavailable", f"transport {self._name}: {self._closed}", time.monotonic())
+            self._obey(transfers)  # what came in just before is refused
         except Exception:
-            log.exception("transfer_not_ended", agent=self._name)
+            log.exception("transfer_cleanup_failed", agent=self._name)
         with self._lock:
-            self._bell.close()
+            self._waker.close()

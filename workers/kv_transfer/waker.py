@@ -9,7 +9,7 @@ from collections.abc import Iterable
 POLL_FLOOR_S = 0.001  # poll() counts in milliseconds
 
 
-class Bell:
+class Waker:
     """``ring`` from any thread, the rest from the one that sleeps."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Bell:
         for descriptor in self._watched:
             self._poll.register(descriptor, select.POLLIN)
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # full: it rings already
             os.write(self._write, b"\0")
 

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from schemas.transfer import Endpoint
 from workers.kv_transfer import blocks
-from workers.kv_transfer.agent import Agent, Lost, Rejected
-from workers.kv_transfer.base import CAUSES, Cause, Moved, TransferError, TransportStats, at_once
-from workers.kv_transfer.blocks import Move
-from workers.kv_transfer.peers import Peers
-from workers.kv_transfer.scratch import Scratch
+from workers.kv_transfer.agent import Agent, PeerLost, TransferRejected
+from workers.kv_transfer.base import CAUSES, Cause, TransferError, TransferResult, TransportStats, completed_future
+from workers.kv_transfer.blocks import CopyOp
+from workers.kv_transfer.loaded_peers import LoadedPeers
+from workers.kv_transfer.scratch import ScratchBuffers
 
 Op: TypeAlias = Literal["READ", "WRITE", "CONNECT"]
 WARM_BYTES = 4
@@ -29,7 +29,7 @@ TICK_S = 0.05  # a longer pause does not count as draining: this process may hav
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Order:
+class TransferRequest:
     """One call of a transport's user. "CONNECT" reads a few bytes that nobody needs."""
 
     op: Op
@@ -40,15 +40,15 @@ class Order:
     generations: Sequence[int] = ()
     started: float
     deadline: float
-    future: "Future[Moved]" = field(default_factory=Future)
+    future: "Future[TransferResult]" = field(default_factory=Future)
 
 
 @dataclass(eq=False, slots=True)
 class _Transfer:
-    order: Order
-    moves: Iterator[Move] = field(default_factory=lambda: iter(()))
+    request: TransferRequest
+    moves: Iterator[CopyOp] = field(default_factory=lambda: iter(()))
     size: int = 0  # bytes
-    move: Move | None = None  # posted, or next
+    move: CopyOp | None = None  # posted, or next
     handle: Any = None  # of what is posted
     reloaded: bool = False
     scratch: "NDArray[np.uint32] | None" = None
@@ -56,7 +56,7 @@ class _Transfer:
 
     @property
     def peer(self) -> str:
-        return self.order.peer.agent
+        return self.request.peer.agent
 
 
 @dataclass(eq=False, slots=True)
@@ -74,7 +74,7 @@ class _Drain:
     future: "Future[None]"
 
 
-class Traffic:
+class InflightTransfers:
     """Args:
     make: makes an agent of the given name.
     name: of the first agent; later ones are called ``name.1``, ``name.2``.
@@ -99,7 +99,7 @@ class Traffic:
 
     def _open(self, name: str) -> None:
         self.agent = self._make(name)
-        self._peers, self._scratch = Peers(self.agent), Scratch(self.agent)
+        self._peers, self._scratch = LoadedPeers(self.agent), ScratchBuffers(self.agent)
         self._over = ""
 
     @property
@@ -107,13 +107,13 @@ class Traffic:
         """Whether anything is under way, quarantine included."""
         return bool(self._live or self._held)
 
-    def start(self, order: Order, now: float) -> None:
-        """Check an order and put it under way; what is wrong with it becomes its future's error."""
-        transfer = _Transfer(order)
+    def start(self, request: TransferRequest, now: float) -> None:
+        """Check an request and put it under way; what is wrong with it becomes its future's error."""
+        transfer = _Transfer(request)
         try:
             if self._over:
                 raise TransferError("unavailable", self._over)
-            if order.deadline <= now:
+            if request.deadline <= now:
                 raise TransferError("timeout", "the deadline passed before it began")
             self._prepare(transfer)
         except TransferError as error:
@@ -143,8 +143,8 @@ class Traffic:
         self._stepped = now
         moved = [self._advance(transfer, clock) for transfer in list(self._live)]
         ended = [self._settle(held) for held in list(self._held)]
-        for transfer in [transfer for transfer in self._live if transfer.order.deadline <= now]:
-            waited = now - transfer.order.started
+        for transfer in [transfer for transfer in self._live if transfer.request.deadline <= now]:
+            waited = now - transfer.request.started
             self._give_up(transfer, "timeout", f"nothing ended within {waited:.1f} s with agent {transfer.peer}", now)
         if self._held and now - self._held[0].since > self._quarantine_s:
             self.renew(now)
@@ -170,7 +170,7 @@ class Traffic:
         for held in self._held:
             self.agent.release(held.transfer.handle)
         self.agent.close()
-        self._peers, self._over = Peers(self.agent), why
+        self._peers, self._over = LoadedPeers(self.agent), why
         free, self._held = self._held, []
         for each in free:
             each.settled.set_result(None)
@@ -204,9 +204,9 @@ class Traffic:
         Raises:
             TransferError: it cannot be done.
         """
-        order, mine = transfer.order, self.agent.endpoint
-        peer = order.peer
-        if order.op == "CONNECT":
+        request, mine = transfer.request, self.agent.endpoint
+        peer = request.peer
+        if request.op == "CONNECT":
             blocks.check_peer(mine, peer)
             self._peers.load(peer)
             if peer.pools:
@@ -214,17 +214,19 @@ class Traffic:
                 there = next(iter(peer.pools.values()))
                 transfer.moves = iter([blocks.first_bytes(there, transfer.scratch.ctypes.data, WARM_BYTES)])
             return
-        blocks.check_pool(mine, peer, order.pool)
-        here, there = mine.pools[order.pool], peer.pools[order.pool]
-        blocks.check_ids(here, there, order.local, order.remote, order.local if order.op == "READ" else order.remote)
-        if order.generations:
-            blocks.check_generations(there, order.remote, order.generations)
+        blocks.check_pool(mine, peer, request.pool)
+        here, there = mine.pools[request.pool], peer.pools[request.pool]
+        blocks.check_ids(
+            here, there, request.local, request.remote, request.local if request.op == "READ" else request.remote
+        )
+        if request.generations:
+            blocks.check_generations(there, request.remote, request.generations)
         self._peers.load(peer)
         # Only a direct copy between processes holds the thread; what is asynchronous goes as one.
         direct = here.kind == there.kind == "cpu" and mine.host == peer.host != ""
-        transfer.moves = blocks.moves(here, there, order.local, order.remote, whole=not direct)
-        transfer.size = len(order.local) * here.block_bytes
-        transfer.at_risk = len(order.local)
+        transfer.moves = blocks.copy_ops(here, there, request.local, request.remote, whole=not direct)
+        transfer.size = len(request.local) * here.block_bytes
+        transfer.at_risk = len(request.local)
 
     def _advance(self, transfer: _Transfer, clock: Callable[[], float]) -> bool:
         """Post what comes next, or see whether what is posted has ended; whether either happened."""
@@ -234,7 +236,7 @@ class Traffic:
                 self._finish(transfer, clock())
                 return True
             ended = self.agent.done(transfer.handle)
-        except Lost as error:
+        except PeerLost as error:
             self._peers.lost(transfer.peer)
             if transfer.handle is not None:
                 self._ended(transfer)
@@ -242,7 +244,7 @@ class Traffic:
                 return True
             self._fail(transfer, "peer_lost", f"agent {transfer.peer}: {error}")
             return True
-        except Rejected as error:
+        except TransferRejected as error:
             self._fail(transfer, "refused", f"agent {transfer.peer}: {error}")
             return True
         if ended:
@@ -255,20 +257,22 @@ class Traffic:
         """False: there is nothing left to post.
 
         Raises:
-            Lost, Rejected: nothing was posted.
+            PeerLost, TransferRejected: nothing was posted.
         """
-        order = transfer.order
+        request = transfer.request
         transfer.move = transfer.move or next(transfer.moves, None)
-        if transfer.move is None and order.generations and transfer.scratch is None:
-            transfer.scratch = self._scratch.take(blocks.span_bytes(order.remote))
+        if transfer.move is None and request.generations and transfer.scratch is None:
+            transfer.scratch = self._scratch.take(blocks.span_bytes(request.remote))
             transfer.at_risk = 0
-            there = order.peer.pools[order.pool]
-            transfer.move = blocks.words(there, order.remote, transfer.scratch.ctypes.data)
+            there = request.peer.pools[request.pool]
+            transfer.move = blocks.generation_read(there, request.remote, transfer.scratch.ctypes.data)
         if transfer.move is None:
             return False
         if not self._peers.usable(transfer.peer):
-            raise Lost("it was lost between two pieces")
-        transfer.handle = self.agent.post("READ" if order.op == "CONNECT" else order.op, transfer.peer, transfer.move)
+            raise PeerLost("it was lost between two pieces")
+        transfer.handle = self.agent.post(
+            "READ" if request.op == "CONNECT" else request.op, transfer.peer, transfer.move
+        )
         self._peers.posted(transfer.peer)
         return True
 
@@ -278,33 +282,33 @@ class Traffic:
             return False
         transfer.reloaded = True
         try:
-            self._peers.load(transfer.order.peer)
+            self._peers.load(transfer.request.peer)
         except TransferError:
             return False
         return True
 
     def _complete(self, transfer: _Transfer) -> bool:
         """Whether what has just ended was the last of it."""
-        if transfer.order.generations:
+        if transfer.request.generations:
             return transfer.scratch is not None
         transfer.move = next(transfer.moves, None)
         return transfer.move is None
 
     def _finish(self, transfer: _Transfer, now: float) -> None:
-        order = transfer.order
-        if order.generations and transfer.scratch is not None:
-            wrong = blocks.stale(transfer.scratch, order.remote, order.generations)
+        request = transfer.request
+        if request.generations and transfer.scratch is not None:
+            wrong = blocks.stale_blocks(transfer.scratch, request.remote, request.generations)
             if wrong:
                 what = f"blocks {wrong[:8]} of agent {transfer.peer} have another owner by now"
                 self._fail(transfer, "stale", what)
                 return
-        self._leave(transfer)
-        seconds = now - order.started
-        if order.op != "CONNECT":
+        self._remove(transfer)
+        seconds = now - request.started
+        if request.op != "CONNECT":
             self._transfers += 1
-            self._bytes[order.op] += transfer.size
+            self._bytes[request.op] += transfer.size
             self._seconds += seconds
-        order.future.set_result(Moved(transfer.size, seconds))
+        request.future.set_result(TransferResult(transfer.size, seconds))
 
     def _give_up(self, transfer: _Transfer, cause: Cause, why: str, now: float) -> None:
         """Fail it now; hold what is posted."""
@@ -315,18 +319,18 @@ class Traffic:
         held.settled.set_running_or_notify_cancel()
         self._held.append(held)
         self._peers.stuck(transfer.peer)
-        self._fail(transfer, cause, why, held.settled if transfer.at_risk else at_once())
+        self._fail(transfer, cause, why, held.settled if transfer.at_risk else completed_future())
 
     def _settle(self, held: _Held) -> bool:
         transfer, lost = held.transfer, False
         try:
             if not self.agent.done(transfer.handle):
                 return False
-        except Lost:
+        except PeerLost:
             lost = True
         self._held.remove(held)
         self._ended(transfer, stuck=True, lost=lost)
-        self._give_back(transfer)
+        self._free_scratch(transfer)
         held.settled.set_result(None)
         return True
 
@@ -337,16 +341,16 @@ class Traffic:
 
     def _fail(self, transfer: _Transfer, cause: Cause, why: str, settled: "Future[None] | None" = None) -> None:
         self._failures[cause] += 1
-        self._leave(transfer)
-        transfer.order.future.set_exception(TransferError(cause, why, settled))
+        self._remove(transfer)
+        transfer.request.future.set_exception(TransferError(cause, why, settled))
 
-    def _leave(self, transfer: _Transfer) -> None:
+    def _remove(self, transfer: _Transfer) -> None:
         if transfer in self._live:
             self._live.remove(transfer)
         if transfer.handle is None:
-            self._give_back(transfer)
+            self._free_scratch(transfer)
 
-    def _give_back(self, transfer: _Transfer) -> None:
+    def _free_scratch(self, transfer: _Transfer) -> None:
         if transfer.scratch is not None:
-            self._scratch.give_back(transfer.scratch)
+            self._scratch.free(transfer.scratch)
             transfer.scratch = None

@@ -21,7 +21,7 @@ PARTNERS = {
 }
 
 
-class Peers:
+class PeerWatcher:
     """Follows the fleet. ``lost`` is called with the id of each worker that leaves."""
 
     def __init__(
@@ -81,4 +81,4 @@ def _tell(worker: str, future: "asyncio.Future[None]") -> None:
     if error is None:
         log.info("peer_connected", worker=worker)
     else:
-        log.warning("peer_not_connected", worker=worker, error=str(error))
+        log.warning("peer_connect_failed", worker=worker, error=str(error))
