@@ -261,7 +261,10 @@ class TraceSettings(Common, frozen=True, kw_only=True):
     nats_url: Annotated[
         str, about("broker URL with the operator's credentials; default: from state.json in the data folder")
     ] = ""
-    data_dir: Annotated[str, about("data folder of the deployment")] = ".penstock"
+    namespace: Annotated[str, about("prefix of all NATS subjects and streams; default: the data folder's, else ps")] = (
+        ""
+    )
+    data_dir: Annotated[str, about("data folder of the deployment, running or stopped")] = ".penstock"
     request: Annotated[str, about("id of the request whose trace is printed")] = ""
     json: Annotated[bool, about("print the trace as OTLP JSON")] = False
     otlp_endpoint: Annotated[str, about("OTLP URL to send all traces to, such as http://127.0.0.1:4318/v1/traces")] = ""

@@ -2,25 +2,20 @@
 
 import argparse
 import asyncio
-import contextlib
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
-import msgspec
 from rich.console import Console
 
-from infra.bus.connection import Bus, connect
-from infra.bus.direct_get import read
-from infra.launch.state import read_state
+from infra.bus.connection import Bus
+from infra.bus.direct_get import format_time, get_last, read
 from infra.terminal import stdout
+from infra.timeline.open_log import FAILURES, Source, add_flags, open_log
 from infra.timeline.request_timeline import RequestTimeline
 from infra.timeline.ticket_lease import TicketLease
 from schemas import transfer
-from schemas.errors import ServingError
 
 LOOK_BACK_S = 3600.0  # as long as the ledger is kept
-CONNECT_S = 3.0
 
 
 async def leases(bus: Bus, now_ns: int) -> dict[str, TicketLease]:
@@ -64,30 +59,30 @@ def show(found: dict[str, TicketLease], now_ns: int, console: Console, *, everyt
 
 def run(argv: Sequence[str]) -> int:
     """List open leases; the exit status is 0 if the ledger could be read."""
-    parser = argparse.ArgumentParser(prog="penstock leases", description="blocks held for other workers right now")
+    parser = argparse.ArgumentParser(
+        prog="penstock leases", description="blocks held for other workers right now, or when the deployment stopped"
+    )
     parser.add_argument("--all", action="store_true", help="also those that have ended")
-    parser.add_argument("--nats-url", default="", help="default: from state.json in the data directory")
-    parser.add_argument("--namespace", default="")
-    parser.add_argument("--data-dir", default=".penstock")
+    add_flags(parser)
     args = parser.parse_args(argv)
     console = stdout()
-    state = None
-    with contextlib.suppress(OSError, msgspec.DecodeError):
-        state = read_state(Path(args.data_dir) / "state.json")
-    url = args.nats_url or (state.nats_url if state else "nats://127.0.0.1:4222")
-    namespace = args.namespace or (state.namespace if state else "ps")
     try:
-        return asyncio.run(_run(url, namespace, console, args.all))
-    except ServingError as error:
+        asyncio.run(_run(Source.of(args), console, args.all))
+    except FAILURES as error:
         console.print(f"[red]{error}[/]")
         return 1
-
-
-async def _run(url: str, namespace: str, console: Console, everything: bool) -> int:
-    bus = await connect(url, role="client", name="leases", namespace=namespace, timeout=CONNECT_S)
-    try:
-        now_ns = time.time_ns()
-        show(await leases(bus, now_ns), now_ns, console, everything=everything)
-    finally:
-        await bus.close()
     return 0
+
+
+async def _run(source: Source, console: Console, everything: bool) -> None:
+    async with open_log(source, name="leases", streams=["HANDOFF"]) as log:
+        now_ns = await _stopped_ns(log.bus) if log.stopped else time.time_ns()
+        if log.stopped:
+            console.print(f"the deployment is stopped; leases as of {format_time(now_ns)}")
+        show(await leases(log.bus, now_ns), now_ns, console, everything=everything)
+
+
+async def _stopped_ns(bus: Bus) -> int:
+    """When the last line of a stopped deployment's ledger was stored; now, if it has none."""
+    last = await get_last(bus, bus.subjects.stream("HANDOFF"), bus.subjects.all("handoff"))
+    return last.time_ns if last is not None else time.time_ns()

@@ -1,4 +1,4 @@
-"""``penstock trace``: one request's trace on the terminal, or everybody's to a collector."""
+"""``penstock trace``: one request's trace on the terminal, or all traces to a collector."""
 
 import asyncio
 import contextlib
@@ -14,9 +14,8 @@ import structlog
 
 from configs import logs
 from configs.settings import TraceSettings
-from infra.bus.connection import Bus, connect
-from infra.launch.state import read_state
 from infra.terminal import stdout
+from infra.timeline.open_log import FAILURES, Log, Source, open_log
 from infra.timeline.read import read_timeline
 from infra.timeline.tracing.export import Exporter, NoExporter, otlp
 from infra.timeline.tracing.follow import BEFORE_NS, Following, Kept, Position, begin
@@ -29,7 +28,7 @@ log = structlog.get_logger("trace")
 
 USAGE = 2
 EXIT_START = 69  # EX_UNAVAILABLE: the broker or its streams are not there (yet)
-CONNECT_S = 3.0  # somebody is waiting at a terminal
+EXPORT_CONNECT_S = 10.0
 LAST_S = 3.0  # at the end, for what has ended just now
 
 _AGO = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhd])")
@@ -44,18 +43,17 @@ def run(settings: TraceSettings) -> int:
     """Print one trace, or export until SIGTERM; the exit status."""
     try:
         check(settings)
-        settings = _found(settings)
         if settings.request:
             return asyncio.run(_print(settings))
         logs.setup(settings.log_format, settings.log_level, name=settings.name or "trace")
-        return asyncio.run(_export(settings, otlp(settings.otlp_endpoint, settings.namespace)))
+        return asyncio.run(_export(settings))
     except (BadUse, NoExporter) as error:
         print(f"penstock trace: {error}", file=sys.stderr)
         return USAGE
     except ServingError as error:
         print(f"penstock trace: {error.message}", file=sys.stderr)
         return EXIT_START
-    except ValueError as error:  # no such request
+    except FAILURES as error:
         print(f"penstock trace: {error}", file=sys.stderr)
         return 1
 
@@ -94,14 +92,8 @@ def seconds_of(since: str) -> float:
     return float(found[1]) * _UNITS[found[2]] if found is not None else 0.0
 
 
-def _found(settings: TraceSettings) -> TraceSettings:
-    """With the broker of the deployment in the data directory, if none is named."""
-    if settings.nats_url:
-        return settings
-    with contextlib.suppress(OSError, msgspec.DecodeError):
-        state = read_state(Path(settings.data_dir) / "state.json")
-        return msgspec.structs.replace(settings, nats_url=state.nats_url, namespace=state.namespace)
-    return msgspec.structs.replace(settings, nats_url="nats://127.0.0.1:4222")
+def _source(settings: TraceSettings) -> Source:
+    return Source(Path(settings.data_dir), settings.nats_url, settings.namespace)
 
 
 # --- one request ---
@@ -109,13 +101,11 @@ def _found(settings: TraceSettings) -> TraceSettings:
 
 async def _print(settings: TraceSettings) -> int:
     request_id = settings.request.removeprefix("chatcmpl-").removeprefix("cmpl-")
-    bus = await connect(settings.nats_url, role="client", name="trace", namespace=settings.namespace, timeout=CONNECT_S)
-    try:
-        trace = spans(await read_timeline(bus, request_id))
-    finally:
-        await bus.close()
+    async with open_log(_source(settings), name="trace") as opened:
+        trace = spans(await read_timeline(opened.bus, request_id))
+        namespace = opened.bus.subjects.namespace
     if settings.json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(document(trace, settings.namespace))).decode() + "\n")
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(document(trace, namespace))).decode() + "\n")
     else:
         show(trace, stdout())
     return 0
@@ -124,24 +114,29 @@ async def _print(settings: TraceSettings) -> int:
 # --- all of them ---
 
 
-async def _export(settings: TraceSettings, exporter: Exporter) -> int:
+async def _export(settings: TraceSettings) -> int:
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
-    name = settings.name or "trace"
-    bus = await connect(settings.nats_url, role="operator", name=f"trace:{name}", namespace=settings.namespace)
-    try:
-        return await _follow(settings, bus, exporter, Kept(bus, name), stop)
-    finally:
-        exporter.close()
-        await bus.close()
+    name = f"trace:{settings.name or 'trace'}"
+    async with open_log(_source(settings), name=name, role="operator", timeout_s=EXPORT_CONNECT_S) as opened:
+        if opened.stopped and not settings.once:
+            raise BadUse(f"the deployment in {settings.data_dir} is stopped: add --once to send what its log holds")
+        exporter = otlp(settings.otlp_endpoint, opened.bus.subjects.namespace)
+        try:
+            return await _follow(settings, opened, exporter, stop)
+        finally:
+            exporter.close()
 
 
-async def _follow(settings: TraceSettings, bus: Bus, exporter: Exporter, kept: Kept, stop: asyncio.Event) -> int:
+async def _follow(settings: TraceSettings, opened: Log, exporter: Exporter, stop: asyncio.Event) -> int:
+    bus, kept = opened.bus, Kept(opened.bus, settings.name or "trace")
     not_before = 0
     if settings.since:
         not_before = time.time_ns() - int(seconds_of(settings.since) * 1e9)
         start = Position(0, max(1, not_before - BEFORE_NS))
+    elif opened.stopped:
+        start = Position(0, 1)
     else:
         start = await begin(bus, await kept.load())
     following = Following(
@@ -162,7 +157,8 @@ async def _follow(settings: TraceSettings, bus: Bus, exporter: Exporter, kept: K
         await asyncio.wait([work])
         with contextlib.suppress(ServingError, TimeoutError):
             await asyncio.wait_for(following.once(), LAST_S)
-    await kept.save(following.position)
+    if not opened.stopped:
+        await kept.save(following.position)
     log.info("trace_closed", **msgspec.structs.asdict(following.counts))
     if not work.cancelled():
         work.result()

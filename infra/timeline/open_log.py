@@ -1,0 +1,161 @@
+"""Where a command reads the log: from the running broker, or from a copy of a stopped deployment's data."""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from infra.broker.binary import NoServerBinary
+from infra.broker.datadir import DataDirBusy, Lock
+from infra.broker.server import EmbeddedNats, ServerFailed
+from infra.bus.connection import Bus, connect
+from infra.launch.state import State, read_state
+from infra.timeline.log_copy import STREAMS_DIR, CopyFailed, copy_streams, namespaces
+from schemas.errors import ServingError
+from schemas.subjects import Subjects
+
+CONNECT_S = 3.0  # somebody is waiting at a terminal
+
+REQUEST_STREAMS = ("REQUESTS", "WORK", "DONE", "HANDOFF")
+
+FAILURES = (
+    ServingError,
+    CopyFailed,
+    NoServerBinary,
+    ServerFailed,
+    ValueError,
+)  # of ``open_log``; their text is for users
+
+
+class Source(NamedTuple):
+    """Which log to read. Empty: find it in the data folder."""
+
+    data_dir: Path
+    nats_url: str = ""
+    namespace: str = ""
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> "Source":
+        """From the flags that ``add_flags`` added."""
+        return cls(Path(args.data_dir), args.nats_url, args.namespace)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of every command that reads the log."""
+    parser.add_argument("--data-dir", default=".penstock", help="of the deployment, running or stopped")
+    parser.add_argument("--nats-url", default="", help="a running broker, instead of the data folder's")
+    parser.add_argument("--namespace", default="", help="default: the data folder's, else ps")
+
+
+class Log(NamedTuple):
+    """An open log. ``stopped``: of a deployment that does not run, so nothing is added to it."""
+
+    bus: Bus
+    stopped: bool
+
+
+@contextlib.asynccontextmanager
+async def open_log(
+    source: Source,
+    *,
+    name: str,
+    role: str = "client",
+    streams: Sequence[str] = REQUEST_STREAMS,
+    timeout_s: float = CONNECT_S,
+) -> AsyncIterator[Log]:
+    """Connect to the log that ``source`` names.
+
+    A URL comes first; then the deployment that runs on the data folder; then the folder's own store, if nothing runs
+    on it: a broker of this process serves a copy of it until the context ends. The folder itself is not changed.
+
+    Args:
+        name: of the connection, as the broker's monitoring shows it.
+        streams: what to copy of a stopped deployment, without the namespace.
+        timeout_s: how long the broker may take to answer.
+    Raises:
+        ServingError: the broker does not answer.
+        ValueError: there is no deployment, or several and no namespace was given.
+        CopyFailed, NoServerBinary, ServerFailed, OSError: the copy cannot be made or served.
+    """
+    data_dir = source.data_dir.resolve()
+    if source.nats_url:
+        async with _connected(source.nats_url, name, role, source.namespace or "ps", timeout_s) as bus:
+            yield Log(bus, stopped=False)
+        return
+    lock = Lock(data_dir / "nats.lock")
+    if (data_dir / STREAMS_DIR).is_dir() and _acquired(lock):
+        try:
+            namespace = _namespace(source, data_dir)
+            async with contextlib.AsyncExitStack() as stack:
+                copy = stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-log-", dir=_beside(data_dir)))
+                names = [Subjects(namespace).stream(stream) for stream in streams]
+                await asyncio.to_thread(copy_streams, data_dir, Path(copy), names)
+                lock.release()
+                server = EmbeddedNats(copy, namespace)
+                await server.start()
+                stack.push_async_callback(server.stop)
+                yield Log(
+                    await stack.enter_async_context(_connected(server.url(), name, role, namespace, timeout_s)),
+                    stopped=True,
+                )
+        finally:
+            lock.release()
+        return
+    url, namespace = _running(source, data_dir)
+    async with _connected(url, name, role, namespace, timeout_s) as bus:
+        yield Log(bus, stopped=False)
+
+
+@contextlib.asynccontextmanager
+async def _connected(url: str, name: str, role: str, namespace: str, timeout_s: float) -> AsyncIterator[Bus]:
+    bus = await connect(url, role=role, name=name, namespace=namespace, timeout=timeout_s)
+    try:
+        yield bus
+    finally:
+        await bus.close()
+
+
+def _acquired(lock: Lock) -> bool:
+    """False: a broker runs on the folder."""
+    try:
+        lock.acquire("penstock, which reads the log,")
+    except DataDirBusy:
+        return False
+    return True
+
+
+def _namespace(source: Source, data_dir: Path) -> str:
+    found = namespaces(data_dir)
+    if source.namespace:
+        if source.namespace not in found:
+            raise ValueError(f"no streams of namespace {source.namespace} in {data_dir}; it has {', '.join(found)}")
+        return source.namespace
+    if len(found) != 1:
+        raise ValueError(f"{data_dir} has {len(found)} namespaces ({', '.join(found)}); choose one with --namespace")
+    return found[0]
+
+
+def _beside(data_dir: Path) -> str | None:
+    """A folder on the same disk, which may share blocks and has room; None: the system's temporary folder."""
+    return str(data_dir) if "TMPDIR" not in os.environ and os.access(data_dir, os.W_OK) else None
+
+
+def _running(source: Source, data_dir: Path) -> tuple[str, str]:
+    """URL and namespace of what runs on a data folder: a deployment, or a broker alone."""
+    state: State | None = None
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        state = read_state(data_dir / "state.json")
+    if state is not None:
+        return state.nats_url, source.namespace or state.namespace
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        password = json.loads((data_dir / "secrets.json").read_text())["operator"]
+        port = int((data_dir / "nats.port").read_text())
+        return f"nats://operator:{password}@127.0.0.1:{port}", source.namespace or "ps"
+    raise ValueError(f"no deployment in {data_dir}: name its folder with --data-dir, or its broker with --nats-url")
