@@ -51,6 +51,9 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
     chat_template: Annotated[str, about("Jinja file to use instead of the model's own chat template")] = ""
     http_host: Annotated[str, about("address to listen on; 0.0.0.0: all addresses")] = "127.0.0.1"
     http_port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0: any free port")] = 8000
+    listen_fd: Annotated[
+        int, Meta(ge=-1, description="inherited listening socket to accept from, too (file descriptor); -1: none")
+    ] = -1
     max_body_bytes: Annotated[Positive, about("largest request body, in bytes")] = 16 << 20
     max_header_bytes: Annotated[
         Positive, about("largest header of an HTTP request, in bytes; a single line has at most 8192")

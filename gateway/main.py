@@ -67,7 +67,7 @@ def run(settings: GatewaySettings) -> int:
 async def _serve(settings: GatewaySettings, model: modeldir.ModelDir) -> int:
     stop = Stop(bound_s=settings.drain_s + END_S)
     stop.on_signals()
-    listener = listen(settings.http_host, settings.http_port)
+    listeners = listening_sockets(settings)
     bus = await connect(
         settings.nats_url,
         role="gateway",
@@ -84,14 +84,14 @@ async def _serve(settings: GatewaySettings, model: modeldir.ModelDir) -> int:
     bus.tasks.spawn(loop_lag.gauge(metrics.registry, "gateway").watch(), name="loop-lag")
     gateway = Gateway(bus, publisher, model, settings, metrics)
     door = NatsDoor(gateway, bus.tasks.group("door"))
-    server = HttpServer(application(gateway), listener, limits_of(settings), bus.tasks)
+    server = HttpServer(application(gateway), listeners, limits_of(settings), bus.tasks)
     metrics.connections.set_function(lambda: len(server.state.connections))
     try:
         await gateway.open()
         await door.open()
         loop_lag.freeze_loaded()
         await server.start()
-        log.info("gateway_listening", port=listener.getsockname()[1], gateway=gateway.id, models=gateway.names)
+        log.info("gateway_listening", port=listeners[0].getsockname()[1], gateway=gateway.id, models=gateway.names)
         await stop.wait()
         log.info("gateway_stopping", open_requests=gateway.open_requests, drain_s=settings.drain_s)
         gateway.draining = True
@@ -140,6 +140,26 @@ async def _bounded(step: str, work: Coroutine[Any, Any, Any], seconds: float) ->
         log.error("stop_incomplete", step=step, seconds=seconds, tasks=waiting)
     elif task.exception() is not None:
         log.warning("stop_step_failed", step=step, error=repr(task.exception()))
+
+
+def listening_sockets(settings: GatewaySettings) -> list[socket.socket]:
+    """The gateway's own port, and a socket that it shares with others if it has inherited one. The first is its own.
+
+    Raises:
+        OSError: the port is taken, or no socket was inherited; the text says what to do.
+    """
+    if settings.listen_fd < 0:
+        return [listen(settings.http_host, settings.http_port)]
+    try:
+        shared = socket.socket(fileno=settings.listen_fd)
+        port = shared.getsockname()[1]
+    except OSError as error:
+        raise OSError(f"--listen-fd {settings.listen_fd} is not an inherited socket: {error.strerror}") from None
+    shared.set_inheritable(False)
+    shared.setblocking(False)
+    if port == settings.http_port:
+        return [shared]
+    return [listen(settings.http_host, settings.http_port), shared]
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -6,6 +6,7 @@ uvicorn's protocol without its ``Server``, which cancels what it cannot finish.
 import asyncio
 import socket
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import structlog
@@ -28,13 +29,13 @@ FLUSH_S = 1.0
 
 
 class HttpServer:
-    """Answers with ``app`` on a listening socket, which it owns.
+    """Answers with ``app`` on listening sockets, which it closes at its end.
 
     Attributes:
         draining: no connection is kept behind its present answer.
     """
 
-    def __init__(self, app: Any, listener: socket.socket, limits: Limits, tasks: Tasks) -> None:
+    def __init__(self, app: Any, listeners: Sequence[socket.socket], limits: Limits, tasks: Tasks) -> None:
         self.limits = limits
         self.state = ServerState()
         self.draining = False
@@ -50,14 +51,15 @@ class HttpServer:
             timeout_keep_alive=limits.keep_alive_s,  # type: ignore[arg-type]  # whole seconds only by declaration
         )
         self.config.load()
-        self._listener = listener
+        self._listeners = listeners
         self._tasks = tasks.group("http")
         self._by_address: Counter[str] = Counter()
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: Connection(self), sock=self._listener, backlog=BACKLOG)
+        for listener in self._listeners:
+            self._servers.append(await loop.create_server(lambda: Connection(self), sock=listener, backlog=BACKLOG))
         self._tasks.spawn(self._check(), name="connections")
 
     @property
@@ -115,8 +117,7 @@ class HttpServer:
         began = loop.time()
         self.draining = True
         await asyncio.sleep(min(ACCEPT_S, within_s))
-        if self._server is not None:
-            self._server.close()
+        self._stop_listening()
         linger_s = min(LINGER_S, within_s / 3)
         while connections := self.connections:
             now = loop.time()
@@ -127,10 +128,13 @@ class HttpServer:
             await asyncio.sleep(LOOK_S)
         return True
 
+    def _stop_listening(self) -> None:
+        for server in self._servers:
+            server.close()
+
     async def close(self) -> None:
         """End everything: answers that can end by themselves now get a moment, then they are cut."""
-        if self._server is not None:
-            self._server.close()
+        self._stop_listening()
         for connection in self.connections:
             connection.drain(idle=True)
         working = set(self.state.tasks)

@@ -50,7 +50,7 @@ def unusable(path: Path, error: OSError) -> DataDirUnusable:
 
 
 def _same(there: Path, path: Path) -> str:
-    return "the folder " if there == path else f"{there} "
+    return "it " if there == path else f"{there} "
 
 
 def _owner(path: Path) -> str:

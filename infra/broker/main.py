@@ -10,13 +10,14 @@ from configs.logs import setup
 from configs.settings import NatsSettings
 from infra.broker.apply import BrokerProblem, apply
 from infra.broker.binary import NoServerBinary
-from infra.broker.datadir import DataDirBusy
+from infra.broker.datadir import DataDirBusy, DataDirUnusable
 from infra.broker.disk import DiskWatch
 from infra.broker.roles import ROLES, inbox_prefix
 from infra.broker.server import EmbeddedNats, ServerFailed
 from infra.cli import StreamsSettings
 from infra.launch.signals import Stop
-from infra.launch.supervisor import Keeper
+from infra.launch.sockets import CannotListen
+from infra.launch.supervisor import USAGE, Keeper
 from schemas.streams import topology
 from schemas.subjects import Subjects
 
@@ -28,9 +29,18 @@ def run(settings: NatsSettings) -> int:
     setup("auto", "info", name="nats")
     try:
         return asyncio.run(_serve(settings))
-    except (ServerFailed, NoServerBinary, DataDirBusy, BrokerProblem, ValueError) as error:
+    except (
+        ServerFailed,
+        NoServerBinary,
+        DataDirBusy,
+        DataDirUnusable,
+        CannotListen,
+        BrokerProblem,
+        ValueError,
+    ) as error:
         print(f"penstock nats: {error}", file=sys.stderr)
-        return 1
+        permanent = isinstance(error, DataDirUnusable) or (isinstance(error, CannotListen) and error.permanent)
+        return USAGE if permanent else 1
 
 
 async def _serve(settings: NatsSettings) -> int:

@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -16,8 +15,10 @@ from infra.broker.config import USERS, Cluster, ServerConfig, render
 from infra.broker.datadir import Lock, load_secrets, write_private
 from infra.broker.tenants import INCLUDE, write_accounts
 from infra.launch.deathsig import die_with_parent
+from infra.launch.sockets import CannotListen, bind, check_free
 from schemas.subjects import Subjects
 
+_HOST = "127.0.0.1"
 _POLL_S = 0.01
 _TERM_S = 20.0  # it flushes each durable consumer on the way out, about 10 ms each
 
@@ -46,7 +47,7 @@ class EmbeddedNats:
         durability: Durability = "process",
         cluster: Cluster | None = None,
     ) -> None:
-        self.data_dir = Path(data_dir).resolve()
+        self.data_dir = Path(data_dir).absolute()
         self.subjects = Subjects(namespace)
         self.log_path = self.data_dir / "nats.log"
         self._wanted_port = port
@@ -84,7 +85,8 @@ class EmbeddedNats:
         Raises:
             DataDirBusy: another process runs a broker on this data directory.
             NoServerBinary: there is no nats-server to run.
-            ServerFailed: the port is taken, the store is unusable, or it was not ready in time.
+            DataDirUnusable, CannotListen: the folder or the port cannot be used.
+            ServerFailed: the store is unusable, or it was not ready in time.
         """
         assert not self.pid, "already running"
         binary = await asyncio.to_thread(find_server)
@@ -162,17 +164,13 @@ class EmbeddedNats:
     def _choose_port(self) -> int:
         fixed = self._port or self._wanted_port  # once started it stays: clients look for it there
         if fixed:
-            if not is_free(fixed):
-                raise ServerFailed(
-                    f"port {fixed} on 127.0.0.1 is in use: choose another with --nats-port (0: any free one)"
-                )
+            check_free(_HOST, fixed, port_flag="--nats-port")
             return fixed
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, CannotListen):
             last = int((self.data_dir / "nats.port").read_text())
-            if is_free(last):
-                return last
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+            check_free(_HOST, last)
+            return last
+        with bind(_HOST, 0) as probe:
             return int(probe.getsockname()[1])
 
     async def _ready(self, deadline: float) -> None:
@@ -232,18 +230,6 @@ def _command_line(pid: int) -> str:
         return ""
     run = subprocess.run(["ps", "-p", str(pid), "-o", "command="], capture_output=True, text=True, check=False)
     return run.stdout.strip()
-
-
-def is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether a server may listen there now."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
 
 
 async def _ask_jetstream(port: int, password: str, jetstream: bool) -> str | None:

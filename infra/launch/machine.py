@@ -1,14 +1,15 @@
 """What this machine has for a deployment: GPUs, and ports in a row."""
 
 import contextlib
+import os
 import random
 import re
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from infra.broker.server import is_free
 from infra.launch.groups import PlanError
+from infra.launch.sockets import check_free
 
 _HOST = "127.0.0.1"
 # Below the ports that Linux gives to outgoing connections (ip_local_port_range): those may be taken before a worker
@@ -31,15 +32,15 @@ def free_run(first: int, count: int) -> list[int]:
     """Ports in a row on loopback that are free now: from ``first`` on, or (0) from anywhere.
 
     Raises:
-        PlanError: one of them is in use, or there are no such ports.
+        CannotListen: one of them is in use or reserved.
+        PlanError: there are no such ports.
     """
     if first:
         ports = list(range(first, first + count))
         if ports and ports[-1] > 65535:
             raise PlanError(f"{count} processes from --metrics-port {first} on go beyond port 65535")
         for port in ports:
-            if not is_free(port, _HOST):
-                raise PlanError(f"metrics port {port} is in use: choose another --metrics-port (0: any free; -1: none)")
+            check_free(_HOST, port, port_flag="--metrics-port")
         return ports
     for _ in range(100):
         start = random.randrange(_FIRST, _LAST - count)
@@ -48,3 +49,8 @@ def free_run(first: int, count: int) -> list[int]:
                 held.enter_context(socket.socket()).bind((_HOST, port))
             return list(range(start, start + count))
     raise PlanError(f"no {count} free ports in a row for metrics: name the first with --metrics-port (-1: none)")
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

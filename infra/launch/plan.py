@@ -48,6 +48,7 @@ def plan(
     fleet: Fleet,
     *,
     ports: Sequence[int],
+    listen_fd: int = -1,
     url: Callable[[str], str],
     sys_url: str,
     cores: int,
@@ -58,6 +59,7 @@ def plan(
 
     Args:
         ports: one per gateway.
+        listen_fd: a listening socket that all gateways inherit.
         url: from a role to its NATS URL.
         metrics_ports: of workers and routers, in their order; none: they serve no metrics.
         gpus: that workers may use, as in CUDA_VISIBLE_DEVICES; None: nothing is assigned.
@@ -98,6 +100,7 @@ def plan(
             **model,
             block_size=fleet.block_size,
             http_port=port,
+            listen_fd=listen_fd,
             tracing=tracing,
         )
     if up.otlp_endpoint:

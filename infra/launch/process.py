@@ -15,7 +15,8 @@ _LINE_BYTES = 1 << 20
 class Process:
     """A command that can be started, waited for and started again; see ``supervisor.Child``.
 
-    Its output is appended to ``log_path``; with ``echo`` it also goes to our stdout, line by line.
+    Its output is appended to ``log_path``; with ``echo`` it also goes to our stdout, line by line. It inherits the
+    descriptors ``pass_fds``, under the same numbers.
     """
 
     def __init__(
@@ -27,6 +28,7 @@ class Process:
         log_path: Path,
         *,
         echo: bool = False,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         self.name = name
         self.role = role
@@ -34,6 +36,7 @@ class Process:
         self._command = command
         self._environ = environ
         self._echo = echo
+        self._pass_fds = tuple(pass_fds)
         self._process: asyncio.subprocess.Process | None = None
         self._copying: asyncio.Task[None] | None = None
         self._log_start = 0
@@ -58,6 +61,7 @@ class Process:
                 stderr=asyncio.subprocess.STDOUT,
                 env=dict(self._environ),
                 limit=_LINE_BYTES,
+                pass_fds=self._pass_fds,
                 # Its own session: Ctrl-C on the terminal is for the supervisor, which stops children in order.
                 start_new_session=True,
                 preexec_fn=die_with_parent(),

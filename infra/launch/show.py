@@ -18,8 +18,8 @@ _EVERYWHERE = {"timestamp", "level", "process", "logger"}  # in each line of a l
 class Board:
     """One line per process with its state and the time it took; plain lines where there is no terminal."""
 
-    def __init__(self, console: Console, *, quiet: bool = False) -> None:
-        self._console = console
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._console = console = Console(stderr=True)
         self._quiet = quiet
         self._live = console.is_terminal and not quiet
         self._began = time.monotonic()
@@ -50,8 +50,13 @@ class Board:
             else:
                 self._progress.update(self._lines[name], state=what)
 
+    def print(self, text: str) -> None:
+        """Text for the user, as it is."""
+        if not self._quiet:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
     def ready(self, name: str, what: str = "ready") -> None:
-        """Told once or often; shown once."""
+        """Called once or often for the same process; shown once."""
         if name in self._ready:
             return
         self._ready.add(name)

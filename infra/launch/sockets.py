@@ -93,7 +93,7 @@ def cannot_listen(
         return CannotListen(text, permanent=True)
     code = error.errno if isinstance(error, OSError) else None
     if code == errno.EADDRINUSE:
-        text = f"{port_flag} {port}: the port is in use on {host}; choose another, or 0 for any free one"
+        text = f"{port_flag}: port {port} is in use on {host}; choose another, or 0 for any free one"
         return CannotListen(text, permanent=False)
     if code in (errno.EACCES, errno.EPERM):
         first = _first_unreserved()

@@ -11,6 +11,7 @@ import structlog
 
 log = structlog.get_logger("up")
 
+USAGE = 2  # a child's exit status for settings it cannot use: starting it again would not help
 LOOK_S = 0.25  # between two looks at a child that must not stand still
 
 
@@ -59,6 +60,7 @@ class Keeper:
         changed: called after each start and each end.
         standstill_s: how long the child may be stopped (SIGSTOP, a debugger's break) before it is killed and started
             again; None: as long as it likes.
+        give_up: asked after each exit; True: the child is not started again.
     """
 
     def __init__(
@@ -67,12 +69,14 @@ class Keeper:
         changed: Callable[["Keeper"], None] | None = None,
         *,
         standstill_s: float | None = None,
+        give_up: Callable[["Keeper"], bool] | None = None,
     ) -> None:
         self.child = child
         self._standstill_s = standstill_s
         self.exits = 0
         self.last_status: int | None = None
         self._changed = changed or (lambda _: None)
+        self._give_up = give_up or (lambda _: False)
         self._backoff = Backoff()
         self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -109,6 +113,9 @@ class Keeper:
             if self._stopping.is_set():
                 return
             self.exits += 1
+            if self._give_up(self):
+                self._changed(self)
+                return
             pause = self._backoff.after(time.monotonic() - self._began)
             log.warning("process_ended", name=self.child.name, status=self.last_status, restart_in_s=pause)
             self._changed(self)

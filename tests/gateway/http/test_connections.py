@@ -100,7 +100,7 @@ async def serve() -> AsyncIterator[Serve]:
         tasks, app = Tasks("test"), Application()
         listener = listen("127.0.0.1", 0)
         port = listener.getsockname()[1]
-        server = HttpServer(app, listener, Limits(**limits), tasks)
+        server = HttpServer(app, [listener], Limits(**limits), tasks)
         await server.start()
         started.append((server, tasks))
         return Serving(server, app, port)

@@ -3,7 +3,9 @@
 import asyncio
 import os
 import signal
+import socket
 import sys
+import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -35,6 +37,16 @@ async def register(settings: WorkerSettings) -> None:
         await asyncio.sleep(1)
 
 
+def serve(gateway: GatewaySettings) -> None:
+    """On the inherited socket, and on a port of its own if that is another one."""
+    shared = HTTPServer((gateway.http_host, 0), Answers, bind_and_activate=False)
+    shared.socket = socket.socket(fileno=gateway.listen_fd)
+    if shared.socket.getsockname()[1] != gateway.http_port:
+        own = HTTPServer((gateway.http_host, gateway.http_port), Answers)
+        threading.Thread(target=own.serve_forever, daemon=True).start()
+    shared.serve_forever()
+
+
 def main() -> None:
     role, argv = sys.argv[1], sys.argv[2:]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -44,7 +56,7 @@ def main() -> None:
     print(f"{role} runs", flush=True)
     if role == "gateway":
         gateway = parse(GatewaySettings, argv, prog=role)
-        HTTPServer((gateway.http_host, gateway.http_port), Answers).serve_forever()
+        serve(gateway)
     elif role == "worker":
         asyncio.run(register(parse(WorkerSettings, argv, prog=role)))
     else:

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from configs.flags import flags_of
 from configs.settings import GatewaySettings, RouterSettings, UpSettings, WorkerSettings
 from infra.engine_args.tree import BadArguments, parse_yaml
+from infra.launch.deployment import read_args
 from infra.launch.groups import Fleet, Group, PlanError, assign, fleet_of, gpus_of
 from infra.launch.machine import free_run, gpus
-from infra.launch.main import read_args
 from infra.launch.plan import Planned, passed, plan
+from infra.launch.sockets import CannotListen
 from infra.recipes import catalogue
 
 KNOWN = catalogue.members()
@@ -273,7 +274,7 @@ def test_ports_in_a_row_are_free_and_a_taken_one_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", ports[1]))
         taken.listen()
-        with pytest.raises(PlanError, match=rf"metrics port {ports[1]} is in use.*--metrics-port"):
+        with pytest.raises(CannotListen, match=rf"--metrics-port: port {ports[1]} is in use"):
             free_run(ports[0], 3)
     with pytest.raises(PlanError, match="beyond port 65535"):
         free_run(65535, 2)

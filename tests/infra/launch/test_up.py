@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -20,8 +19,9 @@ from hypothesis import strategies as st
 from configs.flags import parse
 from configs.settings import GatewaySettings, RouterSettings, TraceSettings, UpSettings, WorkerSettings
 from infra.broker.datadir import DataDirBusy
+from infra.launch.deployment import Deployment, UpFailed
 from infra.launch.groups import fleet_of
-from infra.launch.main import Deployment, UpFailed, choose_ports
+from infra.launch.http import get
 from infra.launch.plan import Planned, plan
 from infra.launch.process import Process
 from infra.launch.show import curl_line, readable, welcome
@@ -134,7 +134,7 @@ async def test_a_child_that_waits_to_be_started_again_has_no_pid_in_the_state_fi
         write_state(path, state)
         written.append({process["name"]: process for process in json.loads(path.read_text())["processes"]})
 
-    monkeypatch.setattr("infra.launch.main.write_state", record)
+    monkeypatch.setattr("infra.launch.deployment.write_state", record)
     up = Up(up_settings(tmp_path))
     await up.ready()
     before = up.pids()["worker-0"]
@@ -151,7 +151,7 @@ async def test_a_child_that_refuses_its_settings_ends_the_start_with_its_own_wor
 ) -> None:
     monkeypatch.setenv("FAKE_BAD", "worker")
     up = Up(up_settings(tmp_path))
-    with pytest.raises(UpFailed, match=r"(?s)worker-0 ended with status 2.*cannot use these settings"):
+    with pytest.raises(UpFailed, match=r"(?s)worker-0 exited with status 2.*cannot use these settings"):
         await up.task
 
 
@@ -181,7 +181,7 @@ async def test_one_deployment_per_data_directory(tmp_path: Path) -> None:
 
 async def test_children_die_with_a_killed_supervisor(tmp_path: Path) -> None:
     code = (
-        "import sys, asyncio; from infra.launch.main import Deployment; from configs.settings import UpSettings;"
+        "import sys, asyncio; from infra.launch.deployment import Deployment; from configs.settings import UpSettings;"
         "from tests.infra.launch.test_up import fake;"
         "asyncio.run(Deployment(UpSettings(data_dir=sys.argv[1], http_port=0), command=fake).run())"
     )
@@ -197,16 +197,25 @@ async def test_children_die_with_a_killed_supervisor(tmp_path: Path) -> None:
     await until(lambda: not any(alive(pid) for pid in pids))
 
 
-def test_a_port_in_use_is_named_before_anything_starts() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(UpFailed, match=rf"port {port} on 127.0.0.1 is in use.*--http-port"):
-            choose_ports("127.0.0.1", port, 1)
-    with pytest.raises(UpFailed, match="beyond port 65535"):
-        choose_ports("127.0.0.1", 65535, 2)
-    assert len(set(choose_ports("127.0.0.1", 0, 3))) == 3
+async def test_gateways_share_one_port_and_a_killed_one_resets_nobody_there(tmp_path: Path) -> None:
+    up = Up(up_settings(tmp_path, gateways=2))
+    state = await up.ready()
+    assert len({state.http_url, *state.http_urls}) == 3
+    ports = [int(url.rpartition(":")[2]) for url in (state.http_url, *state.http_urls)]
+    for port in ports:
+        assert await get("127.0.0.1", port, "/health/ready") == (200, b"ok")
+    for name in ("gateway-0", "gateway-1"):
+        os.kill(up.pids()[name], signal.SIGKILL)
+    # Nobody accepts now: the connection waits until a gateway is there again.
+    assert await get("127.0.0.1", ports[0], "/health/ready", timeout_s=30) == (200, b"ok")
+    assert await up.stop() == 0
+
+
+async def test_a_lone_gateway_has_no_port_but_the_shared_one(tmp_path: Path) -> None:
+    up = Up(up_settings(tmp_path))
+    state = await up.ready()
+    assert state.http_urls == (state.http_url,)
+    assert await up.stop() == 0
 
 
 # -- one child ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,298 @@
+"""One deployment: started in order, kept alive until a signal, stopped in order."""
+
+import asyncio
+import contextlib
+import os
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import structlog
+
+from configs.settings import UpSettings
+from infra.broker.datadir import Lock
+from infra.broker.disk import DiskWatch
+from infra.broker.main import apply_at, connect_operator
+from infra.broker.server import EmbeddedNats
+from infra.engine_args.tree import BadArguments, Tree, parse_yaml
+from infra.launch.doors import Doors
+from infra.launch.groups import assign, fleet_of
+from infra.launch.machine import cores, free_run, gpus
+from infra.launch.plan import Planned, plan
+from infra.launch.process import Process
+from infra.launch.readiness import Readiness, first_model
+from infra.launch.show import Board, readable, welcome
+from infra.launch.signals import Stop
+from infra.launch.state import Running, State, write_state
+from infra.launch.stopping import stop_in_order
+from infra.launch.supervisor import USAGE, Keeper
+from infra.recipes import catalogue
+from schemas.subjects import Subjects
+
+log = structlog.get_logger("up")
+
+_TRIES = 3  # exits of one process before all is ready, after which the start has failed
+_POLL_S = 0.05
+ROUTER_STANDSTILL_S = 2.0  # a stopped router is killed after this: its requests then wait for no more than 5 s
+
+
+class UpFailed(Exception):
+    """The deployment did not start; the text says which process and why.
+
+    Attributes:
+        status: exit status for ``penstock up``.
+    """
+
+    def __init__(self, text: str, status: int = 1) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+def read_args(path: str) -> Tree:
+    """A file of engine arguments.
+
+    Raises:
+        BadArguments: it cannot be read, or is no YAML mapping.
+    """
+    try:
+        return parse_yaml(Path(path).expanduser().read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadArguments([f"engine arguments: {error}"]) from error
+    except BadArguments as error:
+        raise BadArguments(f"{path}: {problem}" for problem in error.problems) from error
+
+
+def command(planned: Planned) -> list[str]:
+    """The command line of one process."""
+    return [sys.executable, "-m", "infra.cli", *planned.argv]
+
+
+class Deployment:
+    """Everything that one ``penstock up`` runs.
+
+    Raises:
+        PlanError, BadArguments: flags, recipe, engine arguments and this machine do not go together.
+    """
+
+    def __init__(self, settings: UpSettings, *, command: Callable[[Planned], Sequence[str]] = command) -> None:
+        self.settings = settings
+        self.data_dir = Path(settings.data_dir).absolute()
+        self.subjects = Subjects(settings.namespace)
+        members = catalogue.chosen(settings.recipe, catalogue.members()) if settings.recipe else ()
+        self._fleet = fleet_of(settings, members, read_args)
+        self._gpus = gpus(settings.gpus, os.environ)
+        assign(self._fleet.groups, self._gpus)  # raises before anything starts
+        self._ready_s = settings.ready_s or (3600.0 if self._fleet.slow or settings.diffusion else 120.0)
+        self._planned: list[Planned] = []
+        self._command = command
+        self._lock = Lock(self.data_dir / "up.lock")
+        self._broker: EmbeddedNats | None = None
+        self._keepers: list[Keeper] = []
+        self._model = settings.served_model_name.partition(",")[0]
+        self._makes = "text"
+        self._doors = Doors(settings.http_host)
+        self._board = Board(quiet=settings.log_format == "json")
+        self._failed: asyncio.Future[None] | None = None
+        self._ready = False
+        self._watches = contextlib.AsyncExitStack()
+
+    async def run(self) -> int:
+        """Start, wait for a signal, stop in order.
+
+        Raises:
+            UpFailed, ServerFailed, NoServerBinary, BrokerProblem, CannotListen, DataDirBusy, DataDirUnusable: it did
+                not start.
+        """
+        began = time.monotonic()
+        self._lock.acquire("penstock up")
+        self._failed = asyncio.get_running_loop().create_future()
+        with Stop() as stop:
+            asked = asyncio.create_task(stop.asked.wait(), name="signal")
+            try:
+                starting = asyncio.create_task(self._start(), name="start")
+                await asyncio.wait([starting, asked], return_when=asyncio.FIRST_COMPLETED)
+                if not starting.done():
+                    starting.cancel()
+                    await asyncio.wait([starting])
+                elif starting.result() is None:
+                    self._greet(time.monotonic() - began)
+                    await asked
+            finally:
+                asked.cancel()
+                cut_short = await self._stop(stop)
+                if not self._failed.cancel() and not self._failed.cancelled():
+                    self._failed.exception()  # retrieved: it ended the start, or came after it
+                self._lock.release()
+        return 130 if cut_short else 0
+
+    async def _start(self) -> None:
+        up = self.settings
+        self._doors.open(up.http_port, up.gateways)
+        metrics_ports = self._metrics_ports()
+        with self._board:
+            if up.nats_url:
+                url: Callable[[str], str] = lambda role: up.nats_url  # noqa: E731
+                sys_url = ""
+            else:
+                self._board.starting("nats")
+                self._broker = EmbeddedNats(self.data_dir, up.namespace, up.nats_port, durability=up.durability)
+                await self._keep(Keeper(self._broker, self._on_change, give_up=self._give_up))
+                await self._watches.enter_async_context(DiskWatch(self._broker))
+                self._board.ready("nats", f"ready on port {self._broker.port}")
+                url, sys_url = self._broker.url, self._broker.sys_url
+            self._board.starting("streams")
+            await apply_at(url("operator"), self.subjects, record=up.record)
+            self._board.ready("streams")
+            self._planned = plan(
+                up,
+                self._fleet,
+                ports=self._doors.ports,
+                listen_fd=self._doors.fd,
+                url=url,
+                sys_url=sys_url,
+                cores=cores(),
+                metrics_ports=metrics_ports,
+                gpus=self._gpus,
+            )
+            for planned in self._planned:
+                self._board.starting(planned.name)
+                # A lone router that stands still holds up every request, and has nothing that another start would lose.
+                standstill_s = ROUTER_STANDSTILL_S if planned.role == "router" else None
+                keeper = Keeper(
+                    self._process(planned), self._on_change, standstill_s=standstill_s, give_up=self._give_up
+                )
+                await self._keep(keeper)
+            await self._until_ready()
+
+    def _metrics_ports(self) -> list[int]:
+        """For workers and routers, in the order of their start."""
+        count = sum(group.number for group in self._fleet.groups) + self.settings.routers
+        return [] if self.settings.metrics_port < 0 else free_run(self.settings.metrics_port, count)
+
+    def _process(self, planned: Planned) -> Process:
+        return Process(
+            planned.name,
+            planned.role,
+            self._command(planned),
+            planned.environ(os.environ) | _our_path(os.environ),
+            self.data_dir / "logs" / f"{planned.name}.log",
+            echo=self.settings.log_format == "json",
+            pass_fds=(self._doors.fd,) if planned.role == "gateway" else (),
+        )
+
+    async def _keep(self, keeper: Keeper) -> None:
+        self._keepers.append(keeper)
+        await keeper.start()
+
+    async def _until_ready(self) -> None:
+        """Wait until every worker is registered and every gateway answers that it can serve a request."""
+        assert self._failed is not None
+        deadline = time.monotonic() + self._ready_s
+        names = [planned.name for planned in self._planned]
+        workers = [planned.name for planned in self._planned if planned.role == "worker"]
+        gateways = [planned.name for planned in self._planned if planned.role == "gateway"]
+        doors = dict(zip(gateways, self._doors.addresses, strict=True))
+        readiness = Readiness(workers, doors, self._board.ready)
+        nc = await connect_operator(self._state().nats_url)
+        try:
+            while readiness.waiting:
+                if self._failed.done():
+                    self._failed.result()
+                await readiness.look(nc, self.subjects)
+                if readiness.waiting and time.monotonic() > deadline:
+                    raise UpFailed(
+                        f"not ready after {self._ready_s:g} s (--ready-s):\n"
+                        + "".join(f"  {name}: {why}\n" for name, why in readiness.waiting.items())
+                        + f"  logs: {self.data_dir / 'logs'}"
+                    )
+                await asyncio.sleep(_POLL_S)
+        finally:
+            await nc.close()
+        for name in names:
+            self._board.ready(name)
+        self._model, self._makes = await first_model(*self._doors.addresses[0], not self._fleet.model) or (
+            self._model,
+            "text",
+        )
+        self._ready = True
+        self._write_state()
+
+    def _greet(self, seconds: float) -> None:
+        if self.settings.log_format == "json":
+            log.info("ready", url=self._state().http_url, model=self._model, seconds=round(seconds, 2))
+        else:
+            self._board.print(welcome(self._state(), self.data_dir, seconds))
+
+    def _on_change(self, keeper: Keeper) -> None:
+        try:
+            self._write_state()
+        except OSError as error:  # a full disk: what runs must still be kept alive
+            log.warning("state_not_written", error=str(error))
+
+    def _give_up(self, keeper: Keeper) -> bool:
+        """Whether a process that exits at start ends the start: it will not get better, or has been tried often."""
+        hopeless = keeper.last_status == USAGE or keeper.exits >= _TRIES
+        if self._ready or not hopeless or self._failed is None:
+            return False
+        if not self._failed.done():
+            child = keeper.child
+            lines = child.last_lines() if isinstance(child, Process) else []
+            output = "\n".join(textwrap.indent(readable(line), "  ") for line in lines) or "  (no output)"
+            where = f"\n  (in {child.log_path})" if isinstance(child, Process) else ""
+            status = USAGE if keeper.last_status == USAGE else 1
+            self._failed.set_exception(
+                UpFailed(f"{child.name} exited with status {keeper.last_status} at start:\n{output}{where}", status)
+            )
+        return True
+
+    def _state(self) -> State:
+        given = self.settings.nats_url
+        broker = self._broker
+        metrics = {
+            planned.name: f"http://127.0.0.1:{planned.metrics_port}/metrics"
+            for planned in self._planned
+            if planned.metrics_port
+        }
+        return State(
+            http_url=self._doors.url,
+            nats_url=broker.url("operator") if broker else given,
+            client_nats_url=broker.url("client") if broker else given,
+            sys_nats_url=broker.sys_url if broker else "",
+            namespace=self.settings.namespace,
+            model=self._model,
+            processes=tuple(
+                Running(k.child.name, k.child.role, k.child.pid, metrics.get(k.child.name, "")) for k in self._keepers
+            ),
+            makes=self._makes,
+            http_urls=self._doors.urls,
+        )
+
+    def _write_state(self) -> None:
+        write_state(self.data_dir / "state.json", self._state())
+
+    async def _stop(self, stop: Stop) -> bool:
+        """Stop what runs, if anything does; whether a second signal cut it short."""
+        if not self._keepers:
+            self._doors.close()
+            return False
+        failed = not stop.asked.is_set()
+        say = (lambda line: None) if failed else self._board.print
+        await self._watches.aclose()
+        self._doors.close()  # first: from now on a connection is refused instead of left waiting
+        cut_short = await stop_in_order(self._keepers, self.settings.drain_s, stop.insisted, say)
+        if self._broker is not None:
+            await self._broker.stop()
+        with contextlib.suppress(OSError):
+            (self.data_dir / "state.json").unlink()
+        return cut_short
+
+
+def _our_path(inherited: Mapping[str, str]) -> dict[str, str]:
+    """Our own packages come first in a child: the working directory may well hold a folder called configs."""
+    ours = str(Path(__file__).resolve().parents[2])
+    return {
+        "PYTHONSAFEPATH": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [ours, inherited.get("PYTHONPATH", "")])),
+    }

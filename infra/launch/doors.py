@@ -1,0 +1,61 @@
+"""Where the gateways of a deployment listen: one port for all, and one for each if there are several."""
+
+import contextlib
+import socket
+
+from infra.launch.http import base_url, reachable
+from infra.launch.sockets import CannotListen, listening, own_ports
+
+
+class Doors:
+    """The shared listening socket, owned by the supervisor and inherited by every gateway, and the ports of each.
+
+    A connection that arrives while no gateway accepts waits in the socket, so that a gateway that stops or is started
+    again resets nobody. Several gateways also listen on ports of their own, after the shared one: there it is known
+    which of them answers.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._shared: socket.socket | None = None
+        self.port = 0
+        self.ports: list[int] = []  # of each gateway
+
+    def open(self, port: int, gateways: int) -> None:
+        """
+        Raises:
+            CannotListen: an address or a port cannot be used.
+        """
+        self._shared = listening(self._host, port)
+        self.port = int(self._shared.getsockname()[1])
+        try:
+            self.ports = own_ports(self._host, port and port + 1, gateways) if gateways > 1 else [self.port]
+        except CannotListen:
+            self.close()
+            raise
+
+    @property
+    def fd(self) -> int:
+        """The descriptor to inherit; -1: not open."""
+        return -1 if self._shared is None else self._shared.fileno()
+
+    @property
+    def url(self) -> str:
+        return base_url(self._host, self.port)
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Of each gateway."""
+        return tuple(base_url(self._host, port) for port in self.ports)
+
+    @property
+    def addresses(self) -> list[tuple[str, int]]:
+        """Host and port to connect to, of each gateway."""
+        return [(reachable(self._host), port) for port in self.ports]
+
+    def close(self) -> None:
+        """Gateways that have inherited the socket still accept from it."""
+        if self._shared is not None:
+            with contextlib.suppress(OSError):
+                self._shared.close()
+            self._shared = None

@@ -1,0 +1,56 @@
+"""Stopping a deployment in order, and what the terminal shows meanwhile."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from infra.launch.supervisor import Keeper
+
+GRACE_S = 5.0  # beyond drain_s, to close connections
+REPORT_S = 5.0  # between two lines about who is still awaited
+# Gateways first, since clients are connected to them; then who serves them, who exports traces, and the broker.
+STAGES = (("gateway",), ("router", "worker"), ("trace",), ("nats",))
+
+
+async def stop_in_order(
+    keepers: Sequence[Keeper], drain_s: float, insisted: asyncio.Event, say: Callable[[str], None]
+) -> bool:
+    """Stop all processes; whether ``insisted`` cut it short, by killing them.
+
+    Args:
+        say: takes each line for the user.
+    """
+    began = time.monotonic()
+
+    def kill(task: asyncio.Task[bool]) -> None:
+        if not task.cancelled():
+            for keeper in keepers:
+                keeper.kill()
+
+    insisting = asyncio.create_task(insisted.wait(), name="second-signal")
+    insisting.add_done_callback(kill)
+    say(f"stopping: waiting up to {drain_s:g} s for open requests; Ctrl-C again to stop at once")
+    for roles in STAGES:
+        await _stop_together([keeper for keeper in keepers if keeper.child.role in roles], drain_s + GRACE_S, say)
+    cut_short = insisted.is_set()
+    insisting.cancel()
+    say(
+        "stopped at once; open requests were cut off"
+        if cut_short
+        else f"stopped after {time.monotonic() - began:.1f} s"
+    )
+    return cut_short
+
+
+async def _stop_together(keepers: Sequence[Keeper], timeout_s: float, say: Callable[[str], None]) -> None:
+    if not keepers:
+        return
+    end = time.monotonic() + timeout_s
+    pending = {asyncio.create_task(keeper.stop(timeout_s), name=keeper.child.name) for keeper in keepers}
+    while pending:
+        done, pending = await asyncio.wait(pending, timeout=REPORT_S)
+        for task in done:
+            task.result()
+        if pending:
+            names = ", ".join(sorted(task.get_name() for task in pending))
+            say(f"  waiting for {names}: {max(0.0, end - time.monotonic()):.0f} s left")

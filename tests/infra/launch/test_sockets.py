@@ -1,0 +1,68 @@
+"""Listening sockets, and what is said where there can be none."""
+
+import errno
+import os
+import socket
+
+import pytest
+
+from infra.launch.doors import Doors
+from infra.launch.sockets import CannotListen, bind, cannot_listen, listening, own_ports
+
+
+def test_a_port_in_use_is_named_and_another_start_may_succeed() -> None:
+    with listening("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(CannotListen, match=rf"--http-port: port {port} is in use on 127.0.0.1") as caught:
+            listening("127.0.0.1", port)
+        assert not caught.value.permanent
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "a..b", "x" * 70])
+def test_an_unknown_host_is_not_called_a_port_in_use(host: str) -> None:
+    with pytest.raises(CannotListen, match=r"--http-host .*: unknown host") as caught:
+        bind(host, 0)
+    assert caught.value.permanent
+
+
+def test_an_address_of_another_machine_is_named_as_such() -> None:
+    with pytest.raises(CannotListen, match="not an address of this machine"):
+        bind("192.0.2.1", 0)  # reserved for documentation
+
+
+@pytest.mark.parametrize(
+    ("number", "said", "permanent"),
+    [
+        (errno.EACCES, "reserved for root; choose one from", True),
+        (errno.EADDRINUSE, "in use", False),
+        (errno.ENOBUFS, "cannot listen on h:80", False),
+    ],
+)
+def test_each_cause_is_told_from_the_others(number: int, said: str, permanent: bool) -> None:
+    problem = cannot_listen(OSError(number, os.strerror(number)), "h", 80)
+    assert said in str(problem)
+    assert problem.permanent is permanent
+
+
+def test_own_ports_follow_the_shared_one() -> None:
+    with pytest.raises(CannotListen, match="3 gateways need the ports up to 65537"):
+        own_ports("127.0.0.1", 65535, 3)
+    assert len(set(own_ports("127.0.0.1", 0, 3))) == 3
+    doors = Doors("127.0.0.1")
+    doors.open(0, 2)
+    try:
+        assert doors.port not in doors.ports
+        assert doors.url not in doors.urls
+    finally:
+        doors.close()
+
+
+def test_doors_that_could_not_open_hold_no_port() -> None:
+    with listening("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        doors = Doors("127.0.0.1")
+        with pytest.raises(CannotListen):
+            doors.open(port - 1, 2)
+        assert doors.fd == -1
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", port - 1))
