@@ -16,14 +16,15 @@ from infra.bus.direct_get import Entry
 from infra.bus.log_tail import LogTail
 from infra.bus.registry import FleetWatch, RegisteredWorker
 from router.approximate import ApproximateIndex
-from router.holders import Place
+from router.holders import TargetId
 from router.index import PrefixIndex
 from router.job_retention import stages
-from router.load_tracker import ENCODE, LoadState, LoadTracker, Unfinished
+from router.load import ENCODE, ActiveRequest, LoadState
+from router.load_tracker import LoadTracker
 from router.snapshot import Snapshot, Snapshots, encode_part
 from schemas import control, done, fleet, jobs, kv, wire
 from schemas.errors import ServingError
-from schemas.jobs import Stage
+from schemas.jobs import LoadHeader, Stage
 from schemas.requests import GenerateRequest
 from schemas.streams import LONGEST_DEADLINE_S
 from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, HEADER_RETURNED
@@ -57,8 +58,8 @@ class ClusterState:
         *,
         on_change: Callable[[], None],
         on_returned: Callable[[str, int, str], None],
-        on_lost: Callable[[str, str, list[Unfinished]], None],
-        on_stranded: Callable[[Unfinished], None],
+        on_lost: Callable[[str, str, list[ActiveRequest]], None],
+        on_stranded: Callable[[ActiveRequest], None],
     ) -> None:
         subjects = bus.subjects
         self._bus = bus
@@ -169,7 +170,7 @@ class ClusterState:
 
     # --- for decisions ---
 
-    def overlaps(self, keys: Sequence[int]) -> Mapping[Place, int]:
+    def overlaps(self, keys: Sequence[int]) -> Mapping[TargetId, int]:
         """Leading prompt blocks held, by place."""
         if self.index is not None:
             return self.index.match(keys)
@@ -191,34 +192,23 @@ class ClusterState:
         request: GenerateRequest,
         attempt: int,
         route: Sequence[Stage],
-        cached: int,
+        load: LoadHeader,
         keys: Sequence[int],
         now_ns: int,
     ) -> None:
         """Count a decision, at all stages of its route, before its echo from the log arrives."""
-        self.tracker.admit(
-            request.id,
-            attempt,
-            route[0].worker,
-            prompt_tokens=len(request.prompt) // 4,
-            cached_tokens=cached,
-            deadline_ns=request.deadline_ns,
-            now_ns=now_ns,
-            n=request.n,
-            gateway=request.gateway,
-            priority=request.priority.value,
-            route=route,
-        )
+        first = route[0]
+        self.tracker.admit(request.id, attempt, first.worker, load, now_ns=now_ns, role=first.role)
         if self._guess is not None:
             for stage in route:
                 if stage.role != ENCODE:
                     self._guess.record((stage.worker, stage.rank), keys, now_ns / 1e9)
 
-    def any_room(self) -> bool:
-        return self.tracker.any_room()
+    def has_capacity(self) -> bool:
+        return self.tracker.has_capacity()
 
-    def orphans(self) -> list[Unfinished]:
-        """Unfinished requests with a worker before them that is not registered, once all had the time to register."""
+    def orphans(self) -> list[ActiveRequest]:
+        """Requests with a stage left at an unregistered worker, once all workers had time to register."""
         settled = time.monotonic() - self._quiet_since > SETTLE_S
         return self.tracker.orphans() if settled and self._bus.connected else []
 
@@ -238,7 +228,7 @@ class ClusterState:
             request_id, number, *rest = entry.headers.get(HEADER_MSG_ID, "").split(":")
             attempt = int(number)
             stage, copy = stages(rest)
-            if copy and self.tracker.republished(request_id, attempt, entry.seq):
+            if copy and self.tracker.set_seq(request_id, attempt, entry.seq):
                 return
             if load.route and load.route[0].worker != worker:
                 raise ValueError("another worker's route")
@@ -249,17 +239,11 @@ class ClusterState:
             request_id,
             attempt,
             worker,
-            prompt_tokens=load.prompt_tokens,
-            cached_tokens=load.cached_tokens,
-            deadline_ns=load.deadline_ns,
+            load,
             now_ns=time.time_ns(),
-            n=load.n,
-            gateway=load.gateway,
-            priority=load.priority,
-            echo=True,
-            seq=entry.seq,
             role=role,
-            route=load.route,
+            echoed=True,
+            seq=entry.seq,
             handed=stage == ["decode"],  # only prefill workers hand over to decode workers, but for a few tokens
         )
         if moved and any(stage.worker in self._gone for stage in load.route or (Stage(role, worker),)):

@@ -1,7 +1,7 @@
-"""Which encode worker computes a medium's embeddings: the one that probably has them still. Pure.
+"""Which encode worker computes the embeddings of a medium: probably the one that still caches them. Pure.
 
-Rendezvous hashing sends the same image to the same worker, whoever routes it, and moves few images when workers come
-and go. A worker with much more than its share of the load is passed over, so that one popular image overloads nobody.
+Rendezvous hashing sends the same image to the same worker in every router, and moves few images when workers join or
+leave. A worker with much more than its share of the load is skipped, so that one popular image overloads no worker.
 """
 
 from collections.abc import Sequence
@@ -9,31 +9,31 @@ from math import ceil
 
 from blake3 import blake3
 
-from router.load_tracker import RoutingTarget
+from router.load import RoutingTarget
 
-SLACK = 1.25  # a worker takes at most this much of its fair share (rounded up) before the next one is asked
+SLACK = 1.25  # a worker takes at most this multiple of its fair share, rounded up
 
 
 def by_preference(medium: bytes, targets: Sequence[RoutingTarget]) -> list[RoutingTarget]:
-    """``targets`` in the order in which this medium prefers them."""
+    """``targets`` in this medium's order of preference."""
     return sorted(targets, key=lambda target: _weight(medium, target), reverse=True)
 
 
 def pick(medium: bytes, targets: Sequence[RoutingTarget]) -> tuple[RoutingTarget, bool]:
-    """The encode worker for a medium; True: it is the preferred one.
+    """The encode worker for a medium, and whether it is the preferred one.
 
     Args:
-        medium: digest of the first medium of a request.
-        targets: those that can take it, at least one.
+        medium: digest of the request's first medium.
+        targets: the candidates, at least one.
     """
     ordered = by_preference(medium, targets)
     limit = ceil(SLACK * (sum(target.load.requests for target in targets) + 1) / len(targets))
     for target in ordered:
         if target.load.requests < limit:
             return target, target is ordered[0]
-    raise AssertionError("they cannot all have more than their share")
+    raise AssertionError("some target is always at or below its fair share")
 
 
 def _weight(medium: bytes, target: RoutingTarget) -> bytes:
-    worker, rank = target.place
+    worker, rank = target.id
     return blake3(f"{worker}:{rank}:".encode() + medium).digest(length=8)

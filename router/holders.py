@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from schemas.blocks import DIGEST_BYTES, keys_of
 
-Place = tuple[str, int]  # worker id, attention data-parallel rank
+TargetId = tuple[str, int]  # worker id, attention data-parallel rank
 
 AUDIT_EVERY = 1024  # matches between two that are also walked, to catch ragged holders
 _SHARED_MASKS = 1 << 16
@@ -32,10 +32,10 @@ def keys_view(digests: bytes) -> Sequence[int]:
 class Holding:
     """What one place holds: its bit, how many blocks, and the sum of their keys (for checksums)."""
 
-    __slots__ = ("bit", "blocks", "cut", "key_sum", "place")
+    __slots__ = ("bit", "blocks", "cut", "key_sum", "target_id")
 
-    def __init__(self, place: Place, bit: int) -> None:
-        self.place = place
+    def __init__(self, target_id: TargetId, bit: int) -> None:
+        self.target_id = target_id
         self.bit = bit
         self.blocks = 0
         self.key_sum = 0
@@ -55,7 +55,7 @@ class Holders:
         self._shards: list[dict[int, int]] = [{} for _ in range(_SHARDS)]  # key -> mask, in the shard of the key
         self._blocks = 0  # keys in all shards
         self._by_bit: dict[int, Holding] = {}  # insertion order is of no meaning
-        self._by_place: dict[Place, Holding] = {}
+        self._by_target: dict[TargetId, Holding] = {}
         self._live = 0
         self._ragged = 0
         self._retired = 0
@@ -65,7 +65,7 @@ class Holders:
         self._slots = 0  # bits ever given out
         self._free_bits: list[int] = []
         self._shared: dict[int, int] = {}  # one int object per mask, not per block
-        self._names: dict[int, tuple[Place, ...]] = {}
+        self._names: dict[int, tuple[TargetId, ...]] = {}
         self._matches = 0
 
     def __len__(self) -> int:
@@ -78,28 +78,28 @@ class Holders:
         return self._retired.bit_count()
 
     @property
-    def ragged(self) -> tuple[Place, ...]:
+    def ragged(self) -> tuple[TargetId, ...]:
         """Places whose holdings were seen not to be closed towards the front."""
-        return tuple(sorted(self._places(self._ragged)))
+        return tuple(sorted(self._targets(self._ragged)))
 
     def holdings(self) -> list[Holding]:
-        """All holdings, sorted by place."""
-        return [self._by_place[place] for place in sorted(self._by_place)]
+        """All holdings, sorted by target."""
+        return [self._by_target[target_id] for target_id in sorted(self._by_target)]
 
-    def open(self, place: Place) -> Holding:
+    def open(self, target_id: TargetId) -> Holding:
         """Start ``place`` anew with nothing; what it held before is retired."""
-        self.retire(place)
+        self.retire(target_id)
         bit = self._free_bits.pop() if self._free_bits else 1 << self._slots
         if bit == 1 << self._slots:
             self._slots += 1
-        holding = self._by_place[place] = self._by_bit[bit] = Holding(place, bit)
+        holding = self._by_target[target_id] = self._by_bit[bit] = Holding(target_id, bit)
         self._live |= bit
         self._names.clear()
         return holding
 
-    def retire(self, place: Place) -> None:
+    def retire(self, target_id: TargetId) -> None:
         """Forget ``place`` at once; its blocks are cleaned up by ``sweep``."""
-        holding = self._by_place.pop(place, None)
+        holding = self._by_target.pop(target_id, None)
         if holding is None:
             return
         del self._by_bit[holding.bit]
@@ -158,7 +158,7 @@ class Holders:
         holding.blocks -= gone
         holding.key_sum -= total
 
-    def match(self, keys: Sequence[int]) -> dict[Place, int]:
+    def match(self, keys: Sequence[int]) -> dict[TargetId, int]:
         """How many leading ``keys`` each place holds; places that hold none are absent. Only probed keys are read."""
         if not keys:
             return {}
@@ -170,7 +170,7 @@ class Holders:
         closed = first & ~self._ragged
         if self._matches % AUDIT_EVERY == 0:
             return self._audited(keys, first)
-        found: dict[Place, int] = {}
+        found: dict[TargetId, int] = {}
         if closed and not self._bisect(keys, closed, found):
             return self._audited(keys, first)
         if closed != first:
@@ -219,14 +219,14 @@ class Holders:
                 room -= 1
         return keys
 
-    def _bisect(self, keys: Sequence[int], first: int, found: dict[Place, int]) -> bool:
+    def _bisect(self, keys: Sequence[int], first: int, found: dict[TargetId, int]) -> bool:
         """Fill ``found`` for the closed places ``first``, holders of keys[0]; False: some are not closed."""
         shards, names = self._shards, self._names.get
         end = len(keys) - 1
         key = keys[end]
         last = shards[key & _SHARD].get(key, 0) & first
         if last:
-            found.update(dict.fromkeys(names(last) or self._places(last), end + 1))
+            found.update(dict.fromkeys(names(last) or self._targets(last), end + 1))
         if last == first:
             return True
         todo = [(0, first, end, last)]  # the holders shrink from ``low`` at ``a`` to ``high`` at ``b``
@@ -248,44 +248,44 @@ class Holders:
             if high & ~low:
                 return False
             left = low ^ high
-            found.update(dict.fromkeys(names(left) or self._places(left), b))
+            found.update(dict.fromkeys(names(left) or self._targets(left), b))
         return True
 
-    def _walk(self, keys: Sequence[int], mask: int, found: dict[Place, int]) -> None:
+    def _walk(self, keys: Sequence[int], mask: int, found: dict[TargetId, int]) -> None:
         shards, depth = self._shards, 0
         for key in keys:
             left = mask & shards[key & _SHARD].get(key, 0)
             if left != mask:
-                found.update(dict.fromkeys(self._places(mask ^ left), depth))
+                found.update(dict.fromkeys(self._targets(mask ^ left), depth))
                 mask = left
                 if not mask:
                     return
             depth += 1
-        found.update(dict.fromkeys(self._places(mask), depth))
+        found.update(dict.fromkeys(self._targets(mask), depth))
 
-    def _audited(self, keys: Sequence[int], first: int) -> dict[Place, int]:
+    def _audited(self, keys: Sequence[int], first: int) -> dict[TargetId, int]:
         """The exact answer by walking; places that hold a key behind a gap become ragged."""
-        found: dict[Place, int] = {}
+        found: dict[TargetId, int] = {}
         shards, depth, mask, gone = self._shards, 0, first, 0
         for key in keys:
             here = shards[key & _SHARD].get(key, 0) & first
             self._ragged |= here & gone
             left = mask & here
             if left != mask:
-                found.update(dict.fromkeys(self._places(mask ^ left), depth))
+                found.update(dict.fromkeys(self._targets(mask ^ left), depth))
                 gone |= mask ^ left
                 mask = left
             depth += 1
         if mask:
-            found.update(dict.fromkeys(self._places(mask), depth))
+            found.update(dict.fromkeys(self._targets(mask), depth))
         return found
 
-    def _places(self, mask: int) -> tuple[Place, ...]:
+    def _targets(self, mask: int) -> tuple[TargetId, ...]:
         known = self._names.get(mask)
         if known is None:
             if len(self._names) >= _SHARED_MASKS:
                 self._names.clear()
-            known = self._names[mask] = tuple(self._by_bit[bit].place for bit in _bits(mask))
+            known = self._names[mask] = tuple(self._by_bit[bit].target_id for bit in _bits(mask))
         return known
 
     def _sharing(self) -> Callable[[int, int], int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 from blake3 import blake3
 
-from router.holders import Holders, Holding, Place, keys_view
+from router.holders import Holders, Holding, TargetId, keys_view
 from schemas.blocks import DIGEST_BYTES, key_of
 from schemas.kv import Cleared, KvBatch, KvDump, KvEvent, Stored
 
@@ -24,7 +24,7 @@ class Stats:
     """Counts. ``refused`` blocks did not fit under the cap, ``ignored`` ones are of other tiers or groups."""
 
     blocks: int
-    places: int
+    targets: int
     awaiting_dump: int
     ragged: int
     retired: int
@@ -51,7 +51,7 @@ class PrefixIndex:
 
     def __init__(self, max_blocks: int) -> None:
         self._holders = Holders(max_blocks)
-        self._feeds: dict[Place, _Feed] = {}
+        self._feeds: dict[TargetId, _Feed] = {}
         self._ignored = 0
 
     def apply(self, batch: KvBatch) -> bool:
@@ -60,10 +60,10 @@ class PrefixIndex:
         Returns: False as long as this place needs a dump (a gap, or joined in the middle): it is forgotten, and
             its batches are kept (the last ``PENDING_BATCHES``) to be replayed on top of the dump.
         """
-        place = (batch.worker, batch.rank)
-        feed = self._feeds.get(place)
+        target_id = (batch.worker, batch.rank)
+        feed = self._feeds.get(target_id)
         if feed is None or batch.epoch > feed.epoch:
-            feed = self._begin(place, batch.epoch)
+            feed = self._begin(target_id, batch.epoch)
         elif batch.epoch < feed.epoch:
             return True
         if feed.holding is None:
@@ -72,7 +72,7 @@ class PrefixIndex:
         if batch.seq <= feed.seq:
             return True
         if batch.seq != feed.seq + 1:
-            self._holders.retire(place)
+            self._holders.retire(target_id)
             feed.holding = None
             feed.pending.append(batch)
             return False
@@ -104,22 +104,22 @@ class PrefixIndex:
         head = pages[0]
         if any((p.worker, p.rank, p.epoch, p.seq) != (head.worker, head.rank, head.epoch, head.seq) for p in pages):
             return False
-        place = (head.worker, head.rank)
-        known = self._feeds.get(place)
+        target_id = (head.worker, head.rank)
+        known = self._feeds.get(target_id)
         if known is not None and head.epoch < known.epoch:
             return known.holding is not None
         if known is not None and known.holding is not None and (head.epoch, head.seq) < (known.epoch, known.seq):
             return True
-        feed = self._feeds[place] = _Feed(head.epoch, head.seq, None)
+        feed = self._feeds[target_id] = _Feed(head.epoch, head.seq, None)
         if known is not None:
             feed.pending.extend(known.pending)
-        holding = self._holders.open(place)
+        holding = self._holders.open(target_id)
         for page in pages:
             for event in page.events:
                 for part in _parts(event):
                     holding = self._fold(holding, part)
                     yield
-                    if self._feeds.get(place) is not feed:
+                    if self._feeds.get(target_id) is not feed:
                         return False
         feed.holding, pending = holding, list(feed.pending)
         feed.pending.clear()
@@ -130,15 +130,15 @@ class PrefixIndex:
 
     def forget(self, worker: str) -> None:
         """Drop everything known of ``worker``, all ranks, at once; ``sweep`` cleans up behind it."""
-        for place in [place for place in self._feeds if place[0] == worker]:
-            del self._feeds[place]
-            self._holders.retire(place)
+        for target_id in [target_id for target_id in self._feeds if target_id[0] == worker]:
+            del self._feeds[target_id]
+            self._holders.retire(target_id)
 
     def sweep(self, limit: int) -> bool:
         """Give back what forgotten places left, at most ``limit`` blocks at once; True: nothing is left."""
         return self._holders.sweep(limit)
 
-    def match(self, keys: Sequence[int]) -> dict[Place, int]:
+    def match(self, keys: Sequence[int]) -> dict[TargetId, int]:
         """How many leading blocks of a prompt each place holds; those without any are absent.
 
         Args:
@@ -146,26 +146,26 @@ class PrefixIndex:
         """
         return self._holders.match(keys)
 
-    def awaiting_dump(self) -> list[Place]:
+    def awaiting_dump(self) -> list[TargetId]:
         """Places whose events have a gap."""
-        return sorted(place for place, feed in self._feeds.items() if feed.holding is None)
+        return sorted(target_id for target_id, feed in self._feeds.items() if feed.holding is None)
 
     @property
     def blocks(self) -> int:
         """Distinct blocks."""
         return len(self._holders)
 
-    def held(self, place: Place) -> int:
+    def held(self, target_id: TargetId) -> int:
         """Blocks that ``place`` is known to hold."""
-        feed = self._feeds.get(place)
+        feed = self._feeds.get(target_id)
         return feed.holding.blocks if feed is not None and feed.holding is not None else 0
 
     def checksum(self) -> str:
         """Equal for two replicas that have folded the same batches, in whatever order across places."""
         digest = blake3()
         for holding in self._holders.holdings():
-            feed = self._feeds[holding.place]
-            parts = (*holding.place, feed.epoch, feed.seq, holding.blocks, holding.key_sum)
+            feed = self._feeds[holding.target_id]
+            parts = (*holding.target_id, feed.epoch, feed.seq, holding.blocks, holding.key_sum)
             digest.update(repr(parts).encode())
         return digest.hexdigest(16)
 
@@ -174,7 +174,7 @@ class PrefixIndex:
         h = self._holders
         return Stats(
             blocks=len(h),
-            places=len(self._feeds),
+            targets=len(self._feeds),
             awaiting_dump=len(self.awaiting_dump()),
             ragged=len(h.ragged),
             retired=h.retired,
@@ -182,15 +182,15 @@ class PrefixIndex:
             ignored=self._ignored,
         )
 
-    def _begin(self, place: Place, epoch: int) -> _Feed:
+    def _begin(self, target_id: TargetId, epoch: int) -> _Feed:
         """A place's first batch of an epoch: complete so far if that is number 0."""
-        self._holders.retire(place)
-        feed = self._feeds[place] = _Feed(epoch, -1, self._holders.open(place))
+        self._holders.retire(target_id)
+        feed = self._feeds[target_id] = _Feed(epoch, -1, self._holders.open(target_id))
         return feed
 
     def _fold(self, holding: Holding, event: KvEvent) -> Holding:
         if isinstance(event, Cleared):
-            return self._holders.open(holding.place)
+            return self._holders.open(holding.target_id)
         if event.tier or event.group:
             self._ignored += len(event.digests) // DIGEST_BYTES
         elif isinstance(event, Stored):

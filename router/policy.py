@@ -1,460 +1,303 @@
-"""Which workers a request goes to: filter, score, pick. A pure function of the pools, the overlaps and the rng.
+"""Which targets a request goes to: filter, score, pick. A pure function of a ``RoutingContext``.
 
-A request needs a *home*, where it decodes. An aggregated worker does everything; a decode worker computes a prompt
-itself if little of it is left to compute, and else is paired with a prefill worker. If one of these two pools is
-empty, the other does everything. Media go through an encode worker first, if there is one.
+An aggregated worker runs prefill and decode. A decode worker computes a prompt itself if few of its tokens are not
+cached, and is paired with a prefill worker otherwise. If one of these two pools is empty, the other runs both stages.
+Media go through an encode worker first, if there is one.
 
-Score of a home in mode "kv", in blocks of prompt work, lowest wins:
+The score of a target in mode "kv", in blocks of prompt work; the lowest wins:
 
-    alone    prefill_weight · max(0, (A + P) / B − overlap_weight · C)  +  D + U
-    paired   the first term at the prefill worker, and its D, and way · M, then D + U
+    single   prefill_weight · max(0, (A + P) / B − overlap_weight · C)  +  D + U
+    pair     the first term and D of the prefill worker, plus transfer · M, then D + U of the decode worker
 
-A: prompt tokens that the worker has yet to compute for others; P: this prompt's tokens; B: its block size;
-C: leading prompt blocks that the worker holds; D: prompt blocks of its unfinished requests that it had to compute or
-was handed; U: blocks that this prompt would add to them; M: blocks to be moved; way: see ``pairs``. The first term is
-how long the first token takes, D + U how much the worker's batch and cache are burdened for as long as the request
-lives. D of a prefill worker is what it has not yet been seen to finish.
+A: prompt tokens that the worker has yet to compute for others; P: tokens of this prompt; B: block size of the worker;
+C: leading prompt blocks that it caches; D: prompt blocks of its active requests that it had to compute or received;
+U: blocks that this prompt would add to them; M: blocks to move; transfer: see ``pairs``. The first term stands for the
+time to the first token, D + U for the load on batch and cache while the request runs. D of a prefill worker counts
+requests until they are known to have left it.
 """
 
-from collections.abc import Mapping, Sequence
-from math import exp
-from random import Random
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from router import encoders
-from router.holders import Place
-from router.load_tracker import ENCODE, RoutingTarget
-from router.pairs import Partners, way
-from router.scoring import (
-    Mode,
-    Need,
-    RoutingRequest,
-    Weights,
-    burden,
-    busy,
-    common_reason,
-    excluded,
-    explained,
-    prefill_cost,
-    score,
-    uncached_tokens,
-    verdict,
+from router.filters import Requirement, rejection
+from router.load import ENCODE, RoutingTarget
+from router.pairs import PrefillPool, describe_path
+from router.routing import RoutingContext, RoutingDecision
+from router.score_table import (
+    STORED_CANDIDATES,
+    Rejected,
+    ScoredTargets,
+    candidate,
+    no_target,
+    refusal,
+    table,
 )
-from schemas.errors import Code
+from router.scoring import decode_cost, prefill_cost, score, uncached_tokens, utilization
 from schemas.fleet import Registration
-from schemas.jobs import Candidate, Stage
-
-Kind = Literal["aggregated", "local", "split"]
-
-STORED_CANDIDATES = 16
-TIE = 1e-6  # scores closer than this are equal
+from schemas.jobs import Stage
 
 
-class RoutingDecision(msgspec.Struct, frozen=True):
-    """The answer. Without ``route``: why, and whether waiting can help (``code`` empty) or not."""
-
-    route: tuple[Stage, ...]  # all stages
-    candidates: tuple[Candidate, ...]
-    overlap_blocks: int = 0  # at the worker that computes the prompt
-    reason: str = ""
-    code: Code | None = None
-    how: str = ""  # why this kind of route, in words
-    kind: Kind = "aggregated"  # "local": a worker of a disaggregated pool does everything
-
-    @property
-    def chosen(self) -> Place | None:
-        """Who gets the request first."""
-        return (self.route[0].worker, self.route[0].rank) if self.route else None
-
-    @property
-    def computing(self) -> str:
-        """The worker that computes the prompt; there is a route."""
-        return next(stage.worker for stage in self.route if stage.role != ENCODE)
+def decide(context: RoutingContext) -> RoutingDecision:
+    """Pick the target of each stage of one request."""
+    request = context.request
+    if context.mode == "direct" and not request.worker:
+        return refusal("worker_not_named")
+    if request.output:
+        return _decide_diffusion(context)
+    return _decide_media(context) if request.medium else _decide_tokens(context)
 
 
-class _Homes(NamedTuple):
-    """Who can be the home, column by column. ``moved``: blocks from a prefill worker; -1: it does everything itself."""
-
-    targets: list[RoutingTarget]
-    scores: list[float]
-    moved: list[int]
+# Tokens
 
 
-class RoutingContext:
-    """One decision: what is asked, and how to weigh and pick."""
+class _Pools(NamedTuple):
+    """The targets of a model by role."""
 
-    def __init__(
-        self,
-        request: RoutingRequest,
-        overlaps: Mapping[Place, int],
-        mode: Mode,
-        weights: Weights,
-        rng: Random,
-        turn: int,
-    ) -> None:
-        self.request = request
-        self.overlaps = overlaps
-        self.mode = mode
-        self.weights = weights
-        self._rng = rng
-        self._turn = turn
+    available: dict[str, list[RoutingTarget]]
+    rejected: Rejected
 
-    def overlap(self, target: RoutingTarget) -> int:
-        return self.overlaps.get(target.place, 0)
+    def full(self, role: str) -> list[RoutingTarget]:
+        return [target for target, reason in self.rejected if reason == "full" and target.registration.role == role]
 
-    def prefill(self, target: RoutingTarget) -> float:
-        if self.mode != "kv":
-            return busy(target)
-        return prefill_cost(self.request, target, self.overlap(target), self.weights) + target.load.active_blocks
-
-    def pick(self, scores: Sequence[float]) -> int:
-        if self.mode == "round_robin":
-            return self._turn % len(scores)
-        if self.mode == "random":
-            return self._rng.randrange(len(scores))
-        return _pick(scores, self.weights.temperature, self._rng)
-
-    def trusted(self, targets: list[RoutingTarget]) -> list[RoutingTarget]:
-        """Without those that failed this request, unless nobody else is left."""
-        if not self.request.avoid:
-            return targets
-        return [target for target in targets if target.place[0] not in self.request.avoid] or targets
-
-    def line(self, target: RoutingTarget, score: float, why: str = "", stage: str = "") -> Candidate:
-        load = target.load
-        worker, rank = target.place
-        return Candidate(
-            worker,
-            self.overlap(target),
-            load.active_blocks,
-            int(load.prefill_tokens),
-            load.sequences,
-            target.registration.slots,
-            score,
-            why,
-            rank,
-            stage,
-        )
+    def exists(self, role: str) -> bool:
+        """Whether a target of this role takes the request, now or once it is no longer full."""
+        return bool(self.available[role] or (self.rejected and self.full(role)))
 
 
-def decide(
-    request: RoutingRequest,
-    targets: Sequence[RoutingTarget],
-    overlaps: Mapping[Place, int],
-    mode: Mode,
-    weights: Weights,
-    rng: Random,
-    turn: int = 0,
+def _decide_tokens(context: RoutingContext, requirement: Requirement | None = None) -> RoutingDecision:
+    """One target for prefill and decode, or a pair."""
+    pools = _filter(context, requirement)
+    has_decode = pools.exists("decode")
+    targets = pools.available["aggregated"]
+    if has_decode:
+        targets = targets + pools.available["decode"]
+    if context.request.worker or not has_decode:
+        targets = targets + pools.available["prefill"]
+        prefills = None
+    else:
+        prefills = _prefill_pool(context, pools)
+    scored = _score(context, context.without_avoided(targets), prefills, pools.rejected)
+    if not scored.targets:
+        return no_target(context, pools.rejected)
+    at = context.pick(scored.scores)
+    if scored.transfer_blocks and scored.transfer_blocks[at] >= 0:
+        assert prefills is not None
+        return _pair(context, at, scored, prefills, pools.rejected)
+    return _single(context, at, scored, prefills, pools)
+
+
+def _filter(context: RoutingContext, requirement: Requirement | None) -> _Pools:
+    available: dict[str, list[RoutingTarget]] = {"aggregated": [], "prefill": [], "decode": []}
+    rejected: Rejected = []
+    request = context.request
+    for target in context.targets:
+        reason = rejection(request, target, requirement)
+        pool = available.get(target.registration.role)
+        if pool is None:
+            if reason == "encode_only":
+                rejected.append((target, reason))
+        elif not reason:
+            pool.append(target)
+        elif reason != "other_model":
+            rejected.append((target, reason))
+    return _Pools(available, rejected)
+
+
+def _prefill_pool(context: RoutingContext, pools: _Pools) -> PrefillPool | None:
+    """None: no prefill worker will ever take the request."""
+    if not pools.exists("prefill"):
+        return None
+
+    def cost(target: RoutingTarget) -> float:
+        if context.mode != "kv":
+            return utilization(target)
+        blocks = prefill_cost(context.request, target, context.overlap(target), context.weights)
+        return blocks + target.load.active_blocks
+
+    weight = context.weights.transfer if context.mode == "kv" else 0.0
+    available = context.without_avoided(pools.available["prefill"])
+    return PrefillPool(available, pools.full("prefill"), cost, weight)
+
+
+def _score(
+    context: RoutingContext, targets: list[RoutingTarget], prefills: PrefillPool | None, rejected: Rejected
+) -> ScoredTargets:
+    """Score every target; decode workers whose only partners are full move to ``rejected``."""
+    request, mode, weights, overlaps = context.request, context.mode, context.weights, context.overlaps
+    if prefills is None:
+        return ScoredTargets(targets, [score(request, t, overlaps.get(t.id, 0), mode, weights) for t in targets], [])
+    scored = ScoredTargets([], [], [])
+    for target in targets:
+        overlap, transfer_blocks, cost = overlaps.get(target.id, 0), -1, None
+        if (
+            target.registration.role == "decode"
+            and uncached_tokens(request, target, overlap) > weights.local_prefill_tokens
+        ):
+            transfer_blocks = request.prompt_blocks - min(overlap, request.prompt_blocks)
+            cost = prefills.cheapest(target.registration, transfer_blocks)
+            if cost is None and prefills.has_full_partner(target.registration):
+                rejected.append((target, "prefill_full"))
+                continue
+        if cost is None:
+            transfer_blocks, cost = -1, score(request, target, overlap, mode, weights)
+        else:
+            cost = cost + decode_cost(request, target, overlap) if mode == "kv" else utilization(target)
+        scored.targets.append(target)
+        scored.scores.append(cost)
+        scored.transfer_blocks.append(transfer_blocks)
+    return scored
+
+
+def _single(
+    context: RoutingContext, at: int, scored: ScoredTargets, prefills: PrefillPool | None, pools: _Pools
 ) -> RoutingDecision:
-    """Pick the places for one request.
-
-    Args:
-        targets: all places, in the order of ``Fleet.targets``.
-        overlaps: leading prompt blocks held, by place (``PrefixIndex.match``).
-        turn: requests placed before this one; round robin goes by it.
-    """
-    if mode == "direct" and not request.worker:
-        return _refusal("worker_not_named", ())
-    context = RoutingContext(request, overlaps, mode, weights, rng, turn)
-    if request.picture:
-        return _studio(context, targets)
-    return _with_media(context, targets) if request.medium else _place(context, targets)
+    target = scored.targets[at]
+    role = target.registration.role
+    return RoutingDecision(
+        (Stage(role, *target.id),),
+        table(context, [candidate(context, target, scored.scores[at])], at, scored, prefills, pools.rejected),
+        min(context.request.prompt_blocks, context.overlap(target)),
+        how=_explain_single(context, at, scored, pools),
+        kind="aggregated" if role == "aggregated" else "local",
+    )
 
 
-# Pictures
+def _pair(
+    context: RoutingContext, at: int, scored: ScoredTargets, prefills: PrefillPool, rejected: Rejected
+) -> RoutingDecision:
+    decode, blocks, prompt_blocks = scored.targets[at], scored.transfer_blocks[at], context.request.prompt_blocks
+    partners = prefills.partners(decode.registration, blocks)
+    prefill, cost = partners[context.pick([each.cost for each in partners])]
+    lines = [
+        candidate(context, prefill, cost, "", "prefill"),
+        candidate(context, decode, scored.scores[at], "", "decode"),
+    ]
+    path = describe_path(prefill.registration, decode.registration)
+    return RoutingDecision(
+        (Stage("prefill", *prefill.id), Stage("decode", *decode.id)),
+        table(context, lines, at, scored, prefills, rejected),
+        min(prompt_blocks, context.overlap(prefill)),
+        how=f"split: {blocks} of {prompt_blocks} blocks to compute, worth a transfer {path}",
+        kind="split",
+    )
 
 
-def _studio(context: RoutingContext, targets: Sequence[RoutingTarget]) -> RoutingDecision:
-    """A diffusion worker that is free: no cache, one request at a time, so one is as good as another."""
-    pool = [(target, excluded(context.request, target)) for target in targets]
-    shut = [(target, why) for target, why in pool if why and why != "other_model"]
-    open_ = context.trusted([target for target, why in pool if not why])
-    if not open_:
-        return _nobody(context, targets, shut)
-    scores = [busy(target) for target in open_]
-    at = context.pick(scores)
-    homes = _Homes(open_, scores, [])
-    lines = [context.line(open_[at], scores[at])]
-    role = open_[at].registration.role
-    return RoutingDecision((Stage(role, *open_[at].place),), _table(context, lines, at, homes, None, shut))
+def _explain_single(context: RoutingContext, at: int, scored: ScoredTargets, pools: _Pools) -> str:
+    """Why the route has a single stage; "" if no other route was possible."""
+    if context.request.worker:
+        return "the request names its worker"
+    has_decode, has_prefill = pools.exists("decode"), pools.exists("prefill")
+    if not has_decode and not has_prefill:
+        return ""
+    role = scored.targets[at].registration.role
+    if role == "prefill" or not has_decode:
+        return "no decode worker"
+    if role == "aggregated":
+        others = [s for t, s in zip(scored.targets, scored.scores, strict=True) if t.registration.role != role]
+        if not others:
+            return "aggregated: no other target has capacity"
+        return f"aggregated: score {scored.scores[at]:.1f}, the best other target {min(others):.1f}"
+    if not has_prefill:
+        return "no prefill worker"
+    tokens = uncached_tokens(context.request, scored.targets[at], context.overlap(scored.targets[at]))
+    limit = context.weights.local_prefill_tokens
+    if tokens <= limit:
+        return f"local: {tokens} tokens to compute, limit {limit}"
+    return "no prefill worker with a compatible KV transfer"
 
 
 # Media
 
 
-def _with_media(context: RoutingContext, targets: Sequence[RoutingTarget]) -> RoutingDecision:
-    """An encode worker in front of somebody who can take what it makes; without one, somebody with eyes."""
+def _decide_media(context: RoutingContext) -> RoutingDecision:
+    """An encode worker before a target that can receive its embeddings; otherwise a target with a vision model."""
     request = context.request
-    if any(target.registration.vision and request.names(target.registration) for target in targets):
-        return _place(context, targets, _sight)
-    anybody = msgspec.structs.replace(request, worker="")
-    pool = [(m, excluded(anybody, m)) for m in targets if m.registration.role == ENCODE and m.registration.transfer]
-    open_ = context.trusted([target for target, why in pool if not why])
-    if open_:
-        encoder, note = _encoder(context, open_)
-        decision = _place(context, targets, _reading_from(encoder.registration))
+    if any(target.registration.vision and request.names(target.registration) for target in context.targets):
+        return _decide_tokens(context, _vision_required)
+    unnamed = msgspec.structs.replace(request, worker="")
+    pool = [
+        (target, rejection(unnamed, target))
+        for target in context.targets
+        if target.registration.role == ENCODE and target.registration.transfer
+    ]
+    available = context.without_avoided([target for target, reason in pool if not reason])
+    if available:
+        encoder, note = _pick_encoder(context, available)
+        decision = _decide_tokens(context, _embeddings_required(encoder.registration))
         if decision.reason != "no_transfer":
-            return _behind(context, encoder, note, open_, decision) if decision.route else decision
-    elif any(why == "full" for _, why in pool):
-        return _refusal("full", tuple(context.line(target, 0.0, why, ENCODE) for target, why in pool))
-    return _place(context, targets, _sight)
+            return _prepend_encoder(context, encoder, note, available, decision) if decision.route else decision
+    elif any(reason == "full" for _, reason in pool):
+        return refusal("full", tuple(candidate(context, target, 0.0, reason, ENCODE) for target, reason in pool))
+    return _decide_tokens(context, _vision_required)
 
 
-def _encoder(context: RoutingContext, open_: list[RoutingTarget]) -> tuple[RoutingTarget, str]:
+def _pick_encoder(context: RoutingContext, available: list[RoutingTarget]) -> tuple[RoutingTarget, str]:
     if context.mode in ("kv", "direct"):
-        chosen, preferred = encoders.pick(context.request.medium, open_)
-        return chosen, "" if preferred else ", as the preferred one has too much to do"
-    return open_[context.pick([busy(target) for target in open_])], ""
+        chosen, preferred = encoders.pick(context.request.medium, available)
+        return chosen, "" if preferred else ", since the preferred one is overloaded"
+    return available[context.pick([utilization(target) for target in available])], ""
 
 
-def _behind(
-    context: RoutingContext, encoder: RoutingTarget, note: str, open_: list[RoutingTarget], decision: RoutingDecision
+def _prepend_encoder(
+    context: RoutingContext,
+    encoder: RoutingTarget,
+    note: str,
+    available: list[RoutingTarget],
+    decision: RoutingDecision,
 ) -> RoutingDecision:
-    """``decision`` with an encode worker in front."""
-    others = [context.line(target, busy(target), "", ENCODE) for target in open_ if target is not encoder]
+    others = [
+        candidate(context, target, utilization(target), "", ENCODE) for target in available if target is not encoder
+    ]
     stages = len(decision.route)
-    lines = (context.line(encoder, busy(encoder), "", ENCODE), *decision.candidates[:stages], *others[:3])
-    how = f"media through {encoder.place[0]}{note}"
+    first = candidate(context, encoder, utilization(encoder), "", ENCODE)
+    lines = (first, *decision.candidates[:stages], *others[:3], *decision.candidates[stages:])
+    how = f"media through {encoder.id[0]}{note}"
     return msgspec.structs.replace(
         decision,
-        route=(Stage(ENCODE, *encoder.place), *decision.route),
-        candidates=(*lines, *decision.candidates[stages:])[:STORED_CANDIDATES],
+        route=(Stage(ENCODE, *encoder.id), *decision.route),
+        candidates=lines[:STORED_CANDIDATES],
         how=f"{decision.how}; {how}" if decision.how else how,
     )
 
 
-def _reading_from(encoder: Registration) -> Need:
+def _embeddings_required(encoder: Registration) -> Requirement:
+    """The worker must be able to receive embeddings from ``encoder``."""
     assert encoder.transfer is not None
     backend, pool = encoder.transfer.backend, encoder.transfer.pools.get("embeds")
 
-    def need(registration: Registration) -> str:
+    def requirement(registration: Registration) -> str:
         endpoint = registration.transfer
         if endpoint is None or endpoint.backend != backend:
             return "no_transfer"
         own = endpoint.pools.get("embeds")
         return "no_transfer" if own is not None and pool is not None and own.layout != pool.layout else ""
 
-    return need
+    return requirement
 
 
-def _sight(registration: Registration) -> str:
-    """A worker that has a pool for embeddings waits for an encode worker: there will be one (again)."""
+def _vision_required(registration: Registration) -> str:
+    """A worker with a pool for embeddings waits for an encode worker, which is expected to come (back)."""
     if registration.vision:
         return ""
-    return (
-        "no_encoder" if registration.transfer is not None and "embeds" in registration.transfer.pools else "no_vision"
-    )
+    has_pool = registration.transfer is not None and "embeds" in registration.transfer.pools
+    return "no_encoder" if has_pool else "no_vision"
 
 
-# Prompt and answer
+# Diffusion
 
 
-class _Pools(NamedTuple):
-    """The places of a model by what they can do for the request."""
-
-    open: dict[str, list[RoutingTarget]]  # by role
-    shut: list[tuple[RoutingTarget, str]]  # and why
-
-    def full(self, role: str) -> list[RoutingTarget]:
-        return [target for target, why in self.shut if why == "full" and target.registration.role == role]
-
-    def pool(self, role: str) -> bool:
-        """Whether anybody of a role will ever take the request."""
-        return bool(self.open[role] or (self.shut and self.full(role)))
-
-
-def _place(context: RoutingContext, targets: Sequence[RoutingTarget], need: Need | None = None) -> RoutingDecision:
-    """The worker that does everything, or the pair."""
-    pools = _sorted(context.request, targets, need)
-    decodes = pools.pool("decode")
-    candidates = pools.open["aggregated"]
-    if decodes:
-        candidates = candidates + pools.open["decode"]
-    if context.request.worker or not decodes:
-        candidates = candidates + pools.open["prefill"]
-        partners = None
-    else:
-        partners = _partners(context, pools)
-    homes = _homes(context, context.trusted(candidates), partners, pools.shut)
-    if not homes.targets:
-        return _nobody(context, targets, pools.shut)
-    at = context.pick(homes.scores)
-    if homes.moved and homes.moved[at] >= 0:
-        assert partners is not None
-        return _paired(context, at, homes, partners, pools.shut)
-    return _alone(context, at, homes, partners, pools)
-
-
-def _sorted(request: RoutingRequest, targets: Sequence[RoutingTarget], need: Need | None) -> _Pools:
-    open_: dict[str, list[RoutingTarget]] = {"aggregated": [], "prefill": [], "decode": []}
-    shut: list[tuple[RoutingTarget, str]] = []
-    for target in targets:
-        why = excluded(request, target, need)
-        pool = open_.get(target.registration.role)
-        if pool is None:
-            if why == "encode_only":
-                shut.append((target, why))
-        elif not why:
-            pool.append(target)
-        elif why != "other_model":
-            shut.append((target, why))
-    return _Pools(open_, shut)
-
-
-def _partners(context: RoutingContext, pools: _Pools) -> Partners | None:
-    """The prefill workers, if any will ever take the request."""
-    if not pools.pool("prefill"):
-        return None
-    weight = context.weights.transfer if context.mode == "kv" else 0.0
-    return Partners(context.trusted(pools.open["prefill"]), pools.full("prefill"), context.prefill, weight)
-
-
-def _homes(
-    context: RoutingContext,
-    targets: list[RoutingTarget],
-    partners: Partners | None,
-    shut: list[tuple[RoutingTarget, str]],
-) -> _Homes:
-    """Every target with its score; decode workers that need a prefill worker which is full go to ``shut``."""
-    request, mode, weights, overlaps = context.request, context.mode, context.weights, context.overlaps
-    if partners is None:
-        return _Homes(targets, [score(request, m, overlaps.get(m.place, 0), mode, weights) for m in targets], [])
-    homes = _Homes([], [], [])
-    for target in targets:
-        overlap, moved, cost = overlaps.get(target.place, 0), -1, None
-        alone = target.registration.role != "decode"
-        if not alone and uncached_tokens(request, target, overlap) > weights.local_prefill_tokens:
-            moved = request.prompt_blocks - min(overlap, request.prompt_blocks)
-            cost = partners.cheapest(target.registration, moved)
-            if cost is None and partners.will_be(target.registration):
-                shut.append((target, "prefill_full"))
-                continue
-        if cost is None:
-            moved, cost = -1, score(request, target, overlap, mode, weights)
-        else:
-            cost = cost + burden(request, target, overlap) if mode == "kv" else busy(target)
-        homes.targets.append(target)
-        homes.scores.append(cost)
-        homes.moved.append(moved)
-    return homes
-
-
-def _alone(
-    context: RoutingContext, at: int, homes: _Homes, partners: Partners | None, pools: _Pools
-) -> RoutingDecision:
-    target = homes.targets[at]
-    role = target.registration.role
-    return RoutingDecision(
-        (Stage(role, *target.place),),
-        _table(context, [context.line(target, homes.scores[at])], at, homes, partners, pools.shut),
-        min(context.request.prompt_blocks, context.overlap(target)),
-        how=_why_alone(context, at, homes, pools),
-        kind="aggregated" if role == "aggregated" else "local",
-    )
-
-
-def _paired(
-    context: RoutingContext, at: int, homes: _Homes, partners: Partners, shut: list[tuple[RoutingTarget, str]]
-) -> RoutingDecision:
-    decode, moved, prompt_blocks = homes.targets[at], homes.moved[at], context.request.prompt_blocks
-    scored = partners.of(decode.registration, moved)
-    source, cost = scored[context.pick([each.cost for each in scored])]
-    lines = [context.line(source, cost, "", "prefill"), context.line(decode, homes.scores[at], "", "decode")]
-    return RoutingDecision(
-        (Stage("prefill", *source.place), Stage("decode", *decode.place)),
-        _table(context, lines, at, homes, partners, shut),
-        min(prompt_blocks, context.overlap(source)),
-        how=f"split: {moved} of {prompt_blocks} blocks to compute, worth a transfer "
-        + way(source.registration, decode.registration),
-        kind="split",
-    )
-
-
-def _why_alone(context: RoutingContext, at: int, homes: _Homes, pools: _Pools) -> str:
-    """In words; nothing where there is nothing to decide."""
-    if context.request.worker:
-        return "the request names its worker"
-    decodes, prefills = pools.pool("decode"), pools.pool("prefill")
-    if not decodes and not prefills:
-        return ""
-    role = homes.targets[at].registration.role
-    if role == "prefill" or not decodes:
-        return "no decode worker"
-    if role == "aggregated":
-        others = [s for m, s in zip(homes.targets, homes.scores, strict=True) if m.registration.role != role]
-        if not others:
-            return "aggregated: no other place has room"
-        return f"aggregated: score {homes.scores[at]:.1f}, the best other place {min(others):.1f}"
-    if not prefills:
-        return "no prefill worker"
-    tokens = uncached_tokens(context.request, homes.targets[at], context.overlap(homes.targets[at]))
-    limit = context.weights.local_prefill_tokens
-    if tokens <= limit:
-        return f"local: {tokens} tokens to compute, limit {limit}"
-    return "no prefill worker that it can take blocks from"
-
-
-def _nobody(
-    context: RoutingContext, targets: Sequence[RoutingTarget], shut: list[tuple[RoutingTarget, str]]
-) -> RoutingDecision:
-    lines = tuple(context.line(target, 0.0, why) for target, why in shut[:STORED_CANDIDATES])
-    if context.request.worker and not any(context.request.names(target.registration) for target in targets):
-        return _refusal("unknown_worker", lines)
-    return _refusal(common_reason({why for _, why in shut}), lines)
-
-
-def _refusal(reason: str, lines: tuple[Candidate, ...]) -> RoutingDecision:
-    return RoutingDecision((), lines[:STORED_CANDIDATES], 0, reason, verdict(reason))
-
-
-def _pick(scores: Sequence[float], temperature: float, rng: Random) -> int:
-    best = min(scores)
-    if temperature <= 0:
-        ties = [at for at, value in enumerate(scores) if value - best <= TIE]
-        return ties[0] if len(ties) == 1 else rng.choice(ties)
-    scale = (max(scores) - best) * temperature
-    if scale <= 0:
-        return rng.randrange(len(scores))
-    return rng.choices(range(len(scores)), [exp((best - value) / scale) for value in scores])[0]
-
-
-def _table(
-    context: RoutingContext,
-    lines: list[Candidate],
-    at: int,
-    homes: _Homes,
-    partners: Partners | None,
-    shut: list[tuple[RoutingTarget, str]],
-) -> tuple[Candidate, ...]:
-    """The score table: the chosen, the best other homes and prefill workers, the excluded; cut to what is stored."""
-    targets, scores, moved = homes
-    others = []
-    if partners is not None:
-        chosen = (lines[0].worker, lines[0].rank)
-        others = sorted([each for each in partners.scored if each.target.place != chosen], key=lambda each: each.cost)
-    order = sorted(range(len(targets)), key=scores.__getitem__)
-    order.remove(at)
-    room = STORED_CANDIDATES - len(lines)
-    for i in order[: max(room - len(others), (room + 1) // 2)]:
-        lines.append(context.line(targets[i], scores[i], "", "decode" if moved and moved[i] >= 0 else ""))
-    for each in others[: STORED_CANDIDATES - len(lines)]:
-        lines.append(context.line(each.target, each.cost, "", "prefill"))
-    for target, why in shut[: STORED_CANDIDATES - len(lines)]:
-        role = target.registration.role
-        lines.append(context.line(target, 0.0, why, "" if role == "aggregated" else role))
-    return tuple(lines)
-
-
-__all__ = [
-    "STORED_CANDIDATES",
-    "Mode",
-    "RoutingDecision",
-    "RoutingRequest",
-    "Weights",
-    "decide",
-    "excluded",
-    "explained",
-    "score",
-]
+def _decide_diffusion(context: RoutingContext) -> RoutingDecision:
+    """Any idle diffusion worker: it runs one request at a time and has no prefix cache."""
+    pool = [(target, rejection(context.request, target)) for target in context.targets]
+    rejected = [(target, reason) for target, reason in pool if reason and reason != "other_model"]
+    available = context.without_avoided([target for target, reason in pool if not reason])
+    if not available:
+        return no_target(context, rejected)
+    scores = [utilization(target) for target in available]
+    at = context.pick(scores)
+    scored = ScoredTargets(available, scores, [])
+    lines = [candidate(context, available[at], scores[at])]
+    role = available[at].registration.role
+    return RoutingDecision((Stage(role, *available[at].id),), table(context, lines, at, scored, None, rejected))

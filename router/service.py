@@ -26,13 +26,15 @@ from infra.bus.publisher import Ack, Publisher
 from infra.bus.puller import ACK, IN_PROGRESS, NAK, TERM, Puller
 from router import terminal_events
 from router.cluster_state import ClusterState
+from router.filters import describe
 from router.holders import keys_view
 from router.job_retention import Keeping
-from router.load_tracker import ENCODE, Unfinished
+from router.load import ENCODE, ActiveRequest
 from router.metrics import Metrics
-from router.policy import RoutingDecision, RoutingRequest, Weights, decide, explained
+from router.policy import decide
 from router.queue import QueueEntry, RequestQueue
 from router.recovery import Orphan, recover
+from router.routing import RoutingContext, RoutingDecision, RoutingRequest, Weights
 from router.stragglers import Stragglers
 from schemas import done, jobs, requests, wire
 from schemas.errors import Code, ServingError
@@ -284,7 +286,7 @@ class Router:
         keys = keys_view(request.digests)
         decision = self._choose(pending, keys, now_ns)
         if decision.code is not None:
-            self._end(pending, decision.code, f"no worker can ever run this request: {explained(decision.reason)}")
+            self._end(pending, decision.code, f"no worker can ever run this request: {describe(decision.reason)}")
             return True
         if not decision.route:
             self._wait(pending)
@@ -304,20 +306,22 @@ class Router:
             avoid=self.cluster.suspects(),
             resumed_tokens=pending.resumed_tokens,
             medium=request.media[0].digest if request.media else b"",
-            picture=request.diffusion.kind if request.diffusion is not None else "",
+            output=request.diffusion.kind if request.diffusion is not None else "",
             processors=_processors(request),
             revision=self._revision_for(pending),
             tokenizer=request.tokenizer,
         )
         self._turn += 1
         return decide(
-            routing_request,
-            self.cluster.tracker.targets(now_ns, request.model),
-            self.cluster.overlaps(keys) if not _computes_all(pending) else {},
-            self._settings.mode,
-            self._weights,
-            self._rng,
-            self._turn,
+            RoutingContext(
+                routing_request,
+                self.cluster.tracker.targets(now_ns, request.model),
+                self.cluster.overlaps(keys) if not _computes_all(pending) else {},
+                self._settings.mode,
+                self._weights,
+                self._rng,
+                self._turn,
+            )
         )
 
     def _revision_for(self, pending: PendingRequest) -> str | None:
@@ -365,7 +369,7 @@ class Router:
     ) -> None:
         """Publish the job to its first worker; the request is acknowledged only after the job is stored."""
         request, attempt, route, first = pending.request, pending.attempt, decision.route, decision.route[0]
-        computing = self.cluster.tracker.worker(decision.computing)
+        computing = self.cluster.tracker.worker(decision.prefill_worker)
         assert computing is not None
         prompt_tokens = len(request.prompt) // 4
         cached = decision.overlap_blocks * computing.block_size
@@ -399,8 +403,7 @@ class Router:
             logprobs=pending.logprobs,
             scores=pending.scores,
         )
-        self.cluster.placed(request, attempt, route, cached, keys, now_ns)
-        load = jobs.load_header(
+        load = jobs.LoadHeader(
             prompt_tokens,
             cached,
             request.gateway,
@@ -409,12 +412,13 @@ class Router:
             request.n,
             route if len(route) > 1 or first.rank else (),
         )
+        self.cluster.placed(request, attempt, route, load, keys, now_ns)
         try:
             acknowledged = await self._publisher.send(
                 self._bus.subjects.work(first.role, first.worker),
                 wire.encode(job),
                 f"{request.id}:{attempt}",
-                headers={HEADER_LOAD: load},
+                headers={HEADER_LOAD: jobs.load_header(*load)},
             )
         except ServingError as failure:  # too large for a message, with all that was streamed so far
             self.cluster.tracker.release(request.id, attempt)
@@ -447,7 +451,7 @@ class Router:
     async def _pump(self) -> None:
         """Place who waits: who is next of all lanes first, and in each lane until one finds no room."""
         self._pump_due = False
-        lanes = self._queue.lanes if self.cluster.any_room() else []
+        lanes = self._queue.lanes if self.cluster.has_capacity() else []
         heads = [(turn, lane) for lane in lanes if (turn := self._queue.turn(lane)) is not None]
         heapq.heapify(heads)
         while heads:
@@ -526,13 +530,13 @@ class Router:
 
     # --- what dead workers leave behind ---
 
-    def _on_lost(self, worker: str, why: str, orphans: list[Unfinished]) -> None:
+    def _on_lost(self, worker: str, why: str, orphans: list[ActiveRequest]) -> None:
         log.warning("worker_lost", worker=worker, why=why, requests=len(orphans))
         self._metrics.lost.inc()
         if orphans:
             self._spawn(self._recover_requests(orphans, "worker_lost"), f"recover-{worker}")
 
-    def _on_stranded(self, entry: Unfinished) -> None:
+    def _on_stranded(self, entry: ActiveRequest) -> None:
         """An attempt is at a worker, or goes to one, that is known to be gone."""
         self._spawn(self._recover_requests([entry], "worker_lost"), f"recover-{entry.request}")
 
@@ -545,9 +549,9 @@ class Router:
         if entry is not None and entry.attempt == attempt:
             self._spawn(self._recover_requests([entry], reason), f"recover-{request_id}")
 
-    def _pending_returns(self, now: float) -> dict[str, list[Unfinished]]:
+    def _pending_returns(self, now: float) -> dict[str, list[ActiveRequest]]:
         """By reason: returns that came before their job was known, or whose rescue failed."""
-        found: dict[str, list[Unfinished]] = {}
+        found: dict[str, list[ActiveRequest]] = {}
         for request_id, (attempt, reason, since) in list(self._returned_attempts.items()):
             entry = self.cluster.tracker.request(request_id)
             if entry is not None and entry.attempt == attempt:
@@ -566,7 +570,7 @@ class Router:
             for reason, entries in self._pending_returns(time.monotonic()).items():
                 await self._recover_requests(entries, reason)
 
-    async def _recover_requests(self, lost: list[Unfinished], reason: str) -> None:
+    async def _recover_requests(self, lost: list[ActiveRequest], reason: str) -> None:
         """Steer unfinished requests again, behind the tokens that they have streamed."""
         fresh = [entry for entry in lost if (entry.request, entry.attempt) not in self._recovering]
         if not fresh:
@@ -622,7 +626,7 @@ class Router:
             self.cluster.tracker.end_attempt(orphan.request_id, orphan.attempt)
             await self._place(pending)
 
-    async def _revoke(self, entry: Unfinished) -> None:
+    async def _revoke(self, entry: ActiveRequest) -> None:
         """Spare a worker that lives the rest of an attempt that is void, since another one of its route is lost."""
         holder = self.cluster.tracker.worker(entry.worker)
         if holder is None or not entry.later:
@@ -643,7 +647,7 @@ class Router:
         while True:
             await asyncio.sleep(KEEP_S)
             try:
-                await self._keeping.look(self.cluster.tracker.unfinished())
+                await self._keeping.look(self.cluster.tracker.active())
             except ServingError as error:
                 log.warning("jobs_not_kept", error=error.message)
             try:

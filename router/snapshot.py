@@ -11,7 +11,7 @@ from nats.errors import Error as NatsError
 from nats.js.errors import Error as JetStreamError
 
 from infra.bus.connection import Bus
-from router.load_tracker import LoadState, merge
+from router.load import LoadState, merge
 from schemas import wire
 
 log = structlog.get_logger("router")

@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 from router.holders import keys_view
 from router.index import PrefixIndex
-from router.load_tracker import Load, RoutingTarget
-from router.policy import RoutingRequest, Weights, decide
+from router.load import Load, RoutingTarget
+from router.policy import decide
+from router.routing import RoutingContext, RoutingRequest, Weights
 from schemas.fleet import Registration
 from schemas.kv import KvBatch, Removed, Stored
 
@@ -122,8 +123,8 @@ def decision_figures() -> None:
             )
             for w in range(workers)
         ]
-        overlaps = {target.place: w for w, target in enumerate(targets)}
-        cost = microseconds(lambda m=targets, o=overlaps: decide(request, m, o, "kv", Weights(), rng))  # type: ignore[misc]
+        overlaps = {target.id: w for w, target in enumerate(targets)}
+        cost = microseconds(lambda m=targets, o=overlaps: decide(RoutingContext(request, m, o, "kv", Weights(), rng)))  # type: ignore[misc]
         print(f"decide, {workers} workers: {cost:.1f} µs")
 
 

@@ -42,7 +42,7 @@ class Routing:
     @property
     def unfinished(self) -> dict[str, tuple[int, str]]:
         """Attempt and worker by request."""
-        return {entry.request: (entry.attempt, entry.worker) for entry in self.router.cluster.tracker.unfinished()}
+        return {entry.request: (entry.attempt, entry.worker) for entry in self.router.cluster.tracker.active()}
 
     def metric(self, name: str) -> float:
         return self.registry.get_sample_value(name) or 0.0

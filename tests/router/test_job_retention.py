@@ -14,6 +14,7 @@ from infra.bus.direct_get import Entry, get, read
 from infra.bus.publisher import Publisher
 from router.job_retention import Keeping, stages
 from router.load_tracker import LoadTracker
+from schemas.jobs import LoadHeader
 from schemas.streams import StreamSpec, topology
 from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, KEPT, Subjects
 
@@ -107,18 +108,17 @@ async def test_unfinished_jobs_that_fill_the_stream_stop_new_work_and_are_not_co
 
 
 def test_a_copy_tells_where_the_job_is_and_changes_nothing_else() -> None:
-    fleet = LoadTracker()
-    fleet.admit(
-        "r", 2, "w1", prompt_tokens=64, cached_tokens=0, deadline_ns=10, now_ns=0, echo=True, seq=5, role="aggregated"
-    )
-    before = fleet.request("r")
+    tracker = LoadTracker()
+    load = LoadHeader(64, 0, "", 10, "")
+    tracker.admit("r", 2, "w1", load, now_ns=0, echoed=True, seq=5, role="aggregated")
+    before = tracker.request("r")
     assert before is not None
-    assert fleet.republished("r", 2, 9)
-    assert fleet.request("r") == msgspec.structs.replace(before, seq=9)
-    assert fleet.republished("r", 1, 11)  # of an attempt that is over
-    assert fleet.republished("r", 2, 7)  # older than what is known
-    assert fleet.request("r") == msgspec.structs.replace(before, seq=9)
-    assert not fleet.republished("unknown", 1, 3)
+    assert tracker.set_seq("r", 2, 9)
+    assert tracker.request("r") == msgspec.structs.replace(before, seq=9)
+    assert tracker.set_seq("r", 1, 11)  # of an attempt that is over
+    assert tracker.set_seq("r", 2, 7)  # older than what is known
+    assert tracker.request("r") == msgspec.structs.replace(before, seq=9)
+    assert not tracker.set_seq("unknown", 1, 3)
 
 
 def test_a_copy_s_name_is_the_job_s_own_and_a_mark() -> None:

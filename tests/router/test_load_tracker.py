@@ -1,14 +1,16 @@
 """The fleet's load is a fold of two logs that have no common order and repeat themselves."""
 
 import random
+from typing import Any
 
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.load_tracker import CLOSED_REMEMBERED, Load, LoadState, LoadTracker, merge
+from router.load import Load, LoadState, merge
+from router.load_tracker import CLOSED_REMEMBERED, LoadTracker
 from schemas.fleet import Registration, State
-from schemas.jobs import Stage
+from schemas.jobs import LoadHeader, Stage
 
 SECOND = 1_000_000_000
 WORKERS = ("a", "b")
@@ -26,9 +28,21 @@ def fleet(rate: float = 1000.0) -> LoadTracker:
     return made
 
 
-def admit(f: LoadTracker, request: str, attempt: int = 1, worker: str = "a", **more: object) -> bool:
-    fields: dict[str, object] = {"prompt_tokens": 100, "cached_tokens": 0, "deadline_ns": 600 * SECOND, "now_ns": 0}
-    return f.admit(request, attempt, worker, **(fields | more))  # type: ignore[arg-type]
+def admit(
+    f: LoadTracker,
+    request: str,
+    attempt: int = 1,
+    worker: str = "a",
+    *,
+    prompt_tokens: int = 100,
+    cached_tokens: int = 0,
+    deadline_ns: int = 600 * SECOND,
+    n: int = 1,
+    route: tuple[Stage, ...] = (),
+    **more: Any,
+) -> bool:
+    load = LoadHeader(prompt_tokens, cached_tokens, "", deadline_ns, "", n, route)
+    return f.admit(request, attempt, worker, load, **{"now_ns": 0} | more)
 
 
 WORK = st.tuples(st.just("work"), st.sampled_from("rst"), st.integers(1, 3))
@@ -42,7 +56,7 @@ def test_order_and_repetition_of_the_log_do_not_matter(events: list[tuple[str, s
         f = fleet()
         for kind, request, attempt in log:
             if kind == "work":  # the worker is a function of the attempt: message ids see to that
-                admit(f, request, attempt, WORKERS[attempt % 2], n=attempt, echo=True)
+                admit(f, request, attempt, WORKERS[attempt % 2], n=attempt, echoed=True)
             elif kind == "done":
                 f.finish(request)
             else:
@@ -52,18 +66,18 @@ def test_order_and_repetition_of_the_log_do_not_matter(events: list[tuple[str, s
     shuffled = events + rng.choices(events, k=3) if events else []
     rng.shuffle(shuffled)
     one, two = fold(events), fold(shuffled)
-    assert {e.request: e for e in one.unfinished()} == {e.request: e for e in two.unfinished()}
+    assert {e.request: e for e in one.active()} == {e.request: e for e in two.active()}
     for f in (one, two):
         done = {request for kind, request, _ in events if kind == "done"}
-        assert done.isdisjoint(e.request for e in f.unfinished())
+        assert done.isdisjoint(e.request for e in f.active())
         for worker in WORKERS:
-            mine = [e for e in f.unfinished() if e.worker == worker]
+            mine = [e for e in f.active() if e.worker == worker]
             load = f.load((worker, 0), 0)
             assert (load.requests, load.sequences) == (len(mine), sum(e.n for e in mine))
             assert load.active_blocks == sum(e.blocks for e in mine)
-            assert f.room(worker) == max(0, 6 - load.sequences)
-            assert f.unfinished_of(worker) == sorted(mine, key=lambda e: f.unfinished_of(worker).index(e))
-    for entry in one.unfinished():
+            assert f.capacity(worker) == max(0, 6 - load.sequences)
+            assert f.active_at(worker) == sorted(mine, key=lambda e: f.active_at(worker).index(e))
+    for entry in one.active():
         one.finish(entry.request)
     assert one.load(("a", 0), 0) == one.load(("b", 0), 0) == Load(), "nothing leaks"
 
@@ -71,35 +85,35 @@ def test_order_and_repetition_of_the_log_do_not_matter(events: list[tuple[str, s
 def test_an_own_decision_and_its_echo_count_once() -> None:
     f = fleet()
     assert admit(f, "r", cached_tokens=64)
-    assert not admit(f, "r", cached_tokens=64, echo=True)
+    assert not admit(f, "r", cached_tokens=64, echoed=True)
     assert f.load(("a", 0), 0) == Load(1, 1, 2, 36.0)
 
 
 def test_the_log_overrules_a_decision_that_lost_the_race() -> None:
     f = fleet()
     admit(f, "r", worker="a")
-    assert admit(f, "r", worker="b", echo=True)
+    assert admit(f, "r", worker="b", echoed=True)
     assert not admit(f, "r", worker="a"), "too late"
     assert f.load(("a", 0), 0) == Load()
-    assert [e.request for e in f.unfinished_of("b")] == ["r"]
+    assert [e.request for e in f.active_at("b")] == ["r"]
 
 
 def test_a_later_attempt_leaves_the_earlier_worker_and_an_earlier_one_changes_nothing() -> None:
     f = fleet()
     admit(f, "r", 1, "a")
     admit(f, "r", 2, "b")
-    assert not admit(f, "r", 1, "a", echo=True)
+    assert not admit(f, "r", 1, "a", echoed=True)
     assert f.end_attempt("r", 1) is None
-    assert f.unfinished_of("a") == []
-    assert [e.attempt for e in f.unfinished_of("b")] == [2]
+    assert f.active_at("a") == []
+    assert [e.attempt for e in f.active_at("b")] == [2]
 
 
 def test_what_ended_before_it_was_heard_of_is_never_counted() -> None:
     f = fleet()
     f.finish("r")
     f.end_attempt("s", 1)
-    assert not admit(f, "r", 1, echo=True)
-    assert not admit(f, "s", 1, echo=True)
+    assert not admit(f, "r", 1, echoed=True)
+    assert not admit(f, "s", 1, echoed=True)
     assert f.ended("r")
     assert not f.ended("s")
     assert admit(f, "s", 2)
@@ -113,13 +127,13 @@ def test_the_requests_of_a_lost_worker_are_known_until_they_are_steered_again() 
     admit(f, "r", worker="a", deadline_ns=10 * SECOND)
     admit(f, "s", worker="a", deadline_ns=20 * SECOND)
     assert [e.request for e in f.remove_worker("a")] == ["r", "s"]
-    assert f.room("a") == 0
-    assert [m.place for m in f.targets(0, "m")] == [("b", 0)]
+    assert f.capacity("a") == 0
+    assert [m.id for m in f.targets(0, "m")] == [("b", 0)]
     admit(f, "r", 2, "b")
     assert [e.request for e in f.orphans()] == ["s"]
     assert [e.request for e in f.expire(25 * SECOND, 5 * SECOND)] == ["s"]
     assert f.orphans() == []
-    assert not admit(f, "s", 1, echo=True), "a late echo does not bring it back"
+    assert not admit(f, "s", 1, echoed=True), "a late echo does not bring it back"
 
 
 def test_prefill_drains_with_time_and_never_exceeds_what_is_unfinished() -> None:
@@ -137,7 +151,7 @@ def test_prefill_drains_with_time_and_never_exceeds_what_is_unfinished() -> None
 def test_another_router_goes_on_from_the_state() -> None:
     f = fleet()
     admit(f, "r", cached_tokens=32, now_ns=SECOND, n=2)
-    admit(f, "s", worker="b", rank=1)
+    admit(f, "s", worker="b", route=(Stage("aggregated", "b", 1),))
     f.finish("gone")
     stored = msgspec.msgpack.decode(msgspec.msgpack.encode(merge(f.parts(1))), type=LoadState)
     g = LoadTracker.restore(stored, f.workers(), 1000.0)
@@ -153,11 +167,12 @@ def test_a_worker_is_found_by_alias_with_one_member_per_rank() -> None:
     f = LoadTracker()
     assert f.put_worker(registered("w", aliases=("other",), dp_size=2))
     assert not f.put_worker(registered("w", aliases=("other",), dp_size=2))
-    assert [m.place for m in f.targets(0, "other")] == [("w", 0), ("w", 1)]
+    assert [m.id for m in f.targets(0, "other")] == [("w", 0), ("w", 1)]
     assert f.targets(0, "unknown") == []
-    assert f.total_room("m") == 12
+    assert f.has_capacity()
     f.put_worker(registered("w", state=State.draining))
-    assert f.total_room("m") == f.room("w") == 0
+    assert f.capacity("w") == 0
+    assert not f.has_capacity()
 
 
 # -- routes -------------------------------------------------------------------------------------------------------
@@ -185,7 +200,8 @@ def heard(f: LoadTracker, step: Step) -> None:
         elif kind == "work":
             route = ROUTES[attempt][len(ROUTES[attempt]) - left :]
             handed = route[0].role == "decode" and len(ROUTES[attempt]) > 1
-            admit(f, request, attempt, route[0].worker, route=route, handed=handed, echo=True, seq=10 * attempt - left)
+            seq = 10 * attempt - left
+            admit(f, request, attempt, route[0].worker, route=route, handed=handed, echoed=True, seq=seq)
 
 
 @settings(max_examples=300, deadline=None)
@@ -197,7 +213,7 @@ def test_order_and_repetition_do_not_matter_for_requests_with_stages(events: lis
     for f, log in ((one, events), (two, shuffled)):
         for step in log:
             heard(f, step)
-    assert {e.request: e for e in one.unfinished()} == {e.request: e for e in two.unfinished()}
+    assert {e.request: e for e in one.active()} == {e.request: e for e in two.active()}
     for place in PLACES:
         first, second = one.load(place, 0), two.load(place, 0)
         assert (first.requests, first.sequences, first.active_blocks) == (
@@ -205,15 +221,15 @@ def test_order_and_repetition_do_not_matter_for_requests_with_stages(events: lis
             second.sequences,
             second.active_blocks,
         )
-        owed = [share for e in one.unfinished() for share in e.shares() if share.place == place]
+        owed = [share for e in one.active() for share in e.stage_loads() if share.target_id == place]
         assert first.sequences == sum(share.sequences for share in owed)
         assert first.active_blocks == sum(share.blocks for share in owed)
-        assert first.prefill_tokens <= sum(share.uncached for share in owed)
+        assert first.prefill_tokens <= sum(share.uncached_tokens for share in owed)
     again = LoadTracker.restore(msgspec.msgpack.decode(msgspec.msgpack.encode(merge(one.parts(2))), type=LoadState))
     assert merge(again.parts()) == merge(one.parts())
-    for entry in one.unfinished():
+    for entry in one.active():
         assert entry.seq == 10 * entry.attempt - 1 - len(entry.later)
-        assert all(entry in one.unfinished_of(stage.worker) for stage in entry.stages)
+        assert all(entry in one.active_at(stage.worker) for stage in entry.stages)
         one.finish(entry.request)
     assert all(one.load(place, 0) == Load() for place in PLACES), "nothing leaks"
     assert merge(one.parts()).backlogs == ()
@@ -227,15 +243,15 @@ def test_a_request_counts_at_every_stage_that_is_before_it() -> None:
     assert f.load(("e", 0), 0) == Load(1, 1, 0, 0.0)
     assert f.load(("p", 0), 0) == Load(1, 2, 3, 68.0)
     assert f.load(("d", 0), 0) == Load(1, 2, 4, 0.0), "all of its blocks, and none of its prefill"
-    assert f.room("d") == 4
-    assert not admit(f, "r", worker="e", route=(E, P, D), n=2, cached_tokens=32, echo=True, seq=5)
-    assert admit(f, "r", worker="p", route=(P, D), n=2, cached_tokens=32, echo=True, seq=6)
+    assert f.capacity("d") == 4
+    assert not admit(f, "r", worker="e", route=(E, P, D), n=2, cached_tokens=32, echoed=True, seq=5)
+    assert admit(f, "r", worker="p", route=(P, D), n=2, cached_tokens=32, echoed=True, seq=6)
     assert f.load(("e", 0), 0) == Load()
     assert f.load(("p", 0), 0) == Load(1, 2, 3, 68.0)
-    assert admit(f, "r", worker="d", route=(D,), n=2, handed=True, echo=True, seq=9)
+    assert admit(f, "r", worker="d", route=(D,), n=2, handed=True, echoed=True, seq=9)
     assert f.load(("p", 0), 0) == Load()
     assert f.load(("d", 0), 0) == Load(1, 2, 4, 0.0)
-    assert not admit(f, "r", worker="p", route=(P, D), n=2, echo=True, seq=6), "an echo that is late"
+    assert not admit(f, "r", worker="p", route=(P, D), n=2, echoed=True, seq=6), "an echo that is late"
     entry = f.request("r")
     assert entry is not None
     assert (entry.worker, entry.seq, entry.later, entry.role) == ("d", 9, (), "decode")
@@ -245,11 +261,11 @@ def test_whoever_loses_a_later_worker_loses_the_attempt_and_an_earlier_one_does_
     f = fleet()
     for worker, role in (("p", "prefill"), ("d", "decode"), ("c", "decode")):
         f.put_worker(registered(worker, role=role))
-    admit(f, "r", worker="p", route=(P, D), echo=True)
-    admit(f, "s", worker="p", route=(P, C), echo=True)
+    admit(f, "r", worker="p", route=(P, D), echoed=True)
+    admit(f, "s", worker="p", route=(P, C), echoed=True)
     assert [e.request for e in f.remove_worker("d")] == ["r"]
     assert [e.request for e in f.orphans()] == ["r"]
-    admit(f, "s", worker="c", route=(C,), handed=True, echo=True)
+    admit(f, "s", worker="c", route=(C,), handed=True, echoed=True)
     assert [e.request for e in f.remove_worker("p")] == ["r"]
     assert [e.request for e in f.orphans()] == ["r"], "once, though both its workers are gone"
     admit(f, "r", 2, worker="c", route=(C,))
@@ -259,14 +275,14 @@ def test_whoever_loses_a_later_worker_loses_the_attempt_and_an_earlier_one_does_
 def test_the_log_overrules_another_route_however_long() -> None:
     f = fleet()
     admit(f, "r", worker="d", route=(D,))
-    assert admit(f, "r", worker="p", route=(P, C), echo=True)
+    assert admit(f, "r", worker="p", route=(P, C), echoed=True)
     assert f.load(("d", 0), 0) == Load()
-    assert [e.request for e in f.unfinished_of("c")] == ["r"]
+    assert [e.request for e in f.active_at("c")] == ["r"]
 
 
 def test_another_rank_of_the_same_worker_is_another_place() -> None:
     f = LoadTracker()
     f.put_worker(registered("w", dp_size=4))
     admit(f, "r", worker="w", route=(Stage("aggregated", "w", 1),))
-    assert admit(f, "r", worker="w", route=(Stage("aggregated", "w", 3),), echo=True)
+    assert admit(f, "r", worker="w", route=(Stage("aggregated", "w", 3),), echoed=True)
     assert [f.load(("w", rank), 0).requests for rank in range(4)] == [0, 0, 0, 1]

@@ -22,7 +22,7 @@ from infra.model import modeldir
 from router.cluster_state import ClusterState
 from router.load_tracker import CLOSED_REMEMBERED
 from schemas import fleet, kv, wire
-from schemas.jobs import Stage
+from schemas.jobs import LoadHeader, Stage
 from schemas.subjects import Subjects
 from tests.router.support import Routing, routing
 from tests.workers.support import MODEL, request
@@ -85,16 +85,8 @@ def fill(cluster: ClusterState) -> None:
         cluster.tracker.finish(f"01900000-0000-7000-8000-{number:012}")
     for number in range(REQUESTS):
         worker = f"w{number % WORKERS:04}"
-        cluster.tracker.admit(
-            *(f"busy-{number}", 1, worker),
-            prompt_tokens=100,
-            cached_tokens=0,
-            deadline_ns=far_ns,
-            now_ns=0,
-            echo=True,
-            seq=number,
-            route=(Stage("aggregated", worker),),
-        )
+        load = LoadHeader(100, 0, "", far_ns, "", 1, (Stage("aggregated", worker),))
+        cluster.tracker.admit(f"busy-{number}", 1, worker, load, now_ns=0, echoed=True, seq=number)
     assert cluster.index is not None
     for number in range(BLOCKS // 1000):
         batch = kv.KvBatch(f"w{number:04}", 1, 0, (kv.Stored(secrets.token_bytes(16_000), None),))
@@ -155,7 +147,7 @@ async def test_renewals_that_change_nothing_cost_next_to_nothing(
     )
     for entry in renewals(pipeline, 1):
         gateway.fleet._on_entry(entry)
-    target = gateway._target
+    context = gateway._prepare_context
     callbacks = Callbacks(monkeypatch)
     serving = cluster.tracker.serving(MODEL)
     spent = {}
@@ -167,6 +159,6 @@ async def test_renewals_that_change_nothing_cost_next_to_nothing(
         spent[name] = (time.thread_time() - began) / fleet.RENEW_S  # of a second
     await rest()
     callbacks.check()
-    assert gateway._target is target, "made anew, though nothing had changed"
+    assert gateway._prepare_context is context, "made anew, though nothing had changed"
     assert cluster.tracker.serving(MODEL) is serving
     assert max(spent.values()) < 0.10, spent

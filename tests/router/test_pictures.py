@@ -5,15 +5,17 @@ from typing import Any
 
 import pytest
 
-from router.load_tracker import Load, RoutingTarget
-from router.policy import Mode, RoutingRequest, Weights, decide
+from configs.settings import RouterMode
+from router.load import Load, RoutingTarget
+from router.policy import decide
+from router.routing import RoutingContext, RoutingRequest, Weights
 from schemas.errors import Code
 from schemas.fleet import Diffuser, Registration, State
 
-MODES: tuple[Mode, ...] = ("kv", "round_robin", "random", "least_loaded")
+MODES: tuple[RouterMode, ...] = ("kv", "round_robin", "random", "least_loaded")
 IMAGES = Diffuser("image", "FluxPipeline", 64, 64, 4, ("png",), 1 << 20, 50)
 VIDEOS = Diffuser("video", "WanPipeline", 64, 64, 4, ("webp",), 1 << 20, 50)
-ASK = RoutingRequest("m", 0, 4, picture="image")
+ASK = RoutingRequest("m", 0, 4, output="image")
 IDLE, BUSY = Load(), Load(1, 1)
 
 
@@ -24,23 +26,23 @@ def member(worker: str, made: Diffuser | None = IMAGES, load: Load = IDLE, **mor
     return RoutingTarget((worker, 0), registration, load)
 
 
-def pick(ask: RoutingRequest, *members: RoutingTarget, mode: Mode = "kv") -> Any:
-    return decide(ask, members, {}, mode, Weights(), Random(1))
+def pick(ask: RoutingRequest, *members: RoutingTarget, mode: RouterMode = "kv") -> Any:
+    return decide(RoutingContext(ask, members, {}, mode, Weights(), Random(1)))
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_picture_is_made_by_a_free_worker_of_its_kind(mode: Mode) -> None:
+def test_a_picture_is_made_by_a_free_worker_of_its_kind(mode: RouterMode) -> None:
     fleet = (member("text", None), member("film", VIDEOS), member("full", load=BUSY), member("free"))
     choice = pick(ASK, *fleet, mode=mode)
     assert choice.chosen == ("free", 0)
     assert choice.route[0].role == "diffusion"
     assert [(c.worker, c.excluded) for c in choice.candidates] == [("free", ""), ("full", "full")]
-    film = pick(RoutingRequest("m", 0, 4, picture="video"), *fleet, mode=mode)
+    film = pick(RoutingRequest("m", 0, 4, output="video"), *fleet, mode=mode)
     assert film.chosen == ("film", 0)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_text_is_never_given_to_a_worker_that_makes_pictures(mode: Mode) -> None:
+def test_text_is_never_given_to_a_worker_that_makes_pictures(mode: RouterMode) -> None:
     text = RoutingRequest("m", 10, 10)
     assert pick(text, member("a"), member("b", None), mode=mode).chosen == ("b", 0)
     alone = pick(text, member("a"), mode=mode)
@@ -61,14 +63,14 @@ def test_a_draining_worker_takes_none() -> None:
 
 
 def test_a_worker_that_failed_the_request_is_the_last_resort() -> None:
-    avoiding = RoutingRequest("m", 0, 4, picture="image", avoid=frozenset({"bad"}))
+    avoiding = RoutingRequest("m", 0, 4, output="image", avoid=frozenset({"bad"}))
     assert pick(avoiding, member("bad"), member("good")).chosen == ("good", 0)
     assert pick(avoiding, member("bad")).chosen == ("bad", 0)
 
 
 def test_a_named_worker_is_waited_for_or_refused() -> None:
     def named(worker: str) -> RoutingRequest:
-        return RoutingRequest("m", 0, 4, picture="image", worker=worker)
+        return RoutingRequest("m", 0, 4, output="image", worker=worker)
 
     fleet = (member("a"), member("full", load=BUSY), member("text", None))
     assert pick(named("a"), *fleet, mode="direct").chosen == ("a", 0)

@@ -7,12 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.load_tracker import Load, RoutingTarget
-from router.policy import STORED_CANDIDATES, Mode, RoutingRequest, Weights, decide, excluded, score
+from configs.settings import RouterMode
+from router.filters import rejection
+from router.load import Load, RoutingTarget
+from router.policy import decide
+from router.routing import RoutingContext, RoutingRequest, Weights
+from router.score_table import STORED_CANDIDATES
+from router.scoring import score
 from schemas.errors import Code
 from schemas.fleet import Registration, State
 
-MODES: tuple[Mode, ...] = ("kv", "round_robin", "random", "least_loaded")
+MODES: tuple[RouterMode, ...] = ("kv", "round_robin", "random", "least_loaded")
 
 
 IDLE = Load()
@@ -42,7 +47,7 @@ def test_golden_score_table() -> None:
     members[-1] = RoutingTarget(
         ("elsewhere", 0), Registration("e", "x", "aggregated", "mock", 1, 32, 9, 9, 9999), Load()
     )
-    choice = decide(ASK, members, {("busy", 0): 10, ("idle", 0): 2}, "kv", Weights(), Random(0))
+    choice = decide(RoutingContext(ASK, members, {("busy", 0): 10, ("idle", 0): 2}, "kv", Weights(), Random(0)))
     assert choice.chosen == ("idle", 0)
     assert choice.overlap_blocks == 2
     assert [(c.worker, c.score, c.excluded) for c in choice.candidates] == [
@@ -58,7 +63,7 @@ def test_golden_score_table() -> None:
 def test_overlap_wins_until_load_outweighs_it() -> None:
     def pick(active: int) -> str:
         members = [member("holder", load=Load(1, 1, active)), member("idle")]
-        chosen = decide(ASK, members, {("holder", 0): 8}, "kv", Weights(), Random(0)).chosen
+        chosen = decide(RoutingContext(ASK, members, {("holder", 0): 8}, "kv", Weights(), Random(0))).chosen
         assert chosen
         return chosen[0]
 
@@ -86,13 +91,13 @@ MEMBERS = st.lists(
     st.dictionaries(st.integers(0, 24), st.integers(1, 10)),
 )
 def test_a_choice_is_allowed_repeatable_and_explained(
-    members: list[RoutingTarget], mode: Mode, seed: int, temperature: float, held: dict[int, int]
+    members: list[RoutingTarget], mode: RouterMode, seed: int, temperature: float, held: dict[int, int]
 ) -> None:
-    overlaps = {m.place: held[i] for i, m in enumerate(members) if i in held}
+    overlaps = {m.id: held[i] for i, m in enumerate(members) if i in held}
     weights = Weights(temperature=temperature)
-    choice = decide(ASK, members, overlaps, mode, weights, Random(seed), turn=seed)
-    assert choice == decide(ASK, members, overlaps, mode, weights, Random(seed), turn=seed)
-    usable = {m.place: m for m in members if not excluded(ASK, m)}
+    choice = decide(RoutingContext(ASK, members, overlaps, mode, weights, Random(seed), turn=seed))
+    assert choice == decide(RoutingContext(ASK, members, overlaps, mode, weights, Random(seed), turn=seed))
+    usable = {m.id: m for m in members if not rejection(ASK, m)}
     assert (choice.chosen in usable) == bool(usable)
     assert len(choice.candidates) == min(STORED_CANDIDATES, len(members))
     if choice.chosen is None:
@@ -109,15 +114,15 @@ def test_a_choice_is_allowed_repeatable_and_explained(
 
 def test_ties_are_broken_evenly_and_round_robin_takes_turns() -> None:
     members, rng = [member(f"w{i}") for i in range(4)], Random(3)
-    picks = [decide(ASK, members, {}, "kv", Weights(), rng).chosen for _ in range(400)]
-    assert min(picks.count(m.place) for m in members) > 60
-    turns = [decide(ASK, members, {}, "round_robin", Weights(), rng, turn=t).chosen for t in range(8)]
-    assert turns == [m.place for m in members] * 2
+    picks = [decide(RoutingContext(ASK, members, {}, "kv", Weights(), rng)).chosen for _ in range(400)]
+    assert min(picks.count(m.id) for m in members) > 60
+    turns = [decide(RoutingContext(ASK, members, {}, "round_robin", Weights(), rng, turn=t)).chosen for t in range(8)]
+    assert turns == [m.id for m in members] * 2
 
 
 def test_temperature_prefers_the_better_without_always_taking_it() -> None:
     members, rng = [member("a"), member("b", load=Load(1, 1, 50))], Random(5)
-    picks = [decide(ASK, members, {}, "kv", Weights(temperature=1.0), rng).chosen for _ in range(400)]
+    picks = [decide(RoutingContext(ASK, members, {}, "kv", Weights(temperature=1.0), rng)).chosen for _ in range(400)]
     assert 50 < picks.count(("b", 0)) < 160  # softmax over 0 and 1: 27 %
 
 
@@ -135,9 +140,9 @@ def test_temperature_prefers_the_better_without_always_taking_it() -> None:
     ],
 )
 def test_a_refusal_says_why_and_whether_waiting_helps(
-    members: list[RoutingTarget], ask: RoutingRequest, mode: Mode, reason: str, code: Code | None
+    members: list[RoutingTarget], ask: RoutingRequest, mode: RouterMode, reason: str, code: Code | None
 ) -> None:
-    choice = decide(ask, members, {}, mode, Weights(), Random(0))
+    choice = decide(RoutingContext(ask, members, {}, mode, Weights(), Random(0)))
     assert (choice.chosen, choice.reason, choice.code) == (None, reason, code)
 
 
@@ -145,24 +150,24 @@ def test_direct_finds_a_worker_by_id_or_name_and_no_other() -> None:
     members = [member("a"), member("b", name="named")]
     for wanted in ("b", "named"):
         ask = RoutingRequest("m", 1, 1, worker=wanted)
-        assert decide(ask, members, {}, "direct", Weights(), Random(0)).chosen == ("b", 0)
+        assert decide(RoutingContext(ask, members, {}, "direct", Weights(), Random(0))).chosen == ("b", 0)
 
 
 def test_only_a_worker_with_all_the_logits_processors_is_taken() -> None:
     busy = member("b", load=Load(3, 3, 500), **EDITING)
     members = [member("a", logits_processors=("x",)), busy, member("c")]
-    assert decide(EDITED, members, {}, "kv", Weights(), Random(0)).chosen == busy.place
-    assert decide(ASK, members, {}, "kv", Weights(), Random(0)).chosen != busy.place
+    assert decide(RoutingContext(EDITED, members, {}, "kv", Weights(), Random(0))).chosen == busy.id
+    assert decide(RoutingContext(ASK, members, {}, "kv", Weights(), Random(0))).chosen != busy.id
 
 
 def test_an_empty_worker_takes_a_request_wider_than_its_slots_and_a_busy_one_does_not() -> None:
     wide = RoutingRequest("m", 1, 1, n=9)
-    assert excluded(wide, member("a")) == ""
-    assert excluded(wide, member("a", load=Load(1, 1))) == "full"
+    assert rejection(wide, member("a")) == ""
+    assert rejection(wide, member("a", load=Load(1, 1))) == "full"
 
 
 def test_a_worker_that_failed_the_request_is_taken_only_if_it_is_the_last() -> None:
     ask = RoutingRequest("m", 330, 100, 10, avoid=frozenset({"a"}))
     both = [member("a"), member("b", load=Load(1, 1, 500))]
-    assert decide(ask, both, {("a", 0): 10}, "kv", Weights(), Random(0)).chosen == ("b", 0)
-    assert decide(ask, both[:1], {}, "kv", Weights(), Random(0)).chosen == ("a", 0)
+    assert decide(RoutingContext(ask, both, {("a", 0): 10}, "kv", Weights(), Random(0))).chosen == ("b", 0)
+    assert decide(RoutingContext(ask, both[:1], {}, "kv", Weights(), Random(0))).chosen == ("a", 0)

@@ -11,7 +11,7 @@ from router.holders import keys_view
 from router.index import PrefixIndex
 from router.load_tracker import LoadTracker
 from router.policy import decide
-from router.scoring import RoutingRequest, Weights
+from router.routing import RoutingContext, RoutingRequest, Weights
 from schemas import blocks, kv
 from schemas.fleet import Registration
 from schemas.requests import Stop
@@ -102,7 +102,7 @@ def test_a_prompt_goes_to_the_rank_that_holds_it(rank: int, seed: int) -> None:
     overlaps = index.match(keys_view(digests_of(prompt)))
     assert overlaps == {("w", rank): 3}
     ask = RoutingRequest("m", len(prompt), 1, prompt_blocks=3)
-    choice = decide(ask, fleet.targets(0, "m"), overlaps, "kv", Weights(), Random(seed))
+    choice = decide(RoutingContext(ask, fleet.targets(0, "m"), overlaps, "kv", Weights(), Random(seed)))
     assert choice.chosen == ("w", rank)
     assert choice.overlap_blocks == 3
     assert {candidate.rank for candidate in choice.candidates} == set(range(RANKS))

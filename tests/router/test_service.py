@@ -13,7 +13,7 @@ from infra.broker.server import EmbeddedNats
 from infra.bus.puller import ACK, NAK
 from router import service
 from router.index import PrefixIndex
-from router.policy import RoutingDecision, RoutingRequest
+from router.routing import RoutingContext, RoutingDecision
 from router.service import RENEW_S, Router
 from schemas import control, fleet, jobs, kv, wire
 from schemas.blocks import keys_of
@@ -166,10 +166,10 @@ async def test_what_fails_while_a_request_is_placed_fails_for_that_request_only(
     bad, good = request(), request()
     decide = service.decide
 
-    def failing(asked: RoutingRequest, *more: Any) -> RoutingDecision:
-        if asked.prompt_tokens == len(bad.prompt) // 4 and one.router._turn == 1:
+    def failing(context: RoutingContext) -> RoutingDecision:
+        if context.request.prompt_tokens == len(bad.prompt) // 4 and one.router._turn == 1:
             raise ZeroDivisionError("by a bug")
-        return decide(asked, *more)
+        return decide(context)
 
     monkeypatch.setattr(service, "decide", failing)
     await clients.ask(bad, good)
@@ -341,7 +341,7 @@ async def test_replicas_place_every_request_once_and_agree(
         await eventually(lambda: len(one.unfinished) == len(two.unfinished) == 50)
         assert one.unfinished == two.unfinished
         for each in (one, two):
-            assert all(entry.echoed for entry in each.router.cluster.tracker.unfinished())
+            assert all(entry.echoed for entry in each.router.cluster.tracker.active())
         assert one.router.cluster.index is not None
         assert two.router.cluster.index is not None
         assert one.router.cluster.index.stats.blocks > 0
@@ -482,11 +482,13 @@ async def test_a_router_that_starts_knows_the_loads_from_the_logs(
             await clients.placed(each)
         await stub.finish(asked[0])
         await eventually(lambda: len(one.unfinished) == 3)
-        await eventually(lambda: all(e.echoed for e in one.router.cluster.tracker.unfinished()))
+        await eventually(lambda: all(e.echoed for e in one.router.cluster.tracker.active()))
         if snapshot:
             # One more is decided here and not stored: no later router may believe in it.
             ghost = request()
-            one.router.cluster.placed(ghost, 1, (Stage("aggregated", "w2"),), 0, keys_of(ghost.digests), time.time_ns())
+            load = jobs.LoadHeader(len(ghost.prompt) // 4, 0, ghost.gateway, ghost.deadline_ns, "standard")
+            route = (Stage("aggregated", "w2"),)
+            one.router.cluster.placed(ghost, 1, route, load, keys_of(ghost.digests), time.time_ns())
             await one.router.cluster.save()
             one.router.cluster.tracker.release(ghost.id, 1)
         await clients.ask(*asked[4:])

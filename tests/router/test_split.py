@@ -6,11 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs.settings import RouterMode
 from router import encoders
-from router.load_tracker import Load, RoutingTarget
-from router.pairs import FAR, MEDIUM, NEAR, Partners, distance, kind_of
-from router.policy import STORED_CANDIDATES, Mode, RoutingDecision, RoutingRequest, Weights, decide, excluded, explained
-from router.scoring import busy, prefill_cost
+from router.filters import describe, rejection
+from router.load import Load, RoutingTarget
+from router.pairs import FAR, MEDIUM, NEAR, PrefillPool, distance, transfer_kind
+from router.policy import decide
+from router.routing import RoutingContext, RoutingDecision, RoutingRequest, Weights
+from router.score_table import STORED_CANDIDATES
+from router.scoring import prefill_cost, utilization
 from schemas.errors import Code
 from schemas.fleet import Registration, State
 from schemas.jobs import Stage
@@ -21,7 +25,7 @@ IDLE = Load()
 FULL = Load(4, 4)
 HERE = endpoint("h1")
 ASK = RoutingRequest("m", prompt_tokens=4000, max_tokens=100, prompt_blocks=125)
-MODES: tuple[Mode, ...] = ("kv", "round_robin", "random", "least_loaded")
+MODES: tuple[RouterMode, ...] = ("kv", "round_robin", "random", "least_loaded")
 
 
 def member(
@@ -36,13 +40,13 @@ def decided(
     *members: RoutingTarget,
     ask: RoutingRequest = ASK,
     held: dict[str, int] | None = None,
-    mode: Mode = "kv",
+    mode: RouterMode = "kv",
     weights: Weights = Weights(),  # noqa: B008  # frozen
     seed: int = 0,
     turn: int = 0,
 ) -> RoutingDecision:
-    overlaps = {m.place: held[m.place[0]] for m in members if held and m.place[0] in held}
-    return decide(ask, members, overlaps, mode, weights, Random(seed), turn)
+    overlaps = {m.id: held[m.id[0]] for m in members if held and m.id[0] in held}
+    return decide(RoutingContext(ask, members, overlaps, mode, weights, Random(seed), turn))
 
 
 def names(choice: RoutingDecision) -> list[str]:
@@ -63,7 +67,7 @@ def test_golden_table_of_a_pair() -> None:
     )
     assert endpoint_load.prefill_tokens / 32 + 125 + 10 > 640 / 32 + 125 - 100 + 50
     assert choice.route == (Stage("prefill", "p1"), Stage("decode", "d2"))
-    assert (choice.chosen, choice.computing, choice.overlap_blocks, choice.kind) == (("p1", 0), "p1", 100, "split")
+    assert (choice.chosen, choice.prefill_worker, choice.overlap_blocks, choice.kind) == (("p1", 0), "p1", 100, "split")
     assert choice.how == "split: 118 of 125 blocks to compute, worth a transfer on the same host"
     p1 = 640 / 32 + 125 - 100 + 50
     assert [(c.worker, c.role, c.score, c.overlap_blocks, c.excluded) for c in choice.candidates] == [
@@ -124,15 +128,15 @@ def test_the_cheapest_partner_is_what_trying_all_of_them_finds(
         return prefill_cost(ASK, each, 0, Weights())
 
     decode = member("d", "decode", transfer=target).registration
-    partners = Partners(pool, [], cost, weight)
+    partners = PrefillPool(pool, [], cost, weight)
     brute = [
         cost(each) + weight * blocks * distance(each.registration, decode)
         for each in pool
-        if kind_of(each.registration) is not None and kind_of(each.registration) == kind_of(decode)
+        if transfer_kind(each.registration) is not None and transfer_kind(each.registration) == transfer_kind(decode)
     ]
     cheapest = partners.cheapest(decode, blocks)
     assert (cheapest is None) == (not brute)
-    assert sorted(each.cost for each in partners.of(decode, blocks)) == pytest.approx(sorted(brute))
+    assert sorted(each.cost for each in partners.partners(decode, blocks)) == pytest.approx(sorted(brute))
     if cheapest is not None:
         assert cheapest == pytest.approx(min(brute))
     assert NEAR < MEDIUM < FAR
@@ -141,7 +145,7 @@ def test_the_cheapest_partner_is_what_trying_all_of_them_finds(
 def test_idle_prefill_workers_take_turns_by_chance() -> None:
     pool = [member(f"p{i}", "prefill") for i in range(4)]
     picks = [decided(member("d", "decode"), *pool, seed=seed).route[0].worker for seed in range(200)]
-    assert min(picks.count(m.place[0]) for m in pool) > 25
+    assert min(picks.count(m.id[0]) for m in pool) > 25
 
 
 # -- split or not -------------------------------------------------------------------------------------------------
@@ -164,10 +168,10 @@ SMALL = member("d", "decode", total_blocks=9)
         ([D, member("p", "prefill", max_model_len=99)], {}, ["decode d"], "no prefill worker", "local"),
         ([P, member("d", "decode", state=State.draining)], {}, ["prefill p"], "no decode worker", "local"),
         ([P, member("d", "decode", total_blocks=9)], {}, ["prefill p"], "no decode worker", "local"),
-        ([D, member("p", "prefill", transfer=None)], {}, ["decode d"], "no prefill worker that it can take", "local"),
-        ([D, member("p", "prefill", FULL), A], {}, ["aggregated a"], "aggregated: no other place", "aggregated"),
+        ([D, member("p", "prefill", transfer=None)], {}, ["decode d"], "no prefill worker with a compatible", "local"),
+        ([D, member("p", "prefill", FULL), A], {}, ["aggregated a"], "aggregated: no other target", "aggregated"),
         ([D, P, member("a", "aggregated", Load(1, 1, 300))], {}, ["prefill p", "decode d"], "split", "split"),
-        ([D, P, A], {"a": 100}, ["aggregated a"], "aggregated: score 50.0, the best other place 252.5", "aggregated"),
+        ([D, P, A], {"a": 100}, ["aggregated a"], "aggregated: score 50.0, the best other target 252.5", "aggregated"),
         ([D, P, A], {"d": 124}, ["decode d"], "local: 32 tokens", "local"),
         ([A], {}, ["aggregated a"], "", "aggregated"),
     ],
@@ -218,13 +222,13 @@ def test_a_full_pool_is_waited_for_and_what_never_fits_is_told(
 ) -> None:
     choice = decided(*members, ask=ask)
     assert (choice.route, choice.chosen, choice.reason, choice.code) == ((), None, reason, code)
-    assert explained(reason).startswith(reason)
-    assert (explained(reason) != reason) == (code is not None)
+    assert describe(reason).startswith(reason)
+    assert (describe(reason) != reason) == (code is not None)
 
 
 @pytest.mark.parametrize("mode", ["kv", "direct"])
 @pytest.mark.parametrize("named", ["d", "p", "a"])
-def test_a_named_worker_does_everything(mode: Mode, named: str) -> None:
+def test_a_named_worker_does_everything(mode: RouterMode, named: str) -> None:
     choice = decided(D, P, A, ask=RoutingRequest("m", 4000, 10, 125, worker=named), mode=mode)
     assert [stage.worker for stage in choice.route] == [named]
     assert choice.how == "the request names its worker"
@@ -289,25 +293,25 @@ MEMBERS = st.lists(
     st.booleans(),
 )
 def test_a_route_is_one_that_its_workers_can_go_and_is_explained(
-    members: list[RoutingTarget], mode: Mode, seed: int, temperature: float, held: dict[int, int], picture: bool
+    members: list[RoutingTarget], mode: RouterMode, seed: int, temperature: float, held: dict[int, int], picture: bool
 ) -> None:
     ask = RoutingRequest("m", 4000, 100, 125, medium=b"m" * 32 if picture else b"")
-    overlaps = {m.place: held[i] for i, m in enumerate(members) if i in held}
+    overlaps = {m.id: held[i] for i, m in enumerate(members) if i in held}
     weights = Weights(temperature=temperature)
-    choice = decide(ask, members, overlaps, mode, weights, Random(seed), turn=seed)
-    assert choice == decide(ask, members, overlaps, mode, weights, Random(seed), turn=seed)
+    choice = decide(RoutingContext(ask, members, overlaps, mode, weights, Random(seed), turn=seed))
+    assert choice == decide(RoutingContext(ask, members, overlaps, mode, weights, Random(seed), turn=seed))
     assert len(choice.candidates) <= STORED_CANDIDATES
     lines = [(c.worker, c.rank, c.role) for c in choice.candidates]
     assert len(lines) == len(set(lines))
     if not choice.route:
         assert choice.reason
         return
-    by_place = {m.place: m for m in members}
+    by_place = {m.id: m for m in members}
     stages = [by_place[stage.worker, stage.rank] for stage in choice.route]
     assert [stage.role for stage in choice.route] == [m.registration.role for m in stages]
-    assert [(c.worker, c.rank) for c in choice.candidates[: len(stages)]] == [m.place for m in stages]
+    assert [(c.worker, c.rank) for c in choice.candidates[: len(stages)]] == [m.id for m in stages]
     assert all(not c.excluded for c in choice.candidates[: len(stages)])
-    assert all(not excluded(ask, m) for m in stages)
+    assert all(not rejection(ask, m) for m in stages)
     roles = [stage.role for stage in choice.route]
     if roles[0] == "encode":
         assert picture
@@ -320,10 +324,10 @@ def test_a_route_is_one_that_its_workers_can_go_and_is_explained(
     assert roles in (["aggregated"], ["prefill"], ["decode"], ["prefill", "decode"])
     if roles == ["prefill", "decode"]:
         source, target = stages[-2].registration, stages[-1].registration
-        assert kind_of(source) is not None
-        assert kind_of(source) == kind_of(target)
-        assert 4000 - 32 * overlaps.get(stages[-1].place, 0) > weights.local_prefill_tokens
-    assert choice.overlap_blocks == overlaps.get(stages[-len(roles)].place, 0)
+        assert transfer_kind(source) is not None
+        assert transfer_kind(source) == transfer_kind(target)
+        assert 4000 - 32 * overlaps.get(stages[-1].id, 0) > weights.local_prefill_tokens
+    assert choice.overlap_blocks == overlaps.get(stages[-len(roles)].id, 0)
 
 
 # -- media --------------------------------------------------------------------------------------------------------
@@ -336,9 +340,9 @@ SEEING_P = member("p", "prefill", vision=True)
 def test_an_image_goes_through_an_encode_worker_and_then_where_text_goes() -> None:
     encode = [member(f"e{i}", "encode") for i in range(3)]
     choice = decided(*encode, D, P, ask=IMAGE)
-    preferred = encoders.by_preference(IMAGE.medium, encode)[0].place[0]
+    preferred = encoders.by_preference(IMAGE.medium, encode)[0].id[0]
     assert names(choice) == [f"encode {preferred}", "prefill p", "decode d"]
-    assert (choice.chosen, choice.computing) == ((preferred, 0), "p")
+    assert (choice.chosen, choice.prefill_worker) == ((preferred, 0), "p")
     assert choice.how == (
         f"split: 125 of 125 blocks to compute, worth a transfer on the same host; media through {preferred}"
     )
@@ -382,11 +386,11 @@ def test_a_named_worker_without_eyes_gets_an_encode_worker_in_front() -> None:
 def test_the_same_image_meets_the_same_worker_and_few_move_when_one_leaves() -> None:
     pool = [member(f"e{i}", "encode") for i in range(5)]
     media = [bytes([i]) * 32 for i in range(200)]
-    homes = {medium: encoders.pick(medium, pool)[0].place for medium in media}
-    assert {place: list(homes.values()).count(place) for place in homes.values()}.keys() == {m.place for m in pool}
-    assert homes == {medium: encoders.pick(medium, pool[::-1])[0].place for medium in media}
+    homes = {medium: encoders.pick(medium, pool)[0].id for medium in media}
+    assert {place: list(homes.values()).count(place) for place in homes.values()}.keys() == {m.id for m in pool}
+    assert homes == {medium: encoders.pick(medium, pool[::-1])[0].id for medium in media}
     for medium, home in homes.items():
-        left = encoders.pick(medium, [m for m in pool if m.place != ("e2", 0)])[0].place
+        left = encoders.pick(medium, [m for m in pool if m.id != ("e2", 0)])[0].id
         assert left == home or home == ("e2", 0)
 
 
@@ -405,9 +409,9 @@ def test_nobody_is_given_much_more_than_its_share(medium: bytes, loads: list[int
 
 def test_an_overloaded_encode_worker_is_passed_over_and_that_is_told() -> None:
     pool = [member(f"e{i}", "encode", slots=50) for i in range(3)]
-    first = encoders.by_preference(IMAGE.medium, pool)[0].place[0]
-    loaded = [member(m.place[0], "encode", Load(9, 9) if m.place[0] == first else IDLE, slots=50) for m in pool]
+    first = encoders.by_preference(IMAGE.medium, pool)[0].id[0]
+    loaded = [member(m.id[0], "encode", Load(9, 9) if m.id[0] == first else IDLE, slots=50) for m in pool]
     choice = decided(*loaded, A, ask=IMAGE)
-    assert choice.route[0].worker == encoders.by_preference(IMAGE.medium, pool)[1].place[0]
-    assert choice.how.endswith("as the preferred one has too much to do")
-    assert busy(loaded[0]) <= 9 / 50
+    assert choice.route[0].worker == encoders.by_preference(IMAGE.medium, pool)[1].id[0]
+    assert choice.how.endswith("since the preferred one is overloaded")
+    assert utilization(loaded[0]) <= 9 / 50

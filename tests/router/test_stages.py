@@ -8,7 +8,7 @@ import pytest
 
 from infra.broker.server import EmbeddedNats
 from router import cluster_state, encoders, service
-from router.load_tracker import Load, RoutingTarget
+from router.load import Load, RoutingTarget
 from schemas import jobs, wire
 from schemas.errors import Code
 from schemas.jobs import LoadHeader, Stage
@@ -114,7 +114,7 @@ async def test_an_empty_pool_is_replaced_by_the_other_and_a_full_one_is_waited_f
     assert (worker, job.route, job.decision.how) == ("p", (), "no decode worker")
     await fleet(clients, one, d="decode")
     await stubs["p"].change(slots=1)
-    await eventually(lambda: one.router.cluster.tracker.room("p") == 0)
+    await eventually(lambda: one.router.cluster.tracker.capacity("p") == 0)
     await clients.ask(second)
     await eventually(lambda: one.waiting == [second.id])
     short = request(LONG[:50])
@@ -200,7 +200,7 @@ async def test_an_image_begins_at_an_encode_worker_and_moves_on(clients: Clients
     stubs = await fleet(clients, one, e1="encode", e2="encode", p="prefill", d="decode")
     asked = picture()
     members = [RoutingTarget((name, 0), stubs[name].registration, Load()) for name in ("e1", "e2")]
-    home = encoders.by_preference(asked.media[0].digest, members)[0].place[0]
+    home = encoders.by_preference(asked.media[0].digest, members)[0].id[0]
     await clients.ask(asked)
     worker, job = await clients.placed(asked)
     assert (worker, [stage.worker for stage in job.route]) == (home, ["p", "d"])
@@ -338,7 +338,7 @@ async def test_a_router_that_starts_finds_what_was_handed_to_a_dead_worker(
         await eventually(lambda: one.unfinished == {asked.id: (1, "d1")})
         await fleet(clients, one, d2="decode")
         await stubs["d1"].change(state="draining")
-        await eventually(lambda: one.router.cluster.tracker.room("d1") == 0)
+        await eventually(lambda: one.router.cluster.tracker.capacity("d1") == 0)
         await clients.ask(kept)
         await clients.placed(kept)
         await eventually(lambda: echoed(one, kept))
@@ -360,7 +360,8 @@ async def test_what_waits_for_one_pool_does_not_hold_up_what_waits_for_another(c
     stubs = await fleet(clients, one, p="prefill", d="decode")
     await stubs["p"].change(slots=1)
     await stubs["d"].change(slots=2)
-    await eventually(lambda: (one.router.cluster.tracker.room("p"), one.router.cluster.tracker.room("d")) == (1, 2))
+    tracker = one.router.cluster.tracker
+    await eventually(lambda: (tracker.capacity("p"), tracker.capacity("d")) == (1, 2))
     running, other = request(LONG), request(LONG[:9])
     for asked in (running, other):
         await clients.ask(asked)

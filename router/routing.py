@@ -1,0 +1,137 @@
+"""The inputs and the result of a routing decision. Data only.
+
+A ``RoutingContext`` holds every input of a decision: a recorded context can be decided again, with the same result.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import exp
+from random import Random
+from typing import Literal
+
+import msgspec
+
+from configs.settings import RouterMode
+from router.holders import TargetId
+from router.load import ENCODE, RoutingTarget
+from schemas.errors import Code
+from schemas.fleet import Registration
+from schemas.jobs import Candidate, Stage
+
+LOCAL_PREFILL_TOKENS = 256
+TIE = 1e-6  # scores closer than this are equal
+
+RouteKind = Literal["aggregated", "local", "split"]
+
+
+class RoutingRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The properties of a request that routing depends on. ``*_tokens`` are token counts, ``*_blocks`` full blocks."""
+
+    model: str
+    prompt_tokens: int
+    max_tokens: int
+    prompt_blocks: int = 0
+    n: int = 1  # sequences
+    worker: str = ""  # the only worker allowed, by id or name; empty: any
+    avoid: frozenset[str] = frozenset()  # worker ids to use only if no other worker is left
+    resumed_tokens: int = 0  # streamed by earlier attempts, computed together with the prompt
+    medium: bytes = b""  # digest of its first medium; empty: text only
+    output: str = ""  # "image" or "video" for diffusion; empty: tokens
+    processors: frozenset[str] = frozenset()  # logits processors that the worker must have
+    revision: str | None = None  # of the model; None: any
+    tokenizer: str = ""  # digest of the tokenizer that encoded the prompt
+
+    def names(self, registration: Registration) -> bool:
+        """Whether the request names this worker."""
+        return bool(self.worker) and self.worker in (registration.worker, registration.name)
+
+
+class Weights(msgspec.Struct, frozen=True):
+    """Weights of the score's terms; see ``policy`` for the formula.
+
+    Attributes:
+        temperature: 0 takes the lowest score; above 0 draws by softmax over the scores, scaled to 0..1.
+        local_prefill_tokens: a decode worker computes up to this many prompt tokens itself.
+    """
+
+    overlap: float = 1.0
+    prefill: float = 1.0
+    temperature: float = 0.0
+    transfer: float = 1.0
+    local_prefill_tokens: int = LOCAL_PREFILL_TOKENS
+
+
+class RoutingContext(msgspec.Struct, frozen=True):
+    """All inputs of one decision.
+
+    Attributes:
+        targets: in the order of ``LoadTracker.targets``.
+        overlaps: leading prompt blocks cached, by target (``PrefixIndex.match``); absent: none.
+        rng: breaks ties and draws in mode "random" and at a temperature above 0.
+        turn: number of decisions before this one; used by mode "round_robin".
+    """
+
+    request: RoutingRequest
+    targets: Sequence[RoutingTarget]
+    overlaps: Mapping[TargetId, int]
+    mode: RouterMode
+    weights: Weights
+    rng: Random
+    turn: int = 0
+
+    def overlap(self, target: RoutingTarget) -> int:
+        return self.overlaps.get(target.id, 0)
+
+    def pick(self, scores: Sequence[float]) -> int:
+        """The position of the score to take."""
+        if self.mode == "round_robin":
+            return self.turn % len(scores)
+        if self.mode == "random":
+            return self.rng.randrange(len(scores))
+        return _lowest(scores, self.weights.temperature, self.rng)
+
+    def without_avoided(self, targets: list[RoutingTarget]) -> list[RoutingTarget]:
+        """``targets`` without the workers to avoid, unless no other is left."""
+        avoid = self.request.avoid
+        return [target for target in targets if target.id[0] not in avoid] or targets if avoid else targets
+
+
+class RoutingDecision(msgspec.Struct, frozen=True):
+    """Where a request goes. An empty ``route`` means nowhere: ``reason`` says why.
+
+    Attributes:
+        route: the stages in order.
+        candidates: the score table that is stored with the job.
+        overlap_blocks: prompt blocks cached at the worker that computes the prompt.
+        code: without a route, the error to end the request with; None: the request can wait.
+        how: for people, why this kind of route was taken.
+        kind: "local" means that one worker of a disaggregated pool runs all stages.
+    """
+
+    route: tuple[Stage, ...]
+    candidates: tuple[Candidate, ...]
+    overlap_blocks: int = 0
+    reason: str = ""
+    code: Code | None = None
+    how: str = ""
+    kind: RouteKind = "aggregated"
+
+    @property
+    def chosen(self) -> TargetId | None:
+        """The target of the first stage."""
+        return (self.route[0].worker, self.route[0].rank) if self.route else None
+
+    @property
+    def prefill_worker(self) -> str:
+        """The worker that computes the prompt; the route must not be empty."""
+        return next(stage.worker for stage in self.route if stage.role != ENCODE)
+
+
+def _lowest(scores: Sequence[float], temperature: float, rng: Random) -> int:
+    best = min(scores)
+    if temperature <= 0:
+        ties = [at for at, value in enumerate(scores) if value - best <= TIE]
+        return ties[0] if len(ties) == 1 else rng.choice(ties)
+    scale = (max(scores) - best) * temperature
+    if scale <= 0:
+        return rng.randrange(len(scores))
+    return rng.choices(range(len(scores)), [exp((best - value) / scale) for value in scores])[0]
