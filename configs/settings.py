@@ -76,7 +76,9 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
             "special tokens that are written out in a message: plain text, or control tokens (as apply_chat_template)"
         ),
     ] = "text"
-    default_max_tokens: Annotated[Positive, about("output tokens of a request that sets no max_tokens")] = 512
+    default_max_tokens: Annotated[
+        int, Meta(ge=0, description="output tokens of a request without max_tokens; 0: the rest of the model's context")
+    ] = 0
     default_deadline_s: Annotated[Seconds, about("seconds until a request that sets no deadline fails")] = 600.0
     max_queue: Annotated[
         Positive, about("unrouted requests per priority (interactive, standard, batch); beyond it, clients get 429")

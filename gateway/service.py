@@ -28,7 +28,14 @@ from gateway.log.records import Records, is_whole
 from gateway.log.subscription import TokenSubscription
 from gateway.media.loader import MediaLoader
 from gateway.metrics import Metrics
-from gateway.openai.prepare import CHAT, PendingMediaRequest, PreparedRequest, finish, prepare_chat, prepare_text
+from gateway.openai.common import CHAT
+from gateway.openai.prepare import (
+    PendingMediaRequest,
+    PreparedRequest,
+    attach_media,
+    prepare_chat,
+    prepare_completion,
+)
 from gateway.openai.prepare_context import PrepareContext
 from gateway.openai.responses import stopping
 from gateway.parsers.registry import ParserNames, agreed_parsers
@@ -179,12 +186,12 @@ class Gateway:
             block_size=workers[0].block_size if workers else self.settings.block_size,
             default_max_tokens=self.settings.default_max_tokens,
             default_deadline_s=self.settings.default_deadline_s,
-            max_model_len=max((w.max_model_len for w in workers), default=0),
+            worker_max_model_len=max((w.max_model_len for w in workers), default=0),
             revision=revision if workers else "",
             max_images=self.settings.max_images,
-            processors=frozenset(name for w in workers for name in w.logits_processors) if workers else None,
+            logits_processors=frozenset(name for w in workers for name in w.logits_processors) if workers else None,
             parsers=parsers if any(parsers) else None,
-            plain=self.settings.special_tokens_in_messages == "text",
+            special_tokens_as_text=self.settings.special_tokens_in_messages == "text",
         )
 
     # --- in ---
@@ -205,29 +212,29 @@ class Gateway:
                 now_ns=time.time_ns(),
                 request_id=request_id,
             )
-        prepare = prepare_chat if endpoint == CHAT else prepare_text
+        prepare = prepare_chat if endpoint == CHAT else prepare_completion
         context, now_ns = self._prepare_context, time.time_ns()
         if len(body) <= LARGE_BODY:
             prepared = prepare(body, context, now_ns=now_ns, request_id=request_id)
         else:
             prepared = await self._in_thread(prepare, body, context, now_ns=now_ns, request_id=request_id)
-        return await self._illustrated(prepared, context) if isinstance(prepared, PendingMediaRequest) else prepared
+        return await self._with_media(prepared, context) if isinstance(prepared, PendingMediaRequest) else prepared
 
     async def _in_thread(self, work: Callable[..., T], *args: Any, **options: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **options))
 
-    async def _illustrated(self, draft: PendingMediaRequest, context: PrepareContext) -> PreparedRequest:
-        """A draft with its media loaded and stored."""
+    async def _with_media(self, pending: PendingMediaRequest, context: PrepareContext) -> PreparedRequest:
+        """Load and store the media of a request."""
         assert context.model.vision is not None
-        left_s = draft.deadline_s - (time.time_ns() - draft.now_ns) / 1e9
+        left_s = pending.deadline_s - (time.time_ns() - pending.now_ns) / 1e9
         try:
             async with asyncio.timeout(left_s):
-                media = await self._media_loader.load(draft.media, context.model.vision, left_s)
+                media = await self._media_loader.load(pending.prompt.media, context.model.vision, left_s)
         except TimeoutError:
             raise ServingError(Code.deadline_exceeded, "the images did not arrive before the deadline") from None
-        if len(draft.tokens) <= LARGE_PROMPT:
-            return finish(draft, media, context)
-        return await self._in_thread(finish, draft, media, context)
+        if len(pending.prompt.tokens) <= LARGE_PROMPT:
+            return attach_media(pending, media, context)
+        return await self._in_thread(attach_media, pending, media, context)
 
     def accepts_submissions(self) -> bool:
         """Whether a submission should be taken now."""

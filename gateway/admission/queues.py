@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from gateway.openai.prepare import TIERS
+from gateway.openai.common import resolve_priority
 from schemas.errors import Code, ServingError
 from schemas.requests import Priority
 
@@ -26,7 +26,7 @@ def class_of(body: bytes) -> Priority:
         said = _decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return Priority.standard
-    return said.priority or TIERS.get(said.service_tier or "", Priority.standard)
+    return resolve_priority(said.priority, said.service_tier)
 
 
 class QueueLimits:

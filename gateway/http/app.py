@@ -20,8 +20,8 @@ from gateway.http.answers import INTERNAL, App, Completions, Reattach, Receive, 
 from gateway.http.status import status_of
 from gateway.images.endpoints import Files, ImageGenerations, ImageReattach, base_url_of
 from gateway.images.prepare import PATHS
+from gateway.openai.common import CHAT, COMPLETION
 from gateway.openai.openapi import document
-from gateway.openai.prepare import CHAT, TEXT
 from gateway.openai.responses import error_body, stopping
 from gateway.service import Gateway
 from schemas.errors import Code, ServingError
@@ -36,7 +36,7 @@ def application(gateway: Gateway) -> App:
     """The ASGI application of one gateway."""
     answering: dict[str, App] = {
         "/v1/chat/completions": Completions(gateway, CHAT),
-        "/v1/completions": Completions(gateway, TEXT),
+        "/v1/completions": Completions(gateway, COMPLETION),
         **{path: ImageGenerations(gateway, kind) for kind, path in PATHS.items()},
     }
     others = _others(gateway, answering)

@@ -14,8 +14,9 @@ import msgspec
 from gateway.admission.idempotency import Claim, claim, find_claim, reclaim
 from gateway.log.inflight import InflightRequest
 from gateway.log.lookup import StoredRequest
+from gateway.openai.errors import decode_body, unsupported
 from gateway.openai.prepare import PreparedRequest
-from gateway.openai.requests import StreamOptions, parse, unsupported
+from gateway.openai.requests import StreamOptions
 from gateway.service import Gateway
 from schemas.errors import Code, ServingError
 from schemas.ids import time_of
@@ -100,9 +101,9 @@ async def submit_once(
         prepared = prepared._replace(request=msgspec.structs.replace(prepared.request, id=known.request))
         return prepared, await gateway.submit(prepared.request, owner=False)
     request, record = found
-    form = parse(_stream_fields, body)
+    form = decode_body(_stream_fields, body)
     if form.stream and (request.echo or request.sampling.prompt_logprobs is not None):
-        raise unsupported("stream", "prompt_logprobs or echo with stream: true; ask for the whole answer")
+        raise unsupported("stream", "prompt_logprobs and echo are not supported with stream: true")
     usage = form.stream_options is not None and bool(form.stream_options.include_usage)
     prepared = PreparedRequest(request, len(request.prompt) // 4, bool(form.stream), usage)
     return prepared, await gateway.attach(request, record, ordered=prepared.stream)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from gateway.openai.prepare import CHAT, TEXT
+from gateway.openai.common import CHAT, COMPLETION
 from schemas import control
 from schemas.errors import Code, ServingError
 from schemas.subjects import DEFAULT_TENANT, HEADER_FROM, HEADER_MSG_ID, HEADER_REPLY_TO
@@ -48,7 +48,7 @@ class RequestShape(msgspec.Struct):
 
     @property
     def endpoint(self) -> str:
-        return CHAT if self.messages and bytes(self.messages) != b"null" else TEXT
+        return CHAT if self.messages and bytes(self.messages) != b"null" else COMPLETION
 
     @property
     def form(self) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from gateway.images.prepare import ImageGenerationRequest, VideoGenerationRequest
+from gateway.images.requests import ImageGenerationRequest, VideoGenerationRequest
 from gateway.images.responses import ImageProgressEvent, ImagesResponse
 from gateway.openai.requests import ChatCompletionRequest, CompletionRequest
 from gateway.openai.responses import (

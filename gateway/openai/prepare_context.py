@@ -1,4 +1,4 @@
-"""What bodies are prepared for: the model, and what holds where a client says nothing."""
+"""What a body is prepared for: the model, the gateway's defaults, and what its workers have in common."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,34 +8,36 @@ from infra.model.modeldir import ModelDir
 
 
 class PrepareContext(NamedTuple):
-    """The model a body is prepared for, and what holds where the client says nothing.
-
+    """
     Attributes:
-        names: what clients may call it; the first is canonical.
-        gateway: whose token subject gets the answer.
-        max_model_len: prompt + output in tokens, if the fleet's limit is below the model's; 0: the model's.
-        revision: that serves now; "": no worker is known, and block names are made as the model directory says.
+        names: of the model for clients; the first is canonical.
+        gateway: id of the gateway whose token subject receives the answer.
+        block_size: tokens of a KV block of the model's workers.
+        default_max_tokens: output tokens at most if the client does not set max_tokens; 0: the rest of the context.
+        default_deadline_s: if the client sets neither timeout_s nor deadline_s.
+        worker_max_model_len: the largest of the workers' limits on prompt + output, in tokens; 0: unknown.
+        revision: that the workers serve; "": no worker is known, and block digests use the model directory's.
         max_images: images and embedding files per request.
-        processors: logits processors that some worker has; None: no worker is known.
-        parsers: of thoughts and tool calls in chats; None: the answers are text.
-        plain: text of control tokens in messages stays text.
+        logits_processors: names that some worker has; None: no worker is known.
+        parsers: of reasoning and tool calls in chats; None: output is plain text.
+        special_tokens_as_text: the text of a special token in a message does not become that token.
     """
 
     model: ModelDir
     names: Sequence[str]
     gateway: str
     block_size: int = 32
-    default_max_tokens: int = 512
+    default_max_tokens: int = 0
     default_deadline_s: float = 600.0
-    max_model_len: int = 0
+    worker_max_model_len: int = 0
     revision: str = ""
     max_images: int = 16
-    processors: frozenset[str] | None = None
+    logits_processors: frozenset[str] | None = None
     parsers: ParserNames | None = None
-    plain: bool = True
+    special_tokens_as_text: bool = True
 
     @property
-    def limit(self) -> int:
-        """Prompt + output, tokens."""
+    def max_model_len(self) -> int:
+        """Prompt + output, in tokens."""
         own = self.model.max_model_len
-        return min(own, self.max_model_len) if self.max_model_len else own
+        return min(own, self.worker_max_model_len) if self.worker_max_model_len else own

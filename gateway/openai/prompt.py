@@ -1,135 +1,203 @@
-"""From messages or text to the prompt's tokens: the chat template, placeholders of images, the tokenizer. Pure."""
+"""A body's prompt as token ids: chat template, tokenizer, image placeholders. Pure."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from gateway.media.media import MediaPart
+from gateway.openai.errors import invalid, prompt_too_long, unsupported
+from gateway.openai.messages import media_parts, template_messages
 from gateway.openai.prepare_context import PrepareContext
-from gateway.openai.requests import ChatCompletionRequest, invalid, unsupported
+from gateway.openai.requests import ChatCompletionRequest, CompletionRequest
 from infra.model.chat_template import TemplateError
-from infra.model.modeldir import ModelDir, Vision
-from schemas.errors import Code, ServingError
+from infra.model.modeldir import ModelDir
+from schemas.requests import Media
 
-_PROBE_CHARS_PER_TOKEN = 16  # text above this ratio is probed by its start before all of it is tokenised
-
-
-def render(body: ChatCompletionRequest, messages: list[dict[str, Any]], model: ModelDir) -> str:
-    if model.template is None:
-        raise unsupported(
-            "messages", f"model {model.name!r} has no chat template; use /v1/completions or start with --chat-template"
-        )
-    variables = body.chat_template_kwargs or {}
-    if body.reasoning_effort is not None:
-        variables = {"reasoning_effort": body.reasoning_effort, **variables}
-    if taken := model.template.own_variables & variables.keys():
-        raise invalid("chat_template_kwargs", f"chat_template_kwargs cannot set {sorted(taken)}")
-    tools = body.tools if body.tool_choice != "none" else None
-    try:
-        return model.template.render(messages, tools, **variables)
-    except TemplateError as error:
-        raise invalid("messages", f"the model's chat template refuses these messages: {str(error)[:300]}") from None
+_PROBE_CHARS_PER_TOKEN = 16  # longer texts are first checked by tokenising this many characters per token that fits
 
 
-def prompt_tokens(body: ChatCompletionRequest, messages: list[dict[str, Any]], context: PrepareContext) -> list[int]:
-    """The prompt as ``apply_chat_template`` and the tokenizer make it, but that clients' text stays text.
+class Prompt(NamedTuple):
+    """
+    Attributes:
+        tokens: with one placeholder per medium.
+        media: images and embedding files to load, in the order of their placeholders.
+        min_tokens: length once the placeholders are expanded; an embedding file may have more than one token.
+    """
+
+    tokens: list[int]
+    media: Sequence[MediaPart]
+    min_tokens: int
+
+
+def chat_prompt(body: ChatCompletionRequest, context: PrepareContext) -> Prompt:
+    """The prompt that the model's chat template makes of the messages.
 
     Raises:
-        ServingError: the template refuses the messages; the prompt is too long.
+        ServingError: the model or its template does not accept the messages, or the prompt is too long.
     """
+    messages, media = template_messages(body.messages), media_parts(body.messages)
+    vision = context.model.vision
+    if vision is None:
+        if media:
+            raise unsupported(media[0].field, f"images are not supported: {context.model.no_vision}")
+        tokens = _template_tokens(body, messages, context)
+        return Prompt(tokens, (), len(tokens))
+    if len(media) > context.max_images:
+        raise invalid(
+            media[context.max_images].field,
+            f"the request has {len(media)} images; the limit is {context.max_images} (--max-images)",
+        )
+    tokens = _template_tokens(body, messages, context)
+    if (found := tokens.count(vision.image_token_id)) != len(media):
+        raise invalid(
+            media[0].field if media else "messages",
+            f"the model's chat template writes {found} image placeholders for {len(media)} images; put images into "
+            "user messages, or start the gateway with another --chat-template",
+        )
+    expanded = sum(1 if part.embedding else vision.image_tokens for part in media)
+    return Prompt(tokens, media, len(tokens) - len(media) + expanded)
+
+
+def completion_prompt(body: CompletionRequest, context: PrepareContext) -> Prompt:
+    """The one prompt of a completion: text that is tokenised, or token ids as they are.
+
+    Raises:
+        ServingError: several prompts, an id outside the vocabulary, an image token, or too long.
+    """
+    prompt, model = single_prompt(body), context.model
+    if isinstance(prompt, str):
+        tokens = encode(prompt, context, special=True)
+    elif max(prompt, default=0) >= model.vocab_size:
+        raise invalid("prompt", f"prompt has token id {max(prompt)}; ids must be below {model.vocab_size}")
+    else:
+        tokens = prompt
+    if model.vision is not None and model.vision.image_token_id in tokens:
+        image = model.vision.image_token
+        raise invalid("prompt", f"prompt contains the image token {image!r}; send images to /v1/chat/completions")
+    return Prompt(tokens, (), len(tokens))
+
+
+def single_prompt(body: CompletionRequest) -> str | list[int]:
+    """
+    Raises:
+        ServingError: no prompt, several, or a mixture of texts and token ids.
+    """
+    prompt = body.prompt
+    if isinstance(prompt, list):
+        kinds = {entry.__class__ for entry in prompt}
+        if kinds == {int}:
+            return prompt  # type: ignore[return-value]
+        if len(prompt) != 1:
+            given = f"{len(prompt)} prompts" if len(kinds) == 1 else "a mixture" if kinds else "an empty list"
+            raise invalid("prompt", f"prompt is {given}; the limit is 1 prompt per request")
+        prompt = prompt[0]  # type: ignore[assignment]
+    return prompt  # type: ignore[return-value]
+
+
+def expand_media(prompt: Prompt, media: Sequence[Media], image_token_id: int) -> tuple[list[int], tuple[Media, ...]]:
+    """Replace each placeholder by as many as its medium has tokens; returns the tokens and the media in place."""
+    tokens: list[int] = []
+    placed = []
+    start = 0
+    for medium in media:
+        at = prompt.tokens.index(image_token_id, start)
+        tokens += prompt.tokens[start:at]
+        placed.append(msgspec.structs.replace(medium, position=len(tokens)))
+        tokens += [image_token_id] * medium.tokens
+        start = at + 1
+    return tokens + prompt.tokens[start:], tuple(placed)
+
+
+def encode(text: str, context: PrepareContext, *, special: bool) -> list[int]:
+    """Token ids; text that cannot fit is refused before all of it is tokenised.
+
+    Args:
+        special: add the tokens that the tokenizer puts around a text, such as BOS.
+    Raises:
+        ServingError: too long.
+    """
+    _check_length(text, context, special=special)
+    return _encode(text, context, special)
+
+
+def _template_tokens(body: ChatCompletionRequest, messages: list[dict[str, Any]], context: PrepareContext) -> list[int]:
     try:
-        return _prompt_tokens(body, messages, context)
+        if context.model.plain.found(
+            messages, body.tools, body.chat_template_kwargs, only_image=not context.special_tokens_as_text
+        ):
+            return _escaped_template_tokens(body, messages, context)
+        return encode(_render_template(body, messages, context.model), context, special=False)
     except RecursionError:
         raise invalid("messages", "tools, arguments or variables are nested too deeply") from None
 
 
-def _prompt_tokens(body: ChatCompletionRequest, messages: list[dict[str, Any]], context: PrepareContext) -> list[int]:
-    plain, only_image = context.model.plain, not context.plain
-    if not plain.found(messages, body.tools, body.chat_template_kwargs, only_image=only_image):
-        return encode(render(body, messages, context.model), context, special=False)
+def _escaped_template_tokens(
+    body: ChatCompletionRequest, messages: list[dict[str, Any]], context: PrepareContext
+) -> list[int]:
+    """Of messages with the text of special tokens, which must not become those tokens.
+
+    A mark put into such text survives the template and keeps the tokenizer from seeing a special token.
+    """
+    plain, only_image = context.model.plain, not context.special_tokens_as_text
     text, mark = "", ""
     for mark in plain.marks(messages, body.tools, body.chat_template_kwargs):
         inert = plain.marked(messages, mark, only_image=only_image)
         tools = plain.marked_value(body.tools, mark, only_image=only_image)
         variables = plain.marked_value(body.chat_template_kwargs, mark, only_image=True)
         if plain.found(inert, tools, variables, only_image=only_image):
-            break  # what normalising makes of it is a control token
+            break  # the tokenizer's normaliser makes a special token of it all the same
         marked = msgspec.structs.replace(body, tools=tools, chat_template_kwargs=variables)
-        text = render(marked, inert, context.model)
-        check_length(text, context, special=False)
+        text = _render_template(marked, inert, context.model)
+        _check_length(text, context, special=False)
         tokens = plain.encode(text, mark)
         if tokens is not None:
             return tokens
     if not text:
-        raise invalid("messages", "the messages have text of a control token that cannot be kept apart from the token")
-    tokens = []
-    for piece in text.split(mark):  # apart: it stays text, read as it was written
-        tokens += encode(piece, context, special=False)
-    return tokens
+        raise invalid("messages", "the messages contain the text of a special token that this tokenizer cannot escape")
+    # This tokenizer merges marks with their neighbours: tokenise the text between them piece by piece.
+    return [token for piece in text.split(mark) for token in encode(piece, context, special=False)]
 
 
-def tokens_with_images(
-    body: ChatCompletionRequest,
-    messages: list[dict[str, Any]],
-    media: Sequence[MediaPart],
-    vision: Vision,
-    context: PrepareContext,
-) -> list[int]:
-    """The prompt of a model that sees: with one placeholder per medium, and none that a client wrote.
-
-    Raises:
-        ServingError: too many media; the template does not write one placeholder for each.
-    """
-    if len(media) > context.max_images:
-        raise invalid(
-            media[context.max_images].field,
-            f"the request has {len(media)} images, and the limit is {context.max_images} (--max-images)",
+def _render_template(body: ChatCompletionRequest, messages: list[dict[str, Any]], model: ModelDir) -> str:
+    if model.template is None:
+        raise unsupported(
+            "messages",
+            f"model {model.name!r} has no chat template, so chat completions are not supported; use /v1/completions, "
+            "or start the gateway with --chat-template",
         )
-    tokens = prompt_tokens(body, messages, context)
-    if (found := tokens.count(vision.image_token_id)) != len(media):
-        raise invalid(
-            media[0].field if media else "messages",
-            f"the model's chat template writes {found} image placeholders for {len(media)} images; give images in user "
-            "messages, or start with another --chat-template",
-        )
-    return tokens
+    variables = body.chat_template_kwargs or {}
+    if body.reasoning_effort is not None:
+        variables = {"reasoning_effort": body.reasoning_effort, **variables}
+    if reserved := model.template.own_variables & variables.keys():
+        raise invalid("chat_template_kwargs", f"chat_template_kwargs must not set {', '.join(sorted(reserved))}")
+    tools = body.tools if body.tool_choice != "none" else None
+    try:
+        return model.template.render(messages, tools, **variables)
+    except TemplateError as error:
+        raise invalid("messages", f"the model's chat template rejects these messages: {str(error)[:300]}") from None
 
 
-def encode(text: str, context: PrepareContext, *, special: bool) -> list[int]:
-    """Token ids; refuses text that cannot fit before paying for all of its tokenisation."""
-    if len(text) > context.limit * _PROBE_CHARS_PER_TOKEN:
-        check_length(text, context, special=special)
-    return _encode(text, context, special)
-
-
-def check_length(text: str, context: PrepareContext, *, special: bool) -> None:
+def _check_length(text: str, context: PrepareContext, *, special: bool) -> None:
     """
     Raises:
-        ServingError: the text has more tokens than fit, as far as its length and its beginning tell.
+        ServingError: by its length and its beginning, the text has more tokens than fit.
     """
-    limit = context.limit
+    limit = context.max_model_len
     if len(text) <= limit * _PROBE_CHARS_PER_TOKEN:
         return
     longest = context.model.detokenizer.longest_bytes
     if len(text) > limit * longest:
-        raise too_long(f"{len(text)} characters, more than {limit} tokens of at most {longest} bytes can hold", limit)
-    # cut anywhere: at most the last word is split differently, so its count can only be a little too high
+        raise prompt_too_long(
+            f"{len(text)} characters, more than {limit} tokens of at most {longest} bytes can hold", limit
+        )
+    # Cut anywhere: only the last word may be split differently, so the count can only be slightly too high.
     start = len(_encode(text[: limit * _PROBE_CHARS_PER_TOKEN], context, special))
     if start > limit + _PROBE_CHARS_PER_TOKEN:
-        raise too_long(f"at least {start} tokens", limit)
+        raise prompt_too_long(f"at least {start} tokens", limit)
 
 
-def _encode(
-    text: str, context: PrepareContext, special: bool
-) -> list[int]:  # the batch form: no offsets, and it frees the GIL
+def _encode(text: str, context: PrepareContext, special: bool) -> list[int]:
+    # The batch form computes no offsets and releases the GIL.
     ids: list[int] = context.model.tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
     return ids
-
-
-def too_long(what: str, limit: int) -> ServingError:
-    return ServingError(
-        Code.context_length_exceeded,
-        f"the prompt has {what}; this model takes {limit} tokens, prompt and answer together. Shorten the prompt.",
-        param=None,
-    )

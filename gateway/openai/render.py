@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from gateway.openai.prepare import CHAT
+from gateway.openai.common import CHAT
 from gateway.openai.prompt_logprobs import LARGE, LOWEST, PromptEcho
 from gateway.openai.responses import (
     AnswerMessage,
@@ -31,7 +31,7 @@ from gateway.openai.responses import (
     serving_error,
 )
 from gateway.parsers.answer_parser import AnswerParser
-from gateway.parsers.registry import parser, special
+from gateway.parsers.registry import parser_for, special_markers
 from infra.model.detokenizer import Detokenizer
 from schemas.errors import ServingError
 from schemas.requests import GenerateRequest
@@ -64,8 +64,8 @@ class _Choice:
     def __init__(self, index: int, request: GenerateRequest, detokenizer: Detokenizer) -> None:
         stop = request.stop
         self.index = index
-        self.parser = parser(request, index) if request.parsing is not None else None
-        shown = detokenizer.special(special(request.parsing)) if request.parsing is not None else None
+        self.parser = parser_for(request, index) if request.parsing is not None else None
+        shown = detokenizer.special(special_markers(request.parsing)) if request.parsing is not None else None
         self.stream = detokenizer.stream(
             stop.strings, min_tokens=stop.min_tokens, stops_shown=request.stops_shown, shown=shown
         )
@@ -352,7 +352,7 @@ class AnswerAggregator(_Answer):
 
     def _chat_choice(self, choice: _Choice) -> ChatChoice:
         text = "".join(self._texts[choice.index])
-        made = parser(self.request, choice.index) if self._parsed else None
+        made = parser_for(self.request, choice.index) if self._parsed else None
         message = AnswerMessage(text) if made is None else made.whole(text)
         return ChatChoice(choice.index, message, _reason(choice, made), self._all_logprobs(choice))
 

@@ -70,7 +70,7 @@ def agreed_parsers(workers: Iterable[Registration]) -> tuple[ParserNames, frozen
     return known, named
 
 
-def parsing(
+def answer_parsing(
     parsers: ParserNames,
     tools: Sequence[dict[str, Any]] | None,
     prompt_end: Callable[[int], str],
@@ -96,7 +96,7 @@ def parsing(
     )
 
 
-def special(parsing: Parsing) -> tuple[str, ...]:
+def special_markers(parsing: Parsing) -> tuple[str, ...]:
     """Marks of its formats that may be special tokens."""
     tags, tools = REASONING.get(parsing.reasoning), TOOLS.get(parsing.tools)
     if HARMONY in (tags, tools):
@@ -105,7 +105,7 @@ def special(parsing: Parsing) -> tuple[str, ...]:
     return marks + tools.special if isinstance(tools, ToolFormat) else marks
 
 
-def parser(request: GenerateRequest, choice: int) -> AnswerParser:
+def parser_for(request: GenerateRequest, choice: int) -> AnswerParser:
     """For the text of one choice, of a request that is to be parsed."""
     parsing = request.parsing
     assert parsing is not None

@@ -6,9 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.openai.prepare import PreparedRequest, prepare_chat, prepare_text
+from gateway.openai.options import MAX_PROCESSOR_BYTES
+from gateway.openai.prepare import PreparedRequest, prepare_chat, prepare_completion
 from gateway.openai.prepare_context import PrepareContext
-from gateway.openai.requests import MAX_PROCESSOR_BYTES, MAX_PROCESSORS
+from gateway.openai.requests import MAX_PROCESSORS
 from schemas.errors import Code, ServingError
 from schemas.requests import LogitsProcessor
 
@@ -19,7 +20,7 @@ ANY = {"name": "temperature", "args": {"temperature": 0.5}}
 def asked(context: PrepareContext, processors: Any, *, chat: bool = True) -> tuple[LogitsProcessor, ...]:
     body: dict[str, Any] = {"model": "tiny", "logits_processors": processors}
     body |= {"messages": [{"role": "user", "content": "hi"}]} if chat else {"prompt": "hi"}
-    prepared = (prepare_chat if chat else prepare_text)(json.dumps(body).encode(), context, now_ns=NOW)
+    prepared = (prepare_chat if chat else prepare_completion)(json.dumps(body).encode(), context, now_ns=NOW)
     assert isinstance(prepared, PreparedRequest)
     return prepared.request.sampling.logits_processors
 
@@ -76,17 +77,17 @@ def test_the_limit_of_the_arguments_is_told_and_can_be_reached(context: PrepareC
 
 
 def test_a_name_that_no_worker_has_is_refused_at_once_with_the_known_ones(context: PrepareContext) -> None:
-    known = context._replace(processors=frozenset({"temperature", "forced_text"}))
+    known = context._replace(logits_processors=frozenset({"temperature", "forced_text"}))
     assert asked(known, [ANY])[0].name == "temperature"
     error = refusal(known, [ANY, {"name": "nobody"}])
     assert (error.code, error.param) == (Code.invalid_request, "logits_processors[1].name")
     assert "'nobody'" in error.message
     assert "forced_text, temperature" in error.message
-    assert "registered: none" in refusal(context._replace(processors=frozenset()), [ANY]).message
+    assert "registered: none" in refusal(context._replace(logits_processors=frozenset()), [ANY]).message
 
 
 def test_while_no_worker_is_known_any_name_is_taken(context: PrepareContext) -> None:
-    assert context.processors is None
+    assert context.logits_processors is None
     assert asked(context, [{"name": "anything"}]) == (LogitsProcessor("anything"),)
 
 
@@ -94,4 +95,4 @@ def test_the_field_is_in_the_api_document() -> None:
     from gateway.openai.requests import ChatCompletionRequest
 
     _, schemas = msgspec.json.schema_components([ChatCompletionRequest])
-    assert schemas["Processor"]["additionalProperties"] is False
+    assert schemas["ProcessorOptions"]["additionalProperties"] is False

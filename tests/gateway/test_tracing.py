@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gateway.openai.prepare import PrepareContext, prepare_text
+from gateway.openai.prepare import PrepareContext, prepare_completion
 from gateway.tracing import OWN, from_http_headers, from_nats_headers, with_trace
 from schemas.requests import decode
 from schemas.trace import Trace
@@ -42,7 +42,7 @@ def test_tracestate_goes_with_its_parent_and_several_are_one_list() -> None:
 
 
 def test_only_a_traced_request_is_larger(context: PrepareContext) -> None:
-    plain = prepare_text(json.dumps({"model": "tiny", "prompt": "hi"}).encode(), context, now_ns=10**18)
+    plain = prepare_completion(json.dumps({"model": "tiny", "prompt": "hi"}).encode(), context, now_ns=10**18)
     assert with_trace(plain, None) is plain
     assert b"trace" not in encode(plain.request)
     asked = with_trace(plain, Trace(PARENT))

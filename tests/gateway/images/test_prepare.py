@@ -1,4 +1,4 @@
-"""Bodies that ask for pictures: what is decided for the client, and what is refused with which limit."""
+"""Bodies that ask for images: what is decided for the client, and what is refused with which limit."""
 
 import json
 from typing import Any
@@ -8,16 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.images.prepare import IMAGE, VIDEO, VideoGenerationRequest, frame_count, prepare_images
+from gateway.images.parameters import frame_count
+from gateway.images.prepare import IMAGE, VIDEO, prepare_images
+from gateway.images.requests import VideoGenerationRequest
 from gateway.openai.prepare import PreparedRequest
 from schemas.errors import Code, ServingError
 from schemas.fleet import Diffuser
 from schemas.requests import Diffusion, Priority
 
-PAINTER = Diffuser(
+IMAGE_MODEL = Diffuser(
     "image", "FluxPipeline", 1024, 768, 28, ("png", "jpeg", "webp"), 1 << 20, 50, multiple=16, max_images=4
 )
-FILMER = Diffuser(
+VIDEO_MODEL = Diffuser(
     "video",
     "WanPipeline",
     832,
@@ -32,8 +34,8 @@ FILMER = Diffuser(
     frame_step=4,
     frame_rate=16.0,
 )
-PLAIN = msgspec.structs.replace(PAINTER, negative=False, guidance=False)
-KNOWN = {"painter": PAINTER, "filmer": FILMER, "plain": PLAIN}
+PLAIN = msgspec.structs.replace(IMAGE_MODEL, negative=False, guidance=False)
+KNOWN = {"painter": IMAGE_MODEL, "filmer": VIDEO_MODEL, "plain": PLAIN}
 NOW_NS = 1_700_000_000_000_000_000
 
 
@@ -43,7 +45,7 @@ def prepared(kind: str, **body: Any) -> PreparedRequest:
     return prepare_images(kind, data, KNOWN, gateway="g", default_deadline_s=60.0, now_ns=NOW_NS, seed=lambda: 11)
 
 
-def decided(kind: str, **body: Any) -> Diffusion:
+def diffusion(kind: str, **body: Any) -> Diffusion:
     found = prepared(kind, **body).request.diffusion
     assert found is not None
     return found
@@ -55,7 +57,7 @@ def test_what_the_client_leaves_open_is_decided_here() -> None:
     assert (request.model, request.gateway, request.endpoint, request.n) == ("painter", "g", "image", 1)
     assert request.deadline_ns - request.created_ns == 60_000_000_000
     assert request.prompt == b""
-    assert decided(VIDEO) == Diffusion("video", "a boat", 832, 480, 50, "mp4", frames=81, frame_rate=16.0, seed=11)
+    assert diffusion(VIDEO) == Diffusion("video", "a boat", 832, 480, 50, "mp4", frames=81, frame_rate=16.0, seed=11)
 
 
 def test_what_the_client_asks_for_is_taken() -> None:
@@ -103,7 +105,7 @@ def test_what_the_client_asks_for_is_taken() -> None:
     ],
 )
 def test_frames_are_counted_from_the_request(body: dict[str, Any], frames: int, rate: float) -> None:
-    asked = decided(VIDEO, **body)
+    asked = diffusion(VIDEO, **body)
     assert (asked.frames, asked.frame_rate) == (frames, rate)
 
 
@@ -111,7 +113,7 @@ def test_frames_are_counted_from_the_request(body: dict[str, Any], frames: int, 
 def test_a_video_is_never_shorter_than_asked_and_never_a_step_longer(
     seconds: float, rate: float, step: int, limit: int
 ) -> None:
-    made = msgspec.structs.replace(FILMER, frame_step=step, max_frames=limit)
+    made = msgspec.structs.replace(VIDEO_MODEL, frame_step=step, max_frames=limit)
     body = VideoGenerationRequest(model="filmer", prompt="a", seconds=seconds)
     wanted = max(1, round(seconds * rate))
     longest = 1 + (limit - 1) // step * step
@@ -126,7 +128,7 @@ def test_a_video_is_never_shorter_than_asked_and_never_a_step_longer(
 
 
 @pytest.mark.parametrize(
-    ("kind", "body", "field", "says"),
+    ("kind", "body", "field", "message"),
     [
         (IMAGE, {"size": "1000x512"}, "size", "multiples of 16, such as 992x512"),
         (IMAGE, {"size": "8x512"}, "size", "such as 16x512"),
@@ -139,19 +141,19 @@ def test_a_video_is_never_shorter_than_asked_and_never_a_step_longer(
         (IMAGE, {"n": 5}, "n", "the limit is 4"),
         (VIDEO, {"n": 2}, "n", "the limit is 1"),
         (IMAGE, {"prompt": "a" * 32_001}, "prompt", "length <= 32000"),
-        (IMAGE, {"output_format": "gif"}, "output_format", "served: png, jpeg, webp"),
+        (IMAGE, {"output_format": "gif"}, "output_format", "use one of png, jpeg, webp"),
         (IMAGE, {"model": "plain", "negative_prompt": "blur"}, "negative_prompt", "FluxPipeline"),
         (IMAGE, {"model": "plain", "guidance_scale": 2}, "guidance_scale", "FluxPipeline"),
-        (IMAGE, {"model": "filmer"}, "model", "makes videos: POST /v1/videos/generations"),
-        (VIDEO, {"model": "painter"}, "model", "makes images: POST /v1/images/generations"),
+        (IMAGE, {"model": "filmer"}, "model", "generates videos; use POST /v1/videos/generations"),
+        (VIDEO, {"model": "painter"}, "model", "generates images; use POST /v1/images/generations"),
         (IMAGE, {"model": "other"}, "model", "models that do: 'painter', 'plain'"),
         (VIDEO, {"model": "other"}, "model", "models that do: 'filmer'"),
         (IMAGE, {"quality": "hd"}, "quality", "num_inference_steps"),
         (IMAGE, {"style": "vivid"}, "style", "prompt"),
         (IMAGE, {"background": "transparent"}, "background", "transparent"),
-        (IMAGE, {"partial_images": 2, "stream": True}, "partial_images", "stream: true tells the progress"),
-        (IMAGE, {"mask": "x"}, "mask", "only a text"),
-        (VIDEO, {"input_reference": {"file_id": "x"}}, "input_reference", "only a text"),
+        (IMAGE, {"partial_images": 2, "stream": True}, "partial_images", "stream: true reports the progress"),
+        (IMAGE, {"mask": "x"}, "mask", "a text only"),
+        (VIDEO, {"input_reference": {"file_id": "x"}}, "input_reference", "a text only"),
         (VIDEO, {"num_frames": 82}, "num_frames", "nearest are 81 and 85"),
         (VIDEO, {"num_frames": 165}, "num_frames", "the limit is 161"),
         (VIDEO, {"seconds": 11}, "seconds", "177 frames; the limit is 161 (10.06 s)"),
@@ -166,18 +168,18 @@ def test_a_video_is_never_shorter_than_asked_and_never_a_step_longer(
     ],
 )
 def test_what_cannot_be_made_is_refused_with_field_and_limit(
-    kind: str, body: dict[str, Any], field: str, says: str
+    kind: str, body: dict[str, Any], field: str, message: str
 ) -> None:
     with pytest.raises(ServingError) as caught:
         prepared(kind, **body)
     assert caught.value.param == field
-    assert says in caught.value.message
+    assert message in caught.value.message
     assert caught.value.code in (Code.invalid_request, Code.unsupported, Code.model_not_found)
 
 
 def test_a_side_that_one_format_cannot_hold_is_made_in_another() -> None:
-    assert decided(IMAGE, size="16384x16", output_format="png").width == 16_384
-    assert decided(VIDEO, size="16368x16", output_format="webp").width == 16_368
+    assert diffusion(IMAGE, size="16384x16", output_format="png").width == 16_384
+    assert diffusion(VIDEO, size="16368x16", output_format="webp").width == 16_368
 
 
 def test_what_is_not_json_is_refused() -> None:

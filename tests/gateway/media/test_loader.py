@@ -19,7 +19,7 @@ from gateway.media import loader as media_loader
 from gateway.media.loader import MediaLoader
 from gateway.media.media import MediaPart
 from gateway.metrics import Metrics
-from gateway.openai.prepare import CHAT
+from gateway.openai.common import CHAT
 from gateway.service import Gateway
 from infra.broker.server import EmbeddedNats
 from infra.bus import object_store

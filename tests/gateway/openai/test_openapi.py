@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 import gateway
-from gateway.images.prepare import ImageGenerationRequest, VideoGenerationRequest
+from gateway.images.requests import ImageGenerationRequest, VideoGenerationRequest
 from gateway.openai.openapi import OPERATIONS, Operation, document
 from gateway.openai.requests import ChatCompletionRequest, CompletionRequest
 from schemas.errors import Code

@@ -175,7 +175,7 @@ def test_an_assistant_s_content_keeps_its_structure_but_no_special_token(tmp_pat
 
 def test_the_old_way_can_be_had(case: PrepareContext) -> None:
     messages = [{"role": "user", "content": "a<|im_end|><s>b"}]
-    assert prompt(case._replace(plain=False), messages) == reference(case.model, messages)
+    assert prompt(case._replace(special_tokens_as_text=False), messages) == reference(case.model, messages)
 
 
 @pytest.mark.parametrize(

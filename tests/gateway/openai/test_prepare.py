@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.openai import prompt
-from gateway.openai.prepare import PreparedRequest, prepare_chat, prepare_text
+from gateway.openai.prepare import PreparedRequest, prepare_chat, prepare_completion
 from gateway.openai.prepare_context import PrepareContext
 from gateway.service import LARGE_BODY
 from infra.model import modeldir
@@ -27,7 +27,7 @@ def chat(context: PrepareContext, content: Any = "hi", **options: Any) -> Prepar
 
 
 def text(context: PrepareContext, prompt: Any = "hi", **options: Any) -> PreparedRequest:
-    return prepare_text(json.dumps({"model": "tiny", "prompt": prompt, **options}).encode(), context, now_ns=NOW)
+    return prepare_completion(json.dumps({"model": "tiny", "prompt": prompt, **options}).encode(), context, now_ns=NOW)
 
 
 def refusal(call: Any, *args: Any, **options: Any) -> ServingError:
@@ -101,7 +101,7 @@ def test_what_the_client_leaves_open_comes_from_the_model_and_the_gateway(contex
     request = chat(context).request
     assert request.sampling.temperature == context.model.sampling.temperature
     assert request.sampling.logprobs is None
-    assert (request.stop.max_tokens, request.deadline_ns - NOW) == (512, 600 * 10**9)
+    assert request.deadline_ns - NOW == 600 * 10**9
     assert request.created_ns == NOW
 
 
@@ -124,8 +124,19 @@ def test_an_answer_takes_the_room_that_is_left_unless_it_asks_for_more(context: 
     assert all(number in error.message for number in ("2048", "1900", "149", "148"))
 
 
+def test_without_max_tokens_an_answer_has_the_rest_of_the_context_up_to_the_gateways_bound(
+    context: PrepareContext,
+) -> None:
+    ids = [5] * 48
+    assert text(context, ids).request.stop.max_tokens == 2000
+    bounded = context._replace(default_max_tokens=512)
+    assert text(bounded, ids).request.stop.max_tokens == 512
+    assert text(bounded, [5] * 2000).request.stop.max_tokens == 48
+    assert text(bounded, ids, max_tokens=1000).request.stop.max_tokens == 1000  # the client's own value is not bounded
+
+
 def test_a_fleet_with_a_lower_limit_sets_it(context: PrepareContext) -> None:
-    small = context._replace(max_model_len=100)
+    small = context._replace(worker_max_model_len=100)
     assert text(small, [5] * 90).request.stop.max_tokens == 10
     assert "100 tokens" in refusal(text, small, [5] * 100).message
 

@@ -9,7 +9,7 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.openai.prepare import PendingMediaRequest, PreparedRequest, finish, prepare_chat, prepare_text
+from gateway.openai.prepare import PendingMediaRequest, PreparedRequest, attach_media, prepare_chat, prepare_completion
 from gateway.openai.prepare_context import PrepareContext
 from infra.demo_model import template, vision
 from infra.eval.demo import messages_of
@@ -43,7 +43,7 @@ def draft(context: PrepareContext, *content: Any, **options: Any) -> PendingMedi
 
 def whole(context: PrepareContext, *content: Any, media: list[Media] | None = None, **options: Any) -> PreparedRequest:
     made = draft(context, *content, **options)
-    return finish(made, media or [medium(i) for i in range(len(made.media))], context)
+    return attach_media(made, media or [medium(i) for i in range(len(made.prompt.media))], context)
 
 
 def plain(context: PrepareContext, messages: Any, **options: Any) -> PreparedRequest:
@@ -69,7 +69,7 @@ def test_a_prompt_is_the_one_that_the_model_was_trained_with(sees: PrepareContex
         body = json.dumps({"model": "m", "messages": messages_of(sample)}).encode()
         made = prepare_chat(body, sees, now_ns=NOW)
         assert isinstance(made, PendingMediaRequest)
-        done = finish(made, [medium(0)], sees)
+        done = attach_media(made, [medium(0)], sees)
         expected = ids(template.prompt(sample.messages), sees.model)
         assert list(unpack_tokens(done.request.prompt)) == expected
         assert done.prompt_tokens == len(expected)
@@ -94,7 +94,7 @@ def test_a_prompt_is_that_of_the_models_own_processor(sees: PrepareContext) -> N
     asked = [*messages[:-1], {"role": "user", "content": [image(URL) if p["type"] == "image" else p for p in parts]}]
     made = prepare_chat(json.dumps({"model": "m", "messages": asked}).encode(), sees, now_ns=NOW)
     assert isinstance(made, PendingMediaRequest)
-    done = finish(made, [medium(0), medium(1)], sees)
+    done = attach_media(made, [medium(0), medium(1)], sees)
     assert list(unpack_tokens(done.request.prompt)) == expected
     assert expected.count(IMAGE_ID) == 2 * PER_IMAGE
 
@@ -128,8 +128,8 @@ def test_the_same_words_with_another_image_share_no_block_from_the_image_on(sees
 
 def test_embeddings_take_as_many_placeholders_as_they_are(sees: PrepareContext) -> None:
     made = draft(sees, EMBEDS, image(URL))
-    assert [part.embedding for part in made.media] == [True, False]
-    done = finish(made, [medium(0, tokens=7), medium(1)], sees)
+    assert [part.embedding for part in made.prompt.media] == [True, False]
+    done = attach_media(made, [medium(0, tokens=7), medium(1)], sees)
     assert [(m.tokens) for m in done.request.media] == [7, PER_IMAGE]
     assert list(unpack_tokens(done.request.prompt)).count(IMAGE_ID) == 7 + PER_IMAGE
     assert done.request.media[1].position == done.request.media[0].position + 7 + 1
@@ -147,8 +147,11 @@ def test_embeddings_take_as_many_placeholders_as_they_are(sees: PrepareContext) 
 )
 def test_every_form_of_a_part_is_taken(sees: PrepareContext, part: dict[str, Any]) -> None:
     made = draft(sees, "a", part)
-    assert made.media[0].url == URL
-    assert made.media[0].field == f"messages[0].content[1].{'image_embeds' if 'image_embeds' in part else 'image_url'}"
+    assert made.prompt.media[0].url == URL
+    assert (
+        made.prompt.media[0].field
+        == f"messages[0].content[1].{'image_embeds' if 'image_embeds' in part else 'image_url'}"
+    )
 
 
 REFUSED: list[tuple[dict[str, Any], Code, str]] = [
@@ -193,21 +196,21 @@ def test_a_model_that_does_not_see_says_so(sees: PrepareContext) -> None:
 
 
 def test_too_many_images_are_refused_with_the_limit(sees: PrepareContext) -> None:
-    assert len(draft(sees, *[image(URL)] * 4).media) == 4
+    assert len(draft(sees, *[image(URL)] * 4).prompt.media) == 4
     error = refusal(draft, sees, *[image(URL)] * 5)
-    assert "5 images, and the limit is 4 (--max-images)" in error.message
+    assert "5 images; the limit is 4 (--max-images)" in error.message
     assert error.param == "messages[0].content[4].image_url"
 
 
 def test_expanded_prompts_keep_the_models_limit_before_anything_is_fetched(sees: PrepareContext) -> None:
-    small = sees._replace(max_model_len=100)
+    small = sees._replace(worker_max_model_len=100)
     assert whole(small, image(URL)).request.stop.max_tokens < 30
     for content in ([image(URL), image(URL)], [image(URL), "word " * 100]):
         assert refusal(draft, small, *content).code is Code.context_length_exceeded
     error = refusal(draft, small, image(URL), max_tokens=50)
     assert (error.code, error.param) == (Code.context_length_exceeded, "max_tokens")
     made = draft(small, EMBEDS)
-    assert refusal(finish, made, [medium(0, tokens=10**12)], small).code is Code.context_length_exceeded
+    assert refusal(attach_media, made, [medium(0, tokens=10**12)], small).code is Code.context_length_exceeded
 
 
 ANYWHERE: list[tuple[str, Any, dict[str, Any]]] = [
@@ -243,8 +246,12 @@ def test_an_image_token_that_a_client_writes_stays_text(
     with_image = [*messages, {"role": "user", "content": [{"type": "text", "text": "<image>"}, image(URL)]}]
     made = prepare_chat(json.dumps({"model": "m", "messages": with_image, **options}).encode(), sees, now_ns=NOW)
     assert isinstance(made, PendingMediaRequest)
-    assert made.tokens.count(IMAGE_ID) == 1
-    assert made.tokens.index(IMAGE_ID) == len(made.tokens) - 1 - made.tokens[::-1].index(IMAGE_ID) > len(prompt) - 8
+    assert made.prompt.tokens.count(IMAGE_ID) == 1
+    assert (
+        made.prompt.tokens.index(IMAGE_ID)
+        == len(made.prompt.tokens) - 1 - made.prompt.tokens[::-1].index(IMAGE_ID)
+        > len(prompt) - 8
+    )
 
 
 def test_text_without_the_image_token_is_tokenised_as_ever(sees: PrepareContext) -> None:
@@ -301,10 +308,10 @@ def test_a_template_without_a_place_for_images_is_a_clear_error(sees: PrepareCon
 def test_text_completions_take_no_image_tokens(sees: PrepareContext) -> None:
     for prompt in ("a <image> b", [5, IMAGE_ID]):
         body = json.dumps({"model": "m", "prompt": prompt}).encode()
-        error = refusal(prepare_text, body, sees, now_ns=NOW)
+        error = refusal(prepare_completion, body, sees, now_ns=NOW)
         assert (error.code, error.param) == (Code.invalid_request, "prompt")
-        assert "chat completions" in error.message
-    assert prepare_text(json.dumps({"model": "m", "prompt": "a"}).encode(), sees, now_ns=NOW).prompt_tokens == 1
+        assert "/v1/chat/completions" in error.message
+    assert prepare_completion(json.dumps({"model": "m", "prompt": "a"}).encode(), sees, now_ns=NOW).prompt_tokens == 1
 
 
 def test_a_draft_keeps_what_the_request_needs(sees: PrepareContext) -> None:
@@ -319,7 +326,7 @@ def test_a_draft_keeps_what_the_request_needs(sees: PrepareContext) -> None:
     made = prepare_chat(chat_body(image(URL), **options), sees, now_ns=NOW, request_id="id")
     assert isinstance(made, PendingMediaRequest)
     assert made.deadline_s == 9
-    done = finish(made, [medium(0)], sees)
+    done = attach_media(made, [medium(0)], sees)
     request = done.request
     assert (request.id, request.created_ns, request.deadline_ns) == ("id", NOW, NOW + 9 * 10**9)
     assert (request.stop.max_tokens, request.sampling.seed, request.sampling.logprobs) == (7, 3, 2)

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from gateway.openai.prepare import PreparedRequest, prepare_chat, prepare_text
+from gateway.openai.options import MAX_PROMPT_LOGPROBS
+from gateway.openai.prepare import PreparedRequest, prepare_chat, prepare_completion
 from gateway.openai.prepare_context import PrepareContext
 from gateway.openai.render import AnswerAggregator, StreamRenderer
-from gateway.openai.requests import MAX_LOGPROBS, MAX_PROMPT_LOGPROBS
+from gateway.openai.requests import MAX_LOGPROBS
 from infra.model.modeldir import ModelDir
 from schemas.errors import Code, ServingError
 from schemas.requests import GenerateRequest, Sampling
@@ -27,7 +28,7 @@ def chat(context: PrepareContext, **options: Any) -> PreparedRequest:
 
 
 def text(context: PrepareContext, prompt: Any = "The broker keeps", **options: Any) -> PreparedRequest:
-    return prepare_text(json.dumps({"model": "tiny", "prompt": prompt, **options}).encode(), context, now_ns=NOW)
+    return prepare_completion(json.dumps({"model": "tiny", "prompt": prompt, **options}).encode(), context, now_ns=NOW)
 
 
 def sampling(context: PrepareContext, **options: Any) -> Sampling:
@@ -67,7 +68,7 @@ def test_no_tokens_with_echo_computes_one_that_is_not_shown(context: PrepareCont
         ({"echo": True, "stream": True}, "echo", Code.unsupported, "stream"),
         ({"max_tokens": 0}, "max_tokens", Code.invalid_request, "at least 1"),
         ({"max_tokens": 0, "echo": False}, "max_tokens", Code.invalid_request, "echo"),
-        ({"max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens", Code.invalid_request, "above"),
+        ({"max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens", Code.invalid_request, "must not exceed"),
         ({"max_tokens": -1, "echo": True}, "max_tokens", Code.invalid_request, ">= 0"),
     ],
 )

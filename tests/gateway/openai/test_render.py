@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.openai.prepare import prepare_chat, prepare_text
+from gateway.openai.prepare import prepare_chat, prepare_completion
 from gateway.openai.prepare_context import PrepareContext
 from gateway.openai.render import AnswerAggregator, StreamRenderer
 from infra.model.modeldir import ModelDir
@@ -22,7 +22,7 @@ NOW = 1_700_000_000 * 10**9
 def request(context: PrepareContext, endpoint: str = "chat", **options: Any) -> GenerateRequest:
     if endpoint == "text":
         body = {"model": "tiny", "prompt": "hi", **options}
-        return prepare_text(json.dumps(body).encode(), context, now_ns=NOW).request
+        return prepare_completion(json.dumps(body).encode(), context, now_ns=NOW).request
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **options}
     return prepare_chat(json.dumps(body).encode(), context, now_ns=NOW).request
 

@@ -6,14 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.media.media import MediaPart
-from gateway.openai.requests import (
-    ChatCompletionRequest,
-    media_parts,
-    parse_chat,
-    parse_text,
-    prompt_of,
-    template_messages,
-)
+from gateway.openai.messages import media_parts, template_messages
+from gateway.openai.prompt import single_prompt
+from gateway.openai.requests import ChatCompletionRequest, parse_chat, parse_completion
 from schemas.errors import Code, ServingError
 from schemas.requests import Priority
 
@@ -213,25 +208,27 @@ def test_tool_arguments_that_are_no_object_are_refused(arguments: str) -> None:
     ("prompt", "expected"), [("a", "a"), ([1, 2], [1, 2]), (["a"], "a"), ([[1, 2]], [1, 2]), ([5], [5])]
 )
 def test_a_prompt_is_text_or_token_ids_perhaps_in_a_list_of_one(prompt: Any, expected: Any) -> None:
-    assert prompt_of(parse_text(json.dumps({**TEXT, "prompt": prompt}).encode())) == expected
+    assert single_prompt(parse_completion(json.dumps({**TEXT, "prompt": prompt}).encode())) == expected
 
 
 @pytest.mark.parametrize("prompt", [["a", "b"], [[1], [2]], [1, "a"], []])
 def test_several_prompts_are_refused_with_the_limit(prompt: Any) -> None:
     with pytest.raises(ServingError, match="limit is 1 prompt") as caught:
-        prompt_of(parse_text(json.dumps({**TEXT, "prompt": prompt}).encode()))
+        single_prompt(parse_completion(json.dumps({**TEXT, "prompt": prompt}).encode()))
     assert caught.value.param == "prompt"
 
 
 @pytest.mark.parametrize(("field", "value"), [("suffix", "x"), ("best_of", 2)])
 def test_text_options_that_are_not_served_are_refused(field: str, value: Any) -> None:
     with pytest.raises(ServingError) as caught:
-        parse_text(json.dumps({**TEXT, field: value}).encode())
+        parse_completion(json.dumps({**TEXT, field: value}).encode())
     assert (caught.value.code, caught.value.param) == (Code.unsupported, field)
 
 
 def test_text_options_at_their_defaults_are_accepted() -> None:
-    body = parse_text(json.dumps({**TEXT, "echo": False, "suffix": None, "best_of": 2, "n": 2, "logprobs": 0}).encode())
+    body = parse_completion(
+        json.dumps({**TEXT, "echo": False, "suffix": None, "best_of": 2, "n": 2, "logprobs": 0}).encode()
+    )
     assert body.logprobs == 0
 
 
@@ -256,7 +253,7 @@ BROKEN = [
 
 @pytest.mark.parametrize("data", BROKEN, ids=range(len(BROKEN)))
 def test_a_broken_body_is_a_serving_error(data: bytes) -> None:
-    for parse in (parse_chat, parse_text):
+    for parse in (parse_chat, parse_completion):
         with pytest.raises(ServingError) as caught:
             parse(data)
         assert caught.value.code is Code.invalid_request
@@ -284,7 +281,7 @@ def test_no_body_raises_anything_but_a_serving_error(fields: dict[str, Any], who
     except ServingError:
         pass
     try:
-        prompt_of(parse_text(encoded))
+        single_prompt(parse_completion(encoded))
     except ServingError:
         pass
 

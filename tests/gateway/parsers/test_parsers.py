@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.openai.responses import AnswerMessage, Delta
 from gateway.parsers.answer_parser import AnswerParser
-from gateway.parsers.registry import REASONING, TOOLS, ParserNames, agreed_parsers, parser, parsing
+from gateway.parsers.registry import REASONING, TOOLS, ParserNames, agreed_parsers, answer_parsing, parser_for
 from infra.model import modeldir
 from infra.model import parser_detection as detection
 from schemas import parser_names
@@ -24,7 +24,7 @@ Said = tuple[str | None, str | None, tuple[tuple[str, str, str], ...]]  # conten
 
 def reader(reasoning: str = "", tools: str = "", choice: int = 0, **options: object) -> AnswerParser:
     made = Parsing(reasoning, tools, **options)  # type: ignore[arg-type]
-    return parser(GenerateRequest("r-1", "m", "g", b"", Stop(9), 0, 0, parsing=made), choice)
+    return parser_for(GenerateRequest("r-1", "m", "g", b"", Stop(9), 0, 0, parsing=made), choice)
 
 
 def added(deltas: Iterable[Delta | None]) -> Said:
@@ -243,7 +243,7 @@ def test_what_a_request_records() -> None:
     def record(
         parsers: ParserNames, tools: list[dict[str, object]] | None, end: str = "", **more: bool
     ) -> Parsing | None:
-        return parsing(parsers, tools, lambda count: end, one_call=more.get("one_call", False))
+        return answer_parsing(parsers, tools, lambda count: end, one_call=more.get("one_call", False))
 
     assert record(ParserNames("", "hermes"), None) is None
     assert record(ParserNames(), [TOOL]) is None

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers import AddedToken, Tokenizer
 
-from gateway.openai.prepare import prepare_chat, prepare_text
+from gateway.openai.prepare import prepare_chat, prepare_completion
 from gateway.openai.prepare_context import PrepareContext
 from gateway.openai.render import AnswerAggregator, StreamRenderer
 from gateway.parsers.registry import ParserNames
@@ -172,13 +172,13 @@ def test_without_tools_calls_stay_text(demo: PrepareContext) -> None:
         message = added(chunks(StreamRenderer(asked, demo.model.detokenizer).push(answer(demo.model, CALL))))
         assert (message["content"], message["finish"]) == (CALL, "stop")
     assert request(demo._replace(parsers=None)).parsing is None
-    prepared = prepare_text(b'{"model": "demo", "prompt": "hi"}', demo, now_ns=NOW)
+    prepared = prepare_completion(b'{"model": "demo", "prompt": "hi"}', demo, now_ns=NOW)
     assert prepared.request.parsing is None
 
 
 def test_a_call_cannot_be_forced(demo: PrepareContext) -> None:
     for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
-        with pytest.raises(ServingError, match="cannot be forced"):
+        with pytest.raises(ServingError, match="forced tool calls"):
             request(demo, tool_choice=choice)
 
 

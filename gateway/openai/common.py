@@ -1,0 +1,58 @@
+"""Request options that every generation endpoint shares, and what they resolve to."""
+
+import secrets
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from schemas.requests import Priority
+from schemas.streams import LONGEST_DEADLINE_S
+
+CHAT = "chat"  # values of GenerateRequest.endpoint
+COMPLETION = "text"
+
+SEED_MASK = (1 << 63) - 1
+SERVICE_TIERS = {"flex": Priority.batch, "priority": Priority.interactive}
+
+# One token of a NATS subject. Not "$", which in Python also matches before a final line break.
+_WORKER_PATTERN = r"^[A-Za-z0-9_-]{1,128}(?![\s\S])"
+
+Duration = Annotated[float, Meta(gt=0, le=LONGEST_DEADLINE_S)]
+Name = Annotated[str, Meta(max_length=256)]
+
+
+class CommonOptions(Struct, frozen=True, kw_only=True):
+    """null means: not given."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=512)]
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    stream: Annotated[bool, Meta(description="answer with server-sent events")] | None = None
+    user: Name | None = None
+    priority: Priority | None = None
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    timeout_s: Annotated[Duration, Meta(description="seconds until an unfinished request fails")] | None = None
+    deadline_s: Annotated[Duration, Meta(description="alias of timeout_s; the shorter of the two applies")] | None = (
+        None
+    )
+    worker: Annotated[str, Meta(pattern=_WORKER_PATTERN, description="id of the only worker to run on")] | None = None
+
+
+def random_seed() -> int:
+    return secrets.randbits(63)
+
+
+def resolve_seed(body: CommonOptions, draw: Callable[[], int]) -> int:
+    """The client's seed, else one from ``draw``; in [0, 2**63)."""
+    return (draw() if body.seed is None else body.seed) & SEED_MASK
+
+
+def resolve_deadline_s(body: CommonOptions, default_s: float) -> float:
+    """Seconds from acceptance in which the request must finish."""
+    given = [seconds for seconds in (body.timeout_s, body.deadline_s) if seconds is not None]
+    return min(given, default=default_s)
+
+
+def resolve_priority(priority: Priority | None, service_tier: str | None) -> Priority:
+    """``priority`` wins over OpenAI's ``service_tier``."""
+    return priority or SERVICE_TIERS.get(service_tier or "", Priority.standard)

@@ -1,0 +1,64 @@
+"""Errors of request bodies, and decoding that raises them. Each names the field at fault and the limit."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from schemas.errors import Code, ServingError
+
+_FIELD = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`$")
+_MISSING = re.compile(r"missing required field `(\w+)`")
+_LONGEST = 400  # characters of a decoder's message, which may quote the client's text
+
+
+def invalid(field: str | None, message: str) -> ServingError:
+    """A value that the API does not allow."""
+    return ServingError(Code.invalid_request, message, param=field)
+
+
+def unsupported(field: str, message: str) -> ServingError:
+    """A valid value that this server does not implement."""
+    return ServingError(Code.unsupported, message, param=field)
+
+
+def prompt_too_long(amount: str, max_model_len: int) -> ServingError:
+    """``amount`` is the prompt's length with its unit, as in "at least 5000 tokens"."""
+    return ServingError(
+        Code.context_length_exceeded,
+        f"the prompt has {amount}; this model's context length is {max_model_len} tokens, prompt and output together. "
+        "Shorten the prompt.",
+    )
+
+
+def model_not_found(model: str, served: Sequence[str]) -> ServingError:
+    names = ", ".join(map(repr, served))
+    return ServingError(
+        Code.model_not_found, f"model {model[:200]!r} is not served here; served: {names}", param="model"
+    )
+
+
+def decode_body(decode: Any, data: bytes) -> Any:
+    """Decode JSON with a typed msgspec decoder.
+
+    Raises:
+        ServingError: invalid_request: not JSON in UTF-8, or a field of another type or beyond its limit.
+    """
+    try:
+        return decode(data)
+    except msgspec.ValidationError as error:
+        raise _violation(str(error)) from None
+    except RecursionError:
+        raise invalid(None, "the body is nested too deeply") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid(None, f"the body is not valid JSON in UTF-8: {error}"[:_LONGEST]) from None
+
+
+def _violation(text: str) -> ServingError:
+    """msgspec writes ``Expected `float` <= 2.0 - at `$.temperature```; put the field first."""
+    found = _FIELD.search(text)
+    if found is None or not found[1]:
+        missing = _MISSING.search(text)
+        return invalid(missing[1] if missing else None, text[:_LONGEST])
+    return invalid(found[1], f"{found[1]}: {text[: found.start()]}"[:_LONGEST])

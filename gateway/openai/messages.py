@@ -1,0 +1,105 @@
+"""Chat messages as chat templates expect them, and the images that they name."""
+
+from itertools import groupby
+from typing import Any
+
+import msgspec
+
+from gateway.media.media import MediaPart
+from gateway.openai.errors import invalid, unsupported
+from gateway.openai.requests import ChatMessage, ContentPart, MediaUrl, ToolCall
+
+# type of content part -> field with the URL
+_MEDIA_FIELDS = {"image_url": "image_url", "input_image": "image_url", "image_embeds": "image_embeds"}
+
+_decode_arguments = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages for a chat template.
+
+    Text content is one string. Content with images is a list of ``{"type": "text", "text": ...}`` and
+    ``{"type": "image"}``. Arguments of tool calls are objects.
+
+    Raises:
+        ServingError: a content part that is not supported, or tool arguments that are not a JSON object.
+    """
+    return [
+        {"role": message.role, "content": message.content}
+        if message.content.__class__ is str and message.role == "user"
+        else _template_message(f"messages[{number}]", message)
+        for number, message in enumerate(messages)
+    ]
+
+
+def media_parts(messages: list[ChatMessage]) -> list[MediaPart]:
+    """Images and embedding files in the order of the messages, which ``template_messages`` has accepted."""
+    found = []
+    for number, message in enumerate(messages):
+        if not isinstance(message.content, list):
+            continue
+        for i, part in enumerate(message.content):
+            if name := _MEDIA_FIELDS.get(part.type):
+                value: MediaUrl | str = getattr(part, name)
+                url = value if isinstance(value, str) else value.url
+                found.append(MediaPart(f"messages[{number}].content[{i}].{name}", url, name == "image_embeds"))
+    return found
+
+
+def _template_message(field: str, message: ChatMessage) -> dict[str, Any]:
+    # Clients send our answers back, and those may consist of tool calls or truncated reasoning alone.
+    may_be_empty = message.role == "assistant" and (message.tool_calls or message.reasoning_content is not None)
+    if message.content is None and not may_be_empty:
+        raise invalid(f"{field}.content", f"{field}.content is missing")
+    out: dict[str, Any] = {"role": message.role, "content": _content(field, message.role, message.content)}
+    for key in ("name", "tool_call_id", "reasoning_content"):
+        if (value := getattr(message, key)) is not None:
+            out[key] = value
+    if message.tool_calls:
+        out["tool_calls"] = [_tool_call(f"{field}.tool_calls[{i}]", call) for i, call in enumerate(message.tool_calls)]
+    return out
+
+
+def _content(field: str, role: str, content: str | list[ContentPart] | None) -> str | list[dict[str, str]]:
+    if content is None or isinstance(content, str):
+        return content or ""
+    for i, part in enumerate(content):
+        _check_part(f"{field}.content[{i}]", role, part)
+    if all(part.type == "text" for part in content):
+        return "\n".join(part.text or "" for part in content)
+    parts: list[dict[str, str]] = []
+    for is_text, run in groupby(content, lambda part: part.type == "text"):
+        if is_text:  # joined here: templates join adjacent texts without a separator, which merges words
+            parts.append({"type": "text", "text": "\n".join(part.text or "" for part in run)})
+        else:
+            parts += [{"type": "image"} for _ in run]
+    return parts
+
+
+def _check_part(field: str, role: str, part: ContentPart) -> None:
+    if part.type == "text":
+        if part.text is None:
+            raise invalid(f"{field}.text", f"{field}.text is missing")
+    elif name := _MEDIA_FIELDS.get(part.type):
+        if getattr(part, name) is None:
+            raise invalid(f"{field}.{name}", f"{field}.{name} is missing")
+        if role not in ("user", "tool"):
+            raise unsupported(
+                f"{field}.{name}", f"images are not supported in {role} messages; put them into user messages"
+            )
+    else:
+        raise unsupported(
+            f"{field}.type",
+            f"content parts of type {part.type[:40]!r} are not supported; use 'text', 'image_url' or 'image_embeds'",
+        )
+
+
+def _tool_call(field: str, call: ToolCall) -> dict[str, Any]:
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = _decode_arguments(arguments or "{}")
+        except (ValueError, RecursionError):
+            at = f"{field}.function.arguments"
+            raise invalid(at, f"{at} must be a JSON object") from None
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
