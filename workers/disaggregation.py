@@ -176,7 +176,7 @@ class DisaggCoordinator:
         holder = held.key
 
         def drop(engine: Engine) -> object:
-            return engine.drop(holder)
+            return engine.release_held(holder)
 
         ticket = self._owner.offer(_ticket_id(active, stage), stage.worker, "kv", held.blocks, held.generations, drop)
         message = Prefilled(
@@ -301,7 +301,7 @@ class DisaggCoordinator:
             until_ns,
             "kv",
             lambda engine: engine.reserve(digests, tails, users),
-            lambda engine, found: engine.let_go(found),
+            lambda engine, found: engine.release(found),
         )
         if reservation is None:
             return None
@@ -312,10 +312,10 @@ class DisaggCoordinator:
             if positions:
                 await self._reader.fetch(ticket, positions, local)
         except TransferError as error:
-            self._free_when_settled(error.settled, lambda engine: engine.let_go(reservation))
+            self._free_when_settled(error.settled, lambda engine: engine.release(reservation))
             return None
         except BaseException:
-            self._free_after_quarantine(lambda engine: engine.let_go(reservation))
+            self._free_after_quarantine(lambda engine: engine.release(reservation))
             raise
         return reservation
 
@@ -359,7 +359,7 @@ class DisaggCoordinator:
             self._engine.cancel_wait(wait)
 
     def _free(self, reservation: Reservation) -> None:
-        self._engine.call(lambda engine: engine.let_go(reservation))
+        self._engine.call(lambda engine: engine.release(reservation))
 
     def _free_when_settled(self, settled: "Future[None]", let_go: Callable[[Engine], object]) -> None:
         """Blocks that something may still write into come back when that has ended."""
@@ -386,7 +386,7 @@ class DisaggCoordinator:
         stage = active.route[0]
 
         def drop(engine: Engine) -> None:
-            _vision(engine).media_let_go(reservation)
+            _vision(engine).media_release(reservation)
 
         ticket = self._owner.offer(_ticket_id(active, stage), stage.worker, "embeds", slots, generations, drop)
         message = Encoded(
@@ -423,7 +423,7 @@ class DisaggCoordinator:
                 active.request.deadline_ns,
                 "embeds",
                 lambda engine: _vision(engine).media_reserve(media),
-                lambda engine, found: _vision(engine).media_let_go(found),
+                lambda engine, found: _vision(engine).media_release(found),
             )
         except RequestError as error:
             await self._host.end(active, Code(error.code), error.message)
@@ -450,13 +450,13 @@ class DisaggCoordinator:
             active.media = None  # nobody frees slots that are being written
             await self._reader.fetch(ticket, positions, local)
         except TransferError as error:
-            self._free_when_settled(error.settled, lambda engine: _vision(engine).media_let_go(reservation))
+            self._free_when_settled(error.settled, lambda engine: _vision(engine).media_release(reservation))
             return await self._slots(active) if self._host.current(active) else None
         except BaseException:
-            self._free_after_quarantine(lambda engine: _vision(engine).media_let_go(reservation))
+            self._free_after_quarantine(lambda engine: _vision(engine).media_release(reservation))
             raise
         if not self._host.current(active):
-            self._engine.call(lambda engine: _vision(engine).media_let_go(reservation))
+            self._engine.call(lambda engine: _vision(engine).media_release(reservation))
             return None
         active.media = reservation
         reservation.have = [True] * len(reservation.have)

@@ -102,7 +102,7 @@ class EngineThread:
                 for request in done:
                     engine.cancel(request.key)
                 if requests[0].reservation is not None:  # the others shared it
-                    engine.let_go(requests[0].reservation)
+                    engine.release(requests[0].reservation)
                 refused(error)
 
         self._put(run)

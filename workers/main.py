@@ -122,7 +122,7 @@ class _Worker(WorkerProcess[Session]):
                 self._metrics.registry.register(collector)
             transport = await self._transport(engine, built, connection, loop)
             loop_lag.freeze_loaded()
-            vision = _eyes(built)
+            vision = _encoder(built)
             names = tuple(n for n in settings.served_model_name.split(",") if n) or (described.name,)
             template = described.template.source if described.template is not None else ""
             model = Model(
@@ -156,7 +156,7 @@ class _Worker(WorkerProcess[Session]):
         """
         settings = self._settings
         alone = settings.role == "aggregated" or bool(built.info.handover)  # as far as KV goes
-        if settings.transfer == "none" or (alone and _eyes(built) is None):
+        if settings.transfer == "none" or (alone and _encoder(built) is None):
             return None
 
         def renewed(endpoint: Endpoint) -> None:
@@ -228,7 +228,7 @@ def _check(settings: WorkerSettings) -> None:
         )
 
 
-def _eyes(engine: Engine) -> VisionEngine | None:
+def _encoder(engine: Engine) -> VisionEngine | None:
     """The engine, if its model takes images."""
     return engine if getattr(engine, "slot_tokens", 0) else None  # type: ignore[return-value]
 

@@ -256,7 +256,7 @@ class Session(Life):
             self._engine.cancel(active.choices)
         holder, media = active.holder, active.media
         if holder is not None and drop:
-            self._engine.call(lambda engine: engine.drop(holder))
+            self._engine.call(lambda engine: engine.release_held(holder))
         if media is not None:
             active.media = None
             self._engine.call(lambda engine: _free(engine, media))
@@ -423,7 +423,7 @@ class _Ended(Flush):
 
 
 def _free(engine: Engine, media: MediaReservation) -> None:
-    engine.media_let_go(media)  # type: ignore[attr-defined]  # only an engine with eyes made one
+    engine.media_release(media)  # type: ignore[attr-defined]  # only a vision engine made one
 
 
 __all__ = ["Model", "Session"]

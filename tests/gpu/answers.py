@@ -33,7 +33,7 @@ def answer(made: ScheduledEngine, model: modeldir.ModelDir, question: str, pictu
     while made.has_work():
         ids += [output.token for output in made.step().outputs]
     if slots is not None:
-        made.media_let_go(slots)
+        made.media_release(slots)
     return str(model.tokenizer.decode(ids))
 
 

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from infra.bus.loop_lag import freeze_loaded
 from infra.model import modeldir
 from schemas.requests import Sampling, Stop
 from tests.workers.engines.native import models
 from workers.engines.base import SequenceRequest
 from workers.engines.core.engine import ScheduledEngine
-from workers.engines.native import attention, settle
+from workers.engines.native import attention
 from workers.engines.native.build import assemble, build
 from workers.engines.native.model import describe
 
@@ -106,7 +107,7 @@ def speed(asked: argparse.Namespace) -> None:
     engine = assemble(describe(made), max_running=512, max_batched_tokens=asked.batched, max_model_len=4096, warm=True)
     ready = time.perf_counter() - began
     _, first, _, _ = drive(engine, ask(1, 16, 2, 128256, 99))
-    settle()  # as a worker does
+    freeze_loaded()  # as a worker does
     print(f"engine ready in {ready:.1f} s, first token {first * 1e3:.1f} ms later; {engine.info.total_blocks} blocks")
     for sampling, text in SAMPLINGS:
         for count, prompt, answer, bar in ROWS[: asked.rows if sampling is GREEDY else min(3, asked.rows - 1)]:

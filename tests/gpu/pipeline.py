@@ -75,8 +75,8 @@ def make(folder: Path, shape: str) -> Any:
 
 def alone(asked: argparse.Namespace, folder: Path) -> None:
     """In a process of its own: make the model, run the engine, write its figures."""
+    from infra.bus.loop_lag import freeze_loaded
     from tests.gpu import native
-    from workers.engines.native import settle
     from workers.engines.native.build import assemble
     from workers.engines.native.model import describe
 
@@ -85,7 +85,7 @@ def alone(asked: argparse.Namespace, folder: Path) -> None:
     engine = assemble(
         describe(made), max_running=asked.max_running, max_model_len=LONGEST, warm=True, kv_blocks=asked.kv_blocks
     )
-    settle()
+    freeze_loaded()
     print(f"engine ready in {time.perf_counter() - began:.1f} s", flush=True)
     rows = [closed_loop(engine, *row, asked, native) for row in zip(asked.streams, asked.generations, strict=True)]
     (folder / "alone.json").write_text(json.dumps(rows))

@@ -93,7 +93,7 @@ def _prefill(pipe: Connection, folder: Path) -> None:
         tokens, held = finish(made, request(number, prompt(number), 1, hold=True))
         pipe.send((time.monotonic(), time.monotonic() - began, tokens, held[0].blocks, held[0].generations))
         pipe.recv()
-        made.drop(number)
+        made.release_held(number)
     transport.close()
     made.close()
 

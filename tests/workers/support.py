@@ -328,7 +328,7 @@ class Held:
         for _ in range(steps):
             self._go.release()
 
-    def release(self) -> None:
+    def resume(self) -> None:
         self._free.set()
         self._go.release()
 
@@ -466,7 +466,7 @@ async def run_worker(
             await made.begin()
             yield made
         finally:
-            made.engine.release()
+            made.engine.resume()
             if made.session._tasks:  # not drained, failed or dead yet
                 await made.session.fence()
             if made.transport is not None:

@@ -375,7 +375,7 @@ async def test_without_room_at_decode_the_hand_over_waits_until_there_is_some(
         asked = request(PROMPT)
         await give(record, pair, asked)
         await record.has_streamed(asked)
-        pair.decode.engine.release()
+        pair.decode.engine.resume()
         await record.end(asked)
         await record.end(long)
         assert record.streamed(asked) == answer(asked)
@@ -391,7 +391,7 @@ async def test_a_request_cancelled_before_during_and_after_the_hand_over_leaves_
     await eventually(lambda: before.id in pair.prefill.session._active)
     for worker_ in (pair.prefill, pair.decode):
         await worker_.session.on_cancel(before.id, "gone")
-    pair.prefill.engine.release()
+    pair.prefill.engine.resume()
     assert (await record.end(before)).code == Code.cancelled
 
     assert pair.prefill.transport is not None
@@ -410,7 +410,7 @@ async def test_a_request_cancelled_before_during_and_after_the_hand_over_leaves_
     await record.states(after, "released")
     for worker_ in (pair.prefill, pair.decode):
         await worker_.session.on_cancel(after.id, "gone")
-    pair.decode.engine.release()
+    pair.decode.engine.resume()
     assert (await record.end(after)).code == Code.cancelled
     await pair.free()
 
@@ -422,7 +422,7 @@ async def test_a_revoked_attempt_lets_go_of_its_blocks(record: Record, pair: Pai
     await eventually(lambda: asked.id in pair.prefill.session._active)
     await record.revoke(pair.prefill.id, asked, 1, role="prefill")
     await eventually(lambda: asked.id not in pair.prefill.session._active)
-    pair.prefill.engine.release()
+    pair.prefill.engine.resume()
     await pair.prefill.frees_everything()
     assert await record.told(asked) == []
 
@@ -513,7 +513,7 @@ async def test_a_preempted_request_whose_prompt_was_handed_over_goes_on_with_the
             await give(record, pair, each)
         await eventually(both_run)
         assert max(len(record.streamed(each)) for each in asked) < 25
-        pair.decode.engine.release()
+        pair.decode.engine.resume()
         for each in asked:  # 8 blocks each at first, and 18 in the end
             await record.end(each)
             assert record.streamed(each) == answer(each)
@@ -548,7 +548,7 @@ async def test_a_hand_over_that_waits_for_room_asks_no_more_than_it_must_and_goe
     await asyncio.sleep(0.6)
     assert len(asks) < 12, "it looks again and again"  # each time that somebody asks the engine for its numbers
     began = time.monotonic()
-    pair.decode.thread.call(lambda engine: engine.let_go(taken))
+    pair.decode.thread.call(lambda engine: engine.release(taken))
     await record.states(asked, "read")
     assert time.monotonic() - began < 0.5
     await record.end(asked)
@@ -565,7 +565,7 @@ async def test_a_request_cancelled_while_it_waits_for_room_ends_at_once(record: 
     assert (await record.end(asked)).code == Code.cancelled
     await eventually(lambda: not pair.decode.session._moving)
     assert time.monotonic() - began < disaggregation.ROOM_S / 2
-    pair.decode.thread.call(lambda engine: engine.let_go(taken))
+    pair.decode.thread.call(lambda engine: engine.release(taken))
     await pair.free()
 
 
@@ -577,7 +577,7 @@ async def test_a_life_that_ends_while_a_hand_over_waits_for_room_takes_no_blocks
     await give(record, pair, asked)
     await eventually(lambda: pair.decode.session._disagg._waits)
     await pair.decode.session.fence()
-    pair.decode.thread.call(lambda engine: engine.let_go(taken))
+    pair.decode.thread.call(lambda engine: engine.release(taken))
     await pair.decode.frees_everything()
     await pair.decode.begin()
 

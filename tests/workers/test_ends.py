@@ -119,7 +119,7 @@ async def ends_in_doubt(record: Record, worker: WorkerHarness, doubt: Doubt) -> 
     worker.engine.allow(4)
     await record.has_streamed(asked)
     doubt.begin()
-    worker.engine.release()
+    worker.engine.resume()
     await eventually(lambda: worker.session._ending)
     await eventually(lambda: worker.publisher.waiting == 1)
     await asyncio.sleep(0.3)  # longer than the publisher's sweep

@@ -58,7 +58,9 @@ async def worker(
 ) -> AsyncIterator[WorkerHarness]:
     """A worker on an event plane; ``others``: further publishers of its blocks."""
     inner: Any = Clearing(
-        mock.build_ranks(RANKS, vocab_size=1000, block_size=BLOCK, total_blocks=48, max_model_len=1000, speedup=0)
+        mock.build_data_parallel(
+            RANKS, vocab_size=1000, block_size=BLOCK, total_blocks=48, max_model_len=1000, speedup=0
+        )
     )
     outer = inner
     made: list[WorkerHarness] = []
@@ -73,15 +75,15 @@ async def worker(
 
 
 def index_of(routing: Routing) -> PrefixIndex:
-    index = routing.router.view.index
+    index = routing.router.cluster.index
     assert index is not None
     return index
 
 
 def contents(routing: Routing, worker: WorkerHarness) -> dict[int, tuple[int, int]]:
     """Blocks and the sum of their keys, by rank."""
-    found = [each for each in index_of(routing)._holders.holdings() if each.place[0] == worker.id]
-    return {each.place[1]: (each.blocks, each.key_sum) for each in found}
+    found = [each for each in index_of(routing)._holders.holdings() if each.target_id[0] == worker.id]
+    return {each.target_id[1]: (each.blocks, each.key_sum) for each in found}
 
 
 def held(worker: WorkerHarness) -> dict[int, int]:

@@ -160,7 +160,7 @@ async def test_upkeep_that_fails_ends_the_process_in_order(
             worker.engine.allow(3)
         await eventually(lambda: worker.fatal, SOON_S)
         monkeypatch.undo()
-        worker.engine.release()
+        worker.engine.resume()
         began = time.monotonic()
         await worker.session.fail("a task of the worker failed", poison=False)  # as the process does
         assert time.monotonic() - began < SOON_S

@@ -106,7 +106,7 @@ async def test_each_gateway_gets_its_own_requests_only(record: Record, worker: W
     worker.engine.hold()
     await record.give(worker.id, here)
     await record.give(worker.id, there)
-    worker.engine.release()
+    worker.engine.resume()
     await record.end(here)
     await record.end(there)
     for gateway, asked in (("g1", here), ("g2", there)):
@@ -198,7 +198,7 @@ async def test_a_request_that_the_engine_refuses_fails_alone(record: Record, wor
     long, odd = request([1] * 1000, n=2), request([5000])
     for asked in (neighbours[0], long, neighbours[1], odd, neighbours[2]):
         await record.give(worker.id, asked)
-    worker.engine.release()
+    worker.engine.resume()
     for asked in neighbours:
         assert (await record.end(asked)).code == ""
         assert record.streamed(asked) == answer(asked)
@@ -234,7 +234,7 @@ async def test_when_the_engine_breaks_every_request_is_given_back(record: Record
     await record.give(narrow.id, waiting)
     await eventually(lambda: len(narrow.session._active) == 2)
     narrow.engine.breaks_at = narrow.engine.steps
-    narrow.engine.release()
+    narrow.engine.resume()
     await eventually(lambda: narrow.failures)
     await narrow.session.fail("engine_error: gone")
     back = [await record.handed_back(asked) for asked in (running, waiting)]
@@ -281,7 +281,7 @@ async def test_cancelled_while_it_waits_for_a_slot(record: Record, narrow: Worke
     narrow.engine.allow(1)
     await record.end(waiting)
     assert record.streamed(waiting) == []
-    narrow.engine.release()
+    narrow.engine.resume()
     assert (await record.end(running)).code == ""
     await is_cancelled(record, narrow, waiting)
 
@@ -294,7 +294,7 @@ async def test_cancelled_while_it_runs(record: Record, worker: WorkerHarness) ->
     worker.engine.allow(2)
     await record.has_streamed(asked)
     await worker.session.on_cancel(asked.id, "gone")
-    worker.engine.release()
+    worker.engine.resume()
     assert (await record.end(neighbour)).code == ""
     await is_cancelled(record, worker, asked)
     got = record.streamed(asked)
@@ -313,7 +313,7 @@ async def test_a_deadline_ends_a_running_request_with_what_it_has(record: Record
     await record.has_streamed(asked)
     await eventually(lambda: time.time_ns() > asked.deadline_ns)
     await eventually(lambda: worker.session._active[asked.id].cancelled is not None)
-    worker.engine.release()
+    worker.engine.resume()
     end = await record.end(asked)
     assert end.code == Code.deadline_exceeded
     assert "deadline" in end.message
@@ -352,7 +352,7 @@ async def test_a_job_that_is_delivered_again_runs_once(
             assert info.delivered is not None
             deliveries = info.delivered.consumer_seq or 0
             await asyncio.sleep(0.02)
-        worker.engine.release()
+        worker.engine.resume()
         await record.end(asked)
         await record.settled(worker.id)
         await record.give(worker.id, asked, msg_id="again")  # after its end
@@ -368,7 +368,7 @@ async def test_a_job_of_an_older_attempt_is_dropped(record: Record, worker: Work
     worker.engine.allow(1)
     await record.has_streamed(asked)
     await record.give(worker.id, asked, attempt=2)
-    worker.engine.release()
+    worker.engine.resume()
     assert (await record.end(asked)).attempt == 3
     await record.settled(worker.id)  # also the message of the attempt that ran
     assert {item.attempt for item in record.items} == {3}
@@ -385,7 +385,7 @@ async def test_a_newer_attempt_takes_the_place_of_the_one_that_runs(record: Reco
     await record.has_streamed(asked)
     await record.give(worker.id, asked, attempt=2, resume=(record.progress(asked)[0].tokens,))
     await eventually(lambda: worker.session._active[asked.id].attempt == 2)
-    worker.engine.release()
+    worker.engine.resume()
     end = await record.end(asked)
     assert (end.attempt, ids(end.choices[0].tokens)) == (2, answer(asked))
     assert record.streamed(asked) == answer(asked)
@@ -401,7 +401,7 @@ async def test_a_revoked_attempt_is_dropped_without_a_word(record: Record, worke
     await record.has_streamed(asked)
     await record.revoke(worker.id, asked, 1)
     await eventually(lambda: not worker.session._active)
-    worker.engine.release()
+    worker.engine.resume()
     await worker.frees_everything()
     await record.give(worker.id, asked, msg_id="late")
     await record.settled(worker.id)
@@ -422,7 +422,7 @@ async def test_a_long_job_is_not_delivered_again_while_it_runs(
         info = await record.bus.js.consumer_info(record.bus.subjects.stream("WORK"), worker.id)
         assert info.delivered is not None
         assert (info.delivered.consumer_seq, info.num_ack_pending) == (1, 1)
-        worker.engine.release()
+        worker.engine.resume()
         await record.end(asked)
         await record.settled(worker.id)
 
@@ -440,7 +440,7 @@ async def test_output_that_does_not_fit_one_message_is_split(
     for one in asked:
         await record.give(worker.id, one)
     await eventually(lambda: len(worker.session._active) == 40)
-    worker.engine.release()
+    worker.engine.resume()
     for one in asked:
         await record.end(one)
         assert record.streamed(one) == answer(one)
@@ -534,7 +534,7 @@ async def test_a_draining_worker_ends_what_runs_and_gives_back_the_rest(record: 
     await record.give(narrow.id, late)  # by a router that did not know yet
     await record.handed_back(late)
     assert not draining.done()
-    narrow.engine.release()
+    narrow.engine.resume()
     assert (await record.end(running)).code == ""
     assert record.streamed(running) == answer(running)
     await asyncio.wait_for(draining, 10)
@@ -563,7 +563,7 @@ async def test_a_request_whose_first_token_is_on_its_way_when_the_drain_begins_i
     monkeypatch.setattr(worker.session._lease, "update", begun_meanwhile)
     draining = asyncio.create_task(worker.session.drain(20))
     await record.has_streamed(asked)
-    worker.engine.release()
+    worker.engine.resume()
     assert (await record.end(asked)).code == ""
     assert record.streamed(asked) == answer(asked)
     await asyncio.wait_for(draining, 10)
@@ -619,7 +619,7 @@ async def test_a_worker_that_lost_its_lease_says_nothing_more_and_starts_anew(
     await record.remove_key(old)
     await asyncio.wait_for(worker.session.lost.wait(), 10)
     worker.engine.allow(1)
-    worker.engine.release()
+    worker.engine.resume()
     await worker.session.fence()
     await worker.begin()
     assert worker.id != old
@@ -650,7 +650,7 @@ async def test_a_job_that_reaches_a_worker_while_it_gives_up_its_name_is_not_run
     await record.give(old.id, stray)
     await record.bus.js.consumer_info(record.bus.subjects.stream("WORK"), old.id)  # the server has dealt with it
     await worker.bus.nc.flush()
-    worker.engine.release()
+    worker.engine.resume()
     await giving_up
     await worker.begin()
     asked = request()

@@ -60,7 +60,7 @@ class Served:
         return found()
 
     async def status(self) -> int:
-        self.engine.release()
+        self.engine.resume()
         return await asyncio.wait_for(self.task, 20)
 
 
@@ -119,7 +119,7 @@ async def test_a_cancel_message_reaches_the_session(
     await record.has_streamed(asked)
     await record.bus.nc.publish(record.bus.subjects.cancel, wire.encode(control.Cancel(asked.id, "gone")))
     await record.bus.nc.request(record.bus.subjects.control(worker), wire.encode(control.DumpKv(1)), timeout=5)
-    held.release()
+    held.resume()
     assert (await record.end(asked)).code == "cancelled"
     await record.bus.nc.request(record.bus.subjects.control(worker), wire.encode(control.Drain()), timeout=5)
     assert await served.status() == module.EXIT_OK
@@ -141,7 +141,7 @@ async def test_after_losing_its_lease_the_process_goes_on_under_a_new_name(
     assert session is not None
     await record.remove_key(old)
     await asyncio.wait_for(session.lost.wait(), 10)
-    held.release()
+    held.resume()
     new = await served.registered(other_than=old)
     assert new != old
     again = request(model=MODEL)

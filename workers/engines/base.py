@@ -89,7 +89,7 @@ class SequenceRequest(msgspec.Struct):
     root: bytes = b""  # parent of the first block
     extra: Mapping[int, bytes] = {}  # hashes of the media in a block, by block position; part of its name
     media: Seq[MediaSpan] = ()
-    hold: bool = False  # when it has ended, its prompt's blocks stay held until ``drop``: see ``Held``
+    hold: bool = False  # when it has ended, its prompt's blocks stay held until ``release_held``: see ``Held``
     reservation: Reservation | None = None  # adopted: nothing of its prompt is computed here
     opaque: bytes = b""  # from the ``Held`` of the engine that computed the prompt; this one fetches the KV by itself
     score: int = 0  # log-probabilities of its prompt's tokens from this position (at least 1) on are wanted; 0: of none
@@ -218,7 +218,7 @@ class Engine(Protocol):
     def memory(self) -> dict[str, Memory]:
         """Pools that other workers may read and write, by name; they stay where they are until ``close``."""
 
-    def drop(self, key: object) -> bool:
+    def release_held(self, key: object) -> bool:
         """Let go of the blocks of a ``Held``; False: unknown (already let go of)."""
 
     def reserve(self, digests: Seq[bytes], tails: int, users: int) -> Reservation | None:
@@ -227,7 +227,7 @@ class Engine(Protocol):
     def adopt(self, reservation: Reservation) -> None:
         """The blocks have been filled: they enter the cache. They stay held until the reservation is let go of."""
 
-    def let_go(self, reservation: Reservation) -> None:
+    def release(self, reservation: Reservation) -> None:
         """Release a reservation (adopted or not) that no sequence was given."""
 
     def close(self) -> None: ...
@@ -276,7 +276,7 @@ class VisionEngine(Protocol):
     def media_adopt(self, reservation: MediaReservation) -> None:
         """All slots are filled (by a transfer): their digests can be found from now on."""
 
-    def media_let_go(self, reservation: MediaReservation) -> None:
+    def media_release(self, reservation: MediaReservation) -> None:
         """Release the slots; what was adopted stays findable until its slot is needed."""
 
     def media_generations(self, reservation: MediaReservation) -> list[int]:

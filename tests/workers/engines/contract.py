@@ -345,7 +345,7 @@ def carried_on(subject: Subject, source: Driver, target: Driver, held: Held, req
     if subject.handover == "opaque":
         assert held.opaque
         seen = target.run(msgspec.structs.replace(request, opaque=held.opaque))
-        assert source.engine.drop(held.key)
+        assert source.engine.release_held(held.key)
         return seen
     digests = names(request.prompt, request.root)
     reservation = target.engine.reserve(digests, int(len(request.prompt) % BLOCK > 0), 1)
@@ -356,7 +356,7 @@ def carried_on(subject: Subject, source: Driver, target: Driver, held: Held, req
     now = (ctypes.c_uint32 * mine.blocks).from_address(mine.generations)
     assert [now[block] for block in held.blocks] == held.generations
     target.engine.adopt(reservation)
-    assert source.engine.drop(held.key)
+    assert source.engine.release_held(held.key)
     return target.run(msgspec.structs.replace(request, reservation=reservation))
 
 

@@ -630,7 +630,7 @@ def test_a_prompt_computed_elsewhere_goes_on_as_if_here(subject: Subject, make: 
     assert seen.tokens() == whole[1:]
     assert seen.outputs[-1].finish == "length"
     assert seen.cached() >= (length - 1) // BLOCK * BLOCK
-    assert not source.engine.drop("h")
+    assert not source.engine.release_held("h")
     source.idle()
     target.idle()
 
@@ -659,9 +659,9 @@ def test_what_is_held_and_dropped_is_let_go_of(subject: Subject, make: Make) -> 
     held, _ = prefilled(source, ask("h", PROMPT))
     assert (bool(held.opaque), bool(held.blocks)) == (subject.handover == "opaque", subject.handover == "blocks")
     assert source.engine.stats().pinned_blocks >= -(-len(PROMPT) // BLOCK)
-    assert source.engine.drop("h")
-    assert not source.engine.drop("h")
-    assert not source.engine.drop("never")
+    assert source.engine.release_held("h")
+    assert not source.engine.release_held("h")
+    assert not source.engine.release_held("never")
     source.idle()
 
 
@@ -671,7 +671,7 @@ def test_a_first_token_that_ends_the_answer_ends_it_on_the_prefill_worker(make: 
     seen = source.run(ask("h", PROMPT, 1, hold=True, stop={"token_ids": (first,)}))
     assert [(output.token, output.finish) for output in seen.outputs] == [(first, "stop")]
     for held in seen.held:
-        assert source.engine.drop(held.key)
+        assert source.engine.release_held(held.key)
 
 
 @pytest.mark.parametrize("opaque", [b"", b"garbage", b"{}"], ids=["none", "garbage", "empty"])
@@ -703,7 +703,7 @@ def test_a_state_is_good_for_one_sequence_of_its_own_prompt(subject: Subject, ma
         except RequestError:
             continue
         assert seen.failures or seen.tokens(1) == whole[1:]
-    assert source.engine.drop("h")
+    assert source.engine.release_held("h")
 
 
 def test_closing_ends_it(make: Make, subject: Subject) -> None:

@@ -19,7 +19,7 @@ from workers.engines.base import MediaReservation
 Key = tuple[bytes, int]  # digest, tokens: what is in the slots depends on both
 
 
-class Eyes(Protocol):
+class VisionEncoder(Protocol):
     """The model side: what computes embeddings and keeps them, in slots 0 .. ``slots`` - 1."""
 
     slots: int
@@ -151,7 +151,7 @@ class EmbeddingCache:
             if self._named.setdefault(entry.key, entry) is entry:
                 entry.named = True
 
-    def let_go(self, reservation: MediaReservation) -> None:
+    def release(self, reservation: MediaReservation) -> None:
         """Release the slots; a second time does nothing."""
         for number in range(len(reservation.slots)):
             entry = self._entry(reservation, number)

@@ -1,4 +1,4 @@
-"""Engines made of a scheduler and something that computes its plans, of eyes that embed images, or of both."""
+"""Engines made of a scheduler and an executor, of a vision encoder, or of both."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -20,27 +20,27 @@ from workers.engines.base import (
     SequenceRequest,
     StepResult,
 )
-from workers.engines.core.embeddings import EmbeddingCache, Eyes
+from workers.engines.core.embeddings import EmbeddingCache, VisionEncoder
 from workers.engines.core.scheduler import Scheduler
-from workers.engines.core.sequence import AheadExecutor, Executor, Launched, Sampled, Slot
+from workers.engines.core.sequence import Executor, OverlapExecutor, PendingStep, Sampled, Slot
 from workers.engines.logits.registry import Registry
 
-ABSENT = "the embeddings of an image are not on this worker"
-BLIND = "this model takes text only; send the request without images, or to a model that takes them"
+MISSING_EMBEDDINGS = "the embeddings of an image are not on this worker"
+TEXT_ONLY = "this model takes text only; send the request without images, or to a model that takes them"
 
 
-class Sighted:
-    """Implements ``workers.engines.base.VisionEngine``. Without eyes ``slot_tokens`` is 0 and all media are refused."""
+class VisionMixin:
+    """Implements ``workers.engines.base.VisionEngine``. Without an encoder ``slot_tokens`` is 0."""
 
-    def __init__(self, eyes: Eyes | None) -> None:
-        self._eyes = eyes
-        self._embeddings = None if eyes is None else EmbeddingCache(eyes.slots, eyes.slot_tokens)
-        self.slot_tokens = 0 if eyes is None else eyes.slot_tokens
+    def __init__(self, encoder: VisionEncoder | None) -> None:
+        self._encoder = encoder
+        self._embeddings = None if encoder is None else EmbeddingCache(encoder.slots, encoder.slot_tokens)
+        self.slot_tokens = 0 if encoder is None else encoder.slot_tokens
 
-    def _look(self) -> tuple[Eyes, EmbeddingCache]:
-        if self._eyes is None or self._embeddings is None:
-            raise RequestError(Code.invalid_request, BLIND)
-        return self._eyes, self._embeddings
+    def _look(self) -> tuple[VisionEncoder, EmbeddingCache]:
+        if self._encoder is None or self._embeddings is None:
+            raise RequestError(Code.invalid_request, TEXT_ONLY)
+        return self._encoder, self._embeddings
 
     def prepare(self, raw: bytes, kind: str) -> object:
         """Decode one medium; from any thread.
@@ -75,32 +75,32 @@ class Sighted:
             RequestError: a medium has another number of tokens than was reserved; nothing was computed.
             EngineError: the device is lost.
         """
-        eyes, cache = self._look()
+        encoder, cache = self._look()
         for number, medium in prepared.items():
-            given, wanted = eyes.tokens(medium), cache.tokens(reservation, number)
+            given, wanted = encoder.tokens(medium), cache.tokens(reservation, number)
             if given != wanted:
                 raise RequestError(
                     Code.invalid_request,
                     f"medium {number} has {given} tokens, the prompt has places for {wanted} of it",
                 )
-        eyes.fill([(reservation.slots[number], medium) for number, medium in prepared.items()])
+        encoder.fill([(reservation.slots[number], medium) for number, medium in prepared.items()])
         cache.adopt(reservation, prepared)
 
     def media_adopt(self, reservation: MediaReservation) -> None:
         self._look()[1].adopt(reservation)
 
-    def media_let_go(self, reservation: MediaReservation) -> None:
-        self._look()[1].let_go(reservation)
+    def media_release(self, reservation: MediaReservation) -> None:
+        self._look()[1].release(reservation)
 
     def media_generations(self, reservation: MediaReservation) -> list[int]:
         return self._look()[1].generations_of(reservation)
 
     def _embeds(self) -> dict[str, Memory]:
         """The embedding pool by its name, or nothing."""
-        if self._eyes is None or self._embeddings is None:
+        if self._encoder is None or self._embeddings is None:
             return {}
         generations, _ = self._embeddings.generations.buffer_info()
-        return {"embeds": msgspec.structs.replace(self._eyes.memory(), generations=generations)}
+        return {"embeds": msgspec.structs.replace(self._encoder.memory(), generations=generations)}
 
     def _check_media(self, media: Seq[MediaSpan], prompt: int, adopted: bool) -> None:
         """That every medium lies in the prompt, after the one before, and in slots that exist.
@@ -119,7 +119,7 @@ class Sighted:
             free = position + tokens
             if not slots:
                 if not adopted:
-                    raise RequestError(Code.transfer_failed, ABSENT)
+                    raise RequestError(Code.transfer_failed, MISSING_EMBEDDINGS)
                 continue
             if len(slots) != -(-tokens // cache.slot_tokens):
                 raise RequestError(
@@ -129,17 +129,17 @@ class Sighted:
                 raise RequestError(Code.invalid_request, f"there are only {cache.total_slots} embedding slots")
 
 
-class Flight(NamedTuple):
+class InflightStep(NamedTuple):
     """A step that was launched and not yet committed."""
 
     plan: list[Slot]
     scoring: list[Slot]
     failures: list[Failure]
-    launched: Launched
+    launched: PendingStep
 
 
-class ScheduledEngine(Sighted):
-    """Implements ``workers.engines.base.Engine`` and ``VisionEngine``; owns ``executor`` and ``eyes``, closes both.
+class ScheduledEngine(VisionMixin):
+    """Implements ``workers.engines.base.Engine`` and ``VisionEngine``; owns ``executor`` and ``encoder``, closes both.
 
     Args:
         processors: that requests may name; None: none, they are refused.
@@ -153,21 +153,21 @@ class ScheduledEngine(Sighted):
         info: EngineInfo,
         scheduler: Scheduler,
         executor: Executor | None,
-        eyes: Eyes | None = None,
+        encoder: VisionEncoder | None = None,
         processors: Registry | None = None,
-        ahead: AheadExecutor | None = None,
+        ahead: OverlapExecutor | None = None,
     ) -> None:
-        super().__init__(eyes)
+        super().__init__(encoder)
         self._ahead = ahead
-        self._flight: Flight | None = None
+        self._inflight: InflightStep | None = None
         self._processors = processors or Registry()
         self.info = info
         self._scheduler = scheduler
         self._executor = executor
         owned = executor if executor is not None else ahead
         assert owned is not None
-        self._owned: Executor | AheadExecutor = owned
-        self._may_miss = False  # a sequence was taken without its embeddings
+        self._owned: Executor | OverlapExecutor = owned
+        self._may_lack_embeddings = False  # a sequence was taken without its embeddings
 
     def submit(self, request: SequenceRequest) -> None:
         """Queue one sequence.
@@ -183,7 +183,7 @@ class ScheduledEngine(Sighted):
             )
         if request.media:
             self._check_media(request.media, len(request.prompt), request.reservation is not None)
-            self._may_miss = self._may_miss or not all(span.slots for span in request.media)
+            self._may_lack_embeddings = self._may_lack_embeddings or not all(span.slots for span in request.media)
         self._scheduler.submit(request, self._processors.chain(request))
 
     def cancel(self, key: object) -> bool:
@@ -202,22 +202,22 @@ class ScheduledEngine(Sighted):
         plan = scheduler.schedule()
         failures: list[Failure] = []
         scoring = scheduler.scoring
-        if self._may_miss and (missing := [slot for slot in plan if _misses(slot)]):
+        if self._may_lack_embeddings and (missing := [slot for slot in plan if _lacks_embeddings(slot)]):
             plan = scheduler.unplan(plan, missing)
             scoring = [slot for slot in scoring if slot not in missing]
-            failures = [Failure(slot.sequence.key, Code.transfer_failed, ABSENT) for slot in missing]
+            failures = [Failure(slot.sequence.key, Code.transfer_failed, MISSING_EMBEDDINGS) for slot in missing]
         if self._executor is None:
-            return self._step_ahead(plan, scoring, failures)
+            return self._step_overlapped(plan, scoring, failures)
         sampled: list[Sampled] = self._executor.execute(plan, scoring) if plan else []
         result = scheduler.commit(plan, sampled, scoring)
         return result._replace(failures=result.failures + failures) if failures else result
 
-    def _step_ahead(self, plan: list[Slot], scoring: list[Slot], failures: list[Failure]) -> StepResult:
+    def _step_overlapped(self, plan: list[Slot], scoring: list[Slot], failures: list[Failure]) -> StepResult:
         """Launch this plan, then commit the one before."""
         assert self._ahead is not None
-        done, self._flight = self._flight, None
+        done, self._inflight = self._inflight, None
         if plan:
-            self._flight = Flight(plan, scoring, failures, self._ahead.launch(plan, scoring))
+            self._inflight = InflightStep(plan, scoring, failures, self._ahead.launch(plan, scoring))
             failures = []
         if done is None:
             result = self._scheduler.commit([], [], [])
@@ -244,8 +244,8 @@ class ScheduledEngine(Sighted):
             name: msgspec.structs.replace(pool, generations=generations) for name, pool in pools.items()
         } | self._embeds()
 
-    def drop(self, key: object) -> bool:
-        return self._scheduler.drop(key)
+    def release_held(self, key: object) -> bool:
+        return self._scheduler.release_held(key)
 
     def reserve(self, digests: Seq[bytes], tails: int, users: int) -> Reservation | None:
         return self._scheduler.reserve(digests, tails, users)
@@ -253,17 +253,17 @@ class ScheduledEngine(Sighted):
     def adopt(self, reservation: Reservation) -> None:
         self._scheduler.adopt(reservation)
 
-    def let_go(self, reservation: Reservation) -> None:
-        self._scheduler.let_go(reservation)
+    def release(self, reservation: Reservation) -> None:
+        self._scheduler.release(reservation)
 
     def close(self) -> None:
-        self._flight = None
+        self._inflight = None
         self._owned.close()
-        if self._eyes is not None:
-            self._eyes.close()
+        if self._encoder is not None:
+            self._encoder.close()
 
 
-def _misses(slot: Slot) -> bool:
+def _lacks_embeddings(slot: Slot) -> bool:
     """Its KV came from elsewhere, was lost to a preemption, and cannot be computed again: there are no embeddings."""
     end = slot.start + slot.count
     return any(
@@ -272,14 +272,14 @@ def _misses(slot: Slot) -> bool:
     )
 
 
-class EncodeEngine(Sighted):
+class EncodeEngine(VisionMixin):
     """The engine of an encode worker: a ``VisionEngine`` with as much of ``Engine`` as every worker asks for.
 
     Its blocks, in ``info`` and ``stats``, are slots of the embedding pool.
     """
 
-    def __init__(self, info: EngineInfo, eyes: Eyes) -> None:
-        super().__init__(eyes)
+    def __init__(self, info: EngineInfo, encoder: VisionEncoder) -> None:
+        super().__init__(encoder)
         self.info = info
 
     def submit(self, request: SequenceRequest) -> None:
@@ -319,7 +319,7 @@ class EncodeEngine(Sighted):
     def memory(self) -> dict[str, Memory]:
         return self._embeds()
 
-    def drop(self, key: object) -> bool:
+    def release_held(self, key: object) -> bool:
         return False
 
     def reserve(self, digests: Seq[bytes], tails: int, users: int) -> Reservation | None:
@@ -328,9 +328,9 @@ class EncodeEngine(Sighted):
     def adopt(self, reservation: Reservation) -> None:
         """There is nothing to adopt: ``reserve`` gives nothing."""
 
-    def let_go(self, reservation: Reservation) -> None:
+    def release(self, reservation: Reservation) -> None:
         """There is nothing to let go of: ``reserve`` gives nothing."""
 
     def close(self) -> None:
-        eyes, _ = self._look()
-        eyes.close()
+        encoder, _ = self._look()
+        encoder.close()

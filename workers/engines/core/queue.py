@@ -23,7 +23,7 @@ from workers.engines.core.blocks import BlockManager
 from workers.engines.core.sequence import Sequence
 
 
-class Seat(NamedTuple):
+class Admission(NamedTuple):
     """A sequence that may begin: ``sequence.blocks`` are its own now."""
 
     sequence: Sequence
@@ -31,7 +31,7 @@ class Seat(NamedTuple):
     named: int  # leading blocks that are in the prefix cache
 
 
-class _Need(NamedTuple):
+class _BlockNeed(NamedTuple):
     hits: list[int]  # blocks that are there
     tail: list[int]  # the prompt's last one, not full, as it was handed over
     fresh: int  # blocks besides
@@ -49,7 +49,7 @@ class Queue:
         self._block_size = block_size
         self._no_evict = no_evict
         self._waiting: OrderedDict[object, Sequence] = OrderedDict()  # next first
-        self._seated = 0  # of those that wait: how many have a reservation
+        self._reserved = 0  # of those that wait: how many have a reservation
         self._expected = 0  # sequences that reservations were made for, and that have not begun
         self.reserved_blocks = 0
 
@@ -61,7 +61,7 @@ class Queue:
 
     def add(self, sequence: Sequence, *, first: bool = False) -> None:
         self._waiting[sequence.key] = sequence
-        self._seated += sequence.reservation is not None
+        self._reserved += sequence.reservation is not None
         if first:
             self._waiting.move_to_end(sequence.key, last=False)
 
@@ -79,7 +79,7 @@ class Queue:
         """
         hits = self._blocks.match(digests, len(digests))
         fresh = len(digests) - len(hits) + tails
-        if self._blocks.left(hits, fresh) < running + self._expected + self._claimed():
+        if self._blocks.left(hits, fresh) < running + self._expected + self._head_claim():
             return None
         table = self._blocks.take(hits, fresh)
         assert table is not None
@@ -88,7 +88,7 @@ class Queue:
         self._expected += users
         return Reservation(list(digests), table[:full], len(hits), table[full:], users)
 
-    def _claimed(self) -> int:
+    def _head_claim(self) -> int:
         """Blocks that are to be left to the first in line without a reservation."""
         for sequence in self._waiting.values():
             if sequence.reservation is None:
@@ -104,7 +104,7 @@ class Queue:
                 reservation.blocks, reservation.digests, reservation.have, len(reservation.blocks)
             )
 
-    def let_go(self, reservation: Reservation) -> None:
+    def release(self, reservation: Reservation) -> None:
         table = reservation.blocks + reservation.tails
         self.reserved_blocks -= len(table)
         self._expected -= reservation.users
@@ -115,17 +115,17 @@ class Queue:
         """A sequence that waits or begins needs its reservation no longer."""
         reservation, sequence.reservation = sequence.reservation, None
         if reservation is not None:
-            self._seated -= 1
+            self._reserved -= 1
             if not reservation.users:  # it was let go of before
                 return
             reservation.users -= 1
             self._expected -= 1
             if not reservation.users:
-                self.let_go(reservation)
+                self.release(reservation)
 
-    def give_way(self) -> bool:
+    def reclaim(self) -> bool:
         """The last reservation of those that wait goes to what runs; False: there is none whose loss can be mended."""
-        for sequence in reversed(self._waiting.values()) if self._seated else ():
+        for sequence in reversed(self._waiting.values()) if self._reserved else ():
             if sequence.reservation is not None and all(span.slots for span in sequence.media):
                 self._unreserve(sequence)
                 return True
@@ -133,37 +133,37 @@ class Queue:
 
     # -- who is next -----------------------------------------------------------------------------------------
 
-    def next(self, running: Seq[Sequence]) -> Seat | None:
+    def next(self, running: Seq[Sequence]) -> Admission | None:
         """Take the next one out of the queue; None: nobody can begin."""
         head = next(iter(self._waiting.values()))
-        seat = self._seat(head, running)
-        if seat is None and self._seated:
-            seat = self._sooner(head, running)
-            if seat is None and not running:
-                seat = self._make_way(head)
-        return seat
+        admission = self._try_admit(head, running)
+        if admission is None and self._reserved:
+            admission = self._admit_reserved(head, running)
+            if admission is None and not running:
+                admission = self._reclaim_for(head)
+        return admission
 
-    def _sooner(self, head: Sequence, running: Seq[Sequence]) -> Seat | None:
+    def _admit_reserved(self, head: Sequence, running: Seq[Sequence]) -> Admission | None:
         for sequence in self._waiting.values():
             if sequence.reservation is not None and sequence is not head:
-                seat = self._seat(sequence, running)
-                if seat is not None:
-                    return seat
+                admission = self._try_admit(sequence, running)
+                if admission is not None:
+                    return admission
         return None
 
-    def _make_way(self, head: Sequence) -> Seat | None:
+    def _reclaim_for(self, head: Sequence) -> Admission | None:
         """Nothing runs, so nothing else makes room: the last reservations end, until there is some for the head."""
         for sequence in [*reversed(self._waiting.values())]:  # the head's own is the last
             if sequence.reservation is not None:
                 self._unreserve(sequence)
-                seat = self._seat(head, ())
-                if seat is not None:
-                    return seat
+                admission = self._try_admit(head, ())
+                if admission is not None:
+                    return admission
         return None
 
-    def _seat(self, sequence: Sequence, running: Seq[Sequence]) -> Seat | None:
+    def _try_admit(self, sequence: Sequence, running: Seq[Sequence]) -> Admission | None:
         need = self._need(sequence)
-        if self._no_evict and sequence.reservation is None and not self._sure(sequence, need, running):
+        if self._no_evict and sequence.reservation is None and not self._fits_to_end(sequence, need, running):
             return None
         table = self._blocks.take(need.hits, need.fresh)
         if table is None:
@@ -178,9 +178,9 @@ class Queue:
         del self._waiting[sequence.key]
         sequence.blocks = table
         self._unreserve(sequence)
-        return Seat(sequence, computed, need.named)
+        return Admission(sequence, computed, need.named)
 
-    def _need(self, sequence: Sequence) -> _Need:
+    def _need(self, sequence: Sequence) -> _BlockNeed:
         size, scored = self._block_size, sequence.score >= sequence.prompt_len
         known = len(sequence.tokens)
         # Never all that is known: the last token must be computed, for its logits; so must be what is scored.
@@ -195,9 +195,9 @@ class Queue:
         else:
             hits = self._blocks.match(sequence.digests, most)
             named = len(hits)
-        return _Need(hits, tail, -(-known // size) - len(hits) - len(tail), named)
+        return _BlockNeed(hits, tail, -(-known // size) - len(hits) - len(tail), named)
 
-    def _sure(self, sequence: Sequence, need: _Need, running: Seq[Sequence]) -> bool:
+    def _fits_to_end(self, sequence: Sequence, need: _BlockNeed, running: Seq[Sequence]) -> bool:
         """Room for all that a sequence may become, beside all that those that run may."""
         size = self._block_size
         rest = -(-(sequence.limit - 1) // size) - len(need.hits) - need.fresh  # the last token is never computed

@@ -105,7 +105,7 @@ class Scheduler:
         self._holds: dict[object, list[int]] = {}  # blocks of ended sequences, kept for a hand-over
         self._plans = 0  # that were made, if not empty
         self._commits = 0
-        self._late = 0  # sequences that have ended, but not their last plan
+        self._ended_in_flight = 0  # sequences that have ended, but not their last plan
         self._starved = False  # the last plan lacked a block; the next one is made when nothing is under way
 
     # -- between steps ---------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ class Scheduler:
             self._queue.remove(sequence)
         return True
 
-    def drop(self, key: object) -> bool:
+    def release_held(self, key: object) -> bool:
         """Let go of the blocks that an ended sequence left held."""
         table = self._holds.pop(key, None)
         if table is None:
@@ -213,13 +213,13 @@ class Scheduler:
         """The blocks of a reservation are filled; sequences with this prompt find them."""
         self._queue.adopt(reservation)
 
-    def let_go(self, reservation: Reservation) -> None:
-        self._queue.let_go(reservation)
+    def release(self, reservation: Reservation) -> None:
+        self._queue.release(reservation)
 
     @property
     def blocked(self) -> bool:
         """Sequences wait, none runs: every other block is held for a hand-over. Only its end helps."""
-        return bool(self._queue) and not self.running and not self._late
+        return bool(self._queue) and not self.running and not self._ended_in_flight
 
     def has_work(self) -> bool:
         if self._plans > self._commits:
@@ -318,13 +318,13 @@ class Scheduler:
     def _grow(self, sequence: Sequence) -> bool:
         """One more block, at the cost of those that wait, then of newer sequences; False: it goes itself, or waits."""
         while not self.blocks.grow(sequence.blocks):
-            if self._queue.give_way():
+            if self._queue.reclaim():
                 continue
             if self._plans > self._commits:
                 self._starved = True
                 return False
             newest = self.running.pop()  # the last one is ``sequence`` itself: then the rest of the pool is pinned
-            self._let_go(newest)
+            self._free(newest)
             newest.computed = newest.named = 0
             self._queue.add(newest, first=True)
             self._preemptions += 1
@@ -335,10 +335,10 @@ class Scheduler:
 
     def _admit(self, plan: list[Slot], budget: int) -> None:
         while self._queue and budget and len(self.running) < self._max_running:
-            seat = self._queue.next(self.running)
-            if seat is None:  # what runs ends and makes room, or a hand-over does
+            admission = self._queue.next(self.running)
+            if admission is None:  # what runs ends and makes room, or a hand-over does
                 return
-            sequence, cached, named = seat
+            sequence, cached, named = admission
             sequence.computed = cached
             sequence.named = named
             sequence.arrived = self._admitted
@@ -370,7 +370,7 @@ class Scheduler:
         naming = self.blocks.prefix_cache
         draws = iter(sampled)
         total = 0
-        late = self._late
+        late = self._ended_in_flight
         if plan:
             self._commits += 1
         for sequence, start, count, samples in plan:
@@ -378,7 +378,7 @@ class Scheduler:
             if late and sequence.ended:
                 if samples:
                     next(draws)
-                self._leave(sequence)
+                self._settle(sequence)
                 continue
             computed = start + count
             if naming and (count > 1 or not computed % size):
@@ -456,17 +456,17 @@ class Scheduler:
         """Give its blocks back, as soon as no step that is under way uses them."""
         if sequence.step > self._commits:
             sequence.ended = True
-            self._late += 1
+            self._ended_in_flight += 1
         else:
-            self._let_go(sequence)
+            self._free(sequence)
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _settle(self, sequence: Sequence) -> None:
         """A plan with a sequence that has ended is committed."""
         if sequence.step <= self._commits:
-            self._late -= 1
-            self._let_go(sequence)
+            self._ended_in_flight -= 1
+            self._free(sequence)
 
-    def _let_go(self, sequence: Sequence) -> None:
+    def _free(self, sequence: Sequence) -> None:
         if self.blocks.prefix_cache:
             self._name(
                 sequence, sequence.computed, leaving=sequence.key not in self._holds

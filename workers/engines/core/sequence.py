@@ -76,8 +76,8 @@ class Sampled(NamedTuple):
     logprob: Logprob | None = None
 
 
-class Launched(Protocol):
-    """A step that an ``AheadExecutor`` has begun."""
+class PendingStep(Protocol):
+    """A step that an ``OverlapExecutor`` has begun."""
 
     def result(self) -> list[Sampled]:
         """What ``Executor.execute`` returns, once the step is done; KV is in its blocks then, too.
@@ -87,14 +87,14 @@ class Launched(Protocol):
         """
 
 
-class AheadExecutor(Protocol):
+class OverlapExecutor(Protocol):
     """An executor that takes the next plan while it computes one. It computes them in order.
 
     A slot's last token may not be known yet when it is launched (``start + count > len(tokens)``): then it is the one
     that the step before draws for the same sequence.
     """
 
-    def launch(self, plan: list[Slot], scoring: Seq[Slot] = ()) -> Launched:
+    def launch(self, plan: list[Slot], scoring: Seq[Slot] = ()) -> PendingStep:
         """Begin a step; for the arguments and errors see ``Executor.execute``."""
 
     def memory(self) -> dict[str, Memory]: ...

@@ -49,7 +49,7 @@ class Consolidator:
             return [Cleared()]
         out: list[KvEvent] = []
         for key in reversed(mine):
-            self._let_go(source, key, out)
+            self._release(source, key, out)
         return joined(out)
 
     def dump(self) -> list[KvEvent]:
@@ -79,9 +79,9 @@ class Consolidator:
         mine = self._of.get(source, {})
         if key in mine:
             del mine[key]
-            self._let_go(source, key, out)
+            self._release(source, key, out)
 
-    def _let_go(self, source: Hashable, key: Key, out: list[KvEvent]) -> None:
+    def _release(self, source: Hashable, key: Key, out: list[KvEvent]) -> None:
         held = self._names[key]
         held.sources.discard(source)
         if not held.sources:

@@ -38,7 +38,7 @@ class Source(NamedTuple):
     replay: str = ""
 
 
-class _Heard(NamedTuple):
+class _Received(NamedTuple):
     """``source``: a rank's number, or the endpoint of another publisher. ``lost``: something before the payloads."""
 
     source: int | str
@@ -122,7 +122,7 @@ class Relay:
         self._subscribers: list[Subscriber] = []
         self._streams = [Consolidator() for _ in range(engine.info.dp_size)]
         self._translators: dict[tuple[str, int], Translator] = {}  # of publishers with hashes of their own, by rank
-        self._facts: queue.SimpleQueue[_Heard] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Received] = queue.SimpleQueue()
         self._coming = [0] * engine.info.dp_size  # messages that were published and have not come back
         self._awaited_until = float("-inf")
         self._idle = False
@@ -160,7 +160,7 @@ class Relay:
 
     def _listen(self, key: int | str, source: Source) -> None:
         def take(payloads: list[bytes], lost: bool) -> None:
-            self._facts.put(_Heard(key, payloads, lost))
+            self._inbox.put(_Received(key, payloads, lost))
             if self._idle:
                 self._wake()
 
@@ -173,7 +173,7 @@ class Relay:
         if self._engine.has_work():
             return True
         self._idle = True  # before the look into the queue: what comes after that wakes
-        if self._facts.empty() and not self._awaited():
+        if self._inbox.empty() and not self._awaited():
             return False
         self._idle = False
         return True
@@ -218,18 +218,18 @@ class Relay:
     def _news(self, wait: float) -> dict[int, list[KvEvent]]:
         """New events by rank."""
         news: dict[int, list[KvEvent]] = {}
-        while (heard := self._next(wait)) is not None:
+        while (received := self._next(wait)) is not None:
             wait = 0.0
-            source, payloads, lost = heard
+            source, payloads, lost = received
             told = self._own(source, payloads, lost) if isinstance(source, int) else self._other(source, payloads, lost)
             for rank, events in told:
                 if events:
                     news.setdefault(rank, []).extend(events)
         return news
 
-    def _next(self, wait: float) -> _Heard | None:
+    def _next(self, wait: float) -> _Received | None:
         try:
-            return self._facts.get(timeout=wait) if wait else self._facts.get_nowait()
+            return self._inbox.get(timeout=wait) if wait else self._inbox.get_nowait()
         except queue.Empty:
             return None
 

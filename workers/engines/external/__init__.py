@@ -1,10 +1,10 @@
-"""What engines have in common that are packages of others and answer asynchronously (TensorRT-LLM, vLLM).
+"""Shared parts of the adapters for asynchronous third-party engines (TensorRT-LLM, vLLM).
 
-Such an engine computes in threads or processes of its own, keeps its own KV cache and names blocks in its own way, and
-moves KV between workers by itself. Its adapter has the same parts each time: a request is checked (``requests``) and
-turned into one call, which is followed in a loop of its own (``workers.engines.loop``); what is heard becomes facts in
-a queue, and ``engine`` tells them step by step. ``answer`` is what is told of a sequence, ``draw`` what is the same in
-all sampling parameters, ``handed`` how its state travels to the next worker, ``arguments`` what the user gave it,
-``metrics`` its own metrics beside ours, ``guard``
-its processes. Nothing here knows one of the packages.
+Such an engine computes in threads or processes of its own, keeps its own KV cache with its own block names, and moves
+KV between workers itself. Each adapter has the same parts: ``requests`` validates a request, the adapter turns it into
+one call, and a follower reads its outputs in an event loop (``workers.engines.loop``) and queues them as events, which
+``engine`` returns step by step. ``outputs`` has the tokens and failures, ``sampling`` what all sampling parameters
+share, ``prompt_logprobs`` the scores of prompts, ``handoff_state`` the state passed to the next worker, ``arguments``
+the user's engine arguments, ``metrics`` the engine's own metrics and ``guard`` its processes. Nothing here imports one
+of the packages.
 """

@@ -1,4 +1,4 @@
-"""What the user gave of the engine's arguments, and its limits by the model."""
+"""The user's engine arguments (YAML file and JSON overrides), and the model length they may ask for."""
 
 from pathlib import Path
 
@@ -32,11 +32,11 @@ def given(settings: WorkerSettings) -> Tree:
 
 
 def length(settings: WorkerSettings, model_len: int) -> int:
-    """Tokens of a sequence, at most.
+    """The longest sequence in tokens.
 
     Raises:
-        BadArguments: more than the model takes.
+        BadArguments: more than the model supports.
     """
     if settings.max_model_len > model_len:
-        raise BadArguments([f"max_model_len: {settings.max_model_len}, this model takes {model_len}"])
+        raise BadArguments([f"max_model_len: {settings.max_model_len} is too long; this model takes {model_len}"])
     return settings.max_model_len or model_len

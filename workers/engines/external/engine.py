@@ -1,10 +1,11 @@
-"""The engine thread's half of an adapter: sequences, counts, and facts told step by step.
+"""The synchronous half of an adapter: tracks sequences and turns the engine's events into step results.
 
-Two threads. The engine's (the caller of all methods) owns what is told. The loop's asks the engine and follows its
-answers. Between them is one queue of facts; ``step`` waits for the first of them, briefly, and returns all there are.
+Two threads are involved. The engine thread (the caller of all methods) owns the bookkeeping. The loop thread submits
+requests to the engine and follows its outputs. They are connected by one queue of events: ``step`` waits briefly for
+the first event and returns everything that has arrived.
 
-What goes wrong with one request is a ``Failure`` of it. Whatever else goes wrong is kept and raised at the next call,
-as an EngineError: the worker gives its requests back and ends.
+An error of one request becomes its ``Failure``. Any other error is kept and raised by the next call as an EngineError:
+the worker then requeues its requests and exits.
 """
 
 import asyncio
@@ -34,27 +35,27 @@ from workers.engines.base import (
     Started,
     StepResult,
 )
-from workers.engines.external.answer import Ending, Token
+from workers.engines.external.outputs import SequenceFailure, Token
+from workers.engines.external.prompt_logprobs import scores
 from workers.engines.loop import LoopThread
-from workers.engines.scores import scores
 
 log = structlog.get_logger("engine")
 
 WAIT_S = 0.005  # longest ``step``: commands of the worker wait behind it
 CLOSE_S = 5.0
-SILENT_S = 60.0  # sequences run and nothing comes: said in the log
+SILENT_S = 60.0  # log a warning when sequences run and nothing arrives for this long
 
 
-class Live:
+class ActiveSequence:
     """One sequence. ``started`` is the engine thread's, the rest the loop's; ``cancelled`` is set once, by either."""
 
     __slots__ = (
         "cancelled",
-        "heard",
         "hold",
         "key",
         "prompt",
         "prompt_len",
+        "responded",
         "score",
         "scored_top",
         "started",
@@ -70,9 +71,9 @@ class Live:
         self.scored_top = request.sampling.prompt_logprobs or 0
         self.hold = request.hold
         self.trace = request.trace
-        self.started = False  # the worker was told that it was admitted
-        self.heard = False  # the engine has said something of it
-        self.cancelled = False  # nobody listens any more
+        self.started = False  # its ``Started`` was returned
+        self.responded = False  # the engine has produced a first output
+        self.cancelled = False  # its outputs are discarded
         self.task: asyncio.Task[None] | None = None
 
     def scored(self, entries: Seq[Any] | None) -> Scored | None:
@@ -87,50 +88,50 @@ class Live:
         return Scored(self.key, first, found)
 
 
-class Heard(NamedTuple):
-    """News of one sequence. ``cached``: with the first; ``opaque``: what the next worker's engine needs.
+class SequenceUpdate(NamedTuple):
+    """New outputs of one sequence. ``cached``: set on the first; ``opaque``: state for the next worker's engine.
 
-    ``measured``: of a traced one, with its end.
+    ``measured``: set on the last, if the request is traced.
     """
 
-    live: Live
+    sequence: ActiveSequence
     cached: int | None = None
     tokens: Seq[Token] = ()
-    ending: Ending | None = None
+    failure: SequenceFailure | None = None
     opaque: bytes | None = None
     scored: Scored | None = None
     measured: Mapping[str, float] | None = None
 
 
-class Broken(NamedTuple):
-    """The engine, or what follows it, has failed."""
+class EngineFailed(NamedTuple):
+    """The engine, or a task that reads from it, has failed."""
 
     error: BaseException
 
 
-L = TypeVar("L", bound=Live)
-L_contra = TypeVar("L_contra", bound=Live, contravariant=True)
+L = TypeVar("L", bound=ActiveSequence)
+L_contra = TypeVar("L_contra", bound=ActiveSequence, contravariant=True)
 
 
 class Follower(Protocol[L_contra]):
-    """Asks for sequences and follows them, in the loop's thread."""
+    """Submits sequences to the engine and follows their outputs, in the loop thread."""
 
-    def launch(self, live: L_contra, /) -> None:
-        """Ask for a sequence."""
+    def launch(self, sequence: L_contra, /) -> None:
+        """Submit a sequence."""
 
-    def abort(self, live: L_contra, /) -> None:
-        """Have it end."""
+    def abort(self, sequence: L_contra, /) -> None:
+        """Abort a sequence."""
 
 
-class ForeignEngine(Generic[L]):
-    """What ``workers.engines.base.Engine`` asks for, but ``stats``, ``dump`` and ``memory``.
+class ExternalEngine(Generic[L]):
+    """Base of the adapters; they add ``stats``, ``dump`` and the two abstract methods.
 
     Args:
-        title: of the package, for errors.
-        facts: ``Heard``, ``Broken``, and what the adapter takes by ``_take``.
-        resources: what ends with it; ``loop`` last.
+        title: name of the package, for error messages.
+        inbox: queue of ``SequenceUpdate``, ``EngineFailed`` and events that ``_on_event`` handles.
+        resources: closed with the engine; ``loop`` is the last of them.
 
-    KV moves by the engine's own connector: hand-overs are ``opaque``.
+    KV moves through the engine's own connector: its hand-over state is ``opaque``.
     """
 
     _follower: Follower[L]
@@ -141,26 +142,26 @@ class ForeignEngine(Generic[L]):
         info: EngineInfo,
         loop: LoopThread,
         resources: contextlib.ExitStack,
-        facts: "queue.SimpleQueue[Any] | None" = None,
+        inbox: "queue.SimpleQueue[Any] | None" = None,
     ) -> None:
         self.info = info
         self._title = title
         self._loop = loop
         self._resources = resources
-        self._facts: queue.SimpleQueue[Any] = queue.SimpleQueue() if facts is None else facts
-        self._live: dict[object, L] = {}
-        self._running = 0  # of them: those that have started
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue() if inbox is None else inbox
+        self._active: dict[object, L] = {}
+        self._running = 0  # how many of them have started
         self._held: dict[object, int] = {}  # key -> blocks of its prompt
         self._broken: BaseException | None = None
         self._hit = self._prompt = 0
         self._closed = False
-        self._heard_at = self._ended_at = float("-inf")
+        self._last_update = self._ended_at = float("-inf")
 
-    def _arrived(self, fact: Any) -> None:
-        """In the loop's thread."""
-        if isinstance(fact, Broken):
-            self._broken = self._broken or fact.error
-        self._facts.put(fact)
+    def _enqueue(self, event: Any) -> None:
+        """Queue an event; called in the loop thread."""
+        if isinstance(event, EngineFailed):
+            self._broken = self._broken or event.error
+        self._inbox.put(event)
 
     def _accept(self, request: SequenceRequest) -> L:
         """Check and prepare a sequence.
@@ -170,59 +171,59 @@ class ForeignEngine(Generic[L]):
         """
         raise NotImplementedError
 
-    def _take(self, fact: Any, events: list[KvEvent], others: dict[int, list[KvEvent]]) -> None:
-        """A fact that is not of one sequence.
+    def _on_event(self, event: Any, events: list[KvEvent], others: dict[int, list[KvEvent]]) -> None:
+        """Handle an event that belongs to no sequence.
 
         Args:
-            events, others: where KV events of rank 0 and of the others go.
+            events, others: receive the KV events of rank 0 and of the other ranks.
         """
         raise NotImplementedError
 
-    # --- in ---
+    # --- requests ---
 
     def submit(self, request: SequenceRequest) -> None:
         """Queue one sequence.
 
         Raises:
             RequestError: it can never run here.
-            EngineError: the engine, or what follows it, is broken.
+            EngineError: the engine is broken.
         """
         self._raise_broken()
-        if request.key in self._live:
+        if request.key in self._active:
             raise RequestError(Code.invalid_request, f"sequence {request.key!r} was submitted already")
-        live = self._accept(request)
-        if not self._live:
-            self._heard_at = time.monotonic()
-        self._live[request.key] = live
-        self._loop.post(self._follower.launch, live)
+        sequence = self._accept(request)
+        if not self._active:
+            self._last_update = time.monotonic()
+        self._active[request.key] = sequence
+        self._loop.post(self._follower.launch, sequence)
 
     def cancel(self, key: object) -> bool:
-        """Forget a sequence at once; the engine is told, and what it still says of it goes nowhere."""
-        live = self._live.get(key)
-        if live is None:
+        """Stop tracking a sequence at once and abort it in the engine; its late outputs are discarded."""
+        sequence = self._active.get(key)
+        if sequence is None:
             return False
-        self._forget(live)
-        live.cancelled = True
-        self._loop.post(self._follower.abort, live)
+        self._forget(sequence)
+        sequence.cancelled = True
+        self._loop.post(self._follower.abort, sequence)
         return True
 
-    def _forget(self, live: Live) -> None:
-        del self._live[live.key]
-        self._running -= live.started
-        if not self._live:
+    def _forget(self, sequence: ActiveSequence) -> None:
+        del self._active[sequence.key]
+        self._running -= sequence.started
+        if not self._active:
             self._ended_at = time.monotonic()
 
     def has_work(self) -> bool:
-        return bool(self._live) or not self._facts.empty()
+        return bool(self._active) or not self._inbox.empty()
 
     @property
     def blocked(self) -> bool:
         return False
 
-    # --- out ---
+    # --- results ---
 
     def step(self) -> StepResult:
-        """What has arrived; waits ``WAIT_S`` if nothing has.
+        """Return what has arrived; waits up to ``WAIT_S`` for the first event.
 
         Raises:
             EngineError: the engine is broken.
@@ -233,64 +234,64 @@ class ForeignEngine(Generic[L]):
         others: dict[int, list[KvEvent]] = {}
         result = StepResult([], [], [], [], 0, held, scored, others, measured)
         computed = 0
-        fact = self._next(WAIT_S)
-        while fact is not None and not isinstance(fact, Broken):
-            if isinstance(fact, Heard):
-                computed += self._told(fact, result, held, scored, measured)
+        event = self._next(WAIT_S)
+        while event is not None and not isinstance(event, EngineFailed):
+            if isinstance(event, SequenceUpdate):
+                computed += self._apply(event, result, held, scored, measured)
             else:
-                self._take(fact, result.events, others)
-            fact = self._next(0)
+                self._on_event(event, result.events, others)
+            event = self._next(0)
         self._raise_broken()
         return result._replace(computed_tokens=computed)
 
     def _next(self, wait: float) -> Any:
         try:
-            return self._facts.get(timeout=wait) if wait else self._facts.get_nowait()
+            return self._inbox.get(timeout=wait) if wait else self._inbox.get_nowait()
         except queue.Empty:
             if wait:
-                self._silence()
+                self._check_silence()
             return None
 
-    def _told(
+    def _apply(
         self,
-        heard: Heard,
+        update: SequenceUpdate,
         result: StepResult,
         held: list[Held],
-        told: list[Scored],
+        scores: list[Scored],
         measured: list[Measured],
     ) -> int:
-        """Add the news of one sequence, unless nobody listens; the tokens that were computed for it."""
-        live, cached, tokens, ending, opaque, scored, values = heard
-        if self._live.get(live.key) is not live:
+        """Add an update to the results, unless the sequence is gone; returns the tokens that were computed."""
+        sequence, cached, tokens, failure, opaque, scored, values = update
+        if self._active.get(sequence.key) is not sequence:
             return 0
-        self._heard_at = time.monotonic()
+        self._last_update = time.monotonic()
         computed = len(tokens)
         if cached is not None:
-            live.started = True
+            sequence.started = True
             self._running += 1
             self._hit += cached
-            self._prompt += live.prompt_len
-            computed += live.prompt_len - cached
-            result.started.append(Started(live.key, cached))
+            self._prompt += sequence.prompt_len
+            computed += sequence.prompt_len - cached
+            result.started.append(Started(sequence.key, cached))
         if scored is not None:
-            told.append(scored)
+            scores.append(scored)
         if values:
-            measured.append(Measured(live.key, values))
-        result.outputs.extend(Output(live.key, *token) for token in tokens)
+            measured.append(Measured(sequence.key, values))
+        result.outputs.extend(Output(sequence.key, *token) for token in tokens)
         if opaque is not None:
-            self._held[live.key] = -(-live.prompt_len // self.info.block_size)
-            held.append(Held(live.key, [], [], opaque))
-        if ending is not None:
-            result.failures.append(Failure(live.key, ending.code, ending.message))
-        if ending is not None or (tokens and tokens[-1].finish):
-            self._forget(live)
+            self._held[sequence.key] = -(-sequence.prompt_len // self.info.block_size)
+            held.append(Held(sequence.key, [], [], opaque))
+        if failure is not None:
+            result.failures.append(Failure(sequence.key, failure.code, failure.message))
+        if failure is not None or (tokens and tokens[-1].finish):
+            self._forget(sequence)
         return computed
 
-    def _silence(self) -> None:
+    def _check_silence(self) -> None:
         now = time.monotonic()
-        if self._live and now - self._heard_at > SILENT_S:
-            self._heard_at = now
-            log.warning("engine_silent", seconds=SILENT_S, sequences=len(self._live), running=self._running)
+        if self._active and now - self._last_update > SILENT_S:
+            self._last_update = now
+            log.warning("engine_silent", seconds=SILENT_S, sequences=len(self._active), running=self._running)
 
     def _raise_broken(self) -> None:
         if self._broken is not None:
@@ -301,26 +302,26 @@ class ForeignEngine(Generic[L]):
     def memory(self) -> dict[str, Memory]:
         return {}
 
-    def drop(self, key: object) -> bool:
-        """Forget a ``Held``. Its KV goes when it was fetched, or when the engine's own lease of it has run out: what
-        may be under way cannot be called back safely."""
+    def release_held(self, key: object) -> bool:
+        """Stop counting a held prompt. The engine frees its KV once it was fetched or the engine's own lease expired: a
+        transfer that may be in progress cannot be stopped safely."""
         return self._held.pop(key, None) is not None
 
     def reserve(self, digests: Seq[bytes], tails: int, users: int) -> Reservation | None:
         return None
 
     def adopt(self, reservation: Reservation) -> None:
-        """There is nothing to adopt: ``reserve`` gives nothing."""
+        """Never called: ``reserve`` returns None."""
 
-    def let_go(self, reservation: Reservation) -> None:
-        """There is nothing to let go of: ``reserve`` gives nothing."""
+    def release(self, reservation: Reservation) -> None:
+        """Never called: ``reserve`` returns None."""
 
     def close(self) -> None:
         """End all threads and the engine; may be called twice. Bounded, except for the engine's own shutdown."""
         if self._closed:
             return
         self._closed = True
-        for key in list(self._live):
+        for key in list(self._active):
             self.cancel(key)
         if not self._loop.cancel_all(CLOSE_S):
             log.warning("engine_tasks_hang")
@@ -328,7 +329,7 @@ class ForeignEngine(Generic[L]):
 
 
 def shut_down(llm: Any) -> None:
-    """End an engine; its own errors are only told."""
+    """Shut an engine down; errors are logged only."""
     try:
         llm.shutdown()
     except Exception as error:

@@ -1,7 +1,7 @@
-"""Processes of an engine that would not notice the death of the worker: with it, they are ended too (Linux).
+"""Ends an engine's child processes when the worker dies (Linux).
 
-vLLM's core process does not look at its parent: after a SIGKILL of the worker it would keep the device and its memory.
-A shell that holds nothing but a pipe to the worker reads its end, and ends them.
+vLLM's core process does not watch its parent: after a SIGKILL of the worker it would keep the device and its memory.
+A shell blocks on a pipe from the worker; when the pipe closes it terminates them.
 """
 
 import os
@@ -16,7 +16,7 @@ _SCRIPT = f'read -r _; kill "$@"; sleep {GRACE_S}; kill -KILL "$@"'
 class Guard:
     """
     Args:
-        pids: what ends if this process is gone before ``close``.
+        pids: processes to terminate if this process dies before ``close``.
     """
 
     def __init__(self, pids: Collection[int]) -> None:
@@ -31,7 +31,7 @@ class Guard:
         )
 
     def close(self) -> None:
-        """They end by themselves from now on."""
+        """Stop guarding: the processes end on their own."""
         shell, self._shell = self._shell, None
         if shell is None:
             return
@@ -42,7 +42,7 @@ class Guard:
 
 
 def children() -> frozenset[int]:
-    """Processes that this one has started and that still run; none where the system does not say."""
+    """Ids of running child processes of this process; empty without ``/proc``."""
     return frozenset(_children(os.getpid()))
 
 

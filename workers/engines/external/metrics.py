@@ -1,7 +1,7 @@
-"""An engine's own metrics beside ours.
+"""Exposes an engine's own Prometheus metrics next to the worker's.
 
-It registers with prometheus_client's default registry, in several processes if there are several; ours is another
-registry, so a collector hands on the series of that one that begin with the engine's prefix, and no others.
+The engine registers with prometheus_client's default registry, possibly in several processes; the worker has another
+registry. This collector passes on the series whose names start with the engine's prefix.
 """
 
 import os

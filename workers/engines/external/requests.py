@@ -1,4 +1,4 @@
-"""The reasons for which no engine of others can ever run a sequence. Pure."""
+"""Validation of requests that is common to all external engines. Pure."""
 
 from schemas.errors import Code
 from workers.engines.base import EngineInfo, RequestError, SequenceRequest
@@ -24,10 +24,10 @@ def check(request: SequenceRequest, info: EngineInfo) -> None:
     if known >= info.max_model_len:
         raise RequestError(
             Code.context_length_exceeded,
-            f"prompt and answer have {known} tokens; this model takes {info.max_model_len}, at least one new one "
+            f"prompt and output have {known} tokens; this model takes {info.max_model_len}, at least one new token "
             "included",
         )
     if any(not 0 <= token < info.vocab_size for token in request.sampling.logit_bias):
         raise RequestError(Code.invalid_request, f"logit_bias names tokens outside the vocabulary of {info.vocab_size}")
     if request.reservation is not None:
-        raise RequestError(Code.transfer_failed, "this engine fetches KV by itself; it takes no blocks of ours")
+        raise RequestError(Code.transfer_failed, "this engine fetches KV itself; it cannot adopt transferred blocks")

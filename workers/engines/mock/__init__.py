@@ -11,11 +11,11 @@ from infra.model import modeldir
 from infra.model.detokenizer import REPLACEMENT
 from workers.engines.base import EngineInfo
 from workers.engines.core.blocks import BlockManager
+from workers.engines.core.data_parallel import DataParallelEngine
 from workers.engines.core.engine import EncodeEngine, ScheduledEngine
-from workers.engines.core.ranks import RankedEngine
 from workers.engines.core.scheduler import Scheduler
 from workers.engines.mock.executor import MockExecutor, Vocabulary
-from workers.engines.mock.memory import BLOCK_BYTES, MockBlocks, MockEyes
+from workers.engines.mock.memory import BLOCK_BYTES, MockBlocks, MockVisionEncoder
 
 DEFAULT_BLOCKS = 16_384
 DEFAULT_SLOTS = 256
@@ -48,7 +48,7 @@ def build(
         total_blocks: in the pool; 0: the default.
         speedup: how much faster than life a step is; 0: it takes no time.
         memory_block_bytes: of each KV block, which then holds a checksum of what it stands for; 0: no memory.
-        image_tokens: placeholder tokens of an image; 0: a model without eyes.
+        image_tokens: placeholder tokens of an image; 0: a model without encoder.
         embed_slots: images whose embeddings are kept; 0: the default.
         no_evict: see ``Scheduler``.
 
@@ -67,15 +67,15 @@ def build(
         eos_token_ids=eos,
         no_evict=no_evict,
     )
-    eyes = MockEyes(embed_slots or DEFAULT_SLOTS, image_tokens) if image_tokens else None
-    pool = MockBlocks(blocks.total_blocks, block_size, memory_block_bytes, eyes) if memory_block_bytes else None
+    encoder = MockVisionEncoder(embed_slots or DEFAULT_SLOTS, image_tokens) if image_tokens else None
+    pool = MockBlocks(blocks.total_blocks, block_size, memory_block_bytes, encoder) if memory_block_bytes else None
     executor = MockExecutor(
         Vocabulary(vocab_size, excluded),
         blocks.total_blocks * block_size,
         speedup=speedup,
         sleep=sleep,
         blocks=pool,
-        eyes=eyes,
+        encoder=encoder,
     )
     info = EngineInfo(
         name="mock",
@@ -89,17 +89,17 @@ def build(
         load_seconds=time.perf_counter() - started,
         max_batched_tokens=max_batched_tokens,
     )
-    return ScheduledEngine(info, scheduler, executor, eyes)
+    return ScheduledEngine(info, scheduler, executor, encoder)
 
 
-def build_ranks(
+def build_data_parallel(
     ranks: int,
     *,
     eos_token_ids: Iterable[int] = (),
     excluded: Iterable[int] = (),
     sleep: Callable[[float], None] = time.sleep,
     **options: Any,
-) -> RankedEngine:
+) -> DataParallelEngine:
     """A mock engine with attention data parallelism; arguments as of ``build``, for each rank.
 
     Raises:
@@ -114,7 +114,7 @@ def build_ranks(
 
     eos, barred = tuple(eos_token_ids), frozenset(excluded)
     engines = [build(eos_token_ids=eos, excluded=barred, sleep=times.append, **options) for _ in range(ranks)]
-    return RankedEngine(engines, pause)
+    return DataParallelEngine(engines, pause)
 
 
 def build_encoder(
@@ -128,21 +128,21 @@ def build_encoder(
     max_model_len: int = 131_072,
 ) -> EncodeEngine:
     """The mock of an encode worker's engine; arguments as of ``build``."""
-    eyes = MockEyes(embed_slots or DEFAULT_SLOTS, image_tokens)
+    encoder = MockVisionEncoder(embed_slots or DEFAULT_SLOTS, image_tokens)
     info = EngineInfo(
         name="mock",
         block_size=block_size,
-        total_blocks=eyes.slots,
+        total_blocks=encoder.slots,
         slots=max_running,
         max_model_len=max_model_len,
         vocab_size=vocab_size,
         eos_token_ids=tuple(eos_token_ids),
         kv_events=False,
     )
-    return EncodeEngine(info, eyes)
+    return EncodeEngine(info, encoder)
 
 
-def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine | RankedEngine:
+def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine | DataParallelEngine:
     """A mock of the model in ``path``: its vocabulary and limits, answers of text that run to ``max_tokens``.
 
     With several ranks, sizes in the settings are those of each.
@@ -155,7 +155,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine | Ran
     ranks = settings.mock_ranks
     if ranks > 1 and settings.role != "aggregated":
         raise ValueError(f"--mock-ranks {ranks}: only workers of --role aggregated have ranks")
-    make = functools.partial(build_ranks, ranks) if ranks > 1 else build
+    make = functools.partial(build_data_parallel, ranks) if ranks > 1 else build
     seen = 0 if model.vision is None or ranks > 1 else model.vision.image_tokens
     return make(
         vocab_size=model.vocab_size,
@@ -209,8 +209,8 @@ __all__ = [
     "DEFAULT_BLOCKS",
     "DEFAULT_SLOTS",
     "build",
+    "build_data_parallel",
     "build_encoder",
-    "build_ranks",
     "encoder_from_settings",
     "from_settings",
 ]

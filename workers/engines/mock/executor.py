@@ -17,7 +17,7 @@ from schemas.tokens import Logprob
 from schemas.transfer import Memory
 from schemas.wire import pack_tokens
 from workers.engines.core.sequence import Sampled, Sequence, Slot, scored_to
-from workers.engines.mock.memory import MockBlocks, MockEyes, seen
+from workers.engines.mock.memory import MockBlocks, MockVisionEncoder, seen
 from workers.engines.mock.timing import step_seconds
 
 GREEDY = Sampling(temperature=0.0)
@@ -128,7 +128,7 @@ class MockExecutor:
         speedup: how much faster than life a step is; 0: it takes no time.
         sleep: waits so many seconds.
         blocks: memory that is read and written as a model's would be; None: there is none.
-        eyes: they belong to the engine.
+        encoder: they belong to the engine.
     """
 
     def __init__(
@@ -139,12 +139,12 @@ class MockExecutor:
         speedup: float = 1.0,
         sleep: Callable[[float], None] = time.sleep,
         blocks: MockBlocks | None = None,
-        eyes: MockEyes | None = None,
+        encoder: MockVisionEncoder | None = None,
     ) -> None:
         self._vocabulary = vocabulary
         self._capacity = capacity
         self._blocks = blocks
-        self._eyes = eyes
+        self._encoder = encoder
         self._admitted = 0  # sequences with a smaller ``arrived`` have been here since their admission
         self._speedup = speedup
         self._sleep = sleep
@@ -198,8 +198,8 @@ class MockExecutor:
         """A model sees images through its KV; without any, we look into the embeddings themselves."""
         if self._blocks is not None:
             return self._blocks.seen(sequence)
-        assert self._eyes is not None
-        return seen([self._eyes.read(span.slots) for span in sequence.media])
+        assert self._encoder is not None
+        return seen([self._encoder.read(span.slots) for span in sequence.media])
 
     def memory(self) -> dict[str, Memory]:
         return {} if self._blocks is None else {"kv": self._blocks.memory()}

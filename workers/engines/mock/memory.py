@@ -76,8 +76,8 @@ def _rows(raw: bytes) -> int:
     return int(tokens)
 
 
-class MockEyes:
-    """Implements ``workers.engines.core.embeddings.Eyes``: an image takes one slot, whatever it shows."""
+class MockVisionEncoder:
+    """Implements ``workers.engines.core.embeddings.VisionEncoder``: an image takes one slot, whatever it shows."""
 
     def __init__(self, slots: int, slot_tokens: int) -> None:
         self.slots, self.slot_tokens = slots, slot_tokens
@@ -120,12 +120,12 @@ class MockBlocks:
     checksum of the whole block, once it is full (half each of what is left).
     """
 
-    def __init__(self, blocks: int, block_size: int, block_bytes: int, eyes: MockEyes | None) -> None:
+    def __init__(self, blocks: int, block_size: int, block_bytes: int, encoder: MockVisionEncoder | None) -> None:
         if block_bytes < 12:
             raise ValueError(f"a block of the mock's memory needs 12 bytes, not {block_bytes}")
         self._size = block_size
         self._width = (block_bytes - 4) // 2
-        self._eyes = eyes
+        self._encoder = encoder
         self.pages = Pages(blocks, block_bytes)
 
     def write(self, sequence: Sequence, start: int, end: int) -> None:
@@ -185,8 +185,8 @@ class MockBlocks:
             if span.position // self._size == position:
                 if not span.slots:  # handed over with the block
                     return self._stored(sequence, position)
-                assert self._eyes is not None
-                state = seen([self._eyes.read(span.slots)], state)
+                assert self._encoder is not None
+                state = seen([self._encoder.read(span.slots)], state)
         return state
 
     def _stored(self, sequence: Sequence, position: int) -> int:

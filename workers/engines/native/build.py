@@ -16,9 +16,9 @@ from workers.engines.core.sequence import Executor
 from workers.engines.logits import Registry
 from workers.engines.native.attention import Unsupported
 from workers.engines.native.executor import TorchExecutor
-from workers.engines.native.model import Model, ModelError, eyes, load
+from workers.engines.native.model import Model, ModelError, load, vision_encoder
 from workers.engines.native.pool import DTYPES, Pool, blocks_that_fit, out_of_memory
-from workers.engines.native.vision import TorchEyes
+from workers.engines.native.vision import TorchVisionEncoder
 
 if TYPE_CHECKING:
     from workers.engines.native.cuda.modules import Rotation
@@ -74,12 +74,12 @@ def build(
     where = find_device(device)
     try:
         loaded = load(model, device=where, dtype=dtype)
-        sight = eyes(model, loaded.forward, embed_slots) if loaded.sees else None
+        encoder = vision_encoder(model, loaded.forward, embed_slots) if loaded.sees else None
     except torch.OutOfMemoryError as error:
         raise EngineError(out_of_memory(error)) from error
     return assemble(
         loaded,
-        sight,
+        encoder,
         block_size=block_size,
         kv_blocks=kv_blocks,
         max_running=max_running,
@@ -99,7 +99,7 @@ def build(
 
 def assemble(
     loaded: Model,
-    sight: TorchEyes | None = None,
+    encoder: TorchVisionEncoder | None = None,
     *,
     block_size: int = 32,
     kv_blocks: int = 0,
@@ -144,7 +144,7 @@ def assemble(
     executor: TorchExecutor | None = None
     ahead: Any = None
     if rotation is None:
-        executor = TorchExecutor(loaded, pool, sight)
+        executor = TorchExecutor(loaded, pool, encoder)
     else:
         from workers.engines.native.cuda.executor import CudaExecutor
 
@@ -155,7 +155,7 @@ def assemble(
             width=-(-limit // block_size) + 1,
             max_running=max_running,
             max_batched_tokens=max_batched_tokens,
-            eyes=sight,
+            encoder=encoder,
         )
         if warm:
             ahead.capture()
@@ -174,7 +174,7 @@ def assemble(
         logits_processors=() if processors is None else processors.names,
         max_batched_tokens=max_batched_tokens,
     )
-    return ScheduledEngine(info, scheduler, executor, sight, processors, ahead)
+    return ScheduledEngine(info, scheduler, executor, encoder, processors, ahead)
 
 
 def _faster(model: Model, again: Callable[[], Model] | None) -> "tuple[Model, Rotation | None]":

@@ -8,7 +8,7 @@ from workers.engines.base import EngineError, EngineInfo
 from workers.engines.core.engine import EncodeEngine
 from workers.engines.native import vision
 from workers.engines.native.build import find_device
-from workers.engines.native.model import ModelError, configuration, end_tokens, eyes, max_positions, weights
+from workers.engines.native.model import ModelError, configuration, end_tokens, max_positions, vision_encoder, weights
 from workers.engines.native.pool import out_of_memory
 
 
@@ -23,7 +23,7 @@ def build_encoder(
     threads: int = 0,
     embed_slots: int = 0,
 ) -> EncodeEngine:
-    """Load the eyes of a model. Of its weights, those of the language model are never read.
+    """Load the vision encoder of a model. The language model's weights are never read.
 
     Args:
         block_size, max_running, max_model_len: only told on, in ``info``.
@@ -43,14 +43,14 @@ def build_encoder(
     where = find_device(device)
     try:
         tower = weights(vision.LlavaTower, model, config, device=where, dtype=dtype)
-        sight = eyes(model, tower, embed_slots)
+        encoder = vision_encoder(model, tower, embed_slots)
     except torch.OutOfMemoryError as error:
         raise EngineError(out_of_memory(error)) from error
     text = config.get_text_config()
     info = EngineInfo(
         name="native",
         block_size=block_size,
-        total_blocks=sight.slots,
+        total_blocks=encoder.slots,
         slots=max_running,
         max_model_len=max_model_len or max_positions(text),
         vocab_size=text.vocab_size,
@@ -58,4 +58,4 @@ def build_encoder(
         kv_events=False,
         load_seconds=time.perf_counter() - started,
     )
-    return EncodeEngine(info, sight)
+    return EncodeEngine(info, encoder)

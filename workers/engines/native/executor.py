@@ -13,20 +13,20 @@ from workers.engines.native.attention import ReferenceAttention, Span
 from workers.engines.native.model import Embeddings, Model
 from workers.engines.native.pool import Pool, out_of_memory
 from workers.engines.native.sampler import sample, score
-from workers.engines.native.vision import TorchEyes
+from workers.engines.native.vision import TorchVisionEncoder
 
 
 class TorchExecutor:
     """``Executor`` over a loaded model and a pool. Owns both; used from one thread.
 
     Args:
-        eyes: of the model, if it has any; they belong to the engine.
+        encoder: of the model, if it has any; they belong to the engine.
     """
 
-    def __init__(self, model: Model, pool: Pool, eyes: TorchEyes | None = None) -> None:
+    def __init__(self, model: Model, pool: Pool, encoder: TorchVisionEncoder | None = None) -> None:
         self._model: Model | None = model
         self._pool: Pool | None = pool
-        self._eyes = eyes
+        self._encoder = encoder
 
     def execute(self, plan: list[Slot], scoring: Seq[Slot] = ()) -> list[Sampled]:
         assert self._model is not None, "closed"
@@ -51,8 +51,8 @@ class TorchExecutor:
         for slot in plan:
             end = slot.start + slot.count
             if slot.sequence.media:
-                assert self._eyes is not None
-                seen += media_rows(slot, len(tokens), self._eyes.slot_tokens)
+                assert self._encoder is not None
+                seen += media_rows(slot, len(tokens), self._encoder.slot_tokens)
             if scoring and slot in scoring:
                 first = len(tokens) - slot.start - 1
                 scored += range(first + slot.sequence.score, first + scored_to(slot))
@@ -74,9 +74,9 @@ class TorchExecutor:
 
     def _embeddings(self, seen: list[tuple[int, int]]) -> Embeddings:
         assert self._model is not None
-        assert self._eyes is not None
+        assert self._encoder is not None
         rows, places = (torch.tensor(column, device=self._model.device) for column in zip(*seen, strict=True))
-        return Embeddings(rows, self._eyes.take(places))
+        return Embeddings(rows, self._encoder.take(places))
 
     def memory(self) -> dict[str, Memory]:
         """The pool of KV blocks."""
@@ -85,7 +85,7 @@ class TorchExecutor:
 
     def close(self) -> None:
         """Give weights and pool back."""
-        self._model = self._pool = self._eyes = None
+        self._model = self._pool = self._encoder = None
 
 
 def media_rows(slot: Slot, row: int, size: int) -> Iterator[tuple[int, int]]:

@@ -162,8 +162,8 @@ def weights(loader: Any, model: str, config: Any, *, device: torch.device, dtype
     return loaded.to(device).eval().requires_grad_(False)
 
 
-def eyes(model: str, loaded: Any, slots: int) -> vision.TorchEyes:
-    """The eyes of a loaded model.
+def vision_encoder(model: str, loaded: Any, slots: int) -> vision.TorchVisionEncoder:
+    """The vision encoder of a loaded model.
 
     Args:
         slots: of the embedding pool; 0: the default.
@@ -172,7 +172,7 @@ def eyes(model: str, loaded: Any, slots: int) -> vision.TorchEyes:
         EngineError: there is no memory for the pool.
     """
     try:
-        return vision.TorchEyes(loaded, vision.processor(model), slots)
+        return vision.TorchVisionEncoder(loaded, vision.processor(model), slots)
     except vision.Blind as error:
         raise ModelError(f"{model!r} cannot see: {first_line(error)}") from error
 

@@ -1,4 +1,4 @@
-"""The eyes of a model: image processor, vision tower, projector, and the pool in which their embeddings lie.
+"""The vision encoder of a model: image processor, vision tower, projector, and the pool of their embeddings.
 
 How many tokens a picture takes is not read from the configuration but asked from the model, with a blank picture.
 """
@@ -28,8 +28,8 @@ class Blind(Exception):
     """This model's images cannot be embedded; the text says why."""
 
 
-class TorchEyes:
-    """Implements ``workers.engines.core.embeddings.Eyes``.
+class TorchVisionEncoder:
+    """Implements ``workers.engines.core.embeddings.VisionEncoder``.
 
     Args:
         model: has ``get_image_features``.

@@ -28,9 +28,9 @@ from workers.engines.trtllm.api import Api
 from workers.engines.trtllm.args import Resolved, Wanted, resolve
 from workers.engines.trtllm.engine import TrtllmEngine
 from workers.engines.trtllm.follow import drained
+from workers.engines.trtllm.image_slots import ImageSlotStore, dtype_of, inputs
 from workers.engines.trtllm.metrics import NativeMetrics
 from workers.engines.trtllm.prepare import Options
-from workers.engines.trtllm.sight import Album, dtype_of, inputs
 from workers.engines.trtllm.watch import Watch
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def from_settings(settings: WorkerSettings, path: Path, processors: "TrtllmProce
             logits_processors=() if processors is None else processors.names,
             max_batched_tokens=args.max_num_tokens or 0,
         )
-        album = _album(model, settings)
+        image_slots = _image_slots(model, settings)
         options = Options(
             prompt_limit=limit if args.enable_chunked_prefill else min(limit, args.max_num_tokens or limit),
             layout=resolved.layout,
@@ -107,9 +107,9 @@ def from_settings(settings: WorkerSettings, path: Path, processors: "TrtllmProce
             trace_headers=bool(args.otlp_traces_endpoint) and "trace_headers" in api.call,
             abort_hold_s=settings.handoff_lease_s,
             processors=processors,
-            pictures=_pictures(model, album),
+            pictures=_pictures(model, image_slots),
         )
-        engine = TrtllmEngine(info, llm, api, loop, options, metrics, undo.pop_all(), album)
+        engine = TrtllmEngine(info, llm, api, loop, options, metrics, undo.pop_all(), image_slots)
     log.info("trtllm_ready", layout=resolved.layout, blocks=info.total_blocks, slots=info.slots, ranks=ranks)
     return engine
 
@@ -165,20 +165,20 @@ def _sees(model: modeldir.ModelDir) -> bool:
     return model.vision is not None and model.vision.hidden > 0
 
 
-def _album(model: modeldir.ModelDir, settings: WorkerSettings) -> Album | None:
+def _image_slots(model: modeldir.ModelDir, settings: WorkerSettings) -> ImageSlotStore | None:
     """Where pictures wait for their prompts; None: the model takes none."""
     if model.vision is None or not _sees(model):
         return None
-    return Album(model.vision, settings.embed_slots, dtype_of(settings.dtype, _config(model.path)))
+    return ImageSlotStore(model.vision, settings.embed_slots, dtype_of(settings.dtype, _config(model.path)))
 
 
 def _pictures(
-    model: modeldir.ModelDir, album: Album | None
+    model: modeldir.ModelDir, image_slots: ImageSlotStore | None
 ) -> Callable[[Sequence[int], Sequence[MediaSpan]], dict[str, Any]] | None:
     vision = model.vision
-    if album is None or vision is None:
+    if image_slots is None or vision is None:
         return None
-    return lambda tokens, spans: inputs(tokens, spans, album, model.tokenizer, vision.image_token_id)
+    return lambda tokens, spans: inputs(tokens, spans, image_slots, model.tokenizer, vision.image_token_id)
 
 
 def _config(path: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""From the cumulative outputs of one sequence to tokens that are each told once.
+"""Converts the cumulative outputs of one sequence to tokens, each reported once.
 
-TensorRT-LLM hands out the same growing list again and again, by several tokens at a time, and its last version may be
+TensorRT-LLM returns the same growing list again and again, several tokens at a time, and its last version may be
 shorter (a stop token was trimmed). Our protocol wants every token once, the ending one included and marked.
 """
 
@@ -9,20 +9,20 @@ from typing import Any
 
 from schemas.errors import Code
 from schemas.tokens import Logprob
-from workers.engines.external.answer import MISSING, Ending, Token, logprob_of
+from workers.engines.external.outputs import MISSING, SequenceFailure, Token, logprob_of
 
 _ENDED = frozenset({"stop", "length", "timeout", "cancelled"})  # "not_finished": a prompt that others go on with
 
 
-class Cursor:
-    """What was told of one sequence.
+class OutputCursor:
+    """Position in the output of one sequence.
 
     Args:
         limit: new tokens after which it ends.
-        stops: token ids that end it, once more than ``min_tokens`` new tokens are out.
-        end_id: the token that is meant when the engine says "stop" and shows none; -1: there is none.
-        skip: tokens that the engine may repeat at the start although they were told before (a prefill worker's).
-        top: alternatives per token that the client asked for; None: no log-probabilities.
+        stops: token ids that end it, after at least ``min_tokens`` new tokens.
+        end_id: the token meant by a finish reason "stop" without a token; -1: none.
+        skip: tokens already reported (a prefill worker's) that the engine may repeat at the start.
+        top: alternatives per token; None: no log-probabilities.
     """
 
     def __init__(
@@ -35,9 +35,9 @@ class Cursor:
         skip: Seq[int] = (),
         top: int | None = None,
     ) -> None:
-        self.told = 0  # new tokens
+        self.reported = 0  # new tokens
         self.finished = False
-        self.repeats: bool | None = None if skip else False  # the engine's output starts with ``skip``; None: not seen
+        self.repeats: bool | None = None if skip else False  # the output starts with ``skip``; None: unknown
         self._skip = list(skip)
         self._limit = limit
         self._stops = stops
@@ -51,17 +51,17 @@ class Cursor:
         logprobs: Seq[Any] | None = None,
         finish: str | None = None,
         stop_reason: int | str | None = None,
-    ) -> tuple[list[Token], Ending | None]:
-        """Take one version of the output; what is new in it, and how it failed if it did."""
+    ) -> tuple[list[Token], SequenceFailure | None]:
+        """Take one version of the output; returns its new tokens and the failure, if any."""
         if self.finished:
             return [], None
         offset = self._offset(token_ids, finish)
         if offset is None:
             return [], None
         new: list[Token] = []
-        for at in range(offset + self.told, len(token_ids)):
+        for at in range(offset + self.reported, len(token_ids)):
             token = token_ids[at]
-            self.told += 1
+            self.reported += 1
             ends = self._ends(token)
             value = self._logprob(token, at, len(token_ids), logprobs)
             new.append(Token(token, ends, value, token if ends == "stop" else None))
@@ -73,7 +73,7 @@ class Cursor:
         return new, None
 
     def _offset(self, token_ids: Seq[int], finish: str | None) -> int | None:
-        """Where the new tokens start; None: that cannot be told yet."""
+        """Where the new tokens start; None: not known yet."""
         if self.repeats is None:
             known = len(self._skip)
             if len(token_ids) < known and list(token_ids) == self._skip[: len(token_ids)] and finish not in _ENDED:
@@ -82,26 +82,26 @@ class Cursor:
         return len(self._skip) if self.repeats else 0
 
     def _ends(self, token: int) -> str:
-        if token in self._stops and self.told > self._min_tokens:
+        if token in self._stops and self.reported > self._min_tokens:
             return "stop"
-        return "length" if self.told >= self._limit else ""
+        return "length" if self.reported >= self._limit else ""
 
     def _engine_ended(
         self, new: list[Token], finish: str, stop_reason: int | str | None
-    ) -> tuple[list[Token], Ending | None]:
-        """The engine says that it ended, where its tokens did not say so."""
+    ) -> tuple[list[Token], SequenceFailure | None]:
+        """The engine reports an end that its tokens did not show."""
         self.finished = True
         if finish in ("cancelled", "timeout"):
             code = Code.cancelled if finish == "cancelled" else Code.deadline_exceeded
-            return new, Ending(code, f"the engine ended the request: {finish}")
+            return new, SequenceFailure(code, f"the engine ended the request: {finish}")
         trimmed = stop_reason if isinstance(stop_reason, int) else self._end_id if stop_reason is None else -1
-        if finish == "stop" and trimmed >= 0:  # the stop token itself is part of the answer here
-            self.told += 1
+        if finish == "stop" and trimmed >= 0:  # here the stop token itself is part of the output
+            self.reported += 1
             value = Logprob(MISSING) if self._top is not None else None
             return [*new, Token(trimmed, "stop", value, trimmed)], None
         if new:
             return [*new[:-1], new[-1]._replace(finish=finish)], None
-        return [], Ending(Code.engine_error, f"the engine ended the answer ({finish}) without a last token")
+        return [], SequenceFailure(Code.engine_error, f"the engine ended the output ({finish}) without a last token")
 
     def _logprob(self, token: int, at: int, length: int, logprobs: Seq[Any] | None) -> Logprob | None:
         if self._top is None:

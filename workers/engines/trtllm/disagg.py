@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from workers.engines.external import handed
+from workers.engines.external import handoff_state
 
 CONTEXT, GENERATION = "context_only", "generation_only"
 
@@ -61,7 +61,7 @@ def pack(params: Any, layout: str, context: Seq[int]) -> bytes:
     """
     wire = encode(params)
     assert wire is not None
-    return handed.pack(wire, layout, context, params.first_gen_tokens or ())
+    return handoff_state.pack(wire, layout, context, params.first_gen_tokens or ())
 
 
 def unpack(opaque: bytes, kind: type[Any], layout: str, tokens: Seq[int], prompt: int) -> tuple[Any, int]:
@@ -75,8 +75,8 @@ def unpack(opaque: bytes, kind: type[Any], layout: str, tokens: Seq[int], prompt
         ValueError: the state is damaged, from another release, of another prompt or attempt, or from an engine whose
             KV has another shape.
     """
-    state = handed.unpack(opaque, layout)
+    state = handoff_state.unpack(opaque, layout)
     params = decode(state.params, kind)
-    own = handed.own(state, tokens, prompt)
+    own = handoff_state.count_prefilled(state, tokens, prompt)
     params.request_type = GENERATION
     return params, own

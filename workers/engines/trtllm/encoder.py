@@ -38,8 +38,8 @@ DEFAULT_SLOTS = 256
 Open = Callable[[Any], Tensor]
 
 
-class TrtllmEyes:
-    """Implements ``workers.engines.core.embeddings.Eyes``.
+class TrtllmVisionEncoder:
+    """Implements ``workers.engines.core.embeddings.VisionEncoder``.
 
     Args:
         encoder: has ``generate``.
@@ -165,17 +165,17 @@ def from_settings(settings: WorkerSettings, path: Path) -> EncodeEngine:
         except Exception as error:
             raise EngineError(f"TensorRT-LLM's encoder did not start: {error!r}") from error
         undo.callback(shut_down, encoder)
-        eyes = TrtllmEyes(
+        encoder = TrtllmVisionEncoder(
             encoder,
             lambda handle: shared.from_dict(handle).get_local_view(),
             model.vision.image_token,
             settings.embed_slots,
         )
-        eyes.closing = undo.pop_all()
+        encoder.closing = undo.pop_all()
     info = EngineInfo(
         name="trtllm",
         block_size=settings.block_size,
-        total_blocks=eyes.slots,
+        total_blocks=encoder.slots,
         slots=settings.max_running,
         max_model_len=wanted.max_model_len,
         vocab_size=model.vocab_size,
@@ -183,4 +183,4 @@ def from_settings(settings: WorkerSettings, path: Path) -> EncodeEngine:
         kv_events=False,
         load_seconds=time.perf_counter() - began,
     )
-    return EncodeEngine(info, eyes)
+    return EncodeEngine(info, encoder)

@@ -9,21 +9,21 @@ from prometheus_client.registry import Collector
 from schemas.kv import KvEvent
 from schemas.transfer import Memory
 from workers.engines.base import EngineInfo, EngineStats, MediaReservation, SequenceRequest
-from workers.engines.core.engine import Sighted
-from workers.engines.external.engine import ForeignEngine
-from workers.engines.external.handed import Used
+from workers.engines.core.engine import VisionMixin
+from workers.engines.external.engine import ExternalEngine
+from workers.engines.external.handoff_state import ConsumedStates
 from workers.engines.loop import LoopThread
 from workers.engines.trtllm import stats
 from workers.engines.trtllm.api import Api
-from workers.engines.trtllm.follow import Events, Follower, Live, Stat
+from workers.engines.trtllm.follow import ActiveSequence, Follower, KvEvents, Stat
+from workers.engines.trtllm.image_slots import ImageSlotStore, slots_of
 from workers.engines.trtllm.kvevents import Roots, Translator, by_rank
 from workers.engines.trtllm.metrics import NativeMetrics
 from workers.engines.trtllm.prepare import Options, check, prepare
-from workers.engines.trtllm.sight import Album, slots_of
 
 
-class TrtllmEngine(ForeignEngine[Live], Sighted):
-    """Implements ``workers.engines.base.Engine``, and ``VisionEngine`` if it has an album.
+class TrtllmEngine(ExternalEngine[ActiveSequence], VisionMixin):
+    """Implements ``workers.engines.base.Engine``, and ``VisionEngine`` if it has an image_slots.
 
     Args:
         resources: what ends with it: first ``llm``, then ``loop``.
@@ -42,27 +42,27 @@ class TrtllmEngine(ForeignEngine[Live], Sighted):
         options: Options,
         metrics: NativeMetrics,
         resources: contextlib.ExitStack,
-        album: Album | None = None,
+        image_slots: ImageSlotStore | None = None,
     ) -> None:
-        ForeignEngine.__init__(self, "TensorRT-LLM", info, loop, resources)
-        Sighted.__init__(self, album)
-        self._album = album
+        ExternalEngine.__init__(self, "TensorRT-LLM", info, loop, resources)
+        VisionMixin.__init__(self, image_slots)
+        self._image_slots = image_slots
         self._options = options
         self._metrics = metrics
-        self._follower = Follower(llm, api, loop, options, metrics, self._arrived)
+        self._follower = Follower(llm, api, loop, options, metrics, self._enqueue)
         self._roots = Roots(info.block_size, options.root)
         self._translators = [Translator(info.block_size, self._roots) for _ in range(info.dp_size)]
         self._blocks = stats.Blocks(info.total_blocks, 0, info.total_blocks)
-        self._used = Used()
+        self._consumed = ConsumedStates()
         self._followed = False
 
-    def _accept(self, request: SequenceRequest) -> Live:
+    def _accept(self, request: SequenceRequest) -> ActiveSequence:
         check(request, self.info, self._options.prompt_limit)
         if request.media:
             self._check_media(request.media, len(request.prompt), bool(request.opaque))
-        live = Live(request, prepare(request, self.info, self._options, self._used))
+        sequence = ActiveSequence(request, prepare(request, self.info, self._options, self._consumed))
         self._roots.learn(request.prompt, request.root or self._options.root, (m.digest for m in request.media))
-        return live
+        return sequence
 
     def submit(self, request: SequenceRequest) -> None:
         super().submit(request)
@@ -73,23 +73,23 @@ class TrtllmEngine(ForeignEngine[Live], Sighted):
     def _follow(self) -> None:
         self._follower.start(events=self.info.kv_events, stats=self._options.publish)
 
-    def _take(self, fact: Events | Stat, events: list[KvEvent], others: dict[int, list[KvEvent]]) -> None:
-        if isinstance(fact, Events):
-            for rank, told in by_rank(fact.events).items():
+    def _on_event(self, event: KvEvents | Stat, events: list[KvEvent], others: dict[int, list[KvEvent]]) -> None:
+        if isinstance(event, KvEvents):
+            for rank, told in by_rank(event.events).items():
                 if rank < len(self._translators) and (named := self._translators[rank].feed(told)):
                     (others.setdefault(rank, []) if rank else events).extend(named)
         else:
-            self._blocks = stats.blocks(fact.stat) or self._blocks
-            self._metrics.observe(fact.stat)
+            self._blocks = stats.blocks(event.stat) or self._blocks
+            self._metrics.observe(event.stat)
 
     def stats(self) -> EngineStats:
         total, used, free = self._blocks
-        if not self._live and not self._held:  # the engine counts while it computes: its last word may be too early
+        if not self._active and not self._held:  # the engine counts while it computes: its last word may be too early
             used, free = 0, total
         cached = min(free, sum(translator.names for translator in self._translators))
         return EngineStats(
             running=self._running,
-            waiting=len(self._live) - self._running,
+            waiting=len(self._active) - self._running,
             used_blocks=used,
             cached_blocks=cached,
             free_blocks=max(0, total - used - cached),
@@ -109,6 +109,6 @@ class TrtllmEngine(ForeignEngine[Live], Sighted):
         return self._embeds()
 
     def media_adopt(self, reservation: MediaReservation) -> None:
-        if self._album is not None:
-            self._album.brought(slots_of(reservation))
+        if self._image_slots is not None:
+            self._image_slots.mark_embedded(slots_of(reservation))
         super().media_adopt(reservation)

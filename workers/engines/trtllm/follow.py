@@ -1,7 +1,7 @@
-"""The asynchronous half of the engine: asks TensorRT-LLM, follows its answers, events and statistics, tells facts.
+"""The asynchronous half of the adapter: submits to TensorRT-LLM and queues its outputs, KV events and statistics.
 
-Everything here runs in the loop's thread, except what says otherwise. What it hears goes into one queue at once, since
-TensorRT-LLM hands out the same object again and again.
+Everything here runs in the loop thread unless noted. Outputs are copied into the queue at once: TensorRT-LLM returns
+the same object again and again.
 """
 
 import asyncio
@@ -14,8 +14,8 @@ import structlog
 from schemas.errors import Code
 from workers.engines.base import SequenceRequest
 from workers.engines.external import engine
-from workers.engines.external.answer import Ending
-from workers.engines.external.engine import Broken, Heard
+from workers.engines.external.engine import EngineFailed, SequenceUpdate
+from workers.engines.external.outputs import SequenceFailure
 from workers.engines.loop import LoopThread
 from workers.engines.trtllm import disagg, errors, perf
 from workers.engines.trtllm.api import Api
@@ -25,12 +25,14 @@ from workers.engines.trtllm.prepare import Options, Prepared
 
 log = structlog.get_logger("engine")
 
-POLL_S = 0.05  # how long the engine's queues of events and statistics are waited at
-ABORT_S = 10.0  # how long an aborted request may take to say so
+NO_REASON = "the engine ended the output without a reason"
+
+POLL_S = 0.05  # timeout of one read of the engine's event and statistics queues
+ABORT_S = 10.0  # how long an aborted request may take to end
 HEALTH_S = 1.0
 
 
-class Live(engine.Live):
+class ActiveSequence(engine.ActiveSequence):
     """One sequence."""
 
     __slots__ = ("aborted", "adopted", "prepared", "result")
@@ -43,7 +45,7 @@ class Live(engine.Live):
         self.result: Any = None
 
 
-class Events(NamedTuple):
+class KvEvents(NamedTuple):
     events: Seq[Mapping[str, Any]]
 
 
@@ -51,11 +53,11 @@ class Stat(NamedTuple):
     stat: Mapping[str, Any]
 
 
-Fact = Heard | Events | Stat | Broken
+EngineEvent = SequenceUpdate | KvEvents | Stat | EngineFailed
 
 
 class Follower:
-    """Of one ``LLM``. Facts go to ``tell``, from the loop's thread."""
+    """Follows one ``LLM``; passes events to ``emit``, from the loop thread."""
 
     def __init__(
         self,
@@ -64,114 +66,118 @@ class Follower:
         loop: LoopThread,
         options: Options,
         metrics: NativeMetrics,
-        tell: Callable[[Fact], None],
+        emit: Callable[[EngineEvent], None],
     ) -> None:
         self._llm = llm
         self._api = api
         self._loop = loop
         self._options = options
         self._metrics = metrics
-        self._tell = tell
+        self._emit = emit
         self._broken = False
         self._repeats: bool | None = None  # whether an adopted answer begins with the prefill engine's tokens
 
     # --- requests ---
 
-    def launch(self, live: Live) -> None:
-        """Ask for a sequence."""
-        prepared, live.prepared = live.prepared, None
-        if live.cancelled or self._broken or prepared is None:
+    def launch(self, sequence: ActiveSequence) -> None:
+        """Submit a sequence."""
+        prepared, sequence.prepared = sequence.prepared, None
+        if sequence.cancelled or self._broken or prepared is None:
             return
         try:
             params = self._api.sampling(**prepared.sampling)
-            live.result = self._llm.generate_async(sampling_params=params, **prepared.arguments)
+            sequence.result = self._llm.generate_async(sampling_params=params, **prepared.arguments)
         except Exception as error:
-            self._failed(live, error, at_call=True)
+            self._failed(sequence, error, at_call=True)
             return
-        live.task = self._loop.task(self._follow(live, prepared), f"sequence {live.result.request_id}")
+        sequence.task = self._loop.task(self._follow(sequence, prepared), f"sequence {sequence.result.request_id}")
 
-    async def _follow(self, live: Live, prepared: Prepared) -> None:
+    async def _follow(self, sequence: ActiveSequence, prepared: Prepared) -> None:
         try:
-            async for response in live.result:
-                self._hear(live, prepared, response)
+            async for response in sequence.result:
+                self._on_output(sequence, prepared, response)
         except Exception as error:
-            self._failed(live, error, at_call=False)
+            self._failed(sequence, error, at_call=False)
             return
-        if not live.cancelled and not prepared.cursor.finished:
-            self._tell(Heard(live, ending=Ending(Code.engine_error, "the engine ended the answer and did not say how")))
-        self._metrics.finished(getattr(live.result, "metrics_dict", None))
+        if not sequence.cancelled and not prepared.cursor.finished:
+            self._emit(
+                SequenceUpdate(
+                    sequence,
+                    failure=SequenceFailure(Code.engine_error, NO_REASON),
+                )
+            )
+        self._metrics.finished(getattr(sequence.result, "metrics_dict", None))
 
-    def _hear(self, live: Live, prepared: Prepared, response: Any) -> None:
-        first, live.heard = not live.heard, True
-        if live.cancelled:
-            self.abort(live)
+    def _on_output(self, sequence: ActiveSequence, prepared: Prepared, response: Any) -> None:
+        first, sequence.responded = not sequence.responded, True
+        if sequence.cancelled:
+            self.abort(sequence)
             return
         output, cursor = response.outputs[0], prepared.cursor
-        params = output.disaggregated_params if live.hold else None
+        params = output.disaggregated_params if sequence.hold else None
         tokens: Seq[int] = output.token_ids or (params.first_gen_tokens if params is not None else None) or ()
-        if live.adopted:
+        if sequence.adopted:
             cursor.repeats = self._repeats if cursor.repeats is None else cursor.repeats
-        new, ending = cursor.advance(tokens, output.logprobs, output.finish_reason, output.stop_reason)
-        if live.adopted and self._repeats is None and cursor.repeats is not None:
+        new, failure = cursor.advance(tokens, output.logprobs, output.finish_reason, output.stop_reason)
+        if sequence.adopted and self._repeats is None and cursor.repeats is not None:
             self._repeats = cursor.repeats
-            log.info("adopted_answers", begin_with_the_prefill_tokens=cursor.repeats)
+            log.info("adopted_outputs", repeat_prefill_tokens=cursor.repeats)
         cached = None
         if first:
-            cached = min(max(0, int(getattr(response, "cached_tokens", 0) or 0)), live.prompt_len)
+            cached = min(max(0, int(getattr(response, "cached_tokens", 0) or 0)), sequence.prompt_len)
         opaque = None
         if params is not None and params.opaque_state:
             opaque = disagg.pack(params, self._options.layout, prepared.tokens)
-        scored = live.scored(output.prompt_logprobs) if live.score else None
-        if new or ending is not None or opaque is not None or first or scored is not None:
-            measured = (
-                perf.measured(output.request_perf_metrics) if live.trace is not None and output.finish_reason else None
-            )
-            self._tell(Heard(live, cached, new, ending, opaque, scored, measured))
-        if cursor.finished and not response.finished:  # it would go on for nobody
-            self.abort(live)
+        scored = sequence.scored(output.prompt_logprobs) if sequence.score else None
+        if new or failure is not None or opaque is not None or first or scored is not None:
+            traced = sequence.trace is not None and output.finish_reason
+            measured = perf.measured(output.request_perf_metrics) if traced else None
+            self._emit(SequenceUpdate(sequence, cached, new, failure, opaque, scored, measured))
+        if cursor.finished and not response.finished:  # else it would keep generating
+            self.abort(sequence)
 
-    def _failed(self, live: Live, error: Exception, *, at_call: bool) -> None:
+    def _failed(self, sequence: ActiveSequence, error: Exception, *, at_call: bool) -> None:
         if not errors.own_fault(error, self._api.request_error, at_call=at_call):
             self.broken(error)
-        elif not live.cancelled:
-            code = errors.code_of(error, at_call=at_call, adopted=live.adopted)
-            self._tell(Heard(live, ending=Ending(code, str(error) or type(error).__name__)))
+        elif not sequence.cancelled:
+            code = errors.code_of(error, at_call=at_call, adopted=sequence.adopted)
+            self._emit(SequenceUpdate(sequence, failure=SequenceFailure(code, str(error) or type(error).__name__)))
 
-    def abort(self, live: Live) -> None:
-        """Have a sequence end. While its prompt's KV is being fetched that is not safe: it waits for that, bounded."""
-        if live.result is None or live.aborted or live.result.finished:
+    def abort(self, sequence: ActiveSequence) -> None:
+        """Abort a sequence. That is unsafe while its prompt's KV is being fetched, so it waits for that, bounded."""
+        if sequence.result is None or sequence.aborted or sequence.result.finished:
             return
-        if live.adopted and not live.heard:
-            self._loop.later(self._options.abort_hold_s, self._abort_now, live)
+        if sequence.adopted and not sequence.responded:
+            self._loop.later(self._options.abort_hold_s, self._abort_now, sequence)
             return
-        self._abort_now(live)
+        self._abort_now(sequence)
 
-    def _abort_now(self, live: Live) -> None:
-        if live.aborted or live.result.finished:
+    def _abort_now(self, sequence: ActiveSequence) -> None:
+        if sequence.aborted or sequence.result.finished:
             return
-        live.aborted = True
+        sequence.aborted = True
         try:
-            live.result.abort()
+            sequence.result.abort()
         except Exception as error:
             self.broken(error)
             return
-        self._loop.later(ABORT_S, self._abandon, live)
+        self._loop.later(ABORT_S, self._abandon, sequence)
 
-    def _abandon(self, live: Live) -> None:
-        if live.task is not None and not live.task.done():
+    def _abandon(self, sequence: ActiveSequence) -> None:
+        if sequence.task is not None and not sequence.task.done():
             log.warning("abort_unanswered", seconds=ABORT_S)
-            live.task.cancel()
+            sequence.task.cancel()
 
     # --- events and statistics ---
 
     def start(self, *, events: bool, stats: bool) -> None:
-        """Follow what is not of one request. Not before the first request: the engine has nothing before."""
+        """Follow KV events, statistics and health. Call it after the first request."""
         if events:
             self._loop.task(
-                self._drain("get_kv_cache_events_async", lambda item: self._tell(Events([item]))), "kv events"
+                self._drain("get_kv_cache_events_async", lambda item: self._emit(KvEvents([item]))), "kv events"
             )
         if stats:
-            self._loop.task(self._drain("get_stats_async", lambda item: self._tell(Stat(item))), "statistics")
+            self._loop.task(self._drain("get_stats_async", lambda item: self._emit(Stat(item))), "statistics")
         self._loop.task(self._watch(), "health")
 
     async def _drain(self, method: str, take: Callable[[Mapping[str, Any]], None]) -> None:
@@ -187,10 +193,10 @@ class Follower:
             self.broken(error)
 
     async def _watch(self) -> None:
-        """The engine's own word on its health, where it has one."""
+        """Poll the engine's own health check, if it has one."""
         check = getattr(self._llm, "_check_health", None)
         if not callable(check):
-            log.info("engine_health", source="answers only")
+            log.info("engine_health", source="outputs only")
             return
         while True:
             await asyncio.sleep(HEALTH_S)
@@ -200,16 +206,16 @@ class Follower:
                 self.broken(error)
                 return
             if well is False:
-                self.broken(RuntimeError("TensorRT-LLM says that it is not healthy"))
+                self.broken(RuntimeError("TensorRT-LLM reports that it is unhealthy"))
                 return
 
     def broken(self, error: BaseException) -> None:
         self._broken = True
-        self._tell(Broken(error))
+        self._emit(EngineFailed(error))
 
 
 async def drained(items: AsyncIterable[Any]) -> Any:
-    """The items until there are no more for now; some releases say that with QueueEmpty, if they do not wait."""
+    """Yield items until the queue is empty; some releases signal that with QueueEmpty."""
     try:
         async for item in items:
             yield item
@@ -217,4 +223,4 @@ async def drained(items: AsyncIterable[Any]) -> Any:
         return
 
 
-__all__ = ["Broken", "Events", "Fact", "Follower", "Heard", "Live", "Stat", "drained"]
+__all__ = ["ActiveSequence", "EngineEvent", "EngineFailed", "Follower", "KvEvents", "SequenceUpdate", "Stat", "drained"]

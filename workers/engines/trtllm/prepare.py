@@ -9,10 +9,10 @@ import structlog
 from schemas.errors import Code
 from workers.engines.base import EngineInfo, MediaSpan, RequestError, SequenceRequest
 from workers.engines.external import requests
-from workers.engines.external.draw import stop_ids
-from workers.engines.external.handed import Used
+from workers.engines.external.handoff_state import ConsumedStates
+from workers.engines.external.sampling import stop_ids
 from workers.engines.trtllm import disagg, sampling
-from workers.engines.trtllm.deltas import Cursor
+from workers.engines.trtllm.deltas import OutputCursor
 
 log = structlog.get_logger("engine")
 
@@ -51,7 +51,7 @@ class Prepared(NamedTuple):
     ``tokens``: all that are prompt to the engine. ``adopted``: its prompt's KV is fetched from another engine.
     """
 
-    cursor: Cursor
+    cursor: OutputCursor
     sampling: dict[str, Any]
     arguments: dict[str, Any]
     tokens: list[int]
@@ -73,7 +73,7 @@ def check(request: SequenceRequest, info: EngineInfo, prompt_limit: int) -> None
         )
 
 
-def prepare(request: SequenceRequest, info: EngineInfo, options: Options, used: Used) -> Prepared:
+def prepare(request: SequenceRequest, info: EngineInfo, options: Options, consumed: ConsumedStates) -> Prepared:
     """
     Args:
         used: states of prefill engines that were taken over here; each can be only once.
@@ -82,8 +82,8 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, used: 
         RequestError: its media cannot be given to the engine.
     """
     stop, eos = request.stop, info.eos_token_ids
-    handed = bool(request.opaque) and not request.score  # what is scored is computed here
-    params, repeated = _handed(request, options, used) if handed else (None, 0)
+    takes_over = bool(request.opaque) and not request.score  # what is scored is computed here
+    params, repeated = _take_over(request, options, consumed) if takes_over else (None, 0)
     adopted = params is not None
     if request.hold:
         params = options.disaggregated(request_type=disagg.CONTEXT)
@@ -122,7 +122,7 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, used: 
         arguments["scheduling_params"] = options.scheduling(
             attention_dp_rank=request.rank % info.dp_size, attention_dp_relax=True
         )
-    cursor = Cursor(
+    cursor = OutputCursor(
         limit=limit,
         stops=stop_ids(stop, eos),
         min_tokens=max(0, stop.min_tokens - len(request.generated)),
@@ -133,7 +133,7 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, used: 
     return Prepared(cursor, given, arguments, tokens, adopted)
 
 
-def _handed(request: SequenceRequest, options: Options, used: Used) -> tuple[Any, int]:
+def _take_over(request: SequenceRequest, options: Options, consumed: ConsumedStates) -> tuple[Any, int]:
     """Parameters to take over the KV that another engine computed, and how many of the tokens are that engine's.
 
     (None, 0) where it cannot be taken over: then the prompt is computed here. The choices of a request share one state.
@@ -144,7 +144,7 @@ def _handed(request: SequenceRequest, options: Options, used: Used) -> tuple[Any
     except (ValueError, TypeError) as error:
         log.warning("handed_state_unusable", error=str(error), action="computing the prompt here")
         return None, 0
-    if not used.take(params.ctx_request_id, params.opaque_state):
+    if not consumed.claim(params.ctx_request_id, params.opaque_state):
         return None, 0
     return params, own
 

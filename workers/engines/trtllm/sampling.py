@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from schemas.requests import Sampling, Stop
-from workers.engines.external.draw import seed_of, shape, stop_ids
+from workers.engines.external.sampling import seed_of, shape, stop_ids
 
 
 def end_id(stop: Stop, eos: Seq[int]) -> int:

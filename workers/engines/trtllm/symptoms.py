@@ -70,15 +70,15 @@ class Detector:
 
     def __init__(self, quiet_s: float = QUIET_S) -> None:
         self._quiet_s = quiet_s
-        self._told: dict[str, float] = {}
+        self._apply: dict[str, float] = {}
 
     def line(self, text: str, now: float) -> Diagnosis | None:
         """What a line tells; None: nothing, or nothing new."""
         for pattern, diagnosis in _SYMPTOMS:
             if pattern.search(text):
-                told = self._told.get(diagnosis.code)
+                told = self._apply.get(diagnosis.code)
                 if told is not None and now - told < self._quiet_s:
                     return None
-                self._told[diagnosis.code] = now
+                self._apply[diagnosis.code] = now
                 return diagnosis
         return None

@@ -33,9 +33,9 @@ class Watch(logging.Handler):
         self._clock = clock
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.heard(record.getMessage())
+        self.inspect(record.getMessage())
 
-    def heard(self, line: str) -> None:
+    def inspect(self, line: str) -> None:
         """Look at a line of its log."""
         found = self._detector.line(line, self._clock())
         if found is not None:
@@ -54,7 +54,7 @@ class Watch(logging.Handler):
 
     @contextlib.contextmanager
     def processes(self) -> Iterator[None]:
-        """What processes that are started within write, as long as they live, is heard and goes on to our output."""
+        """Inspect what processes started within write, for as long as they live, and pass it on to our output."""
         try:
             ours = os.dup(STDOUT)
         except OSError:  # this process has none
@@ -80,8 +80,8 @@ class Watch(logging.Handler):
                 if len(rest) > LINE_BYTES:
                     lines, rest = [*lines, rest], b""
                 for line in lines:
-                    self.heard(line.decode(errors="replace"))
-            self.heard(rest.decode(errors="replace"))
+                    self.inspect(line.decode(errors="replace"))
+            self.inspect(rest.decode(errors="replace"))
         finally:
             os.close(reads)
             os.close(ours)

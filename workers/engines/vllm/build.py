@@ -21,7 +21,7 @@ from configs.settings import WorkerSettings
 from infra.engine_args.tree import BadArguments, Tree
 from infra.model import modeldir
 from schemas import blocks
-from workers.engines import host
+from workers.engines import memory_budget
 from workers.engines.base import EngineError, EngineInfo
 from workers.engines.events.subscribe import Subscriber
 from workers.engines.external import arguments as foreign
@@ -32,7 +32,7 @@ from workers.engines.vllm import api as apis
 from workers.engines.vllm.api import Api
 from workers.engines.vllm.args import Wanted, layout, resolve
 from workers.engines.vllm.engine import VllmEngine
-from workers.engines.vllm.follow import Events, Fact
+from workers.engines.vllm.follow import EngineEvent, KvPayloads
 from workers.engines.vllm.metrics import Scheduler
 from workers.engines.vllm.prepare import Options
 
@@ -70,14 +70,14 @@ def from_settings(settings: WorkerSettings, path: Path) -> VllmEngine:
             if not api.nixl():
                 raise EngineError("vLLM's NixlConnector needs the package nixl: pip install nixl")
             variables |= side_channel(settings.nats_url, resolved.ranks)
-        facts: queue.SimpleQueue[Fact] = queue.SimpleQueue()
+        inbox: queue.SimpleQueue[EngineEvent] = queue.SimpleQueue()
         loop = LoopThread("vllm")
         undo.callback(loop.close)
         scheduler = Scheduler()
         early = undo.enter_context(contextlib.ExitStack())
         if resolved.kv_events:  # before the engine: whoever comes late misses the first events
             for rank in range(resolved.ranks):
-                early.callback(subscribe(resolved.tree, rank, facts).close)
+                early.callback(subscribe(resolved.tree, rank, inbox).close)
         before = children()
         with environ(variables):
             llm = construct(api, str(path), resolved.tree, scheduler, loop)
@@ -106,7 +106,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> VllmEngine:
                 f"vLLM chose blocks of {info.block_size} tokens for this model; use --block-size {info.block_size}"
             )
         options = Options(blocks.root(model.revision), info.handover)
-        engine = VllmEngine(info, llm, api, loop, options, scheduler, facts, undo.pop_all())
+        engine = VllmEngine(info, llm, api, loop, options, scheduler, inbox, undo.pop_all())
     log.info("vllm_ready", layout=info.handover, blocks=info.total_blocks, slots=info.slots, ranks=ranks)
     return engine
 
@@ -169,7 +169,7 @@ def cpu_bytes(wanted: Wanted, given: Tree) -> int:
     """Of one engine process's KV cache: each takes memory of one NUMA node, and would by itself take nearly all."""
     tensor = given.get("tensor_parallel_size") or wanted.tensor_parallel_size or 1
     processes = tensor * (given.get("data_parallel_size") or 1)
-    return max(1, host.share(host.free_bytes() // max(host.numa_nodes(), processes)))
+    return max(1, memory_budget.share(memory_budget.free_bytes() // max(memory_budget.numa_nodes(), processes)))
 
 
 def channels(folder: Path, ranks: int) -> tuple[str, str]:
@@ -180,7 +180,7 @@ def channels(folder: Path, ranks: int) -> tuple[str, str]:
     return f"tcp://127.0.0.1:{first}", f"tcp://127.0.0.1:{first + ranks}"
 
 
-def subscribe(tree: Tree, rank: int, facts: "queue.SimpleQueue[Fact]") -> Subscriber:
+def subscribe(tree: Tree, rank: int, inbox: "queue.SimpleQueue[EngineEvent]") -> Subscriber:
     """Read one rank's events into the queue.
 
     Raises:
@@ -191,7 +191,7 @@ def subscribe(tree: Tree, rank: int, facts: "queue.SimpleQueue[Fact]") -> Subscr
     binds = not ("*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://")))
 
     def take(payloads: list[bytes], lost: bool) -> None:
-        facts.put(Events(rank, payloads, lost))
+        inbox.put(KvPayloads(rank, payloads, lost))
 
     try:
         return Subscriber(

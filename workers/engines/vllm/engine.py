@@ -16,12 +16,12 @@ from prometheus_client.registry import Collector
 from schemas.kv import KvEvent
 from workers.engines.base import EngineInfo, EngineStats, SequenceRequest
 from workers.engines.events import wire
-from workers.engines.external.engine import ForeignEngine
-from workers.engines.external.handed import Used
+from workers.engines.external.engine import ExternalEngine
+from workers.engines.external.handoff_state import ConsumedStates
 from workers.engines.external.metrics import NativeSeries
 from workers.engines.loop import LoopThread
 from workers.engines.vllm.api import Api
-from workers.engines.vllm.follow import Events, Fact, Follower, Live
+from workers.engines.vllm.follow import ActiveSequence, EngineEvent, Follower, KvPayloads
 from workers.engines.vllm.kvevents import Translator
 from workers.engines.vllm.metrics import PREFIX, Scheduler
 from workers.engines.vllm.prepare import Options, check, prepare
@@ -31,7 +31,7 @@ log = structlog.get_logger("engine")
 LINGER_S = 0.1  # KV events of an answer come after it, by another way
 
 
-class VllmEngine(ForeignEngine[Live]):
+class VllmEngine(ExternalEngine[ActiveSequence]):
     """Implements ``workers.engines.base.Engine``.
 
     Args:
@@ -51,36 +51,36 @@ class VllmEngine(ForeignEngine[Live]):
         loop: LoopThread,
         options: Options,
         scheduler: Scheduler,
-        facts: "queue.SimpleQueue[Fact]",
+        inbox: "queue.SimpleQueue[EngineEvent]",
         resources: contextlib.ExitStack,
     ) -> None:
-        super().__init__("vLLM", info, loop, resources, facts)
+        super().__init__("vLLM", info, loop, resources, inbox)
         self._options = options
         self._scheduler = scheduler
-        self._follower = Follower(llm, api, loop, options.layout, self._arrived)
+        self._follower = Follower(llm, api, loop, options.layout, self._enqueue)
         self._translators = [Translator(info.block_size, options.root) for _ in range(info.dp_size)]
-        self._used = Used()
+        self._consumed = ConsumedStates()
         loop.post(lambda: loop.task(self._follower.watch(), "health"))
 
-    def _accept(self, request: SequenceRequest) -> Live:
+    def _accept(self, request: SequenceRequest) -> ActiveSequence:
         check(request, self.info, self._options)
 
         def again() -> Any:
-            return prepare(msgspec.structs.replace(request, opaque=b""), self.info, self._options, self._used)
+            return prepare(msgspec.structs.replace(request, opaque=b""), self.info, self._options, self._consumed)
 
-        return Live(request, prepare(request, self.info, self._options, self._used), again)
+        return ActiveSequence(request, prepare(request, self.info, self._options, self._consumed), again)
 
     def has_work(self) -> bool:
         return super().has_work() or (self.info.kv_events and time.monotonic() - self._ended_at < LINGER_S)
 
-    def _take(self, fact: Events, events: list[KvEvent], others: dict[int, list[KvEvent]]) -> None:
-        if named := self._named(fact):
-            (others.setdefault(fact.rank, []) if fact.rank else events).extend(named)
+    def _on_event(self, event: KvPayloads, events: list[KvEvent], others: dict[int, list[KvEvent]]) -> None:
+        if named := self._named(event):
+            (others.setdefault(event.rank, []) if event.rank else events).extend(named)
 
-    def _named(self, fact: Events) -> list[KvEvent]:
-        translator = self._translators[fact.rank]
-        events = translator.forget() if fact.lost else []
-        for payload in fact.payloads:
+    def _named(self, event: KvPayloads) -> list[KvEvent]:
+        translator = self._translators[event.rank]
+        events = translator.forget() if event.lost else []
+        for payload in event.payloads:
             try:
                 events += translator.feed(wire.decode_any(payload))
             except ValueError as error:
@@ -93,12 +93,12 @@ class VllmEngine(ForeignEngine[Live]):
         total = self.info.total_blocks
         pinned = min(total, sum(self._held.values()))
         used = pinned
-        if self._live:  # what the scheduler last said is old once nothing runs
+        if self._active:  # what the scheduler last said is old once nothing runs
             used = min(total, max(used, round(self._scheduler.used * total)))
         cached = min(total - used, sum(translator.names for translator in self._translators))
         return EngineStats(
             running=self._running,
-            waiting=len(self._live) - self._running,
+            waiting=len(self._active) - self._running,
             used_blocks=used,
             cached_blocks=cached,
             free_blocks=total - used - cached,

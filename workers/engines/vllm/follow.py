@@ -1,4 +1,4 @@
-"""The asynchronous half of the engine: asks vLLM, follows its answers, tells facts. Runs in the loop's thread."""
+"""The asynchronous half of the adapter: submits to vLLM and queues its outputs. Runs in the loop thread."""
 
 import asyncio
 import itertools
@@ -11,20 +11,21 @@ import structlog
 from schemas.errors import Code
 from workers.engines.base import SequenceRequest
 from workers.engines.external import engine
-from workers.engines.external.answer import Ending
-from workers.engines.external.engine import Broken, Heard
+from workers.engines.external.engine import EngineFailed, SequenceUpdate
+from workers.engines.external.outputs import SequenceFailure
 from workers.engines.loop import LoopThread
 from workers.engines.vllm import handoff
-from workers.engines.vllm.answers import Answer, Diverged
 from workers.engines.vllm.api import Api
+from workers.engines.vllm.deltas import Diverged, OutputCursor
 from workers.engines.vllm.prepare import Prepared
 
 log = structlog.get_logger("engine")
 
 HEALTH_S = 1.0
+NO_REASON = "the engine ended the output without a reason"
 
 
-class Live(engine.Live):
+class ActiveSequence(engine.ActiveSequence):
     """One sequence."""
 
     __slots__ = ("again", "prepared", "top")
@@ -33,98 +34,107 @@ class Live(engine.Live):
         super().__init__(request)
         self.top = request.sampling.logprobs
         self.prepared = prepared
-        self.again = again  # the same without what came from elsewhere
+        self.again = again  # prepares the same call without the hand-over
 
 
-class Events(NamedTuple):
-    """Payloads of KV events of one rank. ``lost``: some are missing before them."""
+class KvPayloads(NamedTuple):
+    """Payloads of KV events of one rank. ``lost``: events before them are missing."""
 
     rank: int
     payloads: Seq[bytes]
     lost: bool
 
 
-Fact = Heard | Events | Broken
+EngineEvent = SequenceUpdate | KvPayloads | EngineFailed
 
 
 class Follower:
-    """Of one ``AsyncLLM``. Facts go to ``tell``, from the loop's thread."""
+    """Follows one ``AsyncLLM``; passes events to ``emit``, from the loop thread."""
 
-    def __init__(self, llm: Any, api: Api, loop: LoopThread, layout: str, tell: Callable[[Fact], None]) -> None:
+    def __init__(self, llm: Any, api: Api, loop: LoopThread, layout: str, emit: Callable[[EngineEvent], None]) -> None:
         self._llm = llm
         self._api = api
         self._loop = loop
         self._layout = layout
-        self._tell = tell
+        self._emit = emit
         self._broken = False
         self._numbers = itertools.count()
 
-    def launch(self, live: Live) -> None:
-        """Ask for a sequence."""
-        if not live.cancelled and not self._broken:
-            live.task = self._loop.task(self._follow(live), f"sequence {live.key!r:.60}")
+    def launch(self, sequence: ActiveSequence) -> None:
+        """Submit a sequence."""
+        if not sequence.cancelled and not self._broken:
+            sequence.task = self._loop.task(self._follow(sequence), f"sequence {sequence.key!r:.60}")
 
-    def abort(self, live: Live) -> None:
-        """Have a sequence end: vLLM aborts what is no longer iterated, in whatever phase it is."""
-        if live.task is not None:
-            live.task.cancel()
+    def abort(self, sequence: ActiveSequence) -> None:
+        """Abort a sequence: vLLM aborts requests whose stream is no longer iterated, in any phase."""
+        if sequence.task is not None:
+            sequence.task.cancel()
 
-    async def _follow(self, live: Live) -> None:
+    async def _follow(self, sequence: ActiveSequence) -> None:
         try:
             try:
-                await self._ask(live, live.prepared)
+                await self._ask(sequence, sequence.prepared)
             except Diverged:
-                log.info("handed_token_differs", action="going on behind it, from the fetched KV")
-                await self._ask(live, live.again())
+                log.info("handed_token_differs", action="continuing after it, from the fetched KV")
+                await self._ask(sequence, sequence.again())
         except Exception as error:
-            self._failed(live, error)
+            self._failed(sequence, error)
 
-    async def _ask(self, live: Live, prepared: Prepared) -> None:
+    async def _ask(self, sequence: ActiveSequence, prepared: Prepared) -> None:
         params = self._api.sampling(output_kind=self._api.delta, **prepared.sampling)
-        answer = Answer(known=prepared.known, top=live.top, adopted=prepared.adopted)
+        cursor = OutputCursor(known=prepared.known, top=sequence.top, adopted=prepared.adopted)
         name = f"penstock-{next(self._numbers)}"
         stream = self._llm.generate(
-            prepared.prompt, params, name, trace_headers=live.trace, data_parallel_rank=prepared.rank
+            prepared.prompt, params, name, trace_headers=sequence.trace, data_parallel_rank=prepared.rank
         )
         try:
             async for output in stream:
-                self._hear(live, prepared, answer, output)
+                self._on_output(sequence, prepared, cursor, output)
         finally:
-            await stream.aclose()  # what is given up is aborted now, not when it is collected
-        if not answer.finished:
-            self._tell(Heard(live, ending=Ending(Code.engine_error, "the engine ended the answer and did not say how")))
+            await stream.aclose()  # aborts now, not at garbage collection
+        if not cursor.finished:
+            self._emit(
+                SequenceUpdate(
+                    sequence,
+                    failure=SequenceFailure(Code.engine_error, NO_REASON),
+                )
+            )
 
-    def _hear(self, live: Live, prepared: Prepared, answer: Answer, output: Any) -> None:
-        if live.cancelled:
+    def _on_output(self, sequence: ActiveSequence, prepared: Prepared, cursor: OutputCursor, output: Any) -> None:
+        if sequence.cancelled:
             return
         piece = output.outputs[0]
-        new, ending = answer.take(piece.token_ids, piece.logprobs, piece.finish_reason, piece.stop_reason)
+        new, failure = cursor.take(piece.token_ids, piece.logprobs, piece.finish_reason, piece.stop_reason)
         opaque = None
-        if live.hold and output.kv_transfer_params and new:
+        if sequence.hold and output.kv_transfer_params and new:
             opaque = handoff.pack(output.kv_transfer_params, self._layout, prepared.computed, new[-1].token)
         cached = None
-        if new and not live.heard:
-            live.heard = True
-            cached = min(max(0, int(output.num_cached_tokens or 0)), live.prompt_len)
-        scored = live.scored(output.prompt_logprobs[1:]) if live.score and output.prompt_logprobs else None
-        if new or ending is not None or scored is not None:
-            self._tell(Heard(live, cached, new, ending, opaque, scored))
+        if new and not sequence.responded:
+            sequence.responded = True
+            cached = min(max(0, int(output.num_cached_tokens or 0)), sequence.prompt_len)
+        scored = sequence.scored(output.prompt_logprobs[1:]) if sequence.score and output.prompt_logprobs else None
+        if new or failure is not None or scored is not None:
+            self._emit(SequenceUpdate(sequence, cached, new, failure, opaque, scored))
 
-    def _failed(self, live: Live, error: Exception) -> None:
+    def _failed(self, sequence: ActiveSequence, error: Exception) -> None:
         if isinstance(error, self._api.dead) or self._llm.errored:
             self.broken(error)
-        elif not live.cancelled:
-            self._tell(Heard(live, ending=Ending(self._code(live, error), str(error) or type(error).__name__)))
+        elif not sequence.cancelled:
+            self._emit(
+                SequenceUpdate(
+                    sequence, failure=SequenceFailure(self._code(sequence, error), str(error) or type(error).__name__)
+                )
+            )
 
-    def _code(self, live: Live, error: Exception) -> Code:
+    def _code(self, sequence: ActiveSequence, error: Exception) -> Code:
         if isinstance(error, self._api.transient):
-            return Code.transfer_failed if live.prepared.adopted else Code.engine_error
+            return Code.transfer_failed if sequence.prepared.adopted else Code.engine_error
         if isinstance(error, NotImplementedError):
             return Code.unsupported
         return Code.invalid_request if isinstance(error, self._api.refusals) else Code.engine_error
 
     async def watch(self) -> None:
-        """The engine's own word on its health: it can end while nothing is asked of it."""
+        """Poll the engine's health: it can fail while it has no requests."""
         while not self._broken:
             await asyncio.sleep(HEALTH_S)
             try:
@@ -134,4 +144,4 @@ class Follower:
 
     def broken(self, error: BaseException) -> None:
         self._broken = True
-        self._tell(Broken(error))
+        self._emit(EngineFailed(error))

@@ -6,7 +6,7 @@ vLLM's NIXL connector moves the KV; the params say where it lies. Pure.
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from workers.engines.external import handed
+from workers.engines.external import handoff_state
 
 # What a prefill engine is asked for: compute, keep the blocks, say where they are.
 PRODUCE: dict[str, Any] = {
@@ -29,7 +29,7 @@ def pack(params: dict[str, Any], layout: str, context: Seq[int], token: int) -> 
         token: the one that was drawn behind them.
     """
     kept = {name: value for name, value in params.items() if name not in _OMITTED}
-    return handed.pack(kept, layout, context, [token])
+    return handoff_state.pack(kept, layout, context, [token])
 
 
 def unpack(opaque: bytes, layout: str, tokens: Seq[int]) -> dict[str, Any]:
@@ -38,8 +38,8 @@ def unpack(opaque: bytes, layout: str, tokens: Seq[int]) -> dict[str, Any]:
     Raises:
         ValueError: the state is damaged, of another prompt or attempt, or of an engine whose KV has another shape.
     """
-    state = handed.unpack(opaque, layout)
+    state = handoff_state.unpack(opaque, layout)
     if not state.params.get("do_remote_prefill"):
         raise ValueError("it offers no KV")
-    handed.own(state, tokens, len(tokens) - 1)
+    handoff_state.count_prefilled(state, tokens, len(tokens) - 1)
     return state.params

@@ -64,7 +64,7 @@ class Translator:
         return self._forest.take()
 
     def forget(self) -> list[KvEvent]:
-        """Events were lost: what is known is void."""
+        """KvPayloads were lost: what is known is void."""
         self._partial.clear()
         self._forest.clear()
         return self._forest.take()

@@ -7,7 +7,7 @@ import structlog
 from schemas.errors import Code
 from workers.engines.base import EngineInfo, RequestError, SequenceRequest
 from workers.engines.external import requests
-from workers.engines.external.handed import Used
+from workers.engines.external.handoff_state import ConsumedStates
 from workers.engines.vllm import handoff, sampling
 
 log = structlog.get_logger("engine")
@@ -58,15 +58,15 @@ def check(request: SequenceRequest, info: EngineInfo, options: Options) -> None:
         raise RequestError(Code.unsupported, "this worker hands no KV over; start it with --role prefill")
 
 
-def prepare(request: SequenceRequest, info: EngineInfo, options: Options, used: Used) -> Prepared:
+def prepare(request: SequenceRequest, info: EngineInfo, options: Options, consumed: ConsumedStates) -> Prepared:
     """The call for a sequence that ``check`` let pass.
 
     Args:
         used: states of prefill engines that were taken over here; each can be only once.
     """
     tokens = [*request.prompt, *request.generated]
-    handed = bool(request.opaque) and not request.score  # what is scored is computed here
-    params = _handed(request, tokens, options, used) if handed else None
+    takes_over = bool(request.opaque) and not request.score  # what is scored is computed here
+    params = _take_over(request, tokens, options, consumed) if takes_over else None
     known = tuple(tokens[-1:]) if params is not None else ()
     before = request.generated[: len(request.generated) - len(known)]
     room = info.max_model_len - len(request.prompt)
@@ -93,7 +93,9 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, used: 
     return Prepared(prompt, given, known, params is not None, computed if request.hold else (), rank)
 
 
-def _handed(request: SequenceRequest, tokens: list[int], options: Options, used: Used) -> dict[str, Any] | None:
+def _take_over(
+    request: SequenceRequest, tokens: list[int], options: Options, consumed: ConsumedStates
+) -> dict[str, Any] | None:
     """None where it cannot be taken over: then the prompt is computed here."""
     try:
         if not options.layout:
@@ -104,4 +106,4 @@ def _handed(request: SequenceRequest, tokens: list[int], options: Options, used:
     except ValueError as error:
         log.warning("handed_state_unusable", error=str(error), action="computing the prompt here")
         return None
-    return params if used.take(params.get("remote_engine_id"), params.get("remote_request_id")) else None
+    return params if consumed.claim(params.get("remote_engine_id"), params.get("remote_request_id")) else None

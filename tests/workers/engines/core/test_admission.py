@@ -165,14 +165,14 @@ class World:
         self.longest = 0
         self.given_way = 0
         self.fallen_back = 0
-        give_way = self.scheduler._queue.give_way
+        reclaim = self.scheduler._queue.reclaim
 
         def counted() -> bool:
-            found = give_way()
+            found = reclaim()
             self.given_way += found
             return found
 
-        self.scheduler._queue.give_way = counted  # type: ignore[method-assign]
+        self.scheduler._queue.reclaim = counted  # type: ignore[method-assign]
 
     def arrive(self, number: int) -> None:
         rng, pool = self.random, 4 * self.bench.blocks.total_blocks
@@ -210,12 +210,12 @@ class World:
             wait, _, _ = self.waits.pop(number)
             self.room.cancel_wait(wait, self.scheduler)  # type: ignore[arg-type]
             if (found := wait.answer.result()) is not None:  # it was answered just before
-                self.scheduler.let_go(found)
+                self.scheduler.release(found)
         for user in range(2):
             self.scheduler.cancel((number, user))
         for each in [each for each in self.coming if each[1] == number]:
             self.coming.remove(each)
-            self.scheduler.let_go(each[2])
+            self.scheduler.release(each[2])
         self.end(number)
 
     def answered(self) -> None:
@@ -237,7 +237,7 @@ class World:
             self.coming.remove(each)
             _, number, found, asked, users = each
             if self.random.random() < 0.1:  # the transfer failed
-                self.scheduler.let_go(found)
+                self.scheduler.release(found)
                 self.submit(number, asked, users, None)
             else:
                 self.scheduler.adopt(found)
@@ -251,7 +251,7 @@ class World:
         self.held += [(self.now + 8, one.key) for one in result.held]
         for until, key in [each for each in self.held if each[0] <= self.now]:
             self.held.remove((until, key))
-            self.scheduler.drop(key)
+            self.scheduler.release_held(key)
         over = [item.key for item in result.outputs if item.finish] + [item.key for item in result.failures]
         for number, _ in over:  # type: ignore[misc]
             self.sequences[number] -= 1
@@ -287,10 +287,10 @@ def run(seed: int, requests: int = 24) -> World:
             break
     assert not world.open, f"after {world.now} steps {world.open} have not ended"
     for _, key in world.held:
-        world.scheduler.drop(key)
+        world.scheduler.release_held(key)
     stats = world.scheduler.stats()
     assert (stats.used_blocks, stats.pinned_blocks, stats.waiting) == (0, 0, 0)
-    assert (world.scheduler._queue._expected, world.scheduler._queue._seated) == (0, 0)
+    assert (world.scheduler._queue._expected, world.scheduler._queue._reserved) == (0, 0)
     assert not world.room
     return world
 

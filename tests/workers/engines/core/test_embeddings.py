@@ -32,15 +32,15 @@ def test_a_medium_takes_whole_slots_and_is_found_once_it_was_filled() -> None:
     again = reserve(cache, (B, 5), (A, 4))
     assert (again.slots, again.have) == ([first.slots[1], first.slots[0]], [True, True])
     place = first.slots[0]
-    cache.let_go(first)
-    cache.let_go(again)
+    cache.release(first)
+    cache.release(again)
     assert (cache.used_slots, cache.cached_slots, cache.free_slots) == (0, 3, 2)
     assert reserve(cache, (A, 4)).slots == [place]
 
 
 def test_unfilled_slots_are_forgotten_when_they_are_let_go_of() -> None:
     cache = EmbeddingCache(2, 4)
-    cache.let_go(reserve(cache, (A, 4)))
+    cache.release(reserve(cache, (A, 4)))
     assert (cache.cached_slots, cache.free_slots) == (0, 2)
     assert reserve(cache, (A, 4)).have == [False]
 
@@ -54,10 +54,10 @@ def test_two_may_fill_the_same_medium_at_once_and_the_first_to_finish_names_it()
     cache.adopt(one)
     three = reserve(cache, (A, 4))
     assert (three.slots, three.have) == (two.slots, [True])
-    cache.let_go(one)
+    cache.release(one)
     assert cache.free_slots == 2
-    cache.let_go(two)
-    cache.let_go(three)
+    cache.release(two)
+    cache.release(three)
     assert (cache.cached_slots, cache.free_slots) == (1, 2)
 
 
@@ -68,7 +68,7 @@ def test_a_medium_that_is_shown_twice_is_filled_once() -> None:
     assert reservation.slots[0] == reservation.slots[1]
     cache.adopt(reservation, [0])
     assert reserve(cache, (A, 3)).have == [True]
-    cache.let_go(reservation)
+    cache.release(reservation)
     assert cache.used_slots == 1  # the second reservation still holds it
 
 
@@ -81,8 +81,8 @@ def test_the_same_bytes_with_another_number_of_tokens_are_another_medium() -> No
 def test_the_least_recently_used_goes_first_and_what_is_asked_for_never() -> None:
     cache = EmbeddingCache(3, 4)
     for digest in (A, B, C):
-        cache.let_go(filled(cache, (digest, 4)))
-    cache.let_go(reserve(cache, (A, 4)))  # used again: now B is the oldest
+        cache.release(filled(cache, (digest, 4)))
+    cache.release(reserve(cache, (A, 4)))  # used again: now B is the oldest
     found = reserve(cache, (C, 4), (D, 4))
     assert found.have == [True, False]
     assert reserve(cache, (A, 4)).have == [True]
@@ -91,14 +91,14 @@ def test_the_least_recently_used_goes_first_and_what_is_asked_for_never() -> Non
 
 def test_what_has_no_room_changes_nothing() -> None:
     cache = EmbeddingCache(3, 4)
-    cache.let_go(filled(cache, (A, 4)))
+    cache.release(filled(cache, (A, 4)))
     held = filled(cache, (B, 8))
     generations = list(cache.generations)
     assert cache.reserve([(A, 4), (C, 1)]) is None
     assert cache.reserve([(C, 5)]) is None
     assert list(cache.generations) == generations
     assert (cache.used_slots, cache.cached_slots) == (2, 1)
-    cache.let_go(held)
+    cache.release(held)
     assert reserve(cache, (A, 4)).have == [True]
 
 
@@ -106,10 +106,10 @@ def test_a_generation_changes_with_the_owner_of_a_slot_only() -> None:
     cache = EmbeddingCache(1, 4)
     first = filled(cache, (A, 4))
     before = cache.generations_of(first)
-    cache.let_go(first)
+    cache.release(first)
     again = reserve(cache, (A, 4))
     assert cache.generations_of(again) == before
-    cache.let_go(again)
+    cache.release(again)
     assert cache.generations_of(reserve(cache, (B, 4))) != before
 
 
@@ -122,10 +122,10 @@ def test_generations_wrap_around() -> None:
 def test_letting_go_twice_does_nothing() -> None:
     cache = EmbeddingCache(2, 4)
     one, two = filled(cache, (A, 4)), reserve(cache, (A, 4))
-    cache.let_go(one)
-    cache.let_go(one)
+    cache.release(one)
+    cache.release(one)
     assert cache.used_slots == 1
-    cache.let_go(two)
+    cache.release(two)
     assert cache.cached_slots == 1
 
 
@@ -179,7 +179,7 @@ def test_whatever_happens_every_slot_has_one_owner_and_keeps_its_content_while_i
             if action == "adopt":
                 cache.adopt(reservation)
             else:
-                cache.let_go(held.pop(argument % len(held))[0])
+                cache.release(held.pop(argument % len(held))[0])
         for reservation, media, generations in held:
             assert cache.generations_of(reservation) == generations
             for key, part in zip(media, reservation.slots, strict=True):
@@ -188,6 +188,6 @@ def test_whatever_happens_every_slot_has_one_owner_and_keeps_its_content_while_i
         assert cache.used_slots == len(used)
         assert cache.used_slots + cache.cached_slots + cache.free_slots == slots
     for reservation, _, _ in held:
-        cache.let_go(reservation)
+        cache.release(reservation)
     assert cache.used_slots == 0
     assert reserve(cache, (b"everything", 4 * slots)).have == [False]

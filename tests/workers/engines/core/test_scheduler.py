@@ -12,6 +12,8 @@ from workers.engines.core.blocks import BlockManager
 from workers.engines.core.scheduler import Scheduler
 from workers.engines.mock.executor import MockExecutor, Vocabulary, expected_tokens
 
+ACTIONS = ("hold", "release_held", "reserve", "use", "release", "cancel", "step")
+
 
 def test_a_long_prompt_is_computed_in_chunks_beside_decoding_ones() -> None:
     bench = Bench(max_batched_tokens=6)
@@ -516,8 +518,8 @@ def test_blocks_of_a_held_sequence_outlive_it_until_they_are_dropped() -> None:
     assert held.generations == [bench.blocks.generations[block] for block in held.blocks]
     assert bench.scheduler.stats().pinned_blocks == bench.scheduler.stats().used_blocks == 3
     check_pool(bench.blocks, [held.blocks])
-    assert bench.scheduler.drop("a")
-    assert not bench.scheduler.drop("a")
+    assert bench.scheduler.release_held("a")
+    assert not bench.scheduler.release_held("a")
     assert bench.scheduler.stats().pinned_blocks == bench.blocks.used_blocks == 0
     check_pool(bench.blocks, [])
 
@@ -526,7 +528,7 @@ def test_a_generation_changes_when_a_block_gets_a_new_owner_and_only_then() -> N
     bench = Bench(total_blocks=3)
     bench.scheduler.submit(request("a", list(range(10, 20)), max_tokens=1, hold=True, root=ROOT))
     (held,) = bench.step().held
-    bench.scheduler.drop("a")
+    bench.scheduler.release_held("a")
     assert held.generations == [bench.blocks.generations[block] for block in held.blocks]
     bench.scheduler.submit(request("b", list(range(30, 40)), max_tokens=1))
     bench.step()
@@ -564,7 +566,7 @@ def test_a_reservation_takes_what_the_cache_has_and_leaves_room_for_what_runs() 
     reservation = bench.scheduler.reserve(names(prompt), tails=0, users=1)
     assert reservation is not None
     assert reservation.have == 3
-    bench.scheduler.let_go(reservation)
+    bench.scheduler.release(reservation)
     bench.scheduler.submit(request("runs", [1] * 15, max_tokens=100))
     bench.step()  # holds four blocks of eight
     assert bench.scheduler.reserve(names(list(range(50, 66))), tails=0, users=1) is None, "what runs could not grow"
@@ -579,7 +581,7 @@ def test_a_pool_full_of_pinned_blocks_waits_and_goes_on_when_they_come_free() ->
     for _ in range(3):
         assert bench.step().computed_tokens == 0
         assert bench.scheduler.blocked
-    bench.scheduler.drop("a")
+    bench.scheduler.release_held("a")
     assert [item.token for item in bench.finish()["b"]] == [108, 109, 110]  # type: ignore[union-attr]
 
 
@@ -591,7 +593,7 @@ def test_the_only_running_sequence_waits_too_if_all_other_blocks_are_pinned() ->
     for _ in range(4):
         bench.step()
     assert bench.scheduler.blocked
-    bench.scheduler.drop("a")
+    bench.scheduler.release_held("a")
     assert len(bench.finish()["b"]) >= 3
 
 
@@ -609,8 +611,8 @@ def test_a_cancelled_sequence_lets_go_of_its_reservation_and_so_does_one_that_ne
     assert bench.scheduler.stats().pinned_blocks == bench.blocks.used_blocks == 0
     unused = bench.scheduler.reserve(names(prompt), tails=1, users=1)
     assert unused is not None
-    bench.scheduler.let_go(unused)
-    bench.scheduler.let_go(unused)
+    bench.scheduler.release(unused)
+    bench.scheduler.release(unused)
     assert bench.blocks.used_blocks == 0
 
 
@@ -625,11 +627,11 @@ def test_hand_overs_leak_nothing_whatever_happens(data: st.DataObject) -> None:
     prompts = [[base] * 3 + list(range(base, base + size)) for base in (10, 40, 70) for size in (2, 5, 9)]
     for number in range(data.draw(st.integers(5, 30))):
         prompt = data.draw(st.sampled_from(prompts))
-        match data.draw(st.sampled_from(["hold", "drop", "reserve", "use", "let_go", "cancel", "step", "step"])):
+        match data.draw(st.sampled_from([*ACTIONS, "step"])):
             case "hold":
                 scheduler.submit(request(number, prompt, max_tokens=1, hold=True, root=ROOT))
-            case "drop" if held:
-                assert scheduler.drop(held.pop())
+            case "release_held" if held:
+                assert scheduler.release_held(held.pop())
             case "reserve":
                 users = data.draw(st.integers(1, 2))
                 found = scheduler.reserve(names(prompt), users if len(prompt) % 4 else 0, users)
@@ -642,8 +644,8 @@ def test_hand_overs_leak_nothing_whatever_happens(data: st.DataObject) -> None:
                 for user in range(found.users):
                     key = (number, user)
                     scheduler.submit(request(key, prompt, root=ROOT, generated=[7], reservation=found))
-            case "let_go" if reserved:
-                scheduler.let_go(reserved.pop()[0])  # type: ignore[index]
+            case "release" if reserved:
+                scheduler.release(reserved.pop()[0])  # type: ignore[index]
             case "cancel":
                 scheduler.cancel(data.draw(st.sampled_from([*scheduler._by_key, None])))
             case _:
@@ -659,7 +661,7 @@ def test_hand_overs_leak_nothing_whatever_happens(data: st.DataObject) -> None:
     for key in list(scheduler._by_key):
         scheduler.cancel(key)
     for key in list(scheduler._holds):
-        scheduler.drop(key)
+        scheduler.release_held(key)
     for found, _ in reserved:  # type: ignore[misc, assignment]
-        scheduler.let_go(found)
+        scheduler.release(found)
     assert scheduler.stats().pinned_blocks == bench.blocks.used_blocks == 0

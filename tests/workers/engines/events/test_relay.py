@@ -44,7 +44,7 @@ _keys = itertools.count()
 
 def engine(ranks: int = 1, **options: Any) -> Engine:
     given = {"vocab_size": 1000, "block_size": BLOCK, "total_blocks": 64, "speedup": 0} | options
-    return mock.build_ranks(ranks, **given) if ranks > 1 else mock.build(**given)
+    return mock.build_data_parallel(ranks, **given) if ranks > 1 else mock.build(**given)
 
 
 def ask(prompt: list[int], max_tokens: int = 2, rank: int = 0) -> SequenceRequest:
@@ -157,7 +157,7 @@ def test_lost_events_of_its_own_are_made_good_from_the_engine(make: Callable[...
     told.rest()  # waits, in vain, and not for ever
     publisher.publish = real
     assert set(told.ranks[0]) < set(fold(inner.dump()))
-    relay._facts.put((0, [], True))
+    relay._inbox.put((0, [], True))
     told.rest()
     assert set(told.ranks[0]) == set(fold(inner.dump()))
 

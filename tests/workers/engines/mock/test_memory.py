@@ -121,7 +121,7 @@ def adopted(
     for tail in reservation.tails:
         copy(mine, theirs, held.blocks[len(digests) :], [tail])
     target.adopt(reservation)
-    source.drop(held.key)
+    source.release_held(held.key)
     return reservation
 
 
@@ -249,7 +249,7 @@ def test_without_pictures_or_their_blocks_a_sequence_fails_alone() -> None:
     seen = encoded(source)
     reservation, first = handed_over(source, target, request(1, media=spans(seen.slots)))
     reservation.digests = reservation.digests[:2]
-    target.let_go(reservation)
+    target.release(reservation)
     with pytest.raises(RequestError) as caught:
         target.submit(request(20, media=spans([(), ()]), generated=[first]))
     assert caught.value.code == Code.transfer_failed

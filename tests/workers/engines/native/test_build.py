@@ -12,7 +12,7 @@ from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, LlamaConfig, Lla
 from configs.settings import WorkerSettings
 from schemas.requests import Sampling, Stop
 from tests.workers.engines.native.models import COMMON, EOS, VOCAB, prompt, reference, request, run, tokens
-from workers.engines import host, native
+from workers.engines import memory_budget, native
 from workers.engines.base import EngineError
 from workers.engines.native import attention as attention_module
 from workers.engines.native import pool as pool_module
@@ -41,7 +41,7 @@ def test_default_pool_is_a_share_of_memory_that_is_only_taken_when_used(
     monkeypatch.setattr(pool_module, "free_bytes", lambda device: 1 << 40)
     block_bytes = 3 * 2 * 32 * 2 * 16 * 4
     engine = build(str(llama), device="cpu")
-    assert engine.info.total_blocks == host.CPU_LIMIT_BYTES // block_bytes
+    assert engine.info.total_blocks == memory_budget.CPU_LIMIT_BYTES // block_bytes
     monkeypatch.setattr(pool_module, "free_bytes", lambda device: 100 * block_bytes)
     assert build(str(llama), device="cpu").info.total_blocks == 25
     monkeypatch.setattr(pool_module, "free_bytes", lambda device: 40 * block_bytes)

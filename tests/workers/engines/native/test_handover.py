@@ -72,7 +72,7 @@ def handed_over(
     copy(mine, theirs, held.blocks[reservation.have :], into[reservation.have :])
     assert [generations(mine)[block] for block in held.blocks] == held.generations
     target.adopt(reservation)
-    assert source.drop(held.key)
+    assert source.release_held(held.key)
     item = request(0, (1,), 1)
     item.reservation = reservation
     return item
@@ -130,7 +130,7 @@ def test_embeddings_of_an_encode_worker_are_those_of_the_whole_model(encoder: En
     before = encoder.media_generations(done)
     assert before == [generations(source)[slot] for slots in done.slots for slot in slots]
     engine.media_adopt(there)
-    encoder.media_let_go(done)
+    encoder.media_release(done)
     requests = [
         asking(number, prompt(1), [slots], [number]) for number, slots in zip(numbers, there.slots, strict=True)
     ]
@@ -141,8 +141,8 @@ def test_embeddings_of_an_encode_worker_are_those_of_the_whole_model(encoder: En
 
 
 def test_an_encode_worker_holds_no_language_model_and_generates_nothing(encoder: EncodeEngine) -> None:
-    eyes: Any = encoder._eyes
-    names = {name.split(".")[1] for name, _ in eyes._model.named_parameters()}
+    inner: Any = encoder._encoder
+    names = {name.split(".")[1] for name, _ in inner._model.named_parameters()}
     assert names == {"vision_tower", "multi_modal_projector"}
     assert set(encoder.memory()) == {"embeds"}
     assert (encoder.has_work(), encoder.blocked, encoder.dump(), encoder.cancel(0)) == (False, False, [], False)
@@ -156,7 +156,7 @@ def test_an_encode_worker_holds_no_language_model_and_generates_nothing(encoder:
     used = encoder.stats().used_blocks
     reservation = encoded(encoder, (3,))
     assert encoder.stats().used_blocks == used + 1
-    encoder.media_let_go(reservation)
+    encoder.media_release(reservation)
     assert encoder.stats().used_blocks == used
 
 
@@ -209,13 +209,13 @@ def test_whole_models_and_encode_workers_have_the_same_layout_and_other_dtypes_a
     other = build_encoder(str(DIRECTORY), device="cpu", dtype="bfloat16", embed_slots=1)
     assert other.memory()["embeds"].layout == "bfloat16(64,256)"
     reservation = encoded(other, (1,))
-    eyes: Any = other._eyes
-    assert torch.isfinite(eyes.data[reservation.slots[0]]).all()
+    inner: Any = other._encoder
+    assert torch.isfinite(inner.data[reservation.slots[0]]).all()
 
 
 def test_closing_gives_the_memory_back() -> None:
     engine = seeing()
-    engine.media_let_go(encoded(engine, (1,)))
+    engine.media_release(encoded(engine, (1,)))
     engine.close()
     with pytest.raises(AssertionError, match="closed"):
         engine.memory()

@@ -23,8 +23,8 @@ from workers.engines.native import media, vision
 FORMATS = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
 
 
-class Still(vision.TorchEyes):
-    """Eyes of which only ``prepare`` is used."""
+class Still(vision.TorchVisionEncoder):
+    """VisionEncoder of which only ``prepare`` is used."""
 
     def __init__(self) -> None:
         self._processor = vision.processor(str(DIRECTORY))
@@ -32,12 +32,12 @@ class Still(vision.TorchEyes):
         self._shape = torch.Size((3, 96, 96))
 
 
-EYES = Still()
+ENCODER = Still()
 PROCESSOR: Any = AutoImageProcessor.from_pretrained(DIRECTORY, backend="pil")
 
 
 def pixels(raw: bytes, kind: str = "image/png") -> torch.Tensor:
-    prepared = EYES.prepare(raw, kind)
+    prepared = ENCODER.prepare(raw, kind)
     assert isinstance(prepared, media.Pixels)
     return prepared.data
 
@@ -142,7 +142,7 @@ def png_that_claims(width: int, height: int) -> bytes:
 )
 def test_bombs_are_refused_before_they_are_unpacked(width: int, height: int, message: str) -> None:
     with pytest.raises(RequestError, match=message) as caught:
-        EYES.prepare(png_that_claims(width, height), "image/png")
+        ENCODER.prepare(png_that_claims(width, height), "image/png")
     assert caught.value.code == Code.invalid_request
 
 
@@ -151,19 +151,19 @@ def test_truncated_files_are_refused(form: str) -> None:
     raw = file(shades((200, 200)), form)
     for length in (0, 10, len(raw) // 2):
         with pytest.raises(RequestError, match="no PNG, JPEG, WebP or GIF"):
-            EYES.prepare(raw[:length], FORMATS[form])
+            ENCODER.prepare(raw[:length], FORMATS[form])
 
 
 @pytest.mark.parametrize("form", ["BMP", "TIFF", "PPM", "ICO"])
 def test_formats_that_nobody_asked_for_are_refused(form: str) -> None:
     with pytest.raises(RequestError, match="no PNG, JPEG, WebP or GIF"):
-        EYES.prepare(file(shades(), form), "image/png")
+        ENCODER.prepare(file(shades(), form), "image/png")
 
 
 @pytest.mark.parametrize("kind", ["image/svg+xml", "video/mp4", "", "text/plain"])
 def test_other_kinds_are_refused(kind: str) -> None:
     with pytest.raises(RequestError, match="only image/gif, image/jpeg, image/png, image/webp"):
-        EYES.prepare(picture(1), kind)
+        ENCODER.prepare(picture(1), kind)
 
 
 @settings(deadline=None, max_examples=150)
@@ -191,10 +191,10 @@ def test_many_threads_may_prepare_at_once() -> None:
 
 def test_embeddings_are_taken_in_the_models_dtype() -> None:
     rows = torch.randn(7, 256, dtype=torch.bfloat16)
-    prepared = EYES.prepare(save({"x": rows}), "embedding")
+    prepared = ENCODER.prepare(save({"x": rows}), "embedding")
     assert isinstance(prepared, media.Rows)
     assert torch.equal(prepared.data, rows.to(torch.float16))
-    assert EYES.tokens(prepared) == 7
+    assert ENCODER.tokens(prepared) == 7
 
 
 @pytest.mark.parametrize(
@@ -216,5 +216,5 @@ def test_embeddings_are_taken_in_the_models_dtype() -> None:
 )
 def test_other_embeddings_are_refused(raw: bytes, message: str) -> None:
     with pytest.raises(RequestError, match=message) as caught:
-        EYES.prepare(raw, "embedding")
+        ENCODER.prepare(raw, "embedding")
     assert caught.value.code == Code.invalid_request

@@ -53,7 +53,7 @@ def answers(native: ScheduledEngine, numbers: tuple[int, ...], **more: Any) -> d
         for number, slots in zip(numbers, reservation.slots, strict=True)
     ]
     found = tokens(run(native, requests))
-    native.media_let_go(reservation)
+    native.media_release(reservation)
     return found
 
 
@@ -80,7 +80,7 @@ def test_two_pictures_in_one_prompt_and_text_beside_it_in_one_batch(seeing: Sche
     )
     assert said == {"both": expected(both, (5, 6)), "text": expected(text, ())}
     assert expected(both, (5, 6)) != expected(both, (6, 5))
-    seeing.media_let_go(reservation)
+    seeing.media_release(reservation)
 
 
 @pytest.mark.parametrize("chunk", [7, 50])
@@ -105,7 +105,7 @@ def test_a_picture_is_encoded_once(seeing: ScheduledEngine) -> None:
     assert again is not None
     assert (again.have, again.slots) == ([True, True], first.slots * 2)
     for reservation in (first, again):
-        seeing.media_let_go(reservation)
+        seeing.media_release(reservation)
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
@@ -123,14 +123,14 @@ def test_a_continued_answer_sees_the_picture(seeing: ScheduledEngine) -> None:
 
 def test_embeddings_may_be_given_instead_of_a_picture(seeing: ScheduledEngine) -> None:
     reservation = encoded(seeing, (1,))
-    eyes: Any = seeing._eyes
-    raw = save({"anything": eyes.data[reservation.slots[0][0]].clone()})
+    encoder: Any = seeing._encoder
+    raw = save({"anything": encoder.data[reservation.slots[0][0]].clone()})
     mine = seeing.media_reserve([(b"mine" * 8, TOKENS)])
     assert mine is not None
     seeing.encode(mine, {0: seeing.prepare(raw, "embedding")})
     assert tokens(run(seeing, [asking(0, prompt(1), mine.slots, [1])])) == {0: expected(prompt(1), (1,))}
     for each in (reservation, mine):
-        seeing.media_let_go(each)
+        seeing.media_release(each)
 
 
 def test_embeddings_of_any_length_take_as_many_slots_as_they_need(seeing: ScheduledEngine) -> None:
@@ -138,9 +138,9 @@ def test_embeddings_of_any_length_take_as_many_slots_as_they_need(seeing: Schedu
     reservation = seeing.media_reserve([(b"long" * 8, TOKENS + 3)])
     assert reservation is not None
     seeing.encode(reservation, {0: seeing.prepare(save({"x": rows}), "embedding")})
-    eyes: Any = seeing._eyes
+    encoder: Any = seeing._encoder
     one, two = reservation.slots[0]
-    assert torch.equal(torch.cat([eyes.data[one], eyes.data[two, :3]]), rows)
+    assert torch.equal(torch.cat([encoder.data[one], encoder.data[two, :3]]), rows)
     (start,) = (at for at in range(9) if prompt(1)[at] == 1279 and prompt(1)[at - 1] != 1279)
     longer = (*prompt(1)[:start], *[1279] * 3, *prompt(1)[start:])
     span = MediaSpan(start, TOKENS + 3, b"long" * 8, (one, two))
@@ -152,7 +152,7 @@ def test_embeddings_of_any_length_take_as_many_slots_as_they_need(seeing: Schedu
     with torch.inference_mode():
         first = model(inputs_embeds=mixed).logits[0, -1].argmax()
     assert said[0] == int(first)
-    seeing.media_let_go(reservation)
+    seeing.media_release(reservation)
 
 
 def _embedded(words: tuple[int, ...]) -> tuple[Any, torch.Tensor]:
@@ -165,13 +165,13 @@ def test_encoding_equals_transformers_own(seeing: ScheduledEngine) -> None:
     model, processor = reference()
     numbers = tuple(range(20, 25))
     reservation = encoded(seeing, numbers)
-    eyes: Any = seeing._eyes
+    encoder: Any = seeing._encoder
     for number, (slot,) in zip(numbers, reservation.slots, strict=True):
         pixels = processor(images=Image.open(io.BytesIO(picture(number))), return_tensors="pt")["pixel_values"]
         with torch.inference_mode():
             (theirs,) = model.get_image_features(pixel_values=pixels).pooler_output
-        torch.testing.assert_close(eyes.data[slot], theirs, rtol=1e-4, atol=1e-4)
-    seeing.media_let_go(reservation)
+        torch.testing.assert_close(encoder.data[slot], theirs, rtol=1e-4, atol=1e-4)
+    seeing.media_release(reservation)
 
 
 def test_a_medium_of_another_length_than_its_places_is_refused_and_nothing_is_adopted(seeing: ScheduledEngine) -> None:
@@ -179,11 +179,11 @@ def test_a_medium_of_another_length_than_its_places_is_refused_and_nothing_is_ad
     assert reservation is not None
     with pytest.raises(RequestError, match="64 tokens, the prompt has places for 63"):
         seeing.encode(reservation, {0: seeing.prepare(picture(1), "image/png")})
-    seeing.media_let_go(reservation)
+    seeing.media_release(reservation)
     again = seeing.media_reserve([(b"short" * 6, TOKENS - 1)])
     assert again is not None
     assert again.have == [False]
-    seeing.media_let_go(again)
+    seeing.media_release(again)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_a_pool_that_is_full_says_so_and_one_that_is_too_small_too() -> None:
         native.media_reserve(media((1, 2, 3)))
     assert caught.value.code == Code.out_of_blocks
     generations = native.media_generations(held)
-    native.media_let_go(held)
+    native.media_release(held)
     new = native.media_reserve(media((3,)))
     assert new is not None
     assert native.media_generations(new)[0] not in generations

@@ -37,7 +37,7 @@ def png(color: str) -> bytes:
 
 
 def test_only_what_an_encoder_needs_is_given_to_it(engine: EncodeEngine) -> None:
-    args = engine._eyes._encoder.args  # type: ignore[union-attr]
+    args = engine._encoder._encoder.args  # type: ignore[union-attr]
     assert args.mm_encoder_only
     assert args.kv_cache_config.event_buffer_max_size == 0
     assert args.enable_chunked_prefill is False
@@ -50,13 +50,13 @@ def test_a_picture_becomes_what_the_model_itself_makes_of_it(engine: EncodeEngin
     reservation = engine.media_reserve([(b"r" * 32, vision.image_tokens), (b"b" * 32, vision.image_tokens)])
     assert reservation is not None
     engine.encode(reservation, {n: engine.prepare(png(color), "image/png") for n, color in enumerate(["red", "blue"])})
-    eyes: Any = engine._eyes
-    wanted = eyes._encoder._model.embed([Image.new("RGB", (48, 32), color) for color in ("red", "blue")])
+    encoder: Any = engine._encoder
+    wanted = encoder._encoder._model.embed([Image.new("RGB", (48, 32), color) for color in ("red", "blue")])
     for slots, rows in zip(reservation.slots, wanted, strict=True):
-        torch.testing.assert_close(eyes.data[slots[0]], rows)
+        torch.testing.assert_close(encoder.data[slots[0]], rows)
     memory = engine.memory()["embeds"]
     assert (memory.blocks, memory.block_bytes) == (4, wanted[0].numel() * 4)
-    engine.media_let_go(reservation)
+    engine.media_release(reservation)
     again = engine.media_reserve([(b"r" * 32, vision.image_tokens)])
     assert again is not None
     assert again.have == [True]
@@ -69,12 +69,12 @@ def test_broken_pictures_and_other_kinds_are_refused(engine: EncodeEngine) -> No
 
 
 def test_an_encoder_that_fails_is_the_engines_end(engine: EncodeEngine, monkeypatch: Any) -> None:
-    eyes: Any = engine._eyes
+    encoder: Any = engine._encoder
 
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("CUDA error")
 
-    monkeypatch.setattr(eyes._encoder, "generate", fail)
+    monkeypatch.setattr(encoder._encoder, "generate", fail)
     reservation = engine.media_reserve([(b"r" * 32, engine.slot_tokens)])
     assert reservation is not None
     with pytest.raises(EngineError, match="CUDA error"):

@@ -205,10 +205,10 @@ def test_a_request_error_on_the_way_fails_its_request_and_no_other(make: Make, p
     hooks.hold(engine._follower._llm)
     engine.submit(ask("a", prompt, 8, ignore_eos=True))
     engine.submit(ask("b", prompt, 8, ignore_eos=True))
-    live = engine._live["a"]
-    while live.result is None:
+    sequence = engine._active["a"]
+    while sequence.result is None:
         engine.step()
-    live.result._inbox.put(ErrorResponse("this one cannot go on"))
+    sequence.result._inbox.put(ErrorResponse("this one cannot go on"))
     told = until(engine, lambda told: told.ended("a"))
     hooks.free(engine._follower._llm)
     until(engine, lambda told: told.ended("b"), told)
@@ -222,7 +222,7 @@ def test_any_other_error_is_the_engines_end(make: Make, prompt: list[int]) -> No
     engine = make()
     hooks.hold(engine._follower._llm)
     engine.submit(ask("a", prompt, 100, ignore_eos=True))
-    while engine._live["a"].result is None:
+    while engine._active["a"].result is None:
         engine.step()
     hooks.die(engine._follower._llm)
     hooks.free(engine._follower._llm)
@@ -245,7 +245,7 @@ def test_an_error_in_reading_events_is_raised_before_the_next_generation(
     monkeypatch.setattr(engine._follower._llm, method, broken)
     deadline = time.monotonic() + 10
     while engine._broken is None and time.monotonic() < deadline:
-        engine._facts.get(timeout=10)
+        engine._inbox.get(timeout=10)
     with pytest.raises(EngineError, match="the queue is gone"):
         engine.submit(ask("b", prompt, 2))
 
@@ -301,7 +301,7 @@ def test_an_abort_that_is_not_answered_leaves_nothing_behind(
     engine = make()
     engine.submit(ask("a", prompt, 400, ignore_eos=True))
     until(engine, lambda told: bool(told.tokens("a")))
-    task = engine._live["a"].task
+    task = engine._active["a"].task
     engine.cancel("a")
     deadline = time.monotonic() + 10
     while not task.done():

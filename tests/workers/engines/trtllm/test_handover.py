@@ -59,8 +59,8 @@ def test_the_blocks_of_a_held_prompt_are_counted_until_it_is_dropped(make: Make)
     prefill = make(role="prefill")
     prefilled(prefill)
     assert prefill.stats().pinned_blocks == 4
-    assert prefill.drop("p")
-    assert not prefill.drop("p")
+    assert prefill.release_held("p")
+    assert not prefill.release_held("p")
     assert prefill.stats().pinned_blocks == 0
 
 
@@ -108,10 +108,10 @@ def test_a_cancel_while_kv_is_fetched_waits_for_that(make: Make, monkeypatch: An
     hooks.hold(llm)
     request: SequenceRequest = ask("d", PROMPT, 400, generated=first, opaque=opaque, ignore_eos=True)
     decode.submit(request)
-    live = decode._live["d"]
-    while live.result is None:
+    sequence = decode._active["d"]
+    while sequence.result is None:
         decode.step()
-    monkeypatch.setattr(live.result, "abort", lambda: aborted.append(1))
+    monkeypatch.setattr(sequence.result, "abort", lambda: aborted.append(1))
     monkeypatch.setattr(follow, "ABORT_S", 0.1)
     assert decode.cancel("d")
     for _ in range(5):

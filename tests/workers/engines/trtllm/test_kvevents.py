@@ -21,7 +21,7 @@ GLOBAL, SLIDING = 32768, 512
 
 
 class Source:
-    """Events of one rank, numbered."""
+    """KvEvents of one rank, numbered."""
 
     def __init__(self, rank: int | None = None, window: int | None = GLOBAL) -> None:
         self._ids = count()

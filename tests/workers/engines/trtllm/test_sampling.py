@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from schemas.requests import Sampling, Stop
 from tests import standins
-from workers.engines.external.draw import seed_of, stop_ids
+from workers.engines.external.sampling import seed_of, stop_ids
 from workers.engines.trtllm.sampling import arguments, end_id
 
 with standins.installed():

@@ -299,7 +299,7 @@ class TestLater:
             assert engine.info.total_blocks == 50
             assert len(run(engine, ask("a", PROMPT, 3, ignore_eos=True)).tokens("a")) == 3
             well[0] = False
-            with pytest.raises(EngineError, match="not healthy"):
+            with pytest.raises(EngineError, match="is unhealthy"):
                 until(engine, lambda told: False)
         finally:
             engine.close()

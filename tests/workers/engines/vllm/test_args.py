@@ -13,7 +13,7 @@ from configs.flags import parse
 from configs.settings import WorkerSettings
 from infra.engine_args.tree import BadArguments
 from tests import standins
-from workers.engines import host
+from workers.engines import memory_budget
 from workers.engines.base import EngineError
 from workers.engines.external.arguments import given
 from workers.engines.vllm.args import MULTIMODAL, Resolved, Wanted, layout, resolve, transfer
@@ -173,15 +173,15 @@ def test_a_cache_on_cpus_has_a_size_of_ours_unless_the_user_named_one() -> None:
 
 
 def test_processes_on_cpus_share_what_is_free_and_leave_most_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "free_bytes", lambda: 8 * host.GIB)
-    monkeypatch.setattr(host, "numa_nodes", lambda: 1)
-    assert cpu_bytes(wanted(), {}) == 2 * host.GIB
-    assert cpu_bytes(wanted(), {"data_parallel_size": 2}) == host.GIB
-    assert cpu_bytes(wanted(tensor_parallel_size=2), {"data_parallel_size": 2}) == host.GIB // 2
-    monkeypatch.setattr(host, "numa_nodes", lambda: 4)
-    assert cpu_bytes(wanted(), {"tensor_parallel_size": 2}) == host.GIB // 2
-    monkeypatch.setattr(host, "free_bytes", lambda: 1 << 50)
-    assert cpu_bytes(wanted(), {}) == host.CPU_LIMIT_BYTES
+    monkeypatch.setattr(memory_budget, "free_bytes", lambda: 8 * memory_budget.GIB)
+    monkeypatch.setattr(memory_budget, "numa_nodes", lambda: 1)
+    assert cpu_bytes(wanted(), {}) == 2 * memory_budget.GIB
+    assert cpu_bytes(wanted(), {"data_parallel_size": 2}) == memory_budget.GIB
+    assert cpu_bytes(wanted(tensor_parallel_size=2), {"data_parallel_size": 2}) == memory_budget.GIB // 2
+    monkeypatch.setattr(memory_budget, "numa_nodes", lambda: 4)
+    assert cpu_bytes(wanted(), {"tensor_parallel_size": 2}) == memory_budget.GIB // 2
+    monkeypatch.setattr(memory_budget, "free_bytes", lambda: 1 << 50)
+    assert cpu_bytes(wanted(), {}) == memory_budget.CPU_LIMIT_BYTES
 
 
 def test_all_problems_are_told_at_once() -> None:

@@ -20,7 +20,7 @@ from schemas.requests import Sampling
 from tests import standins
 from tests.workers.engines.contract import ALL, BLOCK, WORDS, Driver, ask, fold, names, prefilled
 from workers.engines.base import EngineError
-from workers.engines.external import handed
+from workers.engines.external import handoff_state
 from workers.engines.external.metrics import NativeSeries
 from workers.engines.vllm.build import subscribe
 from workers.engines.vllm.metrics import PREFIX, Scheduler
@@ -146,7 +146,7 @@ def test_a_token_that_is_drawn_anew_and_differs_is_gone_on_behind(make: Make) ->
     source, target = make(role="prefill"), make(role="decode")
     held, first = prefilled(source, ask("h", PROMPT, 12))
     other = next(token for token in range(50, 60) if token != first)
-    state = msgspec.msgpack.decode(held.opaque, type=handed.Handed)
+    state = msgspec.msgpack.decode(held.opaque, type=handoff_state.HandoffState)
     opaque = msgspec.msgpack.encode(msgspec.structs.replace(state, first=[other]))
     whole = target.answer(ask(0, PROMPT, 12, generated=[other], base=b"r" * 16))
     seen = target.run(ask(1, PROMPT, 12, generated=[other], opaque=opaque))

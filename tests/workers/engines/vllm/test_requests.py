@@ -12,11 +12,11 @@ from schemas.errors import Code
 from schemas.requests import LogitsProcessor, Sampling, Stop
 from schemas.tokens import Logprob
 from workers.engines.base import EngineInfo, MediaSpan, RequestError, SequenceRequest
-from workers.engines.external.answer import MISSING, Ending, Token
-from workers.engines.external.draw import seed_of
-from workers.engines.external.handed import Used
+from workers.engines.external.handoff_state import ConsumedStates
+from workers.engines.external.outputs import MISSING, SequenceFailure, Token
+from workers.engines.external.sampling import seed_of
 from workers.engines.vllm import handoff
-from workers.engines.vllm.answers import Answer, Diverged
+from workers.engines.vllm.deltas import Diverged, OutputCursor
 from workers.engines.vllm.prepare import Options, check, prepare
 from workers.engines.vllm.sampling import arguments
 
@@ -96,13 +96,13 @@ def test_seeds_fit_and_differ_by_choice_and_position(seed: int) -> None:
 def test_however_pieces_are_cut_tokens_come_once(tokens: list[int], data: st.DataObject) -> None:
     known = data.draw(st.integers(0, len(tokens) - 1))
     finish = data.draw(st.sampled_from(["length", "stop"]))
-    answer, told, at = Answer(known=tokens[:known]), list[Token](), 0
+    answer, told, at = OutputCursor(known=tokens[:known]), list[Token](), 0
     while at < len(tokens):
         end = data.draw(st.integers(at + 1, len(tokens)))
         last = end == len(tokens)
         reason = tokens[-1] if last and finish == "stop" else None
-        new, ending = answer.take(tokens[at:end], None, finish if last else None, reason)
-        assert ending is None
+        new, failure = answer.take(tokens[at:end], None, finish if last else None, reason)
+        assert failure is None
         told += new
         at = end
     assert [token.token for token in told] == tokens[known:]
@@ -115,7 +115,7 @@ def test_however_pieces_are_cut_tokens_come_once(tokens: list[int], data: st.Dat
 @pytest.mark.parametrize("piece", [([6],), ([5, 6],), ([5], None, "length")])
 def test_another_token_than_the_one_that_was_told_cannot_be_gone_on_with(piece: Any) -> None:
     with pytest.raises(Diverged):
-        Answer(known=[5, 7]).take(*piece)
+        OutputCursor(known=[5, 7]).take(*piece)
 
 
 @pytest.mark.parametrize(
@@ -128,25 +128,25 @@ def test_another_token_than_the_one_that_was_told_cannot_be_gone_on_with(piece: 
     ],
 )
 def test_ends_without_a_token_are_failures(finish: str, adopted: bool, code: Code) -> None:
-    new, ending = Answer(adopted=adopted).take([], None, finish)
+    new, failure = OutputCursor(adopted=adopted).take([], None, finish)
     assert new == []
-    assert isinstance(ending, Ending)
-    assert ending.code == code
+    assert isinstance(failure, SequenceFailure)
+    assert failure.code == code
 
 
 def test_tokens_before_a_failure_are_told() -> None:
-    new, ending = Answer().take([4], None, "error")
-    assert (new, ending is not None) == ([Token(4)], True)
+    new, failure = OutputCursor().take([4], None, "error")
+    assert (new, failure is not None) == ([Token(4)], True)
 
 
 def test_logprobs_are_of_the_drawn_token_and_the_best() -> None:
     entry = {9: SimpleNamespace(logprob=-3.0), 4: SimpleNamespace(logprob=-0.5), 5: SimpleNamespace(logprob=-1.0)}
-    (token,), _ = Answer(top=2).take([9], [entry])
+    (token,), _ = OutputCursor(top=2).take([9], [entry])
     assert token.logprob == Logprob(-3.0, ((4, -0.5), (5, -1.0)))
-    assert Answer(top=0).take([9], [entry])[0][0].logprob == Logprob(-3.0)
-    assert Answer(top=1).take([9], None)[0][0].logprob == Logprob(MISSING)
-    assert Answer().take([9], [entry])[0][0].logprob is None
-    (token,), _ = Answer(known=[8], top=0).take([8, 9], [{8: SimpleNamespace(logprob=-9.0)}, entry])
+    assert OutputCursor(top=0).take([9], [entry])[0][0].logprob == Logprob(-3.0)
+    assert OutputCursor(top=1).take([9], None)[0][0].logprob == Logprob(MISSING)
+    assert OutputCursor().take([9], [entry])[0][0].logprob is None
+    (token,), _ = OutputCursor(known=[8], top=0).take([8, 9], [{8: SimpleNamespace(logprob=-9.0)}, entry])
     assert token.logprob == Logprob(-3.0)
 
 
@@ -174,7 +174,7 @@ def ask(**changes: Any) -> SequenceRequest:
 
 
 def test_a_prefill_worker_computes_one_token_and_keeps_the_kv() -> None:
-    found = prepare(ask(hold=True, generated=[6]), INFO, OPTIONS, Used())
+    found = prepare(ask(hold=True, generated=[6]), INFO, OPTIONS, ConsumedStates())
     assert found.prompt == {"prompt_token_ids": [5] * 20 + [6]}
     assert found.sampling["max_tokens"] == 1
     assert found.sampling["extra_args"]["kv_transfer_params"]["do_remote_decode"]
@@ -182,7 +182,7 @@ def test_a_prefill_worker_computes_one_token_and_keeps_the_kv() -> None:
 
 
 def test_a_decode_worker_fetches_what_the_other_computed_once() -> None:
-    used = Used()
+    used = ConsumedStates()
     state = handoff.pack(PARAMS, "l", [5] * 20, 6)
     request = ask(generated=[6], opaque=state, root=b"t" * 16)
     found = prepare(request, INFO, OPTIONS, used)
@@ -193,8 +193,8 @@ def test_a_decode_worker_fetches_what_the_other_computed_once() -> None:
     assert (again.known, again.adopted, again.sampling["max_tokens"]) == ((), False, 7)
     assert again.prompt["prompt_token_ids"] == [5] * 20 + [6]
     for useless in (ask(generated=[6], opaque=b"junk"), ask(opaque=state)):
-        assert not prepare(useless, INFO, OPTIONS, Used()).adopted
-    assert not prepare(request, INFO, Options(b"r" * 16), Used()).adopted
+        assert not prepare(useless, INFO, OPTIONS, ConsumedStates()).adopted
+    assert not prepare(request, INFO, Options(b"r" * 16), ConsumedStates()).adopted
 
 
 @pytest.mark.parametrize(
@@ -221,4 +221,4 @@ def test_the_rank_reaches_the_engine_where_there_are_several(ranks: int, rank: i
     info = msgspec.structs.replace(INFO, dp_size=ranks, total_blocks=20 * ranks)
     request = SequenceRequest("k", [1, 2], Sampling(), Stop(4), rank=rank)
     check(request, info, OPTIONS)
-    assert prepare(request, info, OPTIONS, Used()).rank == given
+    assert prepare(request, info, OPTIONS, ConsumedStates()).rank == given

@@ -26,7 +26,7 @@ from workers.engines.native.cuda.upload import Upload, new_event
 from workers.engines.native.executor import media_rows, score_slots
 from workers.engines.native.model import Embeddings, Model
 from workers.engines.native.pool import Pool, out_of_memory
-from workers.engines.native.vision import TorchEyes
+from workers.engines.native.vision import TorchVisionEncoder
 
 log = structlog.get_logger("engine")
 
@@ -69,13 +69,13 @@ class _failing:
 
 
 class CudaExecutor:
-    """``AheadExecutor`` over a rewritten model and a pool. Owns both; used from one thread.
+    """``OverlapExecutor`` over a rewritten model and a pool. Owns both; used from one thread.
 
     Args:
         rotation: of the model's attention, from ``rewrite``.
         width: blocks that a sequence may have.
         max_batched_tokens: of a step.
-        eyes: of the model, if it has any; they belong to the engine.
+        encoder: of the model, if it has any; they belong to the engine.
     """
 
     def __init__(
@@ -87,12 +87,12 @@ class CudaExecutor:
         width: int,
         max_running: int,
         max_batched_tokens: int,
-        eyes: TorchEyes | None = None,
+        encoder: TorchVisionEncoder | None = None,
     ) -> None:
         device = model.device
         self._model: Model | None = model
         self._pool: Pool | None = pool
-        self._rotation, self._eyes, self._device = rotation, eyes, device
+        self._rotation, self._encoder, self._device = rotation, encoder, device
         self._rows = max_running
         self._tile_rows = tile_rows(model.dtype)
         self._lanes = Lanes(2 * max_running + 1, width)
@@ -154,7 +154,7 @@ class CudaExecutor:
         return self.launch(plan, scoring).result()
 
     def launch(self, plan: list[Slot], scoring: Seq[Slot] = ()) -> Pending:
-        """Start a step; the one before may still run. See ``AheadExecutor``."""
+        """Start a step; the one before may still run. See ``OverlapExecutor``."""
         with _failing(), torch.inference_mode():
             if not scoring and len(plan) <= self._rows and all(_single(slot) for slot in plan):
                 return self._decode(plan)
@@ -208,8 +208,8 @@ class CudaExecutor:
             sequence, start, count, samples = slot
             lane = self._lanes.of(sequence)
             row, end = len(told), start + count
-            if sequence.media and self._eyes is not None:
-                seen += media_rows(slot, row, self._eyes.slot_tokens)
+            if sequence.media and self._encoder is not None:
+                seen += media_rows(slot, row, self._encoder.slot_tokens)
             if scoring and slot in scoring:
                 first = row - start - 1
                 scored += range(first + sequence.score, first + scored_to(slot))
@@ -253,7 +253,7 @@ class CudaExecutor:
         parameters = self._draws.parameters(drawing, used)
         self._send()
         batch = Batch(self._tables, lanes_at, positions_at, decodes, tiles_at)
-        embeddings = _rows_of(seen, self._eyes, self._device) if seen else None
+        embeddings = _rows_of(seen, self._encoder, self._device) if seen else None
         logits = self._forward(told_at, lanes_at, batch, wanted_at.to(torch.int64), embeddings)
         drawn = self._draws.draw(logits[: len(drawing)], drawing, used, targets_at, parameters) if drawing else None
         place = {slot.sequence: row for row, slot in enumerate(drawing)}
@@ -323,15 +323,15 @@ class CudaExecutor:
     def close(self) -> None:
         """Give weights, graphs and pool back."""
         self._graphs.clear()
-        self._model = self._pool = self._eyes = None
+        self._model = self._pool = self._encoder = None
 
 
 def _single(slot: Slot) -> bool:
     return slot.count == 1 and slot.samples and not slot.sequence.media
 
 
-def _rows_of(seen: list[tuple[int, int]], eyes: TorchEyes | None, device: torch.device) -> Embeddings:
-    assert eyes is not None
+def _rows_of(seen: list[tuple[int, int]], encoder: TorchVisionEncoder | None, device: torch.device) -> Embeddings:
+    assert encoder is not None
     columns: Iterator[list[int]] = (list(column) for column in zip(*seen, strict=True))
     where, places = (sampler.place(column, torch.int64, device) for column in columns)
-    return Embeddings(where, eyes.take(places))
+    return Embeddings(where, encoder.take(places))

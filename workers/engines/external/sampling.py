@@ -1,4 +1,4 @@
-"""What is the same in all engines' sampling parameters: names and values. Pure."""
+"""Sampling parameters that all external engines share. Pure."""
 
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -6,16 +6,16 @@ from typing import Any
 from schemas.requests import Sampling, Stop
 
 _MASK = (1 << 63) - 1
-_STRIDE = 0x9E3779B97F4A7C15  # golden ratio: neighbours get seeds that have nothing in common
+_STRIDE = 0x9E3779B97F4A7C15  # golden ratio: neighbouring positions get unrelated seeds
 
 
 def stop_ids(stop: Stop, eos: Seq[int]) -> frozenset[int]:
-    """Token ids that end an answer."""
+    """Token ids that end an output."""
     return frozenset(stop.token_ids) | (frozenset() if stop.ignore_eos else frozenset(eos))
 
 
 def seed_of(seed: int, choice: int, position: int) -> int:
-    """The seed of a choice that goes on at an output position: no two draw the same numbers."""
+    """The seed of a choice that continues at an output position: no two share a random stream."""
     return (seed + (choice * 0x10001 + position) * _STRIDE) & _MASK
 
 
@@ -24,7 +24,7 @@ def greedy(sampling: Sampling) -> bool:
 
 
 def shape(sampling: Sampling) -> dict[str, Any]:
-    """How the next token's distribution is bent and cut; greedy has no temperature and no cuts."""
+    """Temperature, truncation and penalties by name; greedy sampling has no temperature and no truncation."""
     given: dict[str, Any] = {}
     if not greedy(sampling):
         given |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}

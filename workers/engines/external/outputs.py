@@ -1,11 +1,11 @@
-"""What is told of one sequence: tokens, or how it failed. Pure."""
+"""Tokens and failures of one sequence, as the followers report them. Pure."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from schemas.tokens import Logprob
 
-MISSING = -9999.0  # as the log-probability of a token that the engine gave none for; the API's word for "very unlikely"
+MISSING = -9999.0  # log-probability of a token for which the engine returned none; the API's value for "very unlikely"
 
 
 class Token(NamedTuple):
@@ -17,15 +17,15 @@ class Token(NamedTuple):
     stop_token: int | None = None
 
 
-class Ending(NamedTuple):
-    """The sequence ended by an error of its own, without a token that could carry it."""
+class SequenceFailure(NamedTuple):
+    """The sequence ended with an error of its own instead of a last token."""
 
     code: str
     message: str
 
 
 def logprob_of(entry: Any, token: int, top: int) -> Logprob:
-    """One position of the engine's list: a number, or token id → object with ``logprob``; the ``top`` best of those."""
+    """Convert one entry of the engine's list: a number, or a mapping of token id to an object with ``logprob``."""
     if not isinstance(entry, Mapping):
         return Logprob(float(entry))
     values = {int(known): float(value.logprob) for known, value in entry.items()}

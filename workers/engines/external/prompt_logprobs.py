@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt as engines of others tell them: TensorRT-LLM's and vLLM's lists. Pure."""
+"""Log-probabilities of a prompt from the lists of TensorRT-LLM and vLLM. Pure."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -6,16 +6,16 @@ from typing import Any
 
 from schemas.tokens import Logprob
 
-MISSING = -9999.0  # of a token that the engine gave none for; the API's word for "very unlikely"
+MISSING = -9999.0  # log-probability of a token for which the engine returned none; the API's value for "very unlikely"
 
 
 def scores(entries: Seq[Any], prompt: Seq[int], first: int, top: int) -> list[Logprob]:
-    """Of the prompt's tokens from ``first`` on.
+    """Log-probabilities of the prompt's tokens from ``first`` on.
 
     Args:
-        entries: token id → object with ``logprob`` and ``rank``, of the prompt's tokens from the second on.
-        top: best ones of each that were asked for.
-    Returns: nothing if there are fewer than tokens: nobody can say whose they are.
+        entries: for each prompt token but the first, token id → object with ``logprob`` and ``rank``.
+        top: number of alternatives per token.
+    Returns: an empty list if entries are missing: they could not be assigned to tokens.
     """
     if len(entries) < len(prompt) - 1:
         return []

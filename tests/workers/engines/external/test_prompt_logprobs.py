@@ -2,7 +2,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from schemas.tokens import Logprob
-from workers.engines.scores import MISSING, scores
+from workers.engines.external.prompt_logprobs import MISSING, scores
 
 PROMPT = [5, 6, 7, 8]
 

@@ -1,7 +1,7 @@
-"""From the pieces of one vLLM answer (``RequestOutputKind.DELTA``) to tokens, each told once. Pure.
+"""Converts the deltas of one vLLM output (``RequestOutputKind.DELTA``) to tokens, each reported once. Pure.
 
-Every piece has the tokens that are new; the one that ends the answer is among them. An engine that took over another's
-KV computes that engine's token anew: it must be the same, and is not told twice.
+Every delta has the new tokens; the ending token is among them. An engine that took over another's KV computes that
+engine's last token again: it must be the same, and is not reported twice.
 """
 
 from collections.abc import Sequence as Seq
@@ -9,20 +9,20 @@ from typing import Any
 
 from schemas.errors import Code
 from schemas.tokens import Logprob
-from workers.engines.external.answer import MISSING, Ending, Token, logprob_of
+from workers.engines.external.outputs import MISSING, SequenceFailure, Token, logprob_of
 
 
 class Diverged(Exception):
-    """The engine drew another token than the one that the answer has at this place: it must start behind it."""
+    """The engine sampled another token than the one already reported: it must continue after that one."""
 
 
-class Answer:
-    """What was told of one sequence.
+class OutputCursor:
+    """Position in the output of one sequence.
 
     Args:
-        known: tokens that the engine computes again although they were told.
-        top: alternatives per token that the client asked for; None: no log-probabilities.
-        adopted: the KV of its prompt came from elsewhere.
+        known: tokens already reported that the engine computes again.
+        top: alternatives per token; None: no log-probabilities.
+        adopted: its prompt's KV was fetched from another engine.
     """
 
     def __init__(self, *, known: Seq[int] = (), top: int | None = None, adopted: bool = False) -> None:
@@ -37,11 +37,11 @@ class Answer:
         logprobs: Seq[Any] | None = None,
         finish: str | None = None,
         stop_reason: int | str | None = None,
-    ) -> tuple[list[Token], Ending | None]:
-        """One piece; what is new in it, and how the sequence failed if it did.
+    ) -> tuple[list[Token], SequenceFailure | None]:
+        """Take one delta; returns its new tokens and the failure, if any.
 
         Raises:
-            Diverged: see there; nothing of this answer can be used.
+            Diverged: nothing of this output can be used.
         """
         if self.finished:
             return [], None
@@ -60,7 +60,9 @@ class Answer:
         if finish in ("abort", "error"):
             return new, self._failed(finish)
         if not new:
-            return [], Ending(Code.engine_error, f"the engine ended the answer ({finish}) without a last token")
+            return [], SequenceFailure(
+                Code.engine_error, f"the engine ended the output ({finish}) without a last token"
+            )
         if finish == "length":
             new[-1] = new[-1]._replace(finish="length")
         else:
@@ -68,11 +70,11 @@ class Answer:
             new[-1] = new[-1]._replace(finish="stop", stop_token=token)
         return new, None
 
-    def _failed(self, finish: str) -> Ending:
+    def _failed(self, finish: str) -> SequenceFailure:
         if finish == "abort":
-            return Ending(Code.cancelled, "the engine ended the request: abort")
+            return SequenceFailure(Code.cancelled, "the engine ended the request: abort")
         code = Code.transfer_failed if self._adopted else Code.engine_error
-        return Ending(code, "the engine failed at this request: its log says why")
+        return SequenceFailure(code, "the engine failed on this request; see its log")
 
     def _logprob(self, token: int, at: int, logprobs: Seq[Any] | None) -> Logprob | None:
         if self._top is None:

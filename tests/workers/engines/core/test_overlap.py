@@ -91,7 +91,7 @@ def ahead(
 
 
 def check(engine: ScheduledEngine, executor: Late, scheduler: Scheduler) -> None:
-    flight = engine._flight
+    flight = engine._inflight
     ended = [slot.sequence for slot in flight.plan if slot.sequence.ended] if flight else []
     check_pool(scheduler.blocks, [sequence.blocks for sequence in (*scheduler.running, *ended)])
     if scheduler.blocks.prefix_cache:

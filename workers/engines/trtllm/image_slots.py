@@ -23,8 +23,8 @@ from workers.engines.native.pool import dtype_name, zeros
 DEFAULT_SLOTS = 256
 
 
-class Album:
-    """Implements ``workers.engines.core.embeddings.Eyes``; nothing is computed here.
+class ImageSlotStore:
+    """Implements ``workers.engines.core.embeddings.VisionEncoder``; nothing is computed here.
 
     Args:
         slots: 0: ``DEFAULT_SLOTS``.
@@ -58,7 +58,7 @@ class Album:
         """Keep each medium in its slots."""
         for slots, medium in batch:
             if isinstance(medium, media.Rows):
-                self.brought(slots)
+                self.mark_embedded(slots)
                 for number, slot in enumerate(slots):
                     part = medium.data[number * self.slot_tokens : (number + 1) * self.slot_tokens]
                     self.data[slot, : len(part)] = part
@@ -66,12 +66,12 @@ class Album:
                 assert isinstance(medium, Image.Image)
                 self._pictures[slots[0]] = medium
 
-    def brought(self, slots: Seq[int]) -> None:
+    def mark_embedded(self, slots: Seq[int]) -> None:
         """These slots hold embeddings now."""
         for slot in slots:
             self._pictures.pop(slot, None)
 
-    def of(self, span: MediaSpan) -> Image.Image | Tensor:
+    def get(self, span: MediaSpan) -> Image.Image | Tensor:
         """A picture, or a copy of its embeddings (tokens, hidden): its slots may go before they are read."""
         picture = self._pictures.get(span.slots[0])
         if picture is not None:
@@ -91,7 +91,7 @@ class Album:
 
 
 def inputs(
-    tokens: Seq[int], spans: Seq[MediaSpan], album: Album, tokenizer: Tokenizer, placeholder: int
+    tokens: Seq[int], spans: Seq[MediaSpan], image_slots: ImageSlotStore, tokenizer: Tokenizer, placeholder: int
 ) -> dict[str, Any]:
     """What ``generate_async`` takes for a prompt with pictures.
 
@@ -109,7 +109,7 @@ def inputs(
             "this prompt with images cannot be written as text that is read as the same tokens, and TensorRT-LLM takes "
             "images with text only; send it to a worker with the native engine",
         )
-    found = [album.of(span) for span in spans]
+    found = [image_slots.get(span) for span in spans]
     embedded = [isinstance(each, Tensor) for each in found]
     if all(embedded):
         return {"prompt": text, "multi_modal_embeddings": {"image": found}}

@@ -23,7 +23,7 @@ from workers.engines.base import (
 from workers.engines.core.engine import ScheduledEngine
 
 
-class RankedEngine:
+class DataParallelEngine:
     """Implements ``workers.engines.base.Engine`` without hand-over; owns ``engines``, which are alike.
 
     Args:
@@ -108,7 +108,7 @@ class RankedEngine:
     def memory(self) -> dict[str, Memory]:
         return {}
 
-    def drop(self, key: object) -> bool:
+    def release_held(self, key: object) -> bool:
         return False
 
     def reserve(self, digests: Seq[bytes], tails: int, users: int) -> Reservation | None:
@@ -117,7 +117,7 @@ class RankedEngine:
     def adopt(self, reservation: Reservation) -> None:
         """There is nothing to adopt: ``reserve`` gives nothing."""
 
-    def let_go(self, reservation: Reservation) -> None:
+    def release(self, reservation: Reservation) -> None:
         """There is nothing to let go of: ``reserve`` gives nothing."""
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.engines.external.handed import Used, own, pack, unpack
+from workers.engines.external.handoff_state import ConsumedStates, count_prefilled, pack, unpack
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=6)
 
@@ -20,13 +20,13 @@ def test_the_tokens_that_were_drawn_are_told_from_those_that_were_computed(
     state = unpack(pack({"a": b"\x00"}, "l", context, first), "l")
     assert state.params == {"a": b"\x00"}
     tokens = array("I", [*context, *first[:known]])
-    assert own(state, tokens, len(context)) == known
+    assert count_prefilled(state, tokens, len(context)) == known
     with pytest.raises(ValueError, match="other tokens"):
-        own(state, tokens, len(tokens))  # all are the client's own
+        count_prefilled(state, tokens, len(tokens))  # all are the client's own
     changed = [*context, *first[:known]]
     changed[0] ^= 1
     with pytest.raises(ValueError, match="other tokens"):
-        own(state, changed, len(context))
+        count_prefilled(state, changed, len(context))
 
 
 @given(st.binary(max_size=40))
@@ -45,9 +45,9 @@ def test_engines_of_another_kind_or_version_do_not_take_over() -> None:
 
 
 def test_a_state_is_taken_once() -> None:
-    used = Used(remembered=2)
-    assert used.take("engine", "1")
-    assert not used.take("engine", "1")
-    assert used.take("engine", "2")
-    assert used.take("other", "1")
-    assert used.take("engine", "1")  # forgotten since
+    consumed = ConsumedStates(remembered=2)
+    assert consumed.claim("engine", "1")
+    assert not consumed.claim("engine", "1")
+    assert consumed.claim("engine", "2")
+    assert consumed.claim("other", "1")
+    assert consumed.claim("engine", "1")  # forgotten since

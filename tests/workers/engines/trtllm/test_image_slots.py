@@ -16,7 +16,7 @@ from tests.workers.engines.trtllm.test_encoder import VISION, png
 from workers.engines.base import MediaSpan, RequestError
 from workers.engines.native.build import build as native_engine
 from workers.engines.trtllm import encoder_from_settings, from_settings
-from workers.engines.trtllm.sight import collapsed
+from workers.engines.trtllm.image_slots import collapsed
 
 MODEL = modeldir.load(VISION)
 assert MODEL.vision is not None
@@ -78,7 +78,7 @@ def test_embeddings_from_an_encode_worker_serve_as_well(engine: Any) -> None:
         encoder.encode(theirs, {0: encoder.prepare(png("red"), "image/png")})
         assert encoder.memory()["embeds"].layout == engine.memory()["embeds"].layout
         ours = engine.media_reserve([(b"x" * 32, EACH)])
-        engine._album.data[ours.slots[0][0]] = encoder._eyes.data[theirs.slots[0][0]]  # as a transfer does
+        engine._image_slots.data[ours.slots[0][0]] = encoder._encoder.data[theirs.slots[0][0]]  # as a transfer does
         engine.media_adopt(ours)
     finally:
         encoder.close()
@@ -92,17 +92,17 @@ def test_a_slot_that_gets_embeddings_forgets_the_picture_before(engine: Any) -> 
     for n in range(4):
         reservation = engine.media_reserve([(bytes([n]) * 32, EACH)])
         engine.encode(reservation, {0: engine.prepare(png("red"), "image/png")})
-        engine.media_let_go(reservation)
+        engine.media_release(reservation)
     reservation = engine.media_reserve([(b"new" * 10 + b"!!", EACH)])
     engine.media_adopt(reservation)
     span = MediaSpan(0, EACH, b"", reservation.slots[0])
-    assert engine._album.of(span).shape == (EACH, MODEL.vision.hidden)  # type: ignore[union-attr]
+    assert engine._image_slots.get(span).shape == (EACH, MODEL.vision.hidden)  # type: ignore[union-attr]
 
 
 def test_pictures_and_embeddings_in_one_prompt_are_refused(engine: Any) -> None:
     tokens, places = prompt("user: ", "\nand ", "\nWhat?")
     spans = seen(engine, ["red", "blue"], places)
-    engine._album.brought(spans[1].slots)
+    engine._image_slots.mark_embedded(spans[1].slots)
     with pytest.raises(RequestError) as error:
         engine.submit(ask("a", tokens, 8, media=spans))
     assert error.value.code == Code.transfer_failed
