@@ -2,6 +2,7 @@
 # make test   everything that CI checks
 # make test-trtllm  the engines' contract on the real TensorRT-LLM, with a GPU (VENV=where it is installed)
 # make test-vllm    the same on the real vLLM, with or without a GPU, and workers on it in the real pipeline
+# make docs   build the documentation's site into site/
 # make bench  load a running deployment      (make bench ARGS="--concurrency 64")
 # make chaos  kill and stop processes of a deployment under load, then audit its log
 #             (make chaos ARGS="--minutes 10 --seed 1 --topology aggregated|cluster|pd|vision")
@@ -12,7 +13,7 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 JOBS   ?= 2
 
-.PHONY: up test types pytest test-trtllm test-vllm bench chaos lint clean
+.PHONY: up test types pytest test-trtllm test-vllm docs bench chaos lint clean
 
 up: $(VENV)/.installed
 	@$(BIN)/penstock up $(ARGS)
@@ -45,6 +46,9 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 bench: $(VENV)/.installed
 	@$(BIN)/penstock bench http --state .penstock/state.json $(ARGS)
 
@@ -63,5 +67,9 @@ $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@ $(VENV)/.installed
 
+$(VENV)/.installed-docs: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	@touch $@ $(VENV)/.installed
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist site *.egg-info

@@ -1,15 +1,20 @@
-"""What docs/requirements.md and docs/failures.md name exists: files, what they define, flags, and tests."""
+"""What the documentation names exists, and the pages that come from the code are current."""
 
 import ast
 import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
 
+import infra.docs.metrics
+import infra.docs.settings
 from configs import settings
+from gateway.images.prepare import PATHS
+from schemas.errors import Code
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -215,3 +220,29 @@ def test_a_name_that_its_module_does_not_define_is_found() -> None:
         "schemas/none",
         "--no-such-flag",
     ]
+
+
+# ---- pages for users
+
+
+@pytest.mark.parametrize("source", [infra.docs.settings, infra.docs.metrics], ids=lambda source: source.PAGE.name)
+def test_a_page_that_comes_from_the_code_is_current(source: ModuleType) -> None:
+    assert source.PAGE.read_text(encoding="utf-8") == source.page(), "run: python -m infra.docs"
+
+
+def test_the_http_page_has_every_error_with_its_status() -> None:
+    found = {(row[0], row[1].strip("`")) for table in tables("http.md") for row in table if row[0].isdigit()}
+    assert found == {(str(code.status), code.value) for code in Code}
+
+
+def test_the_http_page_has_every_endpoint() -> None:
+    text = (ROOT / "gateway" / "http" / "app.py").read_text(encoding="utf-8")
+    paths = {path.replace(":path}", "}") for path in re.findall(r'"(/[a-z][\w./{}:-]*)"', text)} | set(PATHS.values())
+    page = (DOCS / "http.md").read_text(encoding="utf-8")
+    assert len(paths) > 10
+    assert {path for path in paths if f" {path}`" not in page} == set()
+
+
+@pytest.mark.parametrize(("page", "limit"), [("README.md", 150), ("ARCHITECTURE.md", 250)])
+def test_a_page_stays_short(page: str, limit: int) -> None:
+    assert len((ROOT / page).read_text(encoding="utf-8").splitlines()) <= limit
