@@ -16,6 +16,7 @@ from nats.errors import Error as NatsError
 
 from infra.bus.connection import Bus
 from infra.bus.direct_get import get_last
+from infra.bus.jetstream import WRONG_LAST_SEQUENCE, PublishReply, decode_publish_reply
 from schemas import fleet, wire
 from schemas.errors import Code, ServingError
 
@@ -25,7 +26,6 @@ TRUST_S = fleet.LEASE_S * 0.7
 ACQUIRE_S = 20.0
 AGAIN_S = 0.1
 RELEASES = 3
-WRONG_SEQUENCE = 10071
 
 
 class Lease:
@@ -104,7 +104,7 @@ class Lease:
         with contextlib.suppress(NatsError, TimeoutError, _Lost):
             for _ in range(RELEASES if owned else 0):
                 reply = await self._request(b"", fleet.removal_headers(self._revision))
-                if reply.error is None or reply.error.err_code != WRONG_SEQUENCE:
+                if reply.error is None or reply.error.err_code != WRONG_LAST_SEQUENCE:
                     return
                 await self._adopt()
 
@@ -167,7 +167,7 @@ class Lease:
             log.debug("lease_renewal_timeout", error=repr(error))
             return False
         if reply.error is not None:
-            if reply.error.err_code == WRONG_SEQUENCE:
+            if reply.error.err_code == WRONG_LAST_SEQUENCE:
                 await self._adopt()
                 return False  # the next attempt renews on the right revision
             log.warning("lease_renewal_rejected", error=reply.error.description)
@@ -199,22 +199,9 @@ class Lease:
         except msgspec.MsgspecError:
             return False
 
-    async def _request(self, payload: bytes, headers: dict[str, str]) -> "_Reply":
+    async def _request(self, payload: bytes, headers: dict[str, str]) -> PublishReply:
         message = await self._bus.nc.request(self._subject, payload, timeout=1.0, headers=headers)
-        return _decode_reply(message.data)
-
-
-class _Error(msgspec.Struct):
-    err_code: int = 0
-    description: str = ""
-
-
-class _Reply(msgspec.Struct):
-    seq: int = 0
-    error: _Error | None = None
-
-
-_decode_reply = msgspec.json.Decoder(_Reply).decode
+        return decode_publish_reply(message.data)
 
 
 class _Lost(Exception):

@@ -7,9 +7,8 @@ elected (4 to 9 s) is lost without a trace. So each message asks for its acknowl
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import msgspec
-
 from infra.bus.connection import Bus
+from infra.bus.jetstream import decode_publish_reply
 from schemas.subjects import HEADER_MSG_ID
 
 RESEND_S = 0.5
@@ -20,13 +19,6 @@ class Message(Protocol):
     subject: str
     payload: bytes
     msg_id: str
-
-
-class _Reply(msgspec.Struct):
-    error: msgspec.Raw = msgspec.Raw()  # not "Raw | None": that takes nothing but null
-
-
-_decode = msgspec.json.Decoder(_Reply).decode
 
 
 class Unconfirmed:
@@ -81,7 +73,7 @@ class Unconfirmed:
         )
 
     async def _on_reply(self, answer: Any) -> None:
-        if not answer.data or _decode(answer.data).error:
+        if not answer.data or decode_publish_reply(answer.data).error is not None:
             return  # no leader, no room on the disk: ``again``
         message = self._waiting.pop(int(answer.subject.rpartition(".")[2]), None)
         if message is not None:

@@ -5,7 +5,7 @@ request is in the log, so one that finds a key without a request submits it unde
 """
 
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from blake3 import blake3
@@ -13,13 +13,13 @@ from nats.errors import Error as NatsError
 
 from infra.bus.connection import Bus
 from infra.bus.direct_get import get_last
+from infra.bus.jetstream import WRONG_LAST_SEQUENCE, decode_publish_reply
 from schemas.errors import Code, ServingError
 from schemas.ids import time_of
 from schemas.wire import decoder, encode
 
 KEEP_S = 86_400
 STALE_NS = 60_000_000_000  # a request is stored, or given up, long before its claim is this old
-_EXISTS = 10071
 _TIMEOUT_S = 5.0
 _TRIES = 3
 
@@ -139,14 +139,13 @@ async def _write(bus: Bus, subject: str, value: Identity, revision: int) -> int:
     headers = {"Nats-TTL": str(KEEP_S), "Nats-Expected-Last-Subject-Sequence": str(revision)}
     try:
         message = await bus.nc.request(subject, encode(value), timeout=_TIMEOUT_S, headers=headers)
-        reply: dict[str, Any] = msgspec.json.decode(message.data)
+        reply = decode_publish_reply(message.data)
     except (NatsError, TimeoutError, OSError, msgspec.MsgspecError) as error:
         raise _unavailable(repr(error)) from None
-    refused = reply.get("error")
-    if refused is None:
-        return int(reply["seq"])
-    if refused.get("err_code") != _EXISTS:
-        raise _unavailable(str(refused.get("description", refused)))
+    if reply.error is None:
+        return reply.seq
+    if reply.error.err_code != WRONG_LAST_SEQUENCE:
+        raise _unavailable(str(reply.error))
     return 0
 
 

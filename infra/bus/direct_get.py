@@ -22,6 +22,8 @@ import msgspec
 from nats.errors import Error as NatsError
 
 from infra.bus.connection import Bus
+from infra.bus.jetstream import NO_MESSAGE_FOUND, ApiError
+from infra.bus.message import Message
 from schemas.errors import Code, ServingError
 
 BATCH = 500
@@ -30,7 +32,6 @@ STALL_S = 5.0
 LEADER_S = 15.0  # to find the leader: an election takes up to 9 s
 ASK_S = 2.0
 AGAIN_S = 0.1
-NOT_FOUND = 10037
 
 
 class Entry(NamedTuple):
@@ -172,20 +173,20 @@ async def _ask_leader(bus: Bus, stream: str, query: dict[str, Any], within_s: fl
         if reply.message is not None:
             return _stored(reply.message)
         assert reply.error is not None
-        if reply.error.err_code == NOT_FOUND:
+        if reply.error.err_code == NO_MESSAGE_FOUND:
             return None
         if reply.error.code != 503:  # no leader for the moment
-            raise _unreadable(stream, f"{reply.error.description}, {reply.error.err_code}")
+            raise _unreadable(stream, str(reply.error))
         await asyncio.sleep(AGAIN_S)
 
 
-async def _request(bus: Bus, subject: str, query: dict[str, Any], until: float, *, patient: bool = False) -> Any:
+async def _request(bus: Bus, subject: str, query: dict[str, Any], until: float, *, patient: bool = False) -> Message:
     """Ask, again while the broker is away. ``patient``: also while nobody answers there (an election)."""
     body = json.dumps(query).encode()
     while (left := until - time.monotonic()) > 0:
         try:
             if bus.connected:
-                message = await bus.nc.request(subject, body, timeout=min(ASK_S, left))
+                message: Message = await bus.nc.request(subject, body, timeout=min(ASK_S, left))
                 if not patient or message.data:
                     return message
         except (NatsError, OSError, TimeoutError):
@@ -199,12 +200,6 @@ async def _request(bus: Bus, subject: str, query: dict[str, Any], until: float, 
     )
 
 
-class _Error(msgspec.Struct):
-    code: int = 0
-    err_code: int = 0
-    description: str = ""
-
-
 class _Message(msgspec.Struct):
     subject: str
     seq: int
@@ -215,14 +210,14 @@ class _Message(msgspec.Struct):
 
 class _Reply(msgspec.Struct):
     message: _Message | None = None
-    error: _Error | None = None
+    error: ApiError | None = None
 
 
 _decode = msgspec.json.Decoder(_Reply).decode
 
 
 def _stored(message: _Message) -> Entry:
-    """The leader's answer as a direct get would have given it."""
+    """The leader's answer in the form of a direct get."""
     headers: dict[str, str] = {}
     for line in base64.b64decode(message.hdrs).decode().split("\r\n")[1:]:
         name, colon, value = line.partition(":")
@@ -232,8 +227,8 @@ def _stored(message: _Message) -> Entry:
     return Entry(message.subject, message.seq, base64.b64decode(message.data), headers)
 
 
-def _entry(message: Any) -> Entry:
-    headers = message.headers
+def _entry(message: Message) -> Entry:
+    headers = message.headers or {}
     return Entry(
         headers["Nats-Subject"],
         int(headers["Nats-Sequence"]),
@@ -262,9 +257,9 @@ async def _batch(bus: Bus, stream: str, query: dict[str, Any]) -> tuple[list[Ent
 
 async def _batch_once(bus: Bus, stream: str, query: dict[str, Any], stall_s: float) -> tuple[list[Entry], int]:
     inbox = bus.nc.new_inbox()
-    queue: asyncio.Queue[Any] = asyncio.Queue()
+    queue: asyncio.Queue[Message] = asyncio.Queue()
 
-    async def arrived(message: Any) -> None:
+    async def arrived(message: Message) -> None:
         queue.put_nowait(message)
 
     sub = await bus.nc.subscribe(inbox, cb=arrived)

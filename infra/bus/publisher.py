@@ -1,9 +1,9 @@
-"""Publishing with acknowledgement, many at once over one inbox, sent again until stored or given up.
+"""Publishing with acknowledgement: many messages at once over one inbox, each resent until it is stored.
 
-Every message carries a ``Nats-Msg-Id``, so sending again is safe within the stream's duplicate window; what is tried
-for longer than that is stored under a subject of its own, and ``once`` has the stream refuse a second one for ever.
-nats-py's own acknowledged publish costs a future, a timer and a task each; this is the same protocol with one sweep
-for all.
+Every message carries a ``Nats-Msg-Id``, so resending is safe within the stream's duplicate window. A message that is
+tried for longer needs a subject of its own: with ``once`` the stream refuses a second message on it for ever.
+nats-py's acknowledged publish costs a future, a timer and a task per message. This is the same protocol with one sweep
+for all messages.
 """
 
 import asyncio
@@ -16,6 +16,8 @@ import structlog
 from nats.errors import Error as NatsError
 
 from infra.bus.connection import Bus
+from infra.bus.jetstream import BUSY, FINAL, WRONG_LAST_SEQUENCE, decode_publish_reply
+from infra.bus.message import Message
 from schemas.errors import Code, ServingError
 from schemas.subjects import HEADER_LAST_ON_SUBJECT, HEADER_MSG_ID
 
@@ -23,32 +25,13 @@ log = structlog.get_logger("bus")
 
 RESEND_S = 1.0
 SWEEP_S = 0.25
-WRONG_LAST = 10071  # the subject has another last sequence than the publisher expects
-BUSY = frozenset({10008, 10164, 10167})  # no leader; one for this subject in flight; too many requests in flight
-# Expected elsewhere, too large, malformed: no time will heal that. All else (a full disk, a limit, a move) passes.
-FINAL = frozenset({10053, 10054, 10060, 10070, WRONG_LAST, 10097, 10109, 10165, 10166})
 
 
 class Ack(msgspec.Struct, frozen=True):
-    """Stored at ``seq``; ``duplicate``: it had been stored there before (0: where is not known)."""
+    """Stored at ``seq``. ``duplicate``: it was stored before, perhaps at an unknown sequence (0)."""
 
     seq: int
     duplicate: bool = False
-
-
-class _Error(msgspec.Struct):
-    code: int = 0
-    err_code: int = 0
-    description: str = ""
-
-
-class _Reply(msgspec.Struct):
-    seq: int = 0
-    duplicate: bool = False
-    error: _Error | None = None
-
-
-_decode = msgspec.json.Decoder(_Reply).decode
 
 
 class _Pending:
@@ -66,11 +49,18 @@ class _Pending:
         self.once = False
         self.insist = True
         self.gate: Callable[[], bool] | None = None
-        self.refusal = ""  # of the last time
+        self.refusal = ""  # the latest one; "": it was not refused
 
 
 class Publisher:
-    """Acknowledged publishes of one connection. Open before use; close fails what is still waiting."""
+    """Acknowledged publishes of one connection.
+
+    Guarantees: a future that succeeds means that the stream holds the message, once. A future that fails with
+    ``broker_unavailable`` leaves open whether it does. Futures never wait longer than their ``timeout`` and a sweep.
+    Messages of different subjects may be stored in another order than they were sent in.
+
+    Use it as a context manager: leaving it fails the futures that still wait with ``shutting_down``.
+    """
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -80,6 +70,13 @@ class Publisher:
         self._tasks = bus.tasks.group("publish")
         self._sub: Any = None
         self._closed = False
+
+    async def __aenter__(self) -> "Publisher":
+        await self.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def open(self) -> None:
         self._sub = await self._bus.nc.subscribe(self._inbox + ".*", cb=self._on_reply)
@@ -101,6 +98,7 @@ class Publisher:
 
     @property
     def waiting(self) -> int:
+        """Messages that are not acknowledged yet."""
         return len(self._pending)
 
     async def send(
@@ -115,15 +113,15 @@ class Publisher:
         insist: bool = True,
         gate: Callable[[], bool] | None = None,
     ) -> "asyncio.Future[Ack]":
-        """Put one message on its way; the returned future is its acknowledgement.
+        """Send one message; the returned future is its acknowledgement.
 
-        The future fails with ServingError (broker_unavailable): not stored within ``timeout`` seconds, or refused for
-        good. A future that is cancelled is sent no more.
+        The future fails with ServingError (broker_unavailable) if the message is not stored within ``timeout`` seconds,
+        or refused for good. Cancel the future to stop resending.
 
         Args:
-            once: only the first message of its subject is stored. That there is one counts as stored.
-            insist: a refusal that may pass (full disk, limits) is no failure before the time is over.
-            gate: asked before each time it is sent; while it says no, the message waits.
+            once: the stream stores only the first message of this subject. An earlier one counts as stored.
+            insist: wait out a refusal that may pass (full disk, limits) until ``timeout`` is over.
+            gate: called before each transmission; the message waits while it returns False.
         Raises:
             ServingError: body_too_large, before anything is sent; shutting_down: the publisher is closed.
         """
@@ -164,7 +162,7 @@ class Publisher:
         insist: bool = True,
         gate: Callable[[], bool] | None = None,
     ) -> Ack:
-        """Send and wait for the acknowledgement; raises what ``send``'s future fails with."""
+        """Send and wait for the acknowledgement. Arguments and errors as for ``send``."""
         return await (
             await self.send(
                 subject, payload, msg_id, headers=headers, timeout=timeout, once=once, insist=insist, gate=gate
@@ -175,10 +173,10 @@ class Publisher:
         if pending.future.done():
             return
         if pending.gate is not None and not pending.gate():
-            pending.sent = 0.0  # the next sweep asks again
+            pending.sent = 0.0  # the next sweep calls the gate again
             return
         pending.sent = time.monotonic()
-        # While disconnected the sweep sends it again; nats-py's own buffer would fill up and raise.
+        # While disconnected, leave it to the sweep: nats-py's own buffer would fill up and raise.
         if not self._bus.connected:
             return
         try:
@@ -188,29 +186,29 @@ class Publisher:
         except (NatsError, OSError) as error:  # the link broke just now
             log.debug("publish_failed", subject=pending.subject, error=repr(error))
 
-    async def _on_reply(self, message: Any) -> None:
+    async def _on_reply(self, message: Message) -> None:
         token = message.subject.rpartition(".")[2]
         pending = self._pending.get(token)
         if pending is None:
             return
         if not message.data:
-            return  # 503: no stream listens (yet, after a restart); the sweep sends it again
-        reply = _decode(message.data)
+            return  # 503: no stream listens (yet, after a restart); the sweep resends it
+        reply = decode_publish_reply(message.data)
         error = reply.error
         if error is not None and error.err_code not in FINAL and (pending.insist or error.err_code in BUSY):
             if not pending.refusal and error.err_code not in BUSY:
                 log.warning("publish_refused", subject=pending.subject, error=error.description, code=error.err_code)
-            pending.refusal = f"{error.description} ({error.err_code})"
-            return  # the sweep sends it again
+            pending.refusal = str(error)
+            return  # the sweep resends it
         del self._pending[token]
         if pending.future.done():
             return
         if error is None:
             pending.future.set_result(Ack(reply.seq, reply.duplicate))
-        elif pending.once and error.err_code == WRONG_LAST:
+        elif pending.once and error.err_code == WRONG_LAST_SEQUENCE:
             pending.future.set_result(Ack(0, True))
         else:
-            pending.future.set_exception(_refused(pending.subject, f"{error.description} ({error.err_code})"))
+            pending.future.set_exception(_refused(pending.subject, str(error)))
 
     async def _resend_all(self) -> None:
         for token, pending in list(self._pending.items()):
@@ -223,7 +221,7 @@ class Publisher:
             for token, pending in list(self._pending.items()):
                 try:
                     await self._look(token, pending, now)
-                except Exception as error:  # of one message; the others still need their time
+                except Exception as error:  # one message's failure must not stop the sweep of the others
                     log.exception("publish_failed", subject=pending.subject)
                     self._pending.pop(token, None)
                     if not pending.future.done():
