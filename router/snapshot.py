@@ -7,16 +7,17 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 import structlog
-from nats.errors import Error as NatsError
-from nats.js.errors import Error as JetStreamError
 
 from infra.bus.connection import Bus
+from infra.bus.object_store import get, replace
 from router.load import LoadState, merge
 from schemas import wire
+from schemas.errors import ServingError
 
 log = structlog.get_logger("router")
 
-_FAILED = (NatsError, JetStreamError, TimeoutError, OSError)
+_TIMEOUT_S = 5.0
+_MOST_BYTES = 1 << 30  # as much as the bucket holds
 _LENGTH = 4  # bytes
 
 
@@ -40,15 +41,13 @@ class Snapshots:
     def __init__(self, bus: Bus, router: str) -> None:
         self._bus = bus
         self._name = f"fleet-{router or 'router'}"
-        self._bucket = bus.subjects.bucket("snapshots")
 
     async def load(self) -> tuple[Snapshot, LoadState] | None:
         try:
-            store = await self._bus.js.object_store(self._bucket)
-            found = await store.get(self._name)
-            head, *parts = _split(found.data or b"")
+            found = await get(self._bus, "snapshots", self._name, limit=_MOST_BYTES, newest=True, timeout=_TIMEOUT_S)
+            head, *parts = _split(found)
             return _decode(head), merge(map(_decode_part, parts))
-        except (*_FAILED, msgspec.MsgspecError, ValueError) as error:
+        except (ServingError, msgspec.MsgspecError, ValueError) as error:
             log.info("no_snapshot", reason=repr(error)[:200])
             return None
 
@@ -58,10 +57,10 @@ class Snapshots:
             parts: by ``encode_part``.
         """
         try:
-            store = await self._bus.js.object_store(self._bucket)
-            await store.put(self._name, _join([wire.encode(snapshot), *parts]))
-        except _FAILED as error:
-            log.warning("snapshot_not_saved", error=repr(error)[:200])
+            data = _join([wire.encode(snapshot), *parts])
+            await replace(self._bus, "snapshots", self._name, data, timeout=_TIMEOUT_S)
+        except ServingError as error:
+            log.warning("snapshot_not_saved", error=error.message)
 
 
 def _join(parts: Sequence[bytes]) -> bytes:

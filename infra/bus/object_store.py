@@ -1,12 +1,12 @@
-"""Large immutable values by name, in a bucket of the object store: put once, read by anyone until it is too old.
+"""Large values by name, in buckets of the object store. The only client of the object store in Penstock.
 
-The layout is that of every NATS client (ADR-20), so ``nats object`` shows and reads what is stored here. The
-transport is ours: nats-py sends one chunk at a time and reads with an ordered consumer, for which it copies all it
-has at every chunk, waits without bound and needs more rights.
+The layout is that of every NATS client (ADR-20), so ``nats object`` lists and reads what is stored here. nats-py's
+client is not used: it sends one chunk at a time, copies everything it has at every chunk that it reads, waits without
+bound and needs more permissions.
 
-A name says what the value is (its digest), so whoever is first stores it. Chunks of one upload have a subject of
-their own, and the entry that names them is written last and only over the entry that was seen: an upload that comes
-second takes its chunks back, and nothing that a reader may have found is ever removed before its age.
+``put`` stores an immutable value whose name is its digest, so the first upload wins. ``replace`` stores the newest
+state under a fixed name. The chunks of one upload have a subject of their own. The entry that names them is written
+last, and only over the entry that was read before: an upload that comes second deletes its own chunks.
 """
 
 import asyncio
@@ -14,17 +14,19 @@ import base64
 import hashlib
 import json
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from nats.errors import Error as NatsError
 
 from infra.bus.connection import Bus
 from infra.bus.direct_get import format_time, get_last, read
+from infra.bus.jetstream import BUSY, WRONG_LAST_SEQUENCE, decode_publish_reply
+from infra.bus.message import Message
 from schemas.errors import Code, ServingError
 from schemas.ids import new_request_id
 from schemas.streams import topology
-from schemas.subjects import HEADER_MSG_ID
+from schemas.subjects import HEADER_LAST_ON_SUBJECT, HEADER_MSG_ID
 
 CHUNK = 512 * 1024
 IN_FLIGHT = 8
@@ -34,9 +36,6 @@ REQUEST_S = 2.0
 PAUSE_S = 0.05
 LARGE = 256 * 1024  # bytes from which hashing leaves the event loop
 MARGIN_S = 60.0  # of an object's age: its first chunk is older than its entry, and clocks differ
-
-_MOVED = 10071  # the entry is not the one that was seen
-_BUSY = frozenset({10008, 10167})
 
 
 class _Options(msgspec.Struct):
@@ -63,35 +62,26 @@ class _Found(NamedTuple):
     stored_ns: int
 
 
-class _Error(msgspec.Struct):
-    err_code: int = 0
-    description: str = ""
-
-
-class _Reply(msgspec.Struct):
-    error: _Error | None = None
-
-
 class _Moved(Exception):
-    """Somebody else wrote the entry."""
+    """Another upload wrote the entry."""
 
 
 class _Interrupted(Exception):
-    """An upload has to begin anew."""
+    """An upload has to start over."""
 
 
 _info = msgspec.json.Decoder(_Info).decode
-_reply = msgspec.json.Decoder(_Reply).decode
 
 
 async def put(bus: Bus, bucket: str, name: str, data: bytes, *, keep_s: float = 0.0, timeout: float = PUT_S) -> float:
-    """Store ``data`` under ``name``, unless it is there and young enough.
+    """Store an immutable value, unless the bucket has it and keeps it for long enough.
 
     Args:
-        bucket: "media", ...; as in schemas.streams.
-        keep_s: how long it is going to be needed. An object is stored again when it would not live as long, or when
-            half of its life is over.
-    Returns: seconds that it will live at least.
+        bucket: without the namespace, as in ``schemas.streams`` ("media", ...).
+        name: unique to the content, such as its digest.
+        keep_s: seconds for which it will be needed. An object is stored again when it would be discarded earlier, or
+            when half of its age limit is over.
+    Returns: seconds for which the object is kept at least.
     Raises:
         ServingError: broker_unavailable: not confirmed within ``timeout`` seconds, or the bucket is full or missing.
     """
@@ -102,37 +92,58 @@ async def put(bus: Bus, bucket: str, name: str, data: bytes, *, keep_s: float = 
     found = await _find(bus, full, name, until)
     if found is not None and not found.info.deleted and (left_s := _left_s(found, age_s)) >= needed_s:
         return left_s
+    winner = await _upload(bus, full, name, data, found, until)
+    return age_s - MARGIN_S if winner is None else _left_s(winner, age_s)
+
+
+async def replace(bus: Bus, bucket: str, name: str, data: bytes, *, timeout: float = PUT_S) -> None:
+    """Store the newest value of ``name`` and delete the chunks of the value before it.
+
+    For one writer per name. Of two at once one wins, and the other's value is lost without an error.
+
+    Raises:
+        ServingError: as ``put``.
+    """
+    full, until = bus.subjects.bucket(bucket), time.monotonic() + timeout
+    found = await _find(bus, full, name, until, newest=True)
+    winner = await _upload(bus, full, name, data, found, until)
+    if winner is None and found is not None:
+        await _delete_chunks(bus, full, _chunks(full, found.info.nuid))
+
+
+async def _upload(bus: Bus, full: str, name: str, data: bytes, found: _Found | None, until: float) -> _Found | None:
+    """Store chunks, then an entry over ``found``. Returns the entry of another upload that came first, if any did."""
     digest = await asyncio.to_thread(_sha256, data) if len(data) > LARGE else _sha256(data)
     while True:
         nuid = new_request_id(time.time_ns()).replace("-", "")
-        chunks = f"$O.{full}.C.{nuid}"
         try:
-            await _send_chunks(bus, chunks, data, until)
+            await _send_chunks(bus, _chunks(full, nuid), data, until)
             break
-        except _Interrupted:  # what is stored may not be all, or not in order
-            await _take_back(bus, full, chunks)
+        except _Interrupted:  # what is stored may be incomplete or out of order
+            await _delete_chunks(bus, full, _chunks(full, nuid))
     count = -(-len(data) // CHUNK)
     info = _Info(name, full, nuid, len(data), count, digest, format_time(time.time_ns()), options=_Options())
     headers = {
         HEADER_MSG_ID: nuid,
         "Nats-Rollup": "sub",
-        "Nats-Expected-Last-Subject-Sequence": str(found.seq if found else 0),
+        HEADER_LAST_ON_SUBJECT: str(found.seq if found else 0),
     }
     try:
         await _store_entry(bus, _entry(full, name), msgspec.json.encode(info), headers, until)
     except _Moved:
-        found = await _find(bus, full, name, until)
-        if found is not None and found.info.nuid != nuid:  # ours, if only its confirmation was lost
-            await _take_back(bus, full, chunks)
-            return _left_s(found, age_s)
-    return age_s - MARGIN_S
+        winner = await _find(bus, full, name, until)
+        if winner is not None and winner.info.nuid != nuid:  # ours, if only its confirmation was lost
+            await _delete_chunks(bus, full, _chunks(full, nuid))
+            return winner
+    return None
 
 
-async def get(bus: Bus, bucket: str, name: str, *, limit: int, timeout: float = GET_S) -> bytes:
-    """The object called ``name``. Whoever relies on its content checks the digest.
+async def get(bus: Bus, bucket: str, name: str, *, limit: int, newest: bool = False, timeout: float = GET_S) -> bytes:
+    """The object called ``name``. A caller that relies on its content checks the digest.
 
     Args:
         limit: bytes; a larger object is not read.
+        newest: for names that are replaced: in a cluster, ask the stream's leader for the entry.
     Raises:
         ServingError: request_not_found: never stored, or too old; body_too_large; broker_unavailable: the broker did
             not answer within ``timeout`` seconds.
@@ -140,7 +151,7 @@ async def get(bus: Bus, bucket: str, name: str, *, limit: int, timeout: float = 
     full, until = bus.subjects.bucket(bucket), time.monotonic() + timeout
     try:
         async with asyncio.timeout(timeout):
-            found = await _find(bus, full, name, until)
+            found = await _find(bus, full, name, until, newest=newest)
             if found is not None and not found.info.deleted:
                 data = await _read(bus, full, found.info, limit)
                 if data is not None:
@@ -153,13 +164,13 @@ async def get(bus: Bus, bucket: str, name: str, *, limit: int, timeout: float = 
 
 
 async def _read(bus: Bus, full: str, info: _Info, limit: int) -> bytes | None:
-    """None: not all of it is there."""
+    """The object's bytes; None: some of its chunks are missing."""
     if info.size > limit:
         raise ServingError(
             Code.body_too_large, f"object {info.name[:80]!r} has {info.size} bytes, and the limit is {limit}"
         )
     parts, size = [], 0
-    async for entry in read(bus, f"OBJ_{full}", f"$O.{full}.C.{info.nuid}"):
+    async for entry in read(bus, f"OBJ_{full}", _chunks(full, info.nuid)):
         parts.append(entry.data or b"")
         size += len(parts[-1])
         if size >= info.size:
@@ -168,11 +179,11 @@ async def _read(bus: Bus, full: str, info: _Info, limit: int) -> bytes | None:
 
 
 async def _send_chunks(bus: Bus, subject: str, data: bytes, until: float) -> None:
-    """All chunks, in order: a few are on their way at once, and one connection keeps their order.
+    """Send all chunks, a few at a time; one connection keeps their order.
 
     Raises:
         ServingError: the bucket is full.
-        _Interrupted: one was not confirmed. Sent again it would stand behind its successors.
+        _Interrupted: one was not confirmed. Resent, it would come after its successors.
     """
     view = memoryview(data)
     for start in range(0, len(data), CHUNK * IN_FLIGHT):
@@ -186,7 +197,7 @@ async def _send_chunks(bus: Bus, subject: str, data: bytes, until: float) -> Non
 
 
 async def _store_entry(bus: Bus, subject: str, payload: bytes, headers: dict[str, str], until: float) -> None:
-    """Publish until it is confirmed; its message id makes that safe.
+    """Publish until it is confirmed; the message id makes that safe.
 
     Raises:
         ServingError: not in time, or refused.
@@ -198,34 +209,33 @@ async def _store_entry(bus: Bus, subject: str, payload: bytes, headers: dict[str
         await asyncio.sleep(PAUSE_S)
 
 
-def _refused(reply: Any, subject: str) -> bool:
-    """Whether to try again.
+def _refused(reply: Message, subject: str) -> bool:
+    """Whether a publish was refused for a moment only, and should be repeated.
 
     Raises:
         ServingError: refused for good.
         _Moved: its expected sequence was wrong.
     """
-    error = _reply(reply.data).error
+    error = decode_publish_reply(reply.data).error
     if error is None:
         return False
-    if error.err_code == _MOVED:
+    if error.err_code == WRONG_LAST_SEQUENCE:
         raise _Moved
-    if error.err_code in _BUSY:
+    if error.err_code in BUSY:
         return True
     raise ServingError(
         Code.broker_unavailable,
-        f"the object store refused {subject}: {error.description} ({error.err_code}); check the bucket's max_bytes "
-        "and the free disk space",
+        f"the object store refused {subject}: {error}; check the bucket's max_bytes and the free disk space",
     )
 
 
-async def _find(bus: Bus, full: str, name: str, until: float) -> _Found | None:
-    """The newest entry of a name.
+async def _find(bus: Bus, full: str, name: str, until: float, *, newest: bool = False) -> _Found | None:
+    """The entry of a name.
 
     Raises:
         ServingError: the bucket cannot be read.
     """
-    entry = await get_last(bus, f"OBJ_{full}", _entry(full, name), within_s=until - time.monotonic())
+    entry = await get_last(bus, f"OBJ_{full}", _entry(full, name), newest=newest, within_s=until - time.monotonic())
     if entry is None:
         return None
     try:
@@ -237,18 +247,19 @@ async def _find(bus: Bus, full: str, name: str, until: float) -> _Found | None:
 
 async def _request(
     bus: Bus, subject: str, payload: bytes, headers: dict[str, str] | None, until: float, again: bool = True
-) -> Any:
-    """A request, made again while the broker is away (no stream answers for a moment after its restart).
+) -> Message:
+    """A request, repeated while the broker is away (no stream answers for a moment after its restart).
 
     Raises:
         ServingError: no answer until then.
-        _Interrupted: none at the first time, and not ``again``.
+        _Interrupted: the first try was not answered, and ``again`` is False.
     """
     began = time.monotonic()
     while (left := until - time.monotonic()) > 0:
         try:
             if bus.connected:
-                return await bus.nc.request(subject, payload, timeout=min(REQUEST_S, left), headers=headers)
+                reply: Message = await bus.nc.request(subject, payload, timeout=min(REQUEST_S, left), headers=headers)
+                return reply
         except (NatsError, OSError, TimeoutError):
             pass
         await asyncio.sleep(PAUSE_S)
@@ -257,13 +268,17 @@ async def _request(
     raise _silent(subject, time.monotonic() - began)
 
 
-async def _take_back(bus: Bus, full: str, subject: str) -> None:
-    """Chunks that nobody knows of. What is missed here goes by its age."""
+async def _delete_chunks(bus: Bus, full: str, subject: str) -> None:
+    """Purge chunks that no entry names. What is left over expires by its age."""
     try:
         request = json.dumps({"filter": subject}).encode()
         await bus.nc.request(f"$JS.API.STREAM.PURGE.OBJ_{full}", request, timeout=REQUEST_S)
     except (NatsError, OSError, TimeoutError):
         pass
+
+
+def _chunks(full: str, nuid: str) -> str:
+    return f"$O.{full}.C.{nuid}"
 
 
 def _entry(full: str, name: str) -> str:

@@ -19,6 +19,7 @@ from nats.js.errors import Error as JetStreamError
 
 from infra.bus.connection import Bus
 from infra.bus.direct_get import Entry, read
+from infra.bus.object_store import get, replace
 from infra.timeline.request_timeline import RequestTimeline
 from infra.timeline.tracing.export import Sink
 from infra.timeline.tracing.span import Span
@@ -40,6 +41,7 @@ ENDS = 1_000  # terminal events taken at once
 BATCH_SPANS = 512
 MAX_OPEN = 50_000  # unfinished requests kept; about 3 kB each
 SAVE_S = 5.0
+KEPT_S = 5.0  # to load or save the position
 BEFORE_NS = 600_000_000_000  # a request that ends now may have begun before; if even earlier, its stages are not known
 LOST_NS = int((LONGEST_DEADLINE_S + 600) * 1e9)  # no unfinished request is older
 RETRY_S, RETRY_MOST_S = 0.5, 15.0
@@ -373,22 +375,19 @@ class Kept:
     def __init__(self, bus: Bus, name: str) -> None:
         self._bus = bus
         self._name = f"trace-{name or 'trace'}"
-        self._bucket = bus.subjects.bucket("snapshots")
 
     async def load(self) -> Position | None:
         try:
-            store = await self._bus.js.object_store(self._bucket)
-            return _position((await store.get(self._name)).data or b"")
-        except (*_FAILED, msgspec.MsgspecError) as error:
+            return _position(await get(self._bus, "snapshots", self._name, limit=1024, newest=True, timeout=KEPT_S))
+        except (ServingError, msgspec.MsgspecError) as error:
             log.info("no_position", reason=repr(error)[:200])
             return None
 
     async def save(self, position: Position) -> None:
         try:
-            store = await self._bus.js.object_store(self._bucket)
-            await store.put(self._name, wire.encode(position))
-        except _FAILED as error:
-            log.warning("position_not_saved", error=repr(error)[:200])
+            await replace(self._bus, "snapshots", self._name, wire.encode(position), timeout=KEPT_S)
+        except ServingError as error:
+            log.warning("position_not_saved", error=error.message)
 
 
 _position = wire.decoder(Position)

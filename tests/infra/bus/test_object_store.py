@@ -13,7 +13,7 @@ from infra.broker.server import EmbeddedNats
 from infra.bus import object_store
 from infra.bus.connection import Bus, connect
 from infra.bus.direct_get import read
-from infra.bus.object_store import CHUNK, get, put
+from infra.bus.object_store import CHUNK, get, put, replace
 from schemas.errors import Code, ServingError
 from schemas.subjects import Subjects
 from tests.infra.bus.support import opened
@@ -220,3 +220,19 @@ async def test_roles_have_the_rights_they_need(
             await gateway.close()
             await other.close()
         assert operator.connected
+
+
+async def test_replace_keeps_the_newest_value_and_no_chunks_of_the_older(bus: Bus) -> None:
+    values = [some(2 * CHUNK + 1, seed) for seed in range(3)]
+    for value in values:
+        await replace(bus, "media", "state", value)
+        assert await get(bus, "media", "state", limit=1 << 30, newest=True) == value
+    assert len(await stored(bus, "C.>")) == 3
+    assert len(await stored(bus, "M.>")) == 1
+
+
+async def test_of_two_replacements_at_once_one_value_is_whole(bus: Bus) -> None:
+    await replace(bus, "media", "state", some(CHUNK, 9))
+    values = [some(3 * CHUNK, seed) for seed in range(2)]
+    await asyncio.gather(*(replace(bus, "media", "state", value) for value in values))
+    assert await get(bus, "media", "state", limit=1 << 30, newest=True) in values
