@@ -21,6 +21,7 @@ from tests.chaos.seen import Seen
 CLIENTS = 3
 SILENCE_S = 10.0
 AGAIN_S = 1.0
+AGAIN = ("broker_unavailable", "shutting_down", "queue_full")  # codes of what may be asked again
 
 
 class NatsClients:
@@ -170,7 +171,13 @@ class NatsClients:
                             seen.request = found.get("Penstock-Request-Id", "")
                             if "Penstock-Error" in found:
                                 error = json.loads(message.data)["error"]
-                                raise PenstockError(error["code"], error["message"])
+                                if not asked or error["code"] not in AGAIN:
+                                    raise PenstockError(error["code"], error["message"])
+                                # Nothing was accepted; who asks, and does not submit, asks again.
+                                expected, seen.refused = 0, seen.refused + 1
+                                await asyncio.sleep(AGAIN_S)
+                                await self._send(payload, headers, inbox, body["model"], asked=True)
+                                continue
                             self._note(seen, json.loads(message.data))
                             if "Penstock-Final" in found:
                                 return
@@ -226,7 +233,7 @@ def _take(seen: Seen, chunk: Chunk) -> None:
 def _plain(choice: Any, where: str) -> dict[str, Any]:
     return {
         "index": choice.index,
-        where: {"content": choice.said},
+        where: {"content": choice.content},
         "finish_reason": choice.finish_reason,
         "logprobs": choice.logprobs,
     }
