@@ -87,7 +87,7 @@ async def test_an_image_is_made_stored_and_fetched(studio: httpx.AsyncClient, bu
     told_story, end = await ending(bus, told["id"])
     assert end.choices[0].files[0].name == picture["url"].rpartition("/")[2]
     assert end.usage.completion == 3
-    assert told_story.work[0].role == "diffusion"
+    assert told_story.stages[0].role == "diffusion"
 
 
 async def test_the_stock_client_gets_images_in_the_answer(studio: httpx.AsyncClient, fast: Deployment) -> None:
