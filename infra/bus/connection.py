@@ -1,7 +1,7 @@
-"""The connection to the broker: reconnects for ever, tells its users when it did, ends the process if it cannot.
+"""The connection to the broker: reconnects without limit and runs hooks after each reconnect.
 
 nats-py closes a connection for good on some server errors, whatever the reconnect settings (a password changed
-by a reload, for example). A process that went on without noticing would be deaf, so it exits; its supervisor
+by a reload, for example). A process that went on would never receive a message again, so it exits, and its supervisor
 starts another.
 """
 
@@ -29,8 +29,8 @@ EXIT_BROKER_LOST = 75  # EX_TEMPFAIL: a supervisor should start the process agai
 CONNECT_S = 10.0
 CLOSE_S = 3.0
 DROPPED_S = 0.25
-# With others to go to, a server that hangs is left after 2 to 3 s, before an election (4 to 9 s) can be over:
-# nobody listens to a leader that wakes up deposed.
+# In a cluster, leave a server that hangs after 2 to 3 s, before an election (4 to 9 s) can be over: a deposed leader
+# that wakes up must find no client.
 _QUICK: dict[str, Any] = {"ping_interval": 1, "connect_timeout": 1}
 SAME_ERROR_S = 5.0
 
@@ -38,10 +38,10 @@ Hook = Callable[[], Awaitable[None]]
 
 
 class _Client(Client):  # type: ignore[misc]  # untyped
-    """What nats-py leaves undone.
+    """Two repairs of nats-py.
 
-    It outlives a flush that was given up (nats-py ends its read loop over the answer, and is deaf from then on), and
-    closes the link to a server that accepted and said nothing before it tries the next.
+    The read loop survives the answer to a flush that timed out (nats-py's ends, and nothing is received any more). The
+    link to a server that accepted it and sent nothing is closed before the next server is tried.
     """
 
     async def _connect_to_server(self, s: Any) -> None:
@@ -57,20 +57,44 @@ class _Client(Client):  # type: ignore[misc]  # untyped
 
 
 class Bus:
-    """One connection. ``on_reconnect`` hooks run in order after each reconnect, in a task of their own.
+    """One connection.
+
+    Guarantees: it reconnects for as long as the process runs, or ends the process if nats-py gives up. After each
+    reconnect the hooks run in order, in a task of their own; a hook that raises is logged and the next one runs.
+
+    Use it as a context manager, or call ``close``.
 
     Attributes:
-        tasks: the process's background tasks; what works on this connection spawns in it or in a group of it.
+        tasks: the process's background tasks. Components spawn theirs in it, or in a group of it.
+        on_reconnect: the hooks. Register one for every request or subscription whose answer a broken link can lose.
+        closing: ``close`` was called.
     """
 
-    def __init__(self, client: Client, subjects: Subjects, tasks: Tasks | None = None) -> None:
+    def __init__(
+        self,
+        client: Client,
+        subjects: Subjects,
+        tasks: Tasks | None = None,
+        *,
+        end_process: Callable[[int], object] = os._exit,
+    ) -> None:
         self.nc = client
         self.tasks = tasks if tasks is not None else Tasks("process")  # an empty group is false
         self.js: JetStreamContext = client.jetstream()
         self.subjects = subjects
         self.on_reconnect: list[Hook] = []
         self.closing = False
+        self._opened = False  # until then nats-py's callbacks are about the first connect, which raises by itself
+        self._end_process = end_process
         self._recovery: asyncio.Task[None] | None = None
+        self._last_error = ""
+        self._last_error_at = 0.0
+
+    async def __aenter__(self) -> "Bus":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     @property
     def connected(self) -> bool:
@@ -78,12 +102,12 @@ class Bus:
 
     @property
     def reconnects(self) -> int:
-        """How often the link was made anew; counted before anything can be sent on the new one."""
+        """How often the link was remade; counted before anything can be sent on the new one."""
         return int(self.nc.stats["reconnects"])
 
     @property
     def clustered(self) -> bool:
-        """Whether the server is one of several: streams may have replicas then, and leaders that change."""
+        """Whether the server is part of a cluster: streams may have replicas, and leaders that change."""
         return bool(self.nc._server_info.get("cluster"))  # as of the last connect; nats-py shows it nowhere else
 
     @property
@@ -92,13 +116,13 @@ class Bus:
         return min(int(self.nc.max_payload), MAX_PAYLOAD) - HEADROOM
 
     def recover(self) -> None:
-        """Run the reconnect hooks; a recovery that is still running is replaced, since it worked on a dead link."""
+        """Run the reconnect hooks. A recovery that still runs is cancelled: it worked on a dead link."""
         if self._recovery is not None:
             self._recovery.cancel()
         self._recovery = self.tasks.spawn(self._recover(), name="bus-recovery")
 
     def recover_soon(self) -> None:
-        """Messages were dropped on a link that stands: the same hooks mend that. Once for a burst of drops."""
+        """Run the reconnect hooks because messages were dropped on a link that stands; once for a burst of drops."""
         if self._recovery is None or self._recovery.done():
             self._recovery = self.tasks.spawn(self._recover(after=DROPPED_S), name="bus-recovery")
 
@@ -110,6 +134,31 @@ class Bus:
             except Exception as error:
                 log.warning("reconnect_hook_failed", hook=getattr(hook, "__qualname__", "?"), error=repr(error))
 
+    # --- what nats-py reports; these run in its read loop, so they must neither block nor raise ---
+
+    async def _on_error(self, error: Exception) -> None:
+        text, now = repr(error)[:500], time.monotonic()
+        # An absent broker is tried 10 times a second.
+        if text != self._last_error or now - self._last_error_at > SAME_ERROR_S:
+            self._last_error, self._last_error_at = text, now
+            log.warning("bus_error", error=text)
+        if isinstance(error, SlowConsumerError) and self._opened:
+            self.recover_soon()
+
+    async def _on_closed(self) -> None:
+        if self._opened and not self.closing:
+            log.error("bus_closed", action="exiting; the supervisor starts this process again")
+            self._end_process(EXIT_BROKER_LOST)
+
+    async def _on_reconnected(self) -> None:
+        log.info("bus_reconnected")
+        if self._opened:
+            self.recover()
+
+    async def _on_disconnected(self) -> None:
+        if self._opened and not self.closing:
+            log.warning("bus_disconnected")
+
     async def close(self) -> None:
         """Send what is queued, end the tasks, close; never raises, bounded to a few seconds."""
         self.closing = True
@@ -120,7 +169,7 @@ class Bus:
 
 
 async def _bounded(step: Coroutine[Any, Any, None]) -> None:
-    """Wait for a step at most ``CLOSE_S``. Not ``wait_for``, which waits for ever for a step that ignores its end."""
+    """Wait for a step at most ``CLOSE_S``. ``wait_for`` has no bound for a step that ignores its cancellation."""
     task = asyncio.ensure_future(step)
     await asyncio.wait([task], timeout=CLOSE_S)
     if not task.done():
@@ -132,7 +181,7 @@ async def _bounded(step: Coroutine[Any, Any, None]) -> None:
 
 
 def _login(url: str) -> dict[str, Any]:
-    """The URL's credentials as options: nats-py would not show them to servers that it learns of later."""
+    """The URL's credentials as options: nats-py does not use them for servers that it discovers later."""
     parts = urlsplit(url)
     if parts.username and parts.password is not None:
         return {"user": unquote(parts.username), "password": unquote(parts.password)}
@@ -156,37 +205,14 @@ async def connect(
         url: one or more servers, comma-separated, with credentials.
         role: the broker user's role; names the private inbox that its permissions allow.
         name: shown in the broker's monitoring and in its disconnect events.
-        on_fatal: ends the process in order, when one of its background tasks failed (``Stop.failed``).
+        end_process: called with an exit status when nats-py has closed the connection for good.
+        on_fatal: called when a background task failed; ends the process in order (``Stop.failed``).
+        options: of nats-py's ``connect``, over the ones chosen here.
     Raises:
         ServingError: no server answered within ``timeout`` seconds, or it refused the credentials.
     """
-    holder: list[Bus] = []
-
-    said: dict[str, Any] = {"error": "", "at": 0.0}
-
-    async def on_error(error: Exception) -> None:  # runs in the read loop: must neither block nor raise
-        text, now = repr(error)[:500], time.monotonic()
-        if text != said["error"] or now - said["at"] > SAME_ERROR_S:  # a broker that is away is tried 10 times a second
-            said.update(error=text, at=now)
-            log.warning("bus_error", error=text)
-        if isinstance(error, SlowConsumerError) and holder:
-            holder[0].recover_soon()
-
-    async def on_closed() -> None:
-        if holder and not holder[0].closing:
-            log.error("bus_closed", action="exiting; the supervisor starts this process again")
-            end_process(EXIT_BROKER_LOST)
-
-    async def on_reconnected() -> None:
-        log.info("bus_reconnected")
-        if holder:
-            holder[0].recover()
-
-    async def on_disconnected() -> None:
-        if holder and not holder[0].closing:
-            log.warning("bus_disconnected")
-
     client = _Client()
+    bus = Bus(client, Subjects(namespace), Tasks(role, on_fatal), end_process=end_process)
     urls = url.split(",")
     if len(urls) > 1:
         options = _QUICK | options
@@ -201,10 +227,10 @@ async def connect(
                     "ping_interval": 5,
                     "pending_size": 32 << 20,
                     "inbox_prefix": f"_INBOX_{role}" if role != "client" else "_INBOX",
-                    "error_cb": on_error,
-                    "closed_cb": on_closed,
-                    "reconnected_cb": on_reconnected,
-                    "disconnected_cb": on_disconnected,
+                    "error_cb": bus._on_error,
+                    "closed_cb": bus._on_closed,
+                    "reconnected_cb": bus._on_reconnected,
+                    "disconnected_cb": bus._on_disconnected,
                 }
                 | _login(urls[0])
                 | options,
@@ -218,6 +244,5 @@ async def connect(
             f"no NATS server answers at {where} within {timeout:g} s ({type(error).__name__}: {error}); "
             "start one with 'penstock nats', or check --nats-url and its credentials",
         ) from None
-    bus = Bus(client, Subjects(namespace), Tasks(role, on_fatal))
-    holder.append(bus)
+    bus._opened = True
     return bus

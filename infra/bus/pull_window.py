@@ -1,27 +1,47 @@
-"""What was asked of a pull consumer and is still to come. Pure: time is an argument.
+"""What was requested of a pull consumer and is still to come. Pure: time is an argument.
 
-Requests are counted in generations: after a reconnect, or when the server has been silent for too long, what was asked
-before counts no more. A message of an earlier generation is taken all the same; it was just not asked for by this one.
+Requests are counted in generations. After a reconnect, or when the server has been silent for too long, the requests
+made before count no more. A message of an earlier generation is taken all the same; this generation did not request it.
 """
 
+import enum
+
+from infra.bus.message import Message
+
+EXPIRES_S = 30.0  # a request that is not filled by then ends
 HEARTBEAT_S = 5.0
 SILENT_S = 2.5 * HEARTBEAT_S  # a request that is alive sends heartbeats
 
 
-class Window:
-    """
+class Received(enum.Enum):
+    """What a message on the inbox of a pull request is."""
+
+    job = enum.auto()
+    heartbeat = enum.auto()
+    ended = enum.auto()  # a request has ended; ask again at once
+    refused = enum.auto()  # a request was refused (consumer deleted, no leader); ask again later, or asking would spin
+    stale = enum.auto()  # about a request of an earlier generation
+
+
+class PullWindow:
+    """How much is requested, and when to request more.
+
+    Guarantees: never more is requested than there is room for; while there is room, a request is open, was refused
+    (then the caller's clock tries again), or is missed after ``SILENT_S``.
+
     Attributes:
-        requested: messages that may still come by the requests of this generation.
-        closed: nothing more is asked for.
+        generation: of the current requests.
+        requested: messages that may still come by them.
+        closed: nothing more is requested.
     """
 
     def __init__(self, now: float) -> None:
         self.generation = 0
         self.requested = 0
         self.closed = False
-        self._heard = now
+        self._last_received = now
 
-    def ask(self, room: int) -> int:
+    def next_batch(self, room: int) -> int:
         """How many messages to request now, given room for ``room`` more; 0: none.
 
         Only if there is room for clearly more than is requested, so that few requests are made.
@@ -31,38 +51,47 @@ class Window:
         batch, self.requested = room - self.requested, room
         return batch
 
-    def heard(self, now: float) -> None:
-        """Anything came."""
-        self._heard = now
+    def receive(self, message: Message, generation: int, now: float) -> Received:
+        """Classify a message of a generation's inbox, and count the end of its request.
 
-    def took(self, generation: int) -> None:
-        """A message was taken in, and the room counts it."""
+        A job counts as requested until ``taken``: before that, the caller's room may not count it yet.
+        """
+        self._last_received = now
+        headers = message.headers
+        if headers is None or message.reply:
+            return Received.job
+        status = headers.get("Status", "")
+        if status == "100":
+            return Received.heartbeat
+        if generation != self.generation:
+            return Received.stale
+        if status in ("404", "408"):  # no messages; expired
+            self.requested = max(0, self.requested - int(headers.get("Nats-Pending-Messages", "0") or 0))
+            return Received.ended
+        self.requested = 0
+        return Received.refused
+
+    def taken(self, generation: int) -> None:
+        """A job was taken in, and the caller's room counts it."""
         if generation == self.generation and self.requested:
             self.requested -= 1
 
-    def ended(self, generation: int, status: str, pending: int) -> bool:
-        """A request ended with ``pending`` messages that it had asked for; True: ask again at once.
-
-        Not if it was refused (consumer deleted, no leader, nobody there): at once would spin.
-        """
-        if generation != self.generation:
-            return False
-        if status in ("404", "408"):
-            self.requested = max(0, self.requested - pending)
-            return True
-        self.requested = 0
-        return False
-
     def silent(self, now: float) -> float:
-        """For how many seconds a request that should have sent a heartbeat has sent none; 0: all is well."""
-        silent = now - self._heard
+        """Seconds since an open request should have sent a heartbeat; 0: nothing is missing."""
+        silent = now - self._last_received
         return silent if self.requested and silent > SILENT_S else 0.0
 
     def restart(self, now: float) -> None:
-        """Nothing that was asked for counts any more."""
+        """Begin a generation: no earlier request counts any more."""
         self.generation += 1
         self.requested = 0
-        self._heard = now
+        self._last_received = now
 
     def close(self) -> None:
         self.closed = True
+
+
+def pull_request(batch: int) -> bytes:
+    """The body of a request for ``batch`` messages."""
+    expires, heartbeat = int(EXPIRES_S * 1e9), int(HEARTBEAT_S * 1e9)
+    return b'{"batch":%d,"expires":%d,"idle_heartbeat":%d}' % (batch, expires, heartbeat)

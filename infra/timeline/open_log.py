@@ -86,7 +86,7 @@ async def open_log(
     """
     data_dir = source.data_dir.resolve()
     if source.nats_url:
-        async with _connected(source.nats_url, name, role, source.namespace or "ps", timeout_s) as bus:
+        async with await _connect(source.nats_url, name, role, source.namespace or "ps", timeout_s) as bus:
             yield Log(bus, stopped=False)
         return
     lock = Lock(data_dir / "nats.lock")
@@ -101,25 +101,18 @@ async def open_log(
                 server = EmbeddedNats(copy, namespace)
                 await server.start()
                 stack.push_async_callback(server.stop)
-                yield Log(
-                    await stack.enter_async_context(_connected(server.url(), name, role, namespace, timeout_s)),
-                    stopped=True,
-                )
+                bus = await stack.enter_async_context(await _connect(server.url(), name, role, namespace, timeout_s))
+                yield Log(bus, stopped=True)
         finally:
             lock.release()
         return
     url, namespace = _running(source, data_dir)
-    async with _connected(url, name, role, namespace, timeout_s) as bus:
+    async with await _connect(url, name, role, namespace, timeout_s) as bus:
         yield Log(bus, stopped=False)
 
 
-@contextlib.asynccontextmanager
-async def _connected(url: str, name: str, role: str, namespace: str, timeout_s: float) -> AsyncIterator[Bus]:
-    bus = await connect(url, role=role, name=name, namespace=namespace, timeout=timeout_s)
-    try:
-        yield bus
-    finally:
-        await bus.close()
+async def _connect(url: str, name: str, role: str, namespace: str, timeout_s: float) -> Bus:
+    return await connect(url, role=role, name=name, namespace=namespace, timeout=timeout_s)
 
 
 def _acquired(lock: Lock) -> bool:

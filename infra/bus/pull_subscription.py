@@ -1,0 +1,47 @@
+"""The inbox of one generation of pull requests. What Penstock needs of nats-py's private parts is here."""
+
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from nats.errors import Error as NatsError
+
+from infra.bus.connection import Bus
+from infra.bus.message import Message
+from infra.bus.tasks import end
+
+FLUSH_S = 2  # a round trip to the server
+
+
+class PullSubscription:
+    """Hands over messages in order, with the generation that they belong to."""
+
+    def __init__(self, bus: Bus, generation: int, handle: Callable[[Message, int], Awaitable[None]]) -> None:
+        self.inbox: str = bus.nc.new_inbox()
+        self.generation = generation
+        self._bus = bus
+        self._handle = handle
+        self._sub: Any = None
+
+    async def open(self) -> None:
+        self._sub = await self._bus.nc.subscribe(self.inbox, cb=self._on_message)
+
+    async def _on_message(self, message: Message) -> None:
+        await self._handle(message, self.generation)
+
+    async def drain(self) -> None:
+        """Return when nothing is on its way any more and everything that came has been handed over."""
+        nc = self._bus.nc
+        if self._bus.connected:
+            with contextlib.suppress(NatsError, OSError):  # what was on its way on a broken link never comes
+                await nc._send_unsubscribe(self._sub._id)
+                # The server's answer is behind its last message. The first PING may overtake what is buffered here.
+                await nc.flush(timeout=FLUSH_S)
+                await nc.flush(timeout=FLUSH_S)
+        await self._sub._pending_queue.join()
+
+    async def close(self) -> None:
+        """Hand over nothing more; messages that are still here are delivered again later."""
+        with contextlib.suppress(NatsError, OSError):
+            await self._sub.unsubscribe()
+        await end([self._sub._wait_for_msgs_task])  # it may be inside the handler
