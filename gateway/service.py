@@ -140,8 +140,8 @@ class Gateway:
             reasons.append("the broker is not connected")
         if not self._routers:
             reasons.append("no router takes requests; start one with 'penstock router'")
-        pictures = not self.settings.model and self.diffusion_models.present()  # nobody asked for a language model
-        if not pictures and not self._known_workers().ready:
+        diffusion_only = not self.settings.model and self.diffusion_models.ready()  # nobody asked for a language model
+        if not diffusion_only and not self._known_workers().ready:
             reasons.append(f"no worker serves {self.names[0]!r}; start one with 'penstock worker'")
         if self.draining:
             reasons.append("this gateway is shutting down")
@@ -158,7 +158,7 @@ class Gateway:
 
     def _left(self, member: RegisteredWorker, why: str) -> None:
         log.info("worker_left", worker=member.registration.worker, why=why)
-        self.diffusion_models.left(member.registration.worker)
+        self.diffusion_models.remove(member.registration.worker)
         self._sorted = self._current = None
 
     @property

@@ -12,11 +12,10 @@ import msgspec
 
 from schemas import requests
 from schemas.requests import GenerateRequest
-from schemas.tokens import PROMPT, WHOLE_REQUEST, File, Finish, Logprob, TokenItem
+from schemas.tokens import FAILURES, PROMPT, WHOLE_REQUEST, File, Finish, Logprob, TokenItem
 from schemas.trace import Stamps
 from schemas.wire import decoder, encode
 
-_FAILED = ("error", "cancelled")
 _HEADER_TEXT = 200  # characters of a reason in a header
 
 
@@ -124,7 +123,7 @@ def items(event: Done) -> list[TokenItem]:
         out.append(TokenItem(request, attempt, PROMPT, 1, b"", None, event.scores))
     for index, choice in enumerate(event.choices):
         own = Finish(choice.reason, choice.stop, cached, files=choice.files)
-        finish = failed if event.code and choice.reason in ("", *_FAILED) else own
+        finish = failed if event.code and choice.reason in ("", *FAILURES) else own
         out.append(TokenItem(request, attempt, index, 0, choice.tokens, finish, choice.logprobs or None))
     if event.code:
         out.append(TokenItem(request, attempt, WHOLE_REQUEST, 0, b"", failed))

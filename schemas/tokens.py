@@ -47,6 +47,9 @@ class File(msgspec.Struct, frozen=True, array_like=True):
     seconds: float = 0.0  # that the worker took for the whole request
 
 
+FAILURES = ("error", "cancelled")  # reasons of a Finish that ended the request without its whole output
+
+
 class Finish(msgspec.Struct, frozen=True, array_like=True):
     """Why a choice (or the whole request) ended."""
 

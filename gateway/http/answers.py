@@ -122,12 +122,12 @@ class Reattach:
     """``GET /v1/requests/{id}/stream``: the answer from its beginning, or behind ``Last-Event-ID``.
 
     Args:
-        pictures: sends the answer of a request for pictures: (request, Last-Event-ID, scope, receive, send).
+        images: answers requests for images and videos: (request, Last-Event-ID, scope, receive, send).
     """
 
-    def __init__(self, gateway: Gateway, pictures: Callable[..., Awaitable[None]]) -> None:
+    def __init__(self, gateway: Gateway, images: Callable[..., Awaitable[None]]) -> None:
         self._gateway = gateway
-        self._pictures = pictures
+        self._images = images
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self._gateway
@@ -135,7 +135,7 @@ class Reattach:
             request, record = await gateway.look_up(strip_id_prefix(scope["path_params"]["id"]))
             last = dict(scope["headers"]).get(b"last-event-id", b"").decode("latin-1")
             if request.diffusion is not None:
-                await self._pictures(request, last, scope, receive, send)
+                await self._images(request, last, scope, receive, send)
                 return
             renderer = StreamRenderer(request, gateway.model.detokenizer, include_usage=True)
             if last:

@@ -18,7 +18,8 @@ from starlette.routing import Route
 
 from gateway.http.answers import INTERNAL, App, Completions, Reattach, Receive, Scope, Send, send_error, strip_id_prefix
 from gateway.http.status import status_of
-from gateway.images.endpoints import Files, ImageGenerations, ImageReattach, base_url_of
+from gateway.images.endpoints import ImageGenerations, ImageReattach, base_url
+from gateway.images.files import GeneratedFiles
 from gateway.images.prepare import PATHS
 from gateway.openai.common import CHAT, COMPLETION
 from gateway.openai.openapi import document
@@ -76,7 +77,7 @@ def _others(gateway: Gateway, answering: Mapping[str, App]) -> Starlette:
             Route("/v1/requests/{id}", api.request, methods=["GET"]),
             Route("/v1/requests/{id}", api.cancel, methods=["DELETE"]),
             Route("/v1/requests/{id}/stream", Reattach(gateway, ImageReattach(gateway))),
-            Route("/v1/files/{name}", Files(gateway).get),
+            Route("/v1/files/{name}", GeneratedFiles(gateway).get),
             Route("/health/live", api.live),
             Route("/health/ready", api.ready),
             Route("/metrics", api.metrics),
@@ -103,21 +104,21 @@ class _Api:
             "output_modalities": ["text"],
         }
 
-    def _picture_card(self, name: str, made: Diffuser) -> dict[str, Any]:
+    def _diffusion_card(self, name: str, model: Diffuser) -> dict[str, Any]:
         return {
             "id": name,
             "object": "model",
             "created": self._gateway.started_ns // 1_000_000_000,
             "owned_by": "penstock",
             "input_modalities": ["text"],
-            "output_modalities": [made.kind],
+            "output_modalities": [model.kind],
         }
 
     def _cards(self) -> dict[str, dict[str, Any]]:
-        pictures = {
-            name: self._picture_card(name, made) for name, made in self._gateway.diffusion_models.present().items()
+        diffusion = {
+            name: self._diffusion_card(name, model) for name, model in self._gateway.diffusion_models.ready().items()
         }
-        return pictures | {name: self._model_card(name) for name in self._gateway.names}
+        return diffusion | {name: self._model_card(name) for name in self._gateway.names}
 
     async def models(self, request: Request) -> Response:
         cards = self._cards()
@@ -134,7 +135,7 @@ class _Api:
     async def request(self, request: Request) -> Response:
         gateway = self._gateway
         found = await gateway.look_up(strip_id_prefix(request.path_params["id"]))
-        return _reply(await status_of(gateway, found, base_url_of(request.scope, gateway)))
+        return _reply(await status_of(gateway, found, base_url(request.scope, gateway)))
 
     async def cancel(self, request: Request) -> Response:
         found = await self._gateway.find(strip_id_prefix(request.path_params["id"]))

@@ -22,7 +22,7 @@ State = Literal["queued", "running", "done", "failed", "cancelled"]
 
 
 async def status_of(gateway: Gateway, found: StoredRequest, base_url: str) -> Status:
-    """State and result of a request, of whatever gateway; ``base_url``: of links to its pictures."""
+    """State and result of a request, of whatever gateway; ``base_url``: of links to generated files."""
     request, record = found
     if record is None:
         return await _running(gateway, request, base_url)
@@ -89,11 +89,11 @@ def _collector(gateway: Gateway, request: GenerateRequest, *, late: bool) -> Ans
 
 
 async def _result(collector: AnswerAggregator | ImageAggregator, base_url: str) -> msgspec.Raw:
-    """As it was answered; pictures always as links.
+    """As it was answered; images and videos always as links.
 
     Raises:
         ServingError: the request failed.
     """
     if isinstance(collector, ImageAggregator):
-        return msgspec.Raw(_json(collector.answer(base_url)))
+        return msgspec.Raw(_json(collector.response(base_url)))
     return msgspec.Raw(await encode_answer(collector))

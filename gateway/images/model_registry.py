@@ -1,7 +1,7 @@
-"""What the fleet's diffusion workers make, by model: learnt from their registrations.
+"""Diffusion models by name, from the registrations of their workers.
 
-A model stays known after its last worker has left, so that a request which comes while one is being replaced waits for
-it like any other.
+A model stays known after its last worker has left, so that a request that arrives while a worker is being replaced
+waits in the queue instead of failing.
 """
 
 from collections.abc import Iterable, Mapping
@@ -9,38 +9,36 @@ from collections.abc import Iterable, Mapping
 from schemas.fleet import Diffuser, Registration, State
 
 ROLE = "diffusion"
-REMEMBERED = 256
+MAX_MODELS = 256
 
 
 class DiffusionModelRegistry:
-    """``put`` and ``left`` follow the fleet."""
-
     def __init__(self) -> None:
         self._known: dict[str, Diffuser] = {}
         self._workers: dict[str, Registration] = {}
 
     @property
     def known(self) -> Mapping[str, Diffuser]:
-        """By each name of a model that is or was served; the last to register says what is made."""
+        """Models that are or were served, by each of their names; the worker that registered last counts."""
         return self._known
 
     def put(self, registration: Registration) -> None:
-        """A worker registered or renewed."""
+        """A worker registered, or renewed its registration."""
         if registration.role != ROLE or registration.diffusion is None:
             return
         self._workers[registration.worker] = registration
         for name in _names(registration):
             self._known[name] = registration.diffusion
-        while len(self._known) > REMEMBERED:
+        while len(self._known) > MAX_MODELS:
             del self._known[next(iter(self._known))]
 
-    def left(self, worker: str) -> None:
+    def remove(self, worker: str) -> None:
         self._workers.pop(worker, None)
 
-    def present(self) -> dict[str, Diffuser]:
-        """Of models with a worker that takes requests, in the order of their names."""
-        ready = [each for each in self._workers.values() if each.state is State.ready]
-        names = sorted({name for registration in ready for name in _names(registration)})
+    def ready(self) -> dict[str, Diffuser]:
+        """Models with a worker that takes requests, sorted by name."""
+        workers = [each for each in self._workers.values() if each.state is State.ready]
+        names = sorted({name for registration in workers for name in _names(registration)})
         return {name: self._known[name] for name in names if name in self._known}
 
 

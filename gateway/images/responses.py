@@ -1,7 +1,7 @@
-"""Token items of a request for pictures become what a client reads: progress events, or one JSON answer.
+"""Token items of an image or video request become what a client reads: progress events, or one JSON answer. Pure.
 
-A "token" is a denoising step. As with text, everything shown is a function of the items, and the id of an event is
-the number of steps done, so any replica can go on from ``Last-Event-ID``.
+A "token" is a denoising step. As with text, everything shown is a function of the items, and the id of an event is the
+number of steps done, so any gateway can continue from ``Last-Event-ID``.
 """
 
 import base64
@@ -11,19 +11,17 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from gateway.openai.responses import PromptTokensDetails, UsageBody, error_body, serving_error
+from gateway.openai.responses import PromptTokensDetails, UsageBody, serving_error
+from gateway.openai.sse import DONE, error_event, parse_position
 from schemas.errors import ServingError
 from schemas.requests import Diffusion, GenerateRequest
-from schemas.tokens import File, TokenItem
-
-DONE = b"data: [DONE]\n\n"
-_FAILED = ("error", "cancelled")
+from schemas.tokens import FAILURES, File, TokenItem
 
 _json = msgspec.json.encode
 
 
 class ImageData(Struct, frozen=True, omit_defaults=True):
-    """One image or video: where it is, or, if asked for, the file itself. ``frames`` and ``frame_rate`` of videos."""
+    """One image or video, by its URL or as base64. ``frames`` and ``frame_rate``: of videos."""
 
     media_type: str
     width: int
@@ -36,7 +34,7 @@ class ImageData(Struct, frozen=True, omit_defaults=True):
 
 
 class ImagesResponse(Struct, frozen=True):
-    """Answer of POST /v1/images/generations and /v1/videos/generations. Times in seconds."""
+    """Response of POST /v1/images/generations and /v1/videos/generations. Times in seconds."""
 
     id: str
     object: Literal["image", "video"]
@@ -52,7 +50,7 @@ class ImagesResponse(Struct, frozen=True):
 
 
 class ImageProgressEvent(Struct, frozen=True):
-    """One server-sent event while pictures are made; the last before [DONE] is of type "...completed"."""
+    """One server-sent event during generation; the last before [DONE] has the type "...completed"."""
 
     type: Literal["image_generation.progress", "video_generation.progress"]
     id: str
@@ -61,15 +59,20 @@ class ImageProgressEvent(Struct, frozen=True):
 
 
 class ImageAggregator:
-    """What a request has come to."""
+    """State of one request.
+
+    Attributes:
+        step: denoising steps done, of ``steps``.
+        files: None until they are stored.
+    """
 
     def __init__(self, request: GenerateRequest) -> None:
         assert request.diffusion is not None
         self.request = request
-        self.ask: Diffusion = request.diffusion
-        self.steps = self.ask.steps * self.ask.images
+        self.diffusion: Diffusion = request.diffusion
+        self.steps = self.diffusion.steps * self.diffusion.images
         self.step = 0
-        self.files: tuple[File, ...] | None = None  # once they are made
+        self.files: tuple[File, ...] | None = None
         self.error: ServingError | None = None
 
     @property
@@ -81,91 +84,87 @@ class ImageAggregator:
         return UsageBody(0, self.step, self.step, PromptTokensDetails())
 
     def push(self, items: Iterable[TokenItem]) -> bool:
-        """Take in items; True once the pictures are made, or the request has failed."""
+        """Take in items; True once the files are stored or the request has failed."""
         for item in items:
             if self.done:
                 break
             self.step += len(item.tokens) // 4
             if (finish := item.finish) is not None:
-                if finish.reason in _FAILED:
+                if finish.reason in FAILURES:
                     self.error = serving_error(finish.code or finish.reason, finish.message)
                 else:
                     self.files = finish.files
         return self.done
 
-    def answer(self, base_url: str, contents: Sequence[bytes] | None = None) -> ImagesResponse:
-        """The body.
-
+    def response(self, base_url: str, contents: Sequence[bytes] | None = None) -> ImagesResponse:
+        """
         Args:
-            base_url: in front of "/v1/files/...".
-            contents: of the files, if they go into the body.
+            base_url: goes in front of "/v1/files/...".
+            contents: of the files, if the client wants them in the response; None: it gets URLs.
         Raises:
             ServingError: the request failed.
         """
         if self.error is not None:
             raise self.error
         assert self.files is not None
-        video = self.ask.kind == "video"
+        video = self.diffusion.kind == "video"
         data = [
             ImageData(
-                file.type,
-                file.width,
-                file.height,
-                file.bytes,
-                f"{base_url}/v1/files/{file.name}" if contents is None else None,
-                base64.b64encode(contents[i]).decode() if contents is not None else None,
-                file.frames if video else None,
-                file.frame_rate if video else None,
+                media_type=file.type,
+                width=file.width,
+                height=file.height,
+                bytes=file.bytes,
+                url=f"{base_url}/v1/files/{file.name}" if contents is None else None,
+                b64_json=base64.b64encode(contents[i]).decode() if contents is not None else None,
+                frames=file.frames if video else None,
+                frame_rate=file.frame_rate if video else None,
             )
             for i, file in enumerate(self.files)
         ]
         return ImagesResponse(
-            self.request.id,
-            "video" if video else "image",
-            self.request.created_ns // 1_000_000_000,
-            self.request.model,
-            data,
-            max((file.seconds for file in self.files), default=0.0),
-            f"{self.ask.width}x{self.ask.height}",
-            self.ask.format,
-            self.ask.seed,
-            self.ask.steps,
+            id=self.request.id,
+            object="video" if video else "image",
+            created=self.request.created_ns // 1_000_000_000,
+            model=self.request.model,
+            data=data,
+            inference_time_s=max((file.seconds for file in self.files), default=0.0),
+            size=f"{self.diffusion.width}x{self.diffusion.height}",
+            output_format=self.diffusion.format,
+            seed=self.diffusion.seed,
+            steps=self.diffusion.steps,
         )
 
 
 class ImageStreamRenderer:
-    """Progress as events. Each tells all steps so far, so of those that came together only the last is shown."""
+    """Progress as server-sent events. Each has all steps so far, so only the last of several that arrived is sent."""
 
     def __init__(self, request: GenerateRequest) -> None:
-        self.collected = ImageAggregator(request)
-        self._kind = f"{self.collected.ask.kind}_generation"
-        self._shown = 0
+        self.aggregator = ImageAggregator(request)
+        self._kind = f"{self.aggregator.diffusion.kind}_generation"
+        self._sent = 0
 
     def resume(self, last_event_id: str) -> None:
-        """Suppress what the client has seen; then push all items from the first on.
+        """Skip what the client has seen; then push all items from the first on.
 
         Raises:
-            ValueError: not an id of this answer's events.
+            ValueError: not the id of an event of this stream.
         """
-        text = last_event_id.strip()
-        if not (text.isascii() and text.isdigit() and len(text) < 16):
-            raise ValueError(f"{last_event_id!r} is not an event id")
-        self._shown = int(text)
+        self._sent = parse_position(last_event_id.strip(), last_event_id)
 
     def push(self, items: Iterable[TokenItem]) -> bytes:
-        """An event, if these items bring progress; of the end, ``end`` tells."""
-        collected = self.collected
-        collected.push(items)
-        if collected.step <= self._shown:
+        """An event if these items bring progress; the last event comes from ``end`` or ``fail``."""
+        aggregator = self.aggregator
+        aggregator.push(items)
+        if aggregator.step <= self._sent:
             return b""
-        self._shown = collected.step
-        event = ImageProgressEvent(f"{self._kind}.progress", collected.request.id, self._shown, collected.steps)  # type: ignore[arg-type]
-        return b"id: %d\ndata: %b\n\n" % (self._shown, _json(event))
+        self._sent = aggregator.step
+        event = ImageProgressEvent(f"{self._kind}.progress", aggregator.request.id, self._sent, aggregator.steps)  # type: ignore[arg-type]
+        return b"id: %d\ndata: %b\n\n" % (self._sent, _json(event))
 
-    def end(self, answer: ImagesResponse) -> bytes:
-        """The last event, with the pictures, and the end of the stream."""
-        return b"data: %b\n\n" % _json({"type": f"{self._kind}.completed"} | msgspec.to_builtins(answer)) + DONE
+    def end(self, response: ImagesResponse) -> bytes:
+        """The last event, with the images, and the end of the stream."""
+        return b"data: %b\n\n" % _json({"type": f"{self._kind}.completed"} | msgspec.to_builtins(response)) + DONE
 
-    def fail(self, error: ServingError, *, over: bool = True) -> bytes:
-        """The end of the stream, with an error event. ``over``: the request has ended, too."""
-        return b"data: " + _json(error_body(error)) + b"\n\n" + (DONE if over else b"")
+    def fail(self, error: ServingError, *, finished: bool = True) -> bytes:
+        """The end of the stream, with an error. ``finished``: the request has ended too."""
+        return error_event(error, finished=finished)

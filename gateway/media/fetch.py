@@ -1,7 +1,7 @@
-"""Bytes of a medium, from wherever it is: out of the URL itself, from a file below one folder, or over HTTP.
+"""Fetches the bytes of a medium: from the URL itself, from a file in the allowed folder, or over HTTP.
 
-What a client names is asked with the gateway's own place in the network, so each step is checked where it is taken:
-the address of a connection is the one that was checked, whatever the name means a moment later.
+Clients choose the URL but the gateway's position in the network applies, so each step is checked where it is taken: a
+connection goes to the very address that was checked, whatever the name resolves to a moment later.
 """
 
 import asyncio
@@ -15,21 +15,19 @@ from typing import Any
 
 import httpcore2
 
-from gateway.media.media import (
-    MAX_REDIRECTS,
-    Inline,
-    Local,
-    MediaLimits,
-    MediaRejected,
-    Remote,
-    below,
-    check_address,
-    decode,
-    locate,
-    redirected,
-    too_large,
+from gateway.media.addresses import check_address
+from gateway.media.limits import MediaLimits, MediaRejected, too_large
+from gateway.media.sources import (
+    InlineSource,
+    LocalSource,
+    RemoteSource,
+    decode_inline,
+    parse_redirect,
+    parse_source,
+    path_below,
 )
 
+MAX_REDIRECTS = 3
 LARGE = 64 * 1024  # characters of base64 from which decoding leaves the event loop
 MAX_ADDRESSES = 4  # of one name that are tried
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -37,7 +35,7 @@ _FAILURES = (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutE
 
 
 class Fetcher:
-    """Keeps nothing between two fetches: no connections, cookies, proxies or credentials."""
+    """Keeps no state between two fetches: no connections, cookies, proxies or credentials."""
 
     def __init__(self, limits: MediaLimits) -> None:
         self._limits = limits
@@ -54,19 +52,19 @@ class Fetcher:
     async def fetch(self, url: str) -> bytes:
         """
         Raises:
-            MediaRejected: not served, not there, too large or too slow.
+            MediaRejected: not allowed, not found, too large or too slow.
         """
-        match locate(url, self._limits):
-            case Inline() as inline:
+        match parse_source(url, self._limits):
+            case InlineSource() as inline:
                 if len(inline.text) > LARGE:
-                    return await asyncio.to_thread(decode, inline, self._limits)
-                return decode(inline, self._limits)
-            case Local(path):
+                    return await asyncio.to_thread(decode_inline, inline, self._limits)
+                return decode_inline(inline, self._limits)
+            case LocalSource(path):
                 return await asyncio.to_thread(read_below, self._root, path, self._limits.max_bytes)
             case remote:
                 return await self._download(remote)
 
-    async def _download(self, source: Remote) -> bytes:
+    async def _download(self, source: RemoteSource) -> bytes:
         seconds = self._limits.timeout_s
         try:
             async with asyncio.timeout(seconds):
@@ -79,10 +77,10 @@ class Fetcher:
             raise MediaRejected(f"did not arrive within {seconds:g} s (--media-timeout-s)") from None
         except _FAILURES as error:
             raise MediaRejected(f"could not be fetched from {source.host}: {type(error).__name__} {error}") from None
-        raise MediaRejected(f"is redirected more than {MAX_REDIRECTS} times")
+        raise MediaRejected(f"redirects more than {MAX_REDIRECTS} times")
 
-    async def _ask(self, source: Remote) -> bytes | Remote:
-        """The body, or where else to ask."""
+    async def _ask(self, source: RemoteSource) -> bytes | RemoteSource:
+        """The body, or the target of a redirect."""
         if source.scheme == "https" and self._tls is None:
             self._tls = await asyncio.to_thread(httpcore2.default_ssl_context)
         url = httpcore2.URL(scheme=source.scheme, host=source.host, port=source.port, target=source.target)
@@ -93,12 +91,12 @@ class Fetcher:
         ):
             given = {name.lower(): value.decode("latin-1") for name, value in response.headers}
             if response.status in _REDIRECTS and b"location" in given:
-                return redirected(source, given[b"location"], self._limits)
+                return parse_redirect(source, given[b"location"], self._limits)
             if response.status != 200:
                 raise MediaRejected(f"could not be fetched: {source.host} answered {response.status}")
             if given.get(b"content-encoding", "identity").lower() != "identity":
                 raise MediaRejected(
-                    f"could not be fetched: {source.host} answered in another encoding than it was asked for"
+                    f"could not be fetched: {source.host} used a content encoding that was not requested"
                 )
             return await self._body(response, given.get(b"content-length", ""))
 
@@ -116,7 +114,7 @@ class Fetcher:
 
 
 class _CheckedBackend(httpcore2.AnyIOBackend):
-    """Resolves a name once, checks what it means, and connects to just that."""
+    """Resolves a name once, checks its addresses, and connects to those only."""
 
     def __init__(self, limits: MediaLimits) -> None:
         self._limits = limits
@@ -130,7 +128,7 @@ class _CheckedBackend(httpcore2.AnyIOBackend):
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore2.AsyncNetworkStream:
         addresses = await resolve(host, port)
-        for address in addresses:  # all of them: which one is taken must not be chance
+        for address in addresses:  # all of them, so that the result does not depend on their order
             check_address(address, self._limits)
         last: Exception = OSError("the name has no address")
         for address in addresses[:MAX_ADDRESSES]:
@@ -142,7 +140,7 @@ class _CheckedBackend(httpcore2.AnyIOBackend):
 
 
 async def resolve(host: str, port: int) -> list[str]:
-    """The addresses of a name, as the system knows it.
+    """The addresses of a name, from the system's resolver.
 
     Raises:
         OSError: there are none.
@@ -152,12 +150,12 @@ async def resolve(host: str, port: int) -> list[str]:
 
 
 def read_below(root: str, path: str, limit: int) -> bytes:
-    """A regular file below ``root`` (which is a real path), wherever symbolic links lead meanwhile.
+    """Read a regular file below ``root``, a path free of symbolic links; safe if links change meanwhile.
 
     Raises:
-        MediaRejected: outside, not there, no file, or too large.
+        MediaRejected: outside of the root, not found, not a regular file, or too large.
     """
-    names = below(os.path.realpath(path), root)
+    names = path_below(os.path.realpath(path), root)
     try:
         at = _open_below(root, names)
     except OSError as error:
@@ -165,7 +163,7 @@ def read_below(root: str, path: str, limit: int) -> bytes:
     try:
         status = os.fstat(at)
         if not stat.S_ISREG(status.st_mode):
-            raise MediaRejected("names something that is not a file")
+            raise MediaRejected("is not a file")
         if status.st_size > limit:
             raise too_large(limit)
         with open(at, "rb", closefd=False) as file:
@@ -178,14 +176,14 @@ def read_below(root: str, path: str, limit: int) -> bytes:
 
 
 def _open_below(root: str, names: tuple[str, ...]) -> int:
-    """Step by step from the root: none of the names may have become a symbolic link since it was resolved."""
+    """Open one component at a time: none may have become a symbolic link since the path was resolved."""
     at = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
         for name in names[:-1]:
             inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
             os.close(at)
             at = inner
-        # a pipe must not make us wait for its writer
+        # opening a pipe must not wait for its writer
         return os.open(names[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=at)
     finally:
         os.close(at)

@@ -1,7 +1,7 @@
-"""What an image file says of itself in its header: format and size. Nothing is decoded, no library sees the bytes.
+"""Format and size of an image, from its header. Nothing is decoded.
 
-Image libraries read metadata too before they tell a size: a JPEG of empty markers keeps Pillow busy for 0.4 s per MB.
-This stops at the first pixel, after a bounded number of steps.
+Image libraries also parse metadata before they report a size: a JPEG of empty markers takes Pillow 0.4 s per MB. This
+parser stops at the first pixel, after a bounded number of steps.
 """
 
 from struct import Struct
@@ -17,10 +17,10 @@ _SCAN, _END = 0xDA, 0xD9
 
 
 class NotAnImage(ValueError):
-    """The bytes are no whole header of a known format; the text goes behind the field's name.
+    """The bytes are not a complete header of a known format. The text follows the name of the field.
 
     Attributes:
-        unknown: it is none of the formats, rather than a broken one.
+        unknown: not one of the formats, rather than a malformed file of one.
     """
 
     def __init__(self, text: str, unknown: bool = False) -> None:
@@ -29,10 +29,10 @@ class NotAnImage(ValueError):
 
 
 def kind_of(data: bytes) -> str:
-    """The media type that the first bytes tell.
+    """The media type, from the first bytes.
 
     Raises:
-        NotAnImage: none that is served.
+        NotAnImage: not one of the formats.
     """
     if data.startswith(_PNG):
         return "image/png"
@@ -46,7 +46,7 @@ def kind_of(data: bytes) -> str:
 
 
 def size_of(data: bytes) -> tuple[int, int]:
-    """Width and height in pixels: of the largest canvas that a decoder may take the header for.
+    """Width and height in pixels, of the largest canvas that a decoder may make of the header.
 
     Raises:
         NotAnImage: the header is cut off or malformed.
@@ -69,7 +69,7 @@ def _name(kind: str) -> str:
 
 def _png(data: bytes) -> tuple[int, int]:
     if data[8:16] != b"\0\0\0\rIHDR":
-        raise NotAnImage("is a PNG without its header")
+        raise NotAnImage("is a PNG without a header")
     at = 8 + 12 + 13
     for _ in range(MAX_STEPS):
         length, kind = _U32.unpack_from(data, at)[0], data[at + 4 : at + 8]
@@ -104,10 +104,10 @@ def _jpeg(data: bytes) -> tuple[int, int]:
 
 
 def _gif(data: bytes) -> tuple[int, int]:
-    """The screen, or what the first frame makes of it."""
+    """The logical screen, or the first frame where that is larger."""
     width, height, flags = data[6] | data[7] << 8, data[8] | data[9] << 8, data[10]
     at = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
-    inside = False  # of an extension
+    inside = False  # an extension block
     for _ in range(MAX_STEPS):
         first = data[at]
         if inside:

@@ -1,7 +1,6 @@
-"""From the media that a body names to those that a request carries: fetched, checked, named and stored.
+"""Loads the media that a body names: fetched, checked, named by content, and stored for the workers.
 
-One medium at a time is held per slot, and only until it is stored: a gateway's memory does not grow with the number
-of images in its requests.
+A slot holds one medium at a time, and only until it is stored, so memory does not grow with the number of images.
 """
 
 import asyncio
@@ -12,23 +11,24 @@ from collections.abc import Callable, Sequence
 from blake3 import blake3
 
 from configs.settings import GatewaySettings
+from gateway.media.contents import EMBEDDING, check_image, embedding_tokens
 from gateway.media.fetch import Fetcher
-from gateway.media.media import EMBEDDING, MediaLimits, MediaPart, MediaRejected, check_image, embedding_tokens
+from gateway.media.limits import MediaLimits, MediaRejected
+from gateway.media.sources import MediaPart
 from gateway.metrics import Metrics
 from infra.bus.connection import Bus
 from infra.bus.object_store import put
 from infra.model.modeldir import Vision
 from schemas.requests import Media
 
+BUCKET = "media"
 SLOTS = 8
-LARGE = 128 * 1024  # bytes from which hashing leaves the event loop
-KNOWN = 4096  # names remembered as stored
-TRUST_S = 300.0  # how long; then the store is asked again, which costs a fifth of a millisecond
+LARGE = 128 * 1024  # bytes; larger media are hashed in a thread
+MAX_KNOWN = 4096  # media remembered as stored
+TRUST_S = 300.0  # for this long; then the store is checked again, which takes 0.2 ms
 
 
 class MediaLoader:
-    """Of one gateway."""
-
     def __init__(
         self, bus: Bus, settings: GatewaySettings, metrics: Metrics, clock: Callable[[], float] = time.monotonic
     ) -> None:
@@ -38,13 +38,15 @@ class MediaLoader:
         self._metrics = metrics
         self._clock = clock
         self._slots = asyncio.Semaphore(SLOTS)
-        self._known: OrderedDict[str, tuple[float, float]] = OrderedDict()  # name: (asked, gone), monotonic
+        self._known: OrderedDict[str, tuple[float, float]] = OrderedDict()  # name -> (checked, expires), monotonic
 
     async def load(self, parts: Sequence[MediaPart], vision: Vision, keep_s: float) -> list[Media]:
-        """All of them, stored for at least ``keep_s`` seconds; their positions are still open.
+        """Load and store media for at least ``keep_s`` seconds. Equal URLs are fetched once.
+
+        Returns: in the order of ``parts``; positions are not set.
 
         Raises:
-            ServingError: one is refused (names its field and the limit), or cannot be stored.
+            ServingError: a medium is rejected (names its field and the limit) or cannot be stored.
         """
         tasks: dict[tuple[str, bool], asyncio.Task[Media]] = {}
         try:
@@ -52,41 +54,41 @@ class MediaLoader:
                 for part in parts:
                     key = part.url, part.embedding
                     if key not in tasks:
-                        tasks[key] = group.create_task(self._one(part, vision, keep_s), name="medium")
+                        tasks[key] = group.create_task(self._load_one(part, vision, keep_s), name="medium")
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         return [tasks[part.url, part.embedding].result() for part in parts]
 
-    async def _one(self, part: MediaPart, vision: Vision, keep_s: float) -> Media:
+    async def _load_one(self, part: MediaPart, vision: Vision, keep_s: float) -> Media:
         async with self._slots:
             try:
                 data = await self._fetcher.fetch(part.url)
                 if len(data) > LARGE:
-                    medium = await asyncio.to_thread(examine, data, part, vision, self._limits)
+                    medium = await asyncio.to_thread(inspect_medium, data, part, vision, self._limits)
                 else:
-                    medium = examine(data, part, vision, self._limits)
-            except MediaRejected as refused:
-                raise refused.at(part.field) from None
+                    medium = inspect_medium(data, part, vision, self._limits)
+            except MediaRejected as rejected:
+                raise rejected.to_error(part.field) from None
             self._metrics.media.labels(medium.kind).inc()
             await self._store(medium.digest.hex(), data, keep_s)
             return medium
 
     async def _store(self, name: str, data: bytes, keep_s: float) -> None:
         now = self._clock()
-        asked, gone = self._known.get(name, (0.0, 0.0))
-        if gone - now < keep_s or now - asked > TRUST_S:
-            left = await put(self._bus, "media", name, data, keep_s=keep_s)
-            self._known[name] = now, now + left
-            if len(self._known) > KNOWN:
+        checked, expires = self._known.get(name, (0.0, 0.0))
+        if expires - now < keep_s or now - checked > TRUST_S:
+            left_s = await put(self._bus, BUCKET, name, data, keep_s=keep_s)
+            self._known[name] = now, now + left_s
+            if len(self._known) > MAX_KNOWN:
                 self._known.popitem(last=False)
         self._known.move_to_end(name)
 
 
-def examine(data: bytes, part: MediaPart, vision: Vision, limits: MediaLimits) -> Media:
-    """A medium's name and kind. The name is the digest of the bytes as they came: nothing is decoded.
+def inspect_medium(data: bytes, part: MediaPart, vision: Vision, limits: MediaLimits) -> Media:
+    """Check a medium and name it by the digest of its bytes; nothing is decoded.
 
     Raises:
-        MediaRejected: neither an image nor an embedding file, whichever it should be, or too large a one.
+        MediaRejected: not an image or embedding file (whichever the part names), or beyond a limit.
     """
     digest = blake3(data).digest()
     if part.embedding:

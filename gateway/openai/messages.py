@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.media.media import MediaPart
+from gateway.media.sources import MediaPart
 from gateway.openai.errors import invalid, unsupported
 from gateway.openai.requests import ChatMessage, ContentPart, MediaUrl, ToolCall
 

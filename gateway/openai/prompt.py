@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from gateway.media.media import MediaPart
+from gateway.media.sources import MediaPart
 from gateway.openai.errors import invalid, prompt_too_long, unsupported
 from gateway.openai.messages import media_parts, template_messages
 from gateway.openai.prepare_context import PrepareContext

@@ -2,7 +2,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.images.model_registry import REMEMBERED, DiffusionModelRegistry
+from gateway.images.model_registry import MAX_MODELS, DiffusionModelRegistry
 from schemas.fleet import Diffuser, Registration, State
 
 MADE = Diffuser("image", "FluxPipeline", 64, 64, 4, ("png",), 1 << 20, 50)
@@ -16,44 +16,44 @@ def registration(worker: str = "w", model: str = "painter", **more: Any) -> Regi
 
 
 def test_a_model_is_known_by_all_its_names_from_its_first_worker_on() -> None:
-    diffusion_models = DiffusionModelRegistry()
-    assert not diffusion_models.known
-    diffusion_models.put(registration(aliases=("artist",)))
-    assert dict(diffusion_models.known) == {"painter": MADE, "artist": MADE} == diffusion_models.present()
+    registry = DiffusionModelRegistry()
+    assert not registry.known
+    registry.put(registration(aliases=("artist",)))
+    assert dict(registry.known) == {"painter": MADE, "artist": MADE} == registry.ready()
 
 
-def test_a_worker_of_another_role_makes_no_pictures() -> None:
-    diffusion_models = DiffusionModelRegistry()
-    diffusion_models.put(registration(role="aggregated"))
-    diffusion_models.put(registration(diffusion=None))
-    assert not diffusion_models.known
+def test_a_worker_of_another_role_is_not_registered() -> None:
+    registry = DiffusionModelRegistry()
+    registry.put(registration(role="aggregated"))
+    registry.put(registration(diffusion=None))
+    assert not registry.known
 
 
 def test_a_model_without_workers_stays_known_but_is_not_listed() -> None:
-    diffusion_models = DiffusionModelRegistry()
-    diffusion_models.put(registration("a"))
-    diffusion_models.put(registration("b"))
-    diffusion_models.left("a")
-    assert diffusion_models.present()
-    diffusion_models.put(registration("b", state=State.draining))
-    assert (diffusion_models.present(), dict(diffusion_models.known)) == ({}, {"painter": MADE})
-    diffusion_models.left("b")
-    diffusion_models.left("nobody")
-    assert (diffusion_models.present(), dict(diffusion_models.known)) == ({}, {"painter": MADE})
+    registry = DiffusionModelRegistry()
+    registry.put(registration("a"))
+    registry.put(registration("b"))
+    registry.remove("a")
+    assert registry.ready()
+    registry.put(registration("b", state=State.draining))
+    assert (registry.ready(), dict(registry.known)) == ({}, {"painter": MADE})
+    registry.remove("b")
+    registry.remove("nobody")
+    assert (registry.ready(), dict(registry.known)) == ({}, {"painter": MADE})
 
 
 def test_the_last_to_register_says_what_is_made() -> None:
-    diffusion_models = DiffusionModelRegistry()
+    registry = DiffusionModelRegistry()
     more = msgspec.structs.replace(MADE, max_steps=99)
-    diffusion_models.put(registration("a"))
-    diffusion_models.put(registration("b", diffusion=more))
-    assert diffusion_models.known["painter"] == more
+    registry.put(registration("a"))
+    registry.put(registration("b", diffusion=more))
+    assert registry.known["painter"] == more
 
 
 def test_the_number_of_models_is_bounded() -> None:
-    diffusion_models = DiffusionModelRegistry()
-    for number in range(REMEMBERED + 10):
-        diffusion_models.put(registration(model=f"m{number}"))
-    assert len(diffusion_models.known) == REMEMBERED
-    assert "m0" not in diffusion_models.known
-    assert f"m{REMEMBERED + 9}" in diffusion_models.known
+    registry = DiffusionModelRegistry()
+    for number in range(MAX_MODELS + 10):
+        registry.put(registration(model=f"m{number}"))
+    assert len(registry.known) == MAX_MODELS
+    assert "m0" not in registry.known
+    assert f"m{MAX_MODELS + 9}" in registry.known

@@ -1,4 +1,4 @@
-"""What a client sees of a request for pictures, from its token items alone."""
+"""What a client sees of a image request, from its token items alone."""
 
 import base64
 import json
@@ -46,7 +46,7 @@ def collected(ask: Diffusion = IMAGE, files: tuple[File, ...] = FILES) -> ImageA
 
 
 def test_an_answer_names_its_files_under_the_clients_host() -> None:
-    answer = collected().answer("https://here:8000")
+    answer = collected().response("https://here:8000")
     assert [each.url for each in answer.data] == [f"https://here:8000/v1/files/{file.name}" for file in FILES]
     assert (answer.object, answer.size, answer.inference_time_s, answer.steps, answer.seed) == (
         "image",
@@ -59,13 +59,13 @@ def test_an_answer_names_its_files_under_the_clients_host() -> None:
 
 
 def test_an_answer_holds_the_files_if_asked_for() -> None:
-    data = collected().answer("x", [b"one", b"two!"]).data
+    data = collected().response("x", [b"one", b"two!"]).data
     assert [base64.b64decode(each.b64_json or "") for each in data] == [b"one", b"two!"]
     assert [each.url for each in data] == [None, None]
 
 
-def test_a_videos_answer_tells_its_frames() -> None:
-    answer = collected(VIDEO, FILM).answer("")
+def test_a_video_response_has_its_frames() -> None:
+    answer = collected(VIDEO, FILM).response("")
     assert (answer.object, answer.data[0].frames, answer.data[0].frame_rate) == ("video", 9, 8.0)
     assert answer.data[0].url == "/v1/files/r-1-0.webp"
 
@@ -76,7 +76,7 @@ def test_a_failure_is_raised_whatever_came_before(reason: str) -> None:
     assert not collector.push([item(0, 4)])
     assert collector.push([item(4, 0, Finish(reason, code="deadline_exceeded", message="late"))])
     with pytest.raises(ServingError, match="late") as caught:
-        collector.answer("")
+        collector.response("")
     assert caught.value.code is Code.deadline_exceeded
     assert collector.usage.completion_tokens == 4
 
@@ -100,10 +100,10 @@ def test_steps_that_came_together_are_one_event() -> None:
     assert renderer.push([]) == b""
 
 
-def test_a_stream_ends_with_the_pictures_or_the_error() -> None:
+def test_a_stream_ends_with_the_images_or_the_error() -> None:
     renderer = ImageStreamRenderer(request())
     renderer.push([item(0, 10, Finish("stop", files=FILES))])
-    last, done = events(renderer.end(renderer.collected.answer("")))
+    last, done = events(renderer.end(renderer.aggregator.response("")))
     assert (last["type"], len(last["data"]), done) == ("image_generation.completed", 2, "[DONE]")
     failed, done = events(renderer.fail(ServingError(Code.cancelled, "gone")))
     assert (failed["error"]["code"], done) == ("cancelled", "[DONE]")

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from configs.settings import GatewaySettings
 from gateway.media import loader as media_loader
 from gateway.media.loader import MediaLoader
-from gateway.media.media import MediaPart
+from gateway.media.sources import MediaPart
 from gateway.metrics import Metrics
 from gateway.openai.common import CHAT
 from gateway.service import Gateway
@@ -181,7 +181,7 @@ async def test_what_will_not_live_as_long_as_a_request_is_asked_for_again(bus: B
 
 
 async def test_remembered_names_are_bounded(bus: Bus, monkeypatch: pytest.MonkeyPatch, uploads: list[str]) -> None:
-    monkeypatch.setattr(media_loader, "KNOWN", 3)
+    monkeypatch.setattr(media_loader, "MAX_KNOWN", 3)
     own = loader(bus)
     parts = [MediaPart("f", data_url(png(1, side))) for side in range(1, 6)]
     for part in parts:
@@ -195,7 +195,7 @@ async def test_remembered_names_are_bounded(bus: Bus, monkeypatch: pytest.Monkey
 
 BAD: list[tuple[str, Code, str]] = [
     (data_url(b"hello"), Code.unsupported, "not a PNG, JPEG, WebP or GIF"),
-    (data_url(png(30_000, 30_000)), Code.invalid_request, "30000 x 30000 pixels, and the limit is 40000000"),
+    (data_url(png(30_000, 30_000)), Code.invalid_request, "30000 x 30000 pixels; the limit is 40000000"),
     (data_url(PNG[:20]), Code.invalid_request, "cut off"),
     (data_url(PNG + bytes(50_000)), Code.body_too_large, "larger than 20000 bytes (--max-media-bytes)"),
     ("data:image/png;base64,%%%", Code.invalid_request, "malformed"),

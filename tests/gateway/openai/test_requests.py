@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.media.media import MediaPart
+from gateway.media.sources import MediaPart
 from gateway.openai.messages import media_parts, template_messages
 from gateway.openai.prompt import single_prompt
 from gateway.openai.requests import ChatCompletionRequest, parse_chat, parse_completion

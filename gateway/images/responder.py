@@ -1,0 +1,84 @@
+"""Sends the answer of one image or video request over HTTP: progress events, or one JSON body."""
+
+import msgspec
+
+from gateway.http.answers import HEAD_S, JSON, REQUEST_ID, Responder, Send
+from gateway.images.files import read_file
+from gateway.images.responses import ImageAggregator, ImagesResponse, ImageStreamRenderer
+from gateway.log.inflight import InflightRequest
+from gateway.service import Gateway
+from schemas.errors import Code, ServingError
+
+_json = msgspec.json.encode
+
+
+class ImageResponder:
+    """
+    Args:
+        responder: of the client's connection.
+        base_url: of links to the files.
+    """
+
+    def __init__(
+        self, gateway: Gateway, inflight: InflightRequest, send: Send, responder: Responder, base_url: str
+    ) -> None:
+        self._gateway = gateway
+        self._inflight = inflight
+        self._send = send
+        self._responder = responder
+        self._base_url = base_url
+
+    async def stream(self, renderer: ImageStreamRenderer) -> str:
+        """Server-sent events; returns the code for the metrics.
+
+        Raises:
+            ServingError: the request failed, or the client disconnected, before the header was sent.
+        """
+        inflight, aggregator = self._inflight, renderer.aggregator
+        started, code = False, "ok"
+        self._responder.open()
+        try:
+            while not aggregator.done or not started:
+                try:
+                    data = renderer.push(await (inflight.take() if started else inflight.take_within(HEAD_S)))
+                    if aggregator.done:
+                        data += renderer.end(await self._response(aggregator))
+                except ServingError as error:
+                    if not started:
+                        raise
+                    aggregator.error, code = error, error.code.value
+                    data = renderer.fail(error, finished=error.code is not Code.shutting_down)
+                if not started:
+                    started = True
+                    await self._responder.begin_stream()
+                if data:
+                    await self._send({"type": "http.response.body", "body": data, "more_body": not aggregator.done})
+            return code
+        finally:
+            self._responder.close()
+
+    async def whole(self) -> str:
+        """One JSON body; returns the code for the metrics.
+
+        Raises:
+            ServingError: the request failed, or the client disconnected.
+        """
+        inflight = self._inflight
+        aggregator = ImageAggregator(inflight.request)
+        self._responder.open()
+        try:
+            while not aggregator.push(await inflight.take()):
+                pass
+            body = _json(await self._response(aggregator))
+            headers = [JSON, (b"content-length", b"%d" % len(body)), (REQUEST_ID, inflight.request.id.encode())]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            await self._send({"type": "http.response.body", "body": body})
+            return "ok"
+        finally:
+            self._responder.close()
+
+    async def _response(self, aggregator: ImageAggregator) -> ImagesResponse:
+        contents = None
+        if aggregator.diffusion.inline and aggregator.files is not None:
+            contents = [await read_file(self._gateway, file.name) for file in aggregator.files]
+        return aggregator.response(self._base_url, contents)

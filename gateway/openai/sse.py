@@ -1,0 +1,31 @@
+"""Server-sent events of the OpenAI API: data in JSON, ended by ``[DONE]``."""
+
+import msgspec
+
+from gateway.openai.responses import error_body
+from schemas.errors import ServingError
+
+DONE = b"data: [DONE]\n\n"
+_MAX_DIGITS = 15
+
+_json = msgspec.json.encode
+
+
+def error_event(error: ServingError, *, finished: bool) -> bytes:
+    """The last event of a stream that failed.
+
+    Args:
+        finished: the request has ended too, so that ``[DONE]`` follows; otherwise clients may read on elsewhere.
+    """
+    return b"data: " + _json(error_body(error)) + b"\n\n" + (DONE if finished else b"")
+
+
+def parse_position(text: str, event_id: str) -> int:
+    """A number within an event id.
+
+    Raises:
+        ValueError: not a number.
+    """
+    if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
+        raise ValueError(f"{event_id[:200]!r} is not an event id of this stream")
+    return int(text)
