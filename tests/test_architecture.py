@@ -222,6 +222,30 @@ def test_a_name_that_its_module_does_not_define_is_found() -> None:
     ]
 
 
+# ---- the way of a request
+
+
+def test_the_way_of_a_request_visits_files_that_exist_each_once() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    way = text.partition("## The way of one request")[2].partition("\n## ")[0].partition("Through several workers")[0]
+    steps = re.findall(r"^(\d+)\. `([^`]+)`", way, re.MULTILINE)
+    assert [int(number) for number, _ in steps] == list(range(1, len(steps) + 1))
+    assert len(steps) > 20
+    assert len({path for _, path in steps}) == len(steps)
+    assert [path for _, path in steps if not (ROOT / path).is_file()] == []
+
+
+def test_the_map_names_packages_and_modules_that_exist() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    lines = text.partition("\n## Map\n")[2].partition("\n### ")[0].splitlines()
+    wrong = []
+    for folders, _, core, shell in (cells(line) for line in lines[3:] if line.startswith("| `")):
+        roots = [ROOT / folder for folder in names(folders)]
+        assert all(root.is_dir() for root in roots), folders
+        wrong += [name for name in names(core + shell) if find(name.rstrip("/"), tuple(roots), None) is None]
+    assert wrong == []
+
+
 # ---- pages for users
 
 
