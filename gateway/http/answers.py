@@ -38,6 +38,7 @@ SSE_HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 REQUEST_ID = b"x-request-id"
+PORTION = 262_144  # bytes of a large whole answer that are handed to the connection at once
 HEAD_S = 0.05  # a stream's header waits so long for the first token: an error by then gets a status of its own
 
 _WRITER = ThreadPoolExecutor(1, "answer-writer")  # several would only take the interpreter from each other
@@ -224,10 +225,13 @@ class Responder:
         try:
             while not collector.push(await inflight.take()):
                 pass
-            body = await encode_answer(collector)
-            headers = [JSON, (b"content-length", b"%d" % len(body)), (REQUEST_ID, inflight.request.id.encode())]
+            portions = await encode_portions(collector)
+            size = sum(map(len, portions))
+            headers = [JSON, (b"content-length", b"%d" % size), (REQUEST_ID, inflight.request.id.encode())]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-            await self._send({"type": "http.response.body", "body": body})
+            last = len(portions) - 1
+            for number, portion in enumerate(portions):
+                await self._send({"type": "http.response.body", "body": portion, "more_body": number < last})
             return self._account(collector)
         finally:
             self.close()
@@ -240,14 +244,37 @@ class Responder:
 
 
 async def encode_answer(collector: AnswerAggregator) -> bytes:
-    """The JSON body of an answer; large ones are written in a thread, one by one, beside the streams of others.
+    """The JSON body of an answer, in one piece.
 
     Raises:
         ServingError: the request failed.
     """
+    return b"".join(await encode_portions(collector))
+
+
+async def encode_portions(collector: AnswerAggregator) -> list[bytes]:
+    """The JSON body of an answer. Large ones are encoded in a thread, one after the other, beside others' streams.
+
+    Returns: pieces of about ``PORTION`` bytes; copying 10 MB at once would stop the event loop for 10 ms.
+    Raises:
+        ServingError: the request failed.
+    """
     if not collector.large:
-        return collector.response()
-    return await asyncio.get_running_loop().run_in_executor(_WRITER, collector.response)
+        return [collector.response()]
+    return await asyncio.get_running_loop().run_in_executor(_WRITER, _portions, collector)
+
+
+def _portions(collector: AnswerAggregator) -> list[bytes]:
+    portions: list[bytes] = []
+    parts: list[bytes] = []
+    size = 0
+    for part in collector.parts():
+        parts.append(part)
+        size += len(part)
+        if size >= PORTION:
+            portions.append(b"".join(parts))
+            parts, size = [], 0
+    return [*portions, b"".join(parts)] if parts else portions
 
 
 INTERNAL = ServingError(Code.internal, "internal error; the gateway's log has the details")

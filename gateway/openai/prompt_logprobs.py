@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import chain
 
-from gateway.openai.responses import PromptLogprob, PromptLogprobs, TextLogprobs
+from gateway.openai.json_slices import encode_list
+from gateway.openai.responses import PromptLogprob, TextLogprobs
 from infra.model.detokenizer import Detokenizer
 from schemas.errors import Code, ServingError
 from schemas.requests import GenerateRequest
@@ -46,11 +48,11 @@ class PromptEcho:
             )
 
     @cached_property
-    def logprobs(self) -> PromptLogprobs | None:
-        """By token of the prompt; None: they were not asked for, or are not known any more."""
+    def logprobs(self) -> list[bytes] | None:
+        """``PromptLogprobs`` as JSON, in slices; None: they were not asked for, or are not known any more."""
         if self._wanted is None or not self.complete:
             return None
-        return [None, *map(self._entry, self._tokens[1:], self._values)]
+        return encode_list(chain((None,), map(self._entry, self._tokens[1:], self._values)))
 
     def _entry(self, token: int, value: Logprob) -> dict[int, PromptLogprob]:
         found = {token: self._described(token, value.logprob, value.rank)}

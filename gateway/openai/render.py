@@ -9,9 +9,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Struct
 
 from gateway.openai.common import CHAT
+from gateway.openai.json_slices import PLACEHOLDER, encode_fields, encode_list, fill
 from gateway.openai.prompt_logprobs import LARGE, LOWEST, PromptEcho
 from gateway.openai.responses import (
     AnswerMessage,
@@ -21,7 +22,6 @@ from gateway.openai.responses import (
     ChatLogprobs,
     CompletionResponse,
     Delta,
-    PromptLogprobs,
     PromptTokensDetails,
     TextChoice,
     TextLogprobs,
@@ -305,6 +305,7 @@ class AnswerAggregator(_Answer):
         self._prompt = PromptEcho(request, detokenizer) if self._scored or request.echo else None
         self._texts: list[list[str]] = [[] for _ in self._choices]
         self._entries: list[list[tuple[int, Logprob]]] = [[] for _ in self._choices]
+        self._sliced: list[list[bytes]] = []  # JSON of log-probabilities, in the order of the body
 
     def push(self, items: Iterable[TokenItem]) -> bool:
         """Take in items; True once the answer is complete (or has failed)."""
@@ -335,7 +336,15 @@ class AnswerAggregator(_Answer):
         return top is not None and sum(map(len, self._entries)) * (1 + top) > LARGE
 
     def response(self) -> bytes:
-        """The JSON body.
+        """The JSON body in one piece.
+
+        Raises:
+            ServingError: the request failed.
+        """
+        return b"".join(self.parts())
+
+    def parts(self) -> list[bytes]:
+        """The JSON body in pieces; those of log-probabilities are short.
 
         Raises:
             ServingError: the request failed.
@@ -344,11 +353,15 @@ class AnswerAggregator(_Answer):
             raise self.error
         if self._prompt is not None and not self._late:
             self._prompt.check()
+        self._sliced = []
         names = (self.id, self.created, self.request.model)
+        shell: Struct
         if self.chat:
             choices = [self._chat_choice(choice) for choice in self._choices]
-            return _json(ChatCompletionResponse(*names, choices, self.usage, prompt_logprobs=self._prompt_logprobs()))
-        return _json(CompletionResponse(*names, [self._text_choice(choice) for choice in self._choices], self.usage))
+            shell = ChatCompletionResponse(*names, choices, self.usage, prompt_logprobs=self._prompt_logprobs())
+        else:
+            shell = CompletionResponse(*names, [self._text_choice(choice) for choice in self._choices], self.usage)
+        return fill(_json(shell), self._sliced)
 
     def _chat_choice(self, choice: _Choice) -> ChatChoice:
         text = "".join(self._texts[choice.index])
@@ -365,16 +378,31 @@ class AnswerAggregator(_Answer):
         reason = "length" if self.request.unanswered else _reason(choice)
         logprobs = self._prompt.text_logprobs(self.request.sampling.logprobs or 0) if self._logprobs else None
         if logprobs is not None and not self.request.unanswered:
-            own = self._all_logprobs(choice)
+            own = self._text_logprobs(choice, self._entries[choice.index])
             for name in logprobs.__struct_fields__:
                 getattr(logprobs, name).extend(getattr(own, name))
-        return TextChoice(choice.index, self._prompt.text + text, reason, logprobs, self._prompt_logprobs())
+        shown = self._in_slices(encode_fields(logprobs)) if logprobs is not None else None
+        return TextChoice(choice.index, self._prompt.text + text, reason, shown, self._prompt_logprobs())
 
-    def _prompt_logprobs(self) -> PromptLogprobs | UnsetType | None:
-        return self._prompt.logprobs if self._prompt is not None and self._scored else UNSET
+    def _prompt_logprobs(self) -> Any:
+        if self._prompt is None or not self._scored:
+            return UNSET
+        slices = self._prompt.logprobs
+        return self._in_slices(slices) if slices is not None else None
 
     def _all_logprobs(self, choice: _Choice) -> Any:
-        return self._shaped_logprobs(choice, self._entries[choice.index]) if self._logprobs else None
+        if not self._logprobs:
+            return None
+        entries = self._entries[choice.index]
+        if not self.chat:
+            return self._in_slices(encode_fields(self._text_logprobs(choice, entries)))
+        content = encode_list(self._chat_logprob(token, logprob) for token, logprob in entries)
+        return self._in_slices([b'{"content":', *content, b"}"])
+
+    def _in_slices(self, slices: list[bytes]) -> Any:
+        """A placeholder in the place of a struct: call it in the order in which the JSON has them."""
+        self._sliced.append(slices)
+        return PLACEHOLDER
 
 
 def _reason(choice: _Choice, parsed: AnswerParser | None = None) -> str:

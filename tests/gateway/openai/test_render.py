@@ -1,6 +1,7 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -297,3 +298,22 @@ def test_the_openai_client_reads_our_shapes(model: ModelDir, context: PrepareCon
             for _, body in events(StreamRenderer(asked, model.detokenizer, include_usage=True).push(items))[:-1]:
                 if endpoint == "chat":
                     ChatCompletionChunk.model_validate_json(json.dumps(body), strict=True)
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "text"])
+def test_many_logprobs_are_encoded_in_slices_and_read_as_if_in_one(
+    model: ModelDir, context: PrepareContext, endpoint: str
+) -> None:
+    options = {"logprobs": True, "top_logprobs": 2} if endpoint == "chat" else {"logprobs": 2}
+    items = with_logprobs(answer(model, " ".join(["The broker keeps"] * 400)))
+    collector = AnswerAggregator(request(context, endpoint, n=2, **options), model.detokenizer)
+    for choice in range(2):
+        collector.push([msgspec.structs.replace(item, choice=choice) for item in items])
+    parts = collector.parts()
+    assert max(map(len, parts)) < 16_384
+    assert len(b"".join(parts)) > 200_000
+    first, second = (choice["logprobs"] for choice in json.loads(b"".join(parts))["choices"])
+    assert first == second
+    shown = first["content"] if endpoint == "chat" else first["tokens"]
+    assert [entry["token"] if endpoint == "chat" else entry for entry in shown[:3]] == ["The", " broker", " keeps"]
+    assert len(shown) == len(items)
