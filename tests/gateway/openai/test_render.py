@@ -311,7 +311,7 @@ def test_many_logprobs_are_encoded_in_slices_and_read_as_if_in_one(
         collector.push([msgspec.structs.replace(item, choice=choice) for item in items])
     parts = collector.parts()
     assert max(map(len, parts)) < 16_384
-    assert len(b"".join(parts)) > 200_000
+    assert len(b"".join(parts)) > 100_000
     first, second = (choice["logprobs"] for choice in json.loads(b"".join(parts))["choices"])
     assert first == second
     shown = first["content"] if endpoint == "chat" else first["tokens"]
