@@ -17,7 +17,7 @@ from schemas.fleet import Registration
 log = structlog.get_logger("gateway")
 
 
-class Sorted(NamedTuple):
+class WorkerSelection(NamedTuple):
     """``revision`` "": no worker is there, or none names its revision. ``ready``: one takes requests."""
 
     used: list[Registration]
@@ -26,7 +26,7 @@ class Sorted(NamedTuple):
 
 
 class Roster:
-    """Sorts the workers anew whenever one came, changed or went; says what changed since the last time."""
+    """Selects anew whenever a worker came, changed or went; logs what changed since the last time."""
 
     def __init__(self, model: str, tokenizer: str, metrics: Metrics) -> None:
         self._model = model
@@ -36,25 +36,25 @@ class Roster:
         self._serving: str | None = None
         self._standing_by: frozenset[str] = frozenset()
 
-    def sort(self, workers: Iterable[Registration]) -> Sorted:
+    def select(self, workers: Iterable[Registration]) -> WorkerSelection:
         """
         Args:
             workers: that serve the model's name.
         """
-        mine: list[Registration] = []
-        foreign: list[Registration] = []
+        compatible: list[Registration] = []
+        refused: list[Registration] = []
         for worker in workers:
-            (mine if reads(worker, self._tokenizer) else foreign).append(worker)
-        found = revisions(mine, self._tokenizer)
+            (compatible if reads(worker, self._tokenizer) else refused).append(worker)
+        found = revisions(compatible, self._tokenizer)
         serving = self._serving if found.serving is None else found.serving  # all are leaving: as it was
-        self._refuse(foreign)
-        self._tell(serving, found.present, mine)
-        used = [worker for worker in mine if worker.revision == serving]
-        return Sorted(used or mine, serving or "", found.serving is not None)
+        self._refuse(refused)
+        self._report_revisions(serving, found.present, compatible)
+        used = [worker for worker in compatible if worker.revision == serving]
+        return WorkerSelection(used or compatible, serving or "", found.serving is not None)
 
-    def _refuse(self, foreign: list[Registration]) -> None:
+    def _refuse(self, refused: list[Registration]) -> None:
         gauge = self._metrics.refused
-        known = {worker.worker: worker.tokenizer for worker in foreign}
+        known = {worker.worker: worker.tokenizer for worker in refused}
         for name, tokenizer in self._refused.items():
             if known.get(name) != tokenizer:
                 gauge.remove(name, tokenizer, self._tokenizer)
@@ -72,7 +72,7 @@ class Roster:
                 )
         self._refused = known
 
-    def _tell(self, serving: str | None, present: frozenset[str], workers: list[Registration]) -> None:
+    def _report_revisions(self, serving: str | None, present: frozenset[str], workers: list[Registration]) -> None:
         if serving != self._serving:
             log.info("revision_serving", model=self._model, revision=serving, before=self._serving)
             self._serving = serving

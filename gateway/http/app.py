@@ -115,9 +115,8 @@ class _Api:
         }
 
     def _cards(self) -> dict[str, dict[str, Any]]:
-        diffusion = {
-            name: self._diffusion_card(name, model) for name, model in self._gateway.diffusion_models.ready().items()
-        }
+        models = self._gateway.fleet.diffusion_models.ready()
+        diffusion = {name: self._diffusion_card(name, model) for name, model in models.items()}
         return diffusion | {name: self._model_card(name) for name in self._gateway.names}
 
     async def models(self, request: Request) -> Response:
@@ -138,7 +137,7 @@ class _Api:
         return _reply(await status_of(gateway, found, base_url(request.scope, gateway)))
 
     async def cancel(self, request: Request) -> Response:
-        found = await self._gateway.find(strip_id_prefix(request.path_params["id"]))
+        found, _ = await self._gateway.look_up(strip_id_prefix(request.path_params["id"]))
         await self._gateway.cancel(found.id, "cancelled by request")
         return _reply({"id": found.id, "cancelled": True}, status=202)
 

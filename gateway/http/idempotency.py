@@ -12,6 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from gateway.admission.idempotency import Claim, claim, find_claim, reclaim
+from gateway.http.canonical_json import canonical_json
 from gateway.log.inflight import InflightRequest
 from gateway.log.lookup import StoredRequest
 from gateway.openai.errors import decode_body, unsupported
@@ -25,7 +26,6 @@ from schemas.subjects import DEFAULT_TENANT
 KEY, CLIENT_ID = b"idempotency-key", b"x-request-id"
 MAX_KEY = 255
 MAX_CLIENT_ID = 128
-LARGE_BODY = 32_768  # bytes; larger ones are compared in a thread
 SOON_S = 2.0  # so old a claim's request may still be on its way into the log
 AGAIN_S = 0.05
 
@@ -84,10 +84,7 @@ async def submit_once(
         ServingError: idempotency_conflict, or why it cannot be served.
     """
     tenant, name = DEFAULT_TENANT, f"key:{key}"
-    if len(body) <= LARGE_BODY:
-        canonical = _canonical_body(endpoint, body)
-    else:
-        canonical = await asyncio.to_thread(_canonical_body, endpoint, body)
+    canonical = await gateway.run_for(body, _canonical_body, endpoint, body)
     known = await find_claim(gateway.bus, tenant, name, canonical)
     if known is None:
         prepared = await prepare()
@@ -101,7 +98,7 @@ async def submit_once(
         prepared = prepared._replace(request=msgspec.structs.replace(prepared.request, id=known.request))
         return prepared, await gateway.submit(prepared.request, owner=False)
     request, record = found
-    form = decode_body(_stream_fields, body)
+    form = await gateway.run_for(body, decode_body, _stream_fields, body)
     if form.stream and (request.echo or request.sampling.prompt_logprobs is not None):
         raise unsupported("stream", "prompt_logprobs and echo are not supported with stream: true")
     usage = form.stream_options is not None and bool(form.stream_options.include_usage)
@@ -125,10 +122,6 @@ async def _find(gateway: Gateway, known: Claim, tenant: str) -> StoredRequest | 
 def _canonical_body(endpoint: str, body: bytes) -> bytes:
     """What a repeat has in common with the first: all but whether it is streamed, however the JSON is written."""
     try:
-        value = msgspec.json.decode(body)
+        return endpoint.encode() + b"\0" + canonical_json(body, without=("stream", "stream_options"))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return body  # refused anyway
-    if isinstance(value, dict):
-        value.pop("stream", None)
-        value.pop("stream_options", None)
-    return endpoint.encode() + b"\0" + msgspec.json.encode(value, order="deterministic")

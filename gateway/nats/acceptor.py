@@ -5,16 +5,14 @@ from typing import Any
 import msgspec
 
 from gateway.admission.idempotency import claim, find_claim, reclaim
-from gateway.images.model_registry import ROLE
 from gateway.nats.delivery import AcceptedRequest, AnswerDelivery
-from gateway.nats.protocol import Origin, RequestShape
+from gateway.nats.protocol import Origin, shape_of
 from gateway.nats.tenants import TenantTable
 from gateway.openai.prepare import PreparedRequest
 from gateway.service import Gateway
 from gateway.tracing import from_nats_headers, with_trace
 from schemas.errors import Code, ServingError
 from schemas.ids import new_request_id
-from schemas.subjects import token
 
 _TRANSIENT = frozenset({Code.queue_full, Code.shutting_down, Code.broker_unavailable})
 
@@ -30,14 +28,9 @@ class RequestAcceptor:
     def served_elsewhere(self, subject: str) -> str:
         """The model's token, if it is one that only other gateways of this namespace serve; else ""."""
         model = subject.rpartition(".")[2]
-        if model in map(token, self._gateway.names):
-            return ""
-        served = (member.registration for member in self._gateway.fleet.members.values())
-        # Pictures are not for this door: one that asks for them is told so, not passed on for ever.
-        other = any(model in (token(r.model), *map(token, r.aliases)) for r in served if r.role != ROLE)
-        return model if other else ""
+        return model if self._gateway.fleet.serves_elsewhere(model) else ""
 
-    async def accept(self, message: Any, shape: RequestShape, origin: Origin, name: str) -> AcceptedRequest:
+    async def accept(self, message: Any, origin: Origin, name: str) -> AcceptedRequest:
         """The request, in the log; with its in-flight request if it was put there now.
 
         Args:
@@ -47,7 +40,7 @@ class RequestAcceptor:
         """
         body = bytes(message.data)
         try:
-            prepared = await self._prepare(message, shape, origin)
+            prepared = await self._prepare(message, body, origin)
         except ServingError as error:
             if name and error.code in _TRANSIENT and (known := await self._known(origin, name, body)) is not None:
                 return known
@@ -68,10 +61,11 @@ class RequestAcceptor:
         self._gateway.metrics.prompt.inc(prepared.prompt_tokens)
         return AcceptedRequest(inflight.request, inflight=inflight)
 
-    async def _prepare(self, message: Any, shape: RequestShape, origin: Origin) -> PreparedRequest:
+    async def _prepare(self, message: Any, body: bytes, origin: Origin) -> PreparedRequest:
         gateway = self._gateway
+        shape = await gateway.run_for(body, shape_of, body)
         self._table.check_model(origin.tenant, shape.model)
-        prepared: PreparedRequest = await gateway.prepare(shape.endpoint, message.data, new_request_id())
+        prepared: PreparedRequest = await gateway.prepare(shape.endpoint, body, new_request_id())
         prepared = with_trace(prepared, from_nats_headers(message.headers or {}, gateway.settings.tracing))
         request = msgspec.structs.replace(prepared.request, tenant=origin.tenant, form=shape.form)
         return prepared._replace(request=request)

@@ -12,7 +12,7 @@ from gateway.admission.idempotency import find_claim
 from gateway.nats.acceptor import RequestAcceptor
 from gateway.nats.delivery import AcceptedRequest, AnswerDelivery
 from gateway.nats.messages import failure
-from gateway.nats.protocol import AnswerQuery, Origin, origin_of, parse_headers, parse_query, shape_of
+from gateway.nats.protocol import AnswerQuery, Origin, origin_of, parse_headers, parse_query
 from gateway.nats.reply_publisher import ReplyPublisher
 from gateway.nats.tenants import TenantTable
 from gateway.service import Gateway
@@ -136,7 +136,7 @@ class Services:
             given = parse_headers(message.headers or {}, self._subjects.namespace)
             replies.first = given.first
             name = f"id:{given.message_id}" if given.message_id else ""
-            accepted = await self._acceptor.accept(message, shape_of(message.data), origin, name)
+            accepted = await self._acceptor.accept(message, origin, name)
             code = await self._delivery.deliver(accepted, replies)
         except ServingError as error:
             code = error.code.value

@@ -17,7 +17,7 @@ from gateway.admission.idempotency import Conflict, digest_of
 from gateway.nats.acceptor import RequestAcceptor
 from gateway.nats.delivery import AcceptedRequest, AnswerDelivery
 from gateway.nats.messages import failure
-from gateway.nats.protocol import Origin, key_of, origin_of, parse_headers, shape_of
+from gateway.nats.protocol import Origin, key_of, origin_of, parse_headers
 from gateway.nats.reply_publisher import ReplyPublisher
 from gateway.service import Gateway
 from infra.bus.puller import ACK, IN_PROGRESS, NAK, Puller
@@ -165,7 +165,7 @@ class Submissions:
             replies.set_request(candidate)
             entry.reply_subjects.add(given.reply_to)
             name = f"id:{message_id}" if message_id else f"at:{stored}"
-            accepted = await self._acceptor.accept(message, shape_of(message.data), origin, name)
+            accepted = await self._acceptor.accept(message, origin, name)
             entry.accepted.set_result(accepted)
             if not message_id:
                 replies = self._replies_for(origin, accepted.request.id, given.reply_to, given.first)

@@ -146,12 +146,12 @@ async def test_renewals_that_change_nothing_cost_next_to_nothing(
         *(one.bus, Publisher(one.bus), model, GatewaySettings(served_model_name=MODEL), Metrics(CollectorRegistry()))
     )
     for entry in renewals(pipeline, 1):
-        gateway.fleet._on_entry(entry)
-    context = gateway._prepare_context
+        gateway.fleet.watch._on_entry(entry)
+    context = gateway.fleet.prepare_context
     callbacks = Callbacks(monkeypatch)
     serving = cluster.tracker.serving(MODEL)
     spent = {}
-    for name, members in (("router", cluster._registry), ("gateway", gateway.fleet)):
+    for name, members in (("router", cluster._registry), ("gateway", gateway.fleet.watch)):
         entries = list(renewals(pipeline, 2))
         began = time.thread_time()
         for entry in entries:
@@ -159,6 +159,6 @@ async def test_renewals_that_change_nothing_cost_next_to_nothing(
         spent[name] = (time.thread_time() - began) / fleet.RENEW_S  # of a second
     await rest()
     callbacks.check()
-    assert gateway._prepare_context is context, "made anew, though nothing had changed"
+    assert gateway.fleet.prepare_context is context, "made anew, though nothing had changed"
     assert cluster.tracker.serving(MODEL) is serving
     assert max(spent.values()) < 0.10, spent

@@ -1,0 +1,122 @@
+"""Whether new work is taken: polls how much waits, whether routers take requests, and how full the log is."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+import structlog
+from nats.js.api import ConsumerConfig
+
+from gateway.admission.log_capacity import LogCapacity
+from gateway.admission.queues import QueueLimits, class_of
+from gateway.log.inflight import InflightRequest
+from gateway.metrics import Metrics
+from infra.bus.connection import Bus
+from schemas.errors import ServingError
+from schemas.requests import Priority
+
+log = structlog.get_logger("gateway")
+
+POLL_S = 0.5
+INFO_TIMEOUT_S = 2.0
+
+
+class QueueMonitor:
+    """
+    Args:
+        limit: waiting requests of each class.
+        readers: this gateway's own open requests.
+
+    Attributes:
+        has_routers: some router takes requests; as of the last poll.
+        sharded: routers read shards of REQUESTS; not so until ``penstock streams apply`` of this release.
+    """
+
+    def __init__(
+        self, bus: Bus, metrics: Metrics, limit: int, readers: Callable[[], Iterable[InflightRequest]]
+    ) -> None:
+        self.has_routers = False
+        self.sharded = True
+        self._bus = bus
+        self._metrics = metrics
+        self._readers = readers
+        self._log_capacity = LogCapacity(bus, metrics)
+        self._queues = QueueLimits(limit, self._unstarted)
+        self._delivered: dict[str, int] = {}
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_S)
+            try:
+                await self.poll()
+            except Exception as error:
+                self.has_routers = False
+                log.debug("queue_unknown", error=repr(error))
+
+    async def poll(self) -> None:
+        """How many requests no router has placed yet, and whether any router asks for more.
+
+        Raises:
+            nats.errors.Error, TimeoutError: the broker did not answer.
+        """
+        subjects = self._bus.subjects
+        before, queued = self._queues.begin_poll(), dict.fromkeys(Priority, 0)
+        has_routers, consumers = False, []
+        for priority in Priority:
+            name = f"router-{priority.value}"
+            info = await self._bus.js.consumer_info(subjects.stream("REQUESTS"), name, timeout=INFO_TIMEOUT_S)
+            consumers.append(info)
+            queued[priority] = (info.num_pending or 0) + (info.num_ack_pending or 0)
+            delivered = info.delivered.consumer_seq if info.delivered else 0
+            # Full of work, a router has no pull request waiting for the moment, but it moves on.
+            has_routers |= bool(info.num_waiting) or delivered > self._delivered.get(name, delivered)
+            self._delivered[name] = delivered
+        self._queues.polled(queued, before)
+        self.has_routers = has_routers
+        self.sharded = all(any(map(subjects.is_sharded, _filters(info.config))) for info in consumers)
+        self._metrics.queued.set(self._queues.total)
+        unended = ((r.request.tenant, len(r.request.prompt)) for r in self._readers() if not r.ended)
+        await self._log_capacity.refresh(consumers, unended)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a request of some class would be taken."""
+        try:
+            self._log_capacity.check()
+        except ServingError:
+            return False
+        return not (self._queues.near and self._queues.full)
+
+    @property
+    def class_matters(self) -> bool:
+        """Whether some class may be full, so that a body's class decides."""
+        return self._queues.near
+
+    def check_log(self, tenant: str | None = None) -> None:
+        """
+        Args:
+            tenant: None: not known yet.
+        Raises:
+            ServingError: queue_full: the log is nearly full, or the tenant has more than its share of it.
+        """
+        self._log_capacity.check(tenant)
+
+    def check_class(self, body: bytes) -> None:
+        """
+        Args:
+            body: not validated; it names its class.
+        Raises:
+            ServingError: queue_full: too many requests of its class wait.
+        """
+        self._queues.check(class_of(body))
+
+    def accepted(self, priority: Priority) -> None:
+        """Count a request that is about to be published."""
+        self._queues.accepted(priority)
+
+    def _unstarted(self, priority: Priority) -> int:
+        """Open requests of a class that no worker has started."""
+        return sum(each.fold.attempt < 0 and each.request.priority is priority for each in self._readers())
+
+
+def _filters(config: ConsumerConfig) -> list[str]:
+    return config.filter_subjects or [config.filter_subject or ""]

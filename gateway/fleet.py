@@ -1,0 +1,119 @@
+"""What a gateway derives from the fleet's registrations: which workers it uses, and what bodies are prepared for."""
+
+import structlog
+
+from configs.settings import GatewaySettings
+from gateway.images.model_registry import ROLE, DiffusionModelRegistry
+from gateway.metrics import Metrics
+from gateway.openai.prepare_context import PrepareContext
+from gateway.parsers.registry import ParserNames, agreed_parsers
+from gateway.roster import Roster, WorkerSelection
+from infra.bus.connection import Bus
+from infra.bus.registry import FleetWatch, RegisteredWorker
+from infra.model.modeldir import ModelDir
+from schemas.subjects import token
+
+log = structlog.get_logger("gateway")
+
+
+class FleetView:
+    """Follows the workers bucket. What is derived from it is computed anew when asked for, after the fleet changed.
+
+    Attributes:
+        names: of the model; the first is canonical.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        model: ModelDir,
+        gateway: str,
+        names: tuple[str, ...],
+        settings: GatewaySettings,
+        metrics: Metrics,
+    ) -> None:
+        self.names = names
+        self.watch = FleetWatch(bus, joined=self._joined, left=self._left)
+        self.diffusion_models = DiffusionModelRegistry()
+        self._model = model
+        self._gateway = gateway
+        self._settings = settings
+        self._roster = Roster(names[0], model.tokenizer_digest, metrics)
+        self._selection: WorkerSelection | None = None
+        self._context: PrepareContext | None = None
+        self._conflicts: set[frozenset[ParserNames]] = set()  # that were logged
+
+    async def open(self) -> None:
+        """
+        Raises:
+            ServingError: the workers bucket cannot be read.
+        """
+        await self.watch.start()
+
+    def refresh(self) -> None:
+        """Remove workers whose lease expired. Refusals and conflicts are logged even while no request comes."""
+        self.watch.expire()
+        self.prepare_context  # noqa: B018 - computed for what it logs
+
+    def has_worker(self) -> bool:
+        """Whether a worker takes requests for the model, or for images where no language model was configured."""
+        if not self._settings.model and self.diffusion_models.ready():
+            return True
+        return self._select().ready
+
+    def serves_elsewhere(self, model: str) -> bool:
+        """Whether workers serve this model (a subject token) and only other gateways of the namespace know it.
+
+        Diffusion models do not count: the NATS door refuses them, with the reason.
+        """
+        if model in map(token, self.names):
+            return False
+        served = (member.registration for member in self.watch.members.values())
+        return any(model in (token(r.model), *map(token, r.aliases)) for r in served if r.role != ROLE)
+
+    @property
+    def prepare_context(self) -> PrepareContext:
+        if self._context is None:
+            self._context = self._make_context()
+        return self._context
+
+    def _joined(self, member: RegisteredWorker) -> None:
+        self.diffusion_models.put(member.registration)
+        self._selection = self._context = None
+
+    def _left(self, member: RegisteredWorker, why: str) -> None:
+        log.info("worker_left", worker=member.registration.worker, why=why)
+        self.diffusion_models.remove(member.registration.worker)
+        self._selection = self._context = None
+
+    def _serves(self, member: RegisteredWorker) -> bool:
+        registration = member.registration
+        return registration.role != ROLE and self.names[0] in (registration.model, *registration.aliases)
+
+    def _select(self) -> WorkerSelection:
+        if self._selection is None:
+            serving = (member.registration for member in self.watch.members.values() if self._serves(member))
+            self._selection = self._roster.select(serving)
+        return self._selection
+
+    def _make_context(self) -> PrepareContext:
+        workers, revision, _ = self._select()
+        parsers, named = agreed_parsers(workers)
+        if len(named) > 1 and named not in self._conflicts:
+            self._conflicts.add(named)
+            log.warning("workers_name_different_parsers", parsers=sorted(named), used=parsers)
+        settings = self._settings
+        return PrepareContext(
+            self._model,
+            self.names,
+            self._gateway,
+            block_size=workers[0].block_size if workers else settings.block_size,
+            default_max_tokens=settings.default_max_tokens,
+            default_deadline_s=settings.default_deadline_s,
+            worker_max_model_len=max((w.max_model_len for w in workers), default=0),
+            revision=revision if workers else "",
+            max_images=settings.max_images,
+            logits_processors=frozenset(name for w in workers for name in w.logits_processors) if workers else None,
+            parsers=parsers if any(parsers) else None,
+            special_tokens_as_text=settings.special_tokens_in_messages == "text",
+        )

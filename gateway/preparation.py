@@ -1,0 +1,124 @@
+"""From a body to a request, without holding up the event loop: large bodies are prepared in threads.
+
+A thread helps where the work is Python or releases the interpreter, as the tokenizer does. Decoding JSON does neither,
+and takes about 40 ns per value: a body with far more values than the model's context has tokens is refused unread.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+from configs.settings import GatewaySettings
+from gateway.fleet import FleetView
+from gateway.images.prepare import PATHS, prepare_images
+from gateway.media.loader import MediaLoader
+from gateway.openai.common import CHAT
+from gateway.openai.prepare import (
+    PendingMediaRequest,
+    PreparedRequest,
+    attach_media,
+    prepare_chat,
+    prepare_completion,
+)
+from gateway.openai.prepare_context import PrepareContext
+from schemas.errors import Code, ServingError
+
+LARGE_BODY = 8_192  # bytes; larger ones are prepared in a thread: to tokenise 1 KB takes 0.3 ms
+LARGE_PROMPT = 8_192  # tokens; longer ones with images get their block names in a thread
+THREADS = 2  # each competes with the event loop for the interpreter
+FEW_VALUES = 65_536  # in a body; so many are decoded in 3 ms
+COUNT_BYTES = 1 << 18  # searched for commas at once
+
+T = TypeVar("T")
+
+
+class RequestPreparer:
+    """Owns the threads; ``close`` it."""
+
+    def __init__(self, fleet: FleetView, media_loader: MediaLoader, gateway: str, settings: GatewaySettings) -> None:
+        self._fleet = fleet
+        self._media_loader = media_loader
+        self._gateway = gateway
+        self._settings = settings
+        self._threads = ThreadPoolExecutor(THREADS, "prepare")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def prepare(self, endpoint: str, body: bytes, request_id: str | None = None) -> PreparedRequest:
+        """
+        Raises:
+            ServingError: the body cannot be served.
+        """
+        now_ns = time.time_ns()
+        if endpoint in PATHS:
+            return await self.run_for(
+                body,
+                prepare_images,
+                endpoint,
+                body,
+                self._fleet.diffusion_models.known,
+                gateway=self._gateway,
+                default_deadline_s=self._settings.default_deadline_s,
+                now_ns=now_ns,
+                request_id=request_id,
+            )
+        prepare = prepare_chat if endpoint == CHAT else prepare_completion
+        context = self._fleet.prepare_context
+        prepared = await self.run_for(body, prepare, body, context, now_ns=now_ns, request_id=request_id)
+        if isinstance(prepared, PendingMediaRequest):
+            return await self._with_media(prepared, context)
+        return prepared
+
+    async def run_for(self, body: bytes, work: Callable[..., T], *args: Any, **options: Any) -> T:
+        """``work`` that decodes a body, in a thread if that is large.
+
+        Raises:
+            ServingError: context_length_exceeded: it is not worth decoding.
+        """
+        if len(body) <= LARGE_BODY:
+            return work(*args, **options)
+        limit = max(FEW_VALUES, 2 * self._fleet.prepare_context.max_model_len)
+        return await self._in_thread(_checked, body, limit, partial(work, *args, **options))
+
+    async def _in_thread(self, work: Callable[..., T], *args: Any, **options: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **options))
+
+    async def _with_media(self, pending: PendingMediaRequest, context: PrepareContext) -> PreparedRequest:
+        """The request once its media are loaded and stored."""
+        assert context.model.vision is not None
+        left_s = pending.deadline_s - (time.time_ns() - pending.now_ns) / 1e9
+        try:
+            async with asyncio.timeout(left_s):
+                media = await self._media_loader.load(pending.prompt.media, context.model.vision, left_s)
+        except TimeoutError:
+            raise ServingError(Code.deadline_exceeded, "the images did not arrive before the deadline") from None
+        if len(pending.prompt.tokens) <= LARGE_PROMPT:
+            return attach_media(pending, media, context)
+        return await self._in_thread(attach_media, pending, media, context)
+
+
+def _checked(body: bytes, limit: int, work: Callable[[], T]) -> T:
+    check_values(body, limit)
+    return work()
+
+
+def check_values(body: bytes, limit: int) -> None:
+    """Refuse a body whose decoding would stop the event loop. Its commas bound its values from above, nearly.
+
+    Text has commas too, but takes at least two tokens for each, so what fits into the context passes.
+
+    Raises:
+        ServingError: context_length_exceeded: more than ``limit`` commas.
+    """
+    count = 0
+    for at in range(0, len(body), COUNT_BYTES):
+        count += body.count(b",", at, at + COUNT_BYTES)
+        if count > limit:
+            raise ServingError(
+                Code.context_length_exceeded,
+                f"the body has more than {limit} values or commas, which is twice what the model's context can hold",
+            )

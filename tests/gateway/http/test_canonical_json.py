@@ -1,0 +1,51 @@
+import json
+import random
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.http import canonical_json as module
+from gateway.http.canonical_json import canonical_json
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=30,
+)
+
+
+def shuffled(value: Any, rng: random.Random) -> Any:
+    """The same value, with the keys of its objects in another order."""
+    if isinstance(value, dict):
+        items = list(value.items())
+        rng.shuffle(items)
+        return {key: shuffled(inner, rng) for key, inner in items}
+    return [shuffled(inner, rng) for inner in value] if isinstance(value, list) else value
+
+
+@settings(max_examples=200, deadline=None)
+@given(VALUES, st.integers(1, 40), st.randoms(use_true_random=False))
+def test_slices_make_the_same_text_as_one_call(value: Any, size: int, rng: random.Random) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SLICE", size)
+        written = json.dumps(shuffled(value, rng), indent=rng.choice([None, 2]), ensure_ascii=rng.random() < 0.5)
+        assert canonical_json(written.encode()) == msgspec.json.encode(value, order="deterministic")
+
+
+def test_members_of_the_outermost_object_are_left_out() -> None:
+    assert canonical_json(b' {"b": {"stream": 1}, "stream": true, "a": 1}', without=["stream"]) == (
+        b'{"a":1,"b":{"stream":1}}'
+    )
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b'{"a"}', b"nan", b"[1,]"])
+def test_what_is_no_json_is_refused(text: bytes) -> None:
+    with pytest.raises(msgspec.MsgspecError):
+        canonical_json(text, without=["stream"])

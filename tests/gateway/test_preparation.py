@@ -1,0 +1,69 @@
+"""Large bodies are not decoded on the event loop, and not at all if they have too many values."""
+
+import asyncio
+import json
+import threading
+from typing import Any
+
+import pytest
+
+from gateway import preparation
+from gateway.openai.prepare_context import PrepareContext
+from gateway.preparation import COUNT_BYTES, LARGE_BODY, RequestPreparer, check_values
+from schemas.errors import Code, ServingError
+
+
+class Fleet:
+    def __init__(self, context: PrepareContext) -> None:
+        self.prepare_context = context
+
+    class diffusion_models:
+        known: dict[str, Any] = {}
+
+
+@pytest.fixture
+def preparer(context: PrepareContext) -> Any:
+    made = RequestPreparer(Fleet(context), None, "gw1", _Settings())  # type: ignore[arg-type]
+    yield made
+    made.close()
+
+
+class _Settings:
+    default_deadline_s = 60.0
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "text", "images"])
+@pytest.mark.parametrize("size", [10, 2 * LARGE_BODY])
+async def test_only_large_bodies_are_prepared_in_a_thread(
+    preparer: RequestPreparer, monkeypatch: pytest.MonkeyPatch, endpoint: str, size: int
+) -> None:
+    threads = []
+
+    def prepare(*args: Any, **options: Any) -> str:
+        threads.append(threading.current_thread())
+        return "prepared"
+
+    for name in ("prepare_chat", "prepare_completion", "prepare_images"):
+        monkeypatch.setattr(preparation, name, prepare)
+    kind = next(iter(preparation.PATHS)) if endpoint == "images" else endpoint
+    assert await preparer.prepare(kind, b'"%b"' % (b"x" * size)) == "prepared"
+    assert [thread is threading.main_thread() for thread in threads] == [size < LARGE_BODY]
+
+
+async def test_a_body_with_far_more_values_than_the_context_has_tokens_is_refused_unread(
+    preparer: RequestPreparer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded = []
+    monkeypatch.setattr(preparation, "prepare_completion", lambda *args, **options: decoded.append(1))
+    body = json.dumps({"model": "tiny", "prompt": [1] * 400_000}).encode()
+    with pytest.raises(ServingError) as refusal:
+        await asyncio.wait_for(preparer.prepare("text", body), 10)
+    assert refusal.value.code is Code.context_length_exceeded
+    assert not decoded
+
+
+def test_commas_are_counted_across_the_slices() -> None:
+    body = b"," * (2 * COUNT_BYTES + 10)
+    check_values(body, 2 * COUNT_BYTES + 10)
+    with pytest.raises(ServingError, match="values or commas"):
+        check_values(body, 2 * COUNT_BYTES + 9)
