@@ -267,6 +267,21 @@ def test_the_http_page_has_every_endpoint() -> None:
     assert {path for path in paths if f" {path}`" not in page} == set()
 
 
+COMMAND_FLAGS = frozenset(
+    {"--all", "--help", "--models", "--state", "--tokens", "--topology"}
+)  # with their own parsers
+PEERS_FLAGS = frozenset({"--migration-limit"})
+
+
+@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md", *(f"docs/{path.name}" for path in DOCS.glob("*.md"))])
+def test_the_flags_that_a_page_names_exist(page: str) -> None:
+    known = frozenset(re.findall(r"`(--[a-z0-9-]+)`", infra.docs.settings.page())) | flags()
+    text = (ROOT / page).read_text(encoding="utf-8")
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    named = set(re.findall(r"`(--[a-z0-9-]+)[ `]", prose))
+    assert named - known - COMMAND_FLAGS - PEERS_FLAGS == set()
+
+
 @pytest.mark.parametrize(("page", "limit"), [("README.md", 150), ("ARCHITECTURE.md", 250)])
 def test_a_page_stays_short(page: str, limit: int) -> None:
     assert len((ROOT / page).read_text(encoding="utf-8").splitlines()) <= limit

@@ -10,14 +10,14 @@ from infra.broker.accounts import publishes, subscribes
 from schemas.subjects import Subjects
 
 ROLES = ("gateway", "router", "worker", "client", "operator")
-DOOR = ("submit", "ask", "read", "cancel", "pass")  # what gateways hear of NATS clients, and of each other
+DOOR = ("submit", "ask", "read", "cancel", "pass")  # what gateways receive from NATS clients, and from each other
 CLASSES = ("interactive", "standard", "batch")
 
 SHARED = (
     "A worker may publish tokens, terminal events and returns of any request, jobs to any worker, and any worker's "
     "registration: each is one user, and requests come to any of them. Attempts, leases and the one terminal event per "
     "request keep an erring worker from harm, not a hostile one.",
-    "A worker may pull and acknowledge another worker's jobs, and hear its control messages: consumers and subjects "
+    "A worker may pull and acknowledge another worker's jobs, and receive its control messages: consumers and subjects "
     "have the names of workers, which are made at start.",
     "A worker may not delete consumers, its own included: the broker removes one that nobody has used for 120 s.",
     "A gateway or router reads every subject of a stream that it may read: direct gets are allowed by stream only.",
@@ -71,7 +71,7 @@ def rights(role: str, s: Subjects) -> tuple[Right, ...] | None:
         case "worker":
             return (inbox, *_worker(s))
         case "client":
-            return (Right("the NATS door, in its tenant's account", publishes(s), subscribes(s)),)
+            return (Right("ask over NATS, in its tenant's account", publishes(s), subscribes(s)),)
         case "operator" | "sys":
             return None
     raise ValueError(f"no such role: {role!r}")
@@ -81,20 +81,22 @@ def _gateway(s: Subjects) -> tuple[Right, ...]:
     requests = s.stream("REQUESTS")
     return (
         Right("accept and cancel requests", (s.all("request"), s.cancel)),
-        Right("hear NATS clients and other gateways", (), (*(s.all(kind) for kind in DOOR), f"{s.namespace}.read")),
+        Right(
+            "receive from NATS clients and other gateways", (), (*(s.all(kind) for kind in DOOR), f"{s.namespace}.read")
+        ),
         Right("answer NATS clients", (s.all("answer"), s.all("to"), s.all("pass"), "_R_.>")),
         Right(
-            "ask other gateways how far their answers are, and tell them",
+            "ask other gateways for the progress of answers, and reply",
             (s.progress("*"), f"{inbox_prefix('gateway')}.>"),
             (s.progress("*"),),
         ),
         # A stream per tenant, and tenants come and go; the consumer of each is called "gateway".
         Right("take submissions", ("$JS.API.CONSUMER.MSG.NEXT.*.gateway", "$JS.ACK.*.gateway.>")),
-        Right("know repeats", (f"$KV.{s.bucket('idempotency')}.>",)),
+        Right("recognise repeats", (f"$KV.{s.bucket('idempotency')}.>",)),
         Right("follow the log", (), (s.all("live"),)),
         _reads(*(s.stream(name) for name in ("TOKENS", "REQUESTS", "DONE")), *_buckets(s, "workers", "tenants")),
         _reads(*_buckets(s, "idempotency")),
-        Right("know how long the queue is", (f"$JS.API.CONSUMER.INFO.{requests}.*",)),
+        Right("read the length of the queue", (f"$JS.API.CONSUMER.INFO.{requests}.*",)),
         _stores(s.bucket("media")),
         _stores(s.bucket("batches")),
         _fetches(s.bucket("results")),
@@ -109,7 +111,7 @@ def _router(s: Subjects) -> tuple[Right, ...]:
             *(f"$JS.API.CONSUMER.MSG.NEXT.{requests}.{name}" for name in consumers),
             *(f"$JS.ACK.{requests}.{name}.>" for name in consumers),
         )),
-        Right("publish anew what waits for long", (s.all("request"),)),
+        Right("publish again what waits for long", (s.all("request"),)),
         Right("place them, fence lost attempts, end what cannot run", (s.all("work"), s.all("tokens"), s.all("done"))),
         Right("ask workers for their blocks, and cancel", (s.all("ctl"), s.cancel), (s.cancel,)),
         Right("fence a dead worker", (f"$KV.{s.bucket('workers')}.*",)),
@@ -122,10 +124,10 @@ def _router(s: Subjects) -> tuple[Right, ...]:
 def _worker(s: Subjects) -> tuple[Right, ...]:
     work = s.stream("WORK")
     return (
-        Right("say what it does", tuple(s.all(kind) for kind in ("tokens", "done", "returned", "kv", "handoff"))),
+        Right("publish its output", tuple(s.all(kind) for kind in ("tokens", "done", "returned", "kv", "handoff"))),
         Right("hand over to the next stage", tuple(s.work(role, "*") for role in ("prefill", "decode", "aggregated"))),
-        Right("talk about blocks, and hear the router", (s.all("ctl"),), (f"{s.namespace}.ctl.*", s.cancel)),
-        Right("be registered, and know the others", (f"$KV.{s.bucket('workers')}.*",),
+        Right("exchange blocks, and receive control messages", (s.all("ctl"),), (f"{s.namespace}.ctl.*", s.cancel)),
+        Right("be registered, and see the others", (f"$KV.{s.bucket('workers')}.*",),
               (s.live(f"$KV.{s.bucket('workers')}.>"),)),
         Right("take jobs from its own consumer", (
             f"$JS.API.CONSUMER.CREATE.{work}.*.{s.namespace}.work.*.*",  # with one filter: a worker's own subject
