@@ -174,7 +174,9 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
     kv_memory_fraction: Annotated[
         float, Meta(ge=0, le=1, description="native: share of free memory for KV; 0: 0.85 on CUDA, 0.25 on a CPU")
     ] = 0.0
-    threads: Annotated[int, Meta(ge=0, description="CPU threads of the engine; 0: the engine decides")] = 0
+    threads: Annotated[
+        int, Meta(ge=0, description="CPU threads of the engine; 0: as many as cores are free at start")
+    ] = 0
     mock_speedup: Annotated[
         float, Meta(ge=0, description="mock: how many times faster than a real engine; 0: without delays")
     ] = 1.0
@@ -387,7 +389,7 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     allowed_local_media_path: Annotated[str, _OF_GATEWAY] = _GATEWAY.allowed_local_media_path
     allow_private_media_addresses: Annotated[bool, _OF_GATEWAY] = _GATEWAY.allow_private_media_addresses
     mock_speedup: Annotated[float, _OF_WORKER] = _WORKER.mock_speedup
-    threads: Annotated[int, Meta(ge=0, description="CPU threads per native worker; 0: cores / workers")] = 0
+    threads: Annotated[int, Meta(ge=0, description="CPU threads per native worker; 0: free cores / workers")] = 0
     handoff_lease_s: Annotated[float, _OF_WORKER] = _WORKER.handoff_lease_s
     local_prefill_tokens: Annotated[int, _OF_ROUTER] = _ROUTER.local_prefill_tokens
     log_format: Annotated[Literal["auto", "text", "json"], _OF_ALL] = "auto"

@@ -1,7 +1,6 @@
 """What this machine has for a deployment: GPUs, and ports in a row."""
 
 import contextlib
-import os
 import random
 import re
 import socket
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from infra.launch.groups import PlanError
 from infra.launch.sockets import check_free
+from workers.engines.cpu_budget import usable_cores
 
 _HOST = "127.0.0.1"
 # Below the ports that Linux gives to outgoing connections (ip_local_port_range): those may be taken before a worker
@@ -52,5 +52,5 @@ def free_run(first: int, count: int) -> list[int]:
 
 
 def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """CPU cores that native workers may compute on: those that are neither limited nor busy now."""
+    return usable_cores()

@@ -4,11 +4,13 @@ from pathlib import Path
 
 from configs.settings import WorkerSettings
 from workers.engines.core.engine import EncodeEngine, ScheduledEngine
+from workers.engines.cpu_budget import wait_passively
 from workers.engines.logits.flags import from_settings as processors
 
 
 def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine:
     """The engine of a worker process; raises as ``build`` does, and ProcessorError for its flags."""
+    wait_passively()
     from workers.engines.native.build import build
 
     return build(
@@ -34,6 +36,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine:
 
 def encoder_from_settings(settings: WorkerSettings, path: Path) -> EncodeEngine:
     """The engine of an encode worker's process; raises as ``build_encoder`` does."""
+    wait_passively()
     from workers.engines.native.encoder import build_encoder
 
     return build_encoder(

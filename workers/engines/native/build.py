@@ -1,5 +1,6 @@
 """From settings to a running native engine."""
 
+import os
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -8,6 +9,7 @@ import structlog
 import torch
 
 from schemas.requests import Sampling, Stop
+from workers.engines import cpu_budget
 from workers.engines.base import EngineError, EngineInfo, SequenceRequest
 from workers.engines.core.blocks import BlockManager
 from workers.engines.core.engine import ScheduledEngine
@@ -55,7 +57,7 @@ def build(
         kv_blocks: 0: as many as free memory allows.
         max_model_len: 0: what the model was made for.
         device: "auto": CUDA if there is one.
-        threads: of torch on a CPU, for this process; 0: torch decides.
+        threads: of torch, for this process; 0: on a CPU as many as cores are free, see ``cpu_budget``.
         embed_slots: pictures whose embeddings are kept, if the model sees; 0: 256, or fewer where memory is short.
         processors: of logits, that requests may name; None: none.
         kv_dtype: that KV is kept in; "auto": the weights'.
@@ -69,9 +71,8 @@ def build(
         ValueError: a size below 1.
     """
     started = time.perf_counter()
-    if threads > 0:
-        torch.set_num_threads(threads)
     where = find_device(device)
+    set_threads(threads, where)
     try:
         loaded = load(model, device=where, dtype=dtype)
         encoder = vision_encoder(model, loaded.forward, embed_slots) if loaded.sees else None
@@ -222,6 +223,15 @@ def find_device(name: str) -> torch.device:
     if name == "cuda" and not has_cuda:
         raise EngineError("device is cuda, but torch finds no CUDA device; use --device cpu or fix the driver")
     return torch.device("cuda" if has_cuda and name != "cpu" else "cpu")
+
+
+def set_threads(threads: int, device: torch.device) -> None:
+    """Set torch's threads for this process; 0: choose for a CPU, unless OMP_NUM_THREADS is set."""
+    if not threads and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        threads = cpu_budget.usable_cores()
+        log.info("cpu_threads", threads=threads, cores=os.cpu_count())
+    if threads:
+        torch.set_num_threads(threads)
 
 
 def _model_len(wanted: int, limit: int) -> int:

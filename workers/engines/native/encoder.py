@@ -7,7 +7,7 @@ import torch
 from workers.engines.base import EngineError, EngineInfo
 from workers.engines.core.engine import EncodeEngine
 from workers.engines.native import vision
-from workers.engines.native.build import find_device
+from workers.engines.native.build import find_device, set_threads
 from workers.engines.native.model import ModelError, configuration, end_tokens, max_positions, vision_encoder, weights
 from workers.engines.native.pool import out_of_memory
 
@@ -34,13 +34,12 @@ def build_encoder(
         EngineError: weights or pool do not fit into memory.
     """
     started = time.perf_counter()
-    if threads > 0:
-        torch.set_num_threads(threads)
     config = configuration(model)
     reason = vision.refusal(config)
     if reason:
         raise ModelError(f"{reason}; an encode worker needs a model that sees")
     where = find_device(device)
+    set_threads(threads, where)
     try:
         tower = weights(vision.LlavaTower, model, config, device=where, dtype=dtype)
         encoder = vision_encoder(model, tower, embed_slots)
