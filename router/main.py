@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from configs import logs
 from configs.settings import RouterSettings
 from infra.bus import loop_lag
-from infra.bus.connection import connect
+from infra.bus.connection import Bus, connect
 from infra.bus.faststream_app import OwnConnection, raw
 from infra.bus.publisher import Publisher
 from infra.bus.tasks import Stop
@@ -50,7 +50,12 @@ async def _serve(settings: RouterSettings) -> int:
         skip_subject_validation=True,
         on_fatal=stop.failed,
     )
-    publisher = Publisher(bus)
+    async with bus, Publisher(bus) as publisher:
+        await _run_router(settings, bus, publisher, stop)
+    return stop.status
+
+
+async def _run_router(settings: RouterSettings, bus: Bus, publisher: Publisher, stop: Stop) -> None:
     registry = CollectorRegistry()
     metrics = Metrics(registry)
     loop = asyncio.get_running_loop()
@@ -65,19 +70,13 @@ async def _serve(settings: RouterSettings) -> int:
         await router.on_cancel(order.request, order.reason)
 
     app = FastStream(broker, logger=None)
-    try:
-        await publisher.open()
-        await app.start()
-        await router.open()
-        loop_lag.freeze_loaded()
-        if settings.metrics_port:
-            start_http_server(settings.metrics_port, settings.metrics_host, registry=registry)
-        await stop.wait()
-        await router.close()
-        bus.closing = True  # stopping FastStream closes the connection
-        with contextlib.suppress(Exception):
-            await asyncio.wait_for(app.stop(), 5)
-    finally:
-        await publisher.close()
-        await bus.close()
-    return stop.status
+    await app.start()
+    await router.open()
+    loop_lag.freeze_loaded()
+    if settings.metrics_port:
+        start_http_server(settings.metrics_port, settings.metrics_host, registry=registry)
+    await stop.wait()
+    await router.close()
+    bus.closing = True  # stopping FastStream closes the connection
+    with contextlib.suppress(Exception):
+        await asyncio.wait_for(app.stop(), 5)

@@ -37,7 +37,7 @@ class Puller:
     Each generation has a subscription of its own, since a stored message does not name the request that it answers. The
     one before ends when its messages have been handed over.
 
-    Use it as a context manager (leaving it closes it), or call ``start``, and ``drain`` or ``close``.
+    Call ``start``, and later ``drain`` or ``close``.
 
     Args:
         handle: called with each message; must not raise.
@@ -62,13 +62,6 @@ class Puller:
         self._turn = asyncio.Lock()  # held while subscriptions are opened and closed
         self._tasks = bus.tasks.group(f"pull-{consumer}")
         self._over = False  # nothing is handed over any more
-
-    async def __aenter__(self) -> "Puller":
-        await self.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
 
     async def start(self) -> None:
         await self._subscribe()
