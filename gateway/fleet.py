@@ -9,7 +9,7 @@ from gateway.openai.prepare_context import PrepareContext
 from gateway.parsers.registry import ParserNames, agreed_parsers
 from gateway.roster import Roster, WorkerSelection
 from infra.bus.connection import Bus
-from infra.bus.registry import FleetWatch, RegisteredWorker
+from infra.bus.registry import RegisteredWorker, WorkerRegistry
 from infra.model.modeldir import ModelDir
 from schemas.subjects import token
 
@@ -33,7 +33,7 @@ class FleetView:
         metrics: Metrics,
     ) -> None:
         self.names = names
-        self.watch = FleetWatch(bus, joined=self._joined, left=self._left)
+        self.watch = WorkerRegistry(bus, joined=self._joined, left=self._left)
         self.diffusion_models = DiffusionModelRegistry()
         self._model = model
         self._gateway = gateway

@@ -14,7 +14,7 @@ from configs.settings import RouterSettings
 from infra.bus.connection import Bus, connect
 from infra.bus.direct_get import Entry
 from infra.bus.log_tail import LogTail
-from infra.bus.registry import FleetWatch, RegisteredWorker
+from infra.bus.registry import RegisteredWorker, WorkerRegistry
 from router.approximate import ApproximateIndex
 from router.holders import TargetId
 from router.index import PrefixIndex
@@ -71,7 +71,7 @@ class ClusterState:
         self.tracker = LoadTracker()
         self.index: PrefixIndex | None = PrefixIndex(settings.max_index_blocks) if settings.kv_events else None
         self._guess = None if settings.kv_events else ApproximateIndex(settings.max_index_blocks)
-        self._registry = FleetWatch(bus, joined=self._joined, left=self._left, renewed=self._renewed)
+        self._registry = WorkerRegistry(bus, joined=self._joined, left=self._left, renewed=self._renewed)
 
         def tail(stream: str, kind: str, handle: Callable[[Entry], None]) -> LogTail:
             subject = subjects.all(kind)
@@ -83,7 +83,7 @@ class ClusterState:
         self._returned = tail("DONE", "returned", self._on_returned)
         self._suspects: dict[str, float] = {}  # connection name -> when it broke
         self.tasks = bus.tasks.group("view")
-        self._ghosts: asyncio.Task[None] | None = None
+        self._stale_keys: asyncio.Task[None] | None = None
         self._dumps: dict[str, asyncio.Task[None]] = {}
         self._fetching: set[asyncio.Future[None]] = set()
         self._loaded: set[str] = set()  # workers whose cache the index knows
@@ -152,8 +152,10 @@ class ClusterState:
         """A few times a second: leases, suspects, deadlines, index cleaning."""
         now = time.monotonic()
         self._registry.expire()
-        if self._ghosts is None or self._ghosts.done():
-            self._ghosts = self.tasks.spawn(self._remove_ghosts(), name="ghosts", on_failure=_ghosts_not_removed)
+        if self._stale_keys is None or self._stale_keys.done():
+            self._stale_keys = self.tasks.spawn(
+                self._remove_stale_keys(), name="stale-keys", on_failure=_stale_keys_not_removed
+            )
         for connection, since in list(self._suspects.items()):
             if now - since > SUSPECT_S:
                 del self._suspects[connection]
@@ -330,10 +332,10 @@ class ClusterState:
                 self.tasks.spawn(self._remove_key(worker, member.revision), name=f"remove-{worker}")
                 self._registry.drop(worker, "its connection broke")
 
-    async def _remove_ghosts(self) -> None:
+    async def _remove_stale_keys(self) -> None:
         """Registrations that a killed broker brought back."""
-        await self._registry.look_for_ghosts()
-        for worker, revision in self._registry.take_ghosts().items():
+        await self._registry.find_stale_keys()
+        for worker, revision in self._registry.take_stale_keys().items():
             await self._remove_key(worker, revision)
             log.info("stale_registration_removed", worker=worker)
 
@@ -426,7 +428,7 @@ def _logged(part: LoadState) -> LoadState:
     return msgspec.structs.replace(part, unfinished=tuple(entry for entry in part.unfinished if entry.echoed))
 
 
-def _ghosts_not_removed(error: BaseException) -> None:
+def _stale_keys_not_removed(error: BaseException) -> None:
     log.debug("stale_registrations_not_read", error=repr(error))  # the next look is a moment later
 
 

@@ -21,7 +21,7 @@ from nats.errors import Error as NatsError
 
 from configs.settings import RouterSettings
 from infra.bus.connection import Bus
-from infra.bus.loop_lag import Turns
+from infra.bus.loop_lag import TimeSlice
 from infra.bus.publisher import Ack, Publisher
 from infra.bus.puller import ACK, IN_PROGRESS, NAK, TERM, Puller
 from router import terminal_events
@@ -132,7 +132,7 @@ class Router:
         self._recovering: set[tuple[str, int]] = set()
         self._ending: set[str] = set()
         self.tasks = bus.tasks.group("router")
-        self._turns = Turns()
+        self._time_slice = TimeSlice()
         self._pump_due = False
         self._started = time.monotonic()
 
@@ -192,7 +192,7 @@ class Router:
         if request.id in self._queue:  # delivered again
             return
         await self._place(PendingRequest(request, message.data, message.reply, time.time_ns()))
-        await self._turns.give()
+        await self._time_slice.yield_if_spent()
 
     def _space(self, priority: Priority) -> int:
         """How many more requests of a class may be taken from the log."""
@@ -461,7 +461,7 @@ class Router:
                 following = self._queue.turn(lane)
                 if following is not None:
                     heapq.heappush(heads, (following, lane))
-            await self._turns.give()
+            await self._time_slice.yield_if_spent()
         for puller in self._pullers:
             await puller.top_up()
 
@@ -581,7 +581,7 @@ class Router:
             orphans = [Orphan(e.request, e.attempt, e.worker, e.gateway, e.seq) for e in fresh]
             for found in await recover(self._bus, self._publisher, self.id, orphans):
                 await self._requeue(found, reason)
-                await self._turns.give()
+                await self._time_slice.yield_if_spent()
         except ServingError as error:
             log.warning("recovery_postponed", error=error.message, requests=len(fresh))
         finally:
@@ -693,7 +693,7 @@ class Router:
             if pending.reply and now - pending.renewed > RENEW_S and self._bus.connected:
                 pending.renewed = now
                 await self._claim(pending.reply)
-            await self._turns.give()
+            await self._time_slice.yield_if_spent()
         self._metrics.waiting.set(len(self._queue))
         if self.cluster.index is not None:
             self._metrics.blocks.set(self.cluster.index.blocks)

@@ -1,4 +1,4 @@
-"""How late an event loop runs what is due, a gauge of every process; and how long work does not make it late."""
+"""How late an event loop runs what is due (a gauge of every process), and how long work keeps that short."""
 
 import asyncio
 import gc
@@ -7,30 +7,31 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Gauge
 
-EVERY_S = 0.1  # each look costs 30 to 60 CPU-µs
+EVERY_S = 0.1  # each measurement costs 30 to 60 CPU-µs
 WINDOW_S = 30.0
-TURN_S = 0.002
+SLICE_S = 0.002
 
 
-class Turns:
-    """For work in many small parts, none of which waits for anything: ``give`` after each lets others run in time.
+class TimeSlice:
+    """For work in many small parts, none of which awaits anything: call ``yield_if_spent`` after each.
 
-    A turn begins with its first part. What is published within one turn leaves in one write, and comes in one read: to
-    give turns away early costs every process behind this one a wake-up.
+    A slice begins with its first part. What is published within one slice leaves in one write and arrives in one read,
+    so to yield earlier costs every process behind this one a wake-up.
     """
 
     def __init__(self) -> None:
-        self._began = 0.0  # of this turn; 0: none is under way
+        self._began = 0.0  # of this slice; 0: none has begun
 
-    async def give(self) -> None:
+    async def yield_if_spent(self) -> None:
+        """Let other tasks run if this slice has lasted for ``SLICE_S``."""
         if not self._began:
             self._began = time.monotonic()
             asyncio.get_running_loop().call_soon(self._end)
-        elif time.monotonic() - self._began > TURN_S:
+        elif time.monotonic() - self._began > SLICE_S:
             await asyncio.sleep(0)
 
     def _end(self) -> None:
-        """The event loop has gone on to something else."""
+        """The event loop went on to something else."""
         self._began = 0.0
 
 
@@ -45,7 +46,10 @@ def freeze_loaded() -> None:
 
 
 class LoopLag:
-    """``watch`` it in the background; ``worst_s`` is of the last 30 to 60 s, so that no scrape misses it."""
+    """The lag of this event loop. Run ``watch`` in the background.
+
+    ``worst_s`` is the maximum of the last 30 to 60 s, so that no scrape misses it.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -58,7 +62,7 @@ class LoopLag:
         return max(self._worst, self._before)
 
     def late(self, seconds: float) -> None:
-        """Something ran so much after it was due."""
+        """Something ran this many seconds after it was due."""
         self._turn()
         self._worst = max(self._worst, seconds)
 
@@ -77,7 +81,7 @@ class LoopLag:
 
 
 def gauge(registry: CollectorRegistry, role: str) -> LoopLag:
-    """The gauge of a process; ``watch`` what it returns."""
+    """Add a process's gauge to its registry. Run ``watch`` of the result."""
     lag = LoopLag()
     about = "longest time that something due had to wait for the event loop, in the last 30 to 60 s"
     Gauge(f"penstock_{role}_loop_lag_seconds", about, registry=registry).set_function(lambda: lag.worst_s)

@@ -1,4 +1,4 @@
-"""Who is registered: the ``workers`` bucket as a live table, with each lease timed by this process's clock."""
+"""The registered workers: the ``workers`` bucket as a live table. Each lease is timed by this process's clock."""
 
 import time
 from collections.abc import Callable
@@ -14,24 +14,30 @@ from schemas import fleet
 log = structlog.get_logger("fleet")
 
 PAUSE_S = 1.0
-GHOST_NS = int((fleet.LEASE_S + 2.0) * 1e9)  # a key that was not renewed for so long is nobody's registration
+STALE_NS = int((fleet.LEASE_S + 2.0) * 1e9)  # a key older than this registers nobody
 
 
 class RegisteredWorker(msgspec.Struct):
     registration: fleet.Registration
     revision: int  # of the key, for removing it
-    heard: float  # monotonic
+    renewed_at: float  # monotonic
 
 
-class FleetWatch:
-    """``joined`` and ``left`` are called as keys come, change and go, ``renewed`` when a lease was renewed and nothing
-    but the load may have changed: of 1,000 workers that is 1,300 times a second. Expiry is noticed by ``expire``.
+class WorkerRegistry:
+    """The table, and callbacks for its changes.
 
-    A bucket's own expiry marker comes up to 0.3 s late and not while the broker restarts; the local clock is
-    the judge, and it starts anew after a reconnect, when silence says nothing about the workers.
+    Guarantees: a worker that renews its lease is in ``members`` once ``start`` has returned. One that does not is
+    removed after ``LEASE_S``, by the first ``expire`` while connected. This process's clock decides, not the bucket's
+    expiry marker, which comes up to 0.3 s late and not at all while the broker restarts. After a reconnect all leases
+    start anew: until then, silence meant nothing.
 
     A server that was killed can bring back keys that had expired, and then never removes them (seen on 2.15.1). Keys
-    that are too old when the table is read are kept apart in ``ghosts`` (worker -> revision) until they are renewed.
+    that are too old when the table is read stay apart in ``stale_keys`` (worker → revision) until they are renewed.
+
+    Args:
+        joined: a worker registered, or changed more than its load.
+        left: its key was removed or expired; the reason.
+        renewed: its lease was renewed, and at most the load changed: 1,300 times a second with 1,000 workers.
     """
 
     def __init__(
@@ -50,11 +56,11 @@ class FleetWatch:
         self._left = left
         self._renewed = renewed
         self._clock = clock
-        self._checked = self._ghosts_since = clock()
-        self._links = self._looked = bus.reconnects
+        self._checked = self._stale_since = clock()
+        self._links = self._checked_links = bus.reconnects
         self._reading_ns = 0  # Unix time at which the table began to be read; 0: it was read
         self.members: dict[str, RegisteredWorker] = {}
-        self.ghosts: dict[str, int] = {}
+        self.stale_keys: dict[str, int] = {}
 
     async def start(self) -> None:
         """Read the table, then follow it.
@@ -67,48 +73,48 @@ class FleetWatch:
             await self._tail.start()
         finally:
             self._reading_ns = 0
-        if self.ghosts:
-            log.warning("stale_registrations_ignored", workers=sorted(self.ghosts))
-        self._checked = self._ghosts_since = self._clock()
+        if self.stale_keys:
+            log.warning("stale_registrations_ignored", workers=sorted(self.stale_keys))
+        self._checked = self._stale_since = self._clock()
 
-    async def look_for_ghosts(self) -> None:
-        """Read the table once more, if the link broke since the last time: a broker may have brought keys back.
+    async def find_stale_keys(self) -> None:
+        """Read the table once more if the link broke since the last time: a broker may have brought keys back.
 
-        Call it a few times a second; it does something two leases after a reconnect, when all who live have renewed.
+        Call it a few times a second. It reads two leases after a reconnect, when every live worker has renewed.
 
         Raises:
             ServingError: the bucket cannot be read; it will be tried again.
         """
-        if self._looked == self._links or self._clock() - self._ghosts_since < 2 * fleet.LEASE_S:
+        if self._checked_links == self._links or self._clock() - self._stale_since < 2 * fleet.LEASE_S:
             return
         links, found = self._links, dict[str, int]()
         async for entry in read(self._bus, self._stream, self._subject):
             worker = entry.subject.rpartition(".")[2]
             if entry.data and "KV-Operation" not in entry.headers and worker not in self.members:
                 found[worker] = entry.seq
-        self._looked = links
+        self._checked_links = links
         if found:
-            self._ghosts_since = self._clock()
-            self.ghosts = found
+            self._stale_since = self._clock()
+            self.stale_keys = found
 
-    def take_ghosts(self) -> dict[str, int]:
-        """Keys (worker -> revision) that can be removed: too old when the table was read, and not renewed since.
+    def take_stale_keys(self) -> dict[str, int]:
+        """Keys (worker → revision) that can be removed: too old when the table was read, and not renewed since.
 
-        They get two leases for it: clocks of machines may differ, so age alone proves nothing.
+        They had two leases of time to be renewed: clocks of machines differ, so age alone proves nothing.
         """
-        if not self.ghosts or self._clock() - self._ghosts_since < 2 * fleet.LEASE_S or not self._bus.connected:
+        if not self.stale_keys or self._clock() - self._stale_since < 2 * fleet.LEASE_S or not self._bus.connected:
             return {}
-        ghosts, self.ghosts = self.ghosts, {}
-        return ghosts
+        stale, self.stale_keys = self.stale_keys, {}
+        return stale
 
     async def stop(self) -> None:
         await self._tail.stop()
 
     def expire(self) -> None:
-        """Drop members whose lease has passed; call it a few times a second.
+        """Remove workers whose lease has passed. Call it a few times a second.
 
-        If that was not possible for a while (disconnected, or this process slept), all leases start anew: their
-        renewals may be waiting to be read.
+        If it was not called for a while (disconnected, or this process slept), all leases start anew: their renewals
+        may be waiting to be read.
         """
         if not self._bus.connected:
             return
@@ -116,23 +122,23 @@ class FleetWatch:
         paused, self._checked = now - self._checked > PAUSE_S, now
         if paused or self._links != self._bus.reconnects:
             self._links = self._bus.reconnects
-            self._ghosts_since = now
+            self._stale_since = now
             for member in self.members.values():
-                member.heard = now
+                member.renewed_at = now
             return
         limit = now - fleet.LEASE_S
-        for member in [m for m in self.members.values() if m.heard < limit]:
+        for member in [m for m in self.members.values() if m.renewed_at < limit]:
             self.drop(member.registration.worker, "lease expired")
 
     def drop(self, worker: str, why: str) -> None:
-        """Treat a member as gone."""
+        """Remove a worker from the table."""
         member = self.members.pop(worker, None)
         if member is not None:
             self._left(member, why)
 
     def _on_entry(self, entry: Entry) -> None:
         worker = entry.subject.rpartition(".")[2]
-        self.ghosts.pop(worker, None)
+        self.stale_keys.pop(worker, None)
         if "KV-Operation" in entry.headers or "Nats-Marker-Reason" in entry.headers or not entry.data:
             self.drop(worker, "unregistered" if entry.headers.get("KV-Operation") else "lease expired")
             return
@@ -143,11 +149,11 @@ class FleetWatch:
             return
         member = self.members.get(worker)
         if member is not None and fleet.same_but_load(member.registration, registration):
-            member.registration, member.revision, member.heard = registration, entry.seq, self._clock()
+            member.registration, member.revision, member.renewed_at = registration, entry.seq, self._clock()
             self._renewed(member)
             return
-        if self._reading_ns and entry.time_ns < self._reading_ns - GHOST_NS:
-            self.ghosts[worker] = entry.seq  # if it lives after all, its next renewal is less than a second away
+        if self._reading_ns and entry.time_ns < self._reading_ns - STALE_NS:
+            self.stale_keys[worker] = entry.seq  # a live worker renews it within a second
             return
         member = self.members[worker] = RegisteredWorker(registration, entry.seq, self._clock())
         self._joined(member)

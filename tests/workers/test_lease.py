@@ -9,7 +9,7 @@ from nats.js.errors import NotFoundError
 
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
-from infra.bus.registry import FleetWatch
+from infra.bus.registry import WorkerRegistry
 from schemas import fleet
 from schemas.errors import ServingError
 from schemas.subjects import Subjects
@@ -102,7 +102,7 @@ async def purge(bus: Bus, owner: Owner) -> None:
 
 
 async def test_renewals_keep_the_lease(bus: Bus, owner: Owner) -> None:
-    watch = FleetWatch(bus)
+    watch = WorkerRegistry(bus)
     await watch.start()
     await owner.renewals(5)
     assert owner.lease.trusted()
@@ -145,7 +145,7 @@ async def test_a_lease_that_ran_out_while_the_process_slept_is_lost(bus: Bus, mo
     monkeypatch.setattr(fleet, "RENEW_S", 60)
     owner = Owner(bus)
     await owner.lease.acquire()
-    watch = FleetWatch(bus)
+    watch = WorkerRegistry(bus)
     await watch.start()
     assert owner.lease.trusted()
     await eventually(lambda: not watch.members, 5)  # the server's marker

@@ -5,7 +5,7 @@ import time
 
 from prometheus_client import CollectorRegistry
 
-from infra.bus.loop_lag import EVERY_S, TURN_S, WINDOW_S, LoopLag, Turns, gauge
+from infra.bus.loop_lag import EVERY_S, SLICE_S, WINDOW_S, LoopLag, TimeSlice, gauge
 from tests.infra.bus.support import eventually
 
 
@@ -39,25 +39,25 @@ def test_the_worst_is_shown_for_one_window_at_least_and_two_at_most() -> None:
 
 
 async def test_a_short_turn_is_not_given_away_however_long_the_loop_was_idle_before() -> None:
-    turns, others = Turns(), 0
+    time_slice, others = TimeSlice(), 0
 
     def other() -> None:
         nonlocal others
         others += 1
 
     for _ in range(3):
-        await asyncio.sleep(2 * TURN_S)
+        await asyncio.sleep(2 * SLICE_S)
         asyncio.get_running_loop().call_soon(other)
         before = others
-        await turns.give()
-        await turns.give()
+        await time_slice.yield_if_spent()
+        await time_slice.yield_if_spent()
         assert others == before, "what one turn publishes leaves in one write"
 
 
 async def test_a_long_turn_lets_others_run() -> None:
-    turns, ran = Turns(), asyncio.Event()
-    await turns.give()
+    time_slice, ran = TimeSlice(), asyncio.Event()
+    await time_slice.yield_if_spent()
     asyncio.get_running_loop().call_soon(ran.set)
-    time.sleep(2 * TURN_S)  # noqa: ASYNC251 - work
-    await turns.give()
+    time.sleep(2 * SLICE_S)  # noqa: ASYNC251 - work
+    await time_slice.yield_if_spent()
     assert ran.is_set()

@@ -7,7 +7,7 @@ import pytest
 
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
-from infra.bus.registry import FleetWatch, RegisteredWorker
+from infra.bus.registry import RegisteredWorker, WorkerRegistry
 from schemas import fleet
 from schemas.subjects import Subjects
 from schemas.wire import encode
@@ -20,7 +20,7 @@ class Watched:
         self.joined: list[fleet.Registration] = []
         self.left: list[tuple[str, str]] = []
         self.renewed: list[int] = []
-        self.watch = FleetWatch(bus, self._joined, self._left, self._renewed, clock=lambda: self.now)
+        self.watch = WorkerRegistry(bus, self._joined, self._left, self._renewed, clock=lambda: self.now)
 
     def _joined(self, member: RegisteredWorker) -> None:
         self.joined.append(member.registration)
@@ -200,15 +200,15 @@ async def test_a_registration_that_outlived_its_lease_is_no_member_until_it_is_r
 ) -> None:
     """As a server leaves them behind that was killed: their time to live is not enforced any more."""
     old = await register(bus, "ghost")
-    monkeypatch.setattr("infra.bus.registry.GHOST_NS", -3_600_000_000_000)  # whatever is read is too old
+    monkeypatch.setattr("infra.bus.registry.STALE_NS", -3_600_000_000_000)  # whatever is read is too old
     watched = Watched(bus)
     await watched.watch.start()
-    assert (watched.watch.ghosts, watched.watch.members, watched.joined) == ({"ghost": old}, {}, [])
+    assert (watched.watch.stale_keys, watched.watch.members, watched.joined) == ({"ghost": old}, {}, [])
     watched.pass_time(fleet.LEASE_S)
-    assert watched.watch.take_ghosts() == {}, "it may live, on a machine whose clock differs"
+    assert watched.watch.take_stale_keys() == {}, "it may live, on a machine whose clock differs"
     await register(bus, "ghost")
     await eventually(lambda: "ghost" in watched.watch.members)
-    assert not watched.watch.ghosts
+    assert not watched.watch.stale_keys
     await watched.watch.stop()
 
 
@@ -216,11 +216,11 @@ async def test_a_registration_that_nobody_renews_is_given_up_for_removal(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = await register(bus, "ghost")
-    monkeypatch.setattr("infra.bus.registry.GHOST_NS", -3_600_000_000_000)
+    monkeypatch.setattr("infra.bus.registry.STALE_NS", -3_600_000_000_000)
     watched = Watched(bus)
     await watched.watch.start()
     watched.pass_time(2 * fleet.LEASE_S)
-    assert (watched.watch.take_ghosts(), watched.watch.take_ghosts()) == ({"ghost": old}, {})
+    assert (watched.watch.take_stale_keys(), watched.watch.take_stale_keys()) == ({"ghost": old}, {})
     await watched.watch.stop()
 
 
@@ -228,7 +228,7 @@ async def test_a_young_registration_is_a_member_at_once(bus: Bus) -> None:
     await register(bus, "young")
     watched = Watched(bus)
     await watched.watch.start()
-    assert (list(watched.watch.members), watched.watch.ghosts) == (["young"], {})
+    assert (list(watched.watch.members), watched.watch.stale_keys) == (["young"], {})
     await watched.watch.stop()
 
 
@@ -240,14 +240,14 @@ async def test_a_registration_that_a_broker_brings_back_while_it_is_followed_is_
     watched.watch.drop("ghost", "connection lost")  # and its key is in the table, unseen
     monkeypatch.setattr(Bus, "reconnects", bus.reconnects + 1)
     watched.watch.expire()
-    await watched.watch.look_for_ghosts()
-    assert not watched.watch.ghosts, "who lives has not had the time to renew"
+    await watched.watch.find_stale_keys()
+    assert not watched.watch.stale_keys, "who lives has not had the time to renew"
     revision = await register(bus, "early")
     await revision_is(watched, "early", revision)
     watched.now += 2 * fleet.LEASE_S
-    await watched.watch.look_for_ghosts()
-    assert watched.watch.ghosts == {"ghost": old}
+    await watched.watch.find_stale_keys()
+    assert watched.watch.stale_keys == {"ghost": old}
     watched.now += 2 * fleet.LEASE_S
-    assert watched.watch.take_ghosts() == {"ghost": old}
-    await watched.watch.look_for_ghosts()
-    assert not watched.watch.ghosts, "one look for each reconnect"
+    assert watched.watch.take_stale_keys() == {"ghost": old}
+    await watched.watch.find_stale_keys()
+    assert not watched.watch.stale_keys, "one look for each reconnect"

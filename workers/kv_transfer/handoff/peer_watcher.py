@@ -7,7 +7,7 @@ from collections.abc import Callable
 import structlog
 
 from infra.bus.connection import Bus
-from infra.bus.registry import FleetWatch, RegisteredWorker
+from infra.bus.registry import RegisteredWorker, WorkerRegistry
 from schemas.transfer import Endpoint
 from workers.kv_transfer.base import Transport
 
@@ -33,7 +33,7 @@ class PeerWatcher:
         self._role = role
         self._lost = lost
         self._agents: dict[str, Endpoint] = {}
-        self._watch = FleetWatch(bus, joined=self._joined, left=self._left)
+        self._watch = WorkerRegistry(bus, joined=self._joined, left=self._left)
 
     async def start(self) -> None:
         """
