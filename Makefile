@@ -1,75 +1,89 @@
-# make up     run a deployment here          (make up ARGS="--engine mock --workers 2")
-# make test   everything that CI checks
-# make test-trtllm  the engines' contract on the real TensorRT-LLM, with a GPU (VENV=where it is installed)
-# make test-vllm    the same on the real vLLM, with or without a GPU, and workers on it in the real pipeline
-# make docs   build the documentation's site into site/
-# make bench  load a running deployment      (make bench ARGS="--concurrency 64")
-# make chaos  kill and stop processes of a deployment under load, then audit its log
-#             (make chaos ARGS="--minutes 10 --seed 1 --topology aggregated|cluster|pd|vision")
+# `make help` lists the targets.
 
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 JOBS   ?= 2
+# Where torch's CPU build is found. It is used where no NVIDIA GPU is seen; empty: never.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: up test types pytest test-trtllm test-vllm docs bench chaos lint clean
+PIP   := $(BIN)/python -m pip --disable-pip-version-check --quiet
+TORCH := $(shell sed -n 's/^ *"\(torch[^"]*\)",.*/\1/p' pyproject.toml)
 
-up: $(VENV)/.installed
+.PHONY: help up test types pytest test-trtllm test-vllm docs bench chaos lint clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo '  ARGS="..." goes to the command, as in: make up ARGS="--engine mock --workers 2"'
+
+up: $(VENV)/.installed  ## run a deployment here, the demo model on the native engine
 	@$(BIN)/penstock up $(ARGS)
 
 # Types beside the tests: both take one core.
-test: $(VENV)/.installed-dev
+test: $(VENV)/.installed-dev  ## everything that CI checks: lint, types, tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@$(MAKE) --no-print-directory -j2 types pytest
 
-types:
+types:  ## mypy alone
 	$(BIN)/mypy
 
-pytest:
+pytest:  ## the tests alone
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
 
 # Not on the stamp: tensorrt_llm comes from NVIDIA's index or container, so BIN may be any environment that has it.
-test-trtllm:
+test-trtllm:  ## the engines' contract on the real TensorRT-LLM, with a GPU (VENV=where it is installed)
 	PENSTOCK_CONTRACT_REAL=tensorrt_llm PENSTOCK_CONTRACT_BOUND_S=300 \
 	  $(BIN)/python -m pytest tests/workers/engines/test_contract.py -k trtllm --timeout 1800 $(ARGS)
 
 # Its imports warn; on a CPU, each engine takes about 15 s to start.
-test-vllm:
+test-vllm:  ## the same on the real vLLM, and workers on it in the real pipeline, with or without a GPU
 	PENSTOCK_CONTRACT_REAL=vllm PENSTOCK_CONTRACT_BOUND_S=120 \
 	  $(BIN)/python -m pytest tests/workers/engines/test_contract.py tests/workers/engines/vllm/test_real.py \
 	  tests/pipeline/test_vllm.py tests/standins/test_vllm.py -k vllm \
 	  -W default --timeout 900 $(ARGS)
 
-lint: $(VENV)/.installed-dev
+lint: $(VENV)/.installed-dev  ## fix and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.installed-docs
+docs: $(VENV)/.installed-docs  ## build the documentation's site into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-bench: $(VENV)/.installed
+bench: $(VENV)/.installed  ## load the deployment that runs here and measure (ARGS="--concurrency 64")
 	@$(BIN)/penstock bench http --state .penstock/state.json $(ARGS)
 
-chaos: $(VENV)/.installed-dev
+chaos: $(VENV)/.installed-dev  ## kill processes of a deployment under load, then audit its log (ARGS="--minutes 10")
 	@$(BIN)/python -m tests.chaos $(ARGS)
+
+clean:  ## remove the virtual environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist site *.egg-info
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
+# torch by itself first, so that nothing else is looked for in its index. A torch that is there already stays. If the
+# index does not answer, torch comes from pip's own: larger, but it computes all the same.
+define install_torch
+@if [ "$$(uname)" = Linux ] && [ -n "$(TORCH_INDEX)" ] && [ ! -e /dev/nvidiactl ] && ! command -v nvidia-smi >/dev/null \
+    && ! $(BIN)/python -c 'import torch' 2>/dev/null; then \
+  echo "No NVIDIA GPU here: installing torch's CPU build, from $(TORCH_INDEX) (make TORCH_INDEX= takes pip's own index)"; \
+  $(PIP) install --retries 0 --timeout 10 --extra-index-url $(TORCH_INDEX) '$(TORCH)'; \
+fi
+endef
+
 # Stamps, so that a second call goes straight to work.
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	$(install_torch)
+	$(PIP) install -e '.[native]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(install_torch)
+	$(PIP) install -e '.[dev]'
 	@touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-docs: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
-	@touch $@ $(VENV)/.installed
-
-clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist site *.egg-info
+	$(PIP) install -e '.[docs]'
+	@touch $@

@@ -20,6 +20,7 @@ from schemas.transfer import Endpoint
 from workers.engine_thread import EngineThread
 from workers.engines.base import Engine, EngineError, VisionEngine
 from workers.engines.support import SUPPORT, able
+from workers.extras import install_hint
 from workers.kv_transfer.base import Transport, TransportUnavailable
 from workers.multiprocess_metrics import own_directory
 from workers.process import EXIT_CONFIG, EXIT_ENGINE, EXIT_OK, EXIT_START, WorkerProcess
@@ -45,6 +46,9 @@ def run(settings: WorkerSettings) -> int:
         return status
     except (modeldir.ModelError, EngineError, TransportUnavailable, ValueError) as error:
         log.error("start_failed", error=str(error))
+        return EXIT_CONFIG
+    except ModuleNotFoundError as error:
+        log.error("start_failed", error=install_hint(error, settings.engine, settings.role))
         return EXIT_CONFIG
     except ServingError as error:
         log.error("start_failed", error=error.message)
@@ -163,7 +167,7 @@ class _Worker(WorkerProcess[Session]):
             log.warning("transfer_agent_renewed", agent=endpoint.agent)
             asyncio.run_coroutine_threadsafe(self._renewed(), loop)
 
-        from workers.kv_transfer import open_transport
+        from workers.kv_transfer.opening import open_transport
 
         pools = await asyncio.wrap_future(engine.call(lambda engine: engine.memory()))
         try:

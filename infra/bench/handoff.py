@@ -19,10 +19,11 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from schemas.transfer import Endpoint, Memory
-from workers.kv_transfer import Transport, TransportUnavailable, open_transport
+from workers.kv_transfer.base import Transport, TransportUnavailable
 from workers.kv_transfer.blocks import CopyOp, copy_ops
 from workers.kv_transfer.nixl import KINDS
 from workers.kv_transfer.nixl_library import Library, load
+from workers.kv_transfer.opening import open_transport
 
 POOL = "kv"
 START_S = 60.0

@@ -1,14 +1,30 @@
-"""A model's Jinja chat template: messages → prompt text. Compiled once; knows no tokens but the special ones' text."""
+"""A model's Jinja chat template: messages → prompt text. Compiled once; knows no tokens but the special ones' text.
 
-import contextlib
-import inspect
+Renders as ``apply_chat_template`` of transformers does (``transformers/utils/chat_template_utils.py``, 5.17), which
+templates are written for: the same sandbox, extensions, filters, globals and variables. It needs jinja2 alone.
+"""
+
+import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 Message = dict[str, Any]
 
 _PROBE = "probe text"
-_OWN = frozenset({"self", "messages", "tools", "documents", "conversations", "chat_template", "add_generation_prompt"})
+_REASONING = (
+    "reasoning_content",
+    "thinking",
+    "reasoning",
+)  # names under which clients pass it; templates read the first
 
 
 class TemplateError(Exception):
@@ -19,10 +35,15 @@ class ChatTemplate:
     """Renders conversations.
 
     Attributes:
-        own_variables: names that ``render`` gives to the template itself.
+        own_variables: names that ``render`` gives to the template itself, or that ``apply_chat_template`` reserves.
         source: its text.
         wants_parts: it takes a message's content as a list of typed parts and fails on plain strings.
     """
+
+    own_variables = frozenset(
+        {"self", "messages", "tools", "documents", "conversations", "chat_template", "add_generation_prompt", "kwargs"}
+        | {"return_assistant_tokens_mask", "continue_final_message"}
+    )
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """
@@ -31,12 +52,12 @@ class ChatTemplate:
         Raises:
             TemplateError: it does not compile, or fails on a conversation of one user message.
         """
-        # late: 30 MB, and only processes that render chats need it. It does not import torch.
-        from transformers.utils import chat_template_utils
-
-        self._render = chat_template_utils.render_jinja_template  # keeps the compiled template in a cache of its own
-        self.own_variables = _OWN | inspect.signature(self._render).parameters.keys()
-        _flatten_globals(chat_template_utils, source)
+        try:
+            self._template = _ENVIRONMENT.from_string(source)
+        except Exception as error:  # of several kinds, SyntaxError and RecursionError among them
+            raise TemplateError(f"{type(error).__name__}: {error}") from error
+        # Jinja chains a template's globals and walks the chain at each render: a fifth of what rendering costs.
+        self._template.globals = dict(self._template.globals)
         self.source = source
         self._special_tokens = dict(special_tokens)
         self.wants_parts = False
@@ -49,39 +70,112 @@ class ChatTemplate:
             self.render([{"role": "user", "content": _PROBE}])
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message] | None = None, /, **variables: Any) -> str:
-        """The prompt, ending where the assistant begins to speak.
+        """The prompt, ending where the assistant begins.
 
+        Args:
+            messages, tools, variables: plain JSON values; the template cannot change them.
         Raises:
-            TemplateError: the template refuses these messages, or a variable has a name of ours.
+            TemplateError: the template refuses these messages, or a variable has a reserved name.
         """
         if taken := self.own_variables & variables.keys():
             raise TemplateError(f"variables cannot be called {sorted(taken)}")
         if self.wants_parts:
             messages = [_in_parts(message) for message in messages]
         try:
-            texts, _ = self._render(
-                conversations=[messages],
-                tools=tools,
-                chat_template=self.source,
-                add_generation_prompt=True,
+            return self._template.render(
                 **{**self._special_tokens, **variables},
+                messages=[_with_reasoning(message) for message in messages],
+                tools=tools,
+                documents=None,
+                add_generation_prompt=True,
             )
         except RecursionError:
             raise TemplateError("tools, arguments or variables are nested too deeply") from None
         except Exception as error:  # templates are code: anything may come out of them
             raise TemplateError(f"{type(error).__name__}: {error}") from error
-        return str(texts[0])
-
-
-def _flatten_globals(utils: Any, source: str) -> None:
-    """Jinja chains a template's globals and walks the chain at each render: a fifth of what rendering costs."""
-    compiled = getattr(utils, "_compile_jinja_template", None)
-    if compiled is not None:
-        with contextlib.suppress(Exception):  # a template that does not compile says so when it is rendered
-            template = compiled(source)
-            template.globals = dict(template.globals)
 
 
 def _in_parts(message: Message) -> Message:
     content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+def _with_reasoning(message: Message) -> Message:
+    """Reasoning under both names that templates read it by, whatever the client called it."""
+    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+class _Generation(Extension):
+    """``{% generation %}`` marks what the assistant wrote, for training; here its body is rendered as it is."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return [nodes.Scope(body).set_lineno(line)]
+
+
+class _Dict:
+    """``dict`` for templates: the class itself has attributes that lead out of the sandbox."""
+
+    def __call__(self, *args: Any, **named: Any) -> dict[Any, Any]:
+        return dict(*args, **named)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _Namespace(Namespace):
+    """Without underscore-prefixed names, which lead to the interpreter's internals."""
+
+    def __init__(*args: Any, **named: Any) -> None:  # without self: a template may pass a variable of that name
+        self, rest = args[0], args[1:]
+        values = dict(*rest, **named)
+        for name in values:
+            _check(name)
+        Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check(name)
+        super().__setitem__(name, value)
+
+
+def _check(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"chat templates cannot store underscore-prefixed attributes on a namespace: {name!r}")
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Jinja's own filter escapes HTML characters, which models do not expect."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+        "dict": _Dict(),
+        "namespace": _Namespace,
+    }
+    return environment
+
+
+_ENVIRONMENT = _environment()

@@ -26,8 +26,9 @@ import torch
 
 from infra.bench.handoff import Bare, compare, orders, report
 from schemas.transfer import Endpoint, Memory
-from workers.kv_transfer import TransferError, Transport, open_transport
+from workers.kv_transfer.base import TransferError, Transport
 from workers.kv_transfer.nixl_library import load
+from workers.kv_transfer.opening import open_transport
 
 KIB, MIB = 1 << 10, 1 << 20
 START_S = 120.0

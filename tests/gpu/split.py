@@ -29,7 +29,7 @@ from workers.engines.base import SequenceRequest
 from workers.engines.core.engine import ScheduledEngine
 from workers.engines.native import attention
 from workers.engines.native.build import build
-from workers.kv_transfer import open_transport
+from workers.kv_transfer.opening import open_transport
 
 PROMPT, BLOCK, NEW = 4096, 32, 16
 ROOT = root("gpu")

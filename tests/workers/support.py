@@ -34,7 +34,9 @@ from workers.engine_thread import EngineThread
 from workers.engines import mock
 from workers.engines.base import Engine, StepResult
 from workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
-from workers.kv_transfer import LoopbackNetwork, Transport, open_transport
+from workers.kv_transfer.base import Transport
+from workers.kv_transfer.loopback import LoopbackNetwork
+from workers.kv_transfer.opening import open_transport
 from workers.metrics import Metrics
 from workers.sequence_state import Flush
 from workers.session import Model, Session

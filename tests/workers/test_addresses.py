@@ -8,7 +8,7 @@ from infra.broker.server import EmbeddedNats
 from schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
 from tests.workers.support import Record, engine, run_worker
-from workers.kv_transfer import LoopbackNetwork
+from workers.kv_transfer.loopback import LoopbackNetwork
 
 
 @pytest.mark.parametrize("role", ["aggregated", "prefill", "decode"])

@@ -46,7 +46,7 @@ from workers.engines import mock
 from workers.engines.base import Reservation
 from workers.engines.mock.executor import expected_tokens
 from workers.engines.mock.memory import embedding
-from workers.kv_transfer import LoopbackNetwork
+from workers.kv_transfer.loopback import LoopbackNetwork
 from workers.stopping import GRACE_S
 
 PROMPT = list(range(1, 31))  # seven full blocks and a rest

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from schemas.transfer import Endpoint, Memory
-from workers.kv_transfer import TransferError, Transport, TransportStats, open_transport
+from workers.kv_transfer.base import TransferError, Transport, TransportStats
+from workers.kv_transfer.opening import open_transport
 
 BLOCK_BYTES = 4096
 BLOCKS = 64

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from schemas.transfer import Endpoint
 from tests.workers.kv_transfer.support import BLOCK_BYTES, BLOCKS, WAIT_S, Pool, needs_nixl, until
-from workers.kv_transfer import LoopbackNetwork, TransferError, Transport, open_transport
+from workers.kv_transfer.base import TransferError, Transport
+from workers.kv_transfer.loopback import LoopbackNetwork
+from workers.kv_transfer.opening import open_transport
 from workers.kv_transfer.transport_thread import TransportThread
 
 NUMBERS = count()

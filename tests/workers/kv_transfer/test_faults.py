@@ -14,9 +14,10 @@ import pytest
 
 from schemas.transfer import Endpoint
 from tests.workers.kv_transfer.support import WAIT_S, Pool, Start, Worker, needs_nixl, until, workers
-from workers.kv_transfer import TransferError, Transport, open_transport, path_between
+from workers.kv_transfer.base import TransferError, Transport
 from workers.kv_transfer.loaded_peers import digest
-from workers.kv_transfer.path import host_identity
+from workers.kv_transfer.opening import open_transport
+from workers.kv_transfer.path import host_identity, path_between
 
 pytestmark = needs_nixl
 

@@ -8,9 +8,10 @@ import pytest
 
 from schemas.transfer import Endpoint
 from tests.workers.kv_transfer.support import WAIT_S, Pool, until
-from workers.kv_transfer import LoopbackNetwork, TransferError, TransportUnavailable, open_transport
 from workers.kv_transfer.agent import Agent
-from workers.kv_transfer.loopback import LoopbackAgent
+from workers.kv_transfer.base import TransferError, TransportUnavailable
+from workers.kv_transfer.loopback import LoopbackAgent, LoopbackNetwork
+from workers.kv_transfer.opening import open_transport
 from workers.kv_transfer.transport_thread import IDLE_S, TransportThread
 
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 from zlib import crc32
 
-import safetensors
 from blake3 import blake3
 
 from schemas.errors import Code
@@ -68,6 +67,8 @@ class Medium(NamedTuple):
 
 
 def _rows(raw: bytes) -> int:
+    import safetensors  # late: only a vision model needs it
+
     try:
         ((_, tensor),) = safetensors.deserialize(raw)  # type: ignore[no-untyped-call]
         tokens, _ = tensor["shape"]
