@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document of the gateway, made from the structs that parse and write its messages."""
+"""The gateway's OpenAPI 3.1 document, generated from the structs of its requests and responses."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,12 +24,12 @@ _REF = "#/components/schemas/{name}"
 
 
 class Operation(Struct, frozen=True):
-    """One line of the table of endpoints.
+    """An endpoint.
 
     Attributes:
-        response: what a success returns; a media type as text when it is not JSON.
-        errors: codes a client should be ready for.
-        streams: with "stream": true the answer is server-sent events of this type.
+        response: of a success; a media type if it is not JSON.
+        errors: codes that a client should handle.
+        streams: type of the server-sent events with "stream": true.
     """
 
     method: str
@@ -57,15 +57,15 @@ _GENERATE = (
     Code.deadline_exceeded,
 )
 
-_MAKE = tuple(code for code in _GENERATE if code is not Code.context_length_exceeded)
+_DIFFUSE = tuple(code for code in _GENERATE if code is not Code.context_length_exceeded)
 
-_ID = ("id", "path", "as in X-Request-Id, or the answer's id")
+_ID = ("id", "path", "from X-Request-Id, or the response's id")
 
 OPERATIONS = (
     Operation(
         "post",
         "/v1/chat/completions",
-        "Answer a conversation",
+        "Create a chat completion",
         body=ChatCompletionRequest,
         response=ChatCompletionResponse,
         errors=_GENERATE,
@@ -74,7 +74,7 @@ OPERATIONS = (
     Operation(
         "post",
         "/v1/completions",
-        "Continue a text",
+        "Create a completion",
         body=CompletionRequest,
         response=CompletionResponse,
         errors=_GENERATE,
@@ -83,34 +83,34 @@ OPERATIONS = (
     Operation(
         "post",
         "/v1/images/generations",
-        "Make images of a text",
+        "Generate images from a text",
         body=ImageGenerationRequest,
         response=ImagesResponse,
-        errors=_MAKE,
+        errors=_DIFFUSE,
         streams=ImageProgressEvent,
     ),
     Operation(
         "post",
         "/v1/videos/generations",
-        "Make a video of a text",
+        "Generate a video from a text",
         body=VideoGenerationRequest,
         response=ImagesResponse,
-        errors=_MAKE,
+        errors=_DIFFUSE,
         streams=ImageProgressEvent,
     ),
     Operation(
         "get",
         "/v1/files/{name}",
-        "One image or video that was made, for six hours",
+        "Download a generated image or video, within six hours",
         response="application/octet-stream",
         errors=(Code.request_not_found, Code.broker_unavailable),
-        parameters=(("name", "path", "as in the answer's url"),),
+        parameters=(("name", "path", "from the response's url"),),
     ),
-    Operation("get", "/v1/models", "Models served here", response=ModelList),
+    Operation("get", "/v1/models", "List models", response=ModelList),
     Operation(
         "get",
         "/v1/models/{name}",
-        "One model",
+        "Get a model",
         response=ModelCard,
         errors=(Code.model_not_found,),
         parameters=(("name", "path", "as listed by /v1/models"),),
@@ -118,7 +118,7 @@ OPERATIONS = (
     Operation(
         "get",
         "/v1/requests/{id}",
-        "State and result of an accepted request, from the log",
+        "Get the state and result of a request",
         response=Status,
         errors=(Code.request_not_found,),
         parameters=(_ID,),
@@ -134,10 +134,10 @@ OPERATIONS = (
     Operation(
         "get",
         "/v1/requests/{id}/stream",
-        "Read an answer again, from its beginning or from behind an event",
+        "Read an answer again, from its beginning or after an event",
         response="text/event-stream",
         errors=(Code.request_not_found, Code.invalid_request),
-        parameters=(_ID, ("Last-Event-ID", "header", "id of the last event that was seen")),
+        parameters=(_ID, ("Last-Event-ID", "header", "id of the last event received")),
     ),
     Operation("get", "/health/live", "Whether the process runs"),
     Operation("get", "/health/ready", "200: a request can be served now; 503: why not"),

@@ -262,7 +262,7 @@ class StreamRenderer(_Answer):
                 suffix = choice.suffix.replace(b"null", _json(shaped), 1) if shaped else choice.suffix
                 said = _fields(delta) if choice.parser is not None else _json(text)
                 self._event(out, choice, (choice.prefix + said).removesuffix(b",") + suffix)
-                if choice.parser is not None and choice.parser.plain:  # the short way from here on
+                if choice.parser is not None and choice.parser.passthrough:  # the short way from here on
                     choice.parser = None
                     choice.prefix += b'"content":'
 
@@ -366,7 +366,7 @@ class AnswerAggregator(_Answer):
     def _chat_choice(self, choice: _Choice) -> ChatChoice:
         text = "".join(self._texts[choice.index])
         made = parser_for(self.request, choice.index) if self._parsed else None
-        message = AnswerMessage(text) if made is None else made.whole(text)
+        message = AnswerMessage(text) if made is None else made.parse(text)
         return ChatChoice(choice.index, message, _reason(choice, made), self._all_logprobs(choice))
 
     def _text_choice(self, choice: _Choice) -> TextChoice:
@@ -408,7 +408,7 @@ class AnswerAggregator(_Answer):
 def _reason(choice: _Choice, parsed: AnswerParser | None = None) -> str:
     assert choice.finish is not None
     reason = choice.finish.reason
-    return "tool_calls" if reason == "stop" and parsed is not None and parsed.called else reason
+    return "tool_calls" if reason == "stop" and parsed is not None and parsed.has_calls else reason
 
 
 def _fields(delta: Delta | None) -> bytes:

@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 
 from gateway.openai.common import CommonOptions, Name
 from gateway.openai.errors import decode_body, invalid, unsupported
-from gateway.parsers.tool_formats import NAME
+from gateway.parsers.tool_formats import FUNCTION_NAME
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -207,7 +207,7 @@ def _check_tool(field: str, tool: dict[str, Any]) -> None:
     if not isinstance(function, dict):
         raise invalid(f"{field}.function", f"{field}.function must be an object with name, description and parameters")
     name, parameters = function.get("name"), function.get("parameters")
-    if not isinstance(name, str) or not NAME.fullmatch(name):
+    if not isinstance(name, str) or not FUNCTION_NAME.fullmatch(name):
         at = f"{field}.function.name"
         raise invalid(at, f"{at} must be 1 to 256 letters, digits and any of _ . - /, not {str(name)[:40]!r}")
     if not isinstance(parameters, dict | None):

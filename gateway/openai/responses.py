@@ -1,4 +1,4 @@
-"""Shapes of the OpenAI API's answers. Streamed chunks are written by hand in ``gateway.openai.render``."""
+"""Responses of the OpenAI API. Streamed chunks are assembled as bytes in ``gateway.openai.render``."""
 
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ class PromptTokensDetails(Struct, frozen=True):
 
 
 class UsageBody(Struct, frozen=True):
-    """``cached_tokens`` came from the prefix cache; completion_tokens counts the end token too."""
+    """``completion_tokens`` includes end tokens; ``cached_tokens`` came from the prefix cache."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -38,7 +38,7 @@ class ChatLogprobs(Struct, frozen=True):
 
 
 class TextLogprobs(Struct, frozen=True):
-    """``text_offset``: characters of the answer before each token. null: of an echoed prompt's first token."""
+    """``text_offset``: characters before each token. An echoed prompt's first token has null log-probabilities."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -47,7 +47,7 @@ class TextLogprobs(Struct, frozen=True):
 
 
 class PromptLogprob(Struct, frozen=True):
-    """``rank``: of the token among all that could stand there, from 1; null where the engine does not tell."""
+    """``rank``: of the token among all of the vocabulary, from 1; null if the engine does not report it."""
 
     logprob: float
     rank: int | None
@@ -55,11 +55,11 @@ class PromptLogprob(Struct, frozen=True):
 
 
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
-"""By token of the prompt, null for the first: the token's own and the best, by token id."""
+"""Per prompt token, null for the first: log-probabilities of the token itself and of the alternatives, by token id."""
 
 
 class FunctionMessage(Struct, frozen=True):
-    """``arguments``: JSON as the model wrote it, not checked against the tool's schema."""
+    """``arguments``: JSON as the model wrote it, not validated against the tool's schema."""
 
     name: str
     arguments: str
@@ -72,7 +72,7 @@ class CallMessage(Struct, frozen=True):
 
 
 class AnswerMessage(Struct, frozen=True):
-    """``content`` is null beside thoughts or calls without any."""
+    """``content`` is null if there is only reasoning or tool calls."""
 
     content: str | None
     role: Literal["assistant"] = "assistant"
@@ -88,7 +88,7 @@ class ChatChoice(Struct, frozen=True):
 
 
 class ChatCompletionResponse(Struct, frozen=True):
-    """Answer of POST /v1/chat/completions without streaming."""
+    """Response of POST /v1/chat/completions without streaming."""
 
     id: str
     created: int
@@ -108,7 +108,7 @@ class TextChoice(Struct, frozen=True):
 
 
 class CompletionResponse(Struct, frozen=True):
-    """Answer of POST /v1/completions without streaming."""
+    """Response of POST /v1/completions without streaming."""
 
     id: str
     created: int
@@ -124,7 +124,7 @@ class FunctionDelta(Struct, frozen=True, omit_defaults=True):
 
 
 class CallDelta(Struct, frozen=True, omit_defaults=True):
-    """``id``, ``type`` and the name come once, with the first delta of a call; the arguments add up."""
+    """``id``, ``type`` and the name come with the first delta of a call; concatenate the arguments."""
 
     index: int
     function: FunctionDelta
@@ -158,7 +158,7 @@ class ChatCompletionChunk(Struct, frozen=True):
 
 
 class ErrorDetail(Struct, frozen=True):
-    """``code`` is a schemas.errors.Code, ``param`` the field at fault."""
+    """``code`` is a schemas.errors.Code, ``param`` the field with the error."""
 
     message: str
     type: str
@@ -187,7 +187,7 @@ class ModelList(Struct, frozen=True):
 
 
 class Status(Struct, frozen=True, omit_defaults=True):
-    """``GET /v1/requests/{id}``. Times in seconds since 1970; ``result`` as it was (or would have been) answered."""
+    """``GET /v1/requests/{id}``. Times in seconds since 1970; ``result`` is the response without streaming."""
 
     id: str
     model: str
@@ -197,7 +197,7 @@ class Status(Struct, frozen=True, omit_defaults=True):
     gateway: str = ""
     worker: str = ""
     attempt: int = 0
-    output_tokens: int = 0  # of requests for pictures: denoising steps done
+    output_tokens: int = 0  # images and videos: denoising steps done
     result: Any = None
     error: ErrorDetail | None = None
     client_request_id: str = ""  # what the client called it in its own X-Request-Id
@@ -211,18 +211,18 @@ def error_body(error: ServingError) -> ErrorBody:
 
 
 def serving_error(code: str, message: str) -> ServingError:
-    """An error that came over the wire; a code this process does not know counts as internal."""
+    """An error from the wire; an unknown code counts as internal."""
     known = Code(code) if code in Code.__members__ else Code.internal
     return ServingError(known, message or known.value)
 
 
 def stopping(request_id: str) -> ServingError:
-    """Why an answer ends here: its request goes on in the pipeline, for any gateway to read."""
+    """The answer ends at this gateway; its request continues, and any gateway can read it."""
     text = "this gateway is stopping; try again"
     if request_id:
         text = (
-            f"this gateway is stopping and request {request_id} goes on: read it at "
-            f"GET /v1/requests/{request_id}/stream (with Last-Event-ID: what comes next) or, once it is done, at "
+            f"this gateway is stopping; request {request_id} continues. Resume its stream at "
+            f"GET /v1/requests/{request_id}/stream with Last-Event-ID, or get the result at "
             f"GET /v1/requests/{request_id}"
         )
     return ServingError(Code.shutting_down, text, retry_after=1.0)

@@ -1,82 +1,84 @@
-"""One answer's text, taken apart as it comes."""
+"""Parses the text of one choice as it is generated."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from msgspec import UNSET
 
 from gateway.openai.responses import AnswerMessage, CallMessage, Delta, FunctionMessage
 from gateway.parsers.delta_builder import DeltaBuilder
-from gateway.parsers.harmony import harmony
+from gateway.parsers.harmony import read_harmony
 from gateway.parsers.reader import Reader, Steps
-from gateway.parsers.reasoning import ReasoningTags, thoughts
-from gateway.parsers.tool_formats import Texts, ToolFormat, content
+from gateway.parsers.reasoning import ReasoningTags, read_reasoning
+from gateway.parsers.tool_formats import TextParameters, ToolFormat, read_content
+
+
+class AnswerFormat(NamedTuple):
+    """
+    Attributes:
+        reasoning: None: no reasoning is separated.
+        tools: None: no calls are parsed.
+        harmony: the text is in the harmony format, which has marks of its own for both.
+        harmony_calls: parse tool calls in harmony.
+        in_reasoning: the prompt ends within reasoning, so the text begins there.
+        one_call: return the first call only.
+        texts: function -> parameters that are text.
+    """
+
+    reasoning: ReasoningTags | None = None
+    tools: ToolFormat | None = None
+    harmony: bool = False
+    harmony_calls: bool = False
+    in_reasoning: bool = False
+    one_call: bool = False
+    texts: TextParameters = {}
 
 
 class AnswerParser:
-    """Give it each piece of text, then ``finish`` it; or the ``whole`` text at once.
+    """``push`` each piece of text, then ``finish``; or pass all of it to ``parse``."""
 
-    Attributes:
-        called: there is a tool call.
-    """
+    __slots__ = ("_deltas", "_reader", "_steps")
 
-    __slots__ = ("_reader", "_sink", "_steps")
-
-    def __init__(
-        self,
-        call_id: Callable[[int], str],
-        tags: ReasoningTags | None,
-        tools: ToolFormat | None,
-        *,
-        harmony: bool = False,
-        calls: bool = False,
-        thinking: bool = False,
-        one_call: bool = False,
-        texts: Texts | None = None,
-    ) -> None:
+    def __init__(self, answer_format: AnswerFormat, call_id: Callable[[int], str]) -> None:
         """
         Args:
-            call_id: of the call with an index.
-            harmony: it is in that format, whatever the marks; with calls or without.
-            thinking: the answer begins within thoughts.
-            one_call: show the first call only.
+            call_id: from a call's index to its id.
         """
         self._reader = Reader()
-        self._sink = DeltaBuilder(call_id, tools=tools is not None, one_call=one_call)
-        self._steps: Steps[None] | None = _read(
-            self._reader, self._sink, tags, tools, harmony, calls, thinking, texts or {}
-        )
+        self._deltas = DeltaBuilder(call_id, tools=answer_format.tools is not None, one_call=answer_format.one_call)
+        self._steps: Steps[None] | None = _read(self._reader, self._deltas, answer_format)
 
     @property
-    def plain(self) -> bool:
-        """All that still comes is content, as it is."""
-        return self._steps is None and self._sink.plain
+    def passthrough(self) -> bool:
+        """All further text is content, unchanged."""
+        return self._steps is None and self._deltas.passthrough
 
     @property
-    def called(self) -> bool:
-        return self._sink.calls > 0
+    def has_calls(self) -> bool:
+        return self._deltas.calls > 0
 
     def push(self, text: str) -> Delta | None:
-        """What is newly known."""
+        """What this piece adds; None: nothing yet."""
         if self._steps is None:
-            self._sink.content(text)
+            self._deltas.content(text)
         else:
             self._reader.feed(text)
             self._step()
-        return self._sink.take()
+        return self._deltas.take()
 
     def finish(self, text: str = "") -> Delta | None:
         """The last piece, and what was held back."""
         if self._steps is None:
-            self._sink.content(text)
+            self._deltas.content(text)
         self._reader.feed(text)
         self._reader.ended = True
         if self._steps is not None:
             self._step()
-        self._sink.finish()
-        return self._sink.take()
+        self._deltas.finish()
+        return self._deltas.take()
 
-    def whole(self, text: str) -> AnswerMessage:
-        """The message that the deltas add up to."""
+    def parse(self, text: str) -> AnswerMessage:
+        """The message that the deltas of the whole text add up to."""
         found = self.finish(text)
         if found is None:
             return AnswerMessage("")
@@ -94,23 +96,16 @@ class AnswerParser:
         except StopIteration:
             self._steps = None
             if rest := self._reader.rest():
-                self._sink.content(rest)
+                self._deltas.content(rest)
 
 
-def _read(
-    reader: Reader,
-    deltas: DeltaBuilder,
-    tags: ReasoningTags | None,
-    tools: ToolFormat | None,
-    in_harmony: bool,
-    calls: bool,
-    thinking: bool,
-    texts: Texts,
-) -> Steps[None]:
-    if in_harmony:
-        yield from harmony(reader, deltas, calls=calls)
+def _read(reader: Reader, deltas: DeltaBuilder, form: AnswerFormat) -> Steps[None]:
+    if form.harmony:
+        yield from read_harmony(reader, deltas, calls=form.harmony_calls)
         return
-    if tags is not None:
-        yield from thoughts(reader, deltas, tags, thinking, tools, texts)
-    if tools is not None:
-        yield from content(reader, deltas, tools, texts)
+    if form.reasoning is not None:
+        yield from read_reasoning(
+            reader, deltas, form.reasoning, form.tools, form.texts, in_reasoning=form.in_reasoning
+        )
+    if form.tools is not None:
+        yield from read_content(reader, deltas, form.tools, form.texts)

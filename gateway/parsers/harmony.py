@@ -1,4 +1,4 @@
-"""OpenAI's harmony format (gpt-oss): messages in channels. Analysis is thoughts, calls are addressed to functions.
+"""OpenAI's harmony format (gpt-oss): messages in channels. Analysis is reasoning; calls have a function as recipient.
 
 ``<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather
 <|constrain|>json<|message|>{...}<|call|>``; the recipient may also stand before the channel.
@@ -7,26 +7,26 @@
 import re
 
 from gateway.parsers.delta_builder import DeltaBuilder
-from gateway.parsers.reader import Marks, Reader, Steps
-from gateway.parsers.tool_formats import NAME
+from gateway.parsers.reader import Markers, Reader, Steps
+from gateway.parsers.tool_formats import FUNCTION_NAME
 
 SPECIAL = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
 
-_MESSAGE = Marks("<|message|>")
-_ENDS = Marks("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
+_MESSAGE = Markers("<|message|>")
+_ENDS = Markers("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 _OPENINGS = ("<|start|>", "<|channel|>", "<|message|>")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
-_LONGEST_HEADER = 256  # characters; what is longer without its end was meant as text
+_LONGEST_HEADER = 256  # characters; a longer one that does not end was meant as text
 
 
-def harmony(reader: Reader, deltas: DeltaBuilder, *, calls: bool) -> Steps[None]:
-    """A whole answer, which begins in a header: the prompt ends with ``<|start|>assistant``.
+def read_harmony(reader: Reader, deltas: DeltaBuilder, *, calls: bool) -> Steps[None]:
+    """Read a whole answer. It begins within a header, as the prompt ends with ``<|start|>assistant``.
 
     Args:
-        calls: the request has tools; otherwise what is sent to functions is content.
+        calls: the request has tools; otherwise messages to functions are content.
     """
-    thoughts = 0
+    analyses = 0
     mark = yield from _opening(reader)
     while mark:
         header = [mark]
@@ -34,14 +34,14 @@ def harmony(reader: Reader, deltas: DeltaBuilder, *, calls: bool) -> Steps[None]
             if len("".join(header)) > _LONGEST_HEADER:
                 deltas.content("".join(header))
             return
-        said = "".join(header)
-        found, to = _CHANNEL.search(said), _RECIPIENT.search(said)
+        text = "".join(header)
+        found, to = _CHANNEL.search(text), _RECIPIENT.search(text)
         name = to[1].removeprefix("functions.") if to is not None and to[1].startswith("functions.") else ""
-        if calls and NAME.fullmatch(name):
+        if calls and FUNCTION_NAME.fullmatch(name):
             mark = yield from _call(reader, deltas, name)
         elif found is not None and found[1] == "analysis":
-            thoughts += 1
-            if thoughts > 1:
+            analyses += 1
+            if analyses > 1:
                 deltas.reasoning("\n")
             mark = yield from reader.until(_ENDS, deltas.reasoning)
         else:
@@ -51,7 +51,7 @@ def harmony(reader: Reader, deltas: DeltaBuilder, *, calls: bool) -> Steps[None]
 
 
 def _opening(reader: Reader) -> Steps[str]:
-    """The mark with which a header begins, or what stands for it; "": what follows is no message."""
+    """The mark at which a header begins, or the recipient in its place; "": no message follows."""
     mark = yield from reader.literal(*_OPENINGS, " to=", "to=")
     return mark
 
@@ -64,7 +64,7 @@ def _call(reader: Reader, deltas: DeltaBuilder, name: str) -> Steps[str]:
             some.append("")
             deltas.arguments(text)
 
-    deltas.call(name)
+    deltas.begin_call(name)
     mark = yield from reader.until(_ENDS, emit)
     if mark and not some:
         deltas.arguments("{}")

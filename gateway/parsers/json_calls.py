@@ -1,4 +1,4 @@
-"""Tool calls whose arguments are written as JSON: they are streamed as the model writes them.
+"""Tool calls whose arguments are JSON, streamed as the model writes them.
 
 Sources: the models' chat templates (Qwen, Hermes, Mistral, Llama 3, Nemotron, DeepSeek V3 and V3.1, Kimi K2).
 """
@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from gateway.parsers.delta_builder import DeltaBuilder
 from gateway.parsers.json_text import string, value
-from gateway.parsers.reader import Malformed, Marks, Reader, Steps
-from gateway.parsers.tool_formats import NAME_RUN, Texts, ToolFormat, closing, name_of
+from gateway.parsers.reader import MalformedCall, Markers, Reader, Steps
+from gateway.parsers.tool_formats import FUNCTION_NAME_CHARS, TextParameters, ToolFormat, parse_name, read_closing
 
 _ARGUMENTS = ("arguments", "parameters")
 _IDENTIFIER = re.compile(r"[A-Za-z0-9]*")
@@ -39,7 +39,7 @@ def _unquoted(text: str) -> str:
         next(steps := string(inner))
     except StopIteration as found:
         return str(found.value)
-    except Malformed:
+    except MalformedCall:
         return text
     steps.close()
     return text
@@ -49,10 +49,10 @@ def _object(reader: Reader, deltas: DeltaBuilder, *, needs_arguments: bool = Fal
     """One call, ``{"name": ..., "arguments": {...}}``, behind its "{". Streams once the name is known.
 
     Raises:
-        Malformed: it is none, and nothing of it was shown.
+        MalformedCall: not a call, and nothing of it has been emitted.
     """
     name = ""
-    early: list[str] | None = None  # arguments before the name
+    early: list[str] | None = None  # arguments that precede the name
     begun = False
     while True:
         yield from reader.space()
@@ -62,43 +62,43 @@ def _object(reader: Reader, deltas: DeltaBuilder, *, needs_arguments: bool = Fal
             key = yield from string(reader)
             yield from reader.space()
             if not (yield from reader.literal(":")):
-                raise Malformed
+                raise MalformedCall
             yield from reader.space()
             if key == "name" and not name:
-                name = name_of((yield from string(reader)))
+                name = parse_name((yield from string(reader)))
             elif key in _ARGUMENTS and name and not begun:
                 begun = True
-                deltas.call(name)
-                reader.drop()
+                deltas.begin_call(name)
+                reader.commit()
                 yield from _arguments(reader, deltas)
             else:
                 parts: list[str] = []
                 if not (yield from value(reader, parts.append)):
-                    raise Malformed
+                    raise MalformedCall
                 if key in _ARGUMENTS and early is None and not begun:
                     early = parts
-        except Malformed:
+        except MalformedCall:
             if not begun:
                 raise
-            deltas.content(reader.held())
+            deltas.content(reader.rollback())
             return
         if begun:
-            reader.drop()
+            reader.commit()
         yield from reader.space()
         if not (end := (yield from reader.literal(",", "}"))):
             if begun:
                 return
-            raise Malformed
+            raise MalformedCall
         if end == "}":
             break
         if begun:
-            reader.hold(end)
+            reader.checkpoint(end)
     if begun:
         return
     if not name or (early is None and needs_arguments):
-        raise Malformed
-    deltas.call(name)
-    reader.drop()
+        raise MalformedCall
+    deltas.begin_call(name)
+    reader.commit()
     deltas.arguments("{}" if early is None else "".join(early))
 
 
@@ -106,122 +106,122 @@ def _listed(reader: Reader, deltas: DeltaBuilder) -> Steps[None]:
     """Calls ``{...}, {...}]`` behind their "[".
 
     Raises:
-        Malformed: the next thing is no call.
+        MalformedCall: what follows is not a call.
     """
     while True:
         yield from reader.space()
         if not (yield from reader.literal("{")):
-            raise Malformed
+            raise MalformedCall
         yield from _object(reader, deltas)
-        if (yield from closing(reader, deltas, ",", "]")) != ",":
+        if (yield from read_closing(reader, deltas, ",", "]")) != ",":
             return
-        reader.hold(",")
+        reader.checkpoint(",")
 
 
-def _hermes(reader: Reader, deltas: DeltaBuilder, texts: Texts) -> Steps[None]:
+def _hermes(reader: Reader, deltas: DeltaBuilder, texts: TextParameters) -> Steps[None]:
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``"""
     yield from reader.space()
     if not (yield from reader.literal("{")):
-        raise Malformed
+        raise MalformedCall
     while True:
         yield from _object(reader, deltas)
-        if (yield from closing(reader, deltas, "</tool_call>", "{")) != "{":
+        if (yield from read_closing(reader, deltas, "</tool_call>", "{")) != "{":
             return
-        reader.hold("{")
+        reader.checkpoint("{")
 
 
-def _nemotron(reader: Reader, deltas: DeltaBuilder, texts: Texts) -> Steps[None]:
+def _nemotron(reader: Reader, deltas: DeltaBuilder, texts: TextParameters) -> Steps[None]:
     """``<TOOLCALL>[{"name": ..., "arguments": {...}}, ...]</TOOLCALL>``"""
     yield from reader.space()
     if not (yield from reader.literal("[")):
-        raise Malformed
+        raise MalformedCall
     yield from _listed(reader, deltas)
-    yield from closing(reader, deltas, "</TOOLCALL>")
+    yield from read_closing(reader, deltas, "</TOOLCALL>")
 
 
-def _mistral(reader: Reader, deltas: DeltaBuilder, texts: Texts) -> Steps[None]:
+def _mistral(reader: Reader, deltas: DeltaBuilder, texts: TextParameters) -> Steps[None]:
     """``[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]``, or ``[TOOL_CALLS]name[ARGS]{...}`` (newer)."""
     yield from reader.space()
     if (yield from reader.literal("[")):
         yield from _listed(reader, deltas)
         return
-    name = name_of((yield from reader.run(NAME_RUN)))
+    name = parse_name((yield from reader.run(FUNCTION_NAME_CHARS)))
     call_id = ""
     if (yield from reader.literal("[CALL_ID]", "[ARGS]")) == "[CALL_ID]":
         call_id = yield from reader.run(_IDENTIFIER)
         yield from reader.literal("[ARGS]")
     yield from reader.space()
     if reader.peek() != "{":
-        raise Malformed
-    deltas.call(name, call_id)
-    reader.drop()
+        raise MalformedCall
+    deltas.begin_call(name, call_id)
+    reader.commit()
     yield from value(reader, deltas.arguments)
 
 
-def _llama3(reader: Reader, deltas: DeltaBuilder, texts: Texts) -> Steps[None]:
+def _llama3(reader: Reader, deltas: DeltaBuilder, texts: TextParameters) -> Steps[None]:
     """The whole answer is ``{"name": ..., "parameters": {...}}``, several with ";" between, perhaps behind
     ``<|python_tag|>``. Other JSON is content."""
     yield from reader.space()
     while True:
         if not (yield from reader.literal("{")):
-            raise Malformed
+            raise MalformedCall
         yield from _object(reader, deltas, needs_arguments=True)
-        if not (yield from closing(reader, deltas, ";")):
+        if not (yield from read_closing(reader, deltas, ";")):
             return
-        reader.hold(";")
+        reader.checkpoint(";")
         yield from reader.space()
 
 
 def _section(
     begin: str, separator: str, end: str, section_end: str, head: Callable[[str], tuple[str, str]], *, fenced: bool
-) -> Callable[[Reader, DeltaBuilder, Texts], Steps[None]]:
+) -> Callable[[Reader, DeltaBuilder, TextParameters], Steps[None]]:
     """Calls ``begin head separator {...} end``, one after the other, then ``section_end``.
 
     Args:
-        head: from its text to the name and the id ("": none).
+        head: from the text before the separator to (name, id); id "": none.
         fenced: the name follows the separator, and the arguments are a block of Markdown.
     """
-    before = Marks(separator)
-    line = Marks("\n")
+    before = Markers(separator)
+    line = Markers("\n")
 
-    def calls(reader: Reader, deltas: DeltaBuilder, texts: Texts) -> Steps[None]:
+    def calls(reader: Reader, deltas: DeltaBuilder, texts: TextParameters) -> Steps[None]:
         space = yield from reader.space()
         if not (yield from reader.literal(begin)):
-            raise Malformed
+            raise MalformedCall
         while True:
             parts: list[str] = []
             if not (yield from reader.until(before, parts.append)):
-                raise Malformed
+                raise MalformedCall
             if fenced:
                 parts = []
                 yield from reader.until(line, parts.append)
                 yield from reader.space()
                 if not (yield from reader.literal("```json")):
-                    raise Malformed
+                    raise MalformedCall
             name, call_id = head("".join(parts))
-            name = name_of(name)
+            name = parse_name(name)
             space = yield from reader.space()
             if not reader.peek():
-                raise Malformed
-            deltas.call(name, call_id)
-            reader.drop()
+                raise MalformedCall
+            deltas.begin_call(name, call_id)
+            reader.commit()
             yield from value(reader, deltas.arguments)
             if fenced:
-                yield from closing(reader, deltas, "```")
-            yield from closing(reader, deltas, end)
+                yield from read_closing(reader, deltas, "```")
+            yield from read_closing(reader, deltas, end)
             space = yield from reader.space()
             mark = yield from reader.literal(begin, section_end)
             if mark != begin:
                 if not mark:
                     deltas.content(space)
                 return
-            reader.hold(space + mark)
+            reader.checkpoint(space + mark)
 
     return calls
 
 
 def _kimi_head(text: str) -> tuple[str, str]:
-    """``functions.get_weather:0`` is the call's id, which the model wants to see again."""
+    """``functions.get_weather:0`` is the call's id, which the model expects to be sent back."""
     call_id = text.strip()
     return call_id.removeprefix("functions.").rpartition(":")[0] or call_id, call_id
 

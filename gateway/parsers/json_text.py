@@ -1,11 +1,11 @@
-"""JSON as a model writes it, read piece by piece: values are handed on as they are, never loaded and written anew."""
+"""JSON as a model writes it, read incrementally: values are passed on verbatim, never decoded and encoded again."""
 
 import re
 from collections.abc import Callable
 
 import msgspec
 
-from gateway.parsers.reader import Malformed, Reader, Steps
+from gateway.parsers.reader import MalformedCall, Reader, Steps
 
 _STRUCTURE = re.compile(r'["\[\]{}<]')
 _IN_STRING = re.compile(r'["\\]')
@@ -16,7 +16,7 @@ encode = msgspec.json.Encoder().encode
 
 
 class Nesting:
-    """Follows an object, array or string to its end. "<" outside strings is no JSON: there it is over, and broken."""
+    """Follows an object, array or string to its end. "<" outside of strings is not JSON: it ends there, broken."""
 
     __slots__ = ("_depth", "_escaped", "_string", "broken")
 
@@ -50,7 +50,7 @@ class Nesting:
 
 
 def value(reader: Reader, emit: Callable[[str], object]) -> Steps[bool]:
-    """Hand on one value as it is written. Returns: False: it is broken off."""
+    """Pass on one value verbatim. Returns: False: it is incomplete."""
     while not reader.peek() and not reader.ended:
         yield
     if reader.peek() not in ("{", "[", '"'):
@@ -66,14 +66,14 @@ def string(reader: Reader) -> Steps[str]:
     """Read a string.
 
     Raises:
-        Malformed: there is none, or it is broken off.
+        MalformedCall: no string follows, or it is incomplete.
     """
     while not reader.peek() and not reader.ended:
         yield
     parts: list[str] = []
     if reader.peek() != '"' or not (yield from value(reader, parts.append)):
-        raise Malformed
+        raise MalformedCall
     try:
         return _text("".join(parts))
-    except (msgspec.DecodeError, UnicodeDecodeError):  # a line break in it, or half a surrogate
-        raise Malformed from None
+    except (msgspec.DecodeError, UnicodeDecodeError):  # a line break in it, or a lone surrogate
+        raise MalformedCall from None

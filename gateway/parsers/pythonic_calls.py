@@ -1,6 +1,6 @@
 """Tool calls as a Python list of calls: the whole answer is ``[get_weather(city="Oslo", days=3), ...]`` (Llama 4).
 
-A call is shown when it is complete: only then are its values known to be literals.
+A call is emitted when it is complete: only then are its values known to be literals.
 """
 
 import ast
@@ -11,8 +11,8 @@ from typing import Any
 
 from gateway.parsers.delta_builder import DeltaBuilder
 from gateway.parsers.json_text import encode
-from gateway.parsers.reader import Malformed, Reader, Steps
-from gateway.parsers.tool_formats import Texts, ToolFormat, closing, name_of
+from gateway.parsers.reader import MalformedCall, Reader, Steps
+from gateway.parsers.tool_formats import TextParameters, ToolFormat, parse_name, read_closing
 
 _NAME_RUN = re.compile(r"[A-Za-z0-9_.\-]*")
 _STRUCTURE = re.compile(r"[\"'()\[\]{}]")
@@ -21,7 +21,7 @@ _WORDS = {"true": True, "false": False, "null": None}
 
 
 class _Parentheses:
-    """Follows a call's arguments to its closing parenthesis; the opening one was read."""
+    """Follows a call's arguments to the closing parenthesis; the opening one has been read."""
 
     __slots__ = ("_depth", "_escaped", "_quote")
 
@@ -51,26 +51,26 @@ class _Parentheses:
         return at, False
 
 
-def _loaded(text: str) -> dict[str, Any]:
-    """Keyword arguments, without the parentheses.
+def _parse_arguments(text: str) -> dict[str, Any]:
+    """Keyword arguments from their text without the parentheses.
 
     Raises:
-        Malformed: they are no keyword arguments of literals.
+        MalformedCall: not keyword arguments of literals.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of "\d" in a string
             call = ast.parse(f"f({text})", mode="eval").body
         if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
-            raise Malformed
-        return {_named(word.arg): _literal(word.value) for word in call.keywords}
+            raise MalformedCall
+        return {_keyword(word.arg): _literal(word.value) for word in call.keywords}
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise Malformed from None
+        raise MalformedCall from None
 
 
-def _named(key: str | None) -> str:
+def _keyword(key: str | None) -> str:
     if key is None:  # **{...}
-        raise Malformed
+        raise MalformedCall
     return key
 
 
@@ -88,36 +88,36 @@ def _literal(node: ast.expr | None) -> Any:
             return [_literal(item) for item in items]
         case ast.Dict(keys=keys, values=values):
             return {str(_literal(key)): _literal(item) for key, item in zip(keys, values, strict=True)}
-    raise Malformed
+    raise MalformedCall
 
 
-def _pythonic(reader: Reader, deltas: DeltaBuilder, texts: Texts) -> Steps[None]:
+def _pythonic(reader: Reader, deltas: DeltaBuilder, texts: TextParameters) -> Steps[None]:
     yield from reader.space()
     if not (yield from reader.literal("[")):
-        raise Malformed
+        raise MalformedCall
     while True:
         yield from reader.space()
-        name = name_of((yield from reader.run(_NAME_RUN)))
+        name = parse_name((yield from reader.run(_NAME_RUN)))
         if not (yield from reader.literal("(")):
-            raise Malformed
+            raise MalformedCall
         parts: list[str] = []
         if not (yield from reader.scan(_Parentheses(), parts.append)):
-            raise Malformed
+            raise MalformedCall
         try:
-            arguments = encode(_loaded("".join(parts)[:-1])).decode()
-        except UnicodeEncodeError:  # half a surrogate
-            raise Malformed from None
+            arguments = encode(_parse_arguments("".join(parts)[:-1])).decode()
+        except UnicodeEncodeError:  # a lone surrogate
+            raise MalformedCall from None
         yield from reader.space()
         mark = yield from reader.literal(",", "]")
         if not mark:
-            raise Malformed
-        deltas.call(name)
+            raise MalformedCall
+        deltas.begin_call(name)
         deltas.arguments(arguments)
-        reader.drop()
+        reader.commit()
         if mark == "]":
-            yield from closing(reader, deltas, "<|python_end|>")
+            yield from read_closing(reader, deltas, "<|python_end|>")
             return
-        reader.hold(mark)
+        reader.checkpoint(mark)
 
 
 PYTHONIC = ToolFormat(_pythonic, ("<|python_start|>",), starts="[", special=("<|python_start|>", "<|python_end|>"))

@@ -1,7 +1,7 @@
-"""Text that comes in pieces, read as if it were whole: a parser is a generator that yields when it needs more.
+"""Incremental reading: a parser is a generator that yields when it needs more text.
 
-What a parser does may depend on the text alone, never on where it was cut: each method here waits until more text could
-not change its result.
+Results depend on the text alone, never on how it is cut into pieces: each method waits until more text could not
+change its result.
 """
 
 import re
@@ -9,17 +9,17 @@ from collections.abc import Callable, Generator
 from typing import TypeVar
 
 T = TypeVar("T")
-Steps = Generator[None, None, T]  # yields: wants more text
+Steps = Generator[None, None, T]  # yields when it needs more text
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
-class Malformed(Exception):
-    """The text is no call after all; what was read of it since ``Reader.hold`` is to be given back."""
+class MalformedCall(Exception):
+    """The text is not a call; what was read since ``Reader.checkpoint`` is to be rolled back."""
 
 
-class Marks:
-    """Texts to look for; none may be inside another."""
+class Markers:
+    """Texts to search for; none may contain another."""
 
     def __init__(self, *marks: str) -> None:
         assert all(a is b or a not in b for a in marks for b in marks), marks
@@ -29,7 +29,7 @@ class Marks:
         self._first = re.compile(f"[{re.escape(''.join(sorted({mark[0] for mark in marks})))}]")
 
     def find(self, text: str, at: int) -> tuple[int, str]:
-        """(where the first mark begins, the mark); without one (where the end begins that may become one, "")."""
+        """(start of the first mark, the mark), or (start of an end of the text that may yet become one, "")."""
         if found := self._any.search(text, at):
             return found.start(), found.group()
         for first in self._first.finditer(text, max(at, len(text) - self._longest + 1)):
@@ -40,14 +40,14 @@ class Marks:
 
 
 class Reader:
-    """Attributes: ``ended``: no more text will come."""
+    """Attributes: ``ended``: no more text will follow."""
 
-    __slots__ = ("_at", "_held", "_text", "ended")
+    __slots__ = ("_at", "_recorded", "_text", "ended")
 
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
-        self._held: list[str] | None = None
+        self._recorded: list[str] | None = None
         self.ended = False
 
     def feed(self, text: str) -> None:
@@ -55,32 +55,32 @@ class Reader:
         self._at = 0
 
     def rest(self) -> str:
-        """Everything that came and was not read; it counts as read."""
+        """Read all that is left."""
         return self._take(len(self._text))
 
     def peek(self) -> str:
-        """The next character; "": none is here."""
+        """The next character; "" if more text is needed."""
         return self._text[self._at : self._at + 1]
 
-    # --- giving back ---
+    # --- checkpoints ---
 
-    def hold(self, text: str = "") -> None:
-        """Remember what is read from here on; ``text`` was read just before."""
-        self._held = [text]
+    def checkpoint(self, text: str = "") -> None:
+        """Record what is read from here on, for ``rollback``; ``text`` was read just before."""
+        self._recorded = [text]
 
-    def drop(self) -> None:
-        """It will not be given back."""
-        self._held = None
+    def commit(self) -> None:
+        """Forget the checkpoint."""
+        self._recorded = None
 
-    def held(self) -> str:
-        """What was read since ``hold``, which ends."""
-        held, self._held = self._held or [], None
-        return "".join(held)
+    def rollback(self) -> str:
+        """Forget the checkpoint and return what was read since; it counts as read."""
+        recorded, self._recorded = self._recorded or [], None
+        return "".join(recorded)
 
     # --- reading ---
 
-    def until(self, marks: Marks, emit: Callable[[str], object]) -> Steps[str]:
-        """Hand the text before the first of ``marks`` to ``emit``; returns the mark, or "" at the end of the text."""
+    def until(self, marks: Markers, emit: Callable[[str], object]) -> Steps[str]:
+        """Pass the text before the first of ``marks`` to ``emit``; returns the mark, or "" at the end of the text."""
         while True:
             end, mark = marks.find(self._text, self._at)
             if self.ended and not mark:
@@ -126,11 +126,11 @@ class Reader:
             yield
 
     def scan(self, next_end: Callable[[str, int], tuple[int, bool]], emit: Callable[[str], object]) -> Steps[bool]:
-        """Hand on text for as long as a scanner goes on.
+        """Pass text to ``emit`` up to where a scanner ends.
 
         Args:
-            next_end: (text, from) -> (up to where it is part, whether it is over there); keeps its own state.
-        Returns: False: the text ended before it was over.
+            next_end: (text, start) -> (end of what belongs to it, whether it ends there); keeps its own state.
+        Returns: False: the text ended first.
         """
         while True:
             end, over = next_end(self._text, self._at)
@@ -145,6 +145,6 @@ class Reader:
     def _take(self, end: int) -> str:
         text = self._text[self._at : end]
         self._at = end
-        if self._held is not None and text:
-            self._held.append(text)
+        if self._recorded is not None and text:
+            self._recorded.append(text)
         return text

@@ -1,15 +1,15 @@
-"""Thoughts at the beginning of an answer, between two marks."""
+"""Reasoning at the beginning of an answer, between two marks."""
 
 from dataclasses import dataclass
 
 from gateway.parsers.delta_builder import DeltaBuilder
-from gateway.parsers.reader import Marks, Reader, Steps
-from gateway.parsers.tool_formats import Texts, ToolFormat, attempt
+from gateway.parsers.reader import Markers, Reader, Steps
+from gateway.parsers.tool_formats import TextParameters, ToolFormat, try_calls
 
 
 @dataclass(frozen=True)
 class ReasoningTags:
-    """Attributes: ``implied``: an answer begins with thoughts unless the prompt has closed them."""
+    """``implied``: an answer begins within reasoning unless the prompt has closed it."""
 
     opening: tuple[str, ...] = ("<think>",)
     closing: tuple[str, ...] = ("</think>",)
@@ -20,7 +20,7 @@ class ReasoningTags:
         return (*self.opening, *self.closing)
 
     def begun(self, prompt_end: str) -> bool:
-        """Whether an answer to a prompt that ends so begins within thoughts."""
+        """Whether an answer to a prompt that ends so begins within reasoning."""
         end = prompt_end.rstrip()
         return end.endswith(self.opening) or (self.implied and not end.endswith(self.closing))
 
@@ -34,19 +34,28 @@ GRANITE = ReasoningTags(
 )
 
 
-def thoughts(
-    reader: Reader, deltas: DeltaBuilder, tags: ReasoningTags, begun: bool, tools: ToolFormat | None, texts: Texts
+def read_reasoning(
+    reader: Reader,
+    deltas: DeltaBuilder,
+    tags: ReasoningTags,
+    tools: ToolFormat | None,
+    texts: TextParameters,
+    *,
+    in_reasoning: bool,
 ) -> Steps[None]:
-    """Read an answer's thoughts, if it begins with some. A tool call ends them too: some models do not close them."""
+    """Read an answer's reasoning, if it begins with some.
+
+    A tool call ends it as well: some models do not write the closing mark.
+    """
     space = yield from reader.space()
-    if not (yield from reader.literal(*tags.opening)) and not begun:
+    if not (yield from reader.literal(*tags.opening)) and not in_reasoning:
         deltas.content(space)
         return
-    ends = Marks(*tags.closing, *(tools.openers if tools is not None else ()))
+    ends = Markers(*tags.closing, *(tools.openers if tools is not None else ()))
     while mark := (yield from reader.until(ends, deltas.reasoning)):
         if mark in tags.closing:
-            deltas.thought()
+            deltas.end_reasoning()
             return
         assert tools is not None
-        if (yield from attempt(reader, deltas, tools, texts, mark, deltas.reasoning)):
+        if (yield from try_calls(reader, deltas, tools, texts, mark, deltas.reasoning)):
             return

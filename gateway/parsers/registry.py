@@ -1,4 +1,4 @@
-"""From the names of parsers to what they read, and which a request's answer is read with."""
+"""Parsers by name, and which one parses a request's answer."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -6,15 +6,15 @@ from typing import Any, NamedTuple
 from blake3 import blake3
 
 from gateway.parsers import json_calls, reasoning, xml_calls
-from gateway.parsers.answer_parser import AnswerParser
+from gateway.parsers.answer_parser import AnswerFormat, AnswerParser
 from gateway.parsers.harmony import SPECIAL
 from gateway.parsers.pythonic_calls import PYTHONIC
 from gateway.parsers.reasoning import ReasoningTags
-from gateway.parsers.tool_formats import Texts, ToolFormat
+from gateway.parsers.tool_formats import TextParameters, ToolFormat
 from schemas.fleet import Registration
 from schemas.requests import GenerateRequest, Parsing
 
-HARMONY = "harmony"  # one format for both: its parser reads thoughts and calls together
+HARMONY = "harmony"  # one format for reasoning and calls
 
 REASONING: dict[str, ReasoningTags | str] = {
     "basic": reasoning.THINK,
@@ -45,24 +45,26 @@ TOOLS: dict[str, ToolFormat | str] = {
     "pythonic": PYTHONIC,
     "qwen3_coder": xml_calls.QWEN3_CODER,
 }
-_PROMPT_END = 16  # tokens: more than the longest mark and a line break
+_PROMPT_END = 16  # tokens; longer than any mark and a line break
 
 
 class ParserNames(NamedTuple):
-    """What the workers of a model say that it writes; "": nothing, or what this gateway does not know."""
+    """As the workers of a model name them; "": none, or unknown to this gateway."""
 
     reasoning: str = ""
     tools: str = ""
 
 
 def agreed_parsers(workers: Iterable[Registration]) -> tuple[ParserNames, frozenset[ParserNames]]:
-    """(the parsers for a model's answers, all that its workers name). The worker that is there longest decides, so
-    that all gateways decide alike."""
-    speaking = [worker for worker in workers if worker.role in ("aggregated", "decode")]
-    if not speaking:
+    """The parsers of a model, and all combinations that its workers name.
+
+    The worker that registered first decides, so that all gateways agree.
+    """
+    decoding = [worker for worker in workers if worker.role in ("aggregated", "decode")]
+    if not decoding:
         return ParserNames(), frozenset()
-    first = min(speaking, key=lambda worker: (worker.epoch, worker.worker))
-    named = frozenset(ParserNames(worker.reasoning_parser, worker.tool_call_parser) for worker in speaking)
+    first = min(decoding, key=lambda worker: (worker.epoch, worker.worker))
+    named = frozenset(ParserNames(worker.reasoning_parser, worker.tool_call_parser) for worker in decoding)
     known = ParserNames(
         first.reasoning_parser if first.reasoning_parser in REASONING else "",
         first.tool_call_parser if first.tool_call_parser in TOOLS else "",
@@ -77,11 +79,12 @@ def answer_parsing(
     *,
     one_call: bool,
 ) -> Parsing | None:
-    """What a request's record says of how its answer is read; None: as it is.
+    """How a request's answer is to be parsed, for its record; None: not at all.
 
     Args:
-        tools: that the model was told of.
-        prompt_end: the text of so many of the prompt's last tokens.
+        tools: in the prompt.
+        prompt_end: from a number of tokens to the text of the last ones of the prompt.
+        one_call: return the first call only.
     """
     called = parsers.tools if tools else ""
     if not parsers.reasoning and not called:
@@ -92,12 +95,12 @@ def answer_parsing(
         tools=called,
         thinking=isinstance(tags, ReasoningTags) and tags.begun(prompt_end(_PROMPT_END)),
         one_call=bool(called) and one_call,
-        texts=_texts(tools or ()) if isinstance(calls, ToolFormat) and calls.texts else {},
+        texts=_text_parameters(tools or ()) if isinstance(calls, ToolFormat) and calls.needs_texts else {},
     )
 
 
 def special_markers(parsing: Parsing) -> tuple[str, ...]:
-    """Marks of its formats that may be special tokens."""
+    """Marks of the formats that may be special tokens, which the detokenizer must show."""
     tags, tools = REASONING.get(parsing.reasoning), TOOLS.get(parsing.tools)
     if HARMONY in (tags, tools):
         return SPECIAL
@@ -106,7 +109,7 @@ def special_markers(parsing: Parsing) -> tuple[str, ...]:
 
 
 def parser_for(request: GenerateRequest, choice: int) -> AnswerParser:
-    """For the text of one choice, of a request that is to be parsed."""
+    """A parser for the text of one choice. ``request.parsing`` is set."""
     parsing = request.parsing
     assert parsing is not None
     tags, tools = REASONING.get(parsing.reasoning), TOOLS.get(parsing.tools)
@@ -116,21 +119,21 @@ def parser_for(request: GenerateRequest, choice: int) -> AnswerParser:
         digest = blake3(f"{request.id}.{choice}.{index}".encode()).hexdigest()
         return digest[:chars] if chars else "call_" + digest[:24]
 
-    return AnswerParser(
-        call_id,
-        tags if isinstance(tags, ReasoningTags) else None,
-        tools if isinstance(tools, ToolFormat) else None,
+    answer_format = AnswerFormat(
+        reasoning=tags if isinstance(tags, ReasoningTags) else None,
+        tools=tools if isinstance(tools, ToolFormat) else None,
         harmony=HARMONY in (tags, tools),
-        calls=tools is not None,
-        thinking=parsing.thinking,
+        harmony_calls=tools is not None,
+        in_reasoning=parsing.thinking,
         one_call=parsing.one_call,
         texts=parsing.texts,
     )
+    return AnswerParser(answer_format, call_id)
 
 
-def _texts(tools: Iterable[dict[str, Any]]) -> Texts:
-    """Which parameters are text, from the tools' schemas."""
-    found: Texts = {}
+def _text_parameters(tools: Iterable[dict[str, Any]]) -> TextParameters:
+    """Parameters that are text, from the tools' schemas."""
+    found: TextParameters = {}
     for tool in tools:
         function = tool.get("function", tool)
         parameters = function.get("parameters") if isinstance(function, dict) else None
@@ -143,7 +146,7 @@ def _texts(tools: Iterable[dict[str, Any]]) -> Texts:
 
 
 def _text_or_null(schema: Any) -> bool | None:
-    """Whether a parameter may be null, if otherwise it is text; None: it may be something else."""
+    """Whether a text parameter may be null; None: not a text parameter."""
     if not isinstance(schema, dict):
         return None
     kinds = schema.get("type")

@@ -1,6 +1,6 @@
-"""Tool calls as markup, one element per argument: Qwen3-Coder and GLM-4.5. Their JSON is written here, piece by piece.
+"""Tool calls as XML-like markup, one element per argument (Qwen3-Coder, GLM-4.5), turned into JSON incrementally.
 
-The markup does not say whether ``5`` is a number or a text; the tool's schema does.
+Whether ``5`` is a number or a text is not in the markup; the tool's schema decides.
 """
 
 import re
@@ -10,21 +10,21 @@ import msgspec
 
 from gateway.parsers.delta_builder import DeltaBuilder
 from gateway.parsers.json_text import encode
-from gateway.parsers.reader import Malformed, Marks, Reader, Steps
-from gateway.parsers.tool_formats import Texts, ToolFormat, closing, name_of
+from gateway.parsers.reader import MalformedCall, Markers, Reader, Steps
+from gateway.parsers.tool_formats import TextParameters, ToolFormat, parse_name, read_closing
 
 _KEY = re.compile(r"[^<>\n]*")
 _NAME_RUN = re.compile(r"[^<>\s]*")
 _WORDS = {"true": b"true", "false": b"false", "null": b"null", "none": b"null"}
 
 
-def _value(reader: Reader, deltas: DeltaBuilder, end: Marks, text: bool | None, *, lines: bool) -> Steps[bool]:
-    """One argument's value, behind its opening, to its end.
+def _value(reader: Reader, deltas: DeltaBuilder, end: Markers, text: bool | None, *, lines: bool) -> Steps[bool]:
+    """Read one argument's value, behind its opening mark, to its end.
 
     Args:
-        text: None: JSON if it is, else text; False: text; True: text or null.
-        lines: the value stands on lines of its own.
-    Returns: False: it is broken off.
+        text: None: JSON if it is valid, else text; False: text; True: text or null.
+        lines: the value is on lines of its own.
+    Returns: False: it is incomplete.
     """
     if text is False:
         deltas.arguments('"')
@@ -61,12 +61,12 @@ class _Lines:
 
 
 def _in(text: str) -> str:
-    """As it stands inside a JSON string."""
+    """Escaped for the inside of a JSON string."""
     return encode(text)[1:-1].decode()
 
 
 def _guessed(text: str, may_be_null: bool | None) -> str:
-    """JSON of a value that is written as it is."""
+    """The JSON of a value that is written without quotes."""
     word = _WORDS.get(text.strip().lower())
     if may_be_null:
         return "null" if word == b"null" else encode(text).decode()
@@ -85,36 +85,36 @@ class _Arguments:
     def __init__(self, deltas: DeltaBuilder, texts: dict[str, bool]) -> None:
         self._sink = deltas
         self._texts = texts
-        self._some = False
+        self._begun = False
 
     def key(self, key: str) -> bool | None:
-        """Begin an argument; returns what is known of its type, for ``_value``."""
-        self._sink.arguments((", " if self._some else "{") + encode(key).decode() + ": ")
-        self._some = True
+        """Begin an argument; returns its ``text`` for ``_value``."""
+        self._sink.arguments((", " if self._begun else "{") + encode(key).decode() + ": ")
+        self._begun = True
         return self._texts.get(key)
 
     def end(self) -> None:
-        self._sink.arguments("}" if self._some else "{}")
+        self._sink.arguments("}" if self._begun else "{}")
 
 
-_PARAMETER_END = Marks("</parameter>")
-_VALUE_END = Marks("</arg_value>")
+_PARAMETER_END = Markers("</parameter>")
+_VALUE_END = Markers("</arg_value>")
 _NEXT = ("<parameter=", "</function>")  # behind a parameter
 _NEXT_KEY = ("<arg_key>", "</tool_call>")
 
 
-def _qwen3_coder(reader: Reader, deltas: DeltaBuilder, texts: Texts) -> Steps[None]:
-    """``<tool_call><function=NAME><parameter=KEY>\\nVALUE\\n</parameter>...</function></tool_call>``"""
+def _qwen3_coder(reader: Reader, deltas: DeltaBuilder, texts: TextParameters) -> Steps[None]:
+    """``<tool_call><function=FUNCTION_NAME><parameter=KEY>\\nVALUE\\n</parameter>...</function></tool_call>``"""
     yield from reader.space()
     if not (yield from reader.literal("<function=")):
-        raise Malformed
-    name = name_of((yield from reader.run(_NAME_RUN)))
+        raise MalformedCall
+    name = parse_name((yield from reader.run(_NAME_RUN)))
     if not (yield from reader.literal(">")):
-        raise Malformed
-    deltas.call(name)
-    reader.drop()
+        raise MalformedCall
+    deltas.begin_call(name)
+    reader.commit()
     arguments = _Arguments(deltas, texts.get(name, {}))
-    while (mark := (yield from closing(reader, deltas, *_NEXT))) == _NEXT[0]:
+    while (mark := (yield from read_closing(reader, deltas, *_NEXT))) == _NEXT[0]:
         key = (yield from reader.run(_KEY)).strip()
         if not (yield from reader.literal(">")) or not key:
             deltas.content(mark + key)
@@ -123,37 +123,37 @@ def _qwen3_coder(reader: Reader, deltas: DeltaBuilder, texts: Texts) -> Steps[No
             return
     if mark or not reader.cut_off(*_NEXT):
         arguments.end()
-    yield from closing(reader, deltas, "</tool_call>")
+    yield from read_closing(reader, deltas, "</tool_call>")
 
 
-def _glm45(reader: Reader, deltas: DeltaBuilder, texts: Texts) -> Steps[None]:
-    """``<tool_call>NAME\\n<arg_key>KEY</arg_key>\\n<arg_value>VALUE</arg_value>...</tool_call>``"""
+def _glm45(reader: Reader, deltas: DeltaBuilder, texts: TextParameters) -> Steps[None]:
+    """``<tool_call>FUNCTION_NAME\\n<arg_key>KEY</arg_key>\\n<arg_value>VALUE</arg_value>...</tool_call>``"""
     yield from reader.space()
-    name = name_of((yield from reader.run(_NAME_RUN)))
+    name = parse_name((yield from reader.run(_NAME_RUN)))
     yield from reader.space()
     mark = yield from reader.literal(*_NEXT_KEY)
     if not mark:
-        raise Malformed
-    deltas.call(name)
-    reader.drop()
+        raise MalformedCall
+    deltas.begin_call(name)
+    reader.commit()
     arguments = _Arguments(deltas, texts.get(name, {}))
     while mark == "<arg_key>":
         key = (yield from reader.run(_KEY)).strip()
         if not key or not (yield from reader.literal("</arg_key>")):
             deltas.content(mark + key)
             break
-        if not (yield from closing(reader, deltas, "<arg_value>")):
+        if not (yield from read_closing(reader, deltas, "<arg_value>")):
             return
         if not (yield from _value(reader, deltas, _VALUE_END, arguments.key(key), lines=False)):
             return
-        mark = yield from closing(reader, deltas, *_NEXT_KEY)
+        mark = yield from read_closing(reader, deltas, *_NEXT_KEY)
     if mark or not reader.cut_off(*_NEXT_KEY):
         arguments.end()
 
 
 _TAGS = ("<tool_call>", "</tool_call>")
 
-QWEN3_CODER = ToolFormat(_qwen3_coder, _TAGS[:1], special=_TAGS, texts=True)
+QWEN3_CODER = ToolFormat(_qwen3_coder, _TAGS[:1], special=_TAGS, needs_texts=True)
 GLM45 = ToolFormat(
-    _glm45, _TAGS[:1], special=(*_TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"), texts=True
+    _glm45, _TAGS[:1], special=(*_TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"), needs_texts=True
 )

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from gateway.openai.prepare import PrepareContext, prepare_completion
-from gateway.tracing import OWN, from_http_headers, from_nats_headers, with_trace
+from gateway.tracing import NEW_TRACE, from_http_headers, from_nats_headers, with_trace
 from schemas.requests import decode
 from schemas.trace import Trace
 from schemas.wire import encode
@@ -23,8 +23,8 @@ UNSAMPLED = PARENT[:-1] + "0"
         ("asked", "nonsense", None),
         ("all", PARENT, Trace(PARENT)),
         ("all", UNSAMPLED, Trace(UNSAMPLED)),
-        ("all", "", OWN),
-        ("all", "nonsense", OWN),
+        ("all", "", NEW_TRACE),
+        ("all", "nonsense", NEW_TRACE),
         ("off", PARENT, None),
     ],
 )

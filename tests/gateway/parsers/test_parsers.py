@@ -63,7 +63,7 @@ def of_message(message: AnswerMessage) -> Said:
 
 def at_once(made: AnswerParser, text: str) -> Said:
     """As an answer that is not streamed is read; what no text says is "" there."""
-    content, *rest = of_message(made.whole(text))
+    content, *rest = of_message(made.parse(text))
     return content or "", *rest  # type: ignore[return-value]
 
 
@@ -78,14 +78,14 @@ def named(case: Case) -> str:
 
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_an_answer_says_what_its_format_means(case: Case) -> None:
-    content, thought, calls = of_message(reader(case.reasoning, case.tools, **case.options).whole(case.text))
+    content, thought, calls = of_message(reader(case.reasoning, case.tools, **case.options).parse(case.text))
     assert (content, thought) == (case.content, case.thought)
     assert tuple((name, said) for _, name, said in calls) == case.calls
 
 
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_character_by_character_it_says_the_same(case: Case) -> None:
-    whole = of_message(reader(case.reasoning, case.tools, **case.options).whole(case.text))
+    whole = of_message(reader(case.reasoning, case.tools, **case.options).parse(case.text))
     content, *rest = streamed(reader(case.reasoning, case.tools, **case.options), list(case.text))
     assert [content or "", *rest] == [whole[0] or "", *whole[1:]]
 
