@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from gateway.openai import prompt
 from gateway.openai.prepare import PreparedRequest, prepare_chat, prepare_completion
 from gateway.openai.prepare_context import PrepareContext
-from gateway.service import LARGE_BODY
+from gateway.preparation import LARGE_BODY
 from infra.model import modeldir
 from infra.model.modeldir import ModelDir
 from schemas.blocks import chain, root
