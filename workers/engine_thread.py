@@ -90,7 +90,7 @@ class EngineThread:
         return self._engine
 
     def submit(self, requests: list[SequenceRequest], refused: Callable[[RequestError], None]) -> None:
-        """Queue all choices of a request; ``refused`` is called in the thread if the engine takes none of them."""
+        """Queue all sequences of a request; ``refused`` is called in the thread if the engine takes none of them."""
 
         def run(engine: Engine) -> None:
             done: list[SequenceRequest] = []
@@ -107,12 +107,12 @@ class EngineThread:
 
         self._put(run)
 
-    def cancel(self, choices: list[SequenceState], done: Callable[[], None] | None = None) -> None:
+    def cancel(self, sequences: list[SequenceState], done: Callable[[], None] | None = None) -> None:
         """Drop sequences at the next step border; what they produced until then is flushed first."""
 
         def run(engine: Engine) -> None:
-            for choice in choices:
-                engine.cancel(choice)
+            for sequence in sequences:
+                engine.cancel(sequence)
             if done is not None:
                 self._flush()
                 done()
@@ -123,10 +123,10 @@ class EngineThread:
         """Drop those groups of sequences of which the engine has begun none; says of each whether it is dropped."""
 
         def run(engine: Engine) -> list[bool]:
-            cancelled = [not any(choice.started_ns for choice in choices) for choices in groups]
-            for choices, dropped in zip(groups, cancelled, strict=True):
-                for choice in choices if dropped else ():
-                    engine.cancel(choice)
+            cancelled = [not any(sequence.started_ns for sequence in sequences) for sequences in groups]
+            for sequences, dropped in zip(groups, cancelled, strict=True):
+                for sequence in sequences if dropped else ():
+                    engine.cancel(sequence)
             return cancelled
 
         return self.call(run)
@@ -282,7 +282,7 @@ class EngineThread:
 
     def _absorb(self, engine: Engine) -> None:
         """One step; per-token work."""
-        choice: Any
+        sequence: Any
         began = self._wall_ns()
         outputs, events, started, failures, _, held, scored, others, measured = engine.step()
         if events:
@@ -295,52 +295,52 @@ class EngineThread:
         if scored:
             self._scored += scored
         if started:
-            for choice, cached in started:
-                choice.cached = cached if choice.adopted < 0 else choice.adopted
-                choice.started_ns = began
-                self._started.append(choice)
+            for sequence, cached in started:
+                sequence.cached = cached if sequence.adopted_cached < 0 else sequence.adopted_cached
+                sequence.started_ns = began
+                self._started.append(sequence)
         for each in measured:
-            choice = each.key
-            choice.measured = [*(choice.measured or ()), each]
+            sequence = each.key
+            sequence.measurements = [*(sequence.measurements or ()), each]
         dirty = self._dirty
-        for choice, token, finish, logprob, stop_token in outputs:
-            choice.buffer.append(token)
-            if not choice.dirty:
-                choice.dirty = True
-                dirty.append(choice)
+        for sequence, token, finish, logprob, stop_token in outputs:
+            sequence.buffer.append(token)
+            if not sequence.dirty:
+                sequence.dirty = True
+                dirty.append(sequence)
             if logprob is not None:
-                choice.logprobs.append(logprob)
-            if choice.stream is not None and self._stops(engine, choice, token, finish):
+                sequence.logprobs.append(logprob)
+            if sequence.stream is not None and self._stops(engine, sequence, token, finish):
                 continue
             if finish:
                 # Else another worker goes on; the session says so, once it has this token too.
-                if finish != "length" or len(choice.tokens) + len(choice.buffer) >= choice.max_tokens:
-                    choice.finish = Finish(finish, stop_token, choice.cached)
-                self._ended.append(choice)
-        for choice, code, message in failures:
-            if choice.finish is not None:  # its last token completed a stop string
+                if finish != "length" or len(sequence.tokens) + len(sequence.buffer) >= sequence.max_tokens:
+                    sequence.finish = Finish(finish, stop_token, sequence.cached)
+                self._ended.append(sequence)
+        for sequence, code, message in failures:
+            if sequence.finish is not None:  # its last token completed a stop string
                 continue
             if code == Code.transfer_failed:  # no fault of the request: another worker can go on
-                choice.lacking = message
-                self._ended.append(choice)
+                sequence.lost_input = message
+                self._ended.append(sequence)
                 continue
-            choice.finish = Finish("error", None, choice.cached, code, message)
-            self._ended.append(choice)
-            if not choice.dirty:
-                choice.dirty = True
-                dirty.append(choice)
+            sequence.finish = Finish("error", None, sequence.cached, code, message)
+            self._ended.append(sequence)
+            if not sequence.dirty:
+                sequence.dirty = True
+                dirty.append(sequence)
 
-    def _stops(self, engine: Engine, choice: SequenceState, token: int, finish: str) -> bool:
+    def _stops(self, engine: Engine, sequence: SequenceState, token: int, finish: str) -> bool:
         """Whether this token completed a stop string; if so the sequence ends here."""
-        assert choice.stream is not None
-        choice.stream.push(token)
-        matched = choice.stream.stop
+        assert sequence.stream is not None
+        sequence.stream.push(token)
+        matched = sequence.stream.stop
         if matched is None:
             return False
         if not finish:
-            engine.cancel(choice)
-        choice.finish = Finish("stop", matched, choice.cached)
-        self._ended.append(choice)
+            engine.cancel(sequence)
+        sequence.finish = Finish("stop", matched, sequence.cached)
+        self._ended.append(sequence)
         return True
 
     def _gathered(self) -> bool:
@@ -357,8 +357,8 @@ class EngineThread:
         flush = Flush()
         if self._scored:  # before the tokens: who has a first token of this sequence has all of these
             self._flush_scored(flush)
-        for choice in self._dirty:
-            flush.items.setdefault(choice.gateway, []).append(token_item(choice))
+        for sequence in self._dirty:
+            flush.items.setdefault(sequence.gateway, []).append(token_item(sequence))
         flush.ended, self._ended = self._ended, []
         flush.started, self._started = self._started, []
         flush.held, self._held = self._held, []
@@ -379,9 +379,9 @@ class EngineThread:
         return RankEvents(rank, seq, events)
 
     def _flush_scored(self, flush: Flush) -> None:
-        choice: Any
-        for choice, first, logprobs in self._scored:
-            flush.items.setdefault(choice.gateway, []).extend(prompt_items(choice, first, logprobs))
-            choice.scored = first + len(logprobs)
-            choice.scores += logprobs
+        sequence: Any
+        for sequence, first, logprobs in self._scored:
+            flush.items.setdefault(sequence.gateway, []).extend(prompt_items(sequence, first, logprobs))
+            sequence.scored_tokens = first + len(logprobs)
+            sequence.prompt_logprobs += logprobs
         self._scored.clear()

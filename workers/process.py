@@ -1,15 +1,15 @@
-"""The shell of a worker process: its broker connection, a FastStream application, one life after another.
+"""A worker process: one broker connection, one backend, one session after another.
 
-What computes is built before the first life and outlives each of them.
+The backend (engine, thread, transport) is built before the first session and survives each of them.
 """
 
 import asyncio
 import contextlib
 import os
-from abc import ABC, abstractmethod
+import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Protocol
 
 import structlog
 from faststream import FastStream
@@ -18,61 +18,138 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 from configs.settings import WorkerSettings
 from infra.bus import loop_lag
-from infra.bus.connection import Bus
+from infra.bus.connection import Bus, connect
 from infra.bus.faststream_app import OwnConnection, raw
+from infra.bus.publisher import Publisher
 from schemas import control, wire
 from schemas.subjects import Subjects
-from workers.life import Life
+from workers.executor import Executor, ServedModel, SessionContext
 from workers.metrics import Metrics
 from workers.multiprocess_metrics import VARIABLE, Merged
+from workers.session import WorkerSession
 from workers.stopping import EndProcess, StoppedEarly, Stopping
 
 log = structlog.get_logger("worker")
 
-MAX_ORDERS = 64
-FAIL_S = 15.0  # for giving everything back after a failure
+MAX_CONTROL_REQUESTS = 64  # at once
+FAIL_S = 15.0  # for requeueing everything after a failure
 
 EXIT_OK = 0
 EXIT_ENGINE = 70  # EX_SOFTWARE: the engine failed
 EXIT_START = 69  # EX_UNAVAILABLE: the broker or its streams are not there (yet)
 EXIT_CONFIG = 2  # starting again would not help
 
-L = TypeVar("L", bound=Life)
+
+class Backend(Protocol):
+    """What computes: an engine, its thread, and what reaches its memory."""
+
+    join_s: float  # for the engine to end in order
+    load_seconds: float  # known after ``open``
+
+    async def start(self) -> None:
+        """Check the settings and start the engine's thread; may return before the engine is loaded.
+
+        Raises:
+            Exception: this configuration cannot be served.
+        """
+
+    async def open(self, connection: str) -> ServedModel:
+        """Wait for the engine and open what it needs. ``connection``: name of the NATS connection.
+
+        Raises:
+            Exception: the engine or the transport cannot be opened.
+        """
+
+    def make_executor(self, context: SessionContext) -> Executor: ...
+
+    async def close(self) -> None:
+        """Close everything but the thread; also after ``open`` failed."""
+
+    def stop(self, timeout: float) -> bool:
+        """End the engine and its thread (blocks); False: it still runs after ``timeout`` seconds."""
 
 
-class WorkerProcess(ABC, Generic[L]):
+class ProcessEvents(Protocol):
+    """What a backend reports to its process."""
+
+    def engine_failed(self, error: BaseException) -> None:
+        """In the event loop."""
+
+    async def registration_changed(self) -> None: ...
+
+
+MakeBackend = Callable[[WorkerSettings, Metrics, ProcessEvents], Backend]
+
+
+class WorkerProcess:
     """Made in the event loop that serves it."""
 
-    def __init__(self, settings: WorkerSettings, end_process: EndProcess = os._exit) -> None:
+    def __init__(self, settings: WorkerSettings, make_backend: MakeBackend, end_process: EndProcess = os._exit) -> None:
         self._settings = settings
         self._stopping = Stopping(settings.drain_s, end_process)
         self._metrics = Metrics(CollectorRegistry())
         if shared := os.environ.get(VARIABLE):
             self._metrics.registry.register(Merged(Path(shared)))
-        self._session: L | None = None
-        self._broken = asyncio.Event()
+        self._backend = make_backend(settings, self._metrics, self)
+        self._session: WorkerSession | None = None
+        self._failed = asyncio.Event()
         self._error: BaseException | None = None
-        self._innocent = False
+        self._task_error = False  # a task failed, not the engine: no request is to blame
 
-    @abstractmethod
     async def serve(self) -> int:
-        """Until SIGTERM; the exit code."""
+        """Serve until SIGTERM; returns the exit status."""
+        self._stopping.on_signals()
+        status, ended = EXIT_OK, True
+        try:
+            await self._stopping.unless_asked(self._backend.start())
+            status = await self._serve_connected()
+        except StoppedEarly:
+            log.info("stopped_during_startup")
+        finally:
+            left_s = self._stopping.left(self._backend.join_s + 0.5) - 0.5
+            ended = await asyncio.to_thread(self._backend.stop, left_s)
+            self._stopping.over()
+        if not ended:
+            log.warning("engine_stop_timeout", action="the process ends without waiting for it")
+            self._stopping.end_now(status)
+        return status
 
-    def _broke(self, error: BaseException) -> None:
-        """What computes is broken, and the process with it."""
-        self._error = self._error or error
-        self._broken.set()
-        self._stopping.within(FAIL_S)
+    async def _serve_connected(self) -> int:
+        """Serve, and close everything but the backend's thread.
 
-    def _task_failed(self, error: BaseException) -> None:
-        """A background task is, and the process with it; through no fault of what is computed."""
-        self._innocent = self._error is None
-        self._broke(error)
+        Raises:
+            StoppedEarly: the process was asked to stop before it served.
+        """
+        settings = self._settings
+        connection = f"worker:{settings.name}:{secrets.token_hex(4)}"
+        bus = await self._stopping.unless_asked(
+            connect(
+                settings.nats_url,
+                role="worker",
+                name=connection,
+                namespace=settings.namespace,
+                skip_subject_validation=True,
+                on_fatal=self._task_failed,
+            )
+        )
+        publisher = Publisher(bus)
+        try:
+            await publisher.open()
+            model = await self._stopping.unless_asked(self._backend.open(connection))
 
-    async def _live(self, bus: Bus, make: Callable[[], L], load_seconds: float) -> int:
-        """Measure, obey and live, until told to stop; closes the connection."""
+            def make_session() -> WorkerSession:
+                return WorkerSession(bus, publisher, model, settings, self._metrics, self._backend.make_executor)
+
+            return await self._run(bus, make_session)
+        finally:
+            await self._backend.close()
+            await publisher.close()
+            await bus.close()
+
+    async def _run(self, bus: Bus, make_session: Callable[[], WorkerSession]) -> int:
+        """Serve metrics, control requests and sessions until asked to stop; closes the connection."""
         loop = asyncio.get_running_loop()
-        self._metrics.load_time.set(load_seconds)
+        self._metrics.load_time.set(self._backend.load_seconds)
         self._metrics.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
         bus.tasks.spawn(loop_lag.gauge(self._metrics.registry, "worker").watch(), name="loop-lag")
         if self._settings.metrics_port and self._settings.publish_events_and_metrics:
@@ -80,44 +157,44 @@ class WorkerProcess(ABC, Generic[L]):
         app = self._application(bus)
         await app.start()
         try:
-            return await self._sessions(bus, make)
+            return await self._run_sessions(bus, make_session)
         finally:
             bus.closing = True  # stopping FastStream closes the connection
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(app.stop(), 2)
 
-    async def _sessions(self, bus: Bus, make: Callable[[], L]) -> int:
-        """Live one session after another until told to stop or the engine breaks."""
+    async def _run_sessions(self, bus: Bus, make_session: Callable[[], WorkerSession]) -> int:
+        """Run one session after another until asked to stop or until something fails."""
         while True:
-            session = self._session = make()
-            control_subject = await self._controlled(session, bus)
+            session = self._session = make_session()
+            control_subscriber = await self._subscribe_control(session, bus)
             try:
                 await self._stopping.unless_asked(session.open())
             except StoppedEarly:
                 await session.fence()
                 raise
-            await self._interrupted(session)
+            await self._wait_for_end(session)
             try:
-                if self._broken.is_set():
-                    what = "a task of the worker failed" if self._innocent else "engine_error"
-                    await session.fail(f"{what}: {self._error!r}"[:500], poison=not self._innocent)
+                if self._failed.is_set():
+                    what = "a task of the worker failed" if self._task_error else "engine_error"
+                    await session.fail(f"{what}: {self._error!r}"[:500], poison=not self._task_error)
                     return EXIT_ENGINE
                 if self._stopping.asked:
                     log.info("draining", worker=session.id)
                     await session.drain(self._settings.drain_s)
                     return EXIT_OK
-                log.warning("session_lost", worker=session.id, action="registering anew")
+                log.warning("session_lost", worker=session.id, action="registering again")
                 await session.fence()
             finally:  # not before: others release and fetch blocks until the end
-                await control_subject.stop()
+                await control_subscriber.stop()
 
-    async def _interrupted(self, session: L) -> None:
-        """Until the process is asked to stop, something is broken, or the session has lost its lease."""
+    async def _wait_for_end(self, session: WorkerSession) -> None:
+        """Until the process is asked to stop, something failed, or the session has lost its lease."""
         waits = [
             asyncio.create_task(waiting, name=name)
             for name, waiting in (
                 ("stop", self._stopping.wait()),
-                ("broken", self._broken.wait()),
+                ("failed", self._failed.wait()),
                 ("lost", session.lost.wait()),
             )
         ]
@@ -125,8 +202,28 @@ class WorkerProcess(ABC, Generic[L]):
         for wait in waits:
             wait.cancel()
 
+    # --- failures and changes ---
+
+    def engine_failed(self, error: BaseException) -> None:
+        self._fail(error)
+
+    def _task_failed(self, error: BaseException) -> None:
+        self._task_error = self._error is None
+        self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = self._error or error
+        self._failed.set()
+        self._stopping.within(FAIL_S)
+
+    async def registration_changed(self) -> None:
+        if self._session is not None:
+            await self._session.update_registration()
+
+    # --- control requests ---
+
     def _application(self, bus: Bus) -> FastStream:
-        """Control messages: FastStream subscribers on our connection."""
+        """FastStream subscribers on this process's connection."""
         broker = OwnConnection(bus)
         subjects = Subjects(self._settings.namespace)
 
@@ -139,19 +236,18 @@ class WorkerProcess(ABC, Generic[L]):
         self._broker = broker
         return FastStream(broker, logger=None)
 
-    async def _controlled(self, session: L, bus: Bus) -> Any:
-        """Subscribe to the session's control subject."""
-
-        async def order(message: NatsMessage) -> bytes:
-            return await self._obey(session, message.body)
+    async def _subscribe_control(self, session: WorkerSession, bus: Bus) -> Any:
+        async def on_request(message: NatsMessage) -> bytes:
+            return await self._control(session, message.body)
 
         # Several at once: a push of blocks takes as long as its transfer.
-        subscriber = self._broker.subscriber(bus.subjects.control(session.id), decoder=raw, max_workers=MAX_ORDERS)
-        subscriber(order)
+        subject = bus.subjects.control(session.id)
+        subscriber = self._broker.subscriber(subject, decoder=raw, max_workers=MAX_CONTROL_REQUESTS)
+        subscriber(on_request)
         await subscriber.start()
         return subscriber
 
-    async def _obey(self, session: L, body: bytes) -> bytes:
+    async def _control(self, session: WorkerSession, body: bytes) -> bytes:
         order = control.decode_worker(body)
         if isinstance(order, control.DumpKv):
             return wire.encode(await session.dump(order.page))

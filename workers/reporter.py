@@ -50,14 +50,14 @@ class Reporter:
             self._bus.subjects.kv(model, self._worker), wire.encode(batch), f"{self._worker}:kv:{rank}:{seq}"
         )
 
-    async def done(self, active: RunningRequest) -> None:
+    async def done(self, running: RunningRequest) -> None:
         """Store the terminal event of a request: behind its tokens, and only while this worker may speak.
 
         Raises:
             ServingError: it could not be stored for ten minutes.
         """
-        request = active.request
-        event = terminal(active, self._worker, time.time_ns())
+        request = running.request
+        event = terminal(running, self._worker, time.time_ns())
         self._metrics.ended(event)
         payload = done.encode_within(event, self._bus.max_message)
         await self._publisher.publish(
@@ -70,18 +70,18 @@ class Reporter:
         )
         log.debug("request_done", request=event.request, code=event.code, tokens=event.usage.completion)
 
-    async def returned(self, active: RunningRequest, reason: str, poison: bool) -> None:
+    async def returned(self, running: RunningRequest, reason: str, poison: bool) -> None:
         """Store that this attempt is given back.
 
         Raises:
             ServingError: that could not be stored for ten minutes.
         """
-        request = active.request
-        event = done.Returned(request.id, request.model, active.attempt, self._worker, reason, poison)
+        request = running.request
+        event = done.Returned(request.id, request.model, running.attempt, self._worker, reason, poison)
         await self._publisher.publish(
             self._bus.subjects.returned(request.model),
             wire.encode(event),
-            f"{request.id}:{active.attempt}:returned",
+            f"{request.id}:{running.attempt}:returned",
             headers={HEADER_RETURNED: done.returned_header(event)},
             timeout=TERMINAL_S,
             gate=self._outbox.open,

@@ -23,38 +23,38 @@ class RunningRequest(msgspec.Struct, eq=False):
     request: GenerateRequest
     attempt: int
     delivery: Any
-    choices: list[SequenceState]
+    sequences: list[SequenceState]
     outcomes: list[done.Outcome | None]
     routed_ns: int
     started_ns: int = 0
     first_token_ns: int = 0
     cached: int = 0
-    renewed: float = 0.0  # monotonic time of the last in-progress sign
+    progress_signalled: float = 0.0  # monotonic time of the last in-progress sign
     cancelled: tuple[Code, str] | None = None
     route: tuple[Stage, ...] = ()  # the stages after this worker
     job: Job | None = None
-    holder: SequenceState | None = (
-        None  # a prefill stage: the choice whose sequence keeps the prompt's blocks at its end
+    kv_holder: SequenceState | None = (
+        None  # a prefill stage: the sequence whose sequence keeps the prompt's blocks at its end
     )
     held: Held | None = None  # and these are they, for the next worker
     media: MediaReservation | None = None
     fetching: Ticket | None = None  # what its engine fetches by itself, until it has begun to run
-    leaving: bool = False  # it is being handed to the next stage
-    marks: dict[str, int] | None = None  # of a traced request: times of ``Stamps`` by their names
+    handing_off: bool = False  # it is being handed to the next stage
+    stamp_times: dict[str, int] | None = None  # of a traced request: times of ``Stamps`` by their names
 
     @property
     def ended(self) -> bool:
         return all(outcome is not None for outcome in self.outcomes)
 
     @property
-    def computed(self) -> bool:
-        """Every choice has ended or was handed over."""
-        return all(o is not None or c.handed for o, c in zip(self.outcomes, self.choices, strict=True))
+    def completed_here(self) -> bool:
+        """Every sequence has ended or was handed over."""
+        return all(o is not None or s.handed_off for o, s in zip(self.outcomes, self.sequences, strict=True))
 
 
 def admit(job: Job, request: GenerateRequest, delivery: Any, detokenizer: Detokenizer | None) -> RunningRequest:
     """Build the state of a request; choices that an earlier attempt ended are already outcomes."""
-    active = RunningRequest(request, job.attempt, delivery, [], [], job.decision.at_ns, route=job.route, job=job)
+    running = RunningRequest(request, job.attempt, delivery, [], [], job.decision.at_ns, route=job.route, job=job)
     for index in range(request.n):
         resumed = wire.unpack_tokens(job.resume[index]) if index < len(job.resume) else array("I")
         ended = index in job.finished
@@ -64,8 +64,8 @@ def admit(job: Job, request: GenerateRequest, delivery: Any, detokenizer: Detoke
             stream = detokenizer.stream(request.stop.strings, min_tokens=request.stop.min_tokens)
             for token in resumed:
                 stream.push(token)
-        choice = SequenceState(
-            active,
+        sequence = SequenceState(
+            running,
             request.id,
             job.attempt,
             index,
@@ -75,18 +75,18 @@ def admit(job: Job, request: GenerateRequest, delivery: Any, detokenizer: Detoke
             stream,
         )
         if job.route:
-            choice.max_tokens = request.stop.max_tokens
+            sequence.max_tokens = request.stop.max_tokens
         if index < len(job.logprobs):
-            choice.said += job.logprobs[index]
-        active.choices.append(choice)
-        active.outcomes.append(_ended_before(job, index, resumed) if ended else None)
+            sequence.sent_logprobs += job.logprobs[index]
+        running.sequences.append(sequence)
+        running.outcomes.append(_ended_before(job, index, resumed) if ended else None)
     if job.scores:
-        active.choices[0].scores += job.scores
-    return active
+        running.sequences[0].prompt_logprobs += job.scores
+    return running
 
 
 def _ended_before(job: Job, index: int, tokens: "array[int]") -> done.Outcome:
-    """The outcome of a choice that an earlier attempt ended."""
+    """The outcome of a sequence that an earlier attempt ended."""
     place = job.finished.index(index)
     ending = job.endings[place] if place < len(job.endings) else Finish("")
     return done.Outcome(tokens.tobytes(), ending.reason, ending.stop)
@@ -112,8 +112,8 @@ def media_extra(request: GenerateRequest, block_size: int) -> dict[int, bytes]:
     return blocks.media_extra(((m.position, m.tokens, m.digest) for m in request.media), block_size)
 
 
-def sequences(
-    active: RunningRequest,
+def sequence_requests(
+    running: RunningRequest,
     revision: str,
     block_size: int,
     reservation: Reservation | None = None,
@@ -121,165 +121,170 @@ def sequences(
     *,
     role: str = "",
 ) -> list[SequenceRequest]:
-    """What the engine is asked to run: one sequence per choice that is still open.
+    """What the engine is asked to run: one sequence per sequence that is still open.
 
     In a prefill stage each ends after one new token, and one of them keeps the prompt's blocks. If the prompt's
-    log-probabilities are wanted, the first choice's sequence tells them.
+    log-probabilities are wanted, the first sequence's sequence tells them.
 
     Args:
         role: this worker's, in traces.
     """
-    request = active.request
+    request = running.request
     prompt = wire.unpack_tokens(request.prompt)
     digests = blocks.split(request.digests) if _named_here(request, revision, block_size) else []
     root = blocks.root(revision, request.lora, request.salt)
     extra = media_extra(request, block_size)
-    slots = active.media.slots if active.media is not None else [()] * len(request.media)
+    slots = running.media.slots if running.media is not None else [()] * len(request.media)
     media = [
         MediaSpan(each.position, each.tokens, each.digest, of) for each, of in zip(request.media, slots, strict=True)
     ]
-    open_ = [choice for choice, outcome in zip(active.choices, active.outcomes, strict=True) if outcome is None]
-    if active.route and open_:
-        active.holder = open_[0]
-    scorer, score = None, max(1, active.job.scored if active.job is not None else 0)
+    open_ = [sequence for sequence, outcome in zip(running.sequences, running.outcomes, strict=True) if outcome is None]
+    if running.route and open_:
+        running.kv_holder = open_[0]
+    scorer, score = None, max(1, running.job.scored if running.job is not None else 0)
     handed = reservation is not None or opaque  # by a stage that has told them all
     if open_ and request.sampling.prompt_logprobs is not None and score < len(prompt) and not handed:
         scorer = open_[0]
-    rank = rank_of(active.job) if active.job is not None else 0
+    rank = rank_of(running.job) if running.job is not None else 0
     trace = None
-    if active.marks is not None and request.trace is not None:
-        trace = headers(request.id, request.trace, stage_name(active.attempt, role))
+    if running.stamp_times is not None and request.trace is not None:
+        trace = headers(request.id, request.trace, stage_name(running.attempt, role))
     return [
         SequenceRequest(
-            key=choice,
+            key=sequence,
             prompt=prompt,
             sampling=request.sampling,
-            stop=_one_more(request.stop, choice) if active.route else request.stop,
-            choice=choice.index,
-            generated=choice.tokens[:],
+            stop=_one_more(request.stop, sequence) if running.route else request.stop,
+            choice=sequence.index,
+            generated=sequence.tokens[:],
             digests=digests,
             root=root,
             extra=extra,
             media=media,
-            hold=choice is active.holder,
+            hold=sequence is running.kv_holder,
             reservation=reservation,
             opaque=opaque,
-            score=score if choice is scorer else 0,
+            score=score if sequence is scorer else 0,
             rank=rank,
             trace=trace,
         )
-        for choice in open_
+        for sequence in open_
     ]
 
 
-def _one_more(stop: Stop, choice: SequenceState) -> Stop:
-    return msgspec.structs.replace(stop, max_tokens=min(stop.max_tokens, len(choice.tokens) + 1))
+def _one_more(stop: Stop, sequence: SequenceState) -> Stop:
+    return msgspec.structs.replace(stop, max_tokens=min(stop.max_tokens, len(sequence.tokens) + 1))
 
 
-def stamps(active: RunningRequest) -> Stamps | None:
+def stamps(running: RunningRequest) -> Stamps | None:
     """What is to be said of a traced request's time here. Of several choices, the longest times."""
-    if active.marks is None:
+    if running.stamp_times is None:
         return None
     engine: dict[str, float] = {}
     preemptions = 0
-    for choice in active.choices:
-        for each in choice.measured or ():
+    for sequence in running.sequences:
+        for each in sequence.measurements or ():
             preemptions += each.preemptions
             for name, value in each.values.items():
                 engine[name] = max(value, engine.get(name, value))
-    return Stamps(**active.marks, preemptions=preemptions, engine=engine)
+    return Stamps(**running.stamp_times, preemptions=preemptions, engine=engine)
 
 
-def next_job(active: RunningRequest) -> Job:
+def next_job(running: RunningRequest) -> Job:
     """The job of the stage after this one: it goes on behind what was generated here."""
-    assert active.job is not None
-    wanted = active.request.sampling.logprobs is not None
+    assert running.job is not None
+    wanted = running.request.sampling.logprobs is not None
     finished, endings = [], []
-    for choice, outcome in zip(active.choices, active.outcomes, strict=True):
+    for sequence, outcome in zip(running.sequences, running.outcomes, strict=True):
         if outcome is not None:
-            finished.append(choice.index)
-            endings.append(choice.finish or Finish(outcome.reason, outcome.stop))
+            finished.append(sequence.index)
+            endings.append(sequence.finish or Finish(outcome.reason, outcome.stop))
     return msgspec.structs.replace(
-        active.job,
-        resume=tuple(choice.tokens.tobytes() for choice in active.choices),
+        running.job,
+        resume=tuple(sequence.tokens.tobytes() for sequence in running.sequences),
         finished=tuple(finished),
         endings=tuple(endings),
-        route=active.route[1:],
-        scored=max(active.job.scored, *(choice.scored for choice in active.choices)),
-        logprobs=tuple(carried(choice.said) for choice in active.choices) if wanted else (),
-        scores=carried(_scores(active)),
+        route=running.route[1:],
+        scored=max(running.job.scored, *(sequence.scored_tokens for sequence in running.sequences)),
+        logprobs=tuple(carried(sequence.sent_logprobs) for sequence in running.sequences) if wanted else (),
+        scores=carried(_scores(running)),
     )
 
 
-def _scores(active: RunningRequest) -> tuple[Logprob, ...]:
-    """Log-probabilities of the prompt that are known here: one choice told them, behind what earlier attempts did."""
-    return next((tuple(choice.scores) for choice in active.choices if choice.scores), ())
+def ticket_id(running: RunningRequest, stage: Stage) -> str:
+    """Of the hand-off to ``stage``, the same in every attempt to publish it."""
+    return f"{running.request.id}:{running.attempt}:{stage.role}"
 
 
-def already_over(choice: SequenceState, request: GenerateRequest) -> Finish | None:
-    """How a resumed choice had ended in substance, if its last attempt died before saying so."""
-    if choice.stream is not None and choice.stream.stop is not None:
-        return Finish("stop", choice.stream.stop)
-    if len(choice.tokens) >= request.stop.max_tokens:
+def _scores(running: RunningRequest) -> tuple[Logprob, ...]:
+    """Log-probabilities of the prompt that are known here: one sequence told them, behind what earlier attempts did."""
+    return next((tuple(sequence.prompt_logprobs) for sequence in running.sequences if sequence.prompt_logprobs), ())
+
+
+def already_over(sequence: SequenceState, request: GenerateRequest) -> Finish | None:
+    """How a resumed sequence had ended in substance, if its last attempt died before saying so."""
+    if sequence.stream is not None and sequence.stream.stop is not None:
+        return Finish("stop", sequence.stream.stop)
+    if len(sequence.tokens) >= request.stop.max_tokens:
         return Finish("length")
     return None
 
 
-def terminal(active: RunningRequest, worker: str, now_ns: int) -> done.Done:
+def terminal(running: RunningRequest, worker: str, now_ns: int) -> done.Done:
     """The terminal event of a request whose choices have all ended, or that was cancelled."""
-    request = active.request
+    request = running.request
     code, message = "", ""
-    for choice in active.choices:
-        if choice.finish is not None and choice.finish.reason in ("error", "cancelled"):
-            code, message = choice.finish.code, choice.finish.message
-    if active.cancelled is not None:
-        code, message = active.cancelled[0].value, active.cancelled[1]
+    for sequence in running.sequences:
+        if sequence.finish is not None and sequence.finish.reason in ("error", "cancelled"):
+            code, message = sequence.finish.code, sequence.finish.message
+    if running.cancelled is not None:
+        code, message = running.cancelled[0].value, running.cancelled[1]
     reason = "cancelled" if code == Code.cancelled else "error"
     outcomes = tuple(
-        outcome or done.Outcome(choice.tokens.tobytes(), reason)
-        for outcome, choice in zip(active.outcomes, active.choices, strict=True)
+        outcome or done.Outcome(sequence.tokens.tobytes(), reason)
+        for outcome, sequence in zip(running.outcomes, running.sequences, strict=True)
     )
     scores: tuple[Logprob, ...] = ()
     left_out: tuple[str, ...] = ()
     if request.sampling.logprobs is not None:
-        outcomes, left_out = _with_logprobs(active, outcomes)
+        outcomes, left_out = _with_logprobs(running, outcomes)
     if request.sampling.prompt_logprobs is not None:
-        scores = _scores(active)
+        scores = _scores(running)
         if len(scores) + 1 < len(request.prompt) // 4:
             scores, left_out = (), (*left_out, "scores")
     return done.Done(
         request=request.id,
         model=request.model,
-        attempt=active.attempt,
+        attempt=running.attempt,
         worker=worker,
         choices=outcomes,
         usage=done.Usage(
             prompt=len(request.prompt) // 4,
             completion=sum(len(outcome.tokens) // 4 for outcome in outcomes),
-            cached=active.cached,
+            cached=running.cached,
         ),
         timings=done.Timings(
             created_ns=request.created_ns,
-            routed_ns=active.routed_ns,
-            started_ns=active.started_ns,
-            first_token_ns=active.first_token_ns,
+            routed_ns=running.routed_ns,
+            started_ns=running.started_ns,
+            first_token_ns=running.first_token_ns,
             ended_ns=now_ns,
         ),
         code=code,
         message=message,
         user=request.user,
-        stamps=stamps(active),
-        submitted=bytes(active.job.request) if active.job is not None else wire.encode(request),
+        stamps=stamps(running),
+        submitted=bytes(running.job.request) if running.job is not None else wire.encode(request),
         scores=scores,
         left_out=left_out,
     )
 
 
 def _with_logprobs(
-    active: RunningRequest, outcomes: tuple[done.Outcome, ...]
+    running: RunningRequest, outcomes: tuple[done.Outcome, ...]
 ) -> tuple[tuple[done.Outcome, ...], tuple[str, ...]]:
     """Outcomes with their log-probabilities, and the name of what is not known of them."""
-    told = [choice.said for choice in active.choices]
+    told = [sequence.sent_logprobs for sequence in running.sequences]
     if any(len(said) != len(outcome.tokens) // 4 for said, outcome in zip(told, outcomes, strict=True)):
         return outcomes, ("logprobs",)
     with_them = [msgspec.structs.replace(o, logprobs=tuple(said)) for o, said in zip(outcomes, told, strict=True)]

@@ -16,7 +16,7 @@ class SequenceState:
     """One sequence as its worker sees it; the engine's ``key``. Touched by the engine thread after submission."""
 
     __slots__ = (
-        "adopted",
+        "adopted_cached",
         "attempt",
         "buffer",
         "cached",
@@ -24,17 +24,17 @@ class SequenceState:
         "finish",
         "first",
         "gateway",
-        "handed",
+        "handed_off",
         "index",
-        "lacking",
         "logprobs",
+        "lost_input",
         "max_tokens",
-        "measured",
+        "measurements",
         "owner",
+        "prompt_logprobs",
         "request_id",
-        "said",
-        "scored",
-        "scores",
+        "scored_tokens",
+        "sent_logprobs",
         "started_ns",
         "stream",
         "tokens",
@@ -62,19 +62,19 @@ class SequenceState:
         self.buffer: list[int] = []
         self.logprobs: list[Logprob] | None = [] if want_logprobs else None
         self.want_logprobs = want_logprobs
-        self.said: list[Logprob] = []  # of ``tokens``, if wanted; those of earlier attempts may be unknown
-        self.scores: list[Logprob] = []  # of the prompt's tokens, likewise
+        self.sent_logprobs: list[Logprob] = []  # of ``tokens``, if wanted; those of earlier attempts may be unknown
+        self.prompt_logprobs: list[Logprob] = []  # of the prompt's tokens, likewise
         self.stream = stream  # only if the request has stop strings
         self.finish: Finish | None = None
         self.cached = 0
         self.dirty = False
         self.started_ns = 0
         self.max_tokens = 0  # of a prefill stage, whose engine stops earlier: what the client allows; 0: no such stage
-        self.adopted = -1  # its prompt came from elsewhere, where so many of its tokens had been cached
-        self.lacking = ""  # what came from elsewhere and is gone, so that this worker cannot go on
-        self.handed = False  # the engine is done with it, all was said, and another worker goes on; set in the loop
-        self.scored = 0  # leading prompt tokens whose log-probabilities were flushed
-        self.measured: list[Measured] | None = None  # by the engine
+        self.adopted_cached = -1  # its prompt came from elsewhere, where so many of its tokens had been cached
+        self.lost_input = ""  # what came from elsewhere and is gone, so that this worker cannot go on
+        self.handed_off = False  # the engine is done with it, all was said, and another worker goes on; set in the loop
+        self.scored_tokens = 0  # leading prompt tokens whose log-probabilities were flushed
+        self.measurements: list[Measured] | None = None  # by the engine
 
 
 class RankEvents(NamedTuple):
@@ -93,7 +93,7 @@ class CacheSnapshot(NamedTuple):
 
 
 class Flush:
-    """What one or more steps brought: token items by gateway, ended choices, KV batches."""
+    """What one or more steps brought: token items by gateway, ended sequences, KV batches."""
 
     __slots__ = ("batches", "ended", "held", "items", "started")
 
@@ -105,33 +105,33 @@ class Flush:
         self.batches: list[RankEvents] = []
 
 
-def prompt_items(choice: SequenceState, first: int, logprobs: Sequence[Logprob]) -> list[TokenItem]:
+def prompt_items(sequence: SequenceState, first: int, logprobs: Sequence[Logprob]) -> list[TokenItem]:
     """Items of ``SCORED_BYTES`` at most; ``logprobs``: of the prompt's tokens ``first`` .."""
     bytes_each = 24 + 16 * max((len(each.top) for each in logprobs), default=0)
     step = max(1, SCORED_BYTES // bytes_each)
     return [
-        TokenItem(choice.request_id, choice.attempt, PROMPT, first + at, b"", None, tuple(logprobs[at : at + step]))
+        TokenItem(sequence.request_id, sequence.attempt, PROMPT, first + at, b"", None, tuple(logprobs[at : at + step]))
         for at in range(0, len(logprobs), step)
     ]
 
 
-def token_item(choice: SequenceState) -> TokenItem:
+def token_item(sequence: SequenceState) -> TokenItem:
     """What it has gathered, which begins anew."""
-    tokens = array("I", choice.buffer)
+    tokens = array("I", sequence.buffer)
     item = TokenItem(
-        choice.request_id,
-        choice.attempt,
-        choice.index,
-        choice.first,
+        sequence.request_id,
+        sequence.attempt,
+        sequence.index,
+        sequence.first,
         wire.pack_tokens(tokens),
-        choice.finish,
-        tuple(choice.logprobs) if choice.logprobs is not None else None,
+        sequence.finish,
+        tuple(sequence.logprobs) if sequence.logprobs is not None else None,
     )
-    choice.tokens.extend(tokens)
-    choice.first += len(tokens)
-    choice.buffer.clear()
-    if choice.logprobs is not None:
-        choice.said += choice.logprobs
-        choice.logprobs = []
-    choice.dirty = False
+    sequence.tokens.extend(tokens)
+    sequence.first += len(tokens)
+    sequence.buffer.clear()
+    if sequence.logprobs is not None:
+        sequence.sent_logprobs += sequence.logprobs
+        sequence.logprobs = []
+    sequence.dirty = False
     return item

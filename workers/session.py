@@ -1,429 +1,341 @@
-"""A life of a worker that computes tokens: jobs become sequences in the engine thread, its flushes token items.
+"""One registration of a worker: receive a job, admit it, run it, report it. The engine survives re-registration.
 
-Stages that hand KV or embeddings to other workers are in ``workers.disaggregation``; what all workers share is in
-``workers.life``.
+All output of a session carries its worker id. After a lost lease the next session has a new id, so nothing late can be
+mistaken for the new session's. What runs a request is an ``Executor``.
 """
 
 import asyncio
 import contextlib
-import os
-import socket
+import secrets
 import time
-from collections.abc import Coroutine
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import msgspec
 import structlog
+from nats.errors import Error as NatsError
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
 from configs.settings import WorkerSettings
 from infra.bus.connection import Bus
 from infra.bus.publisher import Publisher
-from infra.bus.tasks import end
-from schemas import done, fleet, jobs, kv, requests
+from infra.bus.puller import ACK, TERM, Puller
+from schemas import fleet, jobs, requests
 from schemas.control import Ok, Push, Pushed, Release
-from schemas.errors import Code
-from schemas.tokens import Finish, TokenItem
-from schemas.transfer import Endpoint, Memory, Prefilled
-from workers.disaggregation import DisaggCoordinator
-from workers.engine_thread import EngineThread
-from workers.engines.base import (
-    Engine,
-    EngineError,
-    EngineInfo,
-    EngineStats,
-    MediaReservation,
-    RequestError,
-    Reservation,
-    VisionEngine,
-)
-from workers.kv_dump import Dumper
-from workers.kv_transfer.base import Transport
-from workers.life import SETTLE_S, Life, Model, StageInput
+from schemas.errors import Code, ServingError
+from schemas.kv import KvDump
+from schemas.trace import wanted
+from schemas.transfer import Encoded, Prefilled
+from workers import housekeeping
+from workers.executor import Executor, ServedModel, SessionContext, StageInput
+from workers.housekeeping import Housekeeping
+from workers.lease import Lease
 from workers.metrics import Metrics
-from workers.requests import RunningRequest, admit, already_over, sequences
-from workers.sequence_state import Flush, SequenceState
+from workers.outbox import Outbox
+from workers.reporter import Reporter
+from workers.request_table import Admission, RequestTable
+from workers.requests import RunningRequest
+from workers.terminal_events import SETTLE_S, TerminalEvents
 
 log = structlog.get_logger("worker")
 
-QUEUE_SHARE = 0.25  # jobs taken beyond the slots, so that a freed slot has work at once
+CONSUMER_TTL_S = 120.0
+DRAIN_POLL_S = 0.1  # an expiring lease sets no event
 
 
-class Session(Life):
-    """``info`` and ``vision`` describe the engine that the thread runs; with a ``transport`` it hands blocks over."""
+class _Received(NamedTuple):
+    """A job as its message brings it; ``stage_input``: what the previous stage made of the request."""
+
+    job: jobs.Job
+    request: requests.GenerateRequest
+    delivery: Any
+    stage_input: StageInput | None
+
+
+class WorkerSession:
+    """Run ``open``, then wait for ``lost``; end with ``drain``, ``fail`` or ``fence``.
+
+    Args:
+        make_executor: makes what runs the requests of this session.
+    """
 
     def __init__(
         self,
         bus: Bus,
         publisher: Publisher,
-        engine: EngineThread,
-        info: EngineInfo,
-        model: Model,
+        model: ServedModel,
         settings: WorkerSettings,
         metrics: Metrics,
-        transport: Transport | None = None,
-        vision: VisionEngine | None = None,
+        make_executor: Callable[[SessionContext], Executor],
     ) -> None:
-        queue = max(1, int(info.slots * QUEUE_SHARE))
-        super().__init__(bus, publisher, model, settings, metrics, slots=info.slots, queue=queue)
-        self._engine = engine
-        self._info = info
-        self._stats = EngineStats(0, 0, 0, 0, info.total_blocks)
-        self._flushes: asyncio.Queue[Flush] = asyncio.Queue()
-        self._dumper = Dumper(engine, self.id, self.epoch)
-        self._transport = transport
-        self._vision = vision
-        self._moving: set[asyncio.Task[Any]] = set()  # stages under way between workers
-        self._silent: dict[str, RunningRequest] = {}  # traced, and no token of this worker yet
-        self._disagg = DisaggCoordinator(
-            self,
-            bus,
-            publisher,
-            self._outbox,
-            engine,
-            info,
-            transport,
-            vision,
-            model.name,
-            model.revision,
-            settings,
-            metrics,
+        self.id = f"{settings.name or 'worker'}-{secrets.token_hex(4)}"
+        self.epoch = time.time_ns()
+        self.lost = asyncio.Event()
+        self._bus = bus
+        self._model = model
+        self._settings = settings
+        self._state = fleet.State.ready
+        self._idle = asyncio.Event()
+        self._tasks = bus.tasks.group(self.id)  # a failure without a handler ends the process
+        self._lease = Lease(bus, self.id, self._registration, self.lost.set, self._on_regained)
+        self._outbox = Outbox(bus, self._lease.trusted, acknowledged=settings.durability == "power")
+        self._reporter = Reporter(bus, publisher, self._outbox, self.id, self.epoch, metrics)
+        self._requests = RequestTable(self._on_removed)
+        self._terminal = TerminalEvents(bus, self._reporter, self._requests, self._tasks, self._idle.set)
+        self._executor = make_executor(
+            SessionContext(
+                id=self.id,
+                epoch=self.epoch,
+                bus=bus,
+                publisher=publisher,
+                model=model,
+                settings=settings,
+                metrics=metrics,
+                tasks=self._tasks,
+                lease=self._lease,
+                outbox=self._outbox,
+                reporter=self._reporter,
+                requests=self._requests,
+                terminal=self._terminal,
+            )
+        )
+        self._puller = Puller(bus, bus.subjects.stream("WORK"), self.id, self._receive, self._room)
+        self._housekeeping = Housekeeping(
+            bus, self._outbox, self._requests, self._stop_early, self._executor.housekeeping
         )
 
-    # --- life ---
+    # --- receive ---
 
-    def _background(self) -> None:
-        self._tasks.spawn(self._publish_flushes(), name="flushes")
+    def _room(self) -> int:
+        """How many more jobs may come."""
+        room = self._executor.slots + self._executor.queue
+        if self._state is not fleet.State.ready:
+            return room  # a draining worker takes jobs to requeue them at once
+        # While terminal events cannot be stored, as many again are taken, then none.
+        return room - len(self._requests.running) - max(0, len(self._requests.ending) - room)
 
-    async def _opening(self) -> None:
-        await self._disagg.open()
-
-    async def _not_begun(self) -> list[RunningRequest]:
-        """Asked of the engine's thread: a first token may be on its way here, and then this worker has to go on."""
-        waiting = await super()._not_begun()
+    async def _receive(self, message: Any) -> None:
+        """Acknowledge a message, unless its request does so when it ends."""
         try:
-            async with asyncio.timeout(SETTLE_S):
-                withdrawn = await asyncio.wrap_future(
-                    self._engine.cancel_unstarted([active.choices for active in waiting])
-                )
-        except (TimeoutError, EngineError):  # in the midst of a long step, or broken: no token comes soon
-            return [active for active in waiting if not active.started_ns]
-        return [active for active, dropped in zip(waiting, withdrawn, strict=True) if dropped]
+            received = _decode(message)
+        except msgspec.MsgspecError as error:
+            log.error("job_unreadable", error=str(error))
+            await self._bus.nc.publish(message.reply, TERM)
+            return
+        if isinstance(received, jobs.Revoke):
+            await self._revoke(received)
+        elif not await self._accept(received):
+            return
+        await self._bus.nc.publish(message.reply, ACK)
 
-    def _holding(self) -> bool:
-        return bool(self._disagg.open_leases)
+    async def _accept(self, received: _Received) -> bool:
+        """Start a job; True: it is over, so its message needs only an acknowledgement."""
+        job, request, delivery, stage_input = received
+        admission = self._requests.admission(request.id, job.attempt, delivery)
+        if admission is Admission.RUN:
+            running = self._requests.running.get(request.id)
+            if running is not None:  # placed here again before this worker learned that it had lost the request
+                await self._revoke(jobs.Revoke(request.id, running.attempt))
+            await self._admit(received)
+        if stage_input is not None:
+            running = self._requests.running.get(request.id)
+            if running is None or running.attempt != job.attempt:
+                self._executor.release_input(stage_input)
+        return admission is Admission.OVER
 
-    async def fence(self) -> None:
-        """The lease is lost: drop everything without a word; others have taken over."""
-        await self._drop_all()
-        if self._moving:  # bounded by the transfer's own time; nothing may go on in the next session's name
-            await asyncio.wait(self._moving, timeout=self._settings.transfer_timeout_s + 1.0)
-        # Also without choices: behind this the engine delivers nothing more to this session, so that no flush is left
-        # untaken here and the engine waits for it.
-        dropped = asyncio.Event()
+    async def _revoke(self, revoke: jobs.Revoke) -> None:
+        """A router placed the request elsewhere: drop this attempt without an event."""
+        self._requests.mark_ended(revoke.request, revoke.attempt)
+        running = self._requests.running.get(revoke.request)
+        if running is not None and running.attempt <= revoke.attempt:
+            self._requests.remove(running)
+            await self._bus.nc.publish(running.delivery.reply, ACK)
 
-        def tell() -> None:
-            self._loop.call_soon_threadsafe(dropped.set)
+    # --- admit ---
 
-        self._engine.cancel([], tell)
-        self._engine.flush_consumed()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(dropped.wait(), 10)
-        await self._close()
-        self._engine.new_epoch()
-
-    async def _closing(self) -> None:
-        await self._disagg.close()
-        await end(self._moving)
-
-    async def _close(self) -> None:
-        await super()._close()
-        while not self._flushes.empty():
-            self._flushes.get_nowait()
-            self._engine.flush_consumed()
-
-    def _registration(self) -> fleet.Registration:
-        info, stats = self._info, self._stats
-        return fleet.Registration(
-            worker=self.id,
-            model=self._model.name,
-            role=self._settings.role,
-            engine=info.name,
-            epoch=self.epoch,
-            block_size=info.block_size,
-            total_blocks=info.total_blocks // info.dp_size,
-            slots=info.slots // info.dp_size,
-            max_model_len=info.max_model_len,
-            state=self._state,
-            aliases=self._model.aliases,
-            revision=self._model.revision,
-            kv_events=info.kv_events and self._settings.publish_events_and_metrics,
-            load=fleet.Load(stats.running, stats.waiting, stats.used_blocks, stats.cached_blocks),
-            dp_size=info.dp_size,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            name=self._settings.name,
-            queue=-(-self._queue // info.dp_size),
-            connection=self._model.connection,
-            transfer=self._endpoint(),
-            vision=self._vision is not None,
-            logits_processors=info.logits_processors,
-            reasoning_parser=self._model.reasoning_parser,
-            tool_call_parser=self._model.tool_call_parser,
-            max_batched_tokens=info.max_batched_tokens,
-            tokenizer=self._model.tokenizer,
-        )
-
-    def _endpoint(self) -> Endpoint | None:
-        """How other workers reach this one's blocks; of engines that move KV by themselves only who fits whom."""
-        endpoint = self._transport.endpoint if self._transport is not None else None
-        if not self._info.handover:
-            return endpoint
-        if endpoint is None:
-            endpoint = Endpoint(self.id, self._info.name, address=socket.gethostname())
-        layout = {"kv": Memory(0, 0, 0, layout=self._info.handover)}
-        return msgspec.structs.replace(endpoint, pools=endpoint.pools | layout)
-
-    # --- work in ---
-
-    def _admit(self, job: jobs.Job, request: requests.GenerateRequest, delivery: Any) -> RunningRequest:
-        if request.diffusion is not None:
-            raise ValueError("this worker makes tokens, and pictures are asked for")
-        return admit(job, request, delivery, self._model.detokenizer)
-
-    async def _take(self, active: RunningRequest, arrived: StageInput | None) -> None:
-        for choice in active.choices:
-            if active.outcomes[choice.index] is None and (finish := already_over(choice, active.request)):
-                await self._finish_choice(active, choice, finish)
-        if active.ended:
-            self._finish(active)
+    async def _admit(self, received: _Received) -> None:
+        """Run a new request, or end or requeue it at once."""
+        job, request, delivery, stage_input = received
+        try:
+            running = self._executor.admit(job, request, delivery)
+        except Exception as error:
+            log.exception("job_rejected", request=request.id)
+            running = RunningRequest(request, job.attempt, delivery, [], [], job.decision.at_ns, job=job)
+            message = f"the worker cannot run this request: {error}"
+            await self._terminal.reject(running, Code.invalid_request, message)
+            return
+        cancelled = self._requests.early_cancel(request.id)
+        if self._state is fleet.State.draining:
+            self._requests.running[request.id] = running
+            self._terminal.requeue(running, "draining")
+        elif cancelled is not None:
+            await self._terminal.reject(running, Code.cancelled, cancelled)
+        elif time.time_ns() >= request.deadline_ns:
+            message = "the deadline passed before the request could start"
+            await self._terminal.reject(running, Code.deadline_exceeded, message)
         else:
-            self._begin(active, arrived)
+            await self._run(running, stage_input)
 
-    def _unwanted(self, arrived: StageInput) -> None:
-        self._disagg.unwanted(arrived)
+    # --- run ---
 
-    def _begin(self, active: RunningRequest, arrived: StageInput | None) -> None:
-        if self._settings.role == "encode":
-            self._move(active, self._disagg.encode(active))
-        elif isinstance(arrived, Prefilled):
-            self._move(active, self._disagg.on_prefilled(active, arrived))
-        elif active.request.media:
-            self._move(active, self._disagg.load_embeddings(active, arrived))
+    async def _run(self, running: RunningRequest, stage_input: StageInput | None) -> None:
+        request = running.request
+        if request.trace is not None and wanted(request.trace):
+            running.stamp_times = {"received_ns": time.time_ns()}
+        self._requests.running[request.id] = running
+        running.progress_signalled = time.monotonic()
+        try:
+            await self._executor.run(running, stage_input)
+        except Exception as error:
+            self._terminal.fail(running, "its start", error)
+
+    async def on_cancel(self, request_id: str, reason: str) -> None:
+        """The client gave up. The reason is kept in case the job is still on its way."""
+        running = self._requests.running.get(request_id)
+        if running is None:
+            self._requests.remember_cancel(request_id, reason)
         else:
-            self.compute(active)
+            self._stop_early(running, Code.cancelled, reason)
 
-    # --- for stages ---
+    def _stop_early(self, running: RunningRequest, code: Code, message: str) -> None:
+        if running.cancelled is None and self._executor.accepts_stop(running):
+            running.cancelled = (code, message)
+            self._executor.stop_early(running)
 
-    def compute(self, active: RunningRequest, reservation: Reservation | None = None, opaque: bytes = b"") -> None:
-        """Give a request to the engine, with the KV that was brought here for it, or with what it needs to fetch it."""
-        asked = sequences(
-            active, self._model.revision, self._info.block_size, reservation, opaque, role=self._settings.role
-        )
-        if active.marks is not None:
-            self._silent[active.request.id] = active
-        if reservation is not None:
-            self._engine.call(lambda engine: engine.adopt(reservation))
-        self._engine.submit(asked, lambda error: self._refuse(active, error))
+    # --- report: the executor reports tokens and ends through ``_reporter`` and ``_terminal`` ---
 
-    def on_handed_off(self, active: RunningRequest) -> None:
-        """The next stage has it."""
-        self._remember(active.request.id, active.attempt)
-        self._remove(active, cancel=False, drop=False)  # the lease holds the blocks
-
-    def release(self, order: Release) -> Ok:
-        return self._disagg.release(order)
-
-    async def push(self, order: Push) -> Pushed:
-        return await self._disagg.push(order)
-
-    def _move(self, active: RunningRequest, work: Coroutine[Any, Any, None]) -> None:
-        task = self._tasks.spawn(work, name="stage", on_failure=partial(self._failed, active, "a stage"))
-        self._moving.add(task)
-        task.add_done_callback(self._moved)
-
-    def _moved(self, task: "asyncio.Task[Any]") -> None:
-        self._moving.discard(task)
+    def _on_removed(self, running: RunningRequest, cancel: bool) -> None:
+        self._executor.free(running, cancel)
         self._idle.set()
 
-    def _remove(self, active: RunningRequest, *, cancel: bool = True, drop: bool = True) -> None:
-        """The engine lets go of all that is kept for it."""
-        super()._remove(active)
-        self._disagg.cancel_wait(active)
-        if active.marks is not None and self._silent.get(active.request.id) is active:
-            del self._silent[active.request.id]
-        if cancel:
-            self._engine.cancel(active.choices)
-        holder, media = active.holder, active.media
-        if holder is not None and drop:
-            self._engine.call(lambda engine: engine.release_held(holder))
-        if media is not None:
-            active.media = None
-            self._engine.call(lambda engine: _free(engine, media))
+    async def _on_regained(self) -> None:
+        await self._outbox.resend()
 
-    def _refuse(self, active: RunningRequest, error: RequestError) -> None:
-        """In the engine thread: the engine takes none of the request's sequences."""
+    def _registration(self) -> fleet.Registration:
+        return self._executor.registration(self._state)
 
-        def end() -> None:
-            self._spawn(self._end(active, Code(error.code), error.message))
+    async def update_registration(self) -> None:
+        """Publish the registration again because it has changed."""
+        await self._lease.update()
 
-        self._loop.call_soon_threadsafe(end)
+    # --- start and stop ---
 
-    def _stop_early(self, active: RunningRequest, code: Code, message: str) -> None:
-        if active.cancelled is not None or active.leaving:
-            return  # the next stage hears of it too
-        active.cancelled = (code, message)
+    async def open(self) -> None:
+        """Create this session's consumer, register, and start pulling.
 
-        def dropped() -> None:  # engine thread; what was generated until now was handed over before
-            self._loop.call_soon_threadsafe(self._flushes.put_nowait, _Ended(active))
-
-        self._engine.cancel(active.choices, dropped)
-
-    # --- tokens out ---
-
-    def deliver(self, flush: Flush) -> None:
-        """In the engine thread."""
-        self._loop.call_soon_threadsafe(self._flushes.put_nowait, flush)
-
-    async def _publish_flushes(self) -> None:
-        while True:
-            flush = await self._flushes.get()
-            if isinstance(flush, _Ended):
-                try:
-                    await self._end_early(flush.active)
-                except Exception as error:
-                    self._failed(flush.active, "its end", error)
-                continue
-            try:
-                await self._publish(flush)
-            finally:
-                self._engine.flush_consumed()
-
-    async def _publish(self, flush: Flush) -> None:
-        """What fails concerns the requests that it was for; all others go on, and batches stay in order."""
-        for gateway, items in flush.items.items():
-            try:
-                await self._report.items(gateway, tuple(items))
-            except Exception as error:
-                for active in {id(one): one for item in items if (one := self._active.get(item.request))}.values():
-                    self._failed(active, "its tokens' way out", error)
-        if flush.batches and self._settings.publish_events_and_metrics:
-            for rank, seq, events in flush.batches:
-                try:
-                    await self._report.events(self._model.name, rank, seq, tuple(events))
-                except Exception:  # routers see the gap in the numbers, and ask for the whole cache
-                    log.exception("kv_events_publish_failed", rank=rank, seq=seq)
+        Raises:
+            ServingError: the broker refused the consumer or the registration.
+        """
+        stream = self._bus.subjects.stream("WORK")
         try:
-            self._account(flush)
-        except Exception as error:
-            owners = [choice.owner for choice in (*flush.started, *flush.ended)]
-            for active in {id(one): one for one in owners if isinstance(one, RunningRequest)}.values():
-                self._failed(active, "its accounting", error)
-        for choice in flush.ended:
-            owner = choice.owner
-            assert isinstance(owner, RunningRequest)
-            try:
-                self._ended(owner, choice)
-            except Exception as error:
-                self._failed(owner, "its end", error)
+            await self._bus.js.add_consumer(stream, self._consumer())
+        except (NatsError, TimeoutError) as error:
+            raise ServingError(
+                Code.broker_unavailable,
+                f"no consumer could be created on {stream} ({error!r}); run 'penstock streams apply' and check the "
+                "user's permissions",
+            ) from error
+        self._tasks.spawn(self._housekeeping.run(), name="housekeeping")
+        await self._executor.open()
+        await self._puller.start()
+        await self._lease.acquire()
+        log.info("worker_registered", worker=self.id, model=self._model.name, slots=self._executor.slots)
 
-    def _account(self, flush: Flush) -> None:
-        for choice in flush.started:
-            active = choice.owner
-            assert isinstance(active, RunningRequest)
-            if not active.started_ns:
-                active.started_ns = choice.started_ns
-                active.cached = choice.cached
-            if active.marks is not None:
-                active.marks.setdefault("started_ns", choice.started_ns)
-        if flush.items:
-            now = time.time_ns()
-            if self._silent:
-                self._spoke(flush, now)
-            tokens = 0
-            for items in flush.items.values():
-                for item in items:
-                    tokens += len(item.tokens) >> 2
-                    if not item.first:  # never so of the prompt's log-probabilities
-                        active_now = self._active.get(item.request)
-                        if active_now is not None and not active_now.first_token_ns:
-                            active_now.first_token_ns = now
-            self._metrics.tokens.inc(tokens)
-        for held in flush.held:
-            choice = held.key  # type: ignore[assignment]
-            active = choice.owner
-            assert isinstance(active, RunningRequest)
-            active.held = held
-        for choice in flush.started:
-            active = choice.owner
-            assert isinstance(active, RunningRequest)
-            if active.fetching is not None:
-                self._disagg.on_fetched(active)
+    def _consumer(self) -> ConsumerConfig:
+        return ConsumerConfig(
+            name=self.id,
+            durable_name=self.id,
+            filter_subject=self._bus.subjects.work(self._settings.role, self.id),
+            deliver_policy=DeliverPolicy.ALL,
+            ack_policy=AckPolicy.EXPLICIT,
+            ack_wait=housekeeping.ACK_WAIT_S,
+            max_ack_pending=4 * (self._executor.slots + self._executor.queue),
+            # The server removes it: a permission to delete consumers would cover those of all workers.
+            inactive_threshold=CONSUMER_TTL_S,
+        )
 
-    def _ended(self, active: RunningRequest, choice: SequenceState) -> None:
-        """The engine is done with a choice, and all that it said of it is on its way."""
-        finish = choice.finish
-        if choice.lacking:
-            if self.owns(active):
-                self._requeue(active, choice.lacking, poison=False)
-            return
-        if finish is not None:
-            active.outcomes[choice.index] = done.Outcome(choice.tokens.tobytes(), finish.reason, finish.stop)
-        else:
-            choice.handed = True
-        if not active.computed or active.leaving or not self.current(active):
-            return
-        if active.ended:
-            self._finish(active)
-        else:
-            active.leaving = True
-            self._move(active, self._disagg.send_prefilled(active))
+    async def drain(self, timeout: float) -> None:
+        """Finish what runs, requeue what has not begun, unregister. ``timeout`` in seconds."""
+        if self._state is not fleet.State.draining:
+            self._state = fleet.State.draining
+            # Jobs still come, and are requeued at once: routers learn of the draining a moment later.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SETTLE_S):
+                    await self._puller.top_up()
+                    await self._lease.update()
+            for running in await self._executor.not_begun():
+                self._terminal.requeue(running, "draining")
+        try:
+            async with asyncio.timeout(timeout):
+                while self._requests.running or self._terminal.pending or self._executor.holds_leases:
+                    self._idle.clear()
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._idle.wait(), DRAIN_POLL_S)
+        except TimeoutError:
+            log.warning("drain_timeout", unfinished=len(self._requests.running))
+            for running in list(self._requests.running.values()):
+                self._terminal.requeue(running, "draining")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_S):
+                await self._puller.drain()
+        await self._puller.close()
+        await self._unregister()
 
-    def _spoke(self, flush: Flush, now_ns: int) -> None:
-        """Of traced requests, the first token of this worker, which need not be the request's."""
-        for items in flush.items.values():
-            for item in items:
-                active = self._silent.pop(item.request, None) if item.tokens else None
-                if active is not None and active.marks is not None:
-                    active.marks["first_token_ns"] = now_ns
+    async def fail(self, reason: str, *, poison: bool = True) -> None:
+        """The engine or a task of the worker failed: requeue everything and unregister.
 
-    # --- ends ---
+        Args:
+            poison: the requests that were running may be the cause.
+        """
+        await self._puller.close()
+        for running in list(self._requests.running.values()):
+            self._terminal.requeue(running, reason, poison=poison and bool(running.started_ns))
+        await self._unregister()
 
-    async def _finish_choice(self, active: RunningRequest, choice: SequenceState, finish: Finish) -> None:
-        """End a choice that the engine does not run."""
-        choice.finish = finish
-        active.outcomes[choice.index] = done.Outcome(choice.tokens.tobytes(), finish.reason, finish.stop)
-        request = active.request
-        item = TokenItem(request.id, active.attempt, choice.index, len(choice.tokens), b"", finish)
-        await self._report.items(request.gateway, (item,))
+    async def _unregister(self) -> None:
+        await self._terminal.settle()
+        await self._lease.release()
+        await self._close()
 
-    # --- upkeep ---
+    async def fence(self) -> None:
+        """The lease is lost and others have taken over: drop everything and publish nothing more."""
+        await self._puller.close()
+        await self._lease.stop()
+        self._outbox.clear()
+        self._terminal.cancel()
+        for running in list(self._requests.running.values()):
+            self._requests.remove(running)
+        await self._executor.fence()
+        await self._close(fenced=True)
 
-    def _upkeep(self, now: float) -> None:
-        self._disagg.sweep(now)
-        self._engine.ask(lambda engine: engine.stats(), self._stats_arrived)
+    async def _close(self, *, fenced: bool = False) -> None:
+        await self._executor.close()
+        await self._tasks.aclose()  # whoever takes over reads in the log how far unfinished ends came
+        await self._executor.closed(fenced=fenced)
 
-    def _stats_arrived(self, stats: EngineStats) -> None:
-        self._stats = stats  # a reference assignment, from the engine thread
-        self._metrics.observe(stats, self._outbox.unsent_bytes)
+    # --- control requests ---
 
-    async def dump(self, page: int) -> kv.KvDump:
-        """A page of the cache's names."""
-        return await self._dumper.page(page, self._bus.max_message // 2)
+    async def dump(self, page: int) -> KvDump:
+        """A page of the names in the prefix cache; empty for a worker without one."""
+        return await self._executor.dump(page)
 
+    def release(self, order: Release) -> Ok:
+        """A reader no longer needs blocks that are held for it."""
+        return self._executor.release(order)
 
-class _Ended(Flush):
-    """In the order of flushes: the engine has dropped this request."""
-
-    __slots__ = ("active",)
-
-    def __init__(self, active: RunningRequest) -> None:
-        super().__init__()
-        self.active = active
+    async def push(self, order: Push) -> Pushed:
+        """Write blocks that are held for a reader into its memory."""
+        return await self._executor.push(order)
 
 
-def _free(engine: Engine, media: MediaReservation) -> None:
-    engine.media_release(media)  # type: ignore[attr-defined]  # only a vision engine made one
-
-
-__all__ = ["Model", "Session"]
+def _decode(message: Any) -> _Received | jobs.Revoke:
+    """
+    Raises:
+        msgspec.MsgspecError: the message is not a job.
+    """
+    work = jobs.decode(message.data)
+    if isinstance(work, jobs.Revoke):
+        return work
+    stage_input = work if isinstance(work, Prefilled | Encoded) else None
+    job = jobs.decode_job(work.job) if isinstance(work, Prefilled | Encoded) else work
+    return _Received(job, requests.decode(job.request), message, stage_input)

@@ -34,12 +34,14 @@ from workers.engine_thread import EngineThread
 from workers.engines import mock
 from workers.engines.base import Engine, StepResult
 from workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
+from workers.executor import ServedModel
 from workers.kv_transfer.base import Transport
 from workers.kv_transfer.loopback import LoopbackNetwork
 from workers.kv_transfer.opening import open_transport
 from workers.metrics import Metrics
 from workers.sequence_state import Flush
-from workers.session import Model, Session
+from workers.session import WorkerSession
+from workers.token_executor import TokenExecutor
 
 MODEL = "m"
 GATEWAY = "gw"
@@ -386,23 +388,24 @@ class WorkerHarness:
         self.failures: list[BaseException] = []
         self.fatal: list[BaseException] = []  # of tasks: they end a real process
         self.thread = EngineThread(lambda: held, self._deliver, self.failures.append)
-        self.model = Model(model, (), REVISION, detokenizer, bus.nc.options["name"])
+        self.model = ServedModel(model, (), REVISION, detokenizer, bus.nc.options["name"])
         self._controls: list[Any] = []
-        self.session: Session
+        self.session: WorkerSession
 
     def _deliver(self, flush: Flush) -> None:
-        self.session.deliver(flush)
+        self.session._executor.deliver(flush)  # type: ignore[attr-defined]
 
     @property
     def id(self) -> str:
         return self.session.id
 
-    async def begin(self) -> Session:
+    async def begin(self) -> WorkerSession:
         """A new session; it answers control requests for its dump."""
         info = self.engine.info
-        self.session = session = Session(
-            *(self.bus, self.publisher, self.thread, info, self.model, self.settings, self.metrics, self.transport),
-            self.engine if getattr(self.engine, "slot_tokens", 0) else None,  # type: ignore[arg-type]
+        vision: Any = self.engine if getattr(self.engine, "slot_tokens", 0) else None
+        self.session = session = WorkerSession(
+            *(self.bus, self.publisher, self.model, self.settings, self.metrics),
+            lambda context: TokenExecutor(context, self.thread, info, self.transport, vision),
         )
 
         async def obey(message: Any) -> None:

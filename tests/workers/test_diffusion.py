@@ -26,12 +26,15 @@ from schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
 from tests.pipeline.support import Process
 from tests.workers.support import Record, dial, ids, request
-from workers import diffusion as module
-from workers.diffusion import DiffusionSession, PipelineThread
+from workers import diffusion_backend as module
 from workers.engines.base import RequestError
 from workers.engines.diffusion.base import Picture, Progress
-from workers.life import Model
+from workers.executor import ServedModel
 from workers.metrics import Metrics
+from workers.pipeline_executor import PipelineExecutor
+from workers.pipeline_thread import PipelineThread
+from workers.process import WorkerProcess
+from workers.session import WorkerSession
 
 MADE = Diffuser("image", "TestPipeline", 16, 8, 6, ("png", "webp"), 10_000, 50)
 STEPS = 6
@@ -101,13 +104,12 @@ class WorkerHarness:
         self.metrics = Metrics(CollectorRegistry())
         self.thread = PipelineThread()
         self.broken: list[BaseException] = []
-        self.session: DiffusionSession
+        self.session: WorkerSession
 
-    async def begin(self) -> DiffusionSession:
-        self.session = DiffusionSession(
-            *(self.bus, self.publisher, self.thread, self.easel),
-            Model("m", (), "", None, "test"),
-            *(self.settings, self.metrics, self.broken.append),
+    async def begin(self) -> WorkerSession:
+        self.session = WorkerSession(
+            *(self.bus, self.publisher, ServedModel("m", (), "", None, "test"), self.settings, self.metrics),
+            lambda context: PipelineExecutor(context, self.thread, self.easel, self.broken.append),
         )
         await self.session.open()
         return self.session
@@ -183,7 +185,7 @@ async def test_requests_wait_for_each_other_and_the_event_loop_for_none(record: 
     first, second = picture(1), picture(2)
     await give(record, worker.id, first)
     await give(record, worker.id, second)
-    await eventually(lambda: len(worker.easel.asked) == 1 and len(worker.session._active) == 2)
+    await eventually(lambda: len(worker.easel.asked) == 1 and len(worker.session._requests.running) == 2)
     began = time.monotonic()
     page = await worker.session.dump(0)  # any order is answered while the engine computes
     await asyncio.sleep(0)
@@ -230,7 +232,7 @@ async def test_a_request_that_waits_is_cancelled_at_once(record: Record, worker:
     first, second = picture(), picture(2)
     await give(record, worker.id, first)
     await give(record, worker.id, second)
-    await eventually(lambda: len(worker.session._active) == 2)
+    await eventually(lambda: len(worker.session._requests.running) == 2)
     await worker.session.on_cancel(second.id, "gone")
     assert (await record.end(second)).code == Code.cancelled
     assert not record.ends(first)
@@ -295,7 +297,7 @@ async def test_a_broken_engine_gives_the_request_back_as_poison(record: Record, 
     running, waiting = picture(), picture(2)
     await give(record, worker.id, running)
     await give(record, worker.id, waiting)
-    await eventually(lambda: len(worker.session._active) == 2)
+    await eventually(lambda: len(worker.session._requests.running) == 2)
     worker.easel.fails = RuntimeError("the device is gone")
     worker.easel.release()
     await eventually(lambda: worker.broken)
@@ -333,7 +335,7 @@ async def test_a_later_attempt_takes_the_place_of_one_that_runs_here(record: Rec
     await give(record, worker.id, asked)
     await eventually(lambda: worker.easel.asked)
     await give(record, worker.id, asked, attempt=2)
-    await eventually(lambda: worker.session._active[asked.id].attempt == 2)
+    await eventually(lambda: worker.session._requests.running[asked.id].attempt == 2)
     worker.easel.release()
     end = await record.end(asked)
     assert end.attempt == 2
@@ -346,7 +348,7 @@ async def test_draining_finishes_the_picture_and_gives_back_what_waits(record: R
     running, waiting = picture(), picture(2)
     await give(record, worker.id, running)
     await give(record, worker.id, waiting)
-    await eventually(lambda: worker.easel.asked and len(worker.session._active) == 2)
+    await eventually(lambda: worker.easel.asked and len(worker.session._requests.running) == 2)
     draining = asyncio.create_task(worker.session.drain(20))
     back = await record.handed_back(waiting)
     assert (back.reason, back.poison) == ("draining", False)
@@ -388,7 +390,7 @@ async def test_while_trust_is_in_doubt_the_end_waits(
         doubted.set()
         return False
 
-    monkeypatch.setattr(worker.session, "trusted", in_doubt)
+    monkeypatch.setattr(worker.session._lease, "trusted", in_doubt)
     await give(record, worker.id, asked)
     await asyncio.wait_for(doubted.wait(), 10)
     assert not record.ends(asked)
@@ -411,7 +413,7 @@ async def test_a_worker_process_serves_and_ends_in_good_order(
         model="owner/painter",
         name="p",
     )
-    serving = asyncio.create_task(module.DiffusionWorker(settings).serve())
+    serving = asyncio.create_task(WorkerProcess(settings, module.DiffusionBackend).serve())
     await eventually(lambda: record.registrations or serving.done())
     worker, registration = record.registrations[-1]
     assert registration is not None
@@ -436,7 +438,7 @@ async def test_a_process_with_a_broken_engine_ends_with_status_70(
     settings = WorkerSettings(
         nats_url=broker.url("operator"), namespace=record.bus.subjects.namespace, role="diffusion", model="painter"
     )
-    serving = asyncio.create_task(module.DiffusionWorker(settings).serve())
+    serving = asyncio.create_task(WorkerProcess(settings, module.DiffusionBackend).serve())
     await eventually(lambda: record.registrations or serving.done())
     asked = picture()
     await give(record, record.registrations[-1][0], asked)

@@ -319,7 +319,7 @@ async def test_a_lease_that_nobody_comes_for_expires(record: Record, pair: Pair)
     asked = request(PROMPT)
     nobody = (Stage("decode", "nobody"),)
     await record.give(pair.prefill.id, asked, role="prefill", route=nobody)
-    await eventually(lambda: pair.prefill.session._disagg.open_leases)
+    await eventually(lambda: pair.prefill.session._executor._disagg.open_leases)
     assert (await pair.prefill.stats()).pinned_blocks == 8
     await pair.prefill.frees_everything()
     assert await record.states(asked, "expired") == ["offered", "expired"]
@@ -388,7 +388,7 @@ async def test_a_request_cancelled_before_during_and_after_the_hand_over_leaves_
     before = request(PROMPT)
     pair.prefill.engine.hold()
     await give(record, pair, before)
-    await eventually(lambda: before.id in pair.prefill.session._active)
+    await eventually(lambda: before.id in pair.prefill.session._requests.running)
     for worker_ in (pair.prefill, pair.decode):
         await worker_.session.on_cancel(before.id, "gone")
     pair.prefill.engine.resume()
@@ -419,9 +419,9 @@ async def test_a_revoked_attempt_lets_go_of_its_blocks(record: Record, pair: Pai
     pair.prefill.engine.hold()
     asked = request(PROMPT, max_tokens=20)
     await give(record, pair, asked)
-    await eventually(lambda: asked.id in pair.prefill.session._active)
+    await eventually(lambda: asked.id in pair.prefill.session._requests.running)
     await record.revoke(pair.prefill.id, asked, 1, role="prefill")
-    await eventually(lambda: asked.id not in pair.prefill.session._active)
+    await eventually(lambda: asked.id not in pair.prefill.session._requests.running)
     pair.prefill.engine.resume()
     await pair.prefill.frees_everything()
     assert await record.told(asked) == []
@@ -433,7 +433,7 @@ async def test_a_worker_that_lost_its_lease_lets_go_of_everything_it_held_for_ot
     asked = request(PROMPT)
     await record.give(pair.prefill.id, asked, role="prefill", route=(Stage("decode", "nobody"),))
     await record.has_streamed(asked)
-    await eventually(lambda: pair.prefill.session._disagg.open_leases)
+    await eventually(lambda: pair.prefill.session._executor._disagg.open_leases)
     await pair.prefill.session.fence()
     await pair.prefill.frees_everything()
     await pair.prefill.begin()
@@ -444,7 +444,7 @@ async def test_a_reader_that_leaves_ends_the_lease_at_once(record: Record, pair:
     pair.network.stall(pair.prefill.transport.endpoint.agent)
     asked = request(PROMPT)
     await give(record, pair, asked)
-    await eventually(lambda: pair.prefill.session._disagg.open_leases)
+    await eventually(lambda: pair.prefill.session._executor._disagg.open_leases)
     await record.remove_key(pair.decode.id)
     began = time.monotonic()
     await pair.prefill.frees_everything()
@@ -478,7 +478,7 @@ async def test_many_hand_overs_at_once_are_all_right_and_leave_nothing(record: R
 async def test_whatever_the_ratio_of_the_pools_every_request_ends_with_its_answer(
     broker: EmbeddedNats, pipeline: Subjects, record: Record, pools: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disaggregation, "ROOM_S", 0.05)  # so that many give up waiting for room
+    monkeypatch.setattr(disaggregation, "BLOCK_WAIT_S", 0.05)  # so that many give up waiting for room
     async with paired(broker, pipeline, pools=pools) as pair:
         asked = [
             request(list(range(start, start + 28 + start % 29)), max_tokens=20, n=2 if start % 50 == 1 else 1)
@@ -559,12 +559,12 @@ async def test_a_request_cancelled_while_it_waits_for_room_ends_at_once(record: 
     taken = await full(pair.decode)
     asked = request(PROMPT)
     await give(record, pair, asked)
-    await eventually(lambda: pair.decode.session._disagg._waits)
+    await eventually(lambda: pair.decode.session._executor._disagg._reserver._waits)
     began = time.monotonic()
     await pair.decode.session.on_cancel(asked.id, "gone")
     assert (await record.end(asked)).code == Code.cancelled
-    await eventually(lambda: not pair.decode.session._moving)
-    assert time.monotonic() - began < disaggregation.ROOM_S / 2
+    await eventually(lambda: not pair.decode.session._executor._stage_tasks)
+    assert time.monotonic() - began < disaggregation.BLOCK_WAIT_S / 2
     pair.decode.thread.call(lambda engine: engine.release(taken))
     await pair.free()
 
@@ -575,7 +575,7 @@ async def test_a_life_that_ends_while_a_hand_over_waits_for_room_takes_no_blocks
     taken = await full(pair.decode)
     asked = request(PROMPT)
     await give(record, pair, asked)
-    await eventually(lambda: pair.decode.session._disagg._waits)
+    await eventually(lambda: pair.decode.session._executor._disagg._reserver._waits)
     await pair.decode.session.fence()
     pair.decode.thread.call(lambda engine: engine.release(taken))
     await pair.decode.frees_everything()
@@ -585,7 +585,7 @@ async def test_a_life_that_ends_while_a_hand_over_waits_for_room_takes_no_blocks
 async def test_a_hand_over_by_a_worker_that_may_not_speak_ends_with_its_ticket_and_not_later(
     record: Record, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pair.prefill.session, "trusted", lambda: False)
+    monkeypatch.setattr(pair.prefill.session._lease, "trusted", lambda: False)
     asked = request(PROMPT)
     began = time.monotonic()
     await give(record, pair, asked)

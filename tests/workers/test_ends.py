@@ -58,20 +58,20 @@ async def test_a_terminal_event_that_is_refused_is_stored_once_that_is_possible(
     await refuse_ends(record)
     await record.give(worker.id, asked)
     await eventually(lambda: record.progress(asked)[0].finish is not None)
-    await eventually(lambda: worker.session._ending)
+    await eventually(lambda: worker.session._requests.ending)
     steps = worker.engine.steps
     await record.give(worker.id, asked, msg_id="delivered-again")
-    await eventually(lambda: worker.session._ending[asked.id].delivery.metadata.sequence.consumer == 2)
+    await eventually(lambda: worker.session._requests.ending[asked.id].delivery.metadata.sequence.consumer == 2)
     assert await unacknowledged(record, worker) == 2
     assert not record.ends(asked)
     await take_ends(record)
     end = await record.end(asked)
     assert end.choices[0].tokens == wire.pack_tokens(answer(asked))
     assert worker.engine.steps == steps
-    await eventually(lambda: not worker.session._ending)
+    await eventually(lambda: not worker.session._requests.ending)
     again = await record.give(worker.id, asked, msg_id="delivered-late")
     assert again
-    await eventually(lambda: not worker.session._active and asked.id in worker.session._over)
+    await eventually(lambda: not worker.session._requests.running and worker.session._requests.has_ended(asked.id))
     assert len(record.ends(asked)) == 1
 
 
@@ -82,11 +82,11 @@ async def test_a_return_that_is_refused_is_stored_once_that_is_possible(
     worker.engine.hold()
     asked = request()
     await record.give(worker.id, asked)
-    await eventually(lambda: worker.session._active)
+    await eventually(lambda: worker.session._requests.running)
     await refuse_ends(record)
-    await worker.session.requeue(worker.session._active[asked.id], "a test")
-    await eventually(lambda: asked.id in worker.session._ending)
-    assert asked.id not in worker.session._over
+    worker.session._terminal.requeue(worker.session._requests.running[asked.id], "a test")
+    await eventually(lambda: asked.id in worker.session._requests.ending)
+    assert not worker.session._requests.has_ended(asked.id)
     assert await unacknowledged(record, worker) == 1
     await take_ends(record)
     assert (await record.handed_back(asked)).reason == "a test"
@@ -120,7 +120,7 @@ async def ends_in_doubt(record: Record, worker: WorkerHarness, doubt: Doubt) -> 
     await record.has_streamed(asked)
     doubt.begin()
     worker.engine.resume()
-    await eventually(lambda: worker.session._ending)
+    await eventually(lambda: worker.session._requests.ending)
     await eventually(lambda: worker.publisher.waiting == 1)
     await asyncio.sleep(0.3)  # longer than the publisher's sweep
     assert not record.ends(asked)

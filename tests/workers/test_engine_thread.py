@@ -183,7 +183,7 @@ def test_scores_of_a_prompt_come_in_bounded_items_before_its_first_token(
     assert len(known) == len(prompt) - 1
     assert {len(each.top) for each in known} == {top}
     assert known[-1] == VOCABULARY.score(crc32(wire.pack_tokens(prompt[:-1])), prompt[-1], top)
-    assert (scored.scored, plain.scored) == (len(prompt), 0)
+    assert (scored.scored_tokens, plain.scored_tokens) == (len(prompt), 0)
 
 
 def test_a_slow_consumer_makes_flushes_fewer_and_never_more_than_some_steps_large(

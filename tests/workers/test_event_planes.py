@@ -175,7 +175,7 @@ async def test_a_router_that_starts_later_learns_all_ranks_by_a_dump_in_pages(
         await early.knows(here.id)
         for number, prompt in enumerate(PROMPTS):
             await run(record, here, prompt, number % RANKS)
-        monkeypatch.setattr("workers.session.Session.dump", _small_pages)
+        monkeypatch.setattr("workers.session.WorkerSession.dump", _small_pages)
         async with routing(broker, pipeline) as late:
             both = [index_of(each) for each in (early, late)]
             await eventually(lambda: both[0].checksum() == both[1].checksum())
@@ -186,7 +186,7 @@ async def test_a_router_that_starts_later_learns_all_ranks_by_a_dump_in_pages(
 
 
 async def _small_pages(session: Any, page: int) -> kv.KvDump:
-    found: kv.KvDump = await session._dumper.page(page, 300)
+    found: kv.KvDump = await session._executor._dumper.page(page, 300)
     return found
 
 

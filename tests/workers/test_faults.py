@@ -37,7 +37,7 @@ async def test_a_flush_that_fails_gives_its_requests_back_and_the_neighbours_go_
 ) -> None:
     async with run_worker(broker, pipeline) as worker:
         hit, beside = request(max_tokens=400), request(list(range(50, 70)), max_tokens=400, gateway="g1")
-        report = worker.session._report
+        report = worker.session._reporter
         monkeypatch.setattr(report, "items", fails_for(hit.id, report.items))
         began = time.monotonic()
         await record.give(worker.id, hit)
@@ -59,7 +59,7 @@ async def test_a_flush_that_fails_in_a_second_attempt_too_ends_the_request_with_
 ) -> None:
     async with run_worker(broker, pipeline) as worker:
         hit = request(max_tokens=400)
-        report = worker.session._report
+        report = worker.session._reporter
         monkeypatch.setattr(report, "items", fails_for(hit.id, report.items))
         await record.give(worker.id, hit, attempt=2)
         await eventually(lambda: record.ends(hit), SOON_S)
@@ -74,7 +74,7 @@ async def test_a_kv_batch_that_fails_leaves_a_gap_and_no_request_waits(
     broker: EmbeddedNats, pipeline: Subjects, record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with run_worker(broker, pipeline) as worker:
-        real = worker.session._report.events
+        real = worker.session._reporter.events
         failed: list[int] = []
 
         async def events(model: str, rank: int, seq: int, said: Any) -> None:
@@ -83,7 +83,7 @@ async def test_a_kv_batch_that_fails_leaves_a_gap_and_no_request_waits(
                 raise Fault
             await real(model, rank, seq, said)
 
-        monkeypatch.setattr(worker.session._report, "events", events)
+        monkeypatch.setattr(worker.session._reporter, "events", events)
         asked = request(list(range(1, 40)), max_tokens=200)
         await record.give(worker.id, asked)
         await record.end(asked)
@@ -104,8 +104,8 @@ async def test_a_stage_that_fails_ends_its_request_within_seconds_and_leaks_no_b
     if stage == "send_prefilled":
         monkeypatch.setattr("workers.disaggregation.next_job", fail)
     else:
-        monkeypatch.setattr(pair.decode.session._disagg._reader, "fetch", fail)
-        monkeypatch.setattr(pair.decode.session._disagg, "_quarantine_s", 0.1)
+        monkeypatch.setattr(pair.decode.session._executor._disagg._reader, "fetch", fail)
+        monkeypatch.setattr(pair.decode.session._executor._disagg._reserver, "_quarantine_s", 0.1)
     asked = request(PROMPT)
     began = time.monotonic()
     await give(record, pair, asked, attempt)
@@ -124,7 +124,7 @@ async def test_a_request_that_cannot_even_begin_ends_within_seconds(
     def fail(*_: Any, **__: Any) -> Any:
         raise Fault
 
-    monkeypatch.setattr("workers.session.sequences", fail)
+    monkeypatch.setattr("workers.token_executor.sequence_requests", fail)
     async with run_worker(broker, pipeline) as worker:
         asked = request()
         began = time.monotonic()
@@ -137,7 +137,7 @@ async def test_a_request_that_cannot_even_begin_ends_within_seconds(
         await record.settled(worker.id)
 
 
-@pytest.mark.parametrize("what", ["_upkeep", "sweep", "flushes"])
+@pytest.mark.parametrize("what", ["housekeeping", "sweep", "flushes"])
 async def test_upkeep_that_fails_ends_the_process_in_order(
     broker: EmbeddedNats, pipeline: Subjects, record: Record, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -151,12 +151,12 @@ async def test_upkeep_that_fails_ends_the_process_in_order(
         await record.give(worker.id, asked)
         worker.engine.allow(3)
         await record.has_streamed(asked)
-        if what == "_upkeep":
-            monkeypatch.setattr(worker.session, "_upkeep", fail)
+        if what == "housekeeping":
+            monkeypatch.setattr(worker.session._housekeeping, "_each_time", fail)
         elif what == "sweep":  # of the publisher, where no single message is to blame
             monkeypatch.setattr("infra.bus.publisher.time", None)
         else:
-            monkeypatch.setattr(worker.session, "_publish", fail)
+            monkeypatch.setattr(worker.session._executor._publisher, "_publish", fail)
             worker.engine.allow(3)
         await eventually(lambda: worker.fatal, SOON_S)
         monkeypatch.undo()
@@ -165,4 +165,4 @@ async def test_upkeep_that_fails_ends_the_process_in_order(
         await worker.session.fail("a task of the worker failed", poison=False)  # as the process does
         assert time.monotonic() - began < SOON_S
         assert (await record.handed_back(asked)).poison is False
-        assert record.registered(worker.id) is None
+        await eventually(lambda: record.registered(worker.id) is None)

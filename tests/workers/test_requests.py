@@ -10,7 +10,7 @@ from schemas.errors import Code
 from schemas.jobs import Decision, Job, Stage
 from schemas.requests import GenerateRequest, Sampling, Stop
 from schemas.tokens import Finish
-from workers.requests import RunningRequest, admit, already_over, next_job, sequences, terminal
+from workers.requests import RunningRequest, admit, already_over, next_job, sequence_requests, terminal
 
 PROMPT = [1, 2, 3, 4]
 DIGESTS = blocks.chain(wire.pack_tokens(PROMPT), 2, blocks.root("rev", "lora", "salt"))
@@ -52,9 +52,9 @@ def active(
 def test_a_new_request_becomes_one_sequence_per_choice() -> None:
     asked = request(sampling=Sampling(logprobs=1))
     state = active(asked)
-    made = sequences(state, "rev", state.request.block_size)
+    made = sequence_requests(state, "rev", state.request.block_size)
     assert [s.choice for s in made] == [0, 1]
-    for sequence, choice in zip(made, state.choices, strict=True):
+    for sequence, choice in zip(made, state.sequences, strict=True):
         assert sequence.key is choice
         assert list(sequence.prompt) == PROMPT
         assert list(sequence.generated) == []
@@ -67,42 +67,42 @@ def test_a_new_request_becomes_one_sequence_per_choice() -> None:
 
 def test_a_resumed_choice_goes_on_behind_what_was_streamed_and_a_finished_one_is_not_run() -> None:
     state = active(request(), resume=(wire.pack_tokens([7, 8]), wire.pack_tokens([9])), finished=(1,))
-    (only,) = sequences(state, "rev", state.request.block_size)
+    (only,) = sequence_requests(state, "rev", state.request.block_size)
     assert list(only.generated) == [7, 8]
-    assert state.choices[0].first == 2, "the next token is numbered behind the streamed ones"
+    assert state.sequences[0].first == 2, "the next token is numbered behind the streamed ones"
     assert state.outcomes[0] is None
     assert state.outcomes[1] is not None
     assert state.outcomes[1].tokens == wire.pack_tokens([9])
     only.generated.append(1)  # type: ignore[attr-defined]
-    assert state.choices[0].tokens.tolist() == [7, 8], "the engine's copy is its own"
+    assert state.sequences[0].tokens.tolist() == [7, 8], "the engine's copy is its own"
 
 
 @pytest.mark.parametrize(("known", "score"), [(0, 1), (1, 1), (3, 3), (4, 0), (9, 0)])
 def test_one_choice_scores_the_prompt_from_where_earlier_attempts_were(known: int, score: int) -> None:
     state = active(request(n=3, sampling=Sampling(prompt_logprobs=1)), resume=(b"",) * 3, finished=(0,), scored=known)
-    assert [s.score for s in sequences(state, "rev", 2)] == [score, 0]
-    assert [s.score for s in sequences(state, "rev", 2, opaque=b"state")] == [0, 0], "the stage before has told them"
+    assert [s.score for s in sequence_requests(state, "rev", 2)] == [score, 0]
+    assert [s.score for s in sequence_requests(state, "rev", 2, opaque=b"state")] == [0, 0], "told before"
     assert next_job(state).scored == known
-    state.choices[1].scored = 4
+    state.sequences[1].scored_tokens = 4
     assert next_job(state).scored == max(known, 4)
 
 
 def test_a_prompt_is_not_scored_unasked() -> None:
     state = active(request(sampling=Sampling(logprobs=1)))
-    assert [s.score for s in sequences(state, "rev", 2)] == [0, 0]
+    assert [s.score for s in sequence_requests(state, "rev", 2)] == [0, 0]
 
 
 def test_a_request_whose_choices_all_ended_is_over_before_it_runs() -> None:
     state = active(request(n=1), resume=(b"",), finished=(0,))
     assert state.ended
-    assert sequences(state, "rev", state.request.block_size) == []
+    assert sequence_requests(state, "rev", state.request.block_size) == []
 
 
 def test_a_resumed_choice_that_had_reached_its_end_is_recognised() -> None:
     asked = request(n=1)
-    assert already_over(active(asked).choices[0], asked) is None
+    assert already_over(active(asked).sequences[0], asked) is None
     full = active(asked, resume=(wire.pack_tokens(range(5)),))
-    assert already_over(full.choices[0], asked) == Finish("length")
+    assert already_over(full.sequences[0], asked) == Finish("length")
 
 
 @pytest.mark.parametrize(("min_tokens", "over"), [(0, True), (100, False)])
@@ -111,7 +111,7 @@ def test_a_resumed_choice_that_had_completed_a_stop_string_is_recognised(min_tok
     asked = request(n=1, stop=Stop(max_tokens=50, min_tokens=min_tokens, strings=("END",)))
     ids = tokenizer.encode("so the END", add_special_tokens=False).ids
     state = active(asked, resume=(wire.pack_tokens(ids),), detokenizer=Detokenizer(tokenizer))
-    assert already_over(state.choices[0], asked) == (Finish("stop", "END") if over else None)
+    assert already_over(state.sequences[0], asked) == (Finish("stop", "END") if over else None)
 
 
 def end(state: RunningRequest, *outcomes: done.Outcome) -> None:
@@ -134,7 +134,7 @@ def test_the_terminal_event_tells_tokens_usage_and_times() -> None:
 def test_a_cancelled_request_keeps_what_it_had_generated() -> None:
     state = active(request())
     end(state, done.Outcome(wire.pack_tokens([7]), "stop"), None)  # type: ignore[arg-type]
-    state.choices[1].tokens.extend([5, 6])
+    state.sequences[1].tokens.extend([5, 6])
     state.cancelled = (Code.cancelled, "client gone")
     event = terminal(state, "w", 18)
     assert event.choices[1] == done.Outcome(wire.pack_tokens([5, 6]), "cancelled")
@@ -145,8 +145,8 @@ def test_a_cancelled_request_keeps_what_it_had_generated() -> None:
 def test_a_choice_that_failed_makes_the_request_fail() -> None:
     state = active(request())
     end(state, done.Outcome(b"", "error"), done.Outcome(wire.pack_tokens([1]), "length"))
-    state.choices[0].finish = Finish("error", None, 0, Code.out_of_blocks, "too long")
-    state.choices[1].finish = Finish("length")
+    state.sequences[0].finish = Finish("error", None, 0, Code.out_of_blocks, "too long")
+    state.sequences[1].finish = Finish("length")
     event = terminal(state, "w", 18)
     assert (event.code, event.message) == ("out_of_blocks", "too long")
 
@@ -170,4 +170,4 @@ def test_every_stage_runs_on_the_rank_that_it_was_placed_on(route: tuple[str, ..
     asked = request()
     job = Job(msgspec.Raw(wire.encode(asked)), 3, decision, route=later)
     assert jobs.rank_of(job) == rank
-    assert [each.rank for each in sequences(admit(job, asked, None, None), "rev", 2)] == [rank, rank]
+    assert [each.rank for each in sequence_requests(admit(job, asked, None, None), "rev", 2)] == [rank, rank]

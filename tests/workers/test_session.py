@@ -20,7 +20,7 @@ from schemas.tokens import Finish
 from schemas.trace import Trace
 from tests.infra.bus.support import eventually
 from tests.workers.support import DRAWN, Record, WorkerHarness, answer, engine, ids, request, run_worker
-from workers import life as module
+from workers import housekeeping as module
 from workers.engines.mock.executor import Vocabulary
 
 UNSAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
@@ -232,7 +232,7 @@ async def test_when_the_engine_breaks_every_request_is_given_back(record: Record
     narrow.engine.allow(1)
     await record.has_streamed(running)
     await record.give(narrow.id, waiting)
-    await eventually(lambda: len(narrow.session._active) == 2)
+    await eventually(lambda: len(narrow.session._requests.running) == 2)
     narrow.engine.breaks_at = narrow.engine.steps
     narrow.engine.resume()
     await eventually(lambda: narrow.failures)
@@ -275,7 +275,7 @@ async def test_cancelled_while_it_waits_for_a_slot(record: Record, narrow: Worke
     narrow.engine.allow(1)
     await record.has_streamed(running)
     await record.give(narrow.id, waiting)
-    await eventually(lambda: len(narrow.session._active) == 2)
+    await eventually(lambda: len(narrow.session._requests.running) == 2)
     await narrow.session.on_cancel(waiting.id, "gone")
     await narrow.session.on_cancel(waiting.id, "gone")  # gateways repeat themselves
     narrow.engine.allow(1)
@@ -312,7 +312,7 @@ async def test_a_deadline_ends_a_running_request_with_what_it_has(record: Record
     worker.engine.allow(1)
     await record.has_streamed(asked)
     await eventually(lambda: time.time_ns() > asked.deadline_ns)
-    await eventually(lambda: worker.session._active[asked.id].cancelled is not None)
+    await eventually(lambda: worker.session._requests.running[asked.id].cancelled is not None)
     worker.engine.resume()
     end = await record.end(asked)
     assert end.code == Code.deadline_exceeded
@@ -384,7 +384,7 @@ async def test_a_newer_attempt_takes_the_place_of_the_one_that_runs(record: Reco
     worker.engine.allow(1)
     await record.has_streamed(asked)
     await record.give(worker.id, asked, attempt=2, resume=(record.progress(asked)[0].tokens,))
-    await eventually(lambda: worker.session._active[asked.id].attempt == 2)
+    await eventually(lambda: worker.session._requests.running[asked.id].attempt == 2)
     worker.engine.resume()
     end = await record.end(asked)
     assert (end.attempt, ids(end.choices[0].tokens)) == (2, answer(asked))
@@ -400,7 +400,7 @@ async def test_a_revoked_attempt_is_dropped_without_a_word(record: Record, worke
     worker.engine.allow(1)
     await record.has_streamed(asked)
     await record.revoke(worker.id, asked, 1)
-    await eventually(lambda: not worker.session._active)
+    await eventually(lambda: not worker.session._requests.running)
     worker.engine.resume()
     await worker.frees_everything()
     await record.give(worker.id, asked, msg_id="late")
@@ -439,7 +439,7 @@ async def test_output_that_does_not_fit_one_message_is_split(
     asked = [request([i + 1, 2], max_tokens=1) for i in range(40)]
     for one in asked:
         await record.give(worker.id, one)
-    await eventually(lambda: len(worker.session._active) == 40)
+    await eventually(lambda: len(worker.session._requests.running) == 40)
     worker.engine.resume()
     for one in asked:
         await record.end(one)
@@ -550,13 +550,13 @@ async def test_a_request_whose_first_token_is_on_its_way_when_the_drain_begins_i
     worker.engine.hold()
     await record.give(worker.id, asked)
     await eventually(lambda: _running(worker, asked))
-    active = worker.session._active[asked.id]
+    active = worker.session._requests.running[asked.id]
     update = worker.session._lease.update
 
     async def begun_meanwhile() -> None:
         await update()
         worker.engine.allow(1)
-        while not active.choices[0].started_ns:  # the loop does not hear of it before the drain goes on
+        while not active.sequences[0].started_ns:  # the loop does not hear of it before the drain goes on
             time.sleep(0.001)  # noqa: ASYNC251
         assert not active.started_ns
 
@@ -571,7 +571,7 @@ async def test_a_request_whose_first_token_is_on_its_way_when_the_drain_begins_i
 
 
 def _running(worker: WorkerHarness, asked: Any) -> bool:
-    return asked.id in worker.session._active
+    return asked.id in worker.session._requests.running
 
 
 def _state(record: Record, worker: WorkerHarness) -> fleet.State | None:
@@ -646,7 +646,7 @@ async def test_a_job_that_reaches_a_worker_while_it_gives_up_its_name_is_not_run
     await record.has_streamed(running)
     old = worker.session
     giving_up = asyncio.create_task(old.fence())
-    await eventually(lambda: not old._active)
+    await eventually(lambda: not old._requests.running)
     await record.give(old.id, stray)
     await record.bus.js.consumer_info(record.bus.subjects.stream("WORK"), old.id)  # the server has dealt with it
     await worker.bus.nc.flush()
@@ -656,6 +656,6 @@ async def test_a_job_that_reaches_a_worker_while_it_gives_up_its_name_is_not_run
     asked = request()
     await record.give(worker.id, asked)
     await record.end(asked)
-    assert old._active == {}
+    assert old._requests.running == {}
     assert [item for item in record.items if item.request == stray.id] == []
     await worker.frees_everything()

@@ -22,7 +22,8 @@ from tests.conftest import Connect
 from tests.infra.bus.support import eventually
 from tests.pipeline.support import Process
 from tests.workers.support import Record, engine, request
-from workers import main as module
+from workers import token_backend as module
+from workers.process import WorkerProcess
 from workers.stopping import GRACE_S, Stopping
 
 DRAIN_S = 1
@@ -149,7 +150,7 @@ async def test_a_stop_while_the_engine_is_loading_does_not_wait_for_it(
     ended: list[int] = []
     url, namespace = broker.url("operator"), record.bus.subjects.namespace
     settings = WorkerSettings(nats_url=url, namespace=namespace, engine="mock", model=str(TINY), drain_s=5)
-    worker = module._Worker(settings, ended.append)
+    worker = WorkerProcess(settings, module.TokenBackend, ended.append)
     serving = asyncio.create_task(worker.serve())
     await asyncio.sleep(0.1)
     worker._stopping.ask()

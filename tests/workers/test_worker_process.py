@@ -14,8 +14,10 @@ from schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
 from tests.pipeline.support import Oracle, Process
 from tests.workers.support import Held, Record, answer, engine, ids, request
-from workers import main as module
+from workers import token_backend as module
 from workers.engines.base import Engine
+from workers.main import check_settings
+from workers.process import EXIT_CONFIG, EXIT_ENGINE, EXIT_OK, WorkerProcess
 
 MODEL = "tiny"
 
@@ -26,7 +28,7 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Served:
-    """``_Worker.serve`` as a task, with an engine in the test's hands."""
+    """``WorkerProcess.serve`` as a task, with an engine in the test's hands."""
 
     def __init__(
         self, broker: EmbeddedNats, record: Record, held: Held, monkeypatch: pytest.MonkeyPatch, drain_s: float = 20.0
@@ -46,7 +48,7 @@ class Served:
             name="w",
             drain_s=drain_s,
         )
-        self.worker = module._Worker(settings)
+        self.worker = WorkerProcess(settings, module.TokenBackend)
         self.task = asyncio.create_task(self.worker.serve())
 
     async def registered(self, *, other_than: str = "") -> str:
@@ -77,7 +79,7 @@ async def test_a_broken_engine_ends_the_process_in_good_order(
     await record.has_streamed(running)
     await record.give(worker, waiting)
     held.breaks_at = held.steps
-    assert await served.status() == module.EXIT_ENGINE == 70
+    assert await served.status() == EXIT_ENGINE == 70
     back = [await record.handed_back(asked) for asked in (running, waiting)]
     assert [event.poison for event in back] == [True, False]
     assert all("the device is gone" in event.reason for event in back)
@@ -100,7 +102,7 @@ async def test_a_drain_order_is_answered_and_ends_the_process(
     subject = record.bus.subjects.control(worker)
     reply = await record.bus.nc.request(subject, wire.encode(control.Drain()), timeout=5)
     assert control.decode_ok(reply.data) == control.Ok()
-    assert await served.status() == module.EXIT_OK
+    assert await served.status() == EXIT_OK
     assert ids((await record.end(asked)).choices[0].tokens) == answer(asked)
     await eventually(lambda: record.registrations[-1] == (worker, None))
     assert held.closes == 1
@@ -122,7 +124,7 @@ async def test_a_cancel_message_reaches_the_session(
     held.resume()
     assert (await record.end(asked)).code == "cancelled"
     await record.bus.nc.request(record.bus.subjects.control(worker), wire.encode(control.Drain()), timeout=5)
-    assert await served.status() == module.EXIT_OK
+    assert await served.status() == EXIT_OK
 
 
 async def test_after_losing_its_lease_the_process_goes_on_under_a_new_name(
@@ -151,7 +153,7 @@ async def test_after_losing_its_lease_the_process_goes_on_under_a_new_name(
     assert not record.ends(asked)
     assert not record.returned
     await record.bus.nc.request(record.bus.subjects.control(new), wire.encode(control.Drain()), timeout=5)
-    assert await served.status() == module.EXIT_OK
+    assert await served.status() == EXIT_OK
     assert held.closes == 1
 
 
@@ -193,7 +195,7 @@ def test_a_worker_whose_transfer_backend_is_broken_does_not_start_and_says_why(
     broker: EmbeddedNats, tmp_path: Path
 ) -> None:
     status, said = ended(broker, tmp_path, "--role", "prefill", UCX_TLS="no_such_transport")
-    assert status == module.EXIT_CONFIG
+    assert status == EXIT_CONFIG
     assert "start_failed" in said
     assert "NIXL" in said
 
@@ -215,7 +217,7 @@ def test_roles_that_cannot_work_are_refused_with_the_way_out(
     broker: EmbeddedNats, tmp_path: Path, flags: tuple[str, ...], words: str
 ) -> None:
     status, said = ended(broker, tmp_path, *flags)
-    assert status == module.EXIT_CONFIG
+    assert status == EXIT_CONFIG
     assert words in said
 
 
@@ -232,4 +234,4 @@ def test_roles_that_cannot_work_are_refused_with_the_way_out(
 )
 def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        module._check(WorkerSettings(**settings))
+        check_settings(WorkerSettings(**settings))

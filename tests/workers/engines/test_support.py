@@ -7,16 +7,16 @@ import pytest
 from configs.settings import WorkerSettings
 from infra.engine_args.tree import BadArguments
 from tests.workers.engines.contract import ALL, SEEDED_RESUME, Subject
-from workers.diffusion import build_engine
+from workers.diffusion_backend import build_engine
 from workers.engines.support import FEATURES, SUPPORT, able, matrix
-from workers.main import _check
+from workers.main import check_settings
 
 ENGINES = tuple(SUPPORT)
 
 
 def refused(engine: str, **options: Any) -> bool:
     try:
-        _check(WorkerSettings(engine=engine, **options))  # type: ignore[arg-type]
+        check_settings(WorkerSettings(engine=engine, **options))  # type: ignore[arg-type]
     except ValueError:
         return True
     return False

@@ -22,7 +22,7 @@ from tests.workers.engines.trtllm.conftest import BLOCK, LIMIT, MODEL, ask, run,
 from workers.engines.base import EngineError
 from workers.engines.trtllm import api, build, from_settings
 from workers.engines.trtllm.watch import Watch
-from workers.main import build_engine
+from workers.token_backend import build_engine
 
 Make = Callable[..., Any]
 PROMPT = [100 + n for n in range(BLOCK)]

@@ -1,0 +1,135 @@
+"""What a session runs requests with, and what it gives to it.
+
+Two executors exist: ``token_executor`` (the engine thread) and ``pipeline_executor`` (images and videos).
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from configs.settings import WorkerSettings
+from infra.bus.connection import Bus
+from infra.bus.publisher import Publisher
+from infra.bus.tasks import Tasks
+from infra.model.detokenizer import Detokenizer
+from schemas import fleet, jobs, requests
+from schemas.control import Ok, Push, Pushed, Release
+from schemas.kv import KvDump
+from schemas.transfer import Encoded, Prefilled
+from workers.lease import Lease
+from workers.metrics import Metrics
+from workers.outbox import Outbox
+from workers.reporter import Reporter
+from workers.request_table import RequestTable
+from workers.requests import RunningRequest
+from workers.terminal_events import TerminalEvents
+
+StageInput = Prefilled | Encoded
+
+
+class ServedModel(msgspec.Struct, frozen=True):
+    """What a worker knows of its model besides the engine."""
+
+    name: str
+    aliases: tuple[str, ...]
+    revision: str
+    detokenizer: Detokenizer | None
+    connection: str  # name of the worker's NATS connection
+    reasoning_parser: str = ""
+    tool_call_parser: str = ""
+    tokenizer: str = ""  # digest
+
+
+@dataclass(frozen=True, slots=True)
+class SessionContext:
+    """The parts of a session that its executor uses."""
+
+    id: str  # worker id, new in each session
+    epoch: int
+    bus: Bus
+    publisher: Publisher
+    model: ServedModel
+    settings: WorkerSettings
+    metrics: Metrics
+    tasks: Tasks
+    lease: Lease
+    outbox: Outbox
+    reporter: Reporter
+    requests: RequestTable
+    terminal: TerminalEvents
+
+
+class Executor(Protocol):
+    """Runs the requests of one session. Used from the event loop.
+
+    Attributes:
+        slots: requests that run at once.
+        queue: requests taken beyond them.
+    """
+
+    slots: int
+    queue: int
+
+    # --- start and stop ---
+
+    async def open(self) -> None:
+        """Called before the first job can come.
+
+        Raises:
+            ServingError: the broker does not provide what the executor needs.
+        """
+
+    async def fence(self) -> None:
+        """The lease is lost and every request removed: return when no output of this session can follow."""
+
+    async def close(self) -> None:
+        """No job comes any more: end what is under way. Background tasks are cancelled afterwards."""
+
+    async def closed(self, *, fenced: bool) -> None:
+        """All tasks of the session have ended: discard output that nobody will publish. ``fenced``: another follows."""
+
+    def registration(self, state: fleet.State) -> fleet.Registration: ...
+
+    # --- requests ---
+
+    def admit(self, job: jobs.Job, request: requests.GenerateRequest, delivery: Any) -> RunningRequest:
+        """The state of a new request.
+
+        Raises:
+            Exception: this worker cannot run it; the request ends with ``invalid_request`` and the message.
+        """
+
+    async def run(self, running: RunningRequest, stage_input: StageInput | None) -> None:
+        """Start a request, or continue from the output of the previous stage."""
+
+    def stop_early(self, running: RunningRequest) -> None:
+        """End a request, whose ``cancelled`` was just set, at the next step."""
+
+    def accepts_stop(self, running: RunningRequest) -> bool:
+        """False: the next stage has the request and stops it."""
+
+    def free(self, running: RunningRequest, cancel: bool) -> None:
+        """Free what is held for a removed request; ``cancel``: stop computing it."""
+
+    def release_input(self, stage_input: StageInput) -> None:
+        """The previous stage's output is not needed: its request does not run here."""
+
+    async def not_begun(self) -> list[RunningRequest]:
+        """Requests of which nothing was computed here and nothing will be: any other worker may begin them."""
+
+    # --- upkeep and control ---
+
+    @property
+    def holds_leases(self) -> bool:
+        """Whether blocks are held for other workers; draining waits for them."""
+
+    def housekeeping(self, now: float) -> None:
+        """Called several times a second."""
+
+    async def dump(self, page: int) -> KvDump:
+        """A page of the names in the prefix cache."""
+
+    def release(self, order: Release) -> Ok: ...
+
+    async def push(self, order: Push) -> Pushed: ...

@@ -1,0 +1,88 @@
+"""The requests of one session by state: running, ending, ended, cancelled before they came. Pure."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Any
+
+from workers.requests import RunningRequest
+
+REMEMBERED = 20_000  # ended and cancelled requests each
+
+
+class Admission(Enum):
+    """What to do with a delivered job."""
+
+    RUN = auto()
+    OVER = auto()  # ended, revoked or overtaken by a later attempt: acknowledge it
+    PENDING = auto()  # redelivered: the request keeps this delivery and acknowledges it when it ends
+
+
+class RequestTable:
+    """``ending`` holds requests whose terminal event or return is not stored yet; until it is, they are not over.
+
+    Args:
+        on_removed: called when this worker has no more to do with a request; True: it may still be computed here.
+    """
+
+    def __init__(self, on_removed: Callable[[RunningRequest, bool], None]) -> None:
+        self.running: dict[str, RunningRequest] = {}
+        self.ending: dict[str, RunningRequest] = {}
+        self._ended: OrderedDict[str, int] = OrderedDict()  # request -> last attempt that ended or was revoked here
+        self._cancelled: OrderedDict[str, str] = OrderedDict()  # request -> reason
+        self._on_removed = on_removed
+
+    def admission(self, request_id: str, attempt: int, delivery: Any) -> Admission:
+        if self._ended.get(request_id, -1) >= attempt:
+            return Admission.OVER
+        for known in (self.ending.get(request_id), self.running.get(request_id)):
+            if known is None or known.attempt < attempt:
+                continue
+            if known.attempt > attempt:
+                return Admission.OVER
+            known.delivery = delivery
+            return Admission.PENDING
+        return Admission.RUN
+
+    def owns(self, running: RunningRequest) -> bool:
+        """Whether it is still this worker's, to run or to end."""
+        return self.running.get(running.request.id) is running
+
+    def is_current(self, running: RunningRequest) -> bool:
+        """Whether it is still this worker's to run."""
+        return self.owns(running) and running.cancelled is None
+
+    def remove(self, running: RunningRequest, *, cancel: bool = True) -> None:
+        """This worker has no more to do with it. ``cancel``: the executor may still be computing it."""
+        if self.owns(running):
+            del self.running[running.request.id]
+        self._on_removed(running, cancel)
+
+    def begin_ending(self, running: RunningRequest) -> None:
+        self.ending[running.request.id] = running
+
+    def stop_ending(self, running: RunningRequest) -> None:
+        if self.ending.get(running.request.id) is running:
+            del self.ending[running.request.id]
+
+    def mark_ended(self, request_id: str, attempt: int) -> None:
+        """From now on this attempt and earlier ones are over."""
+        self._ended[request_id] = attempt
+        self._cancelled.pop(request_id, None)
+        if len(self._ended) > REMEMBERED:
+            self._ended.popitem(last=False)
+
+    def has_ended(self, request_id: str) -> bool:
+        return request_id in self._ended
+
+    def remember_cancel(self, request_id: str, reason: str) -> None:
+        """The client gave up before the job came here."""
+        if request_id in self._ended or request_id in self.ending:
+            return
+        self._cancelled[request_id] = reason
+        if len(self._cancelled) > REMEMBERED:
+            self._cancelled.popitem(last=False)
+
+    def early_cancel(self, request_id: str) -> str | None:
+        """The reason, if the request was cancelled before its job came."""
+        return self._cancelled.get(request_id)

@@ -1,0 +1,180 @@
+"""The backend of a worker that generates tokens: an engine in its thread, and the transport to other workers."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import structlog
+
+from configs.settings import WorkerSettings
+from infra.bus import loop_lag
+from infra.model import modeldir, parser_detection
+from schemas import blocks
+from schemas.transfer import Endpoint
+from workers.engine_thread import EngineThread
+from workers.engines.base import Engine, EngineInfo, VisionEngine
+from workers.executor import ServedModel, SessionContext
+from workers.kv_transfer.base import Transport, TransportUnavailable
+from workers.metrics import Metrics
+from workers.process import ProcessEvents
+from workers.sequence_state import Flush
+from workers.token_executor import TokenExecutor
+
+log = structlog.get_logger("worker")
+
+JOIN_S = 10.0
+
+
+class TokenBackend:
+    def __init__(self, settings: WorkerSettings, metrics: Metrics, events: ProcessEvents) -> None:
+        self.join_s = JOIN_S
+        self.load_seconds = 0.0
+        self._settings = settings
+        self._metrics = metrics
+        self._events = events
+        self._loop = asyncio.get_running_loop()
+        self._thread: EngineThread | None = None
+        self._transport: Transport | None = None
+        self._executor: TokenExecutor | None = None
+        self._info: EngineInfo
+        self._vision: VisionEngine | None = None
+
+    async def start(self) -> None:
+        """Load the model's description and begin to build the engine.
+
+        Raises:
+            ModelError: the model cannot be served.
+        """
+        settings = self._settings
+        path = modeldir.resolve(settings.model, weights=settings.engine in ("native", "trtllm", "vllm"))
+        described = self._described = modeldir.load(path, name=settings.served_model_name.split(",")[0])
+
+        def build() -> Engine:
+            engine = build_engine(settings, path)
+            if settings.event_plane == "nats":
+                return engine
+            from workers.engines.events.relay import relayed
+
+            return relayed(engine, settings, blocks.root(described.revision), thread.wake)
+
+        def failed(error: BaseException) -> None:
+            self._loop.call_soon_threadsafe(self._events.engine_failed, error)
+
+        thread = self._thread = EngineThread(build, self._deliver, failed)
+        thread.start()
+
+    async def open(self, connection: str) -> ServedModel:
+        """
+        Raises:
+            EngineError: the engine cannot be built.
+            TransportUnavailable: a transport is needed and cannot be opened.
+        """
+        assert self._thread is not None
+        engine = await asyncio.to_thread(self._thread.wait_ready)
+        self._info = engine.info
+        self.load_seconds = engine.info.load_seconds
+        for collector in getattr(engine, "collectors", tuple)():  # the engine's own metrics
+            self._metrics.registry.register(collector)
+        self._vision = _vision(engine)
+        self._transport = await self._open_transport(self._thread, connection)
+        loop_lag.freeze_loaded()
+        return self._served_model(connection)
+
+    def _served_model(self, connection: str) -> ServedModel:
+        settings, described = self._settings, self._described
+        names = tuple(name for name in settings.served_model_name.split(",") if name) or (described.name,)
+        template = described.template.source if described.template is not None else ""
+        return ServedModel(
+            names[0],
+            names[1:],
+            described.revision,
+            described.detokenizer,
+            connection,
+            parser_detection.reasoning_parser(settings.reasoning_parser, template),
+            parser_detection.tool_call_parser(settings.tool_call_parser, template),
+            described.tokenizer_digest,
+        )
+
+    async def _open_transport(self, thread: EngineThread, name: str) -> Transport | None:
+        """How blocks move to and from other workers; None: this worker moves none.
+
+        Raises:
+            TransportUnavailable: it is needed and cannot be opened.
+        """
+        settings = self._settings
+        no_kv = settings.role == "aggregated" or bool(self._info.handover)
+        if settings.transfer == "none" or (no_kv and self._vision is None):
+            return None
+
+        def renewed(endpoint: Endpoint) -> None:
+            log.warning("transfer_agent_renewed", agent=endpoint.agent)
+            asyncio.run_coroutine_threadsafe(self._events.registration_changed(), self._loop)
+
+        from workers.kv_transfer.opening import open_transport
+
+        pools = await asyncio.wrap_future(thread.call(lambda engine: engine.memory()))
+        try:
+            return await asyncio.to_thread(
+                open_transport, settings.transfer, name, pools, on_renewed=renewed, quarantine_s=settings.quarantine_s
+            )
+        except TransportUnavailable as error:
+            if settings.role != "aggregated":
+                raise
+            log.warning("transfer_unavailable", error=str(error), action="images are encoded here")
+            return None
+
+    def make_executor(self, context: SessionContext) -> TokenExecutor:
+        assert self._thread is not None
+        self._executor = TokenExecutor(context, self._thread, self._info, self._transport, self._vision)
+        return self._executor
+
+    def _deliver(self, flush: Flush) -> None:
+        """In the engine thread."""
+        if self._executor is not None:
+            self._executor.deliver(flush)
+
+    async def close(self) -> None:
+        if self._transport is not None:  # before the memory that it registered is freed
+            await asyncio.to_thread(self._transport.close)
+
+    def stop(self, timeout: float) -> bool:
+        if self._thread is None:
+            return True
+        self._thread.stop()
+        return self._thread.join(timeout)
+
+
+def _vision(engine: Engine) -> VisionEngine | None:
+    """The engine, if its model takes images."""
+    return engine if getattr(engine, "slot_tokens", 0) else None  # type: ignore[return-value]
+
+
+def build_engine(settings: WorkerSettings, path: Path) -> Engine:
+    """The engine that the settings name, built in the thread that will run it."""
+    began = time.monotonic()
+    engine: Engine
+    if settings.engine == "mock":
+        from workers.engines import mock
+
+        build = mock.encoder_from_settings if settings.role == "encode" else mock.from_settings
+        engine = build(settings, path)
+    elif settings.engine == "trtllm":
+        from workers.engines import trtllm
+
+        if settings.role == "encode":
+            engine = trtllm.encoder_from_settings(settings, path)
+        else:
+            from workers.engines.logits import trtllm_form
+
+            engine = trtllm.from_settings(settings, path, trtllm_form.from_settings(settings, path))
+    elif settings.engine == "vllm":
+        from workers.engines import vllm
+
+        engine = vllm.from_settings(settings, path)
+    else:
+        from workers.engines import native
+
+        make = native.encoder_from_settings if settings.role == "encode" else native.from_settings
+        engine = make(settings, path)
+    log.info("engine_ready", engine=settings.engine, seconds=round(time.monotonic() - began, 2))
+    return engine

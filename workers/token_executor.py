@@ -1,0 +1,285 @@
+"""Runs requests for tokens: jobs become sequences in the engine thread, its flushes token items.
+
+Stages that hand KV or embeddings to other workers are in ``disaggregation``.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Coroutine
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from infra.bus.tasks import end
+from schemas import done, fleet, jobs, kv, requests
+from schemas.control import Ok, Push, Pushed, Release
+from schemas.errors import Code
+from schemas.tokens import Finish, TokenItem
+from schemas.transfer import Endpoint, Memory, Prefilled
+from workers.disaggregation import DisaggCoordinator
+from workers.engine_thread import EngineThread
+from workers.engines.base import (
+    Engine,
+    EngineError,
+    EngineInfo,
+    EngineStats,
+    MediaReservation,
+    RequestError,
+    Reservation,
+    VisionEngine,
+)
+from workers.executor import SessionContext, StageInput
+from workers.flush_publisher import FlushPublisher
+from workers.kv_dump import Dumper
+from workers.kv_transfer.base import Transport
+from workers.requests import RunningRequest, admit, already_over, sequence_requests
+from workers.sequence_state import Flush, SequenceState
+from workers.terminal_events import SETTLE_S
+
+QUEUE_SHARE = 0.25  # jobs taken beyond the slots, so that a freed slot has work at once
+FENCE_S = 10.0  # how long a fenced session waits for the engine to drop its sequences
+
+
+class TokenExecutor:
+    """
+    Args:
+        engine: the thread that runs the engine.
+        info: what the engine in it is.
+        transport: moves KV blocks to and from other workers; None: this worker moves none.
+        vision: the engine, if its model takes images.
+    """
+
+    def __init__(
+        self,
+        context: SessionContext,
+        engine: EngineThread,
+        info: EngineInfo,
+        transport: Transport | None = None,
+        vision: VisionEngine | None = None,
+    ) -> None:
+        self.slots = info.slots
+        self.queue = max(1, int(info.slots * QUEUE_SHARE))
+        self._context = context
+        self._requests = context.requests
+        self._terminal = context.terminal
+        self._engine = engine
+        self._info = info
+        self._transport = transport
+        self._vision = vision
+        self._stats = EngineStats(0, 0, 0, 0, info.total_blocks)
+        self._dumper = Dumper(engine, context.id, context.epoch)
+        self._stage_tasks: set[asyncio.Task[Any]] = set()
+        self._disagg = DisaggCoordinator(context, engine, info, transport, vision, self._submit)
+        self._publisher = FlushPublisher(context, engine, self._on_completed, self._disagg.on_fetched)
+        self._loop = asyncio.get_running_loop()
+
+    # --- requests ---
+
+    def admit(self, job: jobs.Job, request: requests.GenerateRequest, delivery: Any) -> RunningRequest:
+        if request.diffusion is not None:
+            raise ValueError("this worker generates tokens, and the request is for images or videos")
+        return admit(job, request, delivery, self._context.model.detokenizer)
+
+    async def run(self, running: RunningRequest, stage_input: StageInput | None) -> None:
+        for sequence in running.sequences:
+            finish = already_over(sequence, running.request)
+            if finish is not None and running.outcomes[sequence.index] is None:
+                await self._finish_sequence(running, sequence, finish)
+        if running.ended:
+            self._terminal.finish(running)
+        elif self._context.settings.role == "encode":
+            self._run_stage(running, self._disagg.encode(running))
+        elif isinstance(stage_input, Prefilled):
+            self._run_stage(running, self._disagg.on_prefilled(running, stage_input))
+        elif running.request.media:
+            self._run_stage(running, self._disagg.load_embeddings(running, stage_input))
+        else:
+            self._submit(running)
+
+    async def _finish_sequence(self, running: RunningRequest, sequence: SequenceState, finish: Finish) -> None:
+        """End a sequence that the engine does not run."""
+        sequence.finish = finish
+        running.outcomes[sequence.index] = done.Outcome(sequence.tokens.tobytes(), finish.reason, finish.stop)
+        request = running.request
+        item = TokenItem(request.id, running.attempt, sequence.index, len(sequence.tokens), b"", finish)
+        await self._context.reporter.items(request.gateway, (item,))
+
+    def _run_stage(self, running: RunningRequest, work: Coroutine[Any, Any, None]) -> None:
+        """Run a transfer to or from another worker in the background."""
+        failed = partial(self._terminal.fail, running, "a stage")
+        task = self._context.tasks.spawn(work, name="stage", on_failure=failed)
+        self._stage_tasks.add(task)
+        task.add_done_callback(self._stage_tasks.discard)
+
+    def _submit(self, running: RunningRequest, reservation: Reservation | None = None, opaque: bytes = b"") -> None:
+        """Give a request to the engine, with KV that was fetched for it or with what the engine needs to fetch it."""
+        context = self._context
+        submitted = sequence_requests(
+            running,
+            context.model.revision,
+            self._info.block_size,
+            reservation,
+            opaque,
+            role=context.settings.role,
+        )
+        if running.stamp_times is not None:
+            self._publisher.trace_first_token(running)
+        if reservation is not None:
+            self._engine.call(lambda engine: engine.adopt(reservation))
+        self._engine.submit(submitted, lambda error: self._on_refused(running, error))
+
+    def _on_refused(self, running: RunningRequest, error: RequestError) -> None:
+        """In the engine thread: the engine takes none of the request's sequences."""
+
+        def reject() -> None:
+            self._terminal.spawn(self._terminal.reject(running, Code(error.code), error.message))
+
+        self._loop.call_soon_threadsafe(reject)
+
+    def deliver(self, flush: Flush) -> None:
+        """In the engine thread."""
+        self._publisher.deliver(flush)
+
+    def _on_completed(self, running: RunningRequest) -> None:
+        if running.ended:
+            self._terminal.finish(running)
+        else:
+            running.handing_off = True
+            self._run_stage(running, self._disagg.send_prefilled(running))
+
+    # --- early ends ---
+
+    def accepts_stop(self, running: RunningRequest) -> bool:
+        return not running.handing_off
+
+    def stop_early(self, running: RunningRequest) -> None:
+        self._engine.cancel(running.sequences, lambda: self._publisher.end_cancelled(running))
+
+    def free(self, running: RunningRequest, cancel: bool) -> None:
+        self._disagg.cancel_wait(running)
+        self._publisher.forget(running)
+        if cancel:
+            self._engine.cancel(running.sequences)
+        holder, media = running.kv_holder, running.media
+        if holder is not None:
+            self._engine.call(lambda engine: engine.release_held(holder))
+        if media is not None:
+            running.media = None
+            self._engine.call(lambda engine: _free_media(engine, media))
+
+    def release_input(self, stage_input: StageInput) -> None:
+        self._disagg.release_input(stage_input)
+
+    async def not_begun(self) -> list[RunningRequest]:
+        """Asks the engine thread: a first token may be on its way here, and then this worker has to go on."""
+        waiting = [running for running in self._requests.running.values() if not running.started_ns]
+        groups = [running.sequences for running in waiting]
+        try:
+            async with asyncio.timeout(SETTLE_S):
+                cancelled = await asyncio.wrap_future(self._engine.cancel_unstarted(groups))
+        except (TimeoutError, EngineError):  # in a long step, or broken: no token comes soon
+            return [running for running in waiting if not running.started_ns]
+        return [running for running, gone in zip(waiting, cancelled, strict=True) if gone]
+
+    # --- start and stop ---
+
+    async def open(self) -> None:
+        self._context.tasks.spawn(self._publisher.run(), name="flushes")
+        await self._disagg.open()
+
+    async def fence(self) -> None:
+        if self._stage_tasks:  # bounded by the transfer timeout; none may go on in the next session's name
+            await asyncio.wait(self._stage_tasks, timeout=self._context.settings.transfer_timeout_s + 1.0)
+        # Also without sequences: behind this the engine delivers nothing more to this session, so no flush stays
+        # unconsumed and blocks the engine.
+        dropped = asyncio.Event()
+        self._engine.cancel([], lambda: self._set(dropped))
+        self._engine.flush_consumed()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(dropped.wait(), FENCE_S)
+
+    def _set(self, event: asyncio.Event) -> None:
+        self._loop.call_soon_threadsafe(event.set)
+
+    async def close(self) -> None:
+        await self._disagg.close()
+        await end(self._stage_tasks)
+
+    async def closed(self, *, fenced: bool) -> None:
+        self._publisher.discard()
+        if fenced:
+            self._engine.new_epoch()
+
+    # --- registration ---
+
+    def registration(self, state: fleet.State) -> fleet.Registration:
+        info, stats, model, settings = self._info, self._stats, self._context.model, self._context.settings
+        return fleet.Registration(
+            worker=self._context.id,
+            model=model.name,
+            role=settings.role,
+            engine=info.name,
+            epoch=self._context.epoch,
+            block_size=info.block_size,
+            total_blocks=info.total_blocks // info.dp_size,
+            slots=info.slots // info.dp_size,
+            max_model_len=info.max_model_len,
+            state=state,
+            aliases=model.aliases,
+            revision=model.revision,
+            kv_events=info.kv_events and settings.publish_events_and_metrics,
+            load=fleet.Load(stats.running, stats.waiting, stats.used_blocks, stats.cached_blocks),
+            dp_size=info.dp_size,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            name=settings.name,
+            queue=-(-self.queue // info.dp_size),
+            connection=model.connection,
+            transfer=self._endpoint(),
+            vision=self._vision is not None,
+            logits_processors=info.logits_processors,
+            reasoning_parser=model.reasoning_parser,
+            tool_call_parser=model.tool_call_parser,
+            max_batched_tokens=info.max_batched_tokens,
+            tokenizer=model.tokenizer,
+        )
+
+    def _endpoint(self) -> Endpoint | None:
+        """How other workers reach this one's blocks. For engines that move KV by themselves: who is compatible."""
+        endpoint = self._transport.endpoint if self._transport is not None else None
+        if not self._info.handover:
+            return endpoint
+        if endpoint is None:
+            endpoint = Endpoint(self._context.id, self._info.name, address=socket.gethostname())
+        layout = {"kv": Memory(0, 0, 0, layout=self._info.handover)}
+        return msgspec.structs.replace(endpoint, pools=endpoint.pools | layout)
+
+    # --- upkeep and control ---
+
+    @property
+    def holds_leases(self) -> bool:
+        return bool(self._disagg.open_leases)
+
+    def housekeeping(self, now: float) -> None:
+        self._disagg.sweep(now)
+        self._engine.ask(lambda engine: engine.stats(), self._on_stats)
+
+    def _on_stats(self, stats: EngineStats) -> None:
+        self._stats = stats  # in the engine thread; a reference assignment is atomic
+        self._context.metrics.observe(stats, self._context.outbox.unsent_bytes)
+
+    async def dump(self, page: int) -> kv.KvDump:
+        return await self._dumper.page(page, self._context.bus.max_message // 2)
+
+    def release(self, order: Release) -> Ok:
+        return self._disagg.release(order)
+
+    async def push(self, order: Push) -> Pushed:
+        return await self._disagg.push(order)
+
+
+def _free_media(engine: Engine, media: MediaReservation) -> None:
+    engine.media_release(media)  # type: ignore[attr-defined]  # only a vision engine makes media reservations
