@@ -67,6 +67,7 @@ COMMANDS = {
     "eval demo": Command(
         "how often the demo model is right, asked through a gateway", "infra.eval.demo:run", "infra.eval.demo:Settings"
     ),
+    "completion": Command("print a script for completion in bash, zsh or fish", "infra.completion:run"),
     "version": Command("print the versions of what runs", "infra.cli:version"),
 }
 
@@ -102,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"penstock: {no_command(args)}", file=sys.stderr)
         return 2
     command = COMMANDS[name]
-    run = _load(command.run)
+    run = load(command.run)
     if command.settings == ARGV:
         return run(rest) or 0
     if command.settings == NOTHING:
@@ -110,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run() or 0
     from configs.flags import parse
 
-    kind = _load(command.settings if ":" in command.settings else f"configs.settings:{command.settings}")
+    kind = load(command.settings if ":" in command.settings else f"configs.settings:{command.settings}")
     return run(parse(kind, rest, prog=f"penstock {name}", about=command.about)) or 0
 
 
@@ -164,7 +165,8 @@ def version(_argv: Sequence[str] = ()) -> int:
     return 0
 
 
-def _load(path: str) -> Any:
+def load(path: str) -> Any:
+    """What ``module:name`` names."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 
