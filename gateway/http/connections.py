@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import msgspec
 from uvicorn import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from gateway.openai.responses import error_body
@@ -58,6 +58,21 @@ class Server(Protocol):
     def closed(self, connection: "Connection") -> None: ...
 
 
+class CloseDelimitedCycle(RequestResponseCycle):
+    """An exchange over HTTP/1.0, which has no chunks: an answer of unknown length ends with the connection."""
+
+    length_unknown = False
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.length_unknown = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+            if self.length_unknown:
+                self.chunked_encoding = False
+        elif self.length_unknown:
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
+
+
 class Connection(HttpToolsProtocol):
     """From ``connection_made`` to ``connection_lost``.
 
@@ -80,7 +95,9 @@ class Connection(HttpToolsProtocol):
         self._overhead_bytes = 0  # since the last of the body: extensions of chunks, trailers
         self._ended = False  # a request has arrived whole with what was received last
         self._refusal: ServingError | None = None  # sent in answer to whatever comes
-        self._refused_at = 0.0  # what comes from now on is not read
+        self._refused_at = 0.0  # when an error was sent that ends the connection
+        self._last_error: ServingError | None = None  # sent behind the open answers; nothing more is read
+        self._answered: RequestResponseCycle | None = None  # the oldest open request; uvicorn's ``cycle`` is the newest
         self._stalled_since = 0.0  # the client does not read
         self._unsent = 0
 
@@ -95,13 +112,16 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
         super().connection_lost(exc)
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
         self._server.closed(self)
         self._unset_keepalive_if_required()
         if self.on_lost is not None:
             self.on_lost()
 
     def data_received(self, data: bytes) -> None:
-        if self._refused_at:
+        if self._closing:
             return
         if self._refusal is not None:
             self.refuse(self._refusal)
@@ -118,7 +138,7 @@ class Connection(HttpToolsProtocol):
         begun, self._ended = bool(self._head_since), False
         super().data_received(data)
         if self._receiving or not self._head_since:
-            if not self._receiving and self._idle and not self._refused_at and not begun:
+            if not self._receiving and self._idle and not self._closing and not begun:
                 self._head_since = self.loop.time()  # line breaks before a request, or nothing of one
             return
         if begun and not self._ended:
@@ -133,7 +153,7 @@ class Connection(HttpToolsProtocol):
             self._head_since, self._head_bytes = self.loop.time(), 0
 
     def on_headers_complete(self) -> None:
-        if self._refused_at:
+        if self._closing:
             return
         size = line = len(self.url)
         for name, value in self.headers:
@@ -149,24 +169,33 @@ class Connection(HttpToolsProtocol):
         self._head_since = 0.0
         self._receiving, self._body_since, self._body_bytes, self._overhead_bytes = True, self.loop.time(), 0, 0
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.__class__ = CloseDelimitedCycle
         if self._server.draining:
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
         self._overhead_bytes = 0
-        if not self._refused_at:
+        if not self._closing:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._receiving, self._ended = False, True
-        if not self._refused_at:
+        if not self._closing:
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
         self.on_lost = None
         super().on_response_complete()
-        if self.pipeline:  # what comes behind these is read when they are answered
-            self.flow.pause_reading()
+        if self._answered is not None and not self._answered.response_complete:
+            if self.pipeline:  # what comes behind these is read when they are answered
+                self.flow.pause_reading()
+        elif self._last_error is not None and not self.transport.is_closing():
+            self._send_last(self._last_error)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
 
     def send_400_response(self, msg: str) -> None:
         self.refuse(ServingError(Code.invalid_request, msg))
@@ -195,15 +224,36 @@ class Connection(HttpToolsProtocol):
             unsent += int.from_bytes(queued, sys.byteorder)
         return unsent
 
+    @property
+    def _closing(self) -> bool:
+        """Nothing more is read, as an error was or will be sent that ends the connection."""
+        return bool(self._refused_at) or self._last_error is not None
+
     def refuse(self, error: ServingError) -> None:
-        """Answer with an error, read nothing more, and close once the client had time to read it."""
-        self._refused_at = self.loop.time()
-        if not self._idle:
-            if self.cycle.response_started:
+        """Read nothing more, answer what has arrived whole, then send an error and close.
+
+        The client has a moment to read the error. A request whose answer began before its body was complete is cut.
+        """
+        if self._closing:
+            return
+        answered = self._answered
+        if answered is None or answered.response_complete:
+            self._send_last(error)
+        elif self._receiving and answered is self.cycle:
+            if answered.response_started:
+                self._refused_at = self.loop.time()
                 self.transport.abort()
                 return
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+            answered.disconnected = True
+            answered.message_event.set()
+            self._send_last(error)
+        else:
+            if self._receiving and self.pipeline:
+                self.pipeline.popleft()  # the request whose body is refused
+            self._last_error = error
+
+    def _send_last(self, error: ServingError) -> None:
+        self._refused_at = self.loop.time()
         self.transport.write(error_response(error))
         if self.transport.can_write_eof():
             self.transport.write_eof()
@@ -218,7 +268,7 @@ class Connection(HttpToolsProtocol):
         """Let the present answer be the last one; ``idle``: end the connection if there is none."""
         if not self._idle:
             self.cycle.keep_alive = False
-        elif idle and not self._receiving and not self._refused_at:
+        elif idle and not self._receiving and not self._closing:
             self.transport.close()
 
     def check(self, now: float) -> None:

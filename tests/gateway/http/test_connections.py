@@ -45,6 +45,11 @@ class Application:
                 self.sent += 65_536
                 await asyncio.sleep(0)
             return
+        if scope["path"] == "/stream":
+            await self._start(send, [])
+            await send({"type": "http.response.body", "body": b"one", "more_body": True})
+            await send({"type": "http.response.body", "body": b"two"})
+            return
         if scope["path"] == "/wait":
             await self.go.wait()
         body = str(size).encode()
@@ -221,6 +226,45 @@ async def test_what_is_sent_ahead_is_not_read_while_requests_wait(serve: Serve) 
                 await asyncio.wait_for(reader.read(1 << 20), 0.01)
             most = max(most, len(connection.pipeline))
         assert 0 < most < 10_000, "what one read from the socket holds"
+
+
+@pytest.mark.parametrize("behind", [b"\0garbage\r\n\r\n", b"GET / HTTP/1.1\r\nx: " + b"y" * 9_000 + b"\r\n\r\n"])
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+async def test_garbage_behind_pipelined_requests_is_refused_behind_their_answers(
+    serve: Serve, caplog: pytest.LogCaptureFixture, ahead: int, behind: bytes
+) -> None:
+    serving = await serve()
+    async with asyncio.timeout(10), serving.client(GET.replace(b"/", b"/wait", 1) * ahead + behind) as (reader, _):
+        await serving.app.begun.wait()
+        serving.app.go.set()
+        answers = (await everything(reader)).split(b"HTTP/1.1 ")[1:]
+    assert [answer[:3] for answer in answers] == [b"200"] * ahead + [b"431" if b"GET" in behind else b"400"]
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_a_bad_body_behind_a_pipelined_request_is_refused_behind_its_answer(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    serving = await serve()
+    bad = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nno size\r\n"
+    async with asyncio.timeout(10), serving.client(GET.replace(b"/", b"/wait", 1) + bad) as (reader, _):
+        await serving.app.begun.wait()
+        serving.app.go.set()
+        answers = (await everything(reader)).split(b"HTTP/1.1 ")[1:]
+    assert [answer[:3] for answer in answers] == [b"200", b"400"]
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_a_stream_over_http_1_0_ends_with_the_connection_and_has_no_chunks(serve: Serve) -> None:
+    serving = await serve()
+    answer = await serving.ask(b"GET /stream HTTP/1.0\r\nhost: x\r\n\r\n")
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head
+    assert body == b"onetwo"
+    assert (await serving.ask(b"GET / HTTP/1.0\r\nhost: x\r\n\r\n")).endswith(
+        b"content-length: 1\r\nconnection: close\r\n\r\n0"
+    )
 
 
 async def test_headers_within_the_limits_are_served_also_on_a_kept_connection(serve: Serve) -> None:
