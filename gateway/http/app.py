@@ -17,13 +17,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.http.answers import INTERNAL, App, Completions, Reattach, Receive, Scope, Send, send_error, strip_id_prefix
-from gateway.http.status import status_of
+from gateway.http.status import final_state, status_of
 from gateway.images.endpoints import ImageGenerations, ImageReattach, base_url
 from gateway.images.files import GeneratedFiles
 from gateway.images.prepare import PATHS
 from gateway.openai.common import CHAT, COMPLETION
 from gateway.openai.openapi import document
-from gateway.openai.responses import error_body, stopping
+from gateway.openai.responses import CancelResponse, error_body, stopping
 from gateway.service import Gateway
 from schemas.errors import Code, ServingError
 from schemas.fleet import Diffuser
@@ -137,9 +137,11 @@ class _Api:
         return _reply(await status_of(gateway, found, base_url(request.scope, gateway)))
 
     async def cancel(self, request: Request) -> Response:
-        found, _ = await self._gateway.look_up(strip_id_prefix(request.path_params["id"]))
+        found, record = await self._gateway.look_up(strip_id_prefix(request.path_params["id"]))
+        if record is not None:
+            return _reply(CancelResponse(found.id, False, final_state(record)))
         await self._gateway.cancel(found.id, "cancelled by request")
-        return _reply({"id": found.id, "cancelled": True}, status=202)
+        return _reply(CancelResponse(found.id, True), status=202)
 
     async def live(self, request: Request) -> Response:
         return _reply({"status": "live"})

@@ -35,6 +35,13 @@ async def status_of(gateway: Gateway, found: StoredRequest, base_url: str) -> St
     return msgspec.structs.replace(status, worker=record.worker, attempt=record.attempt, output_tokens=tokens)
 
 
+def final_state(record: done.Done) -> Literal["done", "failed", "cancelled"]:
+    """How a request ended."""
+    if record.code == Code.cancelled.value:
+        return "cancelled"
+    return "failed" if record.code else "done"
+
+
 async def _running(gateway: Gateway, request: GenerateRequest, base_url: str) -> Status:
     """Of one that is not over: as the gateway that follows it sees it, or if none does, from the token stream."""
     seen = gateway.progress.here(request.id)

@@ -10,6 +10,7 @@ from gateway.images.requests import ImageGenerationRequest, VideoGenerationReque
 from gateway.images.responses import ImageProgressEvent, ImagesResponse
 from gateway.openai.requests import ChatCompletionRequest, CompletionRequest
 from gateway.openai.responses import (
+    CancelResponse,
     ChatCompletionChunk,
     ChatCompletionResponse,
     CompletionResponse,
@@ -39,7 +40,7 @@ class Operation(Struct, frozen=True):
     response: type[Struct] | str = "application/json"
     errors: tuple[Code, ...] = ()
     streams: type[Struct] | None = None
-    success: int = 200
+    success: tuple[tuple[int, str], ...] = ((200, "success"),)  # (status, description)
     parameters: tuple[tuple[str, str, str], ...] = ()  # (name, "path" | "query" | "header", description)
 
 
@@ -127,7 +128,8 @@ OPERATIONS = (
         "delete",
         "/v1/requests/{id}",
         "Cancel a request",
-        success=202,
+        response=CancelResponse,
+        success=((202, "the request is being cancelled"), (200, "it is over; `state` tells how it ended")),
         errors=(Code.request_not_found,),
         parameters=(_ID,),
     ),
@@ -179,7 +181,7 @@ def _operation(operation: Operation, schema: dict[Any, Any]) -> dict[str, Any]:
         "summary": operation.summary,
         "operationId": operation.method + operation.path.translate(str.maketrans("/{}.", "____")),
         "responses": {
-            str(operation.success): {"description": "success", "content": content},
+            **{str(status): {"description": text, "content": content} for status, text in operation.success},
             **_errors(operation.errors, schema),
         },
     }

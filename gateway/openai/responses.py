@@ -186,6 +186,14 @@ class ModelList(Struct, frozen=True):
     object: Literal["list"] = "list"
 
 
+class CancelResponse(Struct, frozen=True, omit_defaults=True):
+    """``cancelled``: a running request is being cancelled. ``state``: of a request that is over."""
+
+    id: str
+    cancelled: bool
+    state: Literal["done", "failed", "cancelled"] | UnsetType = UNSET
+
+
 class Status(Struct, frozen=True, omit_defaults=True):
     """``GET /v1/requests/{id}``. Times in seconds since 1970; ``result`` is the response without streaming."""
 
