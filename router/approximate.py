@@ -1,7 +1,7 @@
-"""The prefix index without KV events: guess that a worker holds the prompts it was sent lately. No clock.
+"""The prefix index without KV events: assumes that a worker caches the prompts it was sent recently. No clock.
 
-Entries live ``ttl_s`` after the last request that used them; at ``max_blocks`` the oldest go first. Of a prompt
-the front is never younger than what follows it, so holdings stay closed towards the front.
+Entries expire ``ttl_s`` after the last request that used them; at ``max_blocks`` the oldest are removed first. A block
+is never removed before the blocks that follow it in its prompt, so holdings stay closed.
 """
 
 from collections import deque
@@ -31,7 +31,7 @@ class ApproximateIndex:
         self.expire(now)
         part = tuple(keys[: self.max_blocks])
         while self._records and self._recorded_keys + len(part) > self.max_blocks:
-            self._drop_oldest()
+            self._remove_oldest()
         if target_id not in self._used:
             self._used[target_id] = (self._holders.open(target_id), {})
         holding, used = self._used[target_id]
@@ -42,16 +42,16 @@ class ApproximateIndex:
         self._records.append((now, self._recorded, target_id, part))
 
     def match(self, keys: Sequence[int]) -> dict[TargetId, int]:
-        """How many leading blocks of a prompt each place probably holds; those without any are absent."""
+        """Number of leading blocks of a prompt probably held, by target; targets without any are absent."""
         return self._holders.match(keys)
 
     def expire(self, now: float) -> None:
-        """Drop what was last used ``ttl_s`` ago or earlier."""
+        """Remove what was last used ``ttl_s`` ago or earlier."""
         while self._records and self._records[0][0] + self.ttl_s <= now:
-            self._drop_oldest()
+            self._remove_oldest()
 
     def forget(self, worker: str) -> None:
-        """Drop everything recorded of ``worker``, all ranks."""
+        """Forget all ranks of ``worker``."""
         for target_id in [target_id for target_id in self._used if target_id[0] == worker]:
             del self._used[target_id]
             self._holders.retire(target_id)
@@ -63,7 +63,7 @@ class ApproximateIndex:
     def __len__(self) -> int:
         return len(self._holders)
 
-    def _drop_oldest(self) -> None:
+    def _remove_oldest(self) -> None:
         _, number, target_id, keys = self._records.popleft()
         self._recorded_keys -= len(keys)
         if target_id in self._used:

@@ -1,9 +1,9 @@
-"""Which workers hold which prefix: a map from block key to a bitmask of holders, searched by bisection.
+"""Which targets hold which prefix: a map from block key to a bitmask of holders, searched by bisection.
 
-Knows nothing of events, epochs or time. A key names a whole prefix (block digests are chained), so a flat dict
-is the radix tree. Holdings that are closed towards the front (who holds a block holds all before it) make a
-match a bisection over positions instead of a walk. That is what engines that evict leaves first give us; it is
-checked, not trusted: whoever is caught breaking it is *ragged* and walked from then on.
+It has no events, epochs or time. A key names a whole prefix, since block digests are chained, so a flat dict serves as
+the radix tree. A holding is closed if every block comes with all blocks before it, as with engines that evict leaves
+first. Then a match bisects over positions instead of walking them. Samples check this: a holding that is found not to
+be closed is *ragged*, and is walked from then on.
 """
 
 import sys
@@ -13,15 +13,15 @@ from schemas.blocks import DIGEST_BYTES, keys_of
 
 TargetId = tuple[str, int]  # worker id, attention data-parallel rank
 
-AUDIT_EVERY = 1024  # matches between two that are also walked, to catch ragged holders
+AUDIT_EVERY = 1024  # one match in so many is walked, to find ragged holdings
 _SHARED_MASKS = 1 << 16
-# Keys are spread over so many dicts: one of 4 million keys grows in a step of 180 ms and is listed in 70 ms.
+# Keys are spread over this many dicts: growing a single dict of 4 million keys takes 180 ms, listing it 70 ms.
 _SHARDS = 256
 _SHARD = _SHARDS - 1
 
 
 def keys_view(digests: bytes) -> Sequence[int]:
-    """``schemas.blocks.keys_of`` without decoding them all: a match of 4,096 blocks reads about a dozen."""
+    """``schemas.blocks.keys_of`` without decoding all keys: a match of 4,096 blocks reads about a dozen."""
     if sys.byteorder == "big":
         return keys_of(digests)
     if surplus := len(digests) % DIGEST_BYTES:
@@ -30,7 +30,7 @@ def keys_view(digests: bytes) -> Sequence[int]:
 
 
 class Holding:
-    """What one place holds: its bit, how many blocks, and the sum of their keys (for checksums)."""
+    """The blocks of one target: its bit in the masks, the number of blocks, and the sum of their keys for checksums."""
 
     __slots__ = ("bit", "blocks", "cut", "key_sum", "target_id")
 
@@ -39,14 +39,14 @@ class Holding:
         self.bit = bit
         self.blocks = 0
         self.key_sum = 0
-        self.cut = False  # something of it was refused at the cap
+        self.cut = False  # some of its blocks were refused at the cap
 
 
 class Holders:
-    """Places and the prefixes they hold, at most ``max_blocks`` distinct blocks.
+    """The prefixes that targets hold, at most ``max_blocks`` distinct blocks.
 
-    At the cap new blocks are refused together with everything behind them and counted in ``refused``; holdings
-    stay closed, and the index only says less than is true.
+    At the cap, new blocks are refused together with all blocks after them, and counted in ``refused``. Holdings stay
+    closed, and a match reports less than a target holds, never more.
     """
 
     def __init__(self, max_blocks: int) -> None:
@@ -54,32 +54,32 @@ class Holders:
         self.refused = 0
         self._shards: list[dict[int, int]] = [{} for _ in range(_SHARDS)]  # key -> mask, in the shard of the key
         self._blocks = 0  # keys in all shards
-        self._by_bit: dict[int, Holding] = {}  # insertion order is of no meaning
+        self._by_bit: dict[int, Holding] = {}  # order has no meaning
         self._by_target: dict[TargetId, Holding] = {}
         self._live = 0
         self._ragged = 0
         self._retired = 0
-        self._sweeping = 0  # the retired bits that the running sweep clears
-        self._shards_left = 0  # that the running sweep has not begun with
-        self._unswept: list[int] = []  # keys of the shard that it is at
-        self._slots = 0  # bits ever given out
+        self._sweeping = 0  # retired bits that the present sweep clears
+        self._shards_left = 0  # shards that the present sweep has not started
+        self._unswept: list[int] = []  # keys left of the shard being swept
+        self._slots = 0  # number of bits ever assigned
         self._free_bits: list[int] = []
         self._shared: dict[int, int] = {}  # one int object per mask, not per block
         self._names: dict[int, tuple[TargetId, ...]] = {}
         self._matches = 0
 
     def __len__(self) -> int:
-        """Distinct blocks stored, those only a retired place held included until they are swept."""
+        """Distinct blocks stored, including blocks of retired holdings that are not swept yet."""
         return self._blocks
 
     @property
     def retired(self) -> int:
-        """Forgotten holdings whose blocks wait for ``sweep``."""
+        """Number of retired holdings whose blocks wait for ``sweep``."""
         return self._retired.bit_count()
 
     @property
     def ragged(self) -> tuple[TargetId, ...]:
-        """Places whose holdings were seen not to be closed towards the front."""
+        """Targets whose holdings were found not to be closed."""
         return tuple(sorted(self._targets(self._ragged)))
 
     def holdings(self) -> list[Holding]:
@@ -87,7 +87,7 @@ class Holders:
         return [self._by_target[target_id] for target_id in sorted(self._by_target)]
 
     def open(self, target_id: TargetId) -> Holding:
-        """Start ``place`` anew with nothing; what it held before is retired."""
+        """Start an empty holding of ``target_id``; its previous one is retired."""
         self.retire(target_id)
         bit = self._free_bits.pop() if self._free_bits else 1 << self._slots
         if bit == 1 << self._slots:
@@ -98,7 +98,7 @@ class Holders:
         return holding
 
     def retire(self, target_id: TargetId) -> None:
-        """Forget ``place`` at once; its blocks are cleaned up by ``sweep``."""
+        """Forget the holding of ``target_id`` at once; ``sweep`` removes its blocks."""
         holding = self._by_target.pop(target_id, None)
         if holding is None:
             return
@@ -112,7 +112,7 @@ class Holders:
         return bool(self._shards[key & _SHARD].get(key, 0) & holding.bit)
 
     def store(self, holding: Holding, keys: Sequence[int], parent: int | None) -> None:
-        """``keys`` are held from now on, each the child of the one before, the first that of ``parent``."""
+        """Add ``keys``, each the child of the one before, the first a child of ``parent``."""
         if not keys:
             return
         if parent is not None and not self.holds(holding, parent):
@@ -141,7 +141,7 @@ class Holders:
         holding.key_sum += total
 
     def remove(self, holding: Holding, keys: Sequence[int]) -> None:
-        """``keys`` are no longer held; those that never were are ignored."""
+        """Remove ``keys``; those that are not held are ignored."""
         shards, bit, share = self._shards, holding.bit, self._sharing()
         gone = total = 0
         for key in keys:
@@ -159,7 +159,7 @@ class Holders:
         holding.key_sum -= total
 
     def match(self, keys: Sequence[int]) -> dict[TargetId, int]:
-        """How many leading ``keys`` each place holds; places that hold none are absent. Only probed keys are read."""
+        """Number of leading ``keys`` held, by target; targets without any are absent. Only probed keys are read."""
         if not keys:
             return {}
         key = keys[0]
@@ -178,7 +178,7 @@ class Holders:
         return found
 
     def sweep(self, limit: int) -> bool:
-        """Clean up after retired places, at most ``limit`` blocks; True: nothing is left to do."""
+        """Remove blocks of retired holdings, visiting at most ``limit``; True: nothing is left to do."""
         if not self._sweeping:
             if not self._retired:
                 return True
@@ -220,7 +220,7 @@ class Holders:
         return keys
 
     def _bisect(self, keys: Sequence[int], first: int, found: dict[TargetId, int]) -> bool:
-        """Fill ``found`` for the closed places ``first``, holders of keys[0]; False: some are not closed."""
+        """Fill ``found`` for the closed holdings ``first``, which hold keys[0]; False: some are not closed."""
         shards, names = self._shards, self._names.get
         end = len(keys) - 1
         key = keys[end]
@@ -264,7 +264,7 @@ class Holders:
         found.update(dict.fromkeys(self._targets(mask), depth))
 
     def _audited(self, keys: Sequence[int], first: int) -> dict[TargetId, int]:
-        """The exact answer by walking; places that hold a key behind a gap become ragged."""
+        """The exact answer by walking; holdings with a key after a gap become ragged."""
         found: dict[TargetId, int] = {}
         shards, depth, mask, gone = self._shards, 0, first, 0
         for key in keys:

@@ -1,7 +1,7 @@
-"""The prefix index: a deterministic fold of the workers' KV events. Knows neither NATS nor the clock.
+"""The prefix index: a deterministic fold of the workers' KV events. No NATS, no clock.
 
-Only device blocks (tier 0) of layer group 0 are indexed: they are what makes a prompt cheap. Group 0 must be
-the one that keeps the longest history; the other groups and tiers are counted in ``Stats.ignored``.
+Only device blocks (tier 0) of layer group 0 are indexed, since they save prompt work. Group 0 must be the one that
+keeps the longest history; other groups and tiers are counted in ``Stats.ignored``.
 """
 
 from collections import deque
@@ -15,13 +15,13 @@ from router.holders import Holders, Holding, TargetId, keys_view
 from schemas.blocks import DIGEST_BYTES, key_of
 from schemas.kv import Cleared, KvBatch, KvDump, KvEvent, Stored
 
-PENDING_BATCHES = 1024  # kept per worker while its dump is awaited
-STEP_BYTES = 2048 * DIGEST_BYTES  # of a dump at once: 1 ms
+PENDING_BATCHES = 1024  # kept per target while its dump is awaited
+STEP_BYTES = 2048 * DIGEST_BYTES  # of a dump per step: 1 ms
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Counts. ``refused`` blocks did not fit under the cap, ``ignored`` ones are of other tiers or groups."""
+    """Counts. ``refused`` blocks exceeded the cap; ``ignored`` blocks belong to other tiers or groups."""
 
     blocks: int
     targets: int
@@ -34,7 +34,7 @@ class Stats:
 
 @dataclass(slots=True)
 class _Feed:
-    """Where one place's event log was read to. ``holding`` None: events are missing, a dump is needed."""
+    """The position in the event log of one target. ``holding`` None: events are missing, a dump is needed."""
 
     epoch: int
     seq: int
@@ -46,7 +46,7 @@ class PrefixIndex:
     """Which (worker, rank) holds which prefix.
 
     Args:
-        max_blocks: hard cap of distinct blocks; beyond it new ones are refused, never grown into.
+        max_blocks: hard cap of distinct blocks; further blocks are refused.
     """
 
     def __init__(self, max_blocks: int) -> None:
@@ -55,10 +55,10 @@ class PrefixIndex:
         self._ignored = 0
 
     def apply(self, batch: KvBatch) -> bool:
-        """Fold one batch; what was seen before is ignored.
+        """Fold one batch; repeated batches are ignored.
 
-        Returns: False as long as this place needs a dump (a gap, or joined in the middle): it is forgotten, and
-            its batches are kept (the last ``PENDING_BATCHES``) to be replayed on top of the dump.
+        Returns: False while the target needs a dump, after a gap or a start in the middle of its log. Its blocks are
+            forgotten, and its last ``PENDING_BATCHES`` batches are kept and replayed on top of the dump.
         """
         target_id = (batch.worker, batch.rank)
         feed = self._feeds.get(target_id)
@@ -82,7 +82,7 @@ class PrefixIndex:
         return True
 
     def load_dump(self, pages: Sequence[KvDump]) -> bool:
-        """``loading`` in one go; returns what that returns."""
+        """Run ``loading`` to its end and return its result."""
         loading = self.loading(pages)
         try:
             while True:
@@ -91,13 +91,12 @@ class PrefixIndex:
             return bool(end.value)
 
     def loading(self, pages: Sequence[KvDump]) -> Generator[None, None, bool]:
-        """Replace what is known of a place by its dump (all pages, in order), then replay what came meanwhile.
+        """Replace the holding of a target by its dump (all pages, in order), then replay the batches kept meanwhile.
 
-        In steps, between which anything else may be called. A dump older than what is already known in full changes
-        nothing.
+        It runs in steps; other methods may be called in between. A dump older than a complete holding changes nothing.
 
-        Returns: False: a dump is still needed, since the pages do not belong together, the place has a newer
-            epoch or was forgotten, or batches between dump and pending ones are missing.
+        Returns: False: a dump is still needed, since the pages do not belong together, the target has a newer epoch
+            or was forgotten, or batches between the dump and those kept are missing.
         """
         if not pages:
             return False
@@ -129,25 +128,25 @@ class PrefixIndex:
         return whole
 
     def forget(self, worker: str) -> None:
-        """Drop everything known of ``worker``, all ranks, at once; ``sweep`` cleans up behind it."""
+        """Forget all ranks of ``worker`` at once; ``sweep`` removes their blocks."""
         for target_id in [target_id for target_id in self._feeds if target_id[0] == worker]:
             del self._feeds[target_id]
             self._holders.retire(target_id)
 
     def sweep(self, limit: int) -> bool:
-        """Give back what forgotten places left, at most ``limit`` blocks at once; True: nothing is left."""
+        """Remove blocks of forgotten targets, visiting at most ``limit``; True: nothing is left to do."""
         return self._holders.sweep(limit)
 
     def match(self, keys: Sequence[int]) -> dict[TargetId, int]:
-        """How many leading blocks of a prompt each place holds; those without any are absent.
+        """Number of leading blocks of a prompt held, by target; targets without any are absent.
 
         Args:
-            keys: of the prompt's blocks, oldest first; ``holders.keys_view(digests)`` is the cheapest form.
+            keys: of the prompt's blocks in order; ``holders.keys_view(digests)`` is the cheapest form.
         """
         return self._holders.match(keys)
 
     def awaiting_dump(self) -> list[TargetId]:
-        """Places whose events have a gap."""
+        """Targets whose events have a gap."""
         return sorted(target_id for target_id, feed in self._feeds.items() if feed.holding is None)
 
     @property
@@ -156,12 +155,12 @@ class PrefixIndex:
         return len(self._holders)
 
     def held(self, target_id: TargetId) -> int:
-        """Blocks that ``place`` is known to hold."""
+        """Number of blocks that ``target_id`` holds."""
         feed = self._feeds.get(target_id)
         return feed.holding.blocks if feed is not None and feed.holding is not None else 0
 
     def checksum(self) -> str:
-        """Equal for two replicas that have folded the same batches, in whatever order across places."""
+        """Equal for two replicas that have folded the same batches, in any order across targets."""
         digest = blake3()
         for holding in self._holders.holdings():
             feed = self._feeds[holding.target_id]
@@ -183,7 +182,7 @@ class PrefixIndex:
         )
 
     def _begin(self, target_id: TargetId, epoch: int) -> _Feed:
-        """A place's first batch of an epoch: complete so far if that is number 0."""
+        """The first batch of a target's epoch; nothing is missing if its number is 0."""
         self._holders.retire(target_id)
         feed = self._feeds[target_id] = _Feed(epoch, -1, self._holders.open(target_id))
         return feed
@@ -202,7 +201,7 @@ class PrefixIndex:
 
 
 def _parts(event: KvEvent) -> Iterator[KvEvent]:
-    """A chain of a dump as several, so that none takes long."""
+    """Split a long chain of a dump, so that no step takes long."""
     if not isinstance(event, Stored) or len(event.digests) <= STEP_BYTES:
         yield event
         return

@@ -1,7 +1,7 @@
-"""Jobs that still run are kept in WORK: the oldest are published anew before the stream's edge comes near them.
+"""Keeps the jobs of active requests in WORK: the oldest are published again before the stream would discard them.
 
-A router that takes over a request reads its job there. Copies go to subjects that no worker reads; whoever follows the
-log notes where a request's newest copy is. When unfinished jobs alone fill the stream, routers take no more requests.
+A router that takes over a request reads its job there. Copies have subjects that no worker reads; every router notes
+where the newest copy of a job is. When active jobs alone fill the stream, routers read no more requests.
 """
 
 from collections.abc import Iterable
@@ -19,56 +19,56 @@ from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, KEPT
 
 log = structlog.get_logger("router")
 
-AT_ONCE = 64  # copies per look
-MOST = WARN / 2  # of the stream: more than that is not copied, for copies push others to the edge
+COPIES_AT_ONCE = 64
+MAX_SHARE = WARN / 2  # of the stream; if jobs fill more, copies would only push each other out
 
 
-class Unfinished(Protocol):
+class Job(Protocol):
     @property
     def request(self) -> str: ...
     @property
     def seq(self) -> int: ...
 
 
-class Keeping:
-    """``look`` once a second; ``full`` tells whether new work has to wait."""
+class JobRetention:
+    """``check`` it once a second. ``full``: active jobs fill the stream."""
 
     def __init__(self, bus: Bus, publisher: Publisher) -> None:
         self._bus = bus
         self._publisher = publisher
         self._watch = StreamWatch(bus, bus.subjects.stream("WORK"))
-        self._tried: dict[int, float] = {}  # sequence -> share at which it was copied; its echo may take a moment
+        self._copied: dict[int, float] = {}  # sequence -> fill level when it was copied; the copy is read a bit later
 
     @property
     def full(self) -> bool:
         return self._watch.full
 
-    async def look(self, unfinished: Iterable[Unfinished]) -> None:
+    async def check(self, active: Iterable[Job]) -> None:
         """
         Raises:
-            ServingError: a job could not be read or stored; the next look tries again.
+            ServingError: a job could not be read or stored; the next check tries again.
         """
         watch = self._watch
         try:
             await watch.look()
         except (NatsError, TimeoutError) as error:
-            log.debug("room_unknown", error=repr(error))
+            log.debug("stream_info_failed", error=repr(error))
             return
-        seqs = sorted(entry.seq for entry in unfinished if entry.seq)
+        seqs = sorted(entry.seq for entry in active if entry.seq)
         watch.update(watch.share_from(seqs[0]) if seqs else 0.0)
         if watch.level < WARN:
-            self._tried.clear()
+            self._copied.clear()
             return
-        if watch.share_of(len(seqs)) > MOST:
-            return  # they fill the stream themselves
-        old = [seq for seq in seqs if watch.share_from(seq) >= WARN and seq not in self._tried]
-        for seq in old[:AT_ONCE]:
+        if watch.share_of(len(seqs)) > MAX_SHARE:
+            return
+        old = [seq for seq in seqs if watch.share_from(seq) >= WARN and seq not in self._copied][:COPIES_AT_ONCE]
+        for seq in old:
             entry = await get(self._bus, watch.stream, seq)
             if entry is not None:
                 await self._copy(entry)
-            self._tried[seq] = watch.level
+            self._copied[seq] = watch.level
         if old:
-            log.info("jobs_kept", copies=len(old[:AT_ONCE]), stream=watch.stream)
+            log.info("jobs_republished", copies=len(old), stream=watch.stream)
 
     async def _copy(self, entry: Entry) -> None:
         role, worker = entry.subject.split(".")[-2:]
@@ -82,8 +82,12 @@ class Keeping:
         )
 
 
-def stages(parts: list[str]) -> tuple[list[str], bool]:
-    """What a message id says behind request and attempt, and whether the message is a copy."""
+def parse_stage(parts: list[str]) -> tuple[list[str], bool]:
+    """
+    Args:
+        parts: of a message id in WORK, after the request and the attempt.
+    Returns: what names the stage, and whether the message is a copy.
+    """
     if KEPT in parts:
         return parts[: parts.index(KEPT)], True
     return parts, False

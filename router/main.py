@@ -1,4 +1,4 @@
-"""A router process: connect, fold, decide, until SIGTERM."""
+"""The router process: starts, serves until SIGTERM, and stops within a bound."""
 
 import asyncio
 import contextlib
@@ -22,8 +22,8 @@ from schemas.errors import ServingError
 
 log = structlog.get_logger("router")
 
-EXIT_START = 69  # EX_UNAVAILABLE: the broker or its streams are not there (yet)
-END_S = 6.0  # after it was asked to: then the process ends, whatever it waits for; ends on their way have 3 s of it
+EXIT_START = 69  # EX_UNAVAILABLE: the broker or its streams are not available (yet)
+END_S = 6.0  # after SIGTERM the process ends, whatever it waits for; terminal events have 3 s of it
 
 
 def run(settings: RouterSettings) -> int:

@@ -1,4 +1,4 @@
-"""What a router counts; names end in their unit."""
+"""Metrics of a router; names end in their unit."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -9,21 +9,27 @@ class Metrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
         self.decisions = Counter("penstock_router_decisions", "jobs published", ["reason"], registry=registry)
-        self.routes = Counter("penstock_router_routes", "jobs by kind of route", ["kind", "encode"], registry=registry)
-        self.overlap = Counter("penstock_router_overlap_tokens", "prompt tokens a worker held", registry=registry)
+        self.routes = Counter(
+            "penstock_router_routes", "jobs published, by kind of route", ["kind", "encode"], registry=registry
+        )
+        self.overlap = Counter(
+            "penstock_router_overlap_tokens", "prompt tokens cached at the chosen worker", registry=registry
+        )
         self.prompt = Counter("penstock_router_prompt_tokens", "prompt tokens placed", registry=registry)
         self.wait = Histogram(
-            "penstock_router_wait_seconds", "arrival to decision", buckets=WAIT_BUCKETS, registry=registry
+            "penstock_router_wait_seconds", "time from arrival to decision", buckets=WAIT_BUCKETS, registry=registry
         )
         self.ended = Counter("penstock_router_ended", "requests ended by the router", ["code"], registry=registry)
-        self.repinned = Counter(
-            "penstock_router_repinned", "requests moved to another revision before their first token", registry=registry
+        self.revision_moves = Counter(
+            "penstock_router_revision_moves",
+            "requests moved to another revision before their first token",
+            registry=registry,
         )
         self.lost = Counter("penstock_router_workers_lost", "workers declared dead", registry=registry)
         self.waiting = Gauge("penstock_router_waiting_requests", "requests without a worker", registry=registry)
         self.workers = Gauge("penstock_router_workers", "registered workers", registry=registry)
-        self.blocks = Gauge("penstock_router_index_blocks", "names in the index", registry=registry)
-        self.tasks = Gauge("penstock_router_tasks", "asyncio tasks, counted when asked", registry=registry)
+        self.blocks = Gauge("penstock_router_index_blocks", "distinct blocks in the prefix index", registry=registry)
+        self.tasks = Gauge("penstock_router_tasks", "asyncio tasks", registry=registry)
 
     def placed(
         self, reason: str, kind: str, encode: bool, cached_tokens: int, prompt_tokens: int, waited_ns: int

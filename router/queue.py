@@ -1,12 +1,12 @@
-"""The waiting room: requests that no worker can take now, in the order in which they shall be tried.
+"""The order in which held requests are tried, by class, lane, arrival and deadline. No clock, no tasks.
 
-Classes take turns by arrival alone: next is the class whose oldest turn, plus the head start of the classes above it,
-is oldest. Each request brings one turn, dated when it arrived, and whoever is taken uses up the oldest turn of its
-class. So no deadline changes which class is next, whatever clients make up.
+Classes take turns. Each request brings its class one turn, dated at its arrival; the next class is the one with the
+oldest turn, where a lower class has a handicap. A request that is taken uses up the oldest turn of its class, so a
+deadline never changes which class is next.
 
-Within a class the order is by min(arrived, deadline - URGENT): first come, first served, but for near deadlines.
+Within a class the order is by min(arrived, deadline - URGENT): first come, first served, except for near deadlines.
 
-Nobody is overtaken by a request that came more than its class's handicap and twice URGENT after it.
+No request is overtaken by one that arrived later by more than the handicap of its class and twice URGENT.
 """
 
 import heapq
@@ -22,7 +22,7 @@ URGENT_NS = 30 * SECOND_NS
 
 
 class QueueEntry(NamedTuple, Generic[T]):
-    """One request in the room. Times are Unix ns."""
+    """One held request. Times are Unix ns."""
 
     due_ns: int
     order: int
@@ -40,21 +40,21 @@ class _Class(Generic[T]):
     __slots__ = ("heap", "turns")
 
     def __init__(self) -> None:
-        self.heap: list[QueueEntry[T]] = []  # those that left the room early, too, until they come up
-        self.turns: list[int] = []  # arrivals, oldest first: one for each that is here
+        self.heap: list[QueueEntry[T]] = []  # removed entries stay until they reach the top
+        self.turns: list[int] = []  # arrivals, oldest first: one per request
 
-    def give_up(self, arrived_ns: int) -> None:
-        """One request leaves untaken, with its own turn or, if that was used for another, the next."""
+    def remove_turn(self, arrived_ns: int) -> None:
+        """A request is removed without being taken: its own turn goes or, if that is used up, the next one."""
         del self.turns[min(bisect_left(self.turns, arrived_ns), len(self.turns) - 1)]
 
 
 class RequestQueue(Generic[T]):
-    """At most ``limit`` requests, in lanes (one per model) that do not hold each other up."""
+    """At most ``limit`` requests in lanes, which do not wait for each other."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._waiting: dict[str, QueueEntry[T]] = {}
-        self._lanes: dict[str, dict[int, _Class[T]]] = {}  # by lane and rank; only where somebody waits
+        self._lanes: dict[str, dict[int, _Class[T]]] = {}  # by lane and rank; none is empty
         self._deadlines: list[tuple[int, int, str]] = []
         self._order = 0
 
@@ -72,15 +72,15 @@ class RequestQueue(Generic[T]):
 
     @property
     def lanes(self) -> list[str]:
-        """Lanes in which somebody waits."""
+        """Lanes with requests."""
         return list(self._lanes)
 
     def push(self, id: str, item: T, *, rank: int, arrived_ns: int, deadline_ns: int, lane: str = "") -> bool:
-        """Let a request in; False: the room is full, or it is in already.
+        """Add a request; False: the queue is full, or has it already.
 
         Args:
             rank: of its class, 0 is served first (``Priority.rank``).
-            arrived_ns: when it first asked, also if it comes back, so that it keeps its turn.
+            arrived_ns: its first arrival, also when it is requeued, so that it keeps its turn.
         """
         if id in self._waiting or len(self._waiting) >= self.limit:
             return False
@@ -96,12 +96,12 @@ class RequestQueue(Generic[T]):
         return True
 
     def turn(self, lane: str = "") -> int | None:
-        """When a lane's turn is, to be compared with other lanes'; None: nobody waits there."""
+        """The turn of a lane; the lane with the lowest is next. None: the lane is empty."""
         classes = self._lanes.get(lane)
         return min(_turn(rank, each) for rank, each in classes.items())[0] if classes else None
 
     def peek(self, lane: str = "") -> QueueEntry[T] | None:
-        """Who is next in a lane."""
+        """The next request of a lane."""
         classes = self._lanes.get(lane)
         if not classes:
             return None
@@ -111,25 +111,25 @@ class RequestQueue(Generic[T]):
         return heap[0]
 
     def pop_best(self, lane: str = "") -> QueueEntry[T] | None:
-        """Take out who is next in a lane."""
+        """Remove and return the next request of a lane."""
         entry = self.peek(lane)
         if entry is not None:
             among = self._lanes[lane][entry.rank]
             heapq.heappop(among.heap)
             del self._waiting[entry.id], among.turns[0]
-            self._forget_empty(entry)
+            self._delete_empty(entry)
         return entry
 
     def remove(self, id: str) -> QueueEntry[T] | None:
-        """Take out one request, wherever it stands."""
+        """Remove and return one request, wherever it stands."""
         entry = self._waiting.pop(id, None)
         if entry is not None:
-            self._lanes[entry.lane][entry.rank].give_up(entry.arrived_ns)
-            self._forget_empty(entry)
+            self._lanes[entry.lane][entry.rank].remove_turn(entry.arrived_ns)
+            self._delete_empty(entry)
         return entry
 
     def expired(self, now_ns: int) -> list[QueueEntry[T]]:
-        """Take out and return everybody whose deadline has come, earliest first."""
+        """Remove and return the requests whose deadline has come, earliest first."""
         late = []
         while self._deadlines and self._deadlines[0][0] <= now_ns:
             _, order, id = heapq.heappop(self._deadlines)
@@ -146,7 +146,7 @@ class RequestQueue(Generic[T]):
             among = classes[entry.rank] = _Class()
         heapq.heappush(among.heap, entry)
 
-    def _forget_empty(self, entry: QueueEntry[T]) -> None:
+    def _delete_empty(self, entry: QueueEntry[T]) -> None:
         classes = self._lanes[entry.lane]
         if not classes[entry.rank].turns:
             del classes[entry.rank]
@@ -154,7 +154,7 @@ class RequestQueue(Generic[T]):
                 del self._lanes[entry.lane]
 
     def _compact(self) -> None:
-        """Drop what is kept of those who left early."""
+        """Remove what is left of removed entries."""
         self._deadlines = [(e.deadline_ns, e.order, e.id) for e in self._waiting.values()]
         heapq.heapify(self._deadlines)
         for classes in self._lanes.values():
@@ -165,7 +165,7 @@ class RequestQueue(Generic[T]):
 
 
 def _turn(rank: int, among: _Class[T]) -> tuple[int, int]:
-    """When a class's turn is; of two at the same time the higher class goes first."""
+    """The turn of a class; of two equal ones the higher class is next."""
     return among.turns[0] + HANDICAP_NS[min(rank, len(HANDICAP_NS) - 1)], rank
 
 

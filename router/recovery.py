@@ -1,119 +1,174 @@
-"""Taking over what a lost worker was doing: fence it, then read how far it had come.
-
-The fence is a token item of the next attempt, stored in the same stream as the tokens, so that for every reader
-the old attempt ends at the same place. What lies before it is what the client has or will get.
-"""
+"""Requests of workers that were lost or that returned them: fence the attempt, then requeue, complete or end it."""
 
 import asyncio
 import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
 
-import msgspec
 import structlog
 
 from infra.bus.connection import Bus
-from infra.bus.direct_get import get, read
+from infra.bus.loop_lag import TimeSlice
 from infra.bus.publisher import Publisher
-from schemas import jobs, requests, tokens, wire
+from router.background import BackgroundTasks
+from router.cluster_state import ClusterState
+from router.fencing import InterruptedAttempt, fence
+from router.load import ActiveRequest
+from router.metrics import Metrics
+from router.pending import PendingRequest
+from router.terminal_publisher import TerminalPublisher
+from schemas import jobs, wire
 from schemas.errors import Code, ServingError
-from schemas.reassembly import Progress, replay, scores
-from schemas.requests import GenerateRequest
-from schemas.streams import CLOCK_SKEW_NS
-from schemas.subjects import HEADER_MSG_ID
-from schemas.tokens import WHOLE_REQUEST, Logprob, TokenBatch, TokenItem
+from schemas.tokens import carried
 
 log = structlog.get_logger("router")
 
-
-class Orphan(msgspec.Struct):
-    """An attempt that cannot come to its end. The fields with defaults are filled by ``recover``."""
-
-    request_id: str
-    attempt: int
-    worker: str
-    gateway: str
-    work_seq: int  # of its job, or of its newest hand-over, in WORK
-    raw: bytes = b""
-    request: GenerateRequest | None = None
-    progress: list[Progress] = []
-    revision: str = ""  # of the model, that it ran in
-    scores: tuple[Logprob, ...] = ()  # of the prompt's tokens 1 .., as far as they were streamed
+SCAN_S = 1.0
+RETURNS_REMEMBERED = 50_000
+UNKNOWN_S = 30.0  # a return of an unknown request is remembered for so long: its job may be read later
+WORKER_LOST = "worker_lost"
 
 
-async def recover(bus: Bus, publisher: Publisher, router: str, orphans: list[Orphan]) -> list[Orphan]:
-    """Fence the attempts and find out what each had streamed; those whose job cannot be found are left out.
-
-    Raises:
-        ServingError: the broker did not answer; nothing is lost, try again.
+class Recovery:
     """
-    found = []
-    for orphan in orphans:
-        if await _load_job(bus, orphan):
-            found.append(orphan)
-    gateways: dict[str, list[Orphan]] = {}
-    for orphan in found:
-        gateways.setdefault(orphan.gateway, []).append(orphan)
-    for gateway, group in gateways.items():
-        await _read_progress(bus, gateway, group, await _fence(bus, publisher, router, gateway, group))
-    return found
+    Args:
+        router: id of this router.
+        place: gives a later attempt to a worker, or holds it.
+    """
 
+    def __init__(
+        self,
+        bus: Bus,
+        publisher: Publisher,
+        router: str,
+        *,
+        cluster: ClusterState,
+        terminal: TerminalPublisher,
+        background: BackgroundTasks,
+        metrics: Metrics,
+        max_attempts: int,
+        place: Callable[[PendingRequest], Awaitable[bool]],
+    ) -> None:
+        self._bus = bus
+        self._publisher = publisher
+        self._router = router
+        self._cluster = cluster
+        self._terminal = terminal
+        self._background = background
+        self._metrics = metrics
+        self._max_attempts = max_attempts
+        self._place = place
+        self._returned: OrderedDict[str, tuple[int, str, float]] = OrderedDict()  # request -> attempt, reason, when
+        self._recovering: set[tuple[str, int]] = set()
+        self._time_slice = TimeSlice()
 
-async def _load_job(bus: Bus, orphan: Orphan) -> bool:
-    """The job as it was published, or handed over between stages, from its place in WORK."""
-    if not orphan.work_seq:
-        return False
-    stream = bus.subjects.stream("WORK")
-    try:
-        entry = await get(bus, stream, orphan.work_seq)
-        if entry is None:
-            log.error("job_not_found", request=orphan.request_id, seq=orphan.work_seq)
-            return False
-        work = jobs.decode(entry.data)
-        named = entry.headers.get(HEADER_MSG_ID, "").split(":")[:2]
-        if named == [orphan.request_id, str(orphan.attempt)] and not isinstance(work, jobs.Revoke):
-            job = work if isinstance(work, jobs.Job) else jobs.decode_job(bytes(work.job))
-            orphan.raw = bytes(job.request)
-            orphan.revision = job.decision.revision
-            orphan.request = requests.decode(orphan.raw)
-            return True
-        log.error("job_not_found", request=orphan.request_id, seq=orphan.work_seq)
-    except msgspec.MsgspecError as error:  # of a newer version, perhaps; the others must not wait for it
-        log.error("job_unreadable", request=orphan.request_id, seq=orphan.work_seq, error=str(error))
-    return False
+    def on_worker_lost(self, worker: str, why: str, requests: list[ActiveRequest]) -> None:
+        log.warning("worker_lost", worker=worker, why=why, requests=len(requests))
+        self._metrics.lost.inc()
+        if requests:
+            self._background.spawn(self.recover(requests, WORKER_LOST), f"recover-{worker}")
 
+    def on_stranded(self, entry: ActiveRequest) -> None:
+        """A request was sent to a worker that had left before, or is on its way to one."""
+        self._background.spawn(self.recover([entry], WORKER_LOST), f"recover-{entry.request}")
 
-async def _fence(bus: Bus, publisher: Publisher, router: str, gateway: str, group: list[Orphan]) -> int:
-    """Void the attempts' further output; returns the sequence behind which nothing of them counts."""
-    subject = bus.subjects.tokens(gateway)
-    waits = []
-    for orphan in group:
-        item = TokenItem(orphan.request_id, orphan.attempt + 1, WHOLE_REQUEST, 0)
-        batch = TokenBatch(router, 0, time.time_ns(), (item,))
-        msg_id = f"{orphan.request_id}:{orphan.attempt + 1}:fence"
-        waits.append(await publisher.send(subject, wire.encode(batch), msg_id, timeout=10.0))
-    return max(ack.seq for ack in await asyncio.gather(*waits))
+    def on_returned(self, request_id: str, attempt: int, why: str) -> None:
+        """A worker returned an attempt."""
+        reason = f"returned: {why}"[:200]
+        self._returned[request_id] = (attempt, reason, time.monotonic())
+        if len(self._returned) > RETURNS_REMEMBERED:
+            self._returned.popitem(last=False)
+        entry = self._cluster.tracker.request(request_id)
+        if entry is not None and entry.attempt == attempt:
+            self._background.spawn(self.recover([entry], reason), f"recover-{request_id}")
 
+    async def scan(self) -> None:
+        """Look for orphans and unhandled returns every second, whichever router placed them; never returns."""
+        while True:
+            await asyncio.sleep(SCAN_S)
+            orphans = self._cluster.orphans()
+            if orphans:
+                await self.recover(orphans, WORKER_LOST)
+            for reason, entries in self._unhandled_returns(time.monotonic()).items():
+                await self.recover(entries, reason)
 
-async def _read_progress(bus: Bus, gateway: str, group: list[Orphan], until_seq: int) -> None:
-    wanted: dict[str, list[TokenItem]] = {orphan.request_id: [] for orphan in group}
-    since = min(orphan.request.created_ns for orphan in group if orphan.request is not None) - CLOCK_SKEW_NS
-    stream, subject = bus.subjects.stream("TOKENS"), bus.subjects.tokens(gateway)
-    async for entry in read(bus, stream, subject, since_ns=since, until_seq=until_seq):
+    async def recover(self, entries: list[ActiveRequest], reason: str) -> None:
+        """Requeue requests behind the tokens that they have streamed."""
+        fresh = [entry for entry in entries if (entry.request, entry.attempt) not in self._recovering]
+        if not fresh:
+            return
+        names = {(entry.request, entry.attempt) for entry in fresh}
+        self._recovering |= names
         try:
-            items = tokens.decode(entry.data).items
-        except msgspec.MsgspecError as error:
-            log.error("token_batch_unreadable", subject=subject, seq=entry.seq, error=str(error))
-            continue
-        for item in items:
-            if item.request in wanted:
-                wanted[item.request].append(item)
-    for orphan in group:
-        assert orphan.request is not None
-        found = wanted[orphan.request_id]
-        if not any(item.attempt == orphan.attempt + 1 for item in found):
-            raise ServingError(Code.broker_unavailable, f"the fence of {orphan.request_id} cannot be read back yet")
-        orphan.progress = replay(found, orphan.request.n)
-        if orphan.request.sampling.prompt_logprobs is not None:
-            orphan.scores = scores(found)
+            attempts = [InterruptedAttempt(e.request, e.attempt, e.worker, e.gateway, e.seq) for e in fresh]
+            for found in await fence(self._bus, self._publisher, self._router, attempts):
+                await self._continue(found, reason)
+                await self._time_slice.yield_if_spent()
+        except ServingError as error:
+            log.warning("recovery_postponed", error=error.message, requests=len(fresh))
+        finally:
+            self._recovering -= names
+
+    def _unhandled_returns(self, now: float) -> dict[str, list[ActiveRequest]]:
+        """By reason: returns that were read before their job, or whose recovery failed."""
+        found: dict[str, list[ActiveRequest]] = {}
+        for request_id, (attempt, reason, since) in list(self._returned.items()):
+            entry = self._cluster.tracker.request(request_id)
+            if entry is not None and entry.attempt == attempt:
+                found.setdefault(reason, []).append(entry)
+            elif entry is not None or now - since > UNKNOWN_S or self._cluster.tracker.ended(request_id):
+                del self._returned[request_id]
+        return found
+
+    async def _continue(self, attempt: InterruptedAttempt, reason: str) -> None:
+        entry = self._cluster.tracker.request(attempt.request_id)
+        if entry is None or entry.attempt != attempt.attempt:
+            return  # its terminal event, or the decision of another router, was read in the meantime
+        if reason == WORKER_LOST:
+            await self._revoke(entry)
+        pending = _next_attempt(attempt, reason, time.time_ns())
+        if len(pending.finished) == pending.request.n:
+            self._terminal.complete(attempt)
+        elif pending.attempt > self._max_attempts:
+            message = f"{attempt.attempt} workers in turn were lost or failed while they ran this request ({reason})"
+            self._terminal.end(pending, Code.worker_lost, message)
+        else:
+            log.info("request_requeued", request=attempt.request_id, attempt=pending.attempt, reason=reason)
+            self._cluster.tracker.end_attempt(attempt.request_id, attempt.attempt)
+            await self._place(pending)
+
+    async def _revoke(self, entry: ActiveRequest) -> None:
+        """Stop the worker of the present stage: the attempt is void since a worker of a later stage is lost."""
+        holder = self._cluster.tracker.worker(entry.worker)
+        if holder is None or not entry.later:
+            return
+        try:
+            stored = await self._publisher.send(
+                self._bus.subjects.work(holder.role, holder.worker),
+                wire.encode(jobs.Revoke(entry.request, entry.attempt)),
+                f"{entry.request}:{entry.attempt}:revoke",
+            )
+            stored.add_done_callback(lambda future: future.cancelled() or future.exception())
+        except ServingError as error:  # the worker computes in vain; the answer is not affected
+            log.warning("attempt_not_revoked", request=entry.request, worker=entry.worker, error=error.message)
 
 
-__all__ = ["Orphan", "recover"]
+def _next_attempt(attempt: InterruptedAttempt, reason: str, now_ns: int) -> PendingRequest:
+    request, progress = attempt.request, attempt.progress
+    assert request is not None
+    wants_logprobs = request.sampling.logprobs is not None
+    return PendingRequest(
+        request,
+        attempt.raw,
+        "",
+        now_ns,
+        attempt=attempt.attempt + 1,
+        resume=tuple(part.tokens for part in progress),
+        finished=tuple(i for i, part in enumerate(progress) if part.finish is not None),
+        endings=tuple(part.finish for part in progress if part.finish is not None),
+        reason=reason,
+        revision=attempt.revision,
+        logprobs=tuple(carried(part.logprobs) for part in progress) if wants_logprobs else (),
+        scores=carried(attempt.scores),
+        scored=len(attempt.scores) + 1 if attempt.scores else 0,
+    )

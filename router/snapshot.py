@@ -1,6 +1,6 @@
-"""A router's load state in the object store, so that a restart reads the tail of the logs and not their last hour.
+"""A router's load state in the object store: a restart reads the tail of the logs instead of their last hour.
 
-It is made in parts, between which the event loop goes on; each is stored behind its length.
+The state is made in parts, and the event loop runs in between. Each part is stored after its length.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ _LENGTH = 4  # bytes
 
 
 class Snapshot(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The fold of WORK and DONE up to these stream sequences, and perhaps somewhat further."""
+    """The head of a snapshot: the fold of WORK and DONE up to these sequences, and perhaps somewhat further."""
 
     taken_ns: int
     work_seq: int
@@ -36,7 +36,7 @@ _decode = wire.decoder(Snapshot)
 
 
 class Snapshots:
-    """One object per router name; a newer one replaces it. Losing it costs time at the next start, nothing else."""
+    """One object per router name, replaced by newer ones. Losing it only makes the next start slower."""
 
     def __init__(self, bus: Bus, router: str) -> None:
         self._bus = bus
@@ -54,7 +54,7 @@ class Snapshots:
     async def save(self, snapshot: Snapshot, parts: Sequence[bytes]) -> None:
         """
         Args:
-            parts: by ``encode_part``.
+            parts: as made by ``encode_part``.
         """
         try:
             data = _join([wire.encode(snapshot), *parts])
@@ -70,7 +70,7 @@ def _join(parts: Sequence[bytes]) -> bytes:
 def _split(data: bytes) -> Iterator[bytes]:
     """
     Raises:
-        ValueError: cut off, or something else.
+        ValueError: the data is truncated, or no snapshot.
     """
     at = 0
     while at < len(data) or not at:

@@ -1,4 +1,4 @@
-"""The ends that a router tells: of requests that no worker will run, and of those that lack only the last word."""
+"""Terminal events that a router makes: of requests that no worker will run, or whose terminal event is missing."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ _FAILED = ("error", "cancelled")
 
 
 def last_item(request: GenerateRequest, attempt: int, code: Code, message: str) -> TokenItem:
-    """What the gateway reads in place of further tokens."""
+    """The token item that the gateway reads in place of further tokens."""
     finish = Finish(_reason(code), None, 0, code.value, message)
     return TokenItem(request.id, attempt, WHOLE_REQUEST, 0, b"", finish)
 
@@ -27,11 +27,11 @@ def refused(
     message: str,
     now_ns: int,
 ) -> done.Done:
-    """The terminal event of a request that goes to no (further) worker.
+    """The terminal event of a request that gets no worker, or no further one.
 
     Args:
         raw: the request as it was stored.
-        streamed: packed u32 per choice.
+        streamed: tokens per choice, packed u32.
     """
     return done.Done(
         request=request.id,
@@ -58,7 +58,7 @@ def completed(
     scores: Sequence[Logprob],
     now_ns: int,
 ) -> done.Done:
-    """The terminal event that a worker had no time for: all its choices had ended in the token log."""
+    """The terminal event that a lost worker did not publish: all choices had finished in the token log."""
     finishes = [part.finish or Finish("") for part in progress]
     failed = next((finish for finish in finishes if finish.reason in _FAILED), Finish(""))
     return done.Done(

@@ -37,7 +37,7 @@ class Routing:
 
     @property
     def waiting(self) -> list[str]:
-        return [entry.id for entry in self.router._queue]
+        return [pending.request.id for pending in self.router._held]
 
     @property
     def unfinished(self) -> dict[str, tuple[int, str]]:

@@ -12,7 +12,7 @@ from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
 from infra.bus.direct_get import Entry, get, read
 from infra.bus.publisher import Publisher
-from router.job_retention import Keeping, stages
+from router.job_retention import JobRetention, parse_stage
 from router.load_tracker import LoadTracker
 from schemas.jobs import LoadHeader
 from schemas.streams import StreamSpec, topology
@@ -33,7 +33,7 @@ class Log:
 
     def __init__(self, bus: Bus, publisher: Publisher) -> None:
         self.bus, self.publisher = bus, publisher
-        self.keeping = Keeping(bus, publisher)
+        self.retention = JobRetention(bus, publisher)
         self.stream = bus.subjects.stream("WORK")
         self.running: dict[str, Running] = {}
         self.count = 0
@@ -48,12 +48,12 @@ class Log:
         return Running(name, ack.seq, body)
 
     async def look(self) -> None:
-        await self.keeping.look(self.running.values())
+        await self.retention.check(self.running.values())
         after = self.copies[-1].seq if self.copies else 0
         async for entry in read(self.bus, self.stream, self.bus.subjects.kept("*", "*"), after=after):
             self.copies.append(entry)
             request, _, *rest = entry.headers[HEADER_MSG_ID].split(":")
-            assert stages(rest)[1]
+            assert parse_stage(rest)[1]
             if request in self.running:
                 self.running[request].seq = entry.seq
 
@@ -80,7 +80,7 @@ async def test_running_jobs_outlive_three_times_the_stream_and_refuse_nobody(log
     for _ in range(3 * SIZE // BODY):
         await log.place(bytes(BODY))
         await log.look()
-        assert not log.keeping.full
+        assert not log.retention.full
     state = (await log.bus.js.stream_info(log.stream)).state
     assert state.first_seq > 2 * SIZE // BODY  # the jobs' own messages are long gone
     for running in log.running.values():
@@ -89,12 +89,12 @@ async def test_running_jobs_outlive_three_times_the_stream_and_refuse_nobody(log
         assert entry.data == running.body
         assert entry.headers[HEADER_LOAD] == "x"
     names = [entry.headers[HEADER_MSG_ID].split(":") for entry in log.copies]
-    assert {tuple(stages(name[2:])[0]) for name in names if name[0] == "r2"} == {("decode",)}
+    assert {tuple(parse_stage(name[2:])[0]) for name in names if name[0] == "r2"} == {("decode",)}
     assert len(log.copies) < 3 * 10  # a copy each half stream, not at each look
 
 
 async def test_unfinished_jobs_that_fill_the_stream_stop_new_work_and_are_not_copied(log: Log) -> None:
-    while not log.keeping.full:
+    while not log.retention.full:
         running = await log.place(bytes(BODY))
         log.running[running.request] = running
         await log.look()
@@ -104,7 +104,7 @@ async def test_unfinished_jobs_that_fill_the_stream_stop_new_work_and_are_not_co
     assert 0.79 * SIZE < state.bytes < 0.9 * SIZE
     log.running.clear()
     await log.look()
-    assert not log.keeping.full
+    assert not log.retention.full
 
 
 def test_a_copy_tells_where_the_job_is_and_changes_nothing_else() -> None:
@@ -122,6 +122,6 @@ def test_a_copy_tells_where_the_job_is_and_changes_nothing_else() -> None:
 
 
 def test_a_copy_s_name_is_the_job_s_own_and_a_mark() -> None:
-    assert stages([]) == ([], False)
-    assert stages(["decode"]) == (["decode"], False)
-    assert stages(["decode", KEPT, "17"]) == (["decode"], True)
+    assert parse_stage([]) == ([], False)
+    assert parse_stage(["decode"]) == (["decode"], False)
+    assert parse_stage(["decode", KEPT, "17"]) == (["decode"], True)

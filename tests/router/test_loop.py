@@ -114,8 +114,8 @@ async def test_snapshots_sweeps_and_dumps_do_not_hold_up_the_loop(
     for number in range(20):
         cluster.index.forget(f"w{number:04}")
     while cluster.index._holders.retired:
-        await one.router._sweep_once(time.time_ns(), time.monotonic())
-    assert await cluster._load([dump])
+        await one.router._maintenance.sweep(time.time_ns(), time.monotonic())
+    assert await cluster._loader.load([dump])
     assert cluster.index.held(("w0500", 0)) == 100_000
     await rest()
     callbacks.check()

@@ -6,9 +6,9 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.cluster_state import _by_rank
 from router.holders import keys_view
 from router.index import PrefixIndex
+from router.index_loader import by_rank
 from router.load_tracker import LoadTracker
 from router.policy import decide
 from router.routing import RoutingContext, RoutingRequest, Weights
@@ -72,7 +72,7 @@ STEPS = st.lists(
 @given(STEPS)
 def test_every_rank_is_known_as_it_is_though_batches_of_some_are_lost(steps: list[tuple[int, list[int], bool]]) -> None:
     worker, index = Worker(), PrefixIndex(10_000)
-    assert all(index.load_dump(pages) for pages in _by_rank(worker.dump()))
+    assert all(index.load_dump(pages) for pages in by_rank(worker.dump()))
     lost: set[int] = set()
     for rank, prompt, heard in steps:
         for batch in worker.run(prompt, rank):
@@ -82,7 +82,7 @@ def test_every_rank_is_known_as_it_is_though_batches_of_some_are_lost(steps: lis
                 assert batch.rank not in lost
             else:
                 assert batch.rank in lost, "the loss of one rank's batch makes another unknown"
-                assert all(index.load_dump(pages) for pages in _by_rank(worker.dump()))
+                assert all(index.load_dump(pages) for pages in by_rank(worker.dump()))
                 lost.clear()
         for each in set(range(RANKS)) - lost:
             assert index.held(("w", each)) == len(worker.held(each))

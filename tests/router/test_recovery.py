@@ -9,8 +9,8 @@ import pytest
 
 from infra.broker.server import EmbeddedNats
 from infra.bus.direct_get import read
-from router import cluster_state, service
-from router.recovery import Orphan, recover
+from router import cluster_state, recovery
+from router.fencing import InterruptedAttempt, fence
 from schemas import done, jobs, tokens, wire
 from schemas.errors import Code, ServingError
 from schemas.requests import GenerateRequest
@@ -23,7 +23,7 @@ from tests.workers.support import DRAWN, GATEWAY, Record, WorkerHarness, answer,
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "ORPHANS_S", 0.1)
+    monkeypatch.setattr(recovery, "SCAN_S", 0.1)
 
 
 async def lose(clients: Clients, stub: Stub) -> None:
@@ -201,14 +201,14 @@ async def test_a_return_that_could_not_be_handled_is_handled_later(
     stub = await on(clients, one, "w1", asked)
     tries = 0
 
-    async def fails_first(*args: Any) -> list[Orphan]:
+    async def fails_first(*args: Any) -> list[InterruptedAttempt]:
         nonlocal tries
         tries += 1
         if tries == 1:
             raise ServingError(Code.broker_unavailable, "not now")
-        return await recover(*args)
+        return await fence(*args)
 
-    monkeypatch.setattr(service, "recover", fails_first)
+    monkeypatch.setattr(recovery, "fence", fails_first)
     await stub.hand_back(asked)
     worker, _ = await clients.placed(asked, 2)
     assert worker == "w1"
@@ -313,7 +313,7 @@ async def test_a_broken_connection_is_heard_of_long_before_the_lease_ends(
             assert time.monotonic() - began < 2.0
             assert (end.worker, end.attempt) == (other.id, 2)
             assert record.streamed(asked) == answer(asked)
-        worker.engine.release()
+        worker.engine.resume()
 
 
 async def test_no_answer_suffers_when_workers_die_and_drain_under_load(
@@ -358,16 +358,16 @@ async def test_recover_fences_first_and_leaves_out_what_has_no_job(
     seq = await record.give("w1", asked)
     await record.say(asked, 1, [1, 2])
     orphans = [
-        Orphan(asked.id, 1, "w1", GATEWAY, seq),
-        Orphan(other.id, 1, "w1", GATEWAY, 0),  # not in the log yet
-        Orphan(other.id, 1, "w1", GATEWAY, seq),  # another request's job
+        InterruptedAttempt(asked.id, 1, "w1", GATEWAY, seq),
+        InterruptedAttempt(other.id, 1, "w1", GATEWAY, 0),  # not in the log yet
+        InterruptedAttempt(other.id, 1, "w1", GATEWAY, seq),  # another request's job
     ]
-    found = await recover(one.bus, one.publisher, "r", orphans)
+    found = await fence(one.bus, one.publisher, "r", orphans)
     assert [orphan.request_id for orphan in found] == [asked.id]
     assert found[0].request == asked
     assert found[0].raw == wire.encode(asked)
     assert [ids(part.tokens) for part in found[0].progress] == [[1, 2]]
-    again = await recover(one.bus, one.publisher, "r2", orphans[:1])  # by another replica
+    again = await fence(one.bus, one.publisher, "r2", orphans[:1])  # by another replica
     assert [ids(part.tokens) for part in again[0].progress] == [[1, 2]]
     stream, subject = record.bus.subjects.stream("TOKENS"), record.bus.subjects.tokens(GATEWAY)
     said = [item async for entry in read(record.bus, stream, subject) for item in tokens.decode(entry.data).items]

@@ -23,7 +23,7 @@ async def test_one_revision_serves_and_the_next_takes_over_when_it_drains(client
     moved = [request(revision=pin) for pin in ("", "old")]
     await clients.ask(*moved)
     assert [(await clients.placed(each))[0] for each in moved] == ["a-new", "a-new"]
-    assert one.metric("penstock_router_repinned_total") == 1
+    assert one.metric("penstock_router_revision_moves_total") == 1
 
 
 async def test_a_worker_that_is_named_is_taken_whatever_revision_serves(clients: Clients, one: Routing) -> None:

@@ -11,10 +11,11 @@ from structlog.testing import capture_logs
 
 from infra.broker.server import EmbeddedNats
 from infra.bus.puller import ACK, NAK
-from router import service
+from router import decider
 from router.index import PrefixIndex
+from router.maintenance import CLAIM_S
 from router.routing import RoutingContext, RoutingDecision
-from router.service import RENEW_S, Router
+from router.service import Router
 from schemas import control, fleet, jobs, kv, wire
 from schemas.blocks import keys_of
 from schemas.errors import Code
@@ -164,14 +165,14 @@ async def test_what_fails_while_a_request_is_placed_fails_for_that_request_only(
     await clients.stub("w1", slots=100)
     await one.knows("w1")
     bad, good = request(), request()
-    decide = service.decide
+    decide = decider.decide
 
     def failing(context: RoutingContext) -> RoutingDecision:
-        if context.request.prompt_tokens == len(bad.prompt) // 4 and one.router._turn == 1:
+        if context.request.prompt_tokens == len(bad.prompt) // 4 and one.router._decider._decisions == 1:
             raise ZeroDivisionError("by a bug")
         return decide(context)
 
-    monkeypatch.setattr(service, "decide", failing)
+    monkeypatch.setattr(decider, "decide", failing)
     await clients.ask(bad, good)
     message = await is_ended_by_the_router(record, bad, Code.internal)
     assert "ZeroDivisionError" in message
@@ -188,7 +189,7 @@ async def test_a_routers_task_that_fails_ends_the_process_in_order(
     def broken(*_: Any) -> None:
         raise ZeroDivisionError("by a bug")
 
-    monkeypatch.setattr(one.router.cluster, "upkeep", broken)
+    monkeypatch.setattr(one.router.cluster, "maintain", broken)
     await eventually(lambda: failures)
     assert isinstance(failures[0], ZeroDivisionError)
 
@@ -436,7 +437,7 @@ async def test_what_a_killed_router_held_is_placed_within_two_seconds(
             await clients.ask(*asked)
             await eventually(lambda one=one: len(one.waiting) == 10)
             two = await stack.enter_async_context(routing(broker, pipeline)) if survivor else None
-            await asyncio.sleep(2 * RENEW_S)  # its claims are renewed by now
+            await asyncio.sleep(2 * CLAIM_S)  # its claims are renewed by now
             assert two is None or not two.waiting
             await one.kill()
             killed = time.monotonic()
@@ -488,7 +489,7 @@ async def test_a_router_that_starts_knows_the_loads_from_the_logs(
             ghost = request()
             load = jobs.LoadHeader(len(ghost.prompt) // 4, 0, ghost.gateway, ghost.deadline_ns, "standard")
             route = (Stage("aggregated", "w2"),)
-            one.router.cluster.placed(ghost, 1, route, load, keys_of(ghost.digests), time.time_ns())
+            one.router.cluster.admit(ghost.id, 1, route, load, keys_of(ghost.digests), time.time_ns())
             await one.router.cluster.save()
             one.router.cluster.tracker.release(ghost.id, 1)
         await clients.ask(*asked[4:])

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from infra.broker.server import EmbeddedNats
-from router import cluster_state, encoders, service
+from router import cluster_state, encoders, recovery
 from router.load import Load, RoutingTarget
 from schemas import jobs, wire
 from schemas.errors import Code
@@ -258,7 +258,7 @@ async def test_an_image_waits_for_the_encode_worker_of_a_fleet_that_is_built_for
 @pytest.fixture
 def only_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the sweep for orphans."""
-    monkeypatch.setattr(service, "ORPHANS_S", 3600.0)
+    monkeypatch.setattr(recovery, "SCAN_S", 3600.0)
 
 
 @pytest.mark.usefixtures("only_at_once")
@@ -328,7 +328,7 @@ async def test_a_router_that_starts_finds_what_was_handed_to_a_dead_worker(
     broker: EmbeddedNats, pipeline: Subjects, clients: Clients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster_state, "SETTLE_S", 0.3)
-    monkeypatch.setattr(service, "ORPHANS_S", 0.1)
+    monkeypatch.setattr(recovery, "SCAN_S", 0.1)
     asked, kept = request(LONG), request([7, *LONG])
     async with routing(broker, pipeline) as one:
         stubs = await fleet(clients, one, p="prefill", d1="decode")

@@ -14,7 +14,7 @@ from gateway.metrics import Metrics
 from infra.broker.apply import apply
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
-from router.stragglers import sequence
+from router.request_retention import sequence
 from schemas.requests import Priority
 from schemas.streams import StreamSpec, topology
 from schemas.subjects import Subjects

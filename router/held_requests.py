@@ -1,0 +1,123 @@
+"""The requests that a router holds until a worker has capacity, bounded by class and by model. No clock, no NATS."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from router.pending import PendingRequest, lane
+from router.queue import QueueEntry, RequestQueue
+from schemas.requests import Priority
+
+UNBOUNDED = 1 << 30  # of the queue: classes are bounded before a request is read from the log
+
+
+class HeldRequests:
+    """
+    Args:
+        max_pending: requests held per class. Models without a worker may take a quarter of it together, each other
+            model half, so that one model's requests leave space for those of others.
+        local_prefill_tokens: longer prompts may need a prefill worker, and wait in a lane of their own.
+    """
+
+    def __init__(self, max_pending: int, local_prefill_tokens: int) -> None:
+        self._max_pending = max_pending
+        self._local_prefill_tokens = local_prefill_tokens
+        self._queue: RequestQueue[PendingRequest] = RequestQueue(UNBOUNDED)
+        self._held = dict.fromkeys(Priority, 0)
+        self._shares: Counter[tuple[Priority, str]] = Counter()
+        self._deferred: dict[str, str] = {}  # request -> reply, of requests that the broker will deliver again
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._queue
+
+    def __iter__(self) -> Iterator[PendingRequest]:
+        return (entry.item for entry in self._queue)
+
+    def space(self, priority: Priority) -> int:
+        """Further requests of a class that may be read from the log."""
+        return max(0, self._max_pending - self._held[priority])
+
+    def hold(self, pending: PendingRequest, serving: int, registered: int) -> bool:
+        """Hold a request; False: its model has its share of the space, and its message must be delivered again later.
+
+        A later attempt, which has no message, is always held.
+
+        Args:
+            serving: number of workers that serve its model.
+            registered: number of all workers.
+        """
+        request = pending.request
+        if pending.reply and serving != registered and self._share_is_full(pending, serving):
+            self._deferred[request.id] = pending.reply
+            return False
+        entered = self._queue.push(
+            request.id,
+            pending,
+            rank=request.priority.rank,
+            arrived_ns=request.created_ns,
+            deadline_ns=request.deadline_ns,
+            lane=lane(pending, self._local_prefill_tokens),
+        )
+        if entered:
+            self._held[request.priority] += 1
+            self._shares[request.priority, pending.share] += 1
+        return True
+
+    def remove(self, request_id: str) -> PendingRequest | None:
+        return self._removed(self._queue.remove(request_id))
+
+    def expired(self, now_ns: int) -> list[PendingRequest]:
+        """Remove and return the requests whose deadline has passed."""
+        found = [self._removed(entry) for entry in self._queue.expired(now_ns)]
+        return [pending for pending in found if pending is not None]
+
+    def heads(self) -> list[tuple[int, str]]:
+        """The turn and the name of every lane."""
+        lanes = self._queue.lanes
+        return [(turn, name) for name in lanes if (turn := self._queue.turn(name)) is not None]
+
+    def turn(self, lane_name: str) -> int | None:
+        return self._queue.turn(lane_name)
+
+    def pop(self, lane_name: str) -> PendingRequest | None:
+        """Remove and return the next request of a lane."""
+        return self._removed(self._queue.pop_best(lane_name))
+
+    def unacknowledged(self, *, reading: bool) -> list[tuple[str, str]]:
+        """(request, reply) of the requests deferred since the last call, and of held ones.
+
+        Held requests are left out where this router reads no more of their class: a copy would be stored behind
+        requests that no router has read.
+
+        Args:
+            reading: whether this router reads requests at all.
+        """
+        deferred, self._deferred = self._deferred, {}
+        held = {
+            pending.request.id: pending.reply
+            for pending in self
+            if reading and pending.reply and self.space(pending.request.priority)
+        }
+        return list((deferred | held).items())
+
+    def release(self, request_id: str, reply: str) -> None:
+        """Remove a request if it is held with this message; a copy of it was published."""
+        entry = self._queue.get(request_id)
+        if entry is not None and entry.item.reply == reply:
+            self.remove(request_id)
+
+    def _share_is_full(self, pending: PendingRequest, serving: int) -> bool:
+        pending.share = pending.request.model if serving else ""
+        limit = self._max_pending // (2 if serving else 4)
+        return self._shares[pending.request.priority, pending.share] >= max(1, limit)
+
+    def _removed(self, entry: QueueEntry[PendingRequest] | None) -> PendingRequest | None:
+        if entry is None:
+            return None
+        pending = entry.item
+        priority = pending.request.priority
+        self._held[priority] -= 1
+        self._shares[priority, pending.share] -= 1
+        return pending

@@ -1,0 +1,76 @@
+"""The message that sends a request to its first worker. Pure."""
+
+from typing import NamedTuple
+
+import msgspec
+
+from router.pending import PendingRequest
+from router.routing import RoutingDecision
+from schemas.fleet import Registration
+from schemas.jobs import Decision, Job, LoadHeader
+
+
+class Positions(NamedTuple):
+    """Stream sequences that a router has folded."""
+
+    kv: int
+    work: int
+    done: int
+
+
+def build_job(
+    pending: PendingRequest,
+    decision: RoutingDecision,
+    *,
+    mode: str,
+    router: str,
+    revision: str,
+    prompt_blocks: int,
+    positions: Positions,
+    now_ns: int,
+) -> Job:
+    """The job, with the record of the decision. ``decision.route`` must not be empty."""
+    route, first = decision.route, decision.route[0]
+    record = Decision(
+        mode=mode,
+        chosen=first.worker,
+        router=router,
+        at_ns=now_ns,
+        candidates=decision.candidates,
+        prompt_blocks=prompt_blocks,
+        waited_ns=now_ns - pending.since_ns,
+        kv_seq=positions.kv,
+        work_seq=positions.work,
+        done_seq=positions.done,
+        rank=first.rank,
+        reason=pending.reason,
+        route=route if len(route) > 1 else (),
+        how=decision.how,
+        revision=revision,
+    )
+    return Job(
+        request=msgspec.Raw(pending.raw),
+        attempt=pending.attempt,
+        decision=record,
+        resume=pending.resume,
+        finished=pending.finished,
+        endings=pending.endings,
+        route=route[1:],
+        scored=pending.scored,
+        logprobs=pending.logprobs,
+        scores=pending.scores,
+    )
+
+
+def build_load(pending: PendingRequest, decision: RoutingDecision, prefill: Registration) -> LoadHeader:
+    """What other routers fold of the job without reading its body; ``prefill``: the worker that computes the prompt."""
+    request, route = pending.request, decision.route
+    return LoadHeader(
+        len(request.prompt) // 4,
+        decision.overlap_blocks * prefill.block_size,
+        request.gateway,
+        request.deadline_ns,
+        request.priority.value,
+        request.n,
+        route if len(route) > 1 or route[0].rank else (),
+    )
