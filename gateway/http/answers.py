@@ -17,9 +17,10 @@ import structlog
 from gateway.http.connections import SCOPE, Connection
 from gateway.http.idempotency import ClientIds, read_client_ids, submit_once, with_client_id
 from gateway.log.inflight import InflightRequest
+from gateway.openai.aggregator import AnswerAggregator
 from gateway.openai.prepare import PreparedRequest
-from gateway.openai.render import AnswerAggregator, StreamRenderer
 from gateway.openai.responses import error_body, stopping
+from gateway.openai.stream_renderer import StreamRenderer
 from gateway.service import Gateway
 from gateway.tracing import from_http_headers, with_trace
 from schemas.errors import Code, ServingError
@@ -197,8 +198,7 @@ class Responder:
                 try:
                     data = renderer.push(await (inflight.take() if started else inflight.take_within(HEAD_S)))
                 except ServingError as error:
-                    renderer.error = renderer.error or error
-                    data = renderer.fail(error, over=error.code is not Code.shutting_down)
+                    data = renderer.fail(error, finished=error.code is not Code.shutting_down)
                 if not started:
                     if renderer.error is not None:
                         raise renderer.error

@@ -8,7 +8,7 @@ from gateway.http.answers import encode_answer
 from gateway.images.responses import ImageAggregator
 from gateway.log.lookup import StoredRequest
 from gateway.log.records import has_output, is_whole
-from gateway.openai.render import AnswerAggregator
+from gateway.openai.aggregator import AnswerAggregator
 from gateway.openai.responses import Status, error_body
 from gateway.service import Gateway
 from schemas import done

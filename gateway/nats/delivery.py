@@ -10,7 +10,7 @@ from gateway.log.inflight import InflightRequest
 from gateway.log.records import has_output, is_whole
 from gateway.nats.messages import AnswerMessage, StreamMessages, failure
 from gateway.nats.reply_publisher import ReplyPublisher
-from gateway.openai.render import AnswerAggregator
+from gateway.openai.aggregator import AnswerAggregator
 from gateway.service import Gateway
 from schemas.done import Done, items
 from schemas.errors import Code, ServingError

@@ -11,8 +11,9 @@ import msgspec
 
 from gateway.nats.interleave import ChoiceInterleaver
 from gateway.nats.protocol import STREAM_USAGE
-from gateway.openai.render import DONE, StreamRenderer
 from gateway.openai.responses import error_body
+from gateway.openai.sse import DONE
+from gateway.openai.stream_renderer import StreamRenderer
 from infra.model.detokenizer import Detokenizer
 from schemas.errors import ServingError
 from schemas.requests import GenerateRequest

@@ -1,4 +1,4 @@
-"""Responses of the OpenAI API. Streamed chunks are assembled as bytes in ``gateway.openai.render``."""
+"""Responses of the OpenAI API. Streamed chunks are assembled as bytes in ``gateway.openai.stream_renderer``."""
 
 from typing import Any, Literal
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from gateway.openai.aggregator import AnswerAggregator
 from gateway.openai.options import MAX_PROMPT_LOGPROBS
 from gateway.openai.prepare import PreparedRequest, prepare_chat, prepare_completion
 from gateway.openai.prepare_context import PrepareContext
-from gateway.openai.render import AnswerAggregator, StreamRenderer
 from gateway.openai.requests import MAX_LOGPROBS
+from gateway.openai.stream_renderer import StreamRenderer
 from infra.model.modeldir import ModelDir
 from schemas.errors import Code, ServingError
 from schemas.requests import GenerateRequest, Sampling

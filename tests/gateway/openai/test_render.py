@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.openai.aggregator import AnswerAggregator
 from gateway.openai.prepare import prepare_chat, prepare_completion
 from gateway.openai.prepare_context import PrepareContext
-from gateway.openai.render import AnswerAggregator, StreamRenderer
+from gateway.openai.stream_renderer import StreamRenderer
 from infra.model.modeldir import ModelDir
 from schemas.errors import Code, ServingError
 from schemas.reassembly import TokenReassembler

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers import AddedToken, Tokenizer
 
+from gateway.openai.aggregator import AnswerAggregator
 from gateway.openai.prepare import prepare_chat, prepare_completion
 from gateway.openai.prepare_context import PrepareContext
-from gateway.openai.render import AnswerAggregator, StreamRenderer
+from gateway.openai.stream_renderer import StreamRenderer
 from gateway.parsers.registry import ParserNames
 from infra.model import modeldir
 from infra.model.modeldir import ModelDir
