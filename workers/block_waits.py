@@ -1,7 +1,7 @@
-"""Who waits for blocks or slots of the engine's, first come, first served in each pool. Pure; lives in its thread.
+"""Waits for blocks or slots of the engine, first come, first served in each pool. Pure; used in the engine thread.
 
-Whoever is first is asked again when something has come free, and only then those behind it. How long one waits is the
-asker's matter: it gives up, and is answered with nothing.
+The first wait is tried again when something has come free, and those behind it only after it succeeded. Waits have no
+timeout here: the caller cancels.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class BlockWait(Generic[T]):
-    """``answer`` gets what ``take`` gave, None if it was given up, or the RequestError that ``take`` raised."""
+    """``answer`` becomes what ``take`` returned, None if it was cancelled, or the RequestError that ``take`` raised."""
 
     __slots__ = ("answer", "pool", "take")
 
@@ -25,7 +25,7 @@ class BlockWait(Generic[T]):
         self.answer: Future[T | None] = Future()
 
     def failed(self, asked: "Future[None]") -> None:
-        """It could not even be asked."""
+        """The wait could not be queued: the engine has ended."""
         error = asked.exception()
         if error is not None and not self.answer.done():
             self.answer.set_exception(error)
@@ -36,29 +36,29 @@ class BlockWaitQueue:
         self._queues: dict[str, deque[BlockWait[Any]]] = {}
 
     def __bool__(self) -> bool:
-        """Somebody waits."""
+        """Whether anything waits."""
         return bool(self._queues)
 
     def add(self, wait: BlockWait[Any], engine: Engine) -> None:
-        """Answered at once if nobody is before it and there is room."""
+        """Queue a wait; answered at once if it is first and there is enough."""
         self._queues.setdefault(wait.pool, deque()).append(wait)
         self._serve(wait.pool, engine)
 
     def cancel_wait(self, wait: BlockWait[Any], engine: Engine) -> None:
-        """Answer with nothing, unless it was answered."""
+        """Answer with None, unless it was answered."""
         queue = self._queues.get(wait.pool, ())
         if wait in queue:
             self._queues[wait.pool].remove(wait)
             wait.answer.set_result(None)
-            self._serve(wait.pool, engine)  # the next one may need less
+            self._serve(wait.pool, engine)  # the next wait may need less
 
     def serve(self, engine: Engine) -> None:
-        """Something may have come free."""
+        """Try the waits again: something may have come free."""
         for pool in list(self._queues):
             self._serve(pool, engine)
 
     def fail(self, error: BaseException) -> None:
-        """There is no engine any more."""
+        """The engine has ended."""
         for queue in self._queues.values():
             for wait in queue:
                 wait.answer.set_exception(error)

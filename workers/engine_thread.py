@@ -1,8 +1,8 @@
-"""The engine's thread: takes sequences in, steps the engine, gathers what comes out into few messages.
+"""The engine's thread: submits sequences, steps the engine, and batches its output into few flushes.
 
-Knows no NATS. Everything per token happens here, next to the engine; the event loop sees one ``Flush`` for one or
-more steps. While the loop has not taken the last flush, steps go on and gather, up to ``MAX_AHEAD`` of them; then
-the engine waits, so that neither memory nor latency grows when the broker is slow.
+No NATS here. All per-token work happens in this thread; the event loop sees one ``Flush`` for one or more steps. While
+the loop has not consumed the last flush, up to ``MAX_AHEAD`` steps are batched; then the engine waits, so that neither
+memory nor latency grows when the broker is slow.
 """
 
 import concurrent.futures
@@ -27,8 +27,8 @@ log = structlog.get_logger("engine")
 T = TypeVar("T")
 
 MAX_AHEAD = 64
-BLOCKED_S = 0.005  # an engine that waits for blocks held for others looks again after this
-MIN_FLUSH_S = 0.002  # an engine faster than this is a mock; each message costs the gateway a wake-up per request
+BLOCKED_S = 0.005  # an engine that waits for blocks held for other workers checks again after this
+MIN_FLUSH_S = 0.002  # only mock engines step faster; each message costs the gateway a wake-up per request
 
 
 class EngineThread:
@@ -36,7 +36,7 @@ class EngineThread:
 
     Args:
         build: makes the engine, in the thread.
-        deliver: called in the thread with each Flush; must hand it over and call ``taken`` when it was consumed.
+        deliver: called in the thread with each Flush; whoever consumes it calls ``flush_consumed``.
         failed: called in the thread, once, when the engine is broken.
     """
 
@@ -64,15 +64,15 @@ class EngineThread:
         self._held: list[Held] = []
         self._scored: list[Scored] = []
         self._events: list[kv.KvEvent] = []  # of rank 0
-        self._others: dict[int, list[kv.KvEvent]] = {}  # of the other ranks
+        self._other_events: dict[int, list[kv.KvEvent]] = {}  # of the other ranks
         self._kv_seqs: dict[int, int] = {}  # of the next batch, by rank
         self._kv_first = 0
-        self._in_flight = 0  # flushes that were delivered and not yet taken
-        self._ahead = 0  # steps since then
-        self._wake = threading.Condition()  # a flush was taken, or a command put
-        self._room = BlockWaitQueue()  # used in the thread only
+        self._in_flight = 0  # flushes delivered and not yet consumed
+        self._ahead = 0  # steps since the last flush
+        self._wake = threading.Condition()  # a flush was consumed, or a command was put
+        self._block_waits = BlockWaitQueue()  # used in the thread only
         self._calls: set[concurrent.futures.Future[Any]] = set()  # not yet answered
-        self._over: EngineError | None = None  # the thread has ended
+        self._ended_error: EngineError | None = None  # the thread has ended
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # --- called from the event loop ---
@@ -81,7 +81,7 @@ class EngineThread:
         self._thread.start()
 
     def wait_ready(self, timeout: float | None = None) -> Engine:
-        """Block until the engine is built (call it off the event loop); raises what building raised."""
+        """Block until the engine is built; not in the event loop. Raises what ``build`` raised."""
         if not self._ready.wait(timeout):
             raise TimeoutError("the engine is still loading")
         if self._error is not None:
@@ -108,7 +108,7 @@ class EngineThread:
         self._put(run)
 
     def cancel(self, sequences: list[SequenceState], done: Callable[[], None] | None = None) -> None:
-        """Drop sequences at the next step border; what they produced until then is flushed first."""
+        """Cancel sequences before the next step. ``done`` is called in the thread when their output was flushed."""
 
         def run(engine: Engine) -> None:
             for sequence in sequences:
@@ -120,25 +120,26 @@ class EngineThread:
         self._put(run)
 
     def cancel_unstarted(self, groups: Sequence[list[SequenceState]]) -> "concurrent.futures.Future[list[bool]]":
-        """Drop those groups of sequences of which the engine has begun none; says of each whether it is dropped."""
+        """Cancel each group of sequences of which the engine has started none; True: the group was cancelled."""
 
         def run(engine: Engine) -> list[bool]:
             cancelled = [not any(sequence.started_ns for sequence in sequences) for sequences in groups]
-            for sequences, dropped in zip(groups, cancelled, strict=True):
-                for sequence in sequences if dropped else ():
+            for sequences, unstarted in zip(groups, cancelled, strict=True):
+                for sequence in sequences if unstarted else ():
                     engine.cancel(sequence)
             return cancelled
 
         return self.call(run)
 
     def ask(self, question: Callable[[Engine], Any], answer: Callable[[Any], None]) -> None:
-        """Run ``question`` between two steps and hand its result to ``answer``, in the thread."""
+        """Run ``question`` between two steps and call ``answer`` with its result, in the thread."""
         self._put(lambda engine: answer(question(engine)))
 
     def call(self, question: Callable[[Engine], T]) -> "concurrent.futures.Future[T]":
-        """Run ``question`` between two steps. A RequestError is its answer; any other exception ends the engine too.
+        """Run ``question`` between two steps.
 
-        It fails with an EngineError if the engine ends first.
+        The future fails with the RequestError that ``question`` raised, or with EngineError if the engine ended first.
+        Any other exception fails the future and ends the engine.
         """
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
@@ -155,22 +156,22 @@ class EngineThread:
 
         self._calls.add(future)
         self._put(run)
-        if self._over is not None:
-            self._fail_calls(self._over)
+        if self._ended_error is not None:
+            self._fail_calls(self._ended_error)
         return future
 
     def wait(self, pool: str, take: Callable[[Engine], T | None]) -> BlockWait[T]:
-        """Ask for blocks or slots of a pool, behind those who asked before: now, and whenever something comes free."""
+        """Wait for blocks or slots of a pool, first come, first served. ``take`` is tried now and when some come free."""
         wait = BlockWait(pool, take)
-        self.call(lambda engine: self._room.add(wait, engine)).add_done_callback(wait.failed)
+        self.call(lambda engine: self._block_waits.add(wait, engine)).add_done_callback(wait.failed)
         return wait
 
     def cancel_wait(self, wait: BlockWait[Any]) -> None:
-        """Answer with nothing, unless it was answered."""
-        self._put(lambda engine: self._room.cancel_wait(wait, engine))
+        """Answer with None, unless it was answered."""
+        self._put(lambda engine: self._block_waits.cancel_wait(wait, engine))
 
     def dump(self, answer: Callable[[list[CacheSnapshot]], None]) -> None:
-        """The cached names of each rank, all as of one moment."""
+        """Call ``answer`` with the cached block names of each rank, all as of one moment."""
 
         def run(engine: Engine) -> None:
             self._flush()
@@ -180,25 +181,25 @@ class EngineThread:
         self._put(run)
 
     def new_epoch(self) -> None:
-        """Number KV batches anew, for a worker that registers under a new name.
+        """Restart the numbers of KV batches, for a worker that registers under a new id.
 
-        From 1: who has read all batches from number 0 on takes that for the whole cache, which is not empty now.
+        They start at 1: a reader that has all batches from 0 on assumes the whole cache, which is not empty now.
         """
 
         def run(engine: Engine) -> None:
             self._events.clear()
-            self._others.clear()
+            self._other_events.clear()
             self._kv_seqs.clear()
             self._kv_first = 1
 
         self._put(run)
 
     def wake(self) -> None:
-        """Have the thread look again whether the engine has work; from any thread."""
+        """Have the thread check whether the engine has work; from any thread."""
         self._put(lambda engine: None)
 
     def flush_consumed(self) -> None:
-        """The last flush was consumed."""
+        """A flush was consumed."""
         with self._wake:
             self._in_flight = max(0, self._in_flight - 1)
             self._wake.notify()
@@ -232,34 +233,34 @@ class EngineThread:
             log.error("engine_failed", error=repr(error), exc_info=True)
             self._failed(error)
         finally:
-            self._over = EngineError("the engine has ended")
-            self._fail_calls(self._over)
-            self._room.fail(self._over)
+            self._ended_error = EngineError("the engine has ended")
+            self._fail_calls(self._ended_error)
+            self._block_waits.fail(self._ended_error)
             engine.close()
 
     def _fail_calls(self, error: EngineError) -> None:
-        """There is nobody to answer them any more."""
+        """Fail all unanswered calls: the thread has ended."""
         while self._calls:
-            with contextlib.suppress(KeyError, concurrent.futures.InvalidStateError):  # the other thread was faster
+            with contextlib.suppress(KeyError, concurrent.futures.InvalidStateError):  # both threads may get here
                 self._calls.pop().set_exception(error)
 
     def _loop(self, engine: Engine) -> None:
         commands = self._commands
         while True:
             working = engine.has_work()
-            if not commands.empty() or not (working or self._gathered()):
+            if not commands.empty() or not (working or self._has_output()):
                 command = commands.get()
                 if command is None:
                     return
                 command(engine)
-                if self._room:
-                    self._room.serve(engine)
+                if self._block_waits:
+                    self._block_waits.serve(engine)
             elif working and self._ahead < MAX_AHEAD:
                 ended = len(self._ended)
-                self._absorb(engine)
+                self._step(engine)
                 self._ahead += 1
-                if self._room and len(self._ended) > ended:
-                    self._room.serve(engine)
+                if self._block_waits and len(self._ended) > ended:
+                    self._block_waits.serve(engine)
                 if engine.blocked:
                     self._pause()
                 if not self._in_flight and self._clock() >= self._flush_due:
@@ -275,21 +276,21 @@ class EngineThread:
                 self._wake.wait(BLOCKED_S)
 
     def _wait(self) -> None:
-        """Until everything delivered was taken, or a command came: that must not wait behind a broker that is away."""
+        """Until all flushes were consumed or a command came; commands must not wait for a broker that is away."""
         with self._wake:
             while self._in_flight and self._commands.empty():
                 self._wake.wait()
 
-    def _absorb(self, engine: Engine) -> None:
-        """One step; per-token work."""
+    def _step(self, engine: Engine) -> None:
+        """Run one step and collect its output; all per-token work is here."""
         sequence: Any
         began = self._wall_ns()
         outputs, events, started, failures, _, held, scored, others, measured = engine.step()
         if events:
             self._events += events
         if others:
-            for rank, told in others.items():
-                self._others.setdefault(rank, []).extend(told)
+            for rank, events in others.items():
+                self._other_events.setdefault(rank, []).extend(events)
         if held:
             self._held += held
         if scored:
@@ -313,14 +314,14 @@ class EngineThread:
             if sequence.stream is not None and self._stops(engine, sequence, token, finish):
                 continue
             if finish:
-                # Else another worker goes on; the session says so, once it has this token too.
+                # Else the decode worker continues; the session hands off once it has this token.
                 if finish != "length" or len(sequence.tokens) + len(sequence.buffer) >= sequence.max_tokens:
                     sequence.finish = Finish(finish, stop_token, sequence.cached)
                 self._ended.append(sequence)
         for sequence, code, message in failures:
             if sequence.finish is not None:  # its last token completed a stop string
                 continue
-            if code == Code.transfer_failed:  # no fault of the request: another worker can go on
+            if code == Code.transfer_failed:  # not the request's fault: another worker can continue
                 sequence.lost_input = message
                 self._ended.append(sequence)
                 continue
@@ -343,20 +344,20 @@ class EngineThread:
         self._ended.append(sequence)
         return True
 
-    def _gathered(self) -> bool:
-        told = self._dirty or self._ended or self._started or self._held or self._scored
-        return bool(told or self._events or self._others)
+    def _has_output(self) -> bool:
+        from_step = self._dirty or self._ended or self._started or self._held or self._scored
+        return bool(from_step or self._events or self._other_events)
 
     def _flush(self) -> None:
-        """Hand over what was gathered."""
+        """Deliver the collected output."""
         if not self._in_flight:
             self._ahead = 0
-        if not self._gathered():
+        if not self._has_output():
             return
         self._flush_due = self._clock() + MIN_FLUSH_S
         flush = Flush()
-        if self._scored:  # before the tokens: who has a first token of this sequence has all of these
-            self._flush_scored(flush)
+        if self._scored:  # before the tokens: a reader of a sequence's first token has all of its prompt logprobs
+            self._flush_prompt_logprobs(flush)
         for sequence in self._dirty:
             flush.items.setdefault(sequence.gateway, []).append(token_item(sequence))
         flush.ended, self._ended = self._ended, []
@@ -366,9 +367,9 @@ class EngineThread:
         if self._events:
             flush.batches.append(self._batch(0, self._events))
             self._events = []
-        if self._others:
-            flush.batches += [self._batch(rank, events) for rank, events in self._others.items() if events]
-            self._others = {}
+        if self._other_events:
+            flush.batches += [self._batch(rank, events) for rank, events in self._other_events.items() if events]
+            self._other_events = {}
         with self._wake:
             self._in_flight += 1
         self._deliver(flush)
@@ -378,7 +379,7 @@ class EngineThread:
         self._kv_seqs[rank] = seq + 1
         return RankEvents(rank, seq, events)
 
-    def _flush_scored(self, flush: Flush) -> None:
+    def _flush_prompt_logprobs(self, flush: Flush) -> None:
         sequence: Any
         for sequence, first, logprobs in self._scored:
             flush.items.setdefault(sequence.gateway, []).extend(prompt_items(sequence, first, logprobs))

@@ -1,4 +1,4 @@
-"""A worker's view of the requests it runs: from a job to sequences, from ended sequences to a terminal event."""
+"""A request as its worker sees it: from a job to sequences, from ended sequences to a terminal event. Pure."""
 
 from array import array
 from typing import Any
@@ -36,11 +36,11 @@ class RunningRequest(msgspec.Struct, eq=False):
     kv_holder: SequenceState | None = (
         None  # a prefill stage: the sequence whose sequence keeps the prompt's blocks at its end
     )
-    held: Held | None = None  # and these are they, for the next worker
+    held: Held | None = None  # the blocks it kept, for the decode worker
     media: MediaReservation | None = None
-    fetching: Ticket | None = None  # what its engine fetches by itself, until it has begun to run
-    handing_off: bool = False  # it is being handed to the next stage
-    stamp_times: dict[str, int] | None = None  # of a traced request: times of ``Stamps`` by their names
+    fetching: Ticket | None = None  # for KV that the engine fetches by itself, until it has started
+    handing_off: bool = False  # being handed to the next stage
+    stamp_times: dict[str, int] | None = None  # of a traced request: times in ns by their names in ``Stamps``
 
     @property
     def ended(self) -> bool:
@@ -48,12 +48,12 @@ class RunningRequest(msgspec.Struct, eq=False):
 
     @property
     def completed_here(self) -> bool:
-        """Every sequence has ended or was handed over."""
+        """Whether every sequence has ended or is to be handed off."""
         return all(o is not None or s.handed_off for o, s in zip(self.outcomes, self.sequences, strict=True))
 
 
 def admit(job: Job, request: GenerateRequest, delivery: Any, detokenizer: Detokenizer | None) -> RunningRequest:
-    """Build the state of a request; choices that an earlier attempt ended are already outcomes."""
+    """The state of a request; choices that an earlier attempt ended have their outcomes already."""
     running = RunningRequest(request, job.attempt, delivery, [], [], job.decision.at_ns, route=job.route, job=job)
     for index in range(request.n):
         resumed = wire.unpack_tokens(job.resume[index]) if index < len(job.resume) else array("I")
@@ -101,7 +101,7 @@ def prompt_digests(request: GenerateRequest, revision: str, block_size: int) -> 
 
 
 def _named_here(request: GenerateRequest, revision: str, block_size: int) -> bool:
-    """Whether the gateway has named the blocks as this worker does; a request may have moved to another revision."""
+    """Whether the gateway hashed the blocks as this worker does; the request may have moved to another revision."""
     return request.block_size == block_size and request.revision in ("", revision)
 
 
@@ -142,7 +142,7 @@ def sequence_requests(
     if running.route and open_:
         running.kv_holder = open_[0]
     scorer, score = None, max(1, running.job.scored if running.job is not None else 0)
-    handed = reservation is not None or opaque  # by a stage that has told them all
+    handed = reservation is not None or opaque  # the previous stage has streamed them all
     if open_ and request.sampling.prompt_logprobs is not None and score < len(prompt) and not handed:
         scorer = open_[0]
     rank = rank_of(running.job) if running.job is not None else 0
@@ -177,7 +177,7 @@ def _one_more(stop: Stop, sequence: SequenceState) -> Stop:
 
 
 def stamps(running: RunningRequest) -> Stamps | None:
-    """What is to be said of a traced request's time here. Of several choices, the longest times."""
+    """Timings of a traced request at this worker, the longest among its sequences; None: it is not traced."""
     if running.stamp_times is None:
         return None
     engine: dict[str, float] = {}
@@ -191,7 +191,7 @@ def stamps(running: RunningRequest) -> Stamps | None:
 
 
 def next_job(running: RunningRequest) -> Job:
-    """The job of the stage after this one: it goes on behind what was generated here."""
+    """The job for the next stage, which continues behind what was generated here."""
     assert running.job is not None
     wanted = running.request.sampling.logprobs is not None
     finished, endings = [], []
@@ -283,7 +283,7 @@ def terminal(running: RunningRequest, worker: str, now_ns: int) -> done.Done:
 def _with_logprobs(
     running: RunningRequest, outcomes: tuple[done.Outcome, ...]
 ) -> tuple[tuple[done.Outcome, ...], tuple[str, ...]]:
-    """Outcomes with their log-probabilities, and the name of what is not known of them."""
+    """Outcomes with their log-probabilities; if some are missing, without, and the name of the field left out."""
     told = [sequence.sent_logprobs for sequence in running.sequences]
     if any(len(said) != len(outcome.tokens) // 4 for said, outcome in zip(told, outcomes, strict=True)):
         return outcomes, ("logprobs",)

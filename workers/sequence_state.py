@@ -1,4 +1,4 @@
-"""What passes between the engine's thread and the event loop: sequences, flushes, and the token items they become."""
+"""State shared by the engine thread and the event loop: sequences, flushes, and their token items."""
 
 from array import array
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from schemas import kv, wire
 from schemas.tokens import PROMPT, Finish, Logprob, TokenItem
 from workers.engines.base import Held, Measured
 
-SCORED_BYTES = 32_768  # of one item with log-probabilities of the prompt; any broker's messages hold that
+PROMPT_ITEM_BYTES = 32_768  # of one item with prompt logprobs; below any broker's message limit
 
 
 class SequenceState:
@@ -57,24 +57,24 @@ class SequenceState:
         self.attempt = attempt
         self.index = index
         self.gateway = gateway
-        self.tokens = tokens  # everything generated, earlier attempts included
+        self.tokens = tokens  # all generated tokens, those of earlier attempts included
         self.first = len(tokens)  # index of the first token not yet flushed
-        self.buffer: list[int] = []
+        self.buffer: list[int] = []  # generated and not yet flushed
         self.logprobs: list[Logprob] | None = [] if want_logprobs else None
         self.want_logprobs = want_logprobs
-        self.sent_logprobs: list[Logprob] = []  # of ``tokens``, if wanted; those of earlier attempts may be unknown
-        self.prompt_logprobs: list[Logprob] = []  # of the prompt's tokens, likewise
-        self.stream = stream  # only if the request has stop strings
+        self.sent_logprobs: list[Logprob] = []  # of ``tokens``, if wanted; earlier attempts' may be missing
+        self.prompt_logprobs: list[Logprob] = []  # likewise
+        self.stream = stream  # detokenizer state; only if the request has stop strings
         self.finish: Finish | None = None
         self.cached = 0
         self.dirty = False
         self.started_ns = 0
-        self.max_tokens = 0  # of a prefill stage, whose engine stops earlier: what the client allows; 0: no such stage
-        self.adopted_cached = -1  # its prompt came from elsewhere, where so many of its tokens had been cached
-        self.lost_input = ""  # what came from elsewhere and is gone, so that this worker cannot go on
-        self.handed_off = False  # the engine is done with it, all was said, and another worker goes on; set in the loop
+        self.max_tokens = 0  # the client's limit, in a prefill stage, whose engine stops after one token; else 0
+        self.adopted_cached = -1  # cached prompt tokens at the prefill worker, if the KV came from there; else -1
+        self.lost_input = ""  # why input from another worker is gone, so that this worker cannot continue
+        self.handed_off = False  # flushed, and another worker continues; set in the event loop
         self.scored_tokens = 0  # leading prompt tokens whose log-probabilities were flushed
-        self.measurements: list[Measured] | None = None  # by the engine
+        self.measurements: list[Measured] | None = None  # the engine's own timings
 
 
 class RankEvents(NamedTuple):
@@ -86,29 +86,29 @@ class RankEvents(NamedTuple):
 
 
 class CacheSnapshot(NamedTuple):
-    """What is in the cache of one rank, as of just after its batch ``seq`` (-1: none yet)."""
+    """Names in the cache of one rank, as of just after its batch ``seq`` (-1: none yet)."""
 
     events: list[kv.KvEvent]
     seq: int
 
 
 class Flush:
-    """What one or more steps brought: token items by gateway, ended sequences, KV batches."""
+    """Output of one or more steps: token items by gateway, started and ended sequences, KV batches."""
 
     __slots__ = ("batches", "ended", "held", "items", "started")
 
     def __init__(self) -> None:
         self.items: dict[str, list[TokenItem]] = {}
-        self.ended: list[SequenceState] = []  # also those that are handed over
+        self.ended: list[SequenceState] = []  # also those that are handed off
         self.started: list[SequenceState] = []
         self.held: list[Held] = []
         self.batches: list[RankEvents] = []
 
 
 def prompt_items(sequence: SequenceState, first: int, logprobs: Sequence[Logprob]) -> list[TokenItem]:
-    """Items of ``SCORED_BYTES`` at most; ``logprobs``: of the prompt's tokens ``first`` .."""
+    """Items of ``PROMPT_ITEM_BYTES`` at most; ``logprobs``: of the prompt's tokens ``first`` .."""
     bytes_each = 24 + 16 * max((len(each.top) for each in logprobs), default=0)
-    step = max(1, SCORED_BYTES // bytes_each)
+    step = max(1, PROMPT_ITEM_BYTES // bytes_each)
     return [
         TokenItem(sequence.request_id, sequence.attempt, PROMPT, first + at, b"", None, tuple(logprobs[at : at + step]))
         for at in range(0, len(logprobs), step)
@@ -116,7 +116,7 @@ def prompt_items(sequence: SequenceState, first: int, logprobs: Sequence[Logprob
 
 
 def token_item(sequence: SequenceState) -> TokenItem:
-    """What it has gathered, which begins anew."""
+    """An item with all tokens of the buffer, which is then empty."""
     tokens = array("I", sequence.buffer)
     item = TokenItem(
         sequence.request_id,

@@ -19,7 +19,7 @@ from workers.engine_thread import MAX_AHEAD, EngineThread
 from workers.engines import mock
 from workers.engines.base import Engine, EngineError, EngineStats, Failure, Output, SequenceRequest, StepResult
 from workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
-from workers.sequence_state import SCORED_BYTES, CacheSnapshot, Flush, SequenceState
+from workers.sequence_state import PROMPT_ITEM_BYTES, CacheSnapshot, Flush, SequenceState
 
 VOCABULARY = Vocabulary(1000)
 ROOT = blocks.root("rev")
@@ -174,7 +174,7 @@ def test_scores_of_a_prompt_come_in_bounded_items_before_its_first_token(
     known: list[Logprob] = []
     begun = False
     for item in h.items():
-        assert len(wire.encode(item)) <= SCORED_BYTES + 200
+        assert len(wire.encode(item)) <= PROMPT_ITEM_BYTES + 200
         if item.choice == PROMPT:
             assert (item.request, item.first, item.tokens, item.finish) == ("a", 1 + len(known), b"", None)
             assert not begun
