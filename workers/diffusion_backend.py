@@ -8,7 +8,7 @@ import structlog
 from configs.settings import WorkerSettings
 from workers.engines.diffusion.base import DiffusionEngine
 from workers.executor import ServedModel, SessionContext
-from workers.metrics import Metrics
+from workers.metrics.worker import Metrics
 from workers.pipeline_executor import PipelineExecutor
 from workers.pipeline_thread import PipelineThread
 from workers.process import ProcessEvents

@@ -90,7 +90,7 @@ class EngineThread:
         return self._engine
 
     def submit(self, requests: list[SequenceRequest], refused: Callable[[RequestError], None]) -> None:
-        """Queue all sequences of a request; ``refused`` is called in the thread if the engine takes none of them."""
+        """Submit all sequences of a request. If the engine refuses one, none runs and the thread calls ``refused``."""
 
         def run(engine: Engine) -> None:
             done: list[SequenceRequest] = []
@@ -161,7 +161,7 @@ class EngineThread:
         return future
 
     def wait(self, pool: str, take: Callable[[Engine], T | None]) -> BlockWait[T]:
-        """Wait for blocks or slots of a pool, first come, first served. ``take`` is tried now and when some come free."""
+        """Wait for blocks or slots of a pool, in turn. ``take`` is tried now and when some come free."""
         wait = BlockWait(pool, take)
         self.call(lambda engine: self._block_waits.add(wait, engine)).add_done_callback(wait.failed)
         return wait

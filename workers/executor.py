@@ -18,7 +18,7 @@ from schemas.control import Ok, Push, Pushed, Release
 from schemas.kv import KvDump
 from schemas.transfer import Encoded, Prefilled
 from workers.lease import Lease
-from workers.metrics import Metrics
+from workers.metrics.worker import Metrics
 from workers.outbox import Outbox
 from workers.reporter import Reporter
 from workers.request_table import RequestTable

@@ -1,4 +1,4 @@
-"""The cache's names for a router that missed some, as one picture shown in pages that fit a message."""
+"""Dumps the names in the prefix cache for routers that missed events: one snapshot, in pages that fit a message."""
 
 import asyncio
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ from workers.engine_thread import EngineThread
 from workers.sequence_state import CacheSnapshot
 
 ANSWER_S = 5.0
-EVENT_BYTES = 64  # what an event takes besides its digests
+EVENT_BYTES = 64  # of an event besides its digests
 
 
 class Page(NamedTuple):
@@ -18,7 +18,7 @@ class Page(NamedTuple):
 
 
 class Dumper:
-    """Page 0 takes the picture, of all ranks at once; the others show the rest of it, rank by rank."""
+    """Page 0 takes a snapshot of all ranks at once; later pages are the rest of it, rank by rank."""
 
     def __init__(self, engine: EngineThread, worker: str, epoch: int) -> None:
         self._engine = engine
@@ -29,7 +29,7 @@ class Dumper:
     async def page(self, number: int, limit_bytes: int) -> kv.KvDump:
         """
         Raises:
-            TimeoutError: the engine did not get round to it.
+            TimeoutError: the engine did not answer in time.
         """
         if number == 0:
             names = await self._ask()

@@ -1,8 +1,8 @@
-"""A worker's registration under a lease, renewed by compare-and-set, so that a lost lease is noticed by its owner.
+"""A worker's registration under a lease, renewed by compare-and-set so that its owner notices when it is lost.
 
-Whoever declares a worker dead removes its key; the server does so when it expires. The owner's next renewal then
-fails, and until a renewal is known to have succeeded it may publish nothing: that is what keeps a stalled process
-that wakes up (a zombie) from speaking for requests that others have taken over.
+Whoever declares a worker dead removes its key; the server removes it when it expires. The owner's next renewal then
+fails, and until a renewal is known to have succeeded the owner publishes nothing. This fences off a stalled process
+that wakes up: it cannot publish for requests that others have taken over.
 """
 
 import asyncio
@@ -24,17 +24,17 @@ log = structlog.get_logger("lease")
 
 TRUST_S = fleet.LEASE_S * 0.7
 ACQUIRE_S = 20.0
-AGAIN_S = 0.1
-RELEASES = 3
+RETRY_S = 0.1
+RELEASE_ATTEMPTS = 3
 
 
 class Lease:
     """One key in the ``workers`` bucket.
 
     Args:
-        describe: the registration to publish, made anew each time.
-        lost: called once when the lease turned out to be someone else's decision to end.
-        regained: called when trust is back after it was in doubt.
+        describe: returns the registration to publish; called for each renewal.
+        on_lost: called once when the key turned out to be removed or taken over.
+        on_regained: called when a renewal succeeded after the lease was in doubt.
     """
 
     def __init__(
@@ -42,31 +42,31 @@ class Lease:
         bus: Bus,
         worker: str,
         describe: Callable[[], fleet.Registration],
-        lost: Callable[[], None],
-        regained: Callable[[], Awaitable[None]],
+        on_lost: Callable[[], None],
+        on_regained: Callable[[], Awaitable[None]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bus = bus
         self._subject = bus.subjects.lease(worker)
         self._stream = f"KV_{bus.subjects.bucket('workers')}"
         self._describe = describe
-        self._lost = lost
-        self._regained = regained
+        self._on_lost = on_lost
+        self._on_regained = on_regained
         self._clock = clock
         self._revision = 0
         self._renewed = 0.0
-        self._doubted = False
+        self._in_doubt = False
         self._task: asyncio.Task[None] | None = None
-        self._turn = asyncio.Lock()
+        self._renewal = asyncio.Lock()
         self.gone = False
 
     def trusted(self) -> bool:
-        """Whether this worker may speak. False starts a check; its end is told through ``regained`` or ``lost``."""
+        """Whether this worker may publish. False starts a check, which ends with ``on_regained`` or ``on_lost``."""
         if self.gone:
             return False
-        if not self._doubted and self._clock() - self._renewed > TRUST_S:
-            self._doubted = True
-        return not self._doubted
+        if not self._in_doubt and self._clock() - self._renewed > TRUST_S:
+            self._in_doubt = True
+        return not self._in_doubt
 
     async def acquire(self) -> None:
         """Register.
@@ -77,10 +77,10 @@ class Lease:
         deadline = self._clock() + ACQUIRE_S
         while self._clock() < deadline:
             if await self._write(expected=None):
-                self._task = asyncio.create_task(self._keep(), name="lease")
+                self._task = self._bus.tasks.spawn(self._keep_renewed(), name="lease")
                 self._bus.on_reconnect.insert(0, self.confirm)
                 return
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(RETRY_S)
         raise ServingError(
             Code.broker_unavailable,
             f"the registration could not be stored under {self._subject}; run 'penstock streams apply' and check "
@@ -88,8 +88,8 @@ class Lease:
         )
 
     async def confirm(self) -> None:
-        """Renew now, whatever the schedule; also after a reconnect."""
-        self._doubted = True
+        """Renew now; also called after a reconnect."""
+        self._in_doubt = True
         await self._renew()
 
     async def update(self) -> None:
@@ -97,19 +97,19 @@ class Lease:
         await self._renew()
 
     async def release(self) -> None:
-        """Give the lease back: the key is removed, unless it is no longer ours."""
-        async with self._turn:  # a renewal under way ends first, since it moves the revision
+        """Remove the key, unless it is no longer this worker's."""
+        async with self._renewal:  # a renewal under way ends first, since it moves the revision
             owned, self.gone = not self.gone, True
         await self._stop()
         with contextlib.suppress(NatsError, TimeoutError, _Lost):
-            for _ in range(RELEASES if owned else 0):
+            for _ in range(RELEASE_ATTEMPTS if owned else 0):
                 reply = await self._request(b"", fleet.removal_headers(self._revision))
                 if reply.error is None or reply.error.err_code != WRONG_LAST_SEQUENCE:
                     return
-                await self._adopt()
+                await self._read_revision()
 
     async def stop(self) -> None:
-        """Stop renewing without a word."""
+        """Stop renewing and leave the key."""
         self.gone = True
         await self._stop()
 
@@ -121,21 +121,21 @@ class Lease:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
-    async def _keep(self) -> None:
+    async def _keep_renewed(self) -> None:
         renewed = True
         while not self.gone:
-            # In doubt: look often, somebody's tokens are waiting.
-            await asyncio.sleep(fleet.RENEW_S if renewed and not self._doubted else AGAIN_S)
+            # In doubt: retry often, tokens are waiting.
+            await asyncio.sleep(fleet.RENEW_S if renewed and not self._in_doubt else RETRY_S)
             if not self._bus.connected:
                 continue
             try:
                 renewed = await self._renew()
-            except Exception as error:  # a lease that nobody renews any more would never be missed
+            except Exception as error:  # else nobody would renew it any more
                 renewed = False
                 log.warning("lease_renewal_failed", error=repr(error))
 
     async def _renew(self) -> bool:
-        async with self._turn:
+        async with self._renewal:
             if self.gone:
                 return False
             try:
@@ -144,14 +144,14 @@ class Lease:
             except _Lost:
                 self.gone = True
                 log.warning("lease_lost", subject=self._subject)
-                self._lost()
+                self._on_lost()
                 return False
-            if self._doubted:
-                self._doubted = False
+            if self._in_doubt:
+                self._in_doubt = False
                 try:
-                    await self._regained()
+                    await self._on_regained()
                 except BaseException:
-                    self._doubted = True
+                    self._in_doubt = True
                     raise
             return True
 
@@ -168,7 +168,7 @@ class Lease:
             return False
         if reply.error is not None:
             if reply.error.err_code == WRONG_LAST_SEQUENCE:
-                await self._adopt()
+                await self._read_revision()
                 return False  # the next attempt renews on the right revision
             log.warning("lease_renewal_rejected", error=reply.error.description)
             return False
@@ -176,8 +176,8 @@ class Lease:
         self._renewed = began
         return True
 
-    async def _adopt(self) -> bool:
-        """A renewal whose answer was lost moved the revision: take it over if the key is still ours.
+    async def _read_revision(self) -> bool:
+        """A renewal whose answer was lost moved the revision: read it, if the key is still this worker's.
 
         False: no answer. Raises _Lost.
         """
@@ -185,7 +185,7 @@ class Lease:
             entry = await get_last(self._bus, self._stream, self._subject, newest=True, within_s=1.0)
         except ServingError:
             return False
-        if entry is None:  # even the mark that a removal leaves is gone
+        if entry is None:  # even the removal marker has expired
             raise _Lost
         operation = entry.headers.get("KV-Operation") or entry.headers.get("Nats-Marker-Reason")
         if operation or not entry.data or not self._ours(entry.data):

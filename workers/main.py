@@ -12,7 +12,7 @@ from workers.engines.base import EngineError
 from workers.engines.support import SUPPORT, able
 from workers.extras import install_hint
 from workers.kv_transfer.base import TransportUnavailable
-from workers.multiprocess_metrics import own_directory
+from workers.metrics.multiprocess import own_directory
 from workers.process import EXIT_CONFIG, EXIT_START, MakeBackend, WorkerProcess
 
 log = structlog.get_logger("worker")

@@ -1,4 +1,4 @@
-"""A request's media: from the object store, checked, decoded in a small pool of threads."""
+"""Loads a request's media from the object store, checks them, and decodes them in a small thread pool."""
 
 import asyncio
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ DECODERS = 2  # one decoded image can take 160 MB (40 M pixels)
 
 
 class MediaLoader:
-    """``close`` waits for what is being decoded."""
+    """``close`` cancels what has not begun to be decoded."""
 
     def __init__(self, bus: Bus, vision: VisionEngine) -> None:
         self._bus = bus
@@ -24,11 +24,11 @@ class MediaLoader:
         self._pool = ThreadPoolExecutor(DECODERS, thread_name_prefix="media")
 
     async def load(self, media: Mapping[int, Media]) -> dict[int, object]:
-        """Each medium in the form that the engine encodes.
+        """Each medium, by number, as the engine encodes it.
 
         Raises:
-            RequestError: one cannot be decoded, or is not what its name says.
-            ServingError: the object store does not answer, or has it no more.
+            RequestError: one cannot be decoded, or its content does not match its digest.
+            ServingError: the object store does not answer, or no longer has it.
         """
         numbers = list(media)
         prepared = await asyncio.gather(*(self._one(media[number]) for number in numbers))
@@ -40,7 +40,7 @@ class MediaLoader:
 
     def _prepare(self, raw: bytes, medium: Media) -> object:
         if blake3(raw).digest() != medium.digest:
-            raise RequestError(Code.invalid_request, f"object {medium.digest.hex()} is not what its name says")
+            raise RequestError(Code.invalid_request, f"object {medium.digest.hex()} does not match its digest")
         return self._vision.prepare(raw, medium.kind)
 
     def close(self) -> None:

@@ -1,11 +1,10 @@
-"""Output that must not be lost but is too much to be acknowledged one by one: tokens and KV events.
+"""Publishes output that must not be lost but is too much to be acknowledged one by one: tokens and KV events.
 
-Published plainly, with a message id, and kept for a few seconds. After a reconnect everything kept is sent again
-in order; the stream stores each message once. While the gate is shut (disconnected, or the worker's lease is in
-doubt) messages are only kept. A renewed lease on the same link proves that the server has read what was sent
-before, so only then may the oldest go. In a cluster it proves nothing (the stream's leader is elsewhere), nor where the
-server writes to its disk before it goes on (it may have read far ahead): there each message waits for its own
-acknowledgement.
+Messages are published without waiting, with a message id, and kept for a few seconds. After a reconnect everything kept
+is sent again in order; the stream stores each message once. While the worker is disconnected or its lease is in doubt,
+messages are only kept. A renewed lease on the same link proves that the server has read what was sent before it, so
+then the oldest messages may be dropped. It proves nothing in a cluster, where the stream's leader may be on another
+node, nor where the server syncs its disk before it acknowledges: there each message waits for its own acknowledgement.
 """
 
 import asyncio
@@ -32,7 +31,7 @@ class _Message(msgspec.Struct):
 
 
 class Outbox:
-    """``send`` waits when ``LIMIT_BYTES`` could not be sent: the engine then waits too.
+    """``send`` waits while more than ``LIMIT_BYTES`` are unsent, and then the engine waits too.
 
     Args:
         acknowledged: wait for the streams' acknowledgements on a single server too.
@@ -50,29 +49,29 @@ class Outbox:
         self._trusted = trusted
         self._clock = clock
         self._kept: deque[_Message] = deque()
-        self._behind = False  # from the first message that was only kept to the end of a resend
+        self._behind = False  # from the first unsent message to the end of a resend
         self._link = bus.reconnects
         self._unsent_bytes = 0
         self._unconfirmed = Unconfirmed(bus, self._on_confirmed)
         self._acknowledged = acknowledged
-        self._room = asyncio.Event()
-        self._room.set()
+        self._below_limit = asyncio.Event()
+        self._below_limit.set()
 
     @property
     def unsent_bytes(self) -> int:
         return self._unsent_bytes
 
     def open(self) -> bool:
-        """Nothing is kept back, so what is published now is read by the server behind all that was sent before."""
-        # On a new link what the old one lost goes first.
+        """Whether nothing is unsent, so that the server reads what is published now behind everything before it."""
+        # On a new link, what the old one lost is sent first.
         bus = self._bus
         return not self._behind and bus.connected and self._link == bus.reconnects and self._trusted()
 
     async def send(self, subject: str, payload: bytes, msg_id: str) -> None:
-        """Publish, or keep for ``resend``.
+        """Publish, or keep until ``resend``.
 
         Raises:
-            ServingError: body_too_large; it could never be sent again either.
+            ServingError: body_too_large; no broker limit would ever let it through.
         """
         if len(payload) > self._bus.max_message:
             raise ServingError(Code.body_too_large, f"{len(payload)} bytes for {subject} do not fit into one message")
@@ -83,14 +82,14 @@ class Outbox:
             self._kept.append(message)
             self._unsent_bytes += len(payload)
             if self._unsent_bytes > LIMIT_BYTES:
-                self._room.clear()
-                await self._room.wait()
+                self._below_limit.clear()
+                await self._below_limit.wait()
             return
         if self._acknowledged or self._bus.clustered:
             await self._unconfirmed.publish(message)
             if self._unconfirmed.bytes > LIMIT_BYTES:
-                self._room.clear()
-                await self._room.wait()
+                self._below_limit.clear()
+                await self._below_limit.wait()
             return
         kept = self._kept
         while kept and kept[0].sent < now - KEEP_S:
@@ -99,10 +98,10 @@ class Outbox:
         await self._publish(message)
 
     async def resend(self) -> None:
-        """The gate is open again: send everything kept, in order, also what is added meanwhile.
+        """The lease is trusted again: send everything kept, in order, also what is added meanwhile.
 
         Raises:
-            nats.errors.Error: the link broke again; call it once more on the next one.
+            nats.errors.Error: the link broke again; call this on the next one.
         """
         self._behind = True
         self._link = self._bus.reconnects
@@ -116,13 +115,13 @@ class Outbox:
             index += 1
         self._behind = False
         self._unsent_bytes = 0
-        self._room.set()
+        self._below_limit.set()
 
     async def confirm(self) -> None:
-        """A few times a second: what a cluster has not acknowledged is sent again.
+        """Several times a second: send again what a cluster has not acknowledged.
 
         Raises:
-            nats.errors.Error: the link broke; ``resend`` does it on the next one.
+            nats.errors.Error: the link broke; ``resend`` follows on the next one.
         """
         if self._unconfirmed and self.open():
             await self._unconfirmed.again(self._clock())
@@ -136,14 +135,14 @@ class Outbox:
 
     def _on_confirmed(self) -> None:
         if not self._behind and self._unconfirmed.bytes <= LIMIT_BYTES:
-            self._room.set()
+            self._below_limit.set()
 
     async def _publish(self, message: _Message) -> None:
         await self._bus.nc.publish(message.subject, message.payload, headers={HEADER_MSG_ID: message.msg_id})
 
     def clear(self) -> None:
-        """The lease was lost: nothing of this is ours to say any more."""
+        """The lease is lost: drop everything that is kept."""
         self._kept.clear()
         self._unconfirmed.clear()
         self._unsent_bytes = 0
-        self._room.set()
+        self._below_limit.set()

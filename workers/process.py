@@ -24,8 +24,8 @@ from infra.bus.publisher import Publisher
 from schemas import control, wire
 from schemas.subjects import Subjects
 from workers.executor import Executor, ServedModel, SessionContext
-from workers.metrics import Metrics
-from workers.multiprocess_metrics import VARIABLE, Merged
+from workers.metrics.multiprocess import VARIABLE, Merged
+from workers.metrics.worker import Metrics
 from workers.session import WorkerSession
 from workers.stopping import EndProcess, StoppedEarly, Stopping
 
@@ -108,7 +108,7 @@ class WorkerProcess:
         finally:
             left_s = self._stopping.left(self._backend.join_s + 0.5) - 0.5
             ended = await asyncio.to_thread(self._backend.stop, left_s)
-            self._stopping.over()
+            self._stopping.ended()
         if not ended:
             log.warning("engine_stop_timeout", action="the process ends without waiting for it")
             self._stopping.end_now(status)

@@ -1,4 +1,4 @@
-"""What a session says: tokens and KV events in passing, ends of requests and attempts until they are stored."""
+"""Publishes a session's output: tokens and KV events without waiting, ends of requests and attempts until stored."""
 
 import time
 
@@ -9,17 +9,17 @@ from infra.bus.publisher import Publisher
 from schemas import done, kv, wire
 from schemas.subjects import HEADER_RETURNED
 from schemas.tokens import TokenBatch, TokenItem
-from workers.metrics import Metrics
+from workers.metrics.worker import Metrics
 from workers.outbox import Outbox
 from workers.requests import RunningRequest, terminal
 
 log = structlog.get_logger("worker")
 
-TERMINAL_S = 600.0  # how long a terminal event is tried; the broker may be away
+TERMINAL_S = 600.0  # how long storing a terminal event is tried; the broker may be away
 
 
 class Reporter:
-    """Everything is said in the name of one worker id and epoch."""
+    """All output carries one worker id and epoch."""
 
     def __init__(
         self, bus: Bus, publisher: Publisher, outbox: Outbox, worker: str, epoch: int, metrics: Metrics
@@ -30,17 +30,17 @@ class Reporter:
         self._worker = worker
         self._epoch = epoch
         self._metrics = metrics
-        self._batch_seq = 0
+        self._next_batch = 0
 
     async def items(self, gateway: str, items: tuple[TokenItem, ...]) -> None:
-        """Publish token items; in several messages if they are too large for one."""
-        payload = wire.encode(TokenBatch(self._worker, self._epoch, self._batch_seq, items))
+        """Publish token items, in several messages if they are too large for one."""
+        payload = wire.encode(TokenBatch(self._worker, self._epoch, self._next_batch, items))
         if len(payload) > self._bus.max_message and len(items) > 1:
             half = len(items) // 2
             await self.items(gateway, items[:half])
             await self.items(gateway, items[half:])
             return
-        seq, self._batch_seq = self._batch_seq, self._batch_seq + 1
+        seq, self._next_batch = self._next_batch, self._next_batch + 1
         await self._outbox.send(self._bus.subjects.tokens(gateway), payload, f"{self._worker}:{seq}")
 
     async def events(self, model: str, rank: int, seq: int, events: tuple[kv.KvEvent, ...]) -> None:
@@ -51,7 +51,7 @@ class Reporter:
         )
 
     async def done(self, running: RunningRequest) -> None:
-        """Store the terminal event of a request: behind its tokens, and only while this worker may speak.
+        """Store the terminal event of a request: behind its tokens, and only while the lease is trusted.
 
         Raises:
             ServingError: it could not be stored for ten minutes.
@@ -71,10 +71,10 @@ class Reporter:
         log.debug("request_done", request=event.request, code=event.code, tokens=event.usage.completion)
 
     async def returned(self, running: RunningRequest, reason: str, poison: bool) -> None:
-        """Store that this attempt is given back.
+        """Store that this attempt is returned to the routers.
 
         Raises:
-            ServingError: that could not be stored for ten minutes.
+            ServingError: it could not be stored for ten minutes.
         """
         request = running.request
         event = done.Returned(request.id, request.model, running.attempt, self._worker, reason, poison)

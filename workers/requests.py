@@ -33,9 +33,7 @@ class RunningRequest(msgspec.Struct, eq=False):
     cancelled: tuple[Code, str] | None = None
     route: tuple[Stage, ...] = ()  # the stages after this worker
     job: Job | None = None
-    kv_holder: SequenceState | None = (
-        None  # a prefill stage: the sequence whose sequence keeps the prompt's blocks at its end
-    )
+    kv_holder: SequenceState | None = None  # prefill stage: the sequence that keeps the prompt's blocks at its end
     held: Held | None = None  # the blocks it kept, for the decode worker
     media: MediaReservation | None = None
     fetching: Ticket | None = None  # for KV that the engine fetches by itself, until it has started
@@ -94,13 +92,13 @@ def _ended_before(job: Job, index: int, tokens: "array[int]") -> done.Outcome:
 
 def prompt_digests(request: GenerateRequest, revision: str, block_size: int) -> list[bytes]:
     """CacheSnapshot of the prompt's full blocks."""
-    if request.digests and _named_here(request, revision, block_size):
+    if request.digests and _hashed_here(request, revision, block_size):
         return blocks.split(request.digests)
     root = blocks.root(revision, request.lora, request.salt)
     return blocks.split(blocks.chain(request.prompt, block_size, root, media_extra(request, block_size)))
 
 
-def _named_here(request: GenerateRequest, revision: str, block_size: int) -> bool:
+def _hashed_here(request: GenerateRequest, revision: str, block_size: int) -> bool:
     """Whether the gateway hashed the blocks as this worker does; the request may have moved to another revision."""
     return request.block_size == block_size and request.revision in ("", revision)
 
@@ -121,17 +119,17 @@ def sequence_requests(
     *,
     role: str = "",
 ) -> list[SequenceRequest]:
-    """What the engine is asked to run: one sequence per sequence that is still open.
+    """What the engine is to run: one sequence per choice that has not ended.
 
     In a prefill stage each ends after one new token, and one of them keeps the prompt's blocks. If the prompt's
-    log-probabilities are wanted, the first sequence's sequence tells them.
+    log-probabilities are wanted, the first of them computes them.
 
     Args:
         role: this worker's, in traces.
     """
     request = running.request
     prompt = wire.unpack_tokens(request.prompt)
-    digests = blocks.split(request.digests) if _named_here(request, revision, block_size) else []
+    digests = blocks.split(request.digests) if _hashed_here(request, revision, block_size) else []
     root = blocks.root(revision, request.lora, request.salt)
     extra = media_extra(request, block_size)
     slots = running.media.slots if running.media is not None else [()] * len(request.media)
@@ -207,7 +205,7 @@ def next_job(running: RunningRequest) -> Job:
         route=running.route[1:],
         scored=max(running.job.scored, *(sequence.scored_tokens for sequence in running.sequences)),
         logprobs=tuple(carried(sequence.sent_logprobs) for sequence in running.sequences) if wanted else (),
-        scores=carried(_scores(running)),
+        scores=carried(_prompt_logprobs(running)),
     )
 
 
@@ -216,13 +214,13 @@ def ticket_id(running: RunningRequest, stage: Stage) -> str:
     return f"{running.request.id}:{running.attempt}:{stage.role}"
 
 
-def _scores(running: RunningRequest) -> tuple[Logprob, ...]:
-    """Log-probabilities of the prompt that are known here: one sequence told them, behind what earlier attempts did."""
+def _prompt_logprobs(running: RunningRequest) -> tuple[Logprob, ...]:
+    """Log-probabilities of the prompt known here: one sequence has them, those of earlier attempts first."""
     return next((tuple(sequence.prompt_logprobs) for sequence in running.sequences if sequence.prompt_logprobs), ())
 
 
 def already_over(sequence: SequenceState, request: GenerateRequest) -> Finish | None:
-    """How a resumed sequence had ended in substance, if its last attempt died before saying so."""
+    """How a resumed sequence ends at once, if its last attempt died between its last token and its end."""
     if sequence.stream is not None and sequence.stream.stop is not None:
         return Finish("stop", sequence.stream.stop)
     if len(sequence.tokens) >= request.stop.max_tokens:
@@ -249,7 +247,7 @@ def terminal(running: RunningRequest, worker: str, now_ns: int) -> done.Done:
     if request.sampling.logprobs is not None:
         outcomes, left_out = _with_logprobs(running, outcomes)
     if request.sampling.prompt_logprobs is not None:
-        scores = _scores(running)
+        scores = _prompt_logprobs(running)
         if len(scores) + 1 < len(request.prompt) // 4:
             scores, left_out = (), (*left_out, "scores")
     return done.Done(

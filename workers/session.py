@@ -30,7 +30,7 @@ from workers import housekeeping
 from workers.executor import Executor, ServedModel, SessionContext, StageInput
 from workers.housekeeping import Housekeeping
 from workers.lease import Lease
-from workers.metrics import Metrics
+from workers.metrics.worker import Metrics
 from workers.outbox import Outbox
 from workers.reporter import Reporter
 from workers.request_table import Admission, RequestTable

@@ -1,5 +1,4 @@
-"""When a worker process ends: asked once it drains, and is gone by a certain time whatever it waits for; asked twice it
-is gone at once."""
+"""When a worker process ends: the first signal drains it within a bound, the second ends it at once."""
 
 import asyncio
 import os
@@ -16,8 +15,8 @@ log = structlog.get_logger("worker")
 
 T = TypeVar("T")
 
-GRACE_S = 4.5  # beyond the drain; supervisors have a little more patience
-EXIT_LATE = 75  # EX_TEMPFAIL: it had to be cut off
+GRACE_S = 4.5  # after the drain; supervisors wait a little longer
+EXIT_LATE = 75  # EX_TEMPFAIL: it did not end in time
 
 EndProcess = Callable[[int], Any]
 
@@ -29,8 +28,8 @@ class StoppedEarly(Exception):
 class Stopping:
     """
     Args:
-        drain_s: how long running requests may go on.
-        end_process: ends the process now, whatever its threads do.
+        drain_s: how long running requests may continue.
+        end_process: ends the process at once, whatever its threads do.
     """
 
     def __init__(self, drain_s: float, end_process: EndProcess = os._exit) -> None:
@@ -53,7 +52,7 @@ class Stopping:
         self.ask()
 
     def ask(self) -> None:
-        """Drain, and be gone ``GRACE_S`` after that."""
+        """Drain, and end the process ``GRACE_S`` after that at the latest."""
         self._asked.set()
         self.within(self._drain_s + GRACE_S)
 
@@ -65,7 +64,7 @@ class Stopping:
         await self._asked.wait()
 
     def within(self, seconds: float) -> None:
-        """From now on the process has this long; the first time counts. A thread: the event loop may be what hangs."""
+        """End the process after this many seconds; only the first call counts. A thread: the event loop may hang."""
         if self._timer is None:
             self._deadline = time.monotonic() + seconds
             self._timer = threading.Timer(seconds, self._late)
@@ -73,16 +72,16 @@ class Stopping:
             self._timer.start()
 
     def left(self, at_most: float) -> float:
-        """Seconds until the process is cut off, or ``at_most``."""
+        """Seconds until the process is ended, ``at_most`` at most."""
         return min(at_most, max(0.0, self._deadline - time.monotonic())) if self._deadline else at_most
 
-    def over(self) -> None:
-        """It ended in time."""
+    def ended(self) -> None:
+        """The process ended in time: stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
 
     def _late(self) -> None:
-        log.error("stop_timeout", action="the process ends now; something in it did not")
+        log.error("stop_timeout", action="the process ends now although something in it still runs")
         self.end_now(EXIT_LATE)
 
     def end_now(self, status: int) -> None:

@@ -15,7 +15,7 @@ from workers.engine_thread import EngineThread
 from workers.engines.base import Engine, EngineInfo, VisionEngine
 from workers.executor import ServedModel, SessionContext
 from workers.kv_transfer.base import Transport, TransportUnavailable
-from workers.metrics import Metrics
+from workers.metrics.worker import Metrics
 from workers.process import ProcessEvents
 from workers.sequence_state import Flush
 from workers.token_executor import TokenExecutor

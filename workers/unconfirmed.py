@@ -1,7 +1,7 @@
 """Published messages that their stream has not acknowledged yet, sent again until it has. For clusters and slow disks.
 
-There the link to a server says nothing about the stream: its leader may be on another node, and what comes while one is
-elected (4 to 9 s) is lost without a trace. So each message asks for its acknowledgement, and only that ends it.
+In a cluster the link to a server says nothing about the stream: its leader may be on another node, and what arrives
+during an election (4 to 9 s) is lost silently. So each message asks for an acknowledgement and is kept until it comes.
 """
 
 from collections.abc import Callable
@@ -22,13 +22,13 @@ class Message(Protocol):
 
 
 class Unconfirmed:
-    """In order of their first publish. ``confirmed`` is called when a message has left."""
+    """In order of first publish. ``confirmed`` is called when a message was acknowledged."""
 
     def __init__(self, bus: Bus, confirmed: Callable[[], None]) -> None:
         self._bus = bus
         self._confirmed = confirmed
         self._waiting: dict[int, Message] = {}
-        self._next = 0
+        self._next_number = 0
         self._inbox = ""
         self.bytes = 0
 
@@ -43,14 +43,14 @@ class Unconfirmed:
         if not self._inbox:
             self._inbox = self._bus.nc.new_inbox()
             await self._bus.nc.subscribe(f"{self._inbox}.*", cb=self._on_reply)
-        number = self._next
-        self._next += 1
+        number = self._next_number
+        self._next_number += 1
         self._waiting[number] = message
         self.bytes += len(message.payload)
         await self._transmit(number, message)
 
     async def again(self, now: float, after_s: float = RESEND_S) -> None:
-        """Send again what has waited for ``after_s`` since the last time, in order.
+        """Send again, in order, what was last sent ``after_s`` seconds ago or earlier.
 
         Raises:
             nats.errors.Error: the link broke.
@@ -74,7 +74,7 @@ class Unconfirmed:
 
     async def _on_reply(self, answer: Any) -> None:
         if not answer.data or decode_publish_reply(answer.data).error is not None:
-            return  # no leader, no room on the disk: ``again``
+            return  # no leader, or the disk is full: ``again`` sends it
         message = self._waiting.pop(int(answer.subject.rpartition(".")[2]), None)
         if message is not None:
             self.bytes -= len(message.payload)

@@ -8,7 +8,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 import gateway.metrics
 import router.metrics
-import workers.metrics
+import workers.metrics.worker
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 
@@ -33,7 +33,7 @@ This page is generated from the code (`python -m infra.docs`).
 
 def page() -> str:
     """The whole page, as the code has it."""
-    roles = {"Gateway": gateway.metrics, "Router": router.metrics, "Worker": workers.metrics}
+    roles = {"Gateway": gateway.metrics, "Router": router.metrics, "Worker": workers.metrics.worker}
     return INTRO + "".join(section(role, made(module.Metrics(CollectorRegistry()))) for role, module in roles.items())
 
 

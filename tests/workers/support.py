@@ -38,7 +38,7 @@ from workers.executor import ServedModel
 from workers.kv_transfer.base import Transport
 from workers.kv_transfer.loopback import LoopbackNetwork
 from workers.kv_transfer.opening import open_transport
-from workers.metrics import Metrics
+from workers.metrics.worker import Metrics
 from workers.sequence_state import Flush
 from workers.session import WorkerSession
 from workers.token_executor import TokenExecutor

@@ -30,7 +30,7 @@ from workers import diffusion_backend as module
 from workers.engines.base import RequestError
 from workers.engines.diffusion.base import Picture, Progress
 from workers.executor import ServedModel
-from workers.metrics import Metrics
+from workers.metrics.worker import Metrics
 from workers.pipeline_executor import PipelineExecutor
 from workers.pipeline_thread import PipelineThread
 from workers.process import WorkerProcess

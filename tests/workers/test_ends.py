@@ -105,7 +105,7 @@ class Doubt:
             return False
 
         self._monkeypatch.setattr(self._lease, "_write", unanswered)
-        self._lease._doubted = True
+        self._lease._in_doubt = True
 
     def end(self) -> None:
         self._monkeypatch.undo()

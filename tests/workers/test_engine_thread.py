@@ -370,7 +370,7 @@ def test_a_stop_ends_the_thread_in_the_middle_of_work(harness: Callable[..., Har
 def test_a_failed_sequence_ends_once_even_if_its_last_token_completes_a_stop_string() -> None:
     choice = new_choice(stream=_AlwaysStopped())
     thread = EngineThread(lambda: None, lambda flush: None, refuse)  # type: ignore[arg-type, return-value]
-    thread._absorb(_OneStep(choice))  # type: ignore[arg-type]
+    thread._step(_OneStep(choice))  # type: ignore[arg-type]
     assert thread._ended == [choice]
     assert choice.finish is not None
     assert choice.finish.reason == "stop"

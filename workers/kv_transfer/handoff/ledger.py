@@ -11,7 +11,7 @@ from infra.bus.connection import Bus
 from schemas import wire
 from schemas.errors import ServingError
 from schemas.transfer import HandOff, HandOffs, Ticket
-from workers.metrics import Metrics
+from workers.metrics.worker import Metrics
 from workers.outbox import Outbox
 
 log = structlog.get_logger("handoff")

@@ -14,7 +14,7 @@ from workers.engines.base import Engine
 from workers.kv_transfer.base import TransferError, Transport
 from workers.kv_transfer.handoff.ledger import Ledger
 from workers.kv_transfer.handoff.pins import Pin, Pins
-from workers.metrics import Metrics
+from workers.metrics.worker import Metrics
 
 log = structlog.get_logger("handoff")
 

@@ -1,8 +1,8 @@
-"""Metrics of the other processes of a worker's engine, which keep their values in files that all of them can read.
+"""Metrics of an engine's other processes, through prometheus_client's multiprocess mode.
 
-Where ``PROMETHEUS_MULTIPROC_DIR`` was set at the start, prometheus_client writes every value of every process below it
-to a file of that process, in the directory that the variable names when the value is made. A directory of its own for
-each worker keeps workers apart, and what a dead worker counted out of the sums.
+If ``PROMETHEUS_MULTIPROC_DIR`` is set at start, prometheus_client writes each process's values to a file in the
+directory that the variable names when the value is created. Each worker uses a directory of its own, so that neither
+other workers nor dead ones are added up.
 """
 
 import contextlib
@@ -21,9 +21,11 @@ from prometheus_client.registry import Collector
 log = structlog.get_logger("worker")
 
 VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
-LAUNCHED = "TLLM_SPAWN_PROXY_PROCESS"  # by TensorRT-LLM's launcher, which gave the variable to the other ranks already
+LAUNCHED = (
+    "TLLM_SPAWN_PROXY_PROCESS"  # set by TensorRT-LLM's launcher, which has passed the variable to the other ranks
+)
 FOLDER = "worker-"
-ELSEWHERE = ("penstock_", "trtllm", "vllm:")  # ours, and what an engine's adapter shows by itself
+ELSEWHERE = ("penstock_", "trtllm", "vllm:")  # penstock's own, and those that an engine's adapter registers
 
 
 def is_alive(pid: int) -> bool:
@@ -40,9 +42,9 @@ def is_alive(pid: int) -> bool:
 def own_directory(
     environ: MutableMapping[str, str] = os.environ, alive: Callable[[int], bool] = is_alive
 ) -> Iterator[Path | None]:
-    """Point the variable to a fresh directory, which ends with this block; None: it is not set.
+    """Point the variable to a new directory, removed when the block ends; None: the variable is not set.
 
-    To be entered before the first value is made and the first process is started. What dead workers left goes.
+    Enter it before the first value is created and the first process is started. Removes what dead workers left.
 
     Raises:
         ValueError: the directory cannot be made.
@@ -55,7 +57,7 @@ def own_directory(
     try:
         base.mkdir(parents=True, exist_ok=True)
         if environ.get(LAUNCHED):
-            _drop_files(base, alive)
+            _remove_dead_files(base, alive)
             yield base
             return
         for folder in base.glob(f"{FOLDER}*-*"):
@@ -74,8 +76,8 @@ def own_directory(
         shutil.rmtree(own, ignore_errors=True)
 
 
-def _drop_files(path: Path, alive: Callable[[int], bool]) -> None:
-    """All values of processes that are no more: of an earlier life."""
+def _remove_dead_files(path: Path, alive: Callable[[int], bool]) -> None:
+    """Remove the values of processes that have ended."""
     for file in path.glob("*.db"):
         if not _runs(file, alive):
             file.unlink(missing_ok=True)
@@ -87,9 +89,9 @@ def _runs(file: Path, alive: Callable[[int], bool]) -> bool:
 
 
 class Merged(Collector):
-    """The values of all processes in ``path``, added up as each metric asks for.
+    """The values of all processes in ``path``, aggregated by each metric's multiprocess mode.
 
-    What a process counted stays when it ends; its gauges of the kinds "live..." go.
+    Counts of ended processes are kept; their gauges of the modes "live..." are dropped.
     """
 
     def __init__(self, path: Path, alive: Callable[[int], bool] = is_alive) -> None:

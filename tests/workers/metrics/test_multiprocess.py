@@ -11,7 +11,7 @@ import pytest
 from infra.broker.server import EmbeddedNats
 from schemas.subjects import Subjects
 from tests.pipeline.support import MODEL, Process, free_port, samples
-from workers.multiprocess_metrics import LAUNCHED, VARIABLE, own_directory
+from workers.metrics.multiprocess import LAUNCHED, VARIABLE, own_directory
 
 WRITES = """
 import sys
