@@ -61,6 +61,12 @@ class FleetView:
             return True
         return self._select().ready
 
+    @property
+    def listed_names(self) -> tuple[str, ...]:
+        """Names of the language model; none where none was configured and only diffusion workers are there."""
+        alone = not self._settings.model and self.diffusion_models.ready() and not self._select().ready
+        return () if alone else self.names
+
     def serves_elsewhere(self, model: str) -> bool:
         """Whether workers serve this model (a subject token) and only other gateways of the namespace know it.
 

@@ -117,11 +117,12 @@ class _Api:
     def _cards(self) -> dict[str, dict[str, Any]]:
         models = self._gateway.fleet.diffusion_models.ready()
         diffusion = {name: self._diffusion_card(name, model) for name, model in models.items()}
-        return diffusion | {name: self._model_card(name) for name in self._gateway.names}
+        return diffusion | {name: self._model_card(name) for name in self._gateway.fleet.listed_names}
 
     async def models(self, request: Request) -> Response:
         cards = self._cards()
-        ordered = [*self._gateway.names, *(name for name in cards if name not in self._gateway.names)]
+        names = self._gateway.fleet.listed_names
+        ordered = [*names, *(name for name in cards if name not in names)]
         return _reply({"object": "list", "data": [cards[name] for name in ordered]})
 
     async def model(self, request: Request) -> Response:

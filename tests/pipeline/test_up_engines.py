@@ -113,9 +113,10 @@ def test_an_engine_that_is_not_installed_ends_the_start_with_the_line_that_insta
         "--data-dir",
         str(tmp_path / "data"),
     )
-    assert up.wait(START_S) == 1
+    assert up.wait(START_S) == 2
     said = up.log.read_text()
-    assert "worker-0 ended with status 2 at start" in said
+    assert "worker-0 exited with status 2 at start" in said
+    assert "restart" not in said
     assert says in said
 
 
@@ -131,6 +132,8 @@ async def test_pictures_alone_make_a_ready_deployment(new_deployment: NewDeploym
     async with httpx.AsyncClient(base_url=deployment.urls[0], trust_env=False, timeout=60) as http:
         made = await http.post("/v1/images/generations", json=body)
         assert made.status_code == 200, made.text
+        listed = (await http.get("/v1/models")).json()["data"]
+        assert [(card["id"], card["output_modalities"]) for card in listed] == [("painter", ["image"])]
         refused = await http.post("/v1/chat/completions", json={"model": "painter", "messages": []})
         assert refused.status_code in (400, 404)
     assert (await measured(deployment))["diffusion-0"]['penstock_worker_pictures_total{kind="image"}'] == 1
