@@ -30,7 +30,7 @@ types:  ## mypy alone
 	$(BIN)/mypy
 
 pytest:  ## the tests alone
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Not on the stamp: tensorrt_llm comes from NVIDIA's index or container, so BIN may be any environment that has it.
 test-trtllm:  ## the engines' contract on the real TensorRT-LLM, with a GPU (VENV=where it is installed)
