@@ -1,4 +1,4 @@
-"""How fast is the router's core? Match, fold, memory, sweep and decision, on one core, against the stated goals."""
+"""Processor time and memory of the router's core: match, fold, sweep and decision, on one core."""
 
 import argparse
 import gc
@@ -18,17 +18,17 @@ from schemas.kv import KvBatch, Removed, Stored
 
 
 def microseconds(call: Callable[[], object], seconds: float = 0.2) -> float:
-    """Mean time of one call, the best of three series."""
+    """Mean processor time of one call, the best of three series."""
     call()
-    start = time.perf_counter()
+    start = time.process_time()
     call()
-    rounds = max(1, int(seconds / 3 / max(time.perf_counter() - start, 1e-7)))
+    rounds = max(1, int(seconds / 3 / max(time.process_time() - start, 1e-7)))
     best = float("inf")
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.process_time()
         for _ in range(rounds):
             call()
-        best = min(best, (time.perf_counter() - start) / rounds)
+        best = min(best, (time.process_time() - start) / rounds)
     return best * 1e6
 
 
@@ -37,7 +37,7 @@ def digests(count: int) -> bytes:
 
 
 def filled(workers: int, prompt: bytes, depths: list[int], background: int) -> PrefixIndex:
-    """An index in which worker w holds the first depths[w] blocks of ``prompt``, among ``background`` other blocks."""
+    """An index where worker w holds the first depths[w] blocks of ``prompt``, besides ``background`` other blocks."""
     index = PrefixIndex(16_000_000)
     for w in range(workers):
         other = digests(background // workers)
@@ -66,15 +66,15 @@ def fold_figures(total: int) -> None:
         index = PrefixIndex(16_000_000)
         names = [digests(size) for _ in range(total // size)]
         batches = [KvBatch("w", 1, seq, (Stored(name),)) for seq, name in enumerate(names)]
-        start = time.perf_counter()
+        start = time.process_time()
         for batch in batches:
             index.apply(batch)
-        stored = time.perf_counter() - start
+        stored = time.process_time() - start
         gone = [KvBatch("w", 1, len(names) + seq, (Removed(name),)) for seq, name in enumerate(names)]
-        start = time.perf_counter()
+        start = time.process_time()
         for batch in gone:
             index.apply(batch)
-        removed = time.perf_counter() - start
+        removed = time.process_time() - start
         print(
             f"fold, M blocks/s, {size:3} per event: "
             f"stored {total / stored / 1e6:.2f}, removed {total / removed / 1e6:.2f}"
@@ -98,14 +98,14 @@ def sweep_figures(blocks: int) -> None:
     index = PrefixIndex(16_000_000)
     for w in range(2):
         index.apply(KvBatch(f"w{w}", 1, 0, (Stored(digests(blocks // 2)),)))
-    start = time.perf_counter()
+    start = time.process_time()
     index.forget("w0")
-    forget = time.perf_counter() - start
+    forget = time.process_time() - start
     slices, done = [], False
     while not done:
-        start = time.perf_counter()
+        start = time.process_time()
         done = index.sweep(4096)
-        slices.append(time.perf_counter() - start)
+        slices.append(time.process_time() - start)
     print(
         f"forget a worker ({blocks:,} blocks in the index): {forget * 1e6:.0f} µs, then {len(slices)} sweeps of 4,096: "
         f"first {slices[0] * 1e3:.1f} ms, the others at most {max(slices[1:]) * 1e3:.2f} ms"
@@ -130,7 +130,7 @@ def decision_figures() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--blocks", type=int, default=1_000_000, help="size of the index")
+    parser.add_argument("--blocks", type=int, default=1_000_000, help="blocks in the index")
     blocks = parser.parse_args().blocks
     match_figures(blocks)
     fold_figures(blocks)

@@ -1,4 +1,4 @@
-"""One router, workers that say what the test tells them to, and a record of what is said, on a real nats-server."""
+"""One router, stub workers, and a record of everything published, on a real nats-server."""
 
 from collections.abc import AsyncIterator
 

@@ -1,4 +1,4 @@
-"""Routers on a real nats-server, and workers that only say what the test tells them to."""
+"""Routers on a real nats-server, and stub workers that publish only what a test tells them to."""
 
 import asyncio
 import contextlib

@@ -18,7 +18,7 @@ from tests.router.support import Clients, endpoint, routing
 from tests.workers.support import Record, request
 
 
-async def test_the_story_of_a_request_with_three_stages_and_two_attempts(
+async def test_the_timeline_of_a_request_with_three_stages_and_two_attempts(
     broker: EmbeddedNats, pipeline: Subjects, record: Record
 ) -> None:
     clients = Clients(record)
@@ -76,7 +76,7 @@ async def test_the_story_of_a_request_with_three_stages_and_two_attempts(
     assert {row[7] for row in rows if len(row) == 8} == {"encode", "prefill", "decode"}
 
 
-async def test_a_request_of_one_stage_is_told_as_before(
+async def test_a_request_of_one_stage_has_no_lines_about_stages(
     broker: EmbeddedNats, pipeline: Subjects, record: Record
 ) -> None:
     clients = Clients(record)

@@ -87,7 +87,9 @@ STEP = st.tuples(
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(STEP, max_size=40), st.integers(0, 1000))
-def test_the_index_is_the_caches_it_heard_of(steps: list[tuple[str, int, bytes, int]], seed: int) -> None:
+def test_the_index_equals_the_caches_whose_events_it_folded(
+    steps: list[tuple[str, int, bytes, int]], seed: int
+) -> None:
     rng, index = random.Random(seed), PrefixIndex(10_000)
     engines = [Engine(w, rank=i % 2) for i, w in enumerate(WORKERS)]
     last: KvBatch | None = None
@@ -217,7 +219,7 @@ def test_other_tiers_and_groups_are_counted_but_not_indexed() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(PROMPT, max_size=30), st.integers(1, 20), st.integers(0, 99))
-def test_at_the_cap_the_index_says_less_but_never_more(prompts: list[bytes], cap: int, seed: int) -> None:
+def test_at_the_cap_the_index_reports_less_but_never_more(prompts: list[bytes], cap: int, seed: int) -> None:
     index, rng = PrefixIndex(cap), random.Random(seed)
     engines = [Engine(w) for w in WORKERS]
     for digests in prompts:
@@ -234,7 +236,7 @@ def test_at_the_cap_the_index_says_less_but_never_more(prompts: list[bytes], cap
         assert index.stats.refused > 0
 
 
-def test_more_workers_than_bits_in_a_word_are_told_apart() -> None:
+def test_more_workers_than_bits_in_a_word_are_distinguished() -> None:
     digests, index = prompt(*range(100)), PrefixIndex(1000)
     for w in range(100):
         index.apply(KvBatch(f"w{w}", 1, 0, (Stored(digests[: 16 * (w + 1)]),)))
@@ -260,7 +262,7 @@ def test_a_forgotten_worker_is_gone_before_the_sweep_and_after() -> None:
     assert index.stats.blocks == 20
 
 
-def test_a_child_without_its_parent_is_noticed_at_once_and_never_overrated() -> None:
+def test_a_child_without_its_parent_is_detected_at_once_and_never_overcounted() -> None:
     names = split(prompt(*range(6)))
     index = PrefixIndex(100)
     index.apply(KvBatch("w", 1, 0, (Stored(b"".join(names[:2])), Stored(b"".join(names[3:]), names[2]))))
@@ -268,7 +270,7 @@ def test_a_child_without_its_parent_is_noticed_at_once_and_never_overrated() -> 
     assert index.match(keys_of(b"".join(names))) == {("w", 0): 2}
 
 
-def test_a_worker_that_evicts_from_the_middle_is_caught_by_the_audit() -> None:
+def test_a_worker_that_evicts_from_the_middle_is_detected_by_the_audit() -> None:
     digests = prompt(*range(64))
     index = PrefixIndex(100)
     index.apply(KvBatch("w", 1, 0, (Stored(digests), Removed(split(digests)[40]))))
@@ -281,7 +283,7 @@ def test_a_worker_that_evicts_from_the_middle_is_caught_by_the_audit() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(WORKERS), PROMPT, st.integers(0, 4)), max_size=40))
-def test_past_decisions_are_believed_for_their_lifetime(records: list[tuple[str, bytes, int]]) -> None:
+def test_past_decisions_count_until_they_expire(records: list[tuple[str, bytes, int]]) -> None:
     index = ApproximateIndex(10_000, ttl_s=10)
     now, used = 0, {}
     for worker, digests, step in records:

@@ -73,7 +73,7 @@ async def log(broker: EmbeddedNats, nc: Client, subjects: Subjects) -> AsyncIter
     await publisher.close()
 
 
-async def test_running_jobs_outlive_three_times_the_stream_and_refuse_nobody(log: Log) -> None:
+async def test_running_jobs_outlive_three_times_the_stream_and_block_no_new_work(log: Log) -> None:
     for number, stage in enumerate(("", ":decode", "")):
         running = await log.place(b"job %d" % number, stage)
         log.running[running.request] = running
@@ -107,7 +107,7 @@ async def test_unfinished_jobs_that_fill_the_stream_stop_new_work_and_are_not_co
     assert not log.retention.full
 
 
-def test_a_copy_tells_where_the_job_is_and_changes_nothing_else() -> None:
+def test_a_copy_updates_the_sequence_of_its_job_and_nothing_else() -> None:
     tracker = LoadTracker()
     load = LoadHeader(64, 0, "", 10, "")
     tracker.admit("r", 2, "w1", load, now_ns=0, echoed=True, seq=5, role="aggregated")
@@ -121,7 +121,7 @@ def test_a_copy_tells_where_the_job_is_and_changes_nothing_else() -> None:
     assert not tracker.set_seq("unknown", 1, 3)
 
 
-def test_a_copy_s_name_is_the_job_s_own_and_a_mark() -> None:
+def test_a_message_id_names_the_stage_and_marks_a_copy() -> None:
     assert parse_stage([]) == ([], False)
     assert parse_stage(["decode"]) == (["decode"], False)
     assert parse_stage(["decode", KEPT, "17"]) == (["decode"], True)

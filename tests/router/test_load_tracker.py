@@ -1,4 +1,4 @@
-"""The fleet's load is a fold of two logs that have no common order and repeat themselves."""
+"""The load is a fold of two logs that have no common order and repeat messages."""
 
 import random
 from typing import Any
@@ -108,7 +108,7 @@ def test_a_later_attempt_leaves_the_earlier_worker_and_an_earlier_one_changes_no
     assert [e.attempt for e in f.active_at("b")] == [2]
 
 
-def test_what_ended_before_it_was_heard_of_is_never_counted() -> None:
+def test_a_request_that_ended_before_its_job_was_read_never_counts() -> None:
     f = fleet()
     f.finish("r")
     f.end_attempt("s", 1)
@@ -122,7 +122,7 @@ def test_what_ended_before_it_was_heard_of_is_never_counted() -> None:
     assert len(merge(f.parts()).closed) == CLOSED_REMEMBERED
 
 
-def test_the_requests_of_a_lost_worker_are_known_until_they_are_steered_again() -> None:
+def test_the_requests_of_a_lost_worker_stay_active_until_they_are_requeued() -> None:
     f = fleet()
     admit(f, "r", worker="a", deadline_ns=10 * SECOND)
     admit(f, "s", worker="a", deadline_ns=20 * SECOND)
@@ -148,7 +148,7 @@ def test_prefill_drains_with_time_and_never_exceeds_what_is_unfinished() -> None
     assert f.load(("a", 0), 0).prefill_tokens >= 0, "a clock that goes back does no harm"
 
 
-def test_another_router_goes_on_from_the_state() -> None:
+def test_another_router_continues_from_a_snapshot() -> None:
     f = fleet()
     admit(f, "r", cached_tokens=32, now_ns=SECOND, n=2)
     admit(f, "s", worker="b", route=(Stage("aggregated", "b", 1),))
@@ -163,7 +163,7 @@ def test_another_router_goes_on_from_the_state() -> None:
     assert g.load(("a", 0), 0) == Load()
 
 
-def test_a_worker_is_found_by_alias_with_one_member_per_rank() -> None:
+def test_a_worker_is_found_by_alias_with_one_target_per_rank() -> None:
     f = LoadTracker()
     assert f.put_worker(registered("w", aliases=("other",), dp_size=2))
     assert not f.put_worker(registered("w", aliases=("other",), dp_size=2))
@@ -235,7 +235,7 @@ def test_order_and_repetition_do_not_matter_for_requests_with_stages(events: lis
     assert merge(one.parts()).backlogs == ()
 
 
-def test_a_request_counts_at_every_stage_that_is_before_it() -> None:
+def test_a_request_counts_at_every_stage_that_is_left() -> None:
     f = fleet()
     for worker, role in (("e", "encode"), ("p", "prefill"), ("d", "decode")):
         f.put_worker(registered(worker, role=role))
@@ -280,7 +280,7 @@ def test_the_log_overrules_another_route_however_long() -> None:
     assert [e.request for e in f.active_at("c")] == ["r"]
 
 
-def test_another_rank_of_the_same_worker_is_another_place() -> None:
+def test_another_rank_of_the_same_worker_is_another_target() -> None:
     f = LoadTracker()
     f.put_worker(registered("w", dp_size=4))
     admit(f, "r", worker="w", route=(Stage("aggregated", "w", 1),))

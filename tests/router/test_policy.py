@@ -90,7 +90,7 @@ MEMBERS = st.lists(
     st.floats(0, 2),
     st.dictionaries(st.integers(0, 24), st.integers(1, 10)),
 )
-def test_a_choice_is_allowed_repeatable_and_explained(
+def test_a_decision_is_allowed_repeatable_and_explained(
     members: list[RoutingTarget], mode: RouterMode, seed: int, temperature: float, held: dict[int, int]
 ) -> None:
     overlaps = {m.id: held[i] for i, m in enumerate(members) if i in held}

@@ -1,4 +1,4 @@
-"""The order in which waiting requests are tried."""
+"""The order in which held requests are tried."""
 
 from random import Random
 
@@ -29,7 +29,7 @@ def test_classes_go_first_and_within_one_first_come_first_served() -> None:
     assert drain(room(("x", 2, 0), ("b", 1, 1), ("a", 1, 0), ("i", 0, 3))) == "iabx"
 
 
-def test_nobody_is_starved_by_a_higher_class() -> None:
+def test_a_higher_class_starves_no_request() -> None:
     assert drain(room(("x", 2, 0), ("i", 0, 59), ("j", 0, 61), ("s", 1, 56.5))) == "ixjs"
 
 
@@ -51,7 +51,7 @@ def test_lanes_do_not_hold_each_other_up() -> None:
     assert waiting.lanes == ["n"]
 
 
-def test_the_room_is_bounded_and_lets_nobody_in_twice() -> None:
+def test_the_queue_is_bounded_and_takes_no_request_twice() -> None:
     waiting: RequestQueue[None] = RequestQueue(2)
     took = [waiting.push(id, None, rank=0, arrived_ns=0, deadline_ns=LATER) for id in ("a", "a", "b", "c")]
     assert took == [True, False, True, False]
@@ -97,7 +97,7 @@ class Plain:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(STEP, max_size=120))
-def test_the_room_is_as_its_definition_has_it(steps: list[tuple[str, int, int, int, int]]) -> None:
+def test_the_queue_equals_a_plain_model_of_its_definition(steps: list[tuple[str, int, int, int, int]]) -> None:
     waiting: RequestQueue[int] = RequestQueue(8)
     plain = Plain()
     for order, (kind, who, rank, arrived, life) in enumerate(steps):
@@ -154,7 +154,7 @@ def test_deadlines_never_change_which_class_is_next(arrivals: list[tuple[int, in
 
 @settings(max_examples=200, deadline=None)
 @given(ARRIVALS)
-def test_nobody_is_overtaken_for_longer_than_the_bound(arrivals: list[tuple[int, int, int, int]]) -> None:
+def test_no_request_is_overtaken_for_longer_than_the_bound(arrivals: list[tuple[int, int, int, int]]) -> None:
     waiting: RequestQueue[int] = RequestQueue(100)
     now = 0
     for number, (rank, pause, pops, life) in enumerate(arrivals):
@@ -166,7 +166,7 @@ def test_nobody_is_overtaken_for_longer_than_the_bound(arrivals: list[tuple[int,
                 assert taken.arrived_ns <= left.arrived_ns + HANDICAP_NS[left.rank] + 2 * URGENT_NS
 
 
-def test_what_left_early_leaves_nothing_behind() -> None:
+def test_removed_requests_leave_nothing_behind() -> None:
     waiting: RequestQueue[None] = RequestQueue(10)
     for i in range(10_000):
         waiting.push(str(i), None, rank=0, arrived_ns=i, deadline_ns=LATER)

@@ -1,4 +1,4 @@
-"""What lost workers leave behind is taken over: nothing is lost, nothing is said twice, and not for ever."""
+"""Requests of lost workers are recovered: no token is lost or repeated, and attempts are bounded."""
 
 import asyncio
 import contextlib
@@ -55,7 +55,7 @@ def _echoed(one: Routing, asked: GenerateRequest) -> bool:
 # -- one router ---------------------------------------------------------------------------------------------------
 
 
-async def test_the_request_of_a_lost_worker_goes_on_behind_what_was_streamed(
+async def test_the_request_of_a_lost_worker_continues_behind_what_was_streamed(
     broker: EmbeddedNats, pipeline: Subjects, record: Record, clients: Clients, one: Routing
 ) -> None:
     asked = request(max_tokens=20)
@@ -76,9 +76,7 @@ async def test_the_request_of_a_lost_worker_goes_on_behind_what_was_streamed(
         await eventually(lambda: one.unfinished == {})
 
 
-async def test_what_a_zombie_says_after_the_fence_counts_nowhere(
-    record: Record, clients: Clients, one: Routing
-) -> None:
+async def test_tokens_of_a_lost_worker_after_the_fence_are_void(record: Record, clients: Clients, one: Routing) -> None:
     asked = request(max_tokens=20)
     stub = await on(clients, one, "w1", asked)
     second = await clients.stub("w2")
@@ -159,9 +157,7 @@ async def test_a_request_that_outlives_too_many_workers_ends(
 
 
 @pytest.mark.parametrize("header", [True, False])
-async def test_a_request_that_was_given_back_is_steered_again(
-    record: Record, clients: Clients, one: Routing, header: bool
-) -> None:
+async def test_a_returned_request_is_requeued(record: Record, clients: Clients, one: Routing, header: bool) -> None:
     """Also by a worker of a release whose returns are told by their bodies alone."""
     asked = request()
     stub = await on(clients, one, "w1", asked)
@@ -177,7 +173,7 @@ async def test_a_request_that_was_given_back_is_steered_again(
     assert len(await clients.work()) == 2
 
 
-async def test_a_request_that_was_given_back_waits_for_a_worker_and_can_be_cancelled(
+async def test_a_requeued_request_waits_for_a_worker_and_can_be_cancelled(
     record: Record, clients: Clients, one: Routing
 ) -> None:
     asked = request()
@@ -215,7 +211,7 @@ async def test_a_return_that_could_not_be_handled_is_handled_later(
     assert tries >= 2
 
 
-async def test_a_router_that_starts_handles_a_return_that_it_did_not_hear(
+async def test_a_router_that_starts_handles_a_return_from_before_its_start(
     broker: EmbeddedNats, pipeline: Subjects, clients: Clients
 ) -> None:
     asked = request()
@@ -230,7 +226,7 @@ async def test_a_router_that_starts_handles_a_return_that_it_did_not_hear(
 # -- several routers, and restarts --------------------------------------------------------------------------------
 
 
-async def test_replicas_rescue_a_request_together_and_it_runs_once(
+async def test_replicas_recover_a_request_together_and_it_runs_once(
     broker: EmbeddedNats, pipeline: Subjects, record: Record, clients: Clients, one: Routing
 ) -> None:
     async with routing(broker, pipeline, seed=2) as two:
@@ -290,7 +286,7 @@ async def test_a_worker_that_has_not_registered_yet_is_given_time(
 # -- real workers -------------------------------------------------------------------------------------------------
 
 
-async def test_a_broken_connection_is_heard_of_long_before_the_lease_ends(
+async def test_a_broken_connection_is_noticed_long_before_the_lease_ends(
     broker: EmbeddedNats, pipeline: Subjects, record: Record, clients: Clients
 ) -> None:
     async with (
@@ -351,9 +347,7 @@ async def test_no_answer_suffers_when_workers_die_and_drain_under_load(
 # -- recover itself -----------------------------------------------------------------------------------------------
 
 
-async def test_recover_fences_first_and_leaves_out_what_has_no_job(
-    record: Record, clients: Clients, one: Routing
-) -> None:
+async def test_fencing_leaves_out_attempts_without_a_job(record: Record, clients: Clients, one: Routing) -> None:
     asked, other = request(), request()
     seq = await record.give("w1", asked)
     await record.say(asked, 1, [1, 2])
@@ -374,7 +368,7 @@ async def test_recover_fences_first_and_leaves_out_what_has_no_job(
     assert [(item.attempt, item.choice, item.tokens) for item in said[1:]] == [(2, WHOLE_REQUEST, b"")]
 
 
-async def test_one_unreadable_message_keeps_no_other_request_from_its_rescue(
+async def test_one_unreadable_message_keeps_no_other_request_from_recovery(
     record: Record, clients: Clients, one: Routing
 ) -> None:
     asked, odd = request(gateway="g9"), request()

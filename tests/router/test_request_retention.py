@@ -57,7 +57,7 @@ class Door:
 
 
 @pytest.mark.parametrize("parked", [False, True], ids=["held", "sent-away"])
-async def test_what_waits_is_published_anew_and_refuses_nobody_however_much_passes(
+async def test_held_requests_are_published_again_and_block_no_others(
     broker: EmbeddedNats, pipeline: Subjects, clients: Clients, parked: bool
 ) -> None:
     async with routing(broker, pipeline, max_pending=4) as one:

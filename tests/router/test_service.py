@@ -59,7 +59,7 @@ async def test_requests_wait_for_the_first_worker(clients: Clients, one: Routing
     assert one.unfinished == {asked.id: (1, "w1")}
 
 
-async def test_a_job_tells_why_its_worker_was_chosen(clients: Clients, one: Routing) -> None:
+async def test_a_job_records_why_its_worker_was_chosen(clients: Clients, one: Routing) -> None:
     asked = request(list(range(1, 14)))  # three full blocks
     warm, cold = await clients.stub("warm"), await clients.stub("cold")
     await one.knows("warm", "cold")
@@ -126,7 +126,7 @@ async def test_a_freed_slot_goes_to_the_highest_class(clients: Clients, one: Rou
     assert await clients.order() == [asked.id for asked in expected]
 
 
-async def test_requests_for_a_model_without_workers_hold_up_nobody(clients: Clients, one: Routing) -> None:
+async def test_requests_for_a_model_without_workers_hold_up_no_others(clients: Clients, one: Routing) -> None:
     missing, present = request(model="other"), request()
     await clients.ask(missing)
     await eventually(lambda: one.waiting == [missing.id])
@@ -194,7 +194,7 @@ async def test_a_routers_task_that_fails_ends_the_process_in_order(
     assert isinstance(failures[0], ZeroDivisionError)
 
 
-async def test_an_unreadable_request_is_dropped_and_said_in_the_log(clients: Clients, one: Routing) -> None:
+async def test_an_unreadable_request_is_discarded_and_logged(clients: Clients, one: Routing) -> None:
     await clients.stub("w1")
     with capture_logs() as logs:
         await clients.bus.js.publish(clients.bus.subjects.request(MODEL, "standard", "r"), b"\xc1")
@@ -229,9 +229,7 @@ async def test_without_cache_events_past_decisions_stand_for_them(
 # -- requests that routers end ------------------------------------------------------------------------------------
 
 
-async def test_a_deadline_in_the_waiting_room_ends_the_request_once(
-    record: Record, clients: Clients, one: Routing
-) -> None:
+async def test_the_deadline_of_a_held_request_ends_it_once(record: Record, clients: Clients, one: Routing) -> None:
     asked = request(deadline_s=0.3, n=2)
     await clients.ask(asked)
     message = await is_ended_by_the_router(record, asked, Code.deadline_exceeded)

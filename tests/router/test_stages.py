@@ -54,7 +54,7 @@ def picture(**options: Any) -> GenerateRequest:
 # -- placing ------------------------------------------------------------------------------------------------------
 
 
-async def test_a_long_prompt_is_split_and_both_its_workers_are_told_of_in_every_router(
+async def test_a_long_prompt_is_split_and_counts_at_both_workers_in_every_router(
     broker: EmbeddedNats, pipeline: Subjects, record: Record, clients: Clients, one: Routing
 ) -> None:
     async with routing(broker, pipeline) as two:
@@ -222,7 +222,9 @@ def _onward(job: jobs.Job) -> jobs.Job:
     return jobs.Job(job.request, job.attempt, job.decision, route=job.route[1:])
 
 
-async def test_an_image_that_nobody_can_see_is_refused_in_words(record: Record, clients: Clients, one: Routing) -> None:
+async def test_an_image_that_no_worker_accepts_is_refused_with_the_reason(
+    record: Record, clients: Clients, one: Routing
+) -> None:
     await clients.stub("a")
     await one.knows("a")
     asked = picture()
@@ -304,7 +306,7 @@ async def test_a_prefill_worker_that_dies_after_its_hand_over_does_not_matter_to
 
 
 @pytest.mark.usefixtures("only_at_once")
-async def test_a_hand_over_to_a_worker_that_is_gone_is_rescued_at_once(
+async def test_a_hand_over_to_a_worker_that_left_is_recovered_at_once(
     record: Record, clients: Clients, one: Routing
 ) -> None:
     """The router had not heard of the attempt when the worker died: it was another router's."""
@@ -375,7 +377,7 @@ async def test_what_waits_for_one_pool_does_not_hold_up_what_waits_for_another(c
     assert set(one.waiting) == {long.id, image.id}
 
 
-async def test_a_freed_slot_goes_to_whoever_is_next_of_all_that_wait(clients: Clients, one: Routing) -> None:
+async def test_a_freed_slot_goes_to_the_next_of_all_held_requests(clients: Clients, one: Routing) -> None:
     stub = await clients.stub("w", slots=1, vision=True)
     await one.knows("w")
     first = request()

@@ -89,14 +89,14 @@ def test_golden_table_of_a_pair() -> None:
         (endpoint("h1"), {"none": None, "far": endpoint("h2")}, "far"),
     ],
 )
-def test_blocks_go_the_shortest_way_that_there_is(
+def test_blocks_take_the_nearest_transfer_path(
     decode: Endpoint, prefills: dict[str, Endpoint | None], expected: str
 ) -> None:
     pool = [member(name, "prefill", transfer=found) for name, found in prefills.items()]
     assert names(decided(member("d", "decode", transfer=decode), *pool)) == [f"prefill {expected}", "decode d"]
 
 
-def test_a_near_worker_wins_until_its_backlog_outweighs_the_way() -> None:
+def test_a_near_worker_wins_until_its_backlog_outweighs_the_transfer() -> None:
     def pick(tokens: float) -> str:
         near = member("near", "prefill", Load(1, 1, 0, tokens))
         far = member("far", "prefill", transfer=endpoint("h2"))
@@ -188,7 +188,7 @@ def test_who_runs_a_request_and_why(
     assert choice.overlap_blocks == held.get(computing, 0)
 
 
-def test_short_prompts_and_the_limit_that_says_what_is_short() -> None:
+def test_prompts_up_to_the_local_limit_stay_on_a_decode_worker() -> None:
     short = RoutingRequest("m", 250, 10, 7)
     assert names(decided(D, P, ask=short)) == ["decode d"]
     assert names(decided(D, P, ask=short, weights=Weights(local_prefill_tokens=249))) == ["prefill p", "decode d"]
@@ -217,7 +217,7 @@ def test_one_decode_worker_that_holds_the_prompt_is_better_than_another_with_a_t
         ([D, P], RoutingRequest("m", 9, 1, worker="x"), "unknown_worker", "invalid_request"),
     ],
 )
-def test_a_full_pool_is_waited_for_and_what_never_fits_is_told(
+def test_a_full_pool_is_waited_for_and_what_never_fits_is_refused(
     members: list[RoutingTarget], ask: RoutingRequest, reason: str, code: str | None
 ) -> None:
     choice = decided(*members, ask=ask)
@@ -255,7 +255,7 @@ def test_a_worker_that_failed_the_request_is_avoided_at_every_stage() -> None:
         assert names(decided(*fleet, ask=ask, seed=seed)) == ["encode encode2", "prefill prefill1", "decode decode2"]
 
 
-def test_ranks_are_places_and_the_stage_names_them() -> None:
+def test_ranks_are_targets_and_the_stage_names_them() -> None:
     ranked = [member("w", "aggregated", Load(1, 1, 9 * (rank != 2)), rank=rank, dp_size=4) for rank in range(4)]
     assert decided(*ranked).route == (Stage("aggregated", "w", 2),)
     pair = [member("d", "decode", Load(1, 1, 9 * (rank != 1)), rank=rank, dp_size=2) for rank in range(2)]
@@ -376,7 +376,7 @@ def test_who_takes_an_image(members: list[RoutingTarget], route: list[str], reas
     assert (names(choice), choice.reason, choice.code) == (route, reason, code)
 
 
-def test_a_named_worker_without_eyes_gets_an_encode_worker_in_front() -> None:
+def test_a_named_worker_without_vision_gets_an_encode_worker_in_front() -> None:
     blind, sighted, encode = A, member("v", "aggregated", vision=True), member("e", "encode")
     for named, route in (("a", ["encode e", "aggregated a"]), ("v", ["aggregated v"])):
         ask = RoutingRequest("m", 400, 10, 12, worker=named, medium=b"i" * 32)
@@ -395,7 +395,7 @@ def test_the_same_image_meets_the_same_worker_and_few_move_when_one_leaves() -> 
 
 
 @given(st.binary(min_size=1, max_size=32), st.lists(st.integers(0, 50), min_size=1, max_size=8))
-def test_nobody_is_given_much_more_than_its_share(medium: bytes, loads: list[int]) -> None:
+def test_no_encode_worker_gets_much_more_than_its_share(medium: bytes, loads: list[int]) -> None:
     pool = [member(f"e{i}", "encode", Load(n, n), slots=100) for i, n in enumerate(loads)]
     chosen, preferred = encoders.pick(medium, pool)
     assert chosen.load.requests < 1.25 * (sum(loads) + 1) / len(loads) + 1
@@ -407,7 +407,7 @@ def test_nobody_is_given_much_more_than_its_share(medium: bytes, loads: list[int
     )
 
 
-def test_an_overloaded_encode_worker_is_passed_over_and_that_is_told() -> None:
+def test_an_overloaded_encode_worker_is_skipped_and_the_decision_says_so() -> None:
     pool = [member(f"e{i}", "encode", slots=50) for i in range(3)]
     first = encoders.by_preference(IMAGE.medium, pool)[0].id[0]
     loaded = [member(m.id[0], "encode", Load(9, 9) if m.id[0] == first else IDLE, slots=50) for m in pool]

@@ -1,4 +1,4 @@
-"""Requests for pictures go to workers that make them, and nothing else does."""
+"""Requests for images and videos go to diffusion workers, and no other request does."""
 
 from random import Random
 from typing import Any
@@ -31,7 +31,7 @@ def pick(ask: RoutingRequest, *members: RoutingTarget, mode: RouterMode = "kv") 
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_picture_is_made_by_a_free_worker_of_its_kind(mode: RouterMode) -> None:
+def test_an_image_is_generated_by_a_free_worker_of_its_kind(mode: RouterMode) -> None:
     fleet = (member("text", None), member("film", VIDEOS), member("full", load=BUSY), member("free"))
     choice = pick(ASK, *fleet, mode=mode)
     assert choice.chosen == ("free", 0)
@@ -42,7 +42,7 @@ def test_a_picture_is_made_by_a_free_worker_of_its_kind(mode: RouterMode) -> Non
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_text_is_never_given_to_a_worker_that_makes_pictures(mode: RouterMode) -> None:
+def test_text_never_goes_to_a_diffusion_worker(mode: RouterMode) -> None:
     text = RoutingRequest("m", 10, 10)
     assert pick(text, member("a"), member("b", None), mode=mode).chosen == ("b", 0)
     alone = pick(text, member("a"), mode=mode)
@@ -52,7 +52,7 @@ def test_text_is_never_given_to_a_worker_that_makes_pictures(mode: RouterMode) -
 @pytest.mark.parametrize(
     "others", [(), (member("text", None),), (member("film", VIDEOS),), (member("full", load=BUSY),)]
 )
-def test_without_a_free_worker_a_picture_waits(others: tuple[RoutingTarget, ...]) -> None:
+def test_without_a_free_worker_an_image_waits(others: tuple[RoutingTarget, ...]) -> None:
     choice = pick(ASK, *others)
     assert (choice.route, choice.code) == ((), None)
 
