@@ -1,5 +1,5 @@
-"""Each process's connection to the broker, and the four ways in which Penstock uses it.
+"""Each process's connection to the broker, and the ways in which Penstock uses it.
 
-``connection`` opens it, ``publisher`` gets acknowledgements, ``puller`` takes work, ``log_tail`` follows a stream, and
-``direct_get`` looks things up in one. Shells use these; cores know nothing of them.
+``connection`` opens it, ``publisher`` stores messages, ``puller`` takes work, ``log_tail`` follows a stream,
+``direct_get`` reads one, ``object_store`` keeps large values. Shells use these; pure cores never import them.
 """

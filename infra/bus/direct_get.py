@@ -1,13 +1,12 @@
-"""Looking things up in a stream: direct get, without a consumer (ADR-31).
+"""Reading a stream by direct get, without a consumer (ADR-31).
 
-In a cluster any replica answers a direct get, also one that has not caught up: what it returns was stored, but that
-there is nothing (more) is true of that replica alone. So every end and every "not found" is confirmed by the stream's
-leader before it is returned, and what the replica lacked is read from the leader. A single server is its own leader:
-nothing is asked twice.
+In a cluster any replica answers a direct get, including one that has not caught up. What it returns was stored, but an
+end or a "not found" holds for that replica only. So each is confirmed by the stream's leader before it is returned, and
+messages that the replica lacked are read from the leader. A single server is its own leader: nothing is asked twice.
 
 A leader that was stopped for longer than an election (4 s and more) may still answer in the moment it wakes. Where two
 processes must not both conclude "there is none", the conclusion is a write with an expected last sequence, which the
-stream itself refuses to one of them.
+stream refuses to one of them.
 """
 
 import asyncio
@@ -74,13 +73,13 @@ async def read(
     until_seq: int | None = None,
     batch: int = BATCH,
 ) -> AsyncGenerator[Entry, None]:
-    """Stored messages of ``subject`` (wildcards allowed) in stream order: all that were stored when this was called.
+    """Stored messages of ``subject`` (wildcards allowed) in stream order: at least all stored before the call.
 
     Args:
-        after: start behind this sequence.
+        after: start after this sequence.
         since_ns: start at the first message stored at or after this Unix time, if ``after`` is 0.
-        until_seq: stop behind this sequence.
-        batch: messages asked for at once.
+        until_seq: stop after this sequence.
+        batch: messages per request.
     Raises:
         ServingError: the stream did not answer within a few seconds (in a cluster: or had no leader for longer).
     """
@@ -115,8 +114,8 @@ async def get_last(
     """The last message of ``subject`` (wildcards allowed); None: the stream has none, confirmed by its leader.
 
     Args:
-        newest: nothing older will do. Without it the answer may, in a cluster, have been replaced a moment ago: right
-            where a subject has one message for ever.
+        newest: ask the leader. Without it the answer may, in a cluster, have been replaced a moment ago: enough for
+            subjects that only ever have one message.
     Raises:
         ServingError: the stream did not answer in time.
     """
@@ -124,9 +123,9 @@ async def get_last(
 
 
 async def get_last_of(bus: Bus, stream: str, subjects: Sequence[str]) -> list[Entry]:
-    """The last message of each of these subjects (a few hundred at most) that has one, as some replica has it.
+    """The last message of each of these subjects (a few hundred at most) that has one on some replica.
 
-    For who asks again: what a replica does not have yet is not confirmed.
+    For callers that repeat the call: a subject without a message is not confirmed by the leader.
 
     Raises:
         ServingError: the stream did not answer.
@@ -136,7 +135,7 @@ async def get_last_of(bus: Bus, stream: str, subjects: Sequence[str]) -> list[En
 
 
 async def get(bus: Bus, stream: str, seq: int, *, within_s: float = LEADER_S) -> Entry | None:
-    """The message at ``seq``; None: the stream has none there, confirmed by its leader.
+    """The message at ``seq``; None: the stream does not have it, confirmed by its leader.
 
     Raises:
         ServingError: the stream did not answer in time.
@@ -145,7 +144,7 @@ async def get(bus: Bus, stream: str, seq: int, *, within_s: float = LEADER_S) ->
 
 
 async def get_next(bus: Bus, stream: str, subject: str, after: int, *, within_s: float = LEADER_S) -> Entry | None:
-    """The first message of ``subject`` (wildcards allowed) behind ``after``; None: there is none, as ``get``."""
+    """The first message of ``subject`` (wildcards allowed) after a sequence; None and errors as for ``get``."""
     query = {"seq": after + 1, "next_by_subj": subject}
     return await _get(bus, stream, query, replica=True, within_s=within_s)
 
@@ -181,7 +180,7 @@ async def _ask_leader(bus: Bus, stream: str, query: dict[str, Any], within_s: fl
 
 
 async def _request(bus: Bus, subject: str, query: dict[str, Any], until: float, *, patient: bool = False) -> Message:
-    """Ask, again while the broker is away. ``patient``: also while nobody answers there (an election)."""
+    """Ask, and repeat while the broker is away. ``patient``: also while no server answers (during an election)."""
     body = json.dumps(query).encode()
     while (left := until - time.monotonic()) > 0:
         try:
@@ -194,8 +193,8 @@ async def _request(bus: Bus, subject: str, query: dict[str, Any], until: float, 
         await asyncio.sleep(AGAIN_S)
     raise ServingError(
         Code.broker_unavailable,
-        f"the broker did not answer for {subject} in time; check that it runs, has its streams ('penstock streams "
-        "apply') and, in a cluster, enough of its nodes",
+        f"the broker did not answer {subject} in time; check that it runs, has its streams ('penstock streams apply') "
+        "and, in a cluster, a majority of its nodes",
         retry_after=1.0,
     )
 
@@ -246,7 +245,7 @@ def _unreadable(stream: str, why: str) -> ServingError:
 
 
 async def _batch(bus: Bus, stream: str, query: dict[str, Any]) -> tuple[list[Entry], int]:
-    """One request: its messages, and how many more there are. In a cluster another replica may be asked once more."""
+    """One request: its messages, and how many more there are. In a cluster it is repeated once, to another replica."""
     if bus.clustered:
         try:
             return await _batch_once(bus, stream, query, ASK_S)
@@ -280,7 +279,7 @@ async def _batch_once(bus: Bus, stream: str, query: dict[str, Any], stall_s: flo
             pending = int(headers.get("Nats-Num-Pending", "0"))
             entries.append(_entry(message))
     except TimeoutError:
-        if entries:  # the link broke in the middle; what came is good, and more is to come
+        if entries:  # the link broke halfway; return what came, and read on
             return entries, max(pending, 1)
         raise ServingError(Code.broker_unavailable, f"stream {stream} did not answer within {stall_s:g} s") from None
     finally:

@@ -1,7 +1,7 @@
-"""FastStream as the application shell, on a connection that we opened ourselves.
+"""FastStream as the application shell, on a connection that Penstock opened.
 
-FastStream's own connection wraps the error callback in one that can raise inside the reconnect task, after which
-the client stays unconnected for ever. Its subscribers serve control messages here; the job loop has its own pull.
+FastStream's own connection wraps the error callback in one that can raise inside the reconnect task, after which the
+client never connects again. FastStream's subscribers serve control messages; jobs come through ``infra.bus.puller``.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from infra.bus.connection import Bus
 
 
 class OwnConnection(NatsBroker):
-    """A FastStream broker over an open ``Bus``; stopping it leaves the connection to the bus."""
+    """A FastStream broker over an open ``Bus``, which keeps owning the connection."""
 
     def __init__(self, bus: Bus) -> None:
         super().__init__(apply_types=False, logger=None, graceful_timeout=5.0)
@@ -24,5 +24,5 @@ class OwnConnection(NatsBroker):
 
 
 async def raw(message: NatsMessage) -> NatsMessage:
-    """A decoder that leaves the body alone: FastStream's own guess at JSON."""
+    """A decoder that leaves the body as it is; FastStream's own would try JSON."""
     return message

@@ -1,11 +1,12 @@
 """Following a stream: everything stored on some subjects, once, in stream order, from a chosen point on.
 
-Live messages come from the server's republished subject, which carries only what was stored, with its sequence
-and the previous one of its subject: a gap shows at once and is read from the stream before going on. After a
-reconnect the tail is read in any case, since a burst may have passed unseen. In a cluster the last message before a
-silence may be stored without being republished (its leader died in between), and a subscription takes a moment to be
-known everywhere: so a silent tail compares its position with the leader's, a second after the last message and each
-five seconds.
+Live messages come from the server's republished subject. It carries only what was stored, with the message's sequence
+and the previous sequence of its subject, so a gap shows at once and is read from the stream before the tail goes on.
+After a reconnect the stream is read in any case: a burst may have been missed.
+
+In a cluster the last message before a silence may be stored without being republished (its leader died in between),
+and a subscription takes a moment to reach every server. So a silent tail compares its position with the leader's, one
+second after the last message and every five seconds from then on.
 """
 
 import asyncio
@@ -17,24 +18,30 @@ import structlog
 
 from infra.bus.connection import Bus
 from infra.bus.direct_get import Entry, get_last, read
+from infra.bus.message import Message
 
 log = structlog.get_logger("bus")
 
 RETRY_S = 0.25
-LOOK_AGAIN_S = 0.05  # a replica may lag behind what was republished
-LOOKS = 20
-IDLE_S = 1.0  # of silence before a first look, in a cluster
+REREAD_S = 0.05  # a replica may lag behind what was republished
+REREADS = 20
+IDLE_S = 1.0  # of silence before the first comparison, in a cluster
 IDLE_AGAIN_S = 5.0
-MAX_HELD = 10_000  # live entries kept during a repair; beyond it they are read from the stream
+MAX_HELD = 10_000  # live entries kept during a repair; more are read from the stream instead
 
 
 class LogTail:
-    """Calls ``handle`` for each entry. ``handle`` is synchronous and must not raise.
+    """Calls ``handle`` for each entry.
 
-    Follow one subject, or all of a stream: of a filter that leaves some out every omission looks like a gap, and
-    costs a read.
+    Guarantees: every entry that the stream keeps is handled, once and in stream order, through reconnects, restarts of
+    the broker and changes of leader. Entries that the stream discards before they are read are skipped. If the stream
+    was made anew or lost its end, everything in it is handled again (``stream_truncated`` in the log).
+
+    Follow one subject, or all of a stream: a filter that leaves out part of a stream makes every omission look like a
+    gap, which costs a read.
 
     Args:
+        handle: synchronous; an exception is logged, and the entry counts as handled.
         stream: its name.
         subject: which messages, wildcards allowed.
         live: where the server republishes them.
@@ -50,7 +57,7 @@ class LogTail:
         self._since_ns = 0
         self._held: deque[Entry] = deque()
         self._starting = True
-        self._stale = False  # something may be stored that was not seen live
+        self._stale = False  # something may be stored that did not come live
         self._repair: asyncio.Task[None] | None = None
         self._sub: Any = None
         self._idle: asyncio.Task[None] | None = None
@@ -58,7 +65,7 @@ class LogTail:
         self.repairs = 0
 
     async def start(self, *, after: int = 0, since_ns: int = 0) -> None:
-        """Handle what is stored behind ``after`` (or since a time), then follow; returns when the past is done.
+        """Handle what is stored after a sequence, or since a time; then follow. Returns when the past is handled.
 
         Raises:
             ServingError: the stream cannot be read.
@@ -67,7 +74,7 @@ class LogTail:
         self.position = after
         self._bus.on_reconnect.append(self._reconnected)
         try:
-            # On one connection: the server knows the subscription before it answers the read.
+            # On one connection: the server registers the subscription before it answers the read.
             self._sub = await self._bus.nc.subscribe(self._live, cb=self._on_live)
             await self._read()
         except BaseException:
@@ -77,7 +84,7 @@ class LogTail:
         self._take_held()
         if self._held or self._stale:
             self._begin_repair()
-        self._idle = asyncio.create_task(self._look_when_idle(), name=f"log-idle-{self._stream}")
+        self._idle = asyncio.create_task(self._compare_when_idle(), name=f"log-idle-{self._stream}")
 
     async def stop(self) -> None:
         if self._reconnected in self._bus.on_reconnect:
@@ -96,16 +103,16 @@ class LogTail:
         await asyncio.wait([self._repair])
 
     async def _reconnected(self) -> None:
-        """Not waited for: other hooks must not stand behind a stream that cannot be read."""
+        """Starts a repair without waiting for it: a stream that cannot be read must not hold up other hooks."""
         self._stale = True
         if not self._starting:
-            await self._stop_repair()  # the answer that it waits for was lost with the connection
+            await self._stop_repair()  # the answer that it awaits was lost with the connection
             self._begin_repair()
 
-    async def _on_live(self, message: Any) -> None:
+    async def _on_live(self, message: Message) -> None:
         headers = message.headers
         if headers is None:
-            return  # not republished by the server: somebody published to the live subject
+            return  # published to the live subject by a client, not republished by the server
         try:
             entry = Entry(
                 headers["Nats-Subject"],
@@ -128,7 +135,7 @@ class LogTail:
             self._begin_repair()
 
     def _follows(self, entry: Entry) -> bool:
-        """Whether nothing that concerns us lies between the last entry and this one."""
+        """Whether no entry is missing between the last one and this one."""
         position = self.position
         return entry.seq == position + 1 or (self._single and entry.previous <= position < entry.seq)
 
@@ -162,7 +169,7 @@ class LogTail:
             await asyncio.wait([self._repair])
 
     async def _catch_up(self) -> None:
-        looks = 0
+        rereads = 0
         while self._stale or self._held:
             before = self.position
             self._stale = False
@@ -176,16 +183,16 @@ class LogTail:
                 continue
             self._take_held()
             if not self._held or self.position != before:
-                looks = 0
-            elif looks < LOOKS:
-                looks += 1
-                await asyncio.sleep(LOOK_AGAIN_S)
-            else:  # stored, but removed again before it could be read (a key that was overwritten or expired)
-                looks = 0
+                rereads = 0
+            elif rereads < REREADS:
+                rereads += 1
+                await asyncio.sleep(REREAD_S)
+            else:  # removed before it could be read (a key that was overwritten or expired)
+                rereads = 0
                 self._deliver(self._held.popleft())
                 self._take_held()
 
-    async def _look_when_idle(self) -> None:
+    async def _compare_when_idle(self) -> None:
         pause, seen = IDLE_S, self.position
         while True:
             await asyncio.sleep(pause)
@@ -205,7 +212,7 @@ class LogTail:
             seen = self.position
 
     async def _check_end(self) -> None:
-        """Go back with a stream that was made anew or lost its end, or everything in it would look old."""
+        """Start over with a stream that was made anew or lost its end: all of it would look old otherwise."""
         end = (await self._bus.js.stream_info(self._stream)).state.last_seq
         if end < self.position:
             log.error("stream_truncated", stream=self._stream, position=self.position, end=end)

@@ -1,6 +1,6 @@
-"""Which of a model's workers may answer a prompt: those of its tokenizer, and of these one revision at a time. Pure.
+"""Which workers of a model may answer a prompt: those with its tokenizer, and of these one revision at a time. Pure.
 
-A function of the registrations alone, so that every gateway and every router comes to the same answer.
+A function of the registrations alone, so that every gateway and router comes to the same result.
 """
 
 from collections.abc import Iterable
@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 from schemas.fleet import Registration, State
 
-_ENCODE = "encode"  # the one role that answers nothing by itself
+_ENCODE = "encode"  # the one role that produces no tokens
 
 
 class Revisions(NamedTuple):
-    """Of one model and tokenizer.
+    """Revisions of one model and tokenizer.
 
     Attributes:
-        serving: the revision that new requests go to, of the worker that registered first among those that are
-            ready; None: none is ready.
-        present: all with a worker that is ready.
+        serving: the revision for new requests: that of the ready worker that registered first; None: no worker is
+            ready.
+        present: all revisions that have a ready worker.
     """
 
     serving: str | None
@@ -25,15 +25,16 @@ class Revisions(NamedTuple):
 
 
 def reads(registration: Registration, tokenizer: str) -> bool:
-    """Whether token ids mean to this worker what they mean to whoever made the prompt; older builds do not say."""
+    """Whether the worker's tokenizer is the prompt's. Older builds do not register theirs and count as equal."""
     return not tokenizer or not registration.tokenizer or registration.tokenizer == tokenizer
 
 
 def revisions(workers: Iterable[Registration], tokenizer: str) -> Revisions:
-    """
+    """Pick the serving revision.
+
     Args:
         workers: of one model.
-        tokenizer: digest of the one that makes its prompts; "": not known.
+        tokenizer: digest of the tokenizer that made the prompts; "": unknown.
     """
     ready = [w for w in workers if w.state is State.ready and w.role != _ENCODE and reads(w, tokenizer)]
     first = min(ready, key=lambda worker: (worker.epoch, worker.worker), default=None)

@@ -1,7 +1,7 @@
-"""Who owns a background task: a group that sees each failure and ends its tasks with itself.
+"""Owners of background tasks: a group handles the failure of each task, and ends its tasks when it closes.
 
 A process has one group; its components have groups within it (``Tasks.group``). A task that fails either fails what it
-worked for (``on_failure``) or ends the process in order, so that its supervisor starts it again: it never just stops.
+worked for (``on_failure``), or ends the process in order so that its supervisor restarts it. No task just stops.
 """
 
 import asyncio
@@ -28,10 +28,11 @@ Failed = Callable[[BaseException], None]
 
 
 class Stop:
-    """When and why a process ends: it was asked to (SIGTERM, SIGINT), or one of its tasks failed.
+    """When and why a process ends: on SIGTERM or SIGINT, or because one of its tasks failed.
 
     Args:
-        bound_s: the process ends so long after that, whatever it still waits for: a thread, a lost cancellation.
+        bound_s: the process ends this many seconds later in any case, even if a thread hangs or a cancellation was
+            lost; None: no bound.
     """
 
     def __init__(self, *, bound_s: float | None = None, end_process: Callable[[int], object] = os._exit) -> None:
@@ -47,12 +48,12 @@ class Stop:
 
     def ask(self) -> None:
         if self._bound_s is not None and not self._event.is_set():
-            # A thread: the event loop itself may be what does not go on.
+            # A thread, because the event loop itself may hang.
             threading.Thread(target=self._end, args=(self._bound_s,), name="stop-bound", daemon=True).start()
         self._event.set()
 
     def failed(self, error: BaseException) -> None:
-        """The fatal handler of the process's ``Tasks``."""
+        """End because of an error: the ``on_fatal`` of the process's ``Tasks``."""
         self.error = self.error or error
         self.ask()
 
@@ -66,17 +67,20 @@ class Stop:
 
     @property
     def status(self) -> int:
-        """What the process exits with."""
+        """The process's exit status."""
         return EXIT_OK if self.error is None else EXIT_FAILED
 
 
 class Tasks:
     """Background tasks of one process or component. Close it before what its tasks use.
 
+    Guarantees: no task fails unnoticed: its failure goes to its own handler, or to ``on_fatal``. No task outlives its
+    group by more than the bound of ``aclose``.
+
     Args:
         name: of the owner, for the log.
-        on_fatal: ends the process in order; called with the failure of a task without a handler of its own. By
-            default the process gets its SIGTERM.
+        on_fatal: ends the process in order; called with the failure of a task that has no handler of its own. Default:
+            the process sends itself a SIGTERM.
     """
 
     def __init__(self, name: str, on_fatal: Failed | None = None) -> None:
@@ -88,11 +92,11 @@ class Tasks:
         self._closed = False
 
     def __len__(self) -> int:
-        """Tasks that run, those of its groups included."""
+        """Running tasks, including those of its groups."""
         return len(self._tasks) + sum(map(len, self._groups))
 
     def group(self, name: str) -> "Tasks":
-        """A component's tasks: the same fatal handler; ends with this one at the latest."""
+        """A group for a component: the same ``on_fatal``; closed with this group at the latest."""
         made = Tasks(f"{self.name}.{name}", self._on_fatal)
         made._parent = self
         made._closed = self._closed
@@ -102,10 +106,10 @@ class Tasks:
     def spawn(
         self, coroutine: Coroutine[Any, Any, Any], *, name: str, on_failure: Failed | None = None
     ) -> "asyncio.Task[Any]":
-        """Run it in the background. On a group that is closed it is cancelled before its first step.
+        """Run a coroutine in the background. In a closed group it is cancelled before its first step.
 
         Args:
-            on_failure: gets what the coroutine raised, and answers for it. Without one, a failure ends the process.
+            on_failure: called with what the coroutine raised. Without it, a failure ends the process.
         """
         task = asyncio.get_running_loop().create_task(coroutine, name=name)
         self._tasks[task] = on_failure
@@ -129,7 +133,7 @@ class Tasks:
             self._on_fatal(error)
 
     async def aclose(self, within_s: float = CLOSE_S) -> bool:
-        """Cancel all and wait for their end; False: one ignores it still (and was logged). May be called again."""
+        """Cancel all tasks and wait for their end; False: one ignored it, which was logged. May be called again."""
         self._closed = True
         if self._parent is not None:
             self._parent._groups.discard(self)
@@ -144,9 +148,9 @@ class Tasks:
 
 
 async def end(tasks: "Iterable[asyncio.Task[Any] | None]", *, within_s: float = CLOSE_S) -> bool:
-    """Cancel tasks and wait for their end, at most ``within_s``; False: one of them goes on, which is logged.
+    """Cancel tasks and wait at most ``within_s`` for their end; False: one still runs, which is logged.
 
-    Raises nothing that a task raised. A task that ends itself this way is left out.
+    Raises nothing that a task raised. The calling task itself is left out.
     """
     current = asyncio.current_task()
     left = {task for task in tasks if task is not None and not task.done() and task is not current}
@@ -162,14 +166,14 @@ async def end(tasks: "Iterable[asyncio.Task[Any] | None]", *, within_s: float = 
 
 
 def as_serving_error(error: BaseException, what: str) -> ServingError:
-    """A task's failure as the reason that its request fails with."""
+    """A task's failure as the error that its request ends with."""
     if isinstance(error, ServingError):
         return error
     return ServingError(Code.internal, f"{what} failed ({type(error).__name__}); the process's log has the details")
 
 
 def _terminate(error: BaseException) -> None:
-    """SIGTERM for this process, if it handles that; else it is left to the event loop's exception handler."""
+    """Send this process a SIGTERM, if it handles that; else call the event loop's exception handler."""
     if callable(signal.getsignal(signal.SIGTERM)):
         signal.raise_signal(signal.SIGTERM)
     else:

@@ -5,7 +5,7 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.bus.stream_fill import MOST_LOOKS, Alarm, Fill, Look, beyond_share
+from infra.bus.stream_fill import MOST_SAMPLES, Alarm, StreamFill, StreamSample, beyond_share
 
 
 class Stream:
@@ -28,8 +28,8 @@ class Stream:
     def first(self) -> int:
         return self.kept[0][0] if self.kept else self.last + 1
 
-    def look(self) -> Look:
-        return Look(self.first, self.last, self.bytes)
+    def look(self) -> StreamSample:
+        return StreamSample(self.first, self.last, self.bytes)
 
     def bytes_from(self, seq: int) -> int:
         return sum(size for at, size in self.kept if at >= seq)
@@ -41,7 +41,7 @@ bursts = st.lists(st.lists(st.integers(1, 400), max_size=30), min_size=1, max_si
 @given(bursts, st.integers(1000, 20_000))
 @settings(max_examples=200, deadline=None)
 def test_the_estimate_is_wrong_by_at_most_two_intervals_wherever_one_asks(sizes: list[list[int]], limit: int) -> None:
-    stream, fill = Stream(limit), Fill()
+    stream, fill = Stream(limit), StreamFill()
     largest = 0
     for burst in sizes:
         for size in burst:
@@ -57,7 +57,7 @@ def test_the_estimate_is_wrong_by_at_most_two_intervals_wherever_one_asks(sizes:
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=200))
 def test_where_a_look_ended_the_estimate_is_exact(sizes: list[int]) -> None:
-    stream, fill = Stream(1 << 40), Fill()
+    stream, fill = Stream(1 << 40), StreamFill()
     for size in sizes:
         stream.store(size)
         fill.add(stream.look())
@@ -66,22 +66,22 @@ def test_where_a_look_ended_the_estimate_is_exact(sizes: list[int]) -> None:
 
 
 def test_a_stream_that_was_emptied_or_made_anew_is_looked_at_afresh() -> None:
-    fill = Fill()
-    fill.add(Look(1, 100, 10_000))
-    fill.add(Look(501, 500, 0))
+    fill = StreamFill()
+    fill.add(StreamSample(1, 100, 10_000))
+    fill.add(StreamSample(501, 500, 0))
     assert fill.bytes_from(1) == 0
-    fill.add(Look(501, 510, 1000))
+    fill.add(StreamSample(501, 510, 1000))
     assert fill.bytes_from(501) == 1000
-    fill.add(Look(1, 5, 50))
+    fill.add(StreamSample(1, 5, 50))
     assert fill.bytes_from(0) == 50
 
 
 def test_memory_is_bounded_and_the_newest_looks_stay_exact() -> None:
-    stream, fill = Stream(1 << 40), Fill()
-    for number in range(20 * MOST_LOOKS):
+    stream, fill = Stream(1 << 40), StreamFill()
+    for number in range(20 * MOST_SAMPLES):
         stream.store(number % 97 + 1)
         fill.add(stream.look())
-    assert len(fill._seqs) <= MOST_LOOKS
+    assert len(fill._seqs) <= MOST_SAMPLES
     assert fill.bytes_from(stream.last) == stream.bytes_from(stream.last)
     assert fill.bytes_from(1) == stream.bytes
 
