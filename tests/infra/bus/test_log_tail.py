@@ -209,7 +209,7 @@ async def test_an_entry_behind_a_gap_that_nobody_can_fill_is_not_waited_for_for_
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its predecessor, and it too, were removed before they could be read (an expired key)."""
-    monkeypatch.setattr(module, "LOOK_AGAIN_S", 0.005)
+    monkeypatch.setattr(module, "REREAD_S", 0.005)
     stream = bus.subjects.stream("TOKENS")
     follower = Follower(bus)
     await follower.tail.start()
