@@ -1,1 +1,1 @@
-"""What a model directory holds besides weights: tokenizer, chat template, limits, and the parsers of its answers."""
+"""Models without their weights: directory, tokenizer, chat template, detokenizer, and which parsers they need."""

@@ -28,7 +28,7 @@ _REASONING = (
 
 
 class TemplateError(Exception):
-    """The template cannot be used, or refuses these messages; the text is its own."""
+    """The template cannot be used, or refuses these messages; the text is the template's own."""
 
 
 class ChatTemplate:
@@ -78,7 +78,7 @@ class ChatTemplate:
             TemplateError: the template refuses these messages, or a variable has a reserved name.
         """
         if taken := self.own_variables & variables.keys():
-            raise TemplateError(f"variables cannot be called {sorted(taken)}")
+            raise TemplateError(f"these variables are set by the server: {', '.join(sorted(taken))}")
         if self.wants_parts:
             messages = [_in_parts(message) for message in messages]
         try:
@@ -91,7 +91,7 @@ class ChatTemplate:
             )
         except RecursionError:
             raise TemplateError("tools, arguments or variables are nested too deeply") from None
-        except Exception as error:  # templates are code: anything may come out of them
+        except Exception as error:  # templates are code and may raise anything
             raise TemplateError(f"{type(error).__name__}: {error}") from error
 
 

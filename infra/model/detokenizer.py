@@ -1,7 +1,7 @@
-"""Which text an answer shows after each token: incremental detokenising, then stop strings.
+"""The text of an answer after each token: incremental detokenisation, then stop strings.
 
-Workers (to end a generation) and gateways (to trim its text) run the same code over the same tokens. The text
-shown after k tokens depends on those k tokens only, never on batching, so another process can take over at any k.
+Workers (to end a generation) and gateways (to trim its text) run this code over the same tokens. The text after k
+tokens depends on those k tokens only, never on batching, so another process can take over at any k.
 """
 
 import re
@@ -19,19 +19,19 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TextStream(Protocol):
-    """The text of one answer. ``stop``: the stop string that ended it; from then on nothing more is shown."""
+    """The text of one answer. ``stop``: the stop string that ended it; no text comes after it."""
 
     stop: str | None
 
     def push(self, token: int) -> str:
-        """Text that is newly safe to show; "" while it may still change. Unknown ids have no text."""
+        """The text that this token makes final; "" while it may still change. Unknown ids have no text."""
 
     def finish(self) -> str:
-        """What was held back, at the end of the answer."""
+        """The text that was held back, at the end of the answer."""
 
 
 class Detokenizer:
-    """Per-vocabulary tables; makes streams. Special tokens have no text."""
+    """Tables of one vocabulary, from which streams are made. Special tokens have no text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -41,7 +41,7 @@ class Detokenizer:
         self._byte_level = is_byte_level(tokenizer)
         raw = _byte_level_bytes if self._byte_level else _word_bytes
         self._raw = [raw(tokenizer.id_to_token(token) or "") for token in range(size)]
-        # str where a token is whole characters, so that most tokens cost one list access
+        # str where a token is whole characters, so that most tokens cost one list access.
         self._pieces = (
             [b"" if token in self._special else _whole(piece) for token, piece in enumerate(self._raw)]
             if self._byte_level
@@ -50,11 +50,11 @@ class Detokenizer:
         self.longest_bytes = max(map(len, self._raw), default=1)
 
     def raw(self, token: int) -> bytes:
-        """A token's own bytes, special or not, perhaps not whole characters; b"" if the id is unknown."""
+        """A token's own bytes, special tokens included; possibly a part of a character. b"" for unknown ids."""
         return self._raw[token] if 0 <= token < len(self._raw) else b""
 
     def special(self, texts: Iterable[str]) -> dict[int, str]:
-        """Those of the texts that are special tokens here, by id: for ``stream``."""
+        """Those of the texts that are special tokens of this vocabulary, by id: the ``shown`` of ``stream``."""
         ids = ((self._tokenizer.token_to_id(text), text) for text in texts)
         return {token: text for token, text in ids if token in self._special}
 
@@ -69,9 +69,9 @@ class Detokenizer:
         """The text of one answer, cut at the first stop string.
 
         Args:
-            min_tokens: stop strings are looked for only in the text from this token (counted from 1) on.
-            stops_shown: the answer ends with the stop string, not before it.
-            shown: special tokens that are to have a text all the same; stop strings are found as if they had none.
+            min_tokens: search stop strings only in the text from this token (counted from 1) on.
+            stops_shown: the answer ends after the stop string, not before it.
+            shown: special tokens to show, with their text; stop strings are searched without it.
         """
         plain = ByteStream(self._pieces) if self._byte_level else WindowStream(self._tokenizer, self._special)
         stream = StoppingStream(plain, StopMatcher(stops), min_tokens, stops_shown) if stops else plain
@@ -79,7 +79,7 @@ class Detokenizer:
 
 
 class ByteStream:
-    """Byte-level vocabularies: a token is bytes, the text is their UTF-8, invalid ones becoming U+FFFD."""
+    """Byte-level vocabularies: tokens are bytes of UTF-8 text; invalid bytes become U+FFFD."""
 
     __slots__ = ("_pending", "_pieces", "stop")
 
@@ -107,9 +107,9 @@ class ByteStream:
 
 
 class WindowStream:
-    """Any other vocabulary: decode a sliding window twice and show the difference.
+    """Other vocabularies: decode a sliding window and show what it gained.
 
-    The window starts one shown piece back, because decoders treat the first token of a text differently.
+    The window starts one piece back, because decoders treat the first token of a text differently.
     """
 
     __slots__ = ("_decode", "_ids", "_new", "_shown", "_skipped", "stop")
@@ -118,7 +118,7 @@ class WindowStream:
         self._decode = tokenizer.decode
         self._skipped = skipped
         self._ids: list[int] = []
-        self._new = 0  # from this index of _ids on nothing was shown
+        self._new = 0  # tokens from this index of _ids on are not shown yet
         self._shown = ""  # text of _ids[: _new]
         self.stop: str | None = None
 
@@ -129,7 +129,7 @@ class WindowStream:
         text = self._decode(self._ids, skip_special_tokens=False)
         held = len(self._ids) - self._new
         if len(text) <= len(self._shown) or (text.endswith(REPLACEMENT) and held < _HELD_TOKENS):
-            if held >= 4 * _HELD_TOKENS:  # a long run without text must not make the window grow
+            if held >= 4 * _HELD_TOKENS:  # a long run without text must not grow the window
                 self._restart()
             return ""
         new = text[len(self._shown) :]
@@ -161,7 +161,7 @@ class StoppingStream:
 
     @property
     def held(self) -> int:
-        """Characters that came and may still become a stop string."""
+        """Characters held back because they may become a stop string."""
         return self._matcher.held
 
     def push(self, token: int) -> str:
@@ -185,15 +185,15 @@ class StoppingStream:
 
 
 class MarkedStream:
-    """A stream with the text of some special tokens put in where they came."""
+    """A stream with the text of some special tokens inserted at their positions."""
 
     __slots__ = ("_length", "_marks", "_places", "_stream")
 
     def __init__(self, stream: TextStream, marks: Mapping[int, str]) -> None:
         self._stream = stream
         self._marks = marks
-        self._length = 0  # of the stream's own text so far
-        self._places: deque[tuple[int, str]] = deque()  # marks that wait for text before them to be shown
+        self._length = 0  # characters of the stream's own text so far
+        self._places: deque[tuple[int, str]] = deque()  # marks whose preceding text is still held back
 
     @property
     def stop(self) -> str | None:
@@ -229,10 +229,10 @@ class MarkedStream:
 
 
 class StopMatcher:
-    """Finds the stop string that is complete first; of several that end at one place, the longest.
+    """Finds the stop string that is complete first; of several that end at one position, the longest.
 
-    The result does not depend on how the text is cut into pieces: text is shown as soon as it cannot be the
-    start of a stop string any more, and never when it is part of the one found.
+    The result does not depend on how the text is cut into pieces. Text is released as soon as it cannot be the start
+    of a stop string, and never if it is part of the one found.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -255,7 +255,7 @@ class StopMatcher:
         return len(self._held)
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """(text that is safe to show, the stop string found or None). After a match nothing is safe."""
+        """Returns the text that is safe to show, and the stop string found or None. After a match there is no text."""
         if self._matched is not None:
             return "", self._matched
         if not self._first or (not self._held and not self._first.search(text)):
@@ -271,12 +271,12 @@ class StopMatcher:
         return text[:keep], None
 
     def flush(self) -> str:
-        """The end of the text: what was held back after all is no stop string."""
+        """The text held back, at the end: it did not become a stop string."""
         held, self._held = self._held, ""
         return held
 
     def _begins_stop(self, text: str) -> int:
-        """Where the longest end of ``text`` begins that may become a stop string; its length if there is none."""
+        """Where the longest suffix of ``text`` begins that may become a stop string; its length if there is none."""
         assert self._first is not None
         for start in self._first.finditer(text, max(0, len(text) - self._longest + 1)):
             tail = text[start.start() :]
@@ -313,7 +313,7 @@ _BYTE_OF = _byte_level_table()
 def _byte_level_bytes(token: str) -> bytes:
     try:
         return token.translate(_BYTE_OF).encode("latin-1")
-    except UnicodeEncodeError:  # an added token, written as it is
+    except UnicodeEncodeError:  # an added token, stored as plain text
         return token.encode()
 
 

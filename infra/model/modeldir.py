@@ -1,4 +1,4 @@
-"""What a model directory says of itself: tokenizer, chat template, limits, end tokens, images, revision; no weights."""
+"""A model directory without its weights: tokenizer, chat template, limits, end tokens, images, revision."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ from infra.model.plain_text import PlainText
 from schemas.requests import Sampling
 
 BUNDLED = ("demo", "demo-vision", "tiny")
-MODELS = Path(configs.__file__).parent / "models"  # bundled ones, known by their names
-DEMO = MODELS / "demo"  # trained: answers
-TINY = MODELS / "tiny"  # random weights, but a long context and common words in few tokens: for the mock engine
+MODELS = Path(configs.__file__).parent / "models"  # bundled models, loaded by name
+DEMO = MODELS / "demo"  # trained to answer
+TINY = MODELS / "tiny"  # random weights, long context, common words in few tokens: for the mock engine
 
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -27,25 +27,25 @@ _DECIDING = (
     *("config.json", "generation_config.json", "tokenizer.json"),
     *("preprocessor_config.json", "processor_config.json", "model_index.json"),
 )
-WHOLE_BYTES = 256 << 20  # weights up to this size are read as a whole to name them
+WHOLE_BYTES = 256 << 20  # weights up to this size are hashed as a whole
 SAMPLES = 2048
 SAMPLE_BYTES = 1 << 16
 _NO_LIMIT = 1 << 31  # tokenizer_config.json writes "unlimited" as 1e30
-_FALLBACK_LEN = 2048  # for models that name no limit
+_FALLBACK_LEN = 2048  # for models whose files name no limit
 
 
 class ModelError(Exception):
-    """A model directory cannot be used; the text says which file and what to do."""
+    """A model directory cannot be used; the text names the file and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vision:
-    """How images stand in a prompt of this model.
+    """How a prompt of this model represents images.
 
     Attributes:
-        image_token: the chat template writes it once per image.
-        image_token_id: its id, which the prompt has once per embedding.
-        image_tokens: embeddings per image, whatever its size.
+        image_token: text that the chat template writes once per image.
+        image_token_id: its id; the prompt contains it once per embedding.
+        image_tokens: embeddings per image of any size.
         hidden: width of an embedding; 0: config.json leaves it to the architecture's default.
     """
 
@@ -57,16 +57,16 @@ class Vision:
 
 @dataclass(frozen=True, slots=True)
 class ModelDir:
-    """One model, as gateways and workers see it. Lengths in tokens.
+    """One model, as gateways and workers use it. Lengths are in tokens.
 
     Attributes:
-        revision: names weights and configuration; equal wherever the directory has the same content.
-        tokenizer_digest: names the tokenizer; workers of another one read other texts in the same ids.
+        revision: digest of weights and configuration; equal wherever the directory has the same content.
+        tokenizer_digest: digest of the tokenizer; with another one the same ids are another text.
         max_model_len: prompt + output.
         vocab_size: width of the logits; token ids of requests are below it.
-        sampling: the model's own defaults, from generation_config.json.
-        vision: None: images cannot be given.
-        no_vision: why not.
+        sampling: the model's defaults, from generation_config.json.
+        vision: None: the model takes no images.
+        no_vision: why it takes none; "": it does.
         plain: keeps clients' text from becoming control tokens.
     """
 
@@ -87,10 +87,11 @@ class ModelDir:
 
 
 def resolve(model: str, *, weights: bool = False) -> Path:
-    """The directory of a model: a path as it is, "" the demo model, the name of a bundled one, else a hub id.
+    """The directory of a model.
 
     Args:
-        weights: also fetch the weights of a Hugging Face model; without, its configuration and tokenizer only.
+        model: a directory, the name of a bundled model, or a Hugging Face id; "": the demo model.
+        weights: fetch the weights of a Hugging Face model too, not only its configuration and tokenizer.
     Raises:
         ModelError: neither a directory nor available under that id.
     """
@@ -118,7 +119,7 @@ def load(path: Path, *, name: str = "", chat_template: str = "") -> ModelDir:
     """Read a model directory.
 
     Args:
-        name: what the model is called; default: the directory's name ("owner/name" for a Hugging Face snapshot).
+        name: the model's name; default: the directory's ("owner/name" for a Hugging Face snapshot).
         chat_template: a Jinja file that replaces the model's own template.
     Raises:
         ModelError: a file is missing or malformed, or the chat template cannot be used.
@@ -169,10 +170,10 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def revision(path: Path) -> str:
-    """A name for what decides a model's output: a Hugging Face snapshot's commit, else blake3 over configuration,
-    tokenizer and weights.
+    """A digest of everything that decides a model's output: a Hugging Face snapshot's commit, else blake3 over
+    configuration, tokenizer and weights.
 
-    Of weights beyond ``WHOLE_BYTES`` it reads evenly spread samples: whoever trains on changes nearly all of them.
+    Of weights beyond ``WHOLE_BYTES`` it reads evenly spread samples: further training changes nearly all of them.
     """
     real = path.resolve()
     if real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--"):
@@ -191,7 +192,7 @@ def revision(path: Path) -> str:
 
 
 def _add_content(digest: Any, file: Path, size: int, samples: int) -> None:
-    """``samples``: how many parts to read, the first and the last among them; 0: all of it."""
+    """Hash a file. ``samples``: how many parts to read, the first and the last included; 0: the whole file."""
     with file.open("rb", buffering=0) as opened:
         if not samples:
             while part := opened.read(SAMPLE_BYTES):
@@ -204,19 +205,19 @@ def _add_content(digest: Any, file: Path, size: int, samples: int) -> None:
 
 
 def tokenizer_digest(path: Path) -> str:
-    """blake3 over what decides how text becomes token ids: equal digests, equal ids.
+    """blake3 over everything that decides how text becomes token ids: equal digests mean equal ids.
 
     Raises:
         ModelError: tokenizer.json is malformed.
     """
     described = _json(path / "tokenizer.json", needed=True)
-    for part in ("truncation", "padding"):  # not used here, whatever the file says
+    for part in ("truncation", "padding"):  # never used here
         described.pop(part, None)
     return blake3(msgspec.json.encode(described, order="sorted")).hexdigest(length=16)
 
 
 def _name(path: Path) -> str:
-    """``models--owner--name/snapshots/<commit>`` is how the hub's cache writes owner/name."""
+    """The directory's name; "owner/name" for ``models--owner--name/snapshots/<commit>`` of the hub's cache."""
     path = path.resolve()
     if path.parent.name == "snapshots":
         return path.parent.parent.name.removeprefix("models--").replace("--", "/")
@@ -235,7 +236,7 @@ def _json(file: Path, *, needed: bool = False) -> dict[str, Any]:
 
 
 def _of_text(config: Mapping[str, Any], key: str) -> Any:
-    """A value of the language model, which multimodal configurations nest."""
+    """A value of the language model's configuration, which multimodal models nest."""
     nested = config.get("text_config")
     value = nested.get(key) if isinstance(nested, dict) else None
     return config.get(key) if value is None else value
@@ -257,7 +258,7 @@ def _max_model_len(config: Mapping[str, Any], special: Mapping[str, Any]) -> int
 def _eos(
     config: Mapping[str, Any], generation: Mapping[str, Any], special: Mapping[str, Any], tokenizer: Tokenizer
 ) -> tuple[int, ...]:
-    """generation_config.json decides, else config.json; the tokenizer's own end token is always one."""
+    """End tokens: from generation_config.json, else config.json; and always the tokenizer's own."""
     named = generation.get("eos_token_id")
     if named is None:
         named = _of_text(config, "eos_token_id")
@@ -268,7 +269,7 @@ def _eos(
 
 
 def _token_text(value: Any) -> str:
-    """Special tokens are written as text or as {"content": text}."""
+    """The text of a special token, which files write as text or as {"content": text}."""
     return str(value.get("content", "")) if isinstance(value, dict) else value or ""
 
 
@@ -284,7 +285,7 @@ def _template(path: Path, special: Mapping[str, Any], override: str) -> ChatTemp
 
 
 def _template_source(path: Path, special: Mapping[str, Any], override: str) -> tuple[Path, str | None]:
-    """(where it came from, its text): the override, chat_template.jinja, tokenizer_config.json, chat_template.json."""
+    """The template's file and text: the override, chat_template.jinja, tokenizer_config.json or chat_template.json."""
     own = path / "chat_template.jinja"
     file = Path(override).expanduser() if override else own
     if override or own.is_file():
@@ -303,18 +304,20 @@ def _template_source(path: Path, special: Mapping[str, Any], override: str) -> t
 
 
 class _NoVision(Exception):
-    """Images of this model cannot be taken; the text says why."""
+    """The model takes no images; the text says why."""
 
 
 def _vision(path: Path, config: Mapping[str, Any], special: Mapping[str, Any], tokenizer: Tokenizer) -> Vision:
-    """Of models in LLaVA form: every image becomes the same number of embeddings, without tokens around them.
+    """The images of LLaVA models: each becomes the same number of embeddings, without tokens around them.
 
     Raises:
-        _NoVision: it is no such model, or its files contradict each other.
+        _NoVision: it is another kind of model, or its files contradict each other.
     """
     kind, tower = config.get("model_type"), config.get("vision_config")
     if kind != "llava":
-        what = "is not one whose images Penstock takes" if tower or "vision" in str(kind) else "takes no images"
+        what = (
+            "is a vision model that Penstock does not support" if tower or "vision" in str(kind) else "takes no images"
+        )
         raise _NoVision(f"model type {kind!r} {what}")
     if not isinstance(tower, dict):
         raise _NoVision("config.json has no vision_config")
@@ -324,12 +327,12 @@ def _vision(path: Path, config: Mapping[str, Any], special: Mapping[str, Any], t
     text = next((_token_text(t) for source in (processor, special) if (t := source.get("image_token"))), None)
     text = text or (tokenizer.id_to_token(token_id) if token_id >= 0 else None)
     if text is None or tokenizer.token_to_id(text) != token_id:
-        raise _NoVision(f"image token {text!r} and its id {token_id} in config.json do not fit tokenizer.json")
+        raise _NoVision(f"image token {text!r} and its id {token_id} in config.json do not match tokenizer.json")
     return Vision(text, token_id, tokens, int(_of_text(config, "hidden_size") or 0))
 
 
 def _image_tokens(path: Path, config: Mapping[str, Any], tower: Mapping[str, Any], processor: Mapping[str, Any]) -> int:
-    """Embeddings per image: the tower's patches, and its class token if that is kept."""
+    """Embeddings per image: the vision tower's patches, and its class token if that is kept."""
     side, patch = tower.get("image_size"), tower.get("patch_size")
     if not isinstance(side, int) or not isinstance(patch, int) or not 0 < patch <= side:
         raise _NoVision(f"config.json has vision_config with image_size {side} and patch_size {patch}")
@@ -337,14 +340,14 @@ def _image_tokens(path: Path, config: Mapping[str, Any], tower: Mapping[str, Any
     size = images.get("crop_size") if images.get("do_center_crop", True) else images.get("size")
     size = {"height": size, "width": size} if isinstance(size, int) else size
     if isinstance(size, dict) and (size.get("height", side), size.get("width", side)) != (side, side):
-        raise _NoVision(f"preprocessor_config.json makes images of {size}, the vision tower sees {side} pixels")
-    # only CLIP's towers have a class token; "default" leaves out what comes first, for it is meant to be one
+        raise _NoVision(f"preprocessor_config.json makes images of {size}, the vision tower takes {side} pixels")
+    # Only CLIP's towers have a class token. The "default" strategy drops the first embedding, which should be that one.
     extra = processor.get("num_additional_image_tokens", int(tower.get("model_type") == "clip_vision_model"))
     first = int(config.get("vision_feature_select_strategy", "default") == "default")
     tokens = (side // patch) ** 2 + extra - first
-    said = config.get("image_seq_length", tokens)
-    if said != tokens:
-        raise _NoVision(f"config.json has image_seq_length {said}, its vision tower makes {tokens} embeddings")
+    configured = config.get("image_seq_length", tokens)
+    if configured != tokens:
+        raise _NoVision(f"config.json has image_seq_length {configured}, its vision tower makes {tokens} embeddings")
     return int(tokens)
 
 

@@ -1,15 +1,15 @@
-"""Which parsers a model's chat template calls for."""
+"""Which reasoning and tool-call parsers a model needs, detected from its chat template."""
 
 from schemas.parser_names import AUTO, NONE
 
 _HARMONY = ("<|start|>", "<|channel|>", "<|message|>")
-# what a template must hold; the first line that fits decides
+# What the template must contain. The first entry that fits decides.
 _REASONING: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("gpt_oss", _HARMONY),
     ("mistral", ("[THINK]", "[/THINK]")),
     ("kimi", ("◁think▷", "◁/think▷")),
     ("granite", ("Here is my thought process",)),
-    ("basic", ("</think>",)),  # it does nothing unless the prompt or the answer opens with <think>
+    ("basic", ("</think>",)),  # no effect unless the prompt or the answer starts with <think>
 )
 _TOOLS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("gpt_oss", _HARMONY),
@@ -26,17 +26,17 @@ _TOOLS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 
-def reasoning_parser(asked: str, template: str) -> str:
-    """The format that a worker registers: as asked for, or detected from the template; "": none, or not certain."""
-    return _resolved(asked, template, _REASONING)
+def reasoning_parser(requested: str, template: str) -> str:
+    """The parser that a worker registers: the requested one, or the detected one; "": none, or not certain."""
+    return _resolved(requested, template, _REASONING)
 
 
-def tool_call_parser(asked: str, template: str) -> str:
+def tool_call_parser(requested: str, template: str) -> str:
     """As ``reasoning_parser``, for tool calls."""
-    return _resolved(asked, template, _TOOLS)
+    return _resolved(requested, template, _TOOLS)
 
 
-def _resolved(asked: str, template: str, known: tuple[tuple[str, tuple[str, ...]], ...]) -> str:
-    if asked != AUTO:
-        return "" if asked == NONE else asked
+def _resolved(requested: str, template: str, known: tuple[tuple[str, tuple[str, ...]], ...]) -> str:
+    if requested != AUTO:
+        return "" if requested == NONE else requested
     return next((name for name, marks in known if all(mark in template for mark in marks)), "")

@@ -1,8 +1,8 @@
-"""Text of control tokens in what clients wrote stays text: nobody forges a role or the end of a message.
+"""Keeps the text of control tokens in clients' messages plain text, so that nobody forges a role or a message's end.
 
-A tokenizer takes the text of an added token, wherever it stands, for the token. Where a client's text has one, a mark
-is put into it before the template is rendered, and the mark's own tokens are left out of the prompt: what was written
-is encoded as plain text, wherever and however the template puts it. All else is encoded as always.
+A tokenizer turns the text of an added token into that token wherever it stands. Where a client's text contains one, a
+mark is inserted into it before the template is rendered, and the mark's own tokens are left out of the prompt. So the
+text is encoded as plain text, wherever the template puts it. Everything else is encoded as usual.
 """
 
 import re
@@ -14,17 +14,17 @@ from tokenizers import AddedToken, Tokenizer
 
 Message = Mapping[str, Any]
 
-_MARKS = range(0xE000, 0xF900)  # private use: no text has them, and tokenizers split them off as bytes or unknown
+_MARKS = range(0xE000, 0xF900)  # private use: rare in texts, and tokenizers split them off as bytes or unknown
 _TRIES = 8
 _FEW = 16
 _OPENING = "<[{＜"
 
 
 class PlainText:
-    """Of one tokenizer.
+    """Finds and marks the text of one tokenizer's control tokens.
 
     Args:
-        image: the token of images, which no text may become in any case.
+        image: the image token, which no text may become in any case; "": there is none.
     """
 
     def __init__(self, tokenizer: Tokenizer, image: str = "") -> None:
@@ -33,12 +33,12 @@ class PlainText:
         self._all = _Texts(token.content for token in added if _controls(token))
         self._special = _Texts(token.content for token in added if token.special)
         self._image = _Texts([image] if image else [])
-        # of tokens that are looked for in normalised text, what becomes one cannot be told from the text itself
+        # Some tokens are matched after normalisation: then the raw text does not show what becomes a token.
         late = [token for token in added if token.normalized and _controls(token)]
         self._normalizer = tokenizer.normalizer if late else None
 
     def found(self, messages: Sequence[Message], tools: Any, variables: Any, *, only_image: bool = False) -> bool:
-        """Whether anything here would become a control token."""
+        """Whether any text here would become a control token."""
         texts, own = self._looked_for(only_image)
         if texts.begins:
             for message in messages:
@@ -53,7 +53,7 @@ class PlainText:
         return bool(self._image.begins and variables) and self._within(variables, self._image)
 
     def _looked_for(self, only_image: bool) -> tuple["_Texts", "_Texts"]:
-        """In any text; in an assistant's content, which keeps what its template may look for (thoughts, calls)."""
+        """What to search in clients' texts, and in an assistant's content, whose structure (thoughts, calls) stays."""
         return (self._image, self._image) if only_image else (self._all, self._special)
 
     def _becomes(self, text: str, texts: "_Texts") -> bool:
@@ -71,14 +71,14 @@ class PlainText:
         return isinstance(value, list | tuple) and any(self._within(inner, texts) for inner in value)
 
     def marks(self, *values: Any) -> Iterable[str]:
-        """Some characters that none of these values has, to mark with; several, as a tokenizer may not take one."""
+        """Characters that none of these values contains; several, since a tokenizer may not keep one apart."""
         for _ in range(_TRIES):
             mark = chr(_MARKS[secrets.randbelow(len(_MARKS))])
             if not self._within(values, _Texts([mark])):
                 yield mark
 
     def marked(self, messages: Sequence[Message], mark: str, *, only_image: bool = False) -> list[dict[str, Any]]:
-        """The messages with a mark in every text that would become a control token."""
+        """Copies of the messages with a mark in every text that would become a control token."""
         texts, own = self._looked_for(only_image)
         return [
             {
@@ -89,11 +89,11 @@ class PlainText:
         ]
 
     def marked_value(self, value: Any, mark: str, *, only_image: bool = False) -> Any:
-        """The same for tools; with ``only_image`` for the template's variables."""
+        """As ``marked``, for tools, or (with ``only_image``) for the template's variables."""
         return _marked(value, self._image if only_image else self._all, mark)
 
     def encode(self, text: str, mark: str) -> list[int] | None:
-        """The tokens of a rendered text without those of its marks; None: this tokenizer does not keep them apart."""
+        """The tokens of a rendered text without its marks; None: the tokenizer merged a mark with its neighbours."""
         text = text.replace(f"\\u{ord(mark):04x}", mark)  # a template that writes JSON in ASCII
         encoding = self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
         tokens, seen = [], set()
@@ -109,7 +109,7 @@ class PlainText:
 
 
 class _Texts:
-    """Texts to look for. ``begins``: their first characters, which most texts do not even have."""
+    """Texts to search for. ``begins``: their first characters, a cheap first test that most texts fail."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         ordered = sorted(set(texts), key=lambda text: (-len(text), text))
@@ -124,13 +124,13 @@ class _Texts:
         return False
 
     def split(self, text: str, mark: str) -> str:
-        while self.within(text):  # what is left of one may be another
+        while self.within(text):  # splitting one may leave another
             text = self._pattern.sub(lambda found: found[0][0] + mark + found[0][1:], text)
         return text
 
 
 def _controls(token: AddedToken) -> bool:
-    """Special tokens, and those that stand for structure (``<tool_call>``); not words, and not runs of spaces."""
+    """Special tokens and tokens for structure (``<tool_call>``); not words, and not runs of spaces."""
     text = token.content.strip()
     return token.special or (len(text) > 1 and text[0] in _OPENING)
 

@@ -86,5 +86,5 @@ def test_what_transformers_refuses_is_refused(source: str) -> None:
 def test_the_names_that_transformers_reserves_are_reserved() -> None:
     template = ChatTemplate("{{ messages[0].content }}", {})
     for name in ("messages", "tools", "documents", "conversations", "chat_template", "continue_final_message", "self"):
-        with pytest.raises(TemplateError, match="variables cannot be called"):
+        with pytest.raises(TemplateError, match="these variables are set by the server"):
             template.render(CONVERSATIONS[0], None, **{name: 1})
