@@ -224,7 +224,7 @@ def test_a_model_that_does_not_see_says_why(tmp_path: Path) -> None:
     assert (model.vision, model.no_vision) == (None, "model type 'llama' takes no images")
     other = sees(tmp_path / "b", model_type="qwen2_5_vl")
     assert other.vision is None
-    assert "'qwen2_5_vl' is a vision model of a kind" in other.no_vision
+    assert "'qwen2_5_vl' is a vision model that Penstock does not" in other.no_vision
 
 
 CLIP, SIGLIP = "clip_vision_model", "siglip_vision_model"
