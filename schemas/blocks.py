@@ -1,7 +1,7 @@
 """Names of KV blocks: a chain of blake3 digests, equal on every machine.
 
-A block is ``block_size`` tokens. Its digest covers every token before it, so equal digests mean equal
-prefixes. Digests travel packed, 16 bytes each; routers key their index by the first 8 (``key_of``).
+A block is ``block_size`` tokens. Its digest covers every token before it, so equal digests mean equal prefixes. Digests
+are sent packed, 16 bytes each; routers key their index by the first 8 (``key_of``).
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ _KEY = Struct("<q")
 
 
 def root(revision: str, lora: str = "", salt: str = "") -> bytes:
-    """The digest in front of a first block: what else besides tokens decides the KV content.
+    """The parent digest of a first block: everything besides tokens that decides the KV content.
 
     ``revision`` names the weights; ``salt`` separates tenants that must not share cache.
     """
@@ -25,7 +25,7 @@ def root(revision: str, lora: str = "", salt: str = "") -> bytes:
 
 
 def extend(parent: bytes, tokens: bytes, extra: bytes = b"") -> bytes:
-    """The digest of one block: parent ‖ its tokens as packed u32 ‖ hashes of media whose placeholders lie in it."""
+    """The digest of one block: parent ‖ its tokens as packed u32 ‖ hashes of media whose placeholders are in it."""
     return blake3(parent + tokens + extra).digest(length=DIGEST_BYTES)
 
 
@@ -54,7 +54,7 @@ def chain(
 
 
 def media_extra(spans: Iterable[tuple[int, int, bytes]], block_size: int) -> dict[int, bytes]:
-    """``extra`` of ``chain``: which media lie in which block.
+    """The ``extra`` of ``chain``: the media in each block.
 
     Args:
         spans: (position of its first placeholder token, placeholder tokens, blake3 of the raw bytes) per medium, in

@@ -1,4 +1,4 @@
-"""Core (unstored) messages: cancel, and request/reply with one worker."""
+"""Messages that are not stored: cancel, and request/reply with one worker or gateway."""
 
 import msgspec
 
@@ -7,7 +7,7 @@ from schemas.wire import decoder
 
 
 class Cancel(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The client is gone or gave up. Repeated by its gateway until the terminal event is seen."""
+    """The client left or cancelled. The gateway repeats it until it has read the terminal event."""
 
     request: str
     reason: str = "cancelled"
@@ -20,18 +20,18 @@ class DumpKv(msgspec.Struct, frozen=True, omit_defaults=True, tag="dump_kv"):
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """Finish what runs, give the rest back, leave. Answered with Ok at once."""
+    """Finish running requests, return the others, exit. Answered with Ok at once."""
 
 
 class Release(msgspec.Struct, frozen=True, omit_defaults=True, tag="release"):
-    """The reader needs the pinned blocks of a ticket no longer. Answered with Ok."""
+    """The reader no longer needs the pinned blocks of a ticket. Answered with Ok."""
 
     ticket: str
     reader: str = ""
 
 
 class Push(msgspec.Struct, frozen=True, omit_defaults=True, tag="push"):
-    """Write blocks of a ticket into mine: where reading is slow or dangerous (TCP). Answered with Pushed, when done."""
+    """Write a ticket's blocks into the reader's: where reads are slow or dangerous (TCP). Answered with Pushed."""
 
     ticket: str
     reader: str
@@ -42,7 +42,7 @@ class Push(msgspec.Struct, frozen=True, omit_defaults=True, tag="push"):
 
 
 class Pushed(msgspec.Struct, frozen=True, omit_defaults=True):
-    """``cause`` is empty when everything has arrived. ``settled``: nothing will be written any more."""
+    """``cause`` is empty if everything arrived. ``settled``: nothing will be written any more."""
 
     cause: str = ""
     message: str = ""
@@ -56,7 +56,7 @@ class Ok(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a gateway has seen of a request that runs; ``attempt`` below 1: nothing yet."""
+    """What a gateway has received of a running request. ``attempt`` below 1: nothing yet."""
 
     attempt: int = -1
     tokens: int = 0  # of all choices

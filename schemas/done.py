@@ -1,9 +1,9 @@
 """How requests and attempts end: worker or router → all.
 
 ``Done`` is the one terminal event of a request, and its record: request, output, usage and timings. It is stored under
-a subject of its own, only if nothing is stored there (``infra.bus.publisher``: ``once``), so that a log holds one per
-request. ``Returned`` ends an attempt only: the worker gives the request back unstarted or unfinished, and a router
-steers it again. Both are republished without their bodies: whoever follows them reads headers.
+a subject of its own, only if nothing is stored there (``once`` in ``infra.bus.publisher``), so that the log holds one
+per request. ``Returned`` ends an attempt only: the worker returns the request unstarted or unfinished, and a router
+places it again. Both are republished without their bodies: followers read the headers.
 """
 
 from typing import NamedTuple
@@ -43,7 +43,7 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens: bytes = b""
     reason: str = ""
     stop: str | int | None = None
-    files: tuple[File, ...] = ()  # of a request for pictures
+    files: tuple[File, ...] = ()  # of an image or video request
     logprobs: tuple[Logprob, ...] = ()
 
 
@@ -60,14 +60,14 @@ class Done(msgspec.Struct, frozen=True, omit_defaults=True, tag="done"):
     code: str = ""
     message: str = ""
     user: str = ""
-    stamps: Stamps | None = None  # of a traced request, by its last worker
+    stamps: Stamps | None = None  # of a traced request, from its last worker
     submitted: bytes = b""  # the encoded GenerateRequest; releases up to 0.1 left it out
     scores: tuple[Logprob, ...] = ()  # of the prompt's tokens behind the first, if asked for and known
     left_out: tuple[str, ...] = ()  # what the record lacks: "prompt", "scores", "logprobs", "tokens", "request"
 
 
 class Returned(msgspec.Struct, frozen=True, omit_defaults=True, tag="returned"):
-    """This attempt ended without a result, through no fault of the request (unless ``poison``)."""
+    """This attempt ended without a result, through no fault of the request (but see ``poison``)."""
 
     request: str
     model: str
@@ -81,14 +81,14 @@ decode = decoder(Done | Returned)  # type: ignore[arg-type]
 
 
 class ReturnedHeader(NamedTuple):
-    """What routers fold of a ``Returned`` without its body."""
+    """What routers read of a ``Returned`` without its body."""
 
     attempt: int
     reason: str
 
 
 def returned_header(event: Returned) -> str:
-    """The ``Penstock-Returned`` header; further words may be put before the reason by changing the first one."""
+    """The ``Penstock-Returned`` header. The first word is its version, so that a later one can add words."""
     reason = " ".join(event.reason.split())[:_HEADER_TEXT].encode("ascii", "replace").decode()
     return f"1 {event.attempt} {reason}"
 
@@ -97,7 +97,7 @@ def read_returned_header(text: str) -> ReturnedHeader:
     """Inverse of ``returned_header``.
 
     Raises:
-        ValueError: malformed, or of a later form.
+        ValueError: malformed, or of a later version.
     """
     form, attempt, reason = text.split(" ", 2)
     if form != "1":
@@ -106,7 +106,7 @@ def read_returned_header(text: str) -> ReturnedHeader:
 
 
 def request_of(event: Done) -> GenerateRequest | None:
-    """The request as it was accepted, but for what ``left_out`` names; None: the record has none.
+    """The request as it was accepted, without what ``left_out`` names; None: the record has no request.
 
     Raises:
         msgspec.MsgspecError: of a version that this one cannot read.
@@ -115,7 +115,7 @@ def request_of(event: Done) -> GenerateRequest | None:
 
 
 def items(event: Done) -> list[TokenItem]:
-    """A terminal event as the token items that say the same; each choice from its first token on."""
+    """A terminal event as token items: each choice from its first token on, with its finish."""
     request, attempt, cached = event.request, event.attempt, event.usage.cached
     failed = Finish("cancelled" if event.code == "cancelled" else "error", None, cached, event.code, event.message)
     out = []
@@ -133,8 +133,8 @@ def items(event: Done) -> list[TokenItem]:
 def encode_within(event: Done, limit: int) -> bytes:
     """A terminal event in at most ``limit`` bytes.
 
-    What does not fit is left out in this order: the prompt, its scores, the output's log-probabilities, the output, the
-    rest of the request. ``left_out`` names it; how the request ended, usage and timings always fit.
+    What does not fit is dropped in this order: the prompt, its scores, the output's log-probabilities, the output, the
+    rest of the request. ``left_out`` names it. The verdict, usage and timings always fit.
     """
     payload = encode(event)
     for name, without in _LESS:

@@ -1,10 +1,10 @@
-"""Error codes that cross the wire, with the HTTP status a front door gives them. Codes are never renamed."""
+"""Error codes on the wire, with their HTTP status. Codes are never renamed."""
 
 import enum
 
 
 class Code(enum.StrEnum):
-    """What went wrong, for programs. ``status`` is the HTTP status, ``retry`` whether the same request may succeed."""
+    """What went wrong, as a code. ``status``: the HTTP status. ``retry``: whether a repeated request may succeed."""
 
     invalid_request = "invalid_request"
     model_not_found = "model_not_found"

@@ -1,4 +1,4 @@
-"""A worker's registration: its lease, what it can do, how loaded it is. Key = worker id, TTL = ``LEASE_S``."""
+"""A worker's registration: its lease, capabilities and load. The key is the worker id, its TTL ``LEASE_S``."""
 
 import enum
 
@@ -17,7 +17,7 @@ class State(enum.StrEnum):
 
 
 class Load(msgspec.Struct, frozen=True, omit_defaults=True):
-    """As the engine saw it at the last renewal; routers fold their own load from the log."""
+    """The engine's load at the last renewal. Routers do not use it: they track load from the log."""
 
     running: int = 0
     waiting: int = 0
@@ -26,21 +26,21 @@ class Load(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Diffuser(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a diffusion worker makes, what it takes for granted, and its limits."""
+    """What a diffusion worker generates, its defaults and its limits."""
 
     kind: str  # "image" or "video"
     pipeline: str  # class name in model_index.json
-    width: int  # pixels, when the client names none
+    width: int  # pixels; default
     height: int
     steps: int
-    formats: tuple[str, ...]  # the first when the client names none
+    formats: tuple[str, ...]  # the first is the default
     max_pixels: int  # width x height
     max_steps: int
     multiple: int = 8  # of width and height
     max_images: int = 1  # per request
     frames: int = 1
     max_frames: int = 1
-    frame_step: int = 1  # it makes 1 + k * frame_step frames
+    frame_step: int = 1  # a video has 1 + k * frame_step frames
     frame_rate: float = 0.0
     negative: bool = True  # takes a negative prompt
     guidance: bool = True  # takes a guidance scale
@@ -61,29 +61,29 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     revision: str = ""  # of weights and configuration; the root of block names
     kv_events: bool = True
     load: Load = Load()
-    dp_size: int = 1  # attention data-parallel ranks: each is a place for requests
-    transfer: Endpoint | None = None  # of workers that hand over blocks
+    dp_size: int = 1  # attention data-parallel ranks; the router treats each as a separate target
+    transfer: Endpoint | None = None  # for workers that hand over blocks
     host: str = ""
     pid: int = 0
     name: str = ""  # the same across restarts
-    queue: int = 0  # jobs it takes beyond its slots, for each rank
+    queue: int = 0  # jobs that it takes beyond its slots, on each rank
     connection: str = ""  # name of its broker connection, as in disconnect events
-    vision: bool = False  # turns images into embeddings itself
+    vision: bool = False  # encodes images itself
     diffusion: Diffuser | None = None  # of role "diffusion"
-    logits_processors: tuple[str, ...] = ()  # that requests may name
-    reasoning_parser: str = ""  # what its model's thoughts are written in; "": nothing known
+    logits_processors: tuple[str, ...] = ()  # names that requests may use
+    reasoning_parser: str = ""  # "": unknown
     tool_call_parser: str = ""
-    max_batched_tokens: int = 0  # it computes per step, on each rank; 0: not known
-    tokenizer: str = ""  # digest of what decides tokenisation; "": an older build, or no tokenizer
+    max_batched_tokens: int = 0  # per step, on each rank; 0: unknown
+    tokenizer: str = ""  # digest of the tokenizer; "": an older build, or no tokenizer
 
 
 def same_but_load(old: Registration, new: Registration) -> bool:
-    """Whether a renewal says nothing new but the load: so it is with nearly all of them."""
+    """Whether a renewal changed at most the load, as nearly all do."""
     return msgspec.structs.replace(old, load=new.load) == new
 
 
 def removal_headers(revision: int) -> dict[str, str]:
-    """Headers of an empty message that removes a key, if it is still at ``revision``; the marker itself expires."""
+    """Headers of an empty message that removes a key if it is still at ``revision``. The removal marker expires."""
     return {
         "KV-Operation": "PURGE",
         "Nats-Rollup": "sub",

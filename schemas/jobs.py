@@ -1,4 +1,4 @@
-"""What a worker is told to do, and why it was chosen: router (or the previous stage) → worker."""
+"""Jobs and the decisions behind them: router (or the previous stage) → worker."""
 
 from typing import NamedTuple
 
@@ -22,11 +22,11 @@ class Candidate(msgspec.Struct, frozen=True, omit_defaults=True):
     score: float = 0.0
     excluded: str = ""  # why it was not scored: "full", "draining", "too_small", ...
     rank: int = 0  # attention data-parallel rank
-    role: str = ""  # the stage it was looked at for; "": the whole request
+    role: str = ""  # the stage it was scored for; "": the whole request
 
 
 class Stage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One stop on a route slip."""
+    """One stage of a route."""
 
     role: str  # of the worker: "encode", "prefill", "decode", "aggregated"
     worker: str
@@ -43,14 +43,14 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
     candidates: tuple[Candidate, ...] = ()
     prompt_blocks: int = 0
     waited_ns: int = 0
-    kv_seq: int = 0  # position in the KV stream that the index stood at
+    kv_seq: int = 0  # position of the index in the KV stream
     work_seq: int = 0
     done_seq: int = 0
     rank: int = 0
     reason: str = ""  # "new", "worker_lost", "returned", ...
     route: tuple[Stage, ...] = ()  # all stages, the chosen one first; empty: one worker does everything
-    how: str = ""  # why split or not, in words
-    revision: str = ""  # of the model, that the job runs in: who goes on with it must be of the same
+    how: str = ""  # why the stages were split or not, as text
+    revision: str = ""  # of the model; a worker that continues the job must serve the same
 
 
 class Job(msgspec.Struct, frozen=True, omit_defaults=True, tag="job"):
@@ -72,14 +72,14 @@ class Job(msgspec.Struct, frozen=True, omit_defaults=True, tag="job"):
 
 
 class Revoke(msgspec.Struct, frozen=True, tag="revoke"):
-    """Attempts up to this one were given to another worker: drop them without a word."""
+    """Attempts up to this one run elsewhere: stop them and publish nothing more about them."""
 
     request: str
     attempt: int
 
 
 def rank_of(job: Job) -> int:
-    """Where the job is to run, at the worker that has it now."""
+    """The rank on which the worker that has the job now runs it."""
     route = job.decision.route
     return route[-1 - len(job.route)].rank if len(route) > len(job.route) else job.decision.rank
 
@@ -99,10 +99,10 @@ def load_header(
     n: int = 1,
     route: tuple[Stage, ...] = (),
 ) -> str:
-    """The ``Penstock-Load`` header of a message in WORK: what routers fold without reading its body.
+    """The ``Penstock-Load`` header of a message in WORK: what routers read of it instead of the body.
 
     Args:
-        route: what is left of it, the receiving stage first.
+        route: the remaining stages, the receiving one first.
     """
     stages = ",".join(f"{stage.role}:{stage.worker}:{stage.rank}" for stage in route) or "-"
     return f"{prompt_tokens} {cached_tokens} {gateway} {deadline_ns} {priority} {n} {stages}"
@@ -121,7 +121,7 @@ class LoadHeader(NamedTuple):
 
 
 def read_load_header(text: str) -> LoadHeader:
-    """Inverse of ``load_header``; further words are for newer readers.
+    """Inverse of ``load_header``. Further words of later versions are ignored.
 
     Raises:
         ValueError: malformed.

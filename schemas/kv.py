@@ -1,8 +1,8 @@
 """KV-cache events: worker → router, batched per engine step; ``seq`` grows by one per batch of a rank.
 
-A worker's attention data-parallel ranks have a cache each, and each its own sequence of batches. A gap, or a new
-``epoch`` (the worker's cache was made anew), voids what was known of that rank; the reader forgets it and asks for a
-dump. Events tell when a name enters or leaves the cache, not block operations.
+Each attention data-parallel rank of a worker has its own cache and its own sequence of batches. A gap, or a new
+``epoch`` (the worker made a new cache), invalidates what a reader has of that rank: it drops it and requests a dump.
+Events report names that enter or leave the cache, not block operations.
 """
 
 import msgspec
@@ -11,16 +11,16 @@ from schemas.wire import decoder
 
 
 class Stored(msgspec.Struct, frozen=True, omit_defaults=True, tag="s"):
-    """Names that can now be reused: packed digests, oldest first, each the child of the last."""
+    """Blocks that can be reused from now on: packed digests, oldest first, each the child of the one before."""
 
     digests: bytes
-    parent: bytes | None = None  # of the first; None: a prompt starts here
+    parent: bytes | None = None  # of the first one; None: it begins a prompt
     group: int = 0  # layers that share one block table
     tier: int = 0  # 0 device, 1 host, 2 disk
 
 
 class Removed(msgspec.Struct, frozen=True, omit_defaults=True, tag="r"):
-    """Names that can no longer be reused, packed, in no particular order."""
+    """Blocks that can no longer be reused: packed digests in any order."""
 
     digests: bytes
     group: int = 0
@@ -43,9 +43,9 @@ class KvBatch(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class KvDump(msgspec.Struct, frozen=True, omit_defaults=True):
-    """All names in a rank's cache as if freshly stored, parents first, as of just after batch ``seq`` (-1: none yet).
+    """All blocks in a rank's cache as ``Stored`` events, parents first, as of just after batch ``seq`` (-1: none yet).
 
-    The pages of one rank come after those of another; a rank without names has an empty one.
+    The ranks' pages come one rank after the other. A rank without blocks has one empty page.
     """
 
     worker: str
@@ -53,7 +53,7 @@ class KvDump(msgspec.Struct, frozen=True, omit_defaults=True):
     seq: int
     events: tuple[KvEvent, ...] = ()
     rank: int = 0
-    next_page: int = 0  # ask again with this page number; 0: that was all
+    next_page: int = 0  # the page to request next; 0: this is the last one
 
 
 decode = decoder(KvBatch)

@@ -1,7 +1,7 @@
-"""Names of the formats in which models write their thoughts and tool calls.
+"""Names of the formats in which models write reasoning and tool calls.
 
-A worker registers the one that it uses (``--reasoning-parser``, ``--tool-call-parser``); ``gateway.parsers`` reads
-them. The names are those that users of vLLM, SGLang and Dynamo know.
+A worker registers its own (``--reasoning-parser``, ``--tool-call-parser``); ``gateway.parsers`` reads
+them. The names are those of vLLM, SGLang and Dynamo.
 """
 
 from typing import Literal

@@ -1,9 +1,9 @@
-"""One request's token items, de-duplicated and in order; used by every reader of the token stream.
+"""Reassembles one request's token items: de-duplicated and in order. Used by every reader of the token stream.
 
-The prompt's log-probabilities are positions of one more choice, ``PROMPT``, which begins at 1 and has no end.
+Push items in stream order: the attempt rule of ``schemas.tokens`` is defined on that order. Within an attempt, items
+may be repeated, overlap or overtake each other. Each token is returned once, each choice ends once.
 
-Feed items in stream order: the attempt rule of ``schemas.tokens`` is defined on that order. Within an attempt,
-items may be repeated, overlap or overtake each other. Each token comes out once, each choice ends once.
+The prompt's log-probabilities are positions of one more choice, ``PROMPT``, which starts at 1 and has no end.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,10 +23,10 @@ class _ChoiceCursor:
 
 
 class TokenReassembler:
-    """State of one request with ``n`` choices.
+    """The reassembly state of one request with ``n`` choices.
 
     Attributes:
-        attempt: highest seen; items of lower ones are void.
+        attempt: the highest seen; items of lower attempts are void.
         open: choices that have not ended.
     """
 
@@ -38,13 +38,14 @@ class TokenReassembler:
 
     @property
     def mark(self) -> tuple[int, ...]:
-        """Changes whenever something came out, or an attempt began."""
+        """A value that changes whenever items were returned, or an attempt began."""
         return (self.attempt, self.open, self.scored, *(choice.position for choice in self._choices))
 
     def conclude(self, items: Sequence[TokenItem]) -> Sequence[TokenItem]:
-        """What is due of the items of a terminal event (``schemas.done.items``), whatever attempt came to that end.
+        """Push the items of a terminal event (``schemas.done.items``), of whatever attempt.
 
-        They tell each choice from its beginning, so whatever did not come out yet comes now. No later item is due.
+        They contain each choice from its beginning, so this returns everything that is still missing. Nothing is due
+        after it.
         """
         out: list[TokenItem] = []
         self.attempt = max((self.attempt, *(item.attempt for item in items)))
@@ -61,20 +62,23 @@ class TokenReassembler:
 
     @property
     def waiting(self) -> bool:
-        """Items are held behind a gap; if it does not close, read the stream again into a new TokenReassembler."""
+        """Whether items are held behind a gap. If it does not close, read the stream again into a new instance."""
         return any(choice.early for choice in self._choices) or (self._prompt is not None and bool(self._prompt.early))
 
     @property
     def scored(self) -> int:
-        """Leading prompt tokens whose log-probabilities came out (the first token has none); 0: none did."""
+        """Leading prompt tokens whose log-probabilities were returned (the first token has none); 0: none."""
         return self._prompt.position if self._prompt is not None else 0
 
     def position(self, choice: int) -> int:
-        """Tokens that came out for a choice."""
+        """Tokens of a choice returned so far."""
         return self._choices[choice].position
 
     def push(self, item: TokenItem) -> Sequence[TokenItem]:
-        """Items that are now due: consecutive from each choice's last token on, with real choice numbers."""
+        """Add an item; returns the items now due, consecutive from each choice's last token on.
+
+        ``WHOLE_REQUEST`` items are returned as one item per open choice.
+        """
         if item.attempt != self.attempt:
             if item.attempt < self.attempt:
                 return ()
@@ -152,15 +156,15 @@ class TokenReassembler:
 
 
 class Progress(msgspec.Struct):
-    """What one choice has streamed so far: packed u32 ids, and how it ended, if it did."""
+    """The output of one choice so far: packed u32 ids, and how it ended, if it did."""
 
     tokens: bytes = b""
     finish: Finish | None = None
-    logprobs: tuple[Logprob, ...] = ()  # one per token, if they were asked for
+    logprobs: tuple[Logprob, ...] = ()  # one per token, if requested
 
 
 def replay(items: Iterable[TokenItem], n: int = 1) -> list[Progress]:
-    """What a request has streamed, by choice, from its items in stream order (of all attempts)."""
+    """A request's output by choice, from its items in stream order (of all attempts)."""
     fold = TokenReassembler(n)
     tokens: list[list[bytes]] = [[] for _ in range(n)]
     logprobs: list[list[Logprob]] = [[] for _ in range(n)]
@@ -180,6 +184,6 @@ def replay(items: Iterable[TokenItem], n: int = 1) -> list[Progress]:
 
 
 def scores(items: Iterable[TokenItem]) -> tuple[Logprob, ...]:
-    """Of the prompt's tokens 1 .., what a request's items in stream order (of all attempts) tell."""
+    """Log-probabilities of the prompt's tokens 1 .., from a request's items in stream order (of all attempts)."""
     fold = TokenReassembler(0)
     return tuple(each for item in items for due in fold.push(item) for each in due.logprobs or ())

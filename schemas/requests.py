@@ -9,7 +9,7 @@ from schemas.wire import decoder
 
 
 class Priority(enum.StrEnum):
-    """Classes in the order in which routers take them."""
+    """Classes, in the order in which routers serve them."""
 
     interactive = "interactive"
     standard = "standard"
@@ -25,17 +25,17 @@ _RANKS = {Priority.interactive: 0, Priority.standard: 1, Priority.batch: 2}
 
 
 class LogitsProcessor(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Code of the workers that edits the logits, by the name under which they registered it."""
+    """A logits processor, by the name under which workers registered it."""
 
     name: str
-    args: bytes = b""  # of its constructor: a JSON object; empty: none
+    args: bytes = b""  # of its constructor, as a JSON object; empty: none
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How the next token is drawn. ``temperature`` 0 is greedy.
+    """How the next token is sampled. ``temperature`` 0 is greedy.
 
-    The draw for output position i of choice c is a pure function of (seed, c, i) and the logits, so that
-    another worker continues a request as the first would have.
+    The sample at output position i of choice c is a pure function of (seed, c, i) and the logits, so that another
+    worker continues a request as the first would have.
     """
 
     temperature: float = 1.0
@@ -47,9 +47,9 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
-    logprobs: int | None = None  # None: not asked; k: the chosen token's and the k best
-    logits_processors: tuple[LogitsProcessor, ...] = ()  # in their order, before all of the above
-    prompt_logprobs: int | None = None  # of the prompt's tokens behind the first; None: not asked; k: and the k best
+    logprobs: int | None = None  # None: none; k: of the chosen token and the k best
+    logits_processors: tuple[LogitsProcessor, ...] = ()  # in this order, before all of the above
+    prompt_logprobs: int | None = None  # of the prompt's tokens after the first; None: none; k: and of the k best
 
 
 class Stop(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -73,9 +73,9 @@ class Media(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Diffusion(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Pictures asked for by text, everything decided: any worker of the model makes the same of it.
+    """An image or video request with every parameter decided, so that any worker of the model generates the same.
 
-    Its tokens in the token stream are the denoising steps done, each the milliseconds it took.
+    In the token stream, each denoising step is one token whose value is the milliseconds it took.
     """
 
     kind: str  # "image" or "video"
@@ -84,36 +84,36 @@ class Diffusion(msgspec.Struct, frozen=True, omit_defaults=True):
     height: int
     steps: int
     format: str  # of the files: "png", "jpeg", "webp", "gif", "mp4"
-    negative: str = ""  # what should not be seen
+    negative: str = ""  # negative prompt
     frames: int = 1  # of a video
     frame_rate: float = 0.0  # per second, of a video
-    images: int = 1  # how many different ones
-    guidance: float | None = None  # None: as the pipeline has it
+    images: int = 1  # how many to generate
+    guidance: float | None = None  # None: the pipeline's default
     seed: int = 0  # 0 .. 2**63 - 1
     quality: int = 0  # 1 .. 100, of lossy formats; 0: the encoder's own
-    inline: bool = False  # the answer holds the files, not their URLs
+    inline: bool = False  # the answer contains the files instead of their URLs
 
 
 class Parsing(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How the answer's text is taken apart; decided when the request is accepted, so that it looks the same everywhere.
+    """How the answer's text is parsed. Decided when the request is accepted, so that every gateway does the same.
 
-    ``texts``: of formats that do not tell text from numbers, per function the parameters that are text, and whether
-    null is allowed too.
+    ``texts``: for formats that do not distinguish text from numbers: by function, the parameters that are text, and
+    whether null is allowed too.
     """
 
-    reasoning: str = ""  # name of the parser; "": thoughts stay in the text
+    reasoning: str = ""  # name of the parser; "": reasoning stays in the text
     tools: str = ""  # name of the parser; "": calls stay in the text
-    thinking: bool = False  # the prompt ends within thoughts
+    thinking: bool = False  # the prompt ends within reasoning
     one_call: bool = False  # show the first call only
     texts: dict[str, dict[str, bool]] = {}
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One accepted request. From its publish ack on it will get exactly one terminal event."""
+    """One accepted request. Once its publish is acknowledged, it gets exactly one terminal event."""
 
     id: str  # UUIDv7
     model: str
-    gateway: str  # whose token subject gets the answer
+    gateway: str  # whose token subject receives the answer
     prompt: bytes  # token ids, packed u32
     stop: Stop
     created_ns: int  # Unix time
@@ -127,19 +127,19 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     salt: str = ""  # cache salt: requests with different salts share no KV
     lora: str = ""
     media: tuple[Media, ...] = ()
-    worker: str = ""  # routing mode "direct": this worker and no other
+    worker: str = ""  # routing mode "direct": only this worker
     endpoint: str = ""  # "chat", "text", "image" or "video": how the answer is shaped, for re-attachment
-    stops_shown: bool = False  # include the stop string in the answer
-    diffusion: Diffusion | None = None  # pictures, not tokens: prompt, stop and sampling mean nothing
-    echo: bool = False  # the answer begins with the prompt
+    stops_shown: bool = False  # the answer includes the stop string
+    diffusion: Diffusion | None = None  # an image or video request: prompt, stop and sampling are ignored
+    echo: bool = False  # the answer starts with the prompt
     unanswered: bool = False  # only the prompt is shown, not the one token that is computed
-    parsing: Parsing | None = None  # None: the text is shown as it is
+    parsing: Parsing | None = None  # None: the text is not parsed
     trace: Trace | None = None
-    revision: str = ""  # of the model, that must answer it; "": whichever serves when it is placed
+    revision: str = ""  # of the model that must answer; "": the one that serves when the request is placed
     tokenizer: str = ""  # digest of the tokenizer that made the prompt; "": an older build, or no tokens
     tenant: str = "default"
     form: str = ""  # how the NATS door answers: "stream", "stream+usage"; "": in one message
-    client_request_id: str = ""  # what the client calls it; ours is ``id``
+    client_request_id: str = ""  # the client's own id for it
 
 
 decode = decoder(GenerateRequest)

@@ -1,8 +1,8 @@
 """Streams, buckets and shared consumers as data; applied by ``penstock streams apply``, never deleted.
 
-Retention is by limits (replay is a feature): acks delete nothing, age and bytes do, and a full stream discards its
-oldest. That these are finished is seen to by those who publish: they take no new work when the edge comes near. Clients
-publish to SUBMIT themselves, so there the server has to refuse: it is a queue.
+Retention is by limits (replay is a feature): acknowledgements delete nothing, age and bytes do, and a full stream
+discards its oldest messages. Publishers see to it that these are finished: they take no new work when the stream gets
+full. Clients publish to SUBMIT themselves, so there the server has to refuse: it is a queue.
 """
 
 from dataclasses import dataclass, field
@@ -18,9 +18,9 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 MAX_PAYLOAD = 8 * MIB
-HEADROOM = 4096  # the server counts headers too; beyond max_payload it cuts the connection
-# A router that dies holds requests for so long: what it had not placed comes again to another one, or to its successor.
-# Coming twice costs little, since a job is stored once whoever publishes it; so it is short.
+HEADROOM = 4096  # the server counts headers too, and closes the connection beyond max_payload
+# For so long a dead router holds the requests that it had not placed, before another router gets them. Short, because a
+# redelivered request costs little: its job is stored once, whichever router publishes it.
 ROUTER_ACK_WAIT_S = 1.5
 LONGEST_DEADLINE_S = HOUR  # nothing unfinished is older than this
 # A time written by one machine is looked up with this margin in what another machine stored.
@@ -29,7 +29,7 @@ CLOCK_SKEW_NS = 2_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class StreamSpec:
-    """One stream. ``live``: republish what was stored, so that readers without a consumer can follow."""
+    """One stream. ``live``: the server republishes what was stored, so that readers can follow without a consumer."""
 
     name: str
     subjects: tuple[str, ...]
@@ -38,14 +38,14 @@ class StreamSpec:
     dedup_s: float = 2 * MINUTE
     live: tuple[str, str] | None = None  # (source subject, destination)
     live_headers_only: bool = False
-    queue: bool = False  # an acknowledged message is gone, and a full stream refuses more (decided when it is made)
+    queue: bool = False  # acknowledged messages are deleted, a full stream refuses more; fixed when it is created
     description: str = ""
-    retired: tuple[str, ...] = ()  # subjects of earlier releases, to be taken away
+    retired: tuple[str, ...] = ()  # subjects of earlier releases, to be removed
 
 
 @dataclass(frozen=True, slots=True)
 class BucketSpec:
-    """One key-value bucket; a key that is not renewed within its own TTL leaves a marker."""
+    """One key-value bucket. A key that is not renewed within its own TTL expires and leaves a marker."""
 
     name: str
     live: tuple[str, str] | None = None
@@ -69,7 +69,7 @@ class ConsumerSpec:
     filter_subjects: tuple[str, ...]
     ack_wait_s: float
     max_ack_pending: int = 20_000
-    earlier: tuple[str, ...] = ()  # of releases before: a consumer that has one of these keeps it
+    earlier: tuple[str, ...] = ()  # filters of earlier releases; a consumer that has one keeps it
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Topology:
 
     @property
     def reserved_bytes(self) -> int:
-        """Upper bound of what the store will hold."""
+        """The upper limit of the store's size."""
         parts: tuple[StreamSpec | BucketSpec | ObjectSpec, ...] = (*self.streams, *self.buckets, *self.objects)
         return sum(part.max_bytes for part in parts)
 
@@ -92,17 +92,17 @@ class Topology:
 def submissions(
     s: Subjects, tenant: str = DEFAULT_TENANT, max_pending: int = MAX_PENDING
 ) -> tuple[StreamSpec, ConsumerSpec]:
-    """A tenant's submissions, in a stream of their own: deduplication is per stream, and a flood fills only its own."""
+    """A tenant's submissions. Each has its own stream: deduplication is per stream, and a flood fills only one."""
     default = tenant == DEFAULT_TENANT
     name = s.stream("SUBMIT") if default else f"{s.stream('SUBMIT')}_{tenant}"
     own = f"{s.namespace}.submit.{tenant}.>"
     stream = StreamSpec(
         name,
-        # The second: from the pipeline's own account, where a broker has no account per tenant.
+        # The second one: from the pipeline's own account, if the broker has no accounts per tenant.
         (own, f"{s.namespace}.submit.*") if default else (own,),
         max_age_s=DAY,
         max_bytes=GIB,
-        dedup_s=0.1,  # the shortest there is: what a repeat means is decided by its Nats-Msg-Id for a day, not here
+        dedup_s=0.1,  # the shortest possible: gateways decide by the Nats-Msg-Id, for a day, what a repeat means
         queue=True,
         description="OpenAI bodies from NATS clients",
         retired=(s.all("submit"),) if default else (),
@@ -112,7 +112,7 @@ def submissions(
 
 
 def topology(s: Subjects, *, record: bool = False) -> Topology:
-    """The streams of one namespace. ``record``: all that a replay needs is kept as long as records are."""
+    """The streams of one namespace. ``record``: keep everything that a replay needs as long as records."""
     day, hour = (WEEK, WEEK) if record else (DAY, HOUR)
 
     def stream(name: str, *kinds: str, age: float, size: int, **more: object) -> StreamSpec:
@@ -154,11 +154,11 @@ def topology(s: Subjects, *, record: bool = False) -> Topology:
 
     buckets = (followed("workers"), followed("tenants"), BucketSpec(s.bucket("idempotency")))
     objects = (
-        # A request that names an object may be as old as the object's half life, and then run this long.
+        # A request may name an object up to half the object's age limit later, and then run this long.
         ObjectSpec(s.bucket("media"), 2 * HOUR + 5 * MINUTE, 4 * GIB),
         ObjectSpec(s.bucket("snapshots"), DAY, GIB),
         ObjectSpec(s.bucket("batches"), 7 * DAY, 4 * GIB),
-        ObjectSpec(s.bucket("results"), 6 * HOUR, 8 * GIB),  # pictures, until they are fetched
+        ObjectSpec(s.bucket("results"), 6 * HOUR, 8 * GIB),  # images and videos, until they are fetched
     )
     routers = (
         ConsumerSpec(
@@ -166,7 +166,7 @@ def topology(s: Subjects, *, record: bool = False) -> Topology:
             f"router-{c}",
             (f"{s.namespace}.request.*.{c}.*",),
             ROUTER_ACK_WAIT_S,
-            # A second filter costs the server about 20 us per request, so a new deployment does without.
+            # A second filter costs the server about 20 us per request, so new deployments have one.
             earlier=(f"{s.namespace}.request.*.{c}",),
         )
         for c in ("interactive", "standard", "batch")

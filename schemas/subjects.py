@@ -1,4 +1,4 @@
-"""Subject names. One namespace is one deployment; several share a NATS server without touching."""
+"""Subject names. Each deployment has a namespace; several can share a NATS server."""
 
 import re
 from dataclasses import dataclass
@@ -23,17 +23,17 @@ HEADER_LAST_ON_SUBJECT = "Nats-Expected-Last-Subject-Sequence"
 DEFAULT_TENANT = "default"
 
 
-KEPT = "kept"  # behind the job's own message id, in that of its copy
+KEPT = "kept"  # appended to a job's message id in the id of its copy
 
 
 @lru_cache(maxsize=4096)
 def token(name: str) -> str:
-    """A name as one subject token: what NATS gives a meaning (dots, blanks, wildcards) becomes "_"."""
+    """A name as one subject token: characters with a meaning in NATS (dots, blanks, wildcards) become "_"."""
     return _TOKEN.sub("_", name) or "_"
 
 
 def _shard(request: str) -> str:
-    """One of 4,096: three random digits of an id."""
+    """One of 4,096 shards: three random digits of the id."""
     return token(request[-3:])
 
 
@@ -54,47 +54,47 @@ class Subjects:
             )
 
     def submit(self, model: str, tenant: str = "") -> str:
-        """A submission: as its client writes it, or (with the tenant) as the pipeline's account has it."""
+        """A submission: as its client publishes it, or (with ``tenant``) as the pipeline's account receives it."""
         return self.door("submit", tenant, token(model))
 
     def door(self, kind: str, tenant: str, *rest: str) -> str:
-        """A subject of the NATS door; the tenant's token is put in by its account's imports."""
+        """A subject of the NATS door. The imports of the tenant's account insert its token."""
         return ".".join([self.namespace, kind, *([tenant] if tenant else []), *rest])
 
     def answer(self, key: str, tenant: str = "") -> str:
         return self.door("answer", tenant, key)
 
     def mailbox(self, tenant: str, subject: str) -> str:
-        """What the gateway publishes there arrives at ``subject`` of the tenant's account."""
+        """Where the gateway publishes what should arrive at ``subject`` in the tenant's account."""
         return f"{self.namespace}.to.{tenant}.{subject}"
 
     def request(self, model: str, priority: str, request: str = "") -> str:
-        """An accepted request; with its id, in the shard in which it is found by that.
+        """An accepted request; with its id, in that id's shard.
 
-        Releases up to 0.1 know no shards. A few thousand of them cost the server nothing; a subject per request would
+        Releases up to 0.1 have no shards. A few thousand shards cost the server nothing; a subject per request would
         cost it 250 bytes each, for a day.
         """
         subject = f"{self.namespace}.request.{token(model)}.{priority}"
         return f"{subject}.{_shard(request)}" if request else subject
 
     def shard_of(self, request: str) -> str:
-        """All requests of the shard that this one is in."""
+        """All requests in the shard of this one."""
         return f"{self.namespace}.request.*.*.{_shard(request)}"
 
     def is_sharded(self, wanted: str) -> bool:
-        """Whether a filter of REQUESTS is one for shards."""
+        """Whether a filter of REQUESTS is about shards."""
         return wanted.count(".") == self.shard_of("").count(".")
 
     @property
     def unsharded(self) -> str:
-        """All requests that releases up to 0.1 have accepted."""
+        """All requests that releases up to 0.1 accepted."""
         return f"{self.namespace}.request.*.*"
 
     def work(self, role: str, worker: str) -> str:
         return f"{self.namespace}.work.{role}.{worker}"
 
     def kept(self, role: str, worker: str) -> str:
-        """A copy of a job that runs, for whoever takes it over: no worker reads it."""
+        """A copy of a running job, for the router that may have to place it again. No worker reads it."""
         return f"{self.namespace}.work.{KEPT}.{role}.{worker}"
 
     def kv(self, model: str, worker: str) -> str:
@@ -108,7 +108,7 @@ class Subjects:
         return f"{self.namespace}.done.{token(tenant)}.{token(model)}.{token(request)}"
 
     def done_of(self, request: str) -> str:
-        """The terminal event of a request of whatever tenant and model."""
+        """The terminal event of a request, of any tenant and model."""
         return f"{self.namespace}.done.*.*.{token(request)}"
 
     def done_together(self, model: str) -> str:
@@ -125,7 +125,7 @@ class Subjects:
         return f"{self.namespace}.ctl.{worker}"
 
     def progress(self, gateway: str) -> str:
-        """Where a gateway is asked how far a request is."""
+        """Where a gateway answers how far a request is."""
         return f"{self.namespace}.progress.{gateway}"
 
     @property
@@ -137,7 +137,7 @@ class Subjects:
         return f"$KV.{self.bucket('workers')}.{worker}"
 
     def reply(self, name: str) -> str:
-        """Where NATS clients may ask for answers, besides their inboxes."""
+        """Where NATS clients may request answers, besides their inboxes."""
         return f"{self.namespace}.reply.{name}"
 
     def stream(self, name: str) -> str:
@@ -152,7 +152,7 @@ class Subjects:
         return f"{self.namespace}.{kind}.>"
 
     def live(self, subject: str) -> str:
-        """Where the server republishes what it stored under ``subject`` (also for wildcards)."""
+        """Where the server republishes what is stored under ``subject`` (wildcards allowed)."""
         if subject.startswith("$KV."):
             _, bucket, key = subject.split(".", 2)
             kind = "bucket" if bucket == self.bucket("workers") else bucket.removeprefix(f"{self.namespace}_")

@@ -1,10 +1,10 @@
 """Token output: worker → gateway, one batch per engine step and gateway.
 
-Positional (array) encoding: these are most of the messages. New fields go last.
+Encoded as arrays, because these are most of the messages. New fields go last.
 
-Reading rule, the same for every reader of the stream, in stream order: an item whose attempt is below the
-highest seen for its request is void. A fence is an item of the next attempt without tokens, published by a
-router before it reads what the attempt before had streamed; after it the old worker's output counts nowhere.
+Every reader applies one rule, in stream order: an item whose attempt is below the highest seen for its request is void.
+A fence is an item of the next attempt without tokens. A router publishes it before it reads what the attempt before had
+streamed; after it, the old worker's output is void for every reader.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ import msgspec
 
 from schemas.wire import decoder
 
-WHOLE_REQUEST = -1  # as ``choice``: the item speaks of all choices
+WHOLE_REQUEST = -1  # as ``choice``: the item is about all choices
 PROMPT = -2  # as ``choice``: ``logprobs`` of the prompt's tokens ``first`` (at least 1) ..; ``tokens`` is empty
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):
-    """Natural logarithms. ``top`` is best first: (token id, logprob). ``rank``: of the token, from 1; 0: not told."""
+    """Natural logarithms. ``top`` is best first: (token id, logprob). ``rank``: of the token, from 1; 0: unknown."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -29,13 +29,13 @@ CARRIED_BYTES = 1 << 20  # of log-probabilities in a job, for the record of its 
 
 
 def carried(logprobs: Sequence[Logprob]) -> tuple[Logprob, ...]:
-    """Those that a job can carry: all, or none if they are too many."""
+    """The log-probabilities that a job can carry: all, or none if they are too many."""
     size = sum(16 + 16 * len(each.top) for each in logprobs)
     return tuple(logprobs) if size <= CARRIED_BYTES else ()
 
 
 class File(msgspec.Struct, frozen=True, array_like=True):
-    """One picture in the object store, bucket "results"."""
+    """One image or video in the object store, bucket "results"."""
 
     name: str
     type: str  # "image/png", "video/mp4", ...
@@ -44,7 +44,7 @@ class File(msgspec.Struct, frozen=True, array_like=True):
     height: int = 0
     frames: int = 1
     frame_rate: float = 0.0
-    seconds: float = 0.0  # that the worker took for the whole request
+    seconds: float = 0.0  # the worker's time for the whole request
 
 
 FAILURES = ("error", "cancelled")  # reasons of a Finish that ended the request without its whole output
@@ -58,7 +58,7 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache
     code: str = ""  # schemas.errors.Code, when reason is "error" or "cancelled"
     message: str = ""
-    files: tuple[File, ...] = ()  # of a request for pictures
+    files: tuple[File, ...] = ()  # of an image or video request
 
 
 class TokenItem(msgspec.Struct, frozen=True, array_like=True):

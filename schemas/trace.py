@@ -1,7 +1,7 @@
-"""What a request carries, and its stages leave behind, to be told as one OpenTelemetry trace.
+"""What a request and its stages record for an OpenTelemetry trace.
 
-Only requests that are traced have either: of the others no message is larger. Ids follow from the request alone, so
-that whoever tells a trace, and however often, tells the same one.
+Only traced requests carry it; the messages of others are no larger. Ids are derived from the request alone, so every
+export of a trace has the same ids.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 from blake3 import blake3
 
-MAX_STATE = 512  # characters of a tracestate, the least that W3C asks everybody to hand on
+MAX_STATE = 512  # characters of a tracestate: what W3C requires everybody to propagate at least
 
 _PARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _ID = re.compile(r"(?!0{32})[0-9a-f]{32}")
@@ -18,19 +18,19 @@ _STATE = re.compile(r"[ -~\t]*")
 
 
 class Trace(msgspec.Struct, frozen=True, omit_defaults=True):
-    """This request is traced in detail. Without a parent its trace begins at the gateway."""
+    """The request is traced in detail. Without a parent its trace starts at the gateway."""
 
     parent: str = ""  # the caller's W3C traceparent, version 00
     state: str = ""  # and tracestate
 
 
 class Stamps(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one worker did for a traced request, besides what every request's messages tell. Unix ns; 0: not known.
+    """Times of a traced request at one worker, beyond those in every request's messages. Unix ns; 0: unknown.
 
     ``engine``: what the engine itself measured, by name: "queue_s", "prefill_s", "kv_transfer_bytes", ...
     """
 
-    received_ns: int = 0  # its message was taken from the worker's queue
+    received_ns: int = 0  # the worker took the message from its queue
     started_ns: int = 0  # the engine admitted it
     first_token_ns: int = 0  # of this worker
     preemptions: int = 0
@@ -49,7 +49,7 @@ class Parent(NamedTuple):
 
 
 def read_parent(text: str) -> Parent | None:
-    """A ``traceparent`` header; None: it is none, and a new trace begins (W3C Trace Context, section 3.2)."""
+    """Parse a ``traceparent`` header; None: it is invalid, and a new trace starts (W3C Trace Context, section 3.2)."""
     found = _PARENT.fullmatch(text)
     if found is None:
         return None
@@ -60,7 +60,7 @@ def read_parent(text: str) -> Parent | None:
 
 
 def asked(parent: str, state: str) -> Trace | None:
-    """What a client's headers ask for; None: nothing that can be understood."""
+    """The trace context of a client's headers; None: there is none, or it is invalid."""
     found = read_parent(parent.strip())
     if found is None:
         return None
@@ -68,7 +68,7 @@ def asked(parent: str, state: str) -> Trace | None:
 
 
 def wanted(trace: Trace | None) -> bool:
-    """Whether its stages are to leave stamps behind: the caller's word, if there is a caller."""
+    """Whether stages record stamps: as the caller's sampled flag says, if there is a caller."""
     if trace is None:
         return False
     parent = read_parent(trace.parent)
@@ -76,7 +76,7 @@ def wanted(trace: Trace | None) -> bool:
 
 
 def trace_id(request_id: str, trace: Trace | None = None) -> str:
-    """The caller's, else the request's id, a UUIDv7, as 32 hexadecimal digits; of other ids, a hash."""
+    """The caller's trace id, else the request's UUIDv7 as 32 hexadecimal digits; a hash of other ids."""
     parent = read_parent(trace.parent) if trace is not None else None
     if parent is not None:
         return parent.trace_id
@@ -85,19 +85,19 @@ def trace_id(request_id: str, trace: Trace | None = None) -> str:
 
 
 def span_id(request_id: str, name: str) -> str:
-    """Of the span that ``name`` tells from the request's others; 16 hexadecimal digits.
+    """The id of one of a request's spans: 16 hexadecimal digits.
 
-    ``name``: "" is the gateway's, and ``stage_name`` a worker's.
+    ``name``: "" for the gateway's span, ``stage_name`` for a worker's.
     """
     return blake3(f"{request_id} {name}".encode()).hexdigest(length=8)
 
 
 def stage_name(attempt: int, role: str) -> str:
-    """Of the span of one worker's part in a request."""
+    """The name of the span of one worker's part in a request."""
     return f"{attempt} {role}"
 
 
 def headers(request_id: str, trace: Trace, name: str) -> dict[str, str]:
-    """W3C headers for an engine that exports spans of its own, below the span of this name."""
+    """W3C headers for an engine that exports its own spans, as children of the span with this name."""
     found = {"traceparent": str(Parent(trace_id(request_id, trace), span_id(request_id, name), wanted(trace)))}
     return found | ({"tracestate": trace.state} if trace.state else {})

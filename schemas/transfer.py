@@ -1,7 +1,7 @@
-"""Hand-over between stages: what lies where, under which lease. Never pickled descriptors, never the bulk itself.
+"""Hand-over between stages: which blocks are where, under which lease. No pickled descriptors, and never the data.
 
-A worker that owns blocks pins them under a lease and sends a ``Ticket``; whoever gets it moves the blocks over the
-transfer backend (NIXL) and tells the owner. Everything that happens to a ticket is a line of the ledger (``HandOff``).
+The owner of blocks pins them under a lease and sends a ``Ticket``. The receiver moves the blocks over the transfer
+backend (NIXL) and releases the ticket. Everything that happens to a ticket is a line of the ledger (``HandOff``).
 """
 
 import msgspec
@@ -18,38 +18,38 @@ class Memory(msgspec.Struct, frozen=True, omit_defaults=True):
     blocks: int
     kind: str = "cpu"  # or "cuda"
     device: int = 0
-    generations: int = 0  # address of one u32 per block, counted up when the block gets a new owner; 0: there are none
+    generations: int = 0  # address of one u32 per block, incremented when the block is reused; 0: there are none
     layout: str = ""  # what a block holds (dtype, shape); blocks move only between equal layouts
 
 
 class Endpoint(msgspec.Struct, frozen=True, omit_defaults=True):
     """How to reach the pools of one incarnation of a worker."""
 
-    agent: str  # never used again by another incarnation
+    agent: str  # unique to this incarnation
     backend: str  # "nixl", "loopback"
     version: str = ""  # of the backend
     pools: dict[str, Memory] = {}  # by name: "kv", "embeds"
     metadata: bytes = b""  # of the backend
-    digest: bytes = b""  # blake3 of ``metadata``, 16 bytes: it is checked before the backend loads it
-    host: str = ""  # boot id and PID namespace: where equal, one process can copy from the other's memory
+    digest: bytes = b""  # blake3 of ``metadata``, 16 bytes; checked before the backend loads it
+    host: str = ""  # boot id and PID namespace; processes with equal ones can read each other's memory
     rdma: bool = False
     address: str = ""  # host name, for people
 
 
 class Ticket(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Pinned blocks of one request; void once the lease has passed or a block's generation has changed."""
+    """Pinned blocks of one request. Void once the lease has ended or a block's generation has changed."""
 
     id: str  # "<request>:<attempt>:<stage that reads>"
-    worker: str  # who owns the blocks
+    worker: str  # the owner of the blocks
     endpoint: Endpoint
     pool: str
-    blocks: bytes  # ids, packed u32, in the order of what they hold
+    blocks: bytes  # ids, packed u32, in the order of their content
     generations: bytes  # of these blocks, packed u32
     lease_ns: int  # Unix time after which the blocks may be reused
 
 
 class Encoded(msgspec.Struct, frozen=True, omit_defaults=True, tag="encoded"):
-    """Embeddings of a request's media are ready to be read, in the order of its media."""
+    """The embeddings of a request's media can be read, in the order of its media."""
 
     request: str
     attempt: int
@@ -60,7 +60,7 @@ class Encoded(msgspec.Struct, frozen=True, omit_defaults=True, tag="encoded"):
 
 
 class Prefilled(msgspec.Struct, frozen=True, omit_defaults=True, tag="prefilled"):
-    """The KV of the prompt's full blocks is ready to be read, and the first token of each choice was streamed.
+    """The KV of the prompt's full blocks can be read, and the first token of each choice was streamed.
 
     The first tokens are in ``resume`` of the job. All choices share the prompt's blocks.
     """
@@ -79,8 +79,8 @@ class Prefilled(msgspec.Struct, frozen=True, omit_defaults=True, tag="prefilled"
 class HandOff(msgspec.Struct, frozen=True, omit_defaults=True):
     """One line of the hand-off ledger.
 
-    The owner says "offered", "released" and "expired"; the reader "leased" (it has begun), "read", "failed",
-    "quarantined" (its blocks cannot be used until the backend is known to have let go of them) and "settled".
+    States of the owner: "offered", "released", "expired". Of the reader: "leased" (it has begun), "read", "failed",
+    "quarantined" (its blocks cannot be used until the backend certainly no longer writes to them), "settled".
     """
 
     ticket: str
@@ -98,7 +98,7 @@ class HandOff(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class HandOffs(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one worker has to say of hand-offs, in order."""
+    """Ledger lines of one worker, in order."""
 
     worker: str
     events: tuple[HandOff, ...]

@@ -1,4 +1,4 @@
-"""How numbers and messages become bytes: packed token ids and MessagePack codecs made once."""
+"""Bytes on the wire: packed token ids, and MessagePack codecs that are made once."""
 
 import sys
 from array import array
