@@ -1,4 +1,4 @@
-"""Attribute names: OpenTelemetry's GenAI conventions where they have one, else ``penstock.``. Times are seconds."""
+"""Attributes of spans: named as in OpenTelemetry's GenAI conventions, else ``penstock.…``. Times are in seconds."""
 
 from typing import Any
 
@@ -60,7 +60,7 @@ def of_accepted(accepted: RequestAccepted) -> dict[str, Value]:
 
 
 def of_end(done: Done) -> dict[str, Value]:
-    """How it ended."""
+    """How the request ended."""
     found: dict[str, Value] = {
         "gen_ai.response.model": done.model,
         "gen_ai.usage.input_tokens": done.usage.prompt,
@@ -113,7 +113,7 @@ def of_routed(routed: RequestRouted) -> dict[str, Value]:
 
 
 def of_stamps(stamps: Stamps) -> dict[str, Value]:
-    """What the worker and its engine measured."""
+    """Measurements of the worker and its engine."""
     found: dict[str, Value] = {"penstock.worker.preemptions": stamps.preemptions}
     for name, value in stamps.engine.items():
         stem = f"{name.removesuffix('_s')}.duration" if name.endswith("_s") else name

@@ -1,6 +1,6 @@
-"""Sending spans by OTLP/HTTP with OpenTelemetry's exporter. The one module that imports OpenTelemetry.
+"""Sending spans by OTLP/HTTP with OpenTelemetry's exporter. The only module that imports OpenTelemetry.
 
-Its environment variables hold: OTEL_EXPORTER_OTLP_HEADERS, OTEL_EXPORTER_OTLP_CERTIFICATE, ...
+OpenTelemetry's environment variables apply: OTEL_EXPORTER_OTLP_HEADERS, OTEL_EXPORTER_OTLP_CERTIFICATE, ...
 """
 
 import asyncio
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import export as sdk
 
 INSTALL = "pip install 'penstock[otel]'"
-SEND_S = 5.0  # the exporter's own retries included; ending waits for it
+SEND_S = 5.0  # including the exporter's own retries; stopping waits for it
 
 
 class NoExporter(Exception):
@@ -25,62 +25,65 @@ class NoExporter(Exception):
 
 
 class Sink(Protocol):
-    """Where spans go."""
+    """Where spans are sent."""
 
     @property
     def why(self) -> str:
-        """The last that did not arrive did not."""
+        """Why the latest batch did not arrive."""
 
     async def send(self, spans: Sequence[Span]) -> bool:
-        """False: they did not arrive."""
+        """Send one batch; False: it did not arrive."""
 
     def close(self) -> None:
-        """What is being sent ends soon."""
+        """Abort the batch that is being sent."""
 
 
-class Words(logging.Handler):
-    """The first thing that a library logs about a batch: only there its exporter says why it failed."""
+class FirstWarning(logging.Handler):
+    """The first warning that a library logs about a batch: the only place where its exporter reports a failure."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.first = ""
+        self.text = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.first = self.first or record.getMessage()[:500]
+        self.text = self.text or record.getMessage()[:500]
 
 
 class Exporter:
-    """
+    """A ``Sink`` for OpenTelemetry's exporters.
+
     Args:
         exporter: called in a thread, one batch at a time.
-        words: what it says of its failures.
+        warning: what it logs about its failures.
     """
 
-    def __init__(self, exporter: "sdk.SpanExporter", namespace: str = "ps", words: "Words | None" = None) -> None:
+    def __init__(
+        self, exporter: "sdk.SpanExporter", namespace: str = "ps", warning: "FirstWarning | None" = None
+    ) -> None:
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
         self._exporter = exporter
-        self._words = words or Words()
+        self._warning = warning or FirstWarning()
         self._namespace = namespace
         self._scope = InstrumentationScope("penstock", version("penstock"))
         self._resources: dict[tuple[str, str], Resource] = {}
 
     @property
     def why(self) -> str:
-        return self._words.first
+        return self._warning.text
 
     async def send(self, spans: Sequence[Span]) -> bool:
         from opentelemetry.sdk.trace.export import SpanExportResult
 
-        self._words.first = ""
-        given = [self._readable(span) for span in spans]
-        return await asyncio.to_thread(self._exporter.export, given) is SpanExportResult.SUCCESS
+        self._warning.text = ""
+        readable = [self._readable(span) for span in spans]
+        return await asyncio.to_thread(self._exporter.export, readable) is SpanExportResult.SUCCESS
 
     def close(self) -> None:
         self._exporter.shutdown()
 
     def _readable(self, span: Span) -> "ReadableSpan":
-        """As OpenTelemetry's data. Its own tracers would choose the ids."""
+        """The span as OpenTelemetry's data. Its tracers are not used: they would choose the ids."""
         from opentelemetry.sdk.trace import Event, ReadableSpan
         from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
@@ -126,12 +129,12 @@ def otlp(endpoint: str, namespace: str = "ps") -> Exporter:
     """To an OTLP/HTTP endpoint, such as ``http://127.0.0.1:4318/v1/traces``.
 
     Raises:
-        NoExporter: the text says how to install it.
+        NoExporter: OpenTelemetry is not installed; the text says how to install it.
     """
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
         raise NoExporter(f"spans cannot be sent without OpenTelemetry ({error}); {INSTALL}") from error
-    logger, words = logging.getLogger("opentelemetry.exporter"), Words()
-    logger.handlers, logger.propagate = [words], False  # our log has a line now and then, not one for each try
-    return Exporter(OTLPSpanExporter(endpoint=endpoint, timeout=SEND_S), namespace, words)
+    logger, warning = logging.getLogger("opentelemetry.exporter"), FirstWarning()
+    logger.handlers, logger.propagate = [warning], False  # our log has one line now and then, not one per try
+    return Exporter(OTLPSpanExporter(endpoint=endpoint, timeout=SEND_S), namespace, warning)

@@ -1,6 +1,6 @@
-"""From the streams to an exporter: reads what has ended, makes spans, sends them, remembers how far it is.
+"""From the streams to an exporter: reads requests that have ended, makes spans, sends them, stores its position.
 
-The log is the queue. While the collector is away nothing is read ahead, so that memory is bounded and nobody waits;
+The log is the queue. While the collector is away nothing is read ahead, so memory is bounded and no request waits;
 a batch that could not be sent for ``export_timeout_s`` is dropped and counted. Sent twice, after a restart, spans have
 the same ids.
 """
@@ -42,32 +42,32 @@ BATCH_SPANS = 512
 MAX_OPEN = 50_000  # unfinished requests kept; about 3 kB each
 SAVE_S = 5.0
 KEPT_S = 5.0  # to load or save the position
-BEFORE_NS = 600_000_000_000  # a request that ends now may have begun before; if even earlier, its stages are not known
-LOST_NS = int((LONGEST_DEADLINE_S + 600) * 1e9)  # no unfinished request is older
+BEFORE_NS = 600_000_000_000  # how long before its end a request may have begun; the stages of older ones are unknown
+LOST_NS = int((LONGEST_DEADLINE_S + 600) * 1e9)  # an older unfinished request will not end any more
 RETRY_S, RETRY_MOST_S = 0.5, 15.0
-SAID_S = 30.0
+WARN_S = 30.0
 
 _FAILED = (NatsError, JetStreamError, TimeoutError)
 
 
 class Position(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was sent: all ends up to ``done_seq``. Messages of unfinished requests begin at ``since_ns``."""
+    """Where an export stopped: it has sent all ends up to ``done_seq``; unfinished requests begin at ``since_ns``."""
 
     done_seq: int
     since_ns: int
 
 
 class Counts(msgspec.Struct):
-    """Of requests, since the start."""
+    """Counts of requests since the start."""
 
     sent: int = 0
     unsampled: int = 0
-    dropped: int = 0  # the collector did not take them
-    forgotten: int = 0  # more were unfinished than are kept, or the log had lost them
+    dropped: int = 0  # the collector did not accept them
+    forgotten: int = 0  # more were unfinished than are kept, or the log no longer had them
 
 
 class Reader:
-    """One stream, read on from where it was left."""
+    """Reads one stream; each call continues where the last one stopped."""
 
     def __init__(self, bus: Bus, stream: str, subject: str, *, after: int = 0, since_ns: int = 0) -> None:
         self._bus = bus
@@ -77,7 +77,7 @@ class Reader:
         self._since_ns = since_ns
 
     async def entries(self, until_ns: int = 0) -> AsyncIterator[Entry]:
-        """To the present end, or up to the first message that was stored after ``until_ns``."""
+        """Entries up to the present end, or to the first one that was stored after ``until_ns``."""
         async for entry in read(
             self._bus, self._stream, self._subject, after=self.after, since_ns=0 if self.after else self._since_ns
         ):
@@ -95,7 +95,7 @@ class Open(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """A terminal event, when it was stored, and as what."""
+    """A terminal event, with the time and sequence at which it was stored."""
 
     event: Done
     at_ns: int
@@ -103,12 +103,12 @@ class Ended(NamedTuple):
 
 
 class Following:
-    """``run`` until it is cancelled, or ``once`` to the end of the log.
+    """Exports traces: ``run`` until it is cancelled, or ``once`` to the end of the log.
 
     Args:
         start: where to begin.
-        not_before_ns: of requests, when they ended; Unix time.
-        sample: share of the requests without a caller's trace that is sent, 0 to 1; the same requests every time.
+        not_before_ns: leave out requests that ended earlier; Unix time.
+        sample: share of the requests without a caller's trace to send, 0 to 1; the same requests every time.
     """
 
     def __init__(
@@ -132,19 +132,19 @@ class Following:
         self._work = Reader(bus, "WORK", subjects.all("work"), since_ns=since)
         self._ledger = Reader(bus, "HANDOFF", subjects.all("handoff"), since_ns=since)
         self._open: dict[str, Open] = {}
-        self._fresh: list[Ended] = []  # read at this look
-        self._due: list[Ended] = []  # read at the last one, and not yet sent
+        self._fresh: list[Ended] = []  # read in this round
+        self._due: list[Ended] = []  # read in the last round, and not yet sent
         self._sent_seq = start.done_seq
         self._due_seq = start.done_seq
-        self._said_at = -SAID_S
+        self._warned_at = -WARN_S
 
     # --- to the end of the log, and on ---
 
     async def run(self, keep: Callable[[Position], Awaitable[None]]) -> None:
-        """Never returns. What the broker does not answer is asked again.
+        """Never returns. Reads that fail are repeated.
 
         Args:
-            keep: told every few seconds from where another one could go on.
+            keep: called every few seconds with the position from which another export could continue.
         """
         kept_at, kept = time.monotonic(), self._sent_seq
         while True:
@@ -160,7 +160,7 @@ class Following:
                 await asyncio.sleep(POLL_S)
 
     async def once(self) -> None:
-        """Everything that has ended by now, not what ends meanwhile.
+        """Export everything that has ended by now, not what ends meanwhile.
 
         Raises:
             ServingError: a stream cannot be read.
@@ -170,17 +170,17 @@ class Following:
             pass
 
     async def look(self) -> bool:
-        """Send what was read at the last look, since by now its last lines are stored too; True: there is more.
+        """One round: send what the last one read, since by now its last ledger lines are stored; True: there is more.
 
         Raises:
-            ServingError: a stream cannot be read; the next look goes on from there.
+            ServingError: a stream cannot be read; the next round continues there.
         """
         async for entry in self._done.entries():
             self._on_end(entry)
             if len(self._fresh) >= ENDS:
                 break
         full = len(self._fresh) >= ENDS
-        # Far behind, the other streams are read only as far as these ends need it, or all of them would be in memory.
+        # Far behind, read the other streams only as far as these ends need, to bound memory.
         until_ns = self._fresh[-1].at_ns + CLOCK_SKEW_NS if full else 0
         async for entry in self._work.entries(until_ns):
             self._on_work(entry)
@@ -194,7 +194,7 @@ class Following:
 
     @property
     def position(self) -> Position:
-        """From where another one could go on."""
+        """The position from which another export could continue."""
         begun = [ended.event.timings.created_ns for ended in self._due]
         if self._open:
             begun.append(next(iter(self._open.values())).created_ns)  # in the order of their jobs: about the oldest
@@ -221,7 +221,7 @@ class Following:
             message = jobs.decode(entry.data)
             if known is None:
                 if not isinstance(message, Job):
-                    return  # the rest of a request that has ended, or began before the log
+                    return  # the request has ended, or its job is no longer in the log
                 known = self._begin(requests.decode(message.request))
         except msgspec.MsgspecError as error:
             log.warning("message_unreadable", stream="WORK", seq=entry.seq, error=str(error))
@@ -254,7 +254,7 @@ class Following:
     # --- sending ---
 
     async def _send(self) -> None:
-        """What is due, batch by batch: what has been sent is due no more, even if the rest is interrupted."""
+        """Send what is due, batch by batch. What was sent stays sent if the rest is interrupted."""
         unplaced = [ended.event for ended in self._due if ended.event.request not in self._open]
         if unplaced:
             await self._look_up(unplaced)
@@ -278,7 +278,7 @@ class Following:
             del self._due[:count]
 
     async def _look_up(self, ends: list[Done]) -> None:
-        """Requests that ended without a job, from one pass over REQUESTS."""
+        """Find requests that ended without a job, in one pass over REQUESTS."""
         missing = {event.request for event in ends}
         since = min(event.timings.created_ns for event in ends) - CLOCK_SKEW_NS
         until = max(event.timings.created_ns for event in ends) + 5 * CLOCK_SKEW_NS
@@ -316,23 +316,23 @@ class Following:
         while not await self._exporter.send(batch):
             if time.monotonic() + pause > until:
                 return False
-            self._say_away()
+            self._warn_unreachable()
             await asyncio.sleep(pause)
             pause = min(RETRY_MOST_S, 2 * pause)
         return True
 
-    def _say_away(self) -> None:
-        if time.monotonic() - self._said_at > SAID_S:
-            self._said_at = time.monotonic()
+    def _warn_unreachable(self) -> None:
+        if time.monotonic() - self._warned_at > WARN_S:
+            self._warned_at = time.monotonic()
             log.warning(
                 "span_export_failed",
                 why=self._exporter.why,
-                action="trying again; the log keeps what has ended",
+                action="retrying; the log keeps what has ended",
                 sent=self.counts.sent,
             )
 
     def _forget(self) -> None:
-        """Requests whose end will not come any more."""
+        """Drop requests that will not end any more."""
         old = time.time_ns() - LOST_NS
         while self._open:
             request_id, known = next(iter(self._open.items()))
@@ -343,7 +343,7 @@ class Following:
 
 
 async def begin(bus: Bus, kept: Position | None) -> Position:
-    """Where to begin: where another one was, or at the present end.
+    """Where to begin: where an earlier export stopped, or at the present end.
 
     Raises:
         ServingError: there is no such stream.
@@ -355,7 +355,7 @@ async def begin(bus: Bus, kept: Position | None) -> Position:
 
 
 async def last_seq(bus: Bus) -> int:
-    """Of the newest terminal event.
+    """The sequence of the newest terminal event.
 
     Raises:
         ServingError: there is no such stream.
@@ -369,8 +369,8 @@ async def last_seq(bus: Bus) -> int:
         ) from error
 
 
-class Kept:
-    """The position of one name, in the object store. Losing it loses traces of the time in between, nothing else."""
+class PositionStore:
+    """The position of the exporter of one name, in the object store. Losing it loses traces of the time in between."""
 
     def __init__(self, bus: Bus, name: str) -> None:
         self._bus = bus
@@ -402,5 +402,5 @@ def _end(entry: Entry) -> Done | Returned | None:
 
 
 def share(trace: str) -> float:
-    """A number from 0 to 1 that follows from the trace id alone. Its own digits will not do: they begin with a time."""
+    """A number from 0 to 1, derived from the trace id. The id itself is not random enough: it begins with a time."""
     return int.from_bytes(blake3(trace.encode()).digest(8), "big") / 2**64

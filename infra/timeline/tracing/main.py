@@ -18,7 +18,7 @@ from infra.terminal import stdout
 from infra.timeline.open_log import FAILURES, Log, Source, open_log
 from infra.timeline.read import read_timeline
 from infra.timeline.tracing.export import Exporter, NoExporter, otlp
-from infra.timeline.tracing.follow import BEFORE_NS, Following, Kept, Position, begin
+from infra.timeline.tracing.follow import BEFORE_NS, Following, Position, PositionStore, begin
 from infra.timeline.tracing.otlp_json import document
 from infra.timeline.tracing.show import show
 from infra.timeline.tracing.spans import spans
@@ -29,14 +29,14 @@ log = structlog.get_logger("trace")
 USAGE = 2
 EXIT_START = 69  # EX_UNAVAILABLE: the broker or its streams are not there (yet)
 EXPORT_CONNECT_S = 10.0
-LAST_S = 3.0  # at the end, for what has ended just now
+LAST_S = 3.0  # on SIGTERM, for what has ended just now
 
 _AGO = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhd])")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 class BadUse(ValueError):
-    """The flags do not go together, or one has no such value."""
+    """The flags contradict each other, or one has an invalid value."""
 
 
 def run(settings: TraceSettings) -> int:
@@ -59,15 +59,16 @@ def run(settings: TraceSettings) -> int:
 
 
 def check(settings: TraceSettings) -> None:
-    """
+    """Check the flags.
+
     Raises:
-        BadUse: neither a request nor a collector is named, or both; or a time cannot be read.
+        BadUse: neither a request nor a collector is named, or both; or --since is invalid.
     """
     if bool(settings.request) == bool(settings.otlp_endpoint):
-        raise BadUse("say either --request ID, to see one trace, or --otlp-endpoint URL, to send all")
+        raise BadUse("give either --request ID to print one trace, or --otlp-endpoint URL to send all of them")
     if settings.otlp_endpoint and not _is_url(settings.otlp_endpoint):
         raise BadUse(
-            f"--otlp-endpoint {settings.otlp_endpoint!r}: an HTTP URL, such as http://127.0.0.1:4318/v1/traces"
+            f"--otlp-endpoint {settings.otlp_endpoint!r} is not an HTTP URL, such as http://127.0.0.1:4318/v1/traces"
         )
     seconds_of(settings.since)
 
@@ -88,7 +89,7 @@ def seconds_of(since: str) -> float:
     """
     found = _AGO.fullmatch(since)
     if since and found is None:
-        raise BadUse(f"--since {since!r}: a number with s, m, h or d, such as 30m")
+        raise BadUse(f"--since {since!r} is not a number with s, m, h or d, such as 30m")
     return float(found[1]) * _UNITS[found[2]] if found is not None else 0.0
 
 
@@ -130,7 +131,7 @@ async def _export(settings: TraceSettings) -> int:
 
 
 async def _follow(settings: TraceSettings, opened: Log, exporter: Exporter, stop: asyncio.Event) -> int:
-    bus, kept = opened.bus, Kept(opened.bus, settings.name or "trace")
+    bus, kept = opened.bus, PositionStore(opened.bus, settings.name or "trace")
     not_before = 0
     if settings.since:
         not_before = time.time_ns() - int(seconds_of(settings.since) * 1e9)

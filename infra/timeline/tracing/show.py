@@ -1,4 +1,4 @@
-"""A trace as a waterfall on a terminal."""
+"""A trace on a terminal, as a waterfall."""
 
 from collections.abc import Sequence
 
@@ -8,15 +8,15 @@ from rich.table import Table
 
 from infra.timeline.tracing.span import Span
 
-WIDTH = 48  # columns of the picture, at most
+WIDTH = 48  # columns of the waterfall, at most
 NARROWEST = 12
-TEXT = 84  # columns of all that stands beside it
+TEXT = 84  # columns of the text beside it
 _COLOURS = {"gateway": "cyan", "router": "magenta", "worker": "green"}
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 def show(spans: Sequence[Span], console: Console) -> None:
-    """Print spans, root first, each with where in the whole time it lies."""
+    """Print spans, root first, each with a bar for its place in the request's time."""
     root = spans[0]
     whole = max(1, root.end_ns - root.start_ns)
     console.print(f"trace [bold]{root.trace_id}[/]" + (f", part of span {root.parent_id}" if root.parent_id else ""))
@@ -33,13 +33,13 @@ def show(spans: Sequence[Span], console: Console) -> None:
             f"[{colour}]{bar(span, root.start_ns, whole, width)}[/]",
             _ms(span.start_ns - root.start_ns),
             _ms(span.end_ns - span.start_ns),
-            escape(_said(span)),
+            escape(_details(span)),
         )
     console.print(table)
 
 
 def bar(span: Span, begin_ns: int, whole_ns: int, width: int = WIDTH) -> str:
-    """Blanks, then blocks, in eighths of a column; never nothing."""
+    """A span's bar: blanks, then blocks, in eighths of a column; at least one mark."""
     start = min(width * 8 - 1, (span.start_ns - begin_ns) * width * 8 // whole_ns)
     length = max(1, min(width * 8 - start, (span.end_ns - span.start_ns) * width * 8 // whole_ns))
     column, part = divmod(start, 8)
@@ -65,26 +65,26 @@ def _ordered(spans: Sequence[Span]) -> list[tuple[int, Span]]:
 
 
 def _where(span: Span, short: bool) -> str:
-    """``short``: without the part of the name that is new with each start of the process."""
+    """The process. ``short``: without the suffix that changes with each of its starts."""
     name = span.instance or span.service
     return name.rpartition("-")[0] or name if short else name
 
 
-def _said(span: Span) -> str:
+def _details(span: Span) -> str:
     """The few attributes that fit into a line."""
     if span.error is not None:
         return span.error
     got = span.attributes.get
-    said = []
+    details = []
     match span.name:
         case "route":
-            said += [f"{got('penstock.router.mode')} → {got('penstock.router.worker')}"]
-            said += [f"overlap {got('penstock.router.overlap_blocks', 0)}/{got('penstock.router.prompt_blocks')}"]
+            details += [f"{got('penstock.router.mode')} → {got('penstock.router.worker')}"]
+            details += [f"overlap {got('penstock.router.overlap_blocks', 0)}/{got('penstock.router.prompt_blocks')}"]
         case "transfer":
             size = got("penstock.transfer.bytes")
-            said += [f"{got('penstock.transfer.blocks')} blocks"]
-            said += [f"{size / 2**20:.2f} MiB"] if isinstance(size, int) and size else []
-            said += [f"over {got('penstock.transfer.backend')}"]
+            details += [f"{got('penstock.transfer.blocks')} blocks"]
+            details += [f"{size / 2**20:.2f} MiB"] if isinstance(size, int) and size else []
+            details += [f"over {got('penstock.transfer.backend')}"]
     for name, unit in (
         ("gen_ai.usage.input_tokens", "in"),
         ("gen_ai.usage.cache_read.input_tokens", "cached"),
@@ -92,11 +92,11 @@ def _said(span: Span) -> str:
         ("penstock.worker.preemptions", "preempted"),
     ):
         if got(name):
-            said.append(f"{got(name)} {unit}")
+            details.append(f"{got(name)} {unit}")
     reasons = got("gen_ai.response.finish_reasons")
-    said += [",".join(reasons)] if isinstance(reasons, list) else []
-    said += [str(got("error.type"))] if got("error.type") else []
-    return ", ".join(said)
+    details += [",".join(reasons)] if isinstance(reasons, list) else []
+    details += [str(got("error.type"))] if got("error.type") else []
+    return ", ".join(details)
 
 
 def _ms(ns: int) -> str:

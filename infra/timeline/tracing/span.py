@@ -22,14 +22,14 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class Span(msgspec.Struct):
-    """``error``: what went wrong, for people; None: nothing did."""
+    """One span. ``error``: what went wrong, as text; None: nothing."""
 
     name: str
     service: str  # "gateway", "router", "worker"
     instance: str  # which one
     trace_id: str
     span_id: str
-    parent_id: str  # "": the trace begins here
+    parent_id: str  # "": the trace starts here
     start_ns: int
     end_ns: int
     kind: str = "internal"  # "server", "internal", "consumer", "client"
@@ -41,10 +41,10 @@ class Span(msgspec.Struct):
 
 
 def covered(spans: Sequence[Span]) -> list[Span]:
-    """The same, root first, where no span ends before it starts and each lies within its parent.
+    """The same spans, root first, where no span ends before it starts and each lies within its parent.
 
-    Clocks of several hosts differ, and what a worker does for others outlives its own part: a parent grows to hold
-    its children, so that no time is cut off or made up.
+    Clocks of several hosts differ, and what a worker does for others outlasts its own part. A parent grows to contain
+    its children, so that no time is cut off or invented.
     """
     by_id = {span.span_id: span for span in spans}
     for span in spans:

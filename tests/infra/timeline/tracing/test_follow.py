@@ -11,7 +11,7 @@ import pytest
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
 from infra.timeline.tracing import follow
-from infra.timeline.tracing.follow import Following, Kept, Position, begin, share
+from infra.timeline.tracing.follow import Following, Position, PositionStore, begin, share
 from infra.timeline.tracing.span import Span
 from schemas.done import Done, Timings
 from schemas.ids import new_request_id
@@ -127,7 +127,7 @@ async def test_it_begins_at_the_present_or_as_long_ago_as_asked(bus: Bus, sent: 
 
 
 async def test_another_goes_on_where_one_was_also_with_what_was_unfinished(bus: Bus, sent: Sent) -> None:
-    kept = Kept(bus, "one")
+    kept = PositionStore(bus, "one")
     assert await kept.load() is None
     following = Following(bus, sent, await begin(bus, await kept.load()))
     before, open_ = await run(bus, 2), made()
