@@ -24,6 +24,8 @@ RENAMED = {  # fields, since 0.1.0
     "waiting_room": "max_pending",
     "apply_logits_processors": "default_logits_processors",
     "patience_s": "export_timeout_s",
+    "duration": "duration_s",
+    "warm_up": "warm_up_s",
 }
 
 _METAVARS = {"_s": "SECONDS", "_bytes": "BYTES", "_port": "PORT", "_url": "URL", "_host": "HOST", "_dir": "FOLDER"}

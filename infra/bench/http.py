@@ -47,9 +47,9 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         16,
         64,
     )
-    requests: Annotated[int, Meta(ge=0, description="requests per stage; 0: for --duration")] = 0
-    duration: Annotated[float, Meta(gt=0, description="seconds per stage")] = 10.0
-    warm_up: Annotated[float, Meta(ge=0, description="seconds before each stage that do not count")] = 1.0
+    requests: Annotated[int, Meta(ge=0, description="requests per stage; 0: for --duration-s")] = 0
+    duration_s: Annotated[float, Meta(gt=0, description="seconds per stage")] = 10.0
+    warm_up_s: Annotated[float, Meta(ge=0, description="seconds before each stage that do not count")] = 1.0
     prompt_words: Annotated[int, Meta(ge=1, description="words per prompt")] = 200
     shared_prefix: Annotated[float, Meta(ge=0, le=1, description="share of the prompt common to all")] = 0.5
     output_tokens: Annotated[int, Meta(ge=1, description="tokens per answer; another number is an error")] = 64
@@ -248,7 +248,7 @@ async def _stage(load: Load, processes: Mapping[str, int], bar: Progress) -> Sta
     for _ in range(load.concurrency):
         await load.connect()
     keep = asyncio.create_task(_reconnect(load), name="reconnect")
-    await asyncio.sleep(load.settings.warm_up)
+    await asyncio.sleep(load.settings.warm_up_s)
     load.count()
     cpu, own, began = cpu_of(processes.values()), own_seconds(), time.perf_counter()
     await _watch(
@@ -280,7 +280,7 @@ async def _watch(load: Load, began: float, show: Callable[[float, float], None])
         now = time.perf_counter()
         took, count = now - began, load.tally.requests + load.tally.failed
         show(
-            min(1.0, count / settings.requests if settings.requests else took / settings.duration),
+            min(1.0, count / settings.requests if settings.requests else took / settings.duration_s),
             count / max(took, 1e-9),
         )
         if settings.requests:
@@ -290,9 +290,9 @@ async def _watch(load: Load, began: float, show: Callable[[float, float], None])
             if now - since > _STUCK_S:
                 load.tally.fail(f"no answer within {_STUCK_S:.0f} s")
                 return
-        elif took >= settings.duration:
+        elif took >= settings.duration_s:
             return
-        left = _SHOW_S if settings.requests else min(_SHOW_S, settings.duration - took)
+        left = _SHOW_S if settings.requests else min(_SHOW_S, settings.duration_s - took)
         if load.open:
             load.idle.clear()
         with contextlib.suppress(TimeoutError):

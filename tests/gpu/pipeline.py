@@ -184,7 +184,7 @@ def prompt_tokens(state: State, words: int) -> int:
 def bench(asked: argparse.Namespace, data: Path, words: int, streams: int, generations: int) -> subprocess.Popen[Any]:
     return subprocess.Popen(
         penstock("bench", "http", "--state", data / "penstock" / "state.json", "--concurrency", streams,
-                 "--requests", streams * (generations - 1), "--warm-up", 0, "--seed", streams * 100 + generations,
+                 "--requests", streams * (generations - 1), "--warm-up-s", 0, "--seed", streams * 100 + generations,
                  "--prompt-words", words, "--shared-prefix", 0, "--output-tokens", asked.answer,
                  "--json", data / "bench.json"),
         stdout=subprocess.DEVNULL,

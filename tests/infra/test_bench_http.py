@@ -152,7 +152,7 @@ async def serving(keep: int = 1_000_000) -> AsyncIterator[tuple[Server, Target]]
 
 
 def bench(**more: Any) -> Settings:
-    options: dict[str, Any] = {"output_tokens": TOKENS, "warm_up": 0.0, "concurrency": (2,), "prompt_words": 20}
+    options: dict[str, Any] = {"output_tokens": TOKENS, "warm_up_s": 0.0, "concurrency": (2,), "prompt_words": 20}
     return Settings(**(options | more))
 
 
@@ -169,7 +169,7 @@ async def test_a_number_of_requests_is_measured_exactly() -> None:
 
 async def test_a_duration_is_kept_without_a_stream_too() -> None:
     async with serving() as (_, target):
-        (stage,) = await _measure(bench(duration=0.3, warm_up=0.05, stream=False), target, {})
+        (stage,) = await _measure(bench(duration_s=0.3, warm_up_s=0.05, stream=False), target, {})
     assert 0.3 <= stage.seconds < 10  # what was begun is ended, on a machine that may be busy
     assert stage.requests > 10
     assert stage.failed == 0
@@ -192,7 +192,7 @@ async def test_a_server_that_never_answers_is_a_failure() -> None:
 
     listening = await asyncio.start_server(silent, "127.0.0.1", 0)
     target = Target("127.0.0.1", listening.sockets[0].getsockname()[1], "")
-    (stage,) = await _measure(bench(model="m", duration=0.05), target, {})
+    (stage,) = await _measure(bench(model="m", duration_s=0.05), target, {})
     listening.close()
     assert stage.errors == {"no request was answered in time": 1}
 

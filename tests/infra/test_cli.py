@@ -54,6 +54,7 @@ def test_an_unknown_command_is_an_error(argv: Sequence[str], capsys: pytest.Capt
         (["router", "--waiting-room", "3"], "--waiting-room: it is now --max-pending"),
         (["worker", "--apply-logits-processors=[]"], "it is now --default-logits-processors"),
         (["trace", "--patience-s=3"], "it is now --export-timeout-s"),
+        (["bench", "http", "--duration", "3"], "--duration: it is now --duration-s"),
     ],
 )
 def test_a_typo_is_answered_with_what_was_probably_meant(argv: list[str], meant: str) -> None:

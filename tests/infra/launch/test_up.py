@@ -147,12 +147,13 @@ async def test_a_child_that_waits_to_be_started_again_has_no_pid_in_the_state_fi
 
 
 async def test_a_child_that_refuses_its_settings_ends_the_start_with_its_own_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FAKE_BAD", "worker")
     up = Up(up_settings(tmp_path))
     with pytest.raises(UpFailed, match=r"(?s)worker-0 exited with status 2.*cannot use these settings"):
         await up.task
+    assert "restart" not in capfd.readouterr().err  # it is not started again
 
 
 def test_a_child_s_log_is_shown_as_what_happened_and_why() -> None:
