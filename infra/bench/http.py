@@ -128,6 +128,10 @@ def _target(settings: Settings) -> tuple[Target, dict[str, int]]:
     if settings.state:
         try:
             state = read_state(Path(settings.state))
+        except FileNotFoundError:
+            raise BenchFailed(
+                f"--state {settings.state}: no deployment runs there; start one with `penstock up`, or name a --url"
+            ) from None
         except (OSError, msgspec.DecodeError) as error:
             raise BenchFailed(f"--state {settings.state}: {error}") from None
         url = url or state.http_url

@@ -9,6 +9,7 @@ from typing import get_args
 
 import msgspec
 
+from configs.flags import Parser
 from infra.engine_args.memory import GIB
 from infra.engine_args.rules import Context, Role
 from infra.engine_args.shapes import UnknownShape
@@ -25,7 +26,7 @@ OK, REFUSED, USAGE = 0, 1, 2
 
 def run_list(argv: Sequence[str]) -> int:
     """Print all recipes."""
-    argparse.ArgumentParser(prog="penstock recipe list", description="recipes that come with penstock").parse_args(argv)
+    Parser(prog="penstock recipe list", description="recipes that come with penstock").parse_args(argv)
     _print([("recipe", "engine", "role", "GPUs", "model", "title"), *(
         (name, header.engine, header.role, hardware(header), header.model, header.title)
         for name, (_, header, *_) in members().items()
@@ -35,14 +36,14 @@ def run_list(argv: Sequence[str]) -> int:
 
 def run_matrix(argv: Sequence[str]) -> int:
     """Print what each engine can do."""
-    argparse.ArgumentParser(prog="penstock recipe matrix", description="what each engine can do").parse_args(argv)
+    Parser(prog="penstock recipe matrix", description="what each engine can do").parse_args(argv)
     _print(matrix())
     return OK
 
 
 def run_show(argv: Sequence[str]) -> int:
     """Print a recipe and the commands of its set."""
-    parser = argparse.ArgumentParser(prog="penstock recipe show", description="a recipe, and how to run it")
+    parser = Parser(prog="penstock recipe show", description="a recipe, and how to run it")
     parser.add_argument("name", help="as in `penstock recipe list`")
     parser.add_argument("--model", default="", help="directory of the model, instead of its id")
     args = parser.parse_args(argv)
@@ -96,8 +97,8 @@ def run_check(argv: Sequence[str]) -> int:
     return REFUSED if refused else OK
 
 
-def _check_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _check_parser() -> Parser:
+    parser = Parser(
         prog="penstock recipe check", description="engine arguments: what would fail, and what would only be slow"
     )
     parser.add_argument("files", nargs="+", metavar="[ROLE=]FILE", help="YAML of engine arguments, or a recipe's name")

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import yaml
 
+from configs.flags import Parser
 from infra.engine_args.generate import Generated, Wish, generate
 from infra.engine_args.memory import GIB
 from infra.engine_args.rules import Role
@@ -132,8 +133,8 @@ def _slug(model: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", Path(model).name.lower()).strip("-")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="penstock recipe generate", description="TensorRT-LLM engine arguments for a model, GPUs and a load"
     )
     parser.add_argument("--model", required=True, help="directory with a config.json, or a model that a recipe is for")

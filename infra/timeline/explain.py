@@ -1,11 +1,11 @@
 """``penstock explain REQUEST_ID``: where a request went and why, from the log alone."""
 
-import argparse
 import asyncio
 from collections.abc import Sequence
 
 from rich.console import Console
 
+from configs.flags import Parser
 from infra.terminal import stdout
 from infra.timeline.open_log import FAILURES, REQUEST_STREAMS, Source, add_flags, open_log
 from infra.timeline.read import read_timeline
@@ -14,7 +14,7 @@ from infra.timeline.show_timeline import show
 
 def run(argv: Sequence[str]) -> int:
     """Print the timeline of one request; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="penstock explain", description="what happened to a request, and why")
+    parser = Parser(prog="penstock explain", description="what happened to a request, and why")
     parser.add_argument("request_id", help="as in the X-Request-Id header or the answer's id")
     parser.add_argument("--tokens", action="store_true", help="also list the token batches, while TOKENS keeps them")
     add_flags(parser)

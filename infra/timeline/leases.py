@@ -1,12 +1,12 @@
 """``penstock leases``: blocks that one worker holds for another right now, from the hand-off ledger alone."""
 
-import argparse
 import asyncio
 import time
 from collections.abc import Sequence
 
 from rich.console import Console
 
+from configs.flags import Parser
 from infra.bus.connection import Bus
 from infra.bus.direct_get import format_time, get_last, read
 from infra.terminal import stdout
@@ -59,7 +59,7 @@ def show(found: dict[str, TicketLease], now_ns: int, console: Console, *, everyt
 
 def run(argv: Sequence[str]) -> int:
     """List open leases; the exit status is 0 if the ledger could be read."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="penstock leases", description="blocks held for other workers right now, or when the deployment stopped"
     )
     parser.add_argument("--all", action="store_true", help="also those that have ended")

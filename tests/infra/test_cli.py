@@ -54,6 +54,9 @@ def test_an_unknown_command_is_an_error(argv: Sequence[str], capsys: pytest.Capt
         (["router", "--waiting-room", "3"], "--waiting-room: it is now --max-pending"),
         (["worker", "--apply-logits-processors=[]"], "it is now --default-logits-processors"),
         (["trace", "--patience-s=3"], "it is now --export-timeout-s"),
+        (["explain", "--data-dri", "x", "id"], "--data-dri: did you mean --data-dir?"),
+        (["leases", "--al"], "--al: did you mean --all?"),
+        (["recipe", "list", "--al"], "unknown flag --al"),
         (["bench", "http", "--duration", "3"], "--duration: it is now --duration-s"),
     ],
 )
@@ -62,6 +65,29 @@ def test_a_typo_is_answered_with_what_was_probably_meant(argv: list[str], meant:
     assert run.returncode == 2
     assert meant in run.stderr
     assert len(run.stderr.splitlines()) <= 2
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["explain", "01a20273-22e3-76da-9cd2-f4ab7803fedc"],
+        ["leases"],
+        ["trace", "--request=01a20273-22e3-76da-9cd2-f4ab7803fedc"],
+        ["tenants", "list"],
+        ["bench", "http", "--state", ".penstock/state.json"],
+    ],
+)
+def test_outside_a_data_folder_a_command_says_so_and_makes_none(
+    argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = penstock(*argv, PYTHONPATH=str(Path(__file__).parents[2]))
+    assert run.returncode == 1
+    told = run.stderr + run.stdout
+    assert ".penstock" in told
+    assert "4222" not in told
+    assert "Traceback" not in told
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("argv", "status"), [(["recipe", "--help"], 0), (["recipe"], 2), (["recipe", "make"], 2)])

@@ -1,10 +1,10 @@
 """``penstock kubernetes render``: the shell around ``manifests``."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from configs.flags import Parser
 from infra.deploy.kubernetes.description import Description, read
 from infra.deploy.kubernetes.manifests import Tree, manifests, secrets_needed, to_yaml
 from infra.engine_args.tree import BadArguments
@@ -17,9 +17,7 @@ EXAMPLES = Path(__file__).parent / "examples"
 
 def run_render(argv: Sequence[str]) -> int:
     """Print the manifests of a description."""
-    parser = argparse.ArgumentParser(
-        prog="penstock kubernetes render", description="manifests for `kubectl apply -f -`, printed"
-    )
+    parser = Parser(prog="penstock kubernetes render", description="manifests for `kubectl apply -f -`, printed")
     parser.add_argument("file", help=f"YAML; examples: {', '.join(sorted(path.name for path in EXAMPLES.iterdir()))}")
     args = parser.parse_args(argv)
     path = Path(args.file)
