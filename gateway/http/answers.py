@@ -141,10 +141,7 @@ class Reattach:
                 return
             renderer = StreamRenderer(request, gateway.model.detokenizer, include_usage=True)
             if last:
-                try:
-                    renderer.resume(last)
-                except ValueError as error:
-                    raise ServingError(Code.invalid_request, str(error), param="Last-Event-ID") from None
+                renderer.resume(last)
             inflight = await gateway.attach(request, record)
             await Responder(gateway, inflight, scope, send, time.monotonic(), owner=False).stream(renderer)
         except ServingError as error:

@@ -9,7 +9,6 @@ from gateway.images.responses import ImageStreamRenderer
 from gateway.log.inflight import InflightRequest
 from gateway.openai.prepare import PreparedRequest
 from gateway.service import Gateway
-from schemas.errors import Code, ServingError
 from schemas.requests import GenerateRequest
 
 _HOST = re.compile(r"[A-Za-z0-9._:\[\]-]{1,255}")
@@ -51,10 +50,7 @@ class ImageReattach:
         gateway = self._gateway
         renderer = ImageStreamRenderer(request)
         if last_event_id:
-            try:
-                renderer.resume(last_event_id)
-            except ValueError as error:
-                raise ServingError(Code.invalid_request, str(error), param="Last-Event-ID") from None
+            renderer.resume(last_event_id)
         inflight = await gateway.attach(request)
         base = Responder(gateway, inflight, scope, send, time.monotonic(), owner=False)
         await ImageResponder(gateway, inflight, send, base, base_url(scope, gateway)).stream(renderer)

@@ -147,7 +147,7 @@ class ImageStreamRenderer:
         """Skip what the client has seen; then push all items from the first on.
 
         Raises:
-            ValueError: not the id of an event of this stream.
+            ServingError: not the id of an event of this answer.
         """
         self._sent = parse_position(last_event_id.strip(), last_event_id)
 

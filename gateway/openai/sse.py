@@ -3,7 +3,7 @@
 import msgspec
 
 from gateway.openai.responses import error_body
-from schemas.errors import ServingError
+from schemas.errors import Code, ServingError
 
 DONE = b"data: [DONE]\n\n"
 _MAX_DIGITS = 15
@@ -24,8 +24,13 @@ def parse_position(text: str, event_id: str) -> int:
     """A number within an event id.
 
     Raises:
-        ValueError: not a number.
+        ServingError: not a number.
     """
     if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
-        raise ValueError(f"{event_id[:200]!r} is not an event id of this stream")
+        raise invalid_event_id(event_id)
     return int(text)
+
+
+def invalid_event_id(event_id: str) -> ServingError:
+    message = f"{event_id[:200]!r} is not an event id of this answer"
+    return ServingError(Code.invalid_request, message, param="Last-Event-ID")

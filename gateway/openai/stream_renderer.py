@@ -12,7 +12,7 @@ import msgspec
 from gateway.openai.answer_state import AnswerState, ChoiceState
 from gateway.openai.logprobs import LogprobFormatter
 from gateway.openai.responses import ChatLogprobs, Delta, TextLogprobs, UsageBody
-from gateway.openai.sse import DONE, error_event, parse_position
+from gateway.openai.sse import DONE, error_event, invalid_event_id, parse_position
 from gateway.parsers.answer_parser import AnswerParser
 from gateway.parsers.registry import parser_for
 from infra.model.detokenizer import Detokenizer
@@ -96,14 +96,14 @@ class StreamRenderer:
         """Skip what the client has seen; then push all items from the first on.
 
         Raises:
-            ValueError: not the id of an event of this stream.
+            ServingError: not the id of an event of this answer.
         """
         text = last_event_id.strip()
         if text.endswith("fu"):
             self._include_usage = False
         parts = text.removesuffix("u").split(".")
         if len(parts) != len(self._choices):
-            raise ValueError(f"{last_event_id[:200]!r} has {len(parts)} choices; this answer has {len(self._choices)}")
+            raise invalid_event_id(last_event_id)
         for choice, part in zip(self._choices, parts, strict=True):
             position = parse_position(part.removesuffix("f"), last_event_id)
             choice.skip = -1 if part.endswith("f") else position

@@ -5,11 +5,11 @@ import msgspec
 from gateway.images.model_registry import MAX_MODELS, DiffusionModelRegistry
 from schemas.fleet import Diffuser, Registration, State
 
-MADE = Diffuser("image", "FluxPipeline", 64, 64, 4, ("png",), 1 << 20, 50)
+MODEL = Diffuser("image", "FluxPipeline", 64, 64, 4, ("png",), 1 << 20, 50)
 
 
 def registration(worker: str = "w", model: str = "painter", **more: Any) -> Registration:
-    fields: dict[str, Any] = {"role": "diffusion", "diffusion": MADE} | more
+    fields: dict[str, Any] = {"role": "diffusion", "diffusion": MODEL} | more
     return Registration(
         worker, model, engine="diffusers", epoch=1, block_size=32, total_blocks=0, slots=1, max_model_len=0, **fields
     )
@@ -19,7 +19,7 @@ def test_a_model_is_known_by_all_its_names_from_its_first_worker_on() -> None:
     registry = DiffusionModelRegistry()
     assert not registry.known
     registry.put(registration(aliases=("artist",)))
-    assert dict(registry.known) == {"painter": MADE, "artist": MADE} == registry.ready()
+    assert dict(registry.known) == {"painter": MODEL, "artist": MODEL} == registry.ready()
 
 
 def test_a_worker_of_another_role_is_not_registered() -> None:
@@ -36,15 +36,15 @@ def test_a_model_without_workers_stays_known_but_is_not_listed() -> None:
     registry.remove("a")
     assert registry.ready()
     registry.put(registration("b", state=State.draining))
-    assert (registry.ready(), dict(registry.known)) == ({}, {"painter": MADE})
+    assert (registry.ready(), dict(registry.known)) == ({}, {"painter": MODEL})
     registry.remove("b")
     registry.remove("nobody")
-    assert (registry.ready(), dict(registry.known)) == ({}, {"painter": MADE})
+    assert (registry.ready(), dict(registry.known)) == ({}, {"painter": MODEL})
 
 
-def test_the_last_to_register_says_what_is_made() -> None:
+def test_the_worker_that_registered_last_counts() -> None:
     registry = DiffusionModelRegistry()
-    more = msgspec.structs.replace(MADE, max_steps=99)
+    more = msgspec.structs.replace(MODEL, max_steps=99)
     registry.put(registration("a"))
     registry.put(registration("b", diffusion=more))
     assert registry.known["painter"] == more

@@ -1,4 +1,4 @@
-"""Bodies that ask for images: what is decided for the client, and what is refused with which limit."""
+"""Image and video bodies: which defaults they get, and what is refused with which limit."""
 
 import json
 from typing import Any
@@ -51,7 +51,7 @@ def diffusion(kind: str, **body: Any) -> Diffusion:
     return found
 
 
-def test_what_the_client_leaves_open_is_decided_here() -> None:
+def test_what_the_client_leaves_open_takes_the_models_defaults() -> None:
     request = prepared(IMAGE).request
     assert request.diffusion == Diffusion("image", "a boat", 1024, 768, 28, "png", seed=11)
     assert (request.model, request.gateway, request.endpoint, request.n) == ("painter", "g", "image", 1)

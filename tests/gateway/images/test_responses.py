@@ -1,4 +1,4 @@
-"""What a client sees of a image request, from its token items alone."""
+"""What a client sees of an image or video request, from its token items alone."""
 
 import base64
 import json
@@ -24,8 +24,8 @@ VIDEO = Diffusion("video", "a boat", 32, 16, 5, "webp", frames=9, frame_rate=8.0
 FILM = (File("r-1-0.webp", "image/webp", 3, 32, 16, 9, 8.0, 2.0),)
 
 
-def request(ask: Diffusion = IMAGE) -> GenerateRequest:
-    return GenerateRequest("r", "m", "g", b"", Stop(10), 5_000_000_000, 9_000_000_000, diffusion=ask)
+def request(diffusion: Diffusion = IMAGE) -> GenerateRequest:
+    return GenerateRequest("r", "m", "g", b"", Stop(10), 5_000_000_000, 9_000_000_000, diffusion=diffusion)
 
 
 def item(first: int, count: int, finish: Finish | None = None) -> TokenItem:
@@ -39,8 +39,8 @@ def events(data: bytes) -> list[Any]:
     return [text if text == "[DONE]" else json.loads(text) for text in found]
 
 
-def collected(ask: Diffusion = IMAGE, files: tuple[File, ...] = FILES) -> ImageAggregator:
-    collector = ImageAggregator(request(ask))
+def collected(diffusion: Diffusion = IMAGE, files: tuple[File, ...] = FILES) -> ImageAggregator:
+    collector = ImageAggregator(request(diffusion))
     assert collector.push([item(0, 10, Finish("stop", files=files))])
     return collector
 
@@ -82,15 +82,15 @@ def test_a_failure_is_raised_whatever_came_before(reason: str) -> None:
 
 
 @given(cuts=st.sets(st.integers(1, 9)), seen=st.integers(0, 10))
-def test_progress_is_told_once_however_it_comes_and_from_where_the_client_was(cuts: set[int], seen: int) -> None:
+def test_progress_is_sent_once_however_it_comes_and_from_where_the_client_was(cuts: set[int], seen: int) -> None:
     renderer = ImageStreamRenderer(request())
     if seen:
         renderer.resume(str(seen))
     bounds = [0, *sorted(cuts), 10]
     data = b"".join(renderer.push([item(a, b - a)]) for a, b in pairwise(bounds))
-    told = events(data)
-    assert [event["step"] for event in told] == [bound for bound in bounds[1:] if bound > seen]
-    assert all(event["type"] == "image_generation.progress" and event["steps"] == 10 for event in told)
+    sent = events(data)
+    assert [event["step"] for event in sent] == [bound for bound in bounds[1:] if bound > seen]
+    assert all(event["type"] == "image_generation.progress" and event["steps"] == 10 for event in sent)
 
 
 def test_steps_that_came_together_are_one_event() -> None:
@@ -111,5 +111,5 @@ def test_a_stream_ends_with_the_images_or_the_error() -> None:
 
 @pytest.mark.parametrize("text", ["", "x", "1.0", "²", "-1", "9" * 20])
 def test_an_event_id_is_a_number_of_steps(text: str) -> None:
-    with pytest.raises(ValueError, match="not an event id"):
+    with pytest.raises(ServingError, match="not an event id"):
         ImageStreamRenderer(request()).resume(text)

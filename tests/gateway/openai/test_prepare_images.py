@@ -1,4 +1,4 @@
-"""Conversations with images become prompts with placeholders, against the bundled model that sees."""
+"""Conversations with images become prompts with placeholders, against the bundled vision model."""
 
 import json
 from random import Random
@@ -27,7 +27,7 @@ IMAGE_ID, PER_IMAGE = 1279, 64
 
 
 @pytest.fixture(scope="module")
-def sees() -> PrepareContext:
+def vision_context() -> PrepareContext:
     return PrepareContext(load(MODELS / "demo-vision"), ("m",), "gw1", max_images=4)
 
 
@@ -35,14 +35,14 @@ def medium(number: int, tokens: int = PER_IMAGE) -> Media:
     return Media(blake3(b"%d" % number).digest(), "image/png", 10, tokens=tokens)
 
 
-def draft(context: PrepareContext, *content: Any, **options: Any) -> PendingMediaRequest:
+def pending(context: PrepareContext, *content: Any, **options: Any) -> PendingMediaRequest:
     found = prepare_chat(chat_body(*content, **options), context, now_ns=NOW)
     assert isinstance(found, PendingMediaRequest)
     return found
 
 
 def whole(context: PrepareContext, *content: Any, media: list[Media] | None = None, **options: Any) -> PreparedRequest:
-    made = draft(context, *content, **options)
+    made = pending(context, *content, **options)
     return attach_media(made, media or [medium(i) for i in range(len(made.prompt.media))], context)
 
 
@@ -64,18 +64,18 @@ def refusal(call: Any, *args: Any, **options: Any) -> ServingError:
 
 
 @pytest.mark.parametrize("task", [*vision.TASKS])
-def test_a_prompt_is_the_one_that_the_model_was_trained_with(sees: PrepareContext, task: str) -> None:
+def test_a_prompt_is_the_one_that_the_model_was_trained_with(vision_context: PrepareContext, task: str) -> None:
     for sample in vision.cases(task, 5, 1):
         body = json.dumps({"model": "m", "messages": messages_of(sample)}).encode()
-        made = prepare_chat(body, sees, now_ns=NOW)
+        made = prepare_chat(body, vision_context, now_ns=NOW)
         assert isinstance(made, PendingMediaRequest)
-        done = attach_media(made, [medium(0)], sees)
-        expected = ids(template.prompt(sample.messages), sees.model)
+        done = attach_media(made, [medium(0)], vision_context)
+        expected = ids(template.prompt(sample.messages), vision_context.model)
         assert list(unpack_tokens(done.request.prompt)) == expected
         assert done.prompt_tokens == len(expected)
 
 
-def test_a_prompt_is_that_of_the_models_own_processor(sees: PrepareContext) -> None:
+def test_a_prompt_is_that_of_the_models_own_processor(vision_context: PrepareContext) -> None:
     from PIL import Image
     from transformers import AutoProcessor
 
@@ -89,18 +89,18 @@ def test_a_prompt_is_that_of_the_models_own_processor(sees: PrepareContext) -> N
     messages = [*earlier, {"role": "assistant", "content": "Hello."}, {"role": "user", "content": parts}]
     processor = AutoProcessor.from_pretrained(MODELS / "demo-vision")
     text = processor.apply_chat_template(messages, add_generation_prompt=True)
-    pictures = [Image.new("RGB", (50, 60)), Image.new("RGB", (200, 90))]
-    expected = list(processor(text=text, images=pictures)["input_ids"][0])
+    images = [Image.new("RGB", (50, 60)), Image.new("RGB", (200, 90))]
+    expected = list(processor(text=text, images=images)["input_ids"][0])
     asked = [*messages[:-1], {"role": "user", "content": [image(URL) if p["type"] == "image" else p for p in parts]}]
-    made = prepare_chat(json.dumps({"model": "m", "messages": asked}).encode(), sees, now_ns=NOW)
+    made = prepare_chat(json.dumps({"model": "m", "messages": asked}).encode(), vision_context, now_ns=NOW)
     assert isinstance(made, PendingMediaRequest)
-    done = attach_media(made, [medium(0), medium(1)], sees)
+    done = attach_media(made, [medium(0), medium(1)], vision_context)
     assert list(unpack_tokens(done.request.prompt)) == expected
     assert expected.count(IMAGE_ID) == 2 * PER_IMAGE
 
 
-def test_media_name_their_placeholders_and_the_blocks_they_lie_in(sees: PrepareContext) -> None:
-    done = whole(sees, "What is ", image(URL), " and ", image(URL + "2"), "?", cache_salt="s")
+def test_media_are_part_of_the_digests_of_the_blocks_that_they_lie_in(vision_context: PrepareContext) -> None:
+    done = whole(vision_context, "What is ", image(URL), " and ", image(URL + "2"), "?", cache_salt="s")
     request = done.request
     prompt = unpack_tokens(request.prompt)
     assert [m.digest for m in request.media] == [medium(0).digest, medium(1).digest]
@@ -108,16 +108,16 @@ def test_media_name_their_placeholders_and_the_blocks_they_lie_in(sees: PrepareC
     assert covered == [p for p, token in enumerate(prompt) if token == IMAGE_ID]
     assert len(covered) == 2 * PER_IMAGE
     extra = media_extra(((m.position, m.tokens, m.digest) for m in request.media), 32)
-    start = root(sees.model.revision, salt="s")
+    start = root(vision_context.model.revision, salt="s")
     assert request.digests == chain(request.prompt, 32, start, extra)
     assert request.digests != chain(request.prompt, 32, start)
     assert decode(encode(request)) == request
 
 
-def test_the_same_words_with_another_image_share_no_block_from_the_image_on(sees: PrepareContext) -> None:
+def test_the_same_words_with_another_image_share_no_block_from_the_image_on(vision_context: PrepareContext) -> None:
     words = "word " * 200
-    one = whole(sees, words, image(URL), media=[medium(1)]).request
-    two = whole(sees, words, image(URL), media=[medium(2)]).request
+    one = whole(vision_context, words, image(URL), media=[medium(1)]).request
+    two = whole(vision_context, words, image(URL), media=[medium(2)]).request
     assert one.prompt == two.prompt
     same = [a == b for a, b in zip(one.digests, two.digests, strict=True)]
     first = one.media[0].position // 32 * 16
@@ -126,10 +126,10 @@ def test_the_same_words_with_another_image_share_no_block_from_the_image_on(sees
     assert not any(one.digests[i : i + 16] == two.digests[i : i + 16] for i in range(first, len(same), 16))
 
 
-def test_embeddings_take_as_many_placeholders_as_they_are(sees: PrepareContext) -> None:
-    made = draft(sees, EMBEDS, image(URL))
+def test_embeddings_take_as_many_placeholders_as_they_are(vision_context: PrepareContext) -> None:
+    made = pending(vision_context, EMBEDS, image(URL))
     assert [part.embedding for part in made.prompt.media] == [True, False]
-    done = attach_media(made, [medium(0, tokens=7), medium(1)], sees)
+    done = attach_media(made, [medium(0, tokens=7), medium(1)], vision_context)
     assert [(m.tokens) for m in done.request.media] == [7, PER_IMAGE]
     assert list(unpack_tokens(done.request.prompt)).count(IMAGE_ID) == 7 + PER_IMAGE
     assert done.request.media[1].position == done.request.media[0].position + 7 + 1
@@ -145,8 +145,8 @@ def test_embeddings_take_as_many_placeholders_as_they_are(sees: PrepareContext) 
         {"type": "image_embeds", "image_embeds": URL},
     ],
 )
-def test_every_form_of_a_part_is_taken(sees: PrepareContext, part: dict[str, Any]) -> None:
-    made = draft(sees, "a", part)
+def test_every_form_of_a_part_is_taken(vision_context: PrepareContext, part: dict[str, Any]) -> None:
+    made = pending(vision_context, "a", part)
     assert made.prompt.media[0].url == URL
     assert (
         made.prompt.media[0].field
@@ -172,44 +172,46 @@ REFUSED: list[tuple[dict[str, Any], Code, str]] = [
 
 
 @pytest.mark.parametrize(("part", "code", "field"), REFUSED)
-def test_other_parts_are_refused_by_name(sees: PrepareContext, part: dict[str, Any], code: Code, field: str) -> None:
-    error = refusal(prepare_chat, chat_body(part), sees, now_ns=NOW)
+def test_other_parts_are_refused_by_name(
+    vision_context: PrepareContext, part: dict[str, Any], code: Code, field: str
+) -> None:
+    error = refusal(prepare_chat, chat_body(part), vision_context, now_ns=NOW)
     assert (error.code, error.param) == (code, field)
     assert len(error.message) < 500
 
 
 @pytest.mark.parametrize("role", ["system", "assistant", "developer"])
-def test_only_users_and_tools_give_images(sees: PrepareContext, role: str) -> None:
+def test_only_users_and_tools_give_images(vision_context: PrepareContext, role: str) -> None:
     messages = [{"role": role, "content": [image(URL)]}, {"role": "user", "content": "x"}]
-    error = refusal(plain, sees, messages)
+    error = refusal(plain, vision_context, messages)
     assert (error.code, error.param) == (Code.unsupported, "messages[0].content[0].image_url")
     messages[0]["role"] = "tool"
-    made = prepare_chat(json.dumps({"model": "m", "messages": messages}).encode(), sees, now_ns=NOW)
+    made = prepare_chat(json.dumps({"model": "m", "messages": messages}).encode(), vision_context, now_ns=NOW)
     assert isinstance(made, PendingMediaRequest)
 
 
-def test_a_model_that_does_not_see_says_so(sees: PrepareContext) -> None:
-    blind = sees._replace(model=load(DEMO))
-    error = refusal(draft, blind, image(URL))
+def test_a_model_without_vision_refuses_images(vision_context: PrepareContext) -> None:
+    blind = vision_context._replace(model=load(DEMO))
+    error = refusal(pending, blind, image(URL))
     assert (error.code, error.param) == (Code.unsupported, "messages[0].content[0].image_url")
     assert "'llama' takes no images" in error.message
 
 
-def test_too_many_images_are_refused_with_the_limit(sees: PrepareContext) -> None:
-    assert len(draft(sees, *[image(URL)] * 4).prompt.media) == 4
-    error = refusal(draft, sees, *[image(URL)] * 5)
+def test_too_many_images_are_refused_with_the_limit(vision_context: PrepareContext) -> None:
+    assert len(pending(vision_context, *[image(URL)] * 4).prompt.media) == 4
+    error = refusal(pending, vision_context, *[image(URL)] * 5)
     assert "5 images; the limit is 4 (--max-images)" in error.message
     assert error.param == "messages[0].content[4].image_url"
 
 
-def test_expanded_prompts_keep_the_models_limit_before_anything_is_fetched(sees: PrepareContext) -> None:
-    small = sees._replace(worker_max_model_len=100)
+def test_expanded_prompts_keep_the_models_limit_before_anything_is_fetched(vision_context: PrepareContext) -> None:
+    small = vision_context._replace(worker_max_model_len=100)
     assert whole(small, image(URL)).request.stop.max_tokens < 30
     for content in ([image(URL), image(URL)], [image(URL), "word " * 100]):
-        assert refusal(draft, small, *content).code is Code.context_length_exceeded
-    error = refusal(draft, small, image(URL), max_tokens=50)
+        assert refusal(pending, small, *content).code is Code.context_length_exceeded
+    error = refusal(pending, small, image(URL), max_tokens=50)
     assert (error.code, error.param) == (Code.context_length_exceeded, "max_tokens")
-    made = draft(small, EMBEDS)
+    made = pending(small, EMBEDS)
     assert refusal(attach_media, made, [medium(0, tokens=10**12)], small).code is Code.context_length_exceeded
 
 
@@ -236,15 +238,17 @@ ANYWHERE: list[tuple[str, Any, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("where", "messages", "options"), ANYWHERE, ids=[case[0] for case in ANYWHERE])
 def test_an_image_token_that_a_client_writes_stays_text(
-    sees: PrepareContext, where: str, messages: Any, options: dict[str, Any]
+    vision_context: PrepareContext, where: str, messages: Any, options: dict[str, Any]
 ) -> None:
-    done = plain(sees, messages, **options)
+    done = plain(vision_context, messages, **options)
     prompt = list(unpack_tokens(done.request.prompt))
     assert IMAGE_ID not in prompt
-    text = sees.model.tokenizer.decode(prompt, skip_special_tokens=False)
+    text = vision_context.model.tokenizer.decode(prompt, skip_special_tokens=False)
     assert text.count("<image>") == json.dumps([messages, options]).count("<image>")
     with_image = [*messages, {"role": "user", "content": [{"type": "text", "text": "<image>"}, image(URL)]}]
-    made = prepare_chat(json.dumps({"model": "m", "messages": with_image, **options}).encode(), sees, now_ns=NOW)
+    made = prepare_chat(
+        json.dumps({"model": "m", "messages": with_image, **options}).encode(), vision_context, now_ns=NOW
+    )
     assert isinstance(made, PendingMediaRequest)
     assert made.prompt.tokens.count(IMAGE_ID) == 1
     assert (
@@ -254,23 +258,23 @@ def test_an_image_token_that_a_client_writes_stays_text(
     )
 
 
-def test_text_without_the_image_token_is_tokenised_as_ever(sees: PrepareContext) -> None:
+def test_text_without_the_image_token_is_tokenised_as_ever(vision_context: PrepareContext) -> None:
     words = "Tell me of <imag and image> and <images>!"
     expected = f"<|im_start|>user\n{words}<|im_end|>\n<|im_start|>assistant\n"
-    done = plain(sees, [{"role": "user", "content": words}])
-    assert list(unpack_tokens(done.request.prompt)) == ids(expected, sees.model)
+    done = plain(vision_context, [{"role": "user", "content": words}])
+    assert list(unpack_tokens(done.request.prompt)) == ids(expected, vision_context.model)
     assert done.request.media == ()
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.sampled_from(["<image>", "<im", "age>", "<", "word ", "\n", "<|im_end|>", "é", 1, 1]), max_size=8))
 def test_there_is_one_placeholder_per_image_in_their_order_whatever_the_text(
-    sees: PrepareContext, pieces: list[Any]
+    vision_context: PrepareContext, pieces: list[Any]
 ) -> None:
     images = pieces.count(1)
     if not 0 < images <= 4:
         return
-    done = whole(sees, *(image(URL) if piece == 1 else piece for piece in pieces))
+    done = whole(vision_context, *(image(URL) if piece == 1 else piece for piece in pieces))
     prompt = unpack_tokens(done.request.prompt)
     assert len(done.request.media) == images
     assert [p for p, token in enumerate(prompt) if token == IMAGE_ID] == [
@@ -279,16 +283,16 @@ def test_there_is_one_placeholder_per_image_in_their_order_whatever_the_text(
     assert [m.digest for m in done.request.media] == [medium(i).digest for i in range(images)]
 
 
-def test_thousands_of_written_image_tokens_are_refused_in_short_time(sees: PrepareContext) -> None:
+def test_thousands_of_written_image_tokens_are_refused_in_short_time(vision_context: PrepareContext) -> None:
     import time
 
     began = time.thread_time()
-    error = refusal(plain, sees, [{"role": "user", "content": "<image>" * 500_000}])
+    error = refusal(plain, vision_context, [{"role": "user", "content": "<image>" * 500_000}])
     assert error.code is Code.context_length_exceeded
     assert time.thread_time() - began < 2
 
 
-def test_a_template_without_a_place_for_images_is_a_clear_error(sees: PrepareContext) -> None:
+def test_a_template_without_a_place_for_images_is_a_clear_error(vision_context: PrepareContext) -> None:
     import dataclasses
 
     from infra.model.chat_template import ChatTemplate
@@ -298,23 +302,26 @@ def test_a_template_without_a_place_for_images_is_a_clear_error(sees: PrepareCon
         "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% endif %}{% endfor %}",
         "{% for m in messages %}{{ m.content if m.content is string else '<image><image>' }}{% endfor %}",
     ):
-        model = dataclasses.replace(sees.model, template=ChatTemplate(source, {}))
-        error = refusal(draft, sees._replace(model=model), image(URL), "<image>")
+        model = dataclasses.replace(vision_context.model, template=ChatTemplate(source, {}))
+        error = refusal(pending, vision_context._replace(model=model), image(URL), "<image>")
         assert error.code is Code.invalid_request
         assert "placeholders for 1 images" in error.message
         assert error.param == "messages[0].content[0].image_url"
 
 
-def test_text_completions_take_no_image_tokens(sees: PrepareContext) -> None:
+def test_completions_take_no_image_tokens(vision_context: PrepareContext) -> None:
     for prompt in ("a <image> b", [5, IMAGE_ID]):
         body = json.dumps({"model": "m", "prompt": prompt}).encode()
-        error = refusal(prepare_completion, body, sees, now_ns=NOW)
+        error = refusal(prepare_completion, body, vision_context, now_ns=NOW)
         assert (error.code, error.param) == (Code.invalid_request, "prompt")
         assert "/v1/chat/completions" in error.message
-    assert prepare_completion(json.dumps({"model": "m", "prompt": "a"}).encode(), sees, now_ns=NOW).prompt_tokens == 1
+    assert (
+        prepare_completion(json.dumps({"model": "m", "prompt": "a"}).encode(), vision_context, now_ns=NOW).prompt_tokens
+        == 1
+    )
 
 
-def test_a_draft_keeps_what_the_request_needs(sees: PrepareContext) -> None:
+def test_a_pending_request_keeps_what_the_request_needs(vision_context: PrepareContext) -> None:
     options = {
         "max_completion_tokens": 7,
         "seed": 3,
@@ -323,10 +330,10 @@ def test_a_draft_keeps_what_the_request_needs(sees: PrepareContext) -> None:
         "logprobs": True,
         "top_logprobs": 2,
     }
-    made = prepare_chat(chat_body(image(URL), **options), sees, now_ns=NOW, request_id="id")
+    made = prepare_chat(chat_body(image(URL), **options), vision_context, now_ns=NOW, request_id="id")
     assert isinstance(made, PendingMediaRequest)
     assert made.deadline_s == 9
-    done = attach_media(made, [medium(0)], sees)
+    done = attach_media(made, [medium(0)], vision_context)
     request = done.request
     assert (request.id, request.created_ns, request.deadline_ns) == ("id", NOW, NOW + 9 * 10**9)
     assert (request.stop.max_tokens, request.sampling.seed, request.sampling.logprobs) == (7, 3, 2)
@@ -334,12 +341,12 @@ def test_a_draft_keeps_what_the_request_needs(sees: PrepareContext) -> None:
     assert request.prompt == pack_tokens(unpack_tokens(request.prompt))
 
 
-def test_a_body_as_large_as_allowed_is_a_draft_in_little_time(sees: PrepareContext) -> None:
+def test_a_body_as_large_as_allowed_is_parsed_in_little_time(vision_context: PrepareContext) -> None:
     import time
 
     rng = Random(1)
     body = chat_body(image("data:image/png;base64," + "".join(rng.choices("ABCD", k=1000)) * 15_000), "x")
     began = time.thread_time()
-    made = prepare_chat(body, sees, now_ns=NOW)
+    made = prepare_chat(body, vision_context, now_ns=NOW)
     assert isinstance(made, PendingMediaRequest)
     assert time.thread_time() - began < 0.5

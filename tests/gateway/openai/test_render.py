@@ -186,7 +186,7 @@ def test_a_client_can_go_on_after_any_event_on_another_replica(
 
 @pytest.mark.parametrize("bad", ["", "x", "1.2", "-1", "1e3", "٣", "f", "9" * 40])
 def test_a_foreign_event_id_is_refused(model: ModelDir, context: PrepareContext, bad: str) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ServingError, match="not an event id"):
         StreamRenderer(request(context), model.detokenizer).resume(bad)
 
 

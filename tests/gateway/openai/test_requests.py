@@ -142,7 +142,7 @@ def test_a_tool_whose_calls_nobody_could_read_is_refused_with_its_place(tool: An
     assert error.code.status == 400
 
 
-def test_an_answer_of_thoughts_alone_can_be_sent_back() -> None:
+def test_an_answer_of_reasoning_alone_can_be_sent_back() -> None:
     cut = {"role": "assistant", "content": None, "reasoning_content": "so far"}
     body = chat(messages=[{"role": "user", "content": "a"}, cut, {"role": "user", "content": "b"}])
     assert template_messages(body.messages)[1] == {"role": "assistant", "content": "", "reasoning_content": "so far"}

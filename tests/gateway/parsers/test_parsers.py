@@ -1,4 +1,4 @@
-"""What each format's answers say, however they are cut into pieces."""
+"""What each format's parser makes of answers, however they are cut into pieces."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ from schemas.fleet import Registration
 from schemas.requests import GenerateRequest, Parsing, Stop
 from tests.gateway.parsers.corpus import CASES, TEXTS, Case
 
-Said = tuple[str | None, str | None, tuple[tuple[str, str, str], ...]]  # content, thoughts, (id, name, arguments)
+Parsed = tuple[str | None, str | None, tuple[tuple[str, str, str], ...]]  # content, reasoning, (id, name, arguments)
 
 
 def reader(reasoning: str = "", tools: str = "", choice: int = 0, **options: object) -> AnswerParser:
@@ -27,7 +27,7 @@ def reader(reasoning: str = "", tools: str = "", choice: int = 0, **options: obj
     return parser_for(GenerateRequest("r-1", "m", "g", b"", Stop(9), 0, 0, parsing=made), choice)
 
 
-def added(deltas: Iterable[Delta | None]) -> Said:
+def added(deltas: Iterable[Delta | None]) -> Parsed:
     """What a client makes of deltas, checking their form."""
     content: str | None = None
     thought: str | None = None
@@ -51,17 +51,17 @@ def added(deltas: Iterable[Delta | None]) -> Said:
     return content, thought, tuple((call_id, name, said) for call_id, name, said in calls)
 
 
-def streamed(made: AnswerParser, pieces: Sequence[str]) -> Said:
+def streamed(made: AnswerParser, pieces: Sequence[str]) -> Parsed:
     return added([*map(made.push, pieces), made.finish()])
 
 
-def of_message(message: AnswerMessage) -> Said:
+def of_message(message: AnswerMessage) -> Parsed:
     calls = () if message.tool_calls is msgspec.UNSET else message.tool_calls
     thought = None if message.reasoning_content is msgspec.UNSET else message.reasoning_content
     return message.content, thought, tuple((c.id, c.function.name, c.function.arguments) for c in calls)
 
 
-def at_once(made: AnswerParser, text: str) -> Said:
+def at_once(made: AnswerParser, text: str) -> Parsed:
     """As an answer that is not streamed is read; what no text says is "" there."""
     content, *rest = of_message(made.parse(text))
     return content or "", *rest  # type: ignore[return-value]
@@ -84,7 +84,7 @@ def test_an_answer_says_what_its_format_means(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=named)
-def test_character_by_character_it_says_the_same(case: Case) -> None:
+def test_character_by_character_the_result_is_the_same(case: Case) -> None:
     whole = of_message(reader(case.reasoning, case.tools, **case.options).parse(case.text))
     content, *rest = streamed(reader(case.reasoning, case.tools, **case.options), list(case.text))
     assert [content or "", *rest] == [whole[0] or "", *whole[1:]]
@@ -127,7 +127,7 @@ NAMES = st.tuples(st.sampled_from(["", *REASONING]), st.sampled_from(["", *TOOLS
 
 @settings(max_examples=600, deadline=None)
 @given(NAMES, TEXT, PLACES)
-def test_no_cutting_changes_what_any_text_says(names: tuple[str, str, bool], text: str, places: list[int]) -> None:
+def test_no_cutting_changes_the_result_of_any_text(names: tuple[str, str, bool], text: str, places: list[int]) -> None:
     reasoning, tools, thinking = names
     whole = streamed(reader(reasoning, tools, thinking=thinking, texts=TEXTS), [text])
     assert streamed(reader(reasoning, tools, thinking=thinking, texts=TEXTS), cut(text, places)) == whole
