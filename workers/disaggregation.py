@@ -71,7 +71,9 @@ class DisaggCoordinator:
         self._reader: Reader | None = None
         self._peers: PeerWatcher | None = None
         if transport is not None or info.handover:
-            self._owner = Owner(engine, transport, self._ledger, context.id, settings.handoff_lease_s, metrics)
+            self._owner = Owner(
+                engine, transport, self._ledger, context.id, settings.handoff_lease_s, metrics, context.tasks
+            )
             self._reader = Reader(
                 bus, transport, self._ledger, context.id, settings.transfer_timeout_s, settings.quarantine_s
             )
@@ -106,7 +108,7 @@ class DisaggCoordinator:
         if self._peers is not None:
             await self._peers.stop()
         if self._owner is not None:
-            self._owner.close()
+            await self._owner.close()
         if self._reader is not None:
             await self._reader.close()
         self._embeddings.close()

@@ -79,7 +79,7 @@ class FlushPublisher:
                 self._engine.flush_consumed()
 
     async def _publish(self, flush: Flush) -> None:
-        """A failure ends the requests it concerns; all others go on, and KV batches stay in order."""
+        """A failure ends the requests it concerns; all others continue, and KV batches stay in order."""
         for gateway, items in flush.items.items():
             try:
                 await self._reporter.items(gateway, tuple(items))

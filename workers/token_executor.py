@@ -174,7 +174,7 @@ class TokenExecutor:
         self._disagg.release_input(stage_input)
 
     async def not_begun(self) -> list[RunningRequest]:
-        """Asks the engine thread: a first token may be on its way here, and then this worker has to go on."""
+        """Asks the engine thread: a first token may be on its way here, and then this worker must continue."""
         waiting = [running for running in self._requests.running.values() if not running.started_ns]
         groups = [running.sequences for running in waiting]
         try:
@@ -191,7 +191,7 @@ class TokenExecutor:
         await self._disagg.open()
 
     async def fence(self) -> None:
-        if self._stage_tasks:  # bounded by the transfer timeout; none may go on in the next session's name
+        if self._stage_tasks:  # bounded by the transfer timeout; none may continue in the next session
             await asyncio.wait(self._stage_tasks, timeout=self._context.settings.transfer_timeout_s + 1.0)
         # Also without sequences: behind this the engine delivers nothing more to this session, so no flush stays
         # unconsumed and blocks the engine.

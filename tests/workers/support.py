@@ -311,7 +311,7 @@ async def recording(server: EmbeddedNats, subjects: Subjects) -> AsyncIterator[R
 # -- an engine in the test's hands --------------------------------------------------------------------------------
 
 
-class Held:
+class ControlledEngine:
     """An engine whose steps the test can count, hold and break."""
 
     def __init__(self, engine: Engine) -> None:
@@ -352,7 +352,7 @@ class Held:
         return getattr(self._engine, name)
 
 
-def engine(**options: Any) -> Held:
+def engine(**options: Any) -> ControlledEngine:
     """A mock engine of the tests' sizes, without step times."""
     defaults: dict[str, Any] = {
         "vocab_size": 1000,
@@ -361,7 +361,7 @@ def engine(**options: Any) -> Held:
         "max_model_len": 1000,
         "speedup": 0,
     }
-    return Held(mock.build(**defaults | options))
+    return ControlledEngine(mock.build(**defaults | options))
 
 
 class WorkerHarness:
@@ -370,7 +370,7 @@ class WorkerHarness:
     def __init__(
         self,
         bus: Bus,
-        held: Held,
+        held: ControlledEngine,
         settings: WorkerSettings,
         detokenizer: Detokenizer | None,
         model: str,
@@ -452,7 +452,7 @@ class WorkerHarness:
 async def run_worker(
     server: EmbeddedNats,
     subjects: Subjects,
-    held: Held | None = None,
+    held: ControlledEngine | None = None,
     *,
     detokenizer: Detokenizer | None = None,
     model: str = MODEL,

@@ -19,7 +19,7 @@ async def test_work_comes_by_role_and_name(
     settings = parse(WorkerSettings, ["--role", role, *flags], prog="worker", environ={})
     held, network = engine(memory_block_bytes=64), LoopbackNetwork("here")
     async with run_worker(broker, pipeline, held, network=network, role=settings.role, name=settings.name) as worker:
-        assert worker.id.rpartition("-")[0] == name  # the rest tells its lives apart
+        assert worker.id.rpartition("-")[0] == name  # the rest differs between its sessions
         stream = pipeline.stream("WORK")
         consumer = await record.bus.js.consumer_info(stream, worker.id)
         assert consumer.config.filter_subject == f"{pipeline.namespace}.work.{role}.{worker.id}"

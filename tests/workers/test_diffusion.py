@@ -1,4 +1,4 @@
-"""A life of a diffusion worker on a real nats-server, with an engine in the test's hands."""
+"""A session of a diffusion worker on a real nats-server, with an engine that the test controls."""
 
 import asyncio
 import contextlib
@@ -40,10 +40,10 @@ MADE = Diffuser("image", "TestPipeline", 16, 8, 6, ("png", "webp"), 10_000, 50)
 STEPS = 6
 
 
-class Easel:
+class ControlledPipeline:
     """An engine whose steps the test allows one by one; notes how many requests it was ever in at once."""
 
-    name = "easel"
+    name = "painter"
     load_seconds = 0.0
 
     def __init__(self, *, stoppable: bool = True) -> None:
@@ -96,9 +96,9 @@ class Easel:
 class WorkerHarness:
     """One worker in miniature."""
 
-    def __init__(self, bus: Any, easel: Easel, settings: WorkerSettings) -> None:
+    def __init__(self, bus: Any, painter: ControlledPipeline, settings: WorkerSettings) -> None:
         self.bus = bus
-        self.easel = easel
+        self.painter = painter
         self.settings = settings
         self.publisher = Publisher(bus)
         self.metrics = Metrics(CollectorRegistry())
@@ -109,7 +109,7 @@ class WorkerHarness:
     async def begin(self) -> WorkerSession:
         self.session = WorkerSession(
             *(self.bus, self.publisher, ServedModel("m", (), "", None, "test"), self.settings, self.metrics),
-            lambda context: PipelineExecutor(context, self.thread, self.easel, self.broken.append),
+            lambda context: PipelineExecutor(context, self.thread, self.painter, self.broken.append),
         )
         await self.session.open()
         return self.session
@@ -120,15 +120,17 @@ class WorkerHarness:
 
 
 @contextlib.asynccontextmanager
-async def run_worker(broker: EmbeddedNats, subjects: Subjects, easel: Easel) -> AsyncIterator[WorkerHarness]:
+async def run_worker(
+    broker: EmbeddedNats, subjects: Subjects, painter: ControlledPipeline
+) -> AsyncIterator[WorkerHarness]:
     async with dial(broker, subjects, "painter") as bus:
-        made = WorkerHarness(bus, easel, WorkerSettings(role="diffusion"))
+        made = WorkerHarness(bus, painter, WorkerSettings(role="diffusion"))
         await made.publisher.open()
         await made.begin()
         try:
             yield made
         finally:
-            easel.release()
+            painter.release()
             if made.session._tasks:
                 await made.session.fence()
             assert await asyncio.to_thread(made.thread.stop, 10)
@@ -137,7 +139,7 @@ async def run_worker(broker: EmbeddedNats, subjects: Subjects, easel: Easel) -> 
 
 @pytest.fixture
 async def worker(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[WorkerHarness]:
-    async with run_worker(broker, pipeline, Easel()) as worker:
+    async with run_worker(broker, pipeline, ControlledPipeline()) as worker:
         yield worker
 
 
@@ -181,54 +183,54 @@ async def test_the_registration_says_what_is_made_and_asks_for_one_at_a_time(
 
 
 async def test_requests_wait_for_each_other_and_the_event_loop_for_none(record: Record, worker: WorkerHarness) -> None:
-    worker.easel.hold()
+    worker.painter.hold()
     first, second = picture(1), picture(2)
     await give(record, worker.id, first)
     await give(record, worker.id, second)
-    await eventually(lambda: len(worker.easel.asked) == 1 and len(worker.session._requests.running) == 2)
+    await eventually(lambda: len(worker.painter.asked) == 1 and len(worker.session._requests.running) == 2)
     began = time.monotonic()
     page = await worker.session.dump(0)  # any order is answered while the engine computes
     await asyncio.sleep(0)
     assert time.monotonic() - began < 0.05
     assert page.events == ()
-    worker.easel.release()
+    worker.painter.release()
     assert [(await record.end(asked)).code for asked in (first, second)] == ["", ""]
-    assert worker.easel.most_at_once == 1
-    assert [ask.seed for ask in worker.easel.asked] == [1, 2]
+    assert worker.painter.most_at_once == 1
+    assert [ask.seed for ask in worker.painter.asked] == [1, 2]
 
 
 async def test_progress_is_told_while_the_engine_computes(record: Record, worker: WorkerHarness) -> None:
-    worker.easel.hold()
+    worker.painter.hold()
     asked = picture()
     await give(record, worker.id, asked)
     for done in (2, 5):
-        worker.easel.allow(done - worker.easel.steps)
+        worker.painter.allow(done - worker.painter.steps)
         await record.has_streamed(asked, done)
         assert len(record.streamed(asked)) == done
     assert not record.ends(asked)
-    worker.easel.release()
+    worker.painter.release()
     await record.end(asked)
 
 
 async def test_a_cancelled_request_ends_at_its_next_step(record: Record, worker: WorkerHarness) -> None:
-    worker.easel.hold()
+    worker.painter.hold()
     asked, after = picture(), picture(3)
     await give(record, worker.id, asked)
-    worker.easel.allow(2)
+    worker.painter.allow(2)
     await record.has_streamed(asked, 2)
     await worker.session.on_cancel(asked.id, "gone")
     assert not record.ends(asked)
     await give(record, worker.id, after)
-    worker.easel.allow(1)
+    worker.painter.allow(1)
     end = await record.end(asked)
     assert (end.code, end.usage.completion) == (Code.cancelled, 2)
-    worker.easel.release()
+    worker.painter.release()
     assert (await record.end(after)).code == ""
-    assert worker.easel.steps == 2 + 1 + STEPS
+    assert worker.painter.steps == 2 + 1 + STEPS
 
 
 async def test_a_request_that_waits_is_cancelled_at_once(record: Record, worker: WorkerHarness) -> None:
-    worker.easel.hold()
+    worker.painter.hold()
     first, second = picture(), picture(2)
     await give(record, worker.id, first)
     await give(record, worker.id, second)
@@ -236,34 +238,34 @@ async def test_a_request_that_waits_is_cancelled_at_once(record: Record, worker:
     await worker.session.on_cancel(second.id, "gone")
     assert (await record.end(second)).code == Code.cancelled
     assert not record.ends(first)
-    worker.easel.release()
+    worker.painter.release()
     assert (await record.end(first)).code == ""
-    assert len(worker.easel.asked) == 1
+    assert len(worker.painter.asked) == 1
 
 
 async def test_a_request_that_cannot_be_stopped_is_ended_all_the_same(
     broker: EmbeddedNats, pipeline: Subjects, record: Record
 ) -> None:
-    async with run_worker(broker, pipeline, Easel(stoppable=False)) as worker:
-        worker.easel.hold()
+    async with run_worker(broker, pipeline, ControlledPipeline(stoppable=False)) as worker:
+        worker.painter.hold()
         asked, after = picture(deadline_s=0.5), picture(2)
         await give(record, worker.id, asked)
-        await eventually(lambda: worker.easel.asked)
+        await eventually(lambda: worker.painter.asked)
         assert (await record.end(asked)).code == Code.deadline_exceeded
         await give(record, worker.id, after)
-        worker.easel.release()
+        worker.painter.release()
         assert (await record.end(after)).code == ""
-        assert worker.easel.most_at_once == 1
+        assert worker.painter.most_at_once == 1
         assert len(record.ends(asked)) == 1
 
 
 async def test_a_request_that_the_engine_refuses_ends_alone(record: Record, worker: WorkerHarness) -> None:
-    worker.easel.fails = RequestError(Code.invalid_request, "too odd")
+    worker.painter.fails = RequestError(Code.invalid_request, "too odd")
     bad, good = picture(), picture(2)
     await give(record, worker.id, bad)
     end = await record.end(bad)
     assert (end.code, end.message) == (Code.invalid_request, "too odd")
-    worker.easel.fails = None
+    worker.painter.fails = None
     await give(record, worker.id, good)
     assert (await record.end(good)).code == ""
     assert not worker.broken
@@ -273,7 +275,7 @@ async def test_a_picture_that_no_file_can_hold_ends_its_request_alone(
     record: Record, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wide = Picture(np.zeros((1, 1, 16_384, 3), dtype=np.uint8))
-    monkeypatch.setattr(worker.easel, "generate", lambda ask, progress: [wide])
+    monkeypatch.setattr(worker.painter, "generate", lambda ask, progress: [wide])
     asked = picture()
     assert asked.diffusion is not None
     as_webp = msgspec.structs.replace(asked.diffusion, format="webp")
@@ -289,17 +291,17 @@ async def test_a_request_for_tokens_is_refused(record: Record, worker: WorkerHar
     await give(record, worker.id, asked)
     end = await record.end(asked)
     assert end.code == Code.invalid_request
-    assert not worker.easel.asked
+    assert not worker.painter.asked
 
 
 async def test_a_broken_engine_gives_the_request_back_as_poison(record: Record, worker: WorkerHarness) -> None:
-    worker.easel.hold()
+    worker.painter.hold()
     running, waiting = picture(), picture(2)
     await give(record, worker.id, running)
     await give(record, worker.id, waiting)
     await eventually(lambda: len(worker.session._requests.running) == 2)
-    worker.easel.fails = RuntimeError("the device is gone")
-    worker.easel.release()
+    worker.painter.fails = RuntimeError("the device is gone")
+    worker.painter.release()
     await eventually(lambda: worker.broken)
     await worker.session.fail(f"engine_error: {worker.broken[0]!r}")
     back = [await record.handed_back(asked) for asked in (running, waiting)]
@@ -311,73 +313,73 @@ async def test_a_broken_engine_gives_the_request_back_as_poison(record: Record, 
 async def test_another_attempt_begins_anew_and_is_heard_once_it_is_further(
     record: Record, worker: WorkerHarness
 ) -> None:
-    worker.easel.hold()
+    worker.painter.hold()
     asked = picture()
     told = [70, 71, 72]
     await record.say(asked, 1, told)
     await give(record, worker.id, asked, attempt=2, resume=(wire.pack_tokens(told),))
-    worker.easel.allow(2)
+    worker.painter.allow(2)
     await eventually(lambda: any(item.attempt == 2 for item in record.items))
     assert record.streamed(asked) == told
-    worker.easel.allow(2)
+    worker.painter.allow(2)
     await record.has_streamed(asked, 4)
     assert record.streamed(asked)[:3] == told
-    worker.easel.release()
+    worker.painter.release()
     end = await record.end(asked)
-    assert worker.easel.steps == STEPS, "nothing of an attempt is taken over"
+    assert worker.painter.steps == STEPS, "nothing of an attempt is taken over"
     assert (end.attempt, len(ids(end.choices[0].tokens))) == (2, STEPS)
     assert end.choices[0].files[0].name == f"{asked.id}-2-0.png"
 
 
 async def test_a_later_attempt_takes_the_place_of_one_that_runs_here(record: Record, worker: WorkerHarness) -> None:
-    worker.easel.hold()
+    worker.painter.hold()
     asked = picture()
     await give(record, worker.id, asked)
-    await eventually(lambda: worker.easel.asked)
+    await eventually(lambda: worker.painter.asked)
     await give(record, worker.id, asked, attempt=2)
     await eventually(lambda: worker.session._requests.running[asked.id].attempt == 2)
-    worker.easel.release()
+    worker.painter.release()
     end = await record.end(asked)
     assert end.attempt == 2
     await record.settled(worker.id)
     assert len(record.ends(asked)) == 1
 
 
-async def test_draining_finishes_the_picture_and_gives_back_what_waits(record: Record, worker: WorkerHarness) -> None:
-    worker.easel.hold()
+async def test_draining_finishes_the_picture_and_requeues_what_waits(record: Record, worker: WorkerHarness) -> None:
+    worker.painter.hold()
     running, waiting = picture(), picture(2)
     await give(record, worker.id, running)
     await give(record, worker.id, waiting)
-    await eventually(lambda: worker.easel.asked and len(worker.session._requests.running) == 2)
+    await eventually(lambda: worker.painter.asked and len(worker.session._requests.running) == 2)
     draining = asyncio.create_task(worker.session.drain(20))
     back = await record.handed_back(waiting)
     assert (back.reason, back.poison) == ("draining", False)
     assert not draining.done()
-    worker.easel.release()
+    worker.painter.release()
     assert (await record.end(running)).code == ""
     await draining
     await eventually(lambda: record.registrations[-1] == (worker.id, None))
-    assert len(worker.easel.asked) == 1
+    assert len(worker.painter.asked) == 1
 
 
-async def test_a_life_without_its_lease_says_nothing_of_its_picture(
+async def test_a_session_without_its_lease_publishes_nothing_of_its_picture(
     record: Record, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker.easel.hold()
+    worker.painter.hold()
     asked, after = picture(), picture(2)
     await give(record, worker.id, asked)
-    await eventually(lambda: worker.easel.asked)
+    await eventually(lambda: worker.painter.asked)
     old = worker.session
     await record.remove_key(old.id)
     await asyncio.wait_for(old.lost.wait(), 10)
     await old.fence()
     await worker.begin()
     await give(record, worker.id, after)
-    worker.easel.release()
+    worker.painter.release()
     assert (await record.end(after)).worker == worker.id != old.id
     assert not record.ends(asked)
     assert not [item for item in record.items if item.request == asked.id]
-    assert worker.easel.most_at_once == 1
+    assert worker.painter.most_at_once == 1
 
 
 async def test_while_trust_is_in_doubt_the_end_waits(
@@ -404,8 +406,8 @@ async def test_while_trust_is_in_doubt_the_end_waits(
 async def test_a_worker_process_serves_and_ends_in_good_order(
     broker: EmbeddedNats, record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    easel = Easel()
-    monkeypatch.setattr(module, "build_engine", lambda settings: easel)
+    painter = ControlledPipeline()
+    monkeypatch.setattr(module, "build_engine", lambda settings: painter)
     settings = WorkerSettings(
         nats_url=broker.url("operator"),
         namespace=record.bus.subjects.namespace,
@@ -426,15 +428,15 @@ async def test_a_worker_process_serves_and_ends_in_good_order(
     assert "pins no blocks" in control.decode_ok(released.data).error
     await record.bus.nc.request(subject, wire.encode(control.Drain()), timeout=5)
     assert await asyncio.wait_for(serving, 20) == 0
-    assert easel.closes == 1
+    assert painter.closes == 1
 
 
 async def test_a_process_with_a_broken_engine_ends_with_status_70(
     broker: EmbeddedNats, record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    easel = Easel()
-    easel.fails = RuntimeError("the device is gone")
-    monkeypatch.setattr(module, "build_engine", lambda settings: easel)
+    painter = ControlledPipeline()
+    painter.fails = RuntimeError("the device is gone")
+    monkeypatch.setattr(module, "build_engine", lambda settings: painter)
     settings = WorkerSettings(
         nats_url=broker.url("operator"), namespace=record.bus.subjects.namespace, role="diffusion", model="painter"
     )

@@ -32,7 +32,7 @@ from tests.workers.support import (
     DRAWN,
     REVISION,
     VOCABULARY,
-    Held,
+    ControlledEngine,
     Record,
     WorkerHarness,
     answer,
@@ -415,7 +415,7 @@ async def test_a_request_cancelled_before_during_and_after_the_hand_over_leaves_
     await pair.free()
 
 
-async def test_a_revoked_attempt_lets_go_of_its_blocks(record: Record, pair: Pair) -> None:
+async def test_a_revoked_attempt_frees_its_blocks(record: Record, pair: Pair) -> None:
     pair.prefill.engine.hold()
     asked = request(PROMPT, max_tokens=20)
     await give(record, pair, asked)
@@ -427,9 +427,7 @@ async def test_a_revoked_attempt_lets_go_of_its_blocks(record: Record, pair: Pai
     assert await record.told(asked) == []
 
 
-async def test_a_worker_that_lost_its_lease_lets_go_of_everything_it_held_for_others(
-    record: Record, pair: Pair
-) -> None:
+async def test_a_worker_that_lost_its_lease_frees_everything_it_held_for_others(record: Record, pair: Pair) -> None:
     asked = request(PROMPT)
     await record.give(pair.prefill.id, asked, role="prefill", route=(Stage("decode", "nobody"),))
     await record.has_streamed(asked)
@@ -569,7 +567,7 @@ async def test_a_request_cancelled_while_it_waits_for_room_ends_at_once(record: 
     await pair.free()
 
 
-async def test_a_life_that_ends_while_a_hand_over_waits_for_room_takes_no_blocks_with_it(
+async def test_a_session_that_ends_while_a_hand_over_waits_for_room_takes_no_blocks_with_it(
     record: Record, pair: Pair
 ) -> None:
     taken = await full(pair.decode)
@@ -634,10 +632,12 @@ class Trio(NamedTuple):
 @asynccontextmanager
 async def three(broker: EmbeddedNats, pipeline: Subjects, host: str = "here") -> AsyncIterator[Trio]:
     network = LoopbackNetwork(host)
-    eyes = Held(mock.build_encoder(image_tokens=IMAGE_TOKENS, embed_slots=4, vocab_size=1000, block_size=BLOCK))
+    encoder = ControlledEngine(
+        mock.build_encoder(image_tokens=IMAGE_TOKENS, embed_slots=4, vocab_size=1000, block_size=BLOCK)
+    )
     seeing = [engine(memory_block_bytes=64, image_tokens=IMAGE_TOKENS, embed_slots=4) for _ in range(2)]
     async with (
-        run_worker(broker, pipeline, eyes, network=network, role="encode", **FAST) as encode,
+        run_worker(broker, pipeline, encoder, network=network, role="encode", **FAST) as encode,
         run_worker(broker, pipeline, seeing[0], network=network, role="prefill", **FAST) as prefill,
         run_worker(broker, pipeline, seeing[1], network=network, role="decode", **FAST) as decode,
     ):

@@ -16,7 +16,7 @@ from schemas.requests import GenerateRequest
 from schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
 from tests.router.support import Clients, Routing, routing
-from tests.workers.support import BLOCK, REVISION, Held, Record, WorkerHarness, request, run_worker
+from tests.workers.support import BLOCK, REVISION, ControlledEngine, Record, WorkerHarness, request, run_worker
 from workers.engines import mock
 from workers.engines.base import StepResult
 from workers.engines.events.publish import Publisher
@@ -68,7 +68,7 @@ async def worker(
         sources = tuple(f"{each.endpoint}/{each.replay.rpartition(':')[2]}" for each in others)
         settings = WorkerSettings(event_plane="zmq", kv_events_port=0, kv_events_from=sources)
         outer = relayed(inner, settings, blocks.root(REVISION), lambda: made[0].thread.wake() if made else None)
-    async with run_worker(server, subjects, Held(outer)) as one:
+    async with run_worker(server, subjects, ControlledEngine(outer)) as one:
         one.inner = inner  # type: ignore[attr-defined]
         made.append(one)
         yield one

@@ -1,4 +1,4 @@
-"""One registered life of a worker on a real nats-server: what it says about the jobs that it is given."""
+"""One registration of a worker on a real nats-server: what it publishes for the jobs that it is given."""
 
 import asyncio
 import time
@@ -225,7 +225,7 @@ async def test_an_unreadable_job_is_dropped_and_said_in_the_log(record: Record, 
     await record.settled(worker.id)
 
 
-async def test_when_the_engine_breaks_every_request_is_given_back(record: Record, narrow: WorkerHarness) -> None:
+async def test_when_the_engine_breaks_every_request_is_requeued(record: Record, narrow: WorkerHarness) -> None:
     narrow.engine.hold()
     running, waiting = request(), request()
     await record.give(narrow.id, running)
@@ -517,7 +517,7 @@ def _digests(event: Any) -> list[bytes]:
 # -- leaving ------------------------------------------------------------------------------------------------------
 
 
-async def test_a_draining_worker_ends_what_runs_and_gives_back_the_rest(record: Record, narrow: WorkerHarness) -> None:
+async def test_a_draining_worker_ends_what_runs_and_requeues_the_rest(record: Record, narrow: WorkerHarness) -> None:
     narrow.engine.hold()
     running, *others = [request(max_tokens=20) for _ in range(4)]
     await record.give(narrow.id, running)
@@ -579,7 +579,7 @@ def _state(record: Record, worker: WorkerHarness) -> fleet.State | None:
     return registration.state if registration is not None else None
 
 
-async def test_what_does_not_end_in_the_drain_time_is_given_back_too(record: Record, worker: WorkerHarness) -> None:
+async def test_what_does_not_end_in_the_drain_time_is_requeued_too(record: Record, worker: WorkerHarness) -> None:
     worker.engine.hold()
     asked = request(max_tokens=500)
     await record.give(worker.id, asked)

@@ -13,7 +13,7 @@ from schemas import control, fleet, wire
 from schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
 from tests.pipeline.support import Oracle, Process
-from tests.workers.support import Held, Record, answer, engine, ids, request
+from tests.workers.support import ControlledEngine, Record, answer, engine, ids, request
 from workers import token_backend as module
 from workers.engines.base import Engine
 from workers.main import check_settings
@@ -31,7 +31,12 @@ class Served:
     """``WorkerProcess.serve`` as a task, with an engine in the test's hands."""
 
     def __init__(
-        self, broker: EmbeddedNats, record: Record, held: Held, monkeypatch: pytest.MonkeyPatch, drain_s: float = 20.0
+        self,
+        broker: EmbeddedNats,
+        record: Record,
+        held: ControlledEngine,
+        monkeypatch: pytest.MonkeyPatch,
+        drain_s: float = 20.0,
     ) -> None:
         def build(settings: WorkerSettings, path: Path) -> Engine:
             return held
@@ -52,7 +57,7 @@ class Served:
         self.task = asyncio.create_task(self.worker.serve())
 
     async def registered(self, *, other_than: str = "") -> str:
-        """The id of the life that is registered."""
+        """The id of the registered session."""
 
         def found() -> str:
             known = [worker for worker, registration in self.record.registrations if registration is not None]

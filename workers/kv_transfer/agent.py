@@ -1,6 +1,6 @@
-"""What a transport needs of the library that moves the bytes: one agent, called from one thread.
+"""The interface to the library that moves the bytes: one agent, called from one thread.
 
-The library fills in these few calls; deadlines, quarantine, checks and renewal are made once, above them.
+Each library implements these few calls; deadlines, quarantine, checks and renewal are implemented once, above them.
 """
 
 from typing import Any, Protocol
@@ -10,11 +10,11 @@ from workers.kv_transfer.blocks import CopyOp
 
 
 class PeerLost(Exception):
-    """The peer has ended, or the connection to it has."""
+    """The peer or the connection to it has ended."""
 
 
 class TransferRejected(Exception):
-    """The library does not take the peer's metadata or these addresses; nothing was moved."""
+    """The library rejects the peer's metadata or these addresses; nothing was moved."""
 
 
 class Agent(Protocol):
@@ -26,34 +26,34 @@ class Agent(Protocol):
 
         Raises:
             PeerLost: it cannot be reached.
-            TransferRejected: its metadata is not what it says.
+            TransferRejected: its metadata does not match its name.
         """
 
     def remove(self, name: str) -> None:
-        """Forget a peer, known or not. Its transfers must have ended: nothing would tell their end afterwards."""
+        """Forget a peer, known or not. Its transfers must have ended: their end could not be seen afterwards."""
 
     def post(self, op: str, peer: str, move: CopyOp) -> Any:
         """Start a "READ" or "WRITE"; may copy everything before it returns. Returns its handle.
 
         Raises:
-            PeerLost, TransferRejected: nothing of it is under way.
+            PeerLost, TransferRejected: nothing of it was started.
         """
 
     def done(self, handle: Any) -> bool:
-        """Whether it has ended well.
+        """Whether it has completed.
 
         Raises:
-            PeerLost: it has ended otherwise; no byte of it moves any more.
+            PeerLost: it has failed; no byte of it moves any more.
         """
 
     def release(self, handle: Any) -> None:
-        """Give a handle back. One that is not done goes on moving bytes until the agent is closed."""
+        """Release a handle. A transfer that is not done keeps moving bytes until the agent is closed."""
 
     def register(self, address: int, size: int) -> None:
-        """Make CPU memory known as a target of own reads, for as long as the agent lives."""
+        """Register CPU memory as a target of own reads, until the agent is closed."""
 
     def progress(self) -> None:
-        """Let peers' transfers and connections go on."""
+        """Drive peers' transfers and connections."""
 
     def close(self) -> None:
-        """End it, its connections too: afterwards nothing it has posted moves, and no peer reaches its pools."""
+        """Close it and its connections: afterwards nothing it posted moves, and no peer reaches its pools."""

@@ -1,13 +1,13 @@
-"""Moving blocks between the pools of two workers: the interface, its errors, its figures.
+"""Moving blocks between the pools of two workers: interface, errors, statistics.
 
 Knows no NATS and no engine. A transport owns one thread and one agent; every call returns a
-``concurrent.futures.Future`` at once. What cannot be undone here, and therefore shapes the interface:
+``concurrent.futures.Future`` at once. Three facts shape the interface:
 
 - a posted transfer cannot be cancelled. After a timeout its blocks stay in quarantine until the transfer has ended or
   its agent is gone; ``TransferError.settled`` says when they may be used again;
-- nothing outside knows what a block holds. A read names the generations it expects, and they are compared with the
+- a reader cannot know what a block holds. A read names the generations it expects, and they are compared with the
   owner's *after* the bytes have arrived;
-- a peer that stands still never becomes an error by itself, so every transfer has a deadline.
+- a stopped peer never causes an error by itself, so every transfer has a deadline.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ QUARANTINE_S = 10.0
 
 
 def completed_future() -> "Future[None]":
-    """A future that is already done."""
+    """A future that is done."""
     future: Future[None] = Future()
     future.set_result(None)
     return future
@@ -36,8 +36,8 @@ class TransferError(Exception):
     blocks have another owner by now), "refused" (these blocks can never move: wrong layout, ids, version, metadata),
     "unavailable" (this transport is closed or broken).
 
-    ``settled`` is done when the *local* blocks of the transfer may be used again. After a failed write the peer's
-    blocks are a matter of their own: what has left this process is still written there (``Transport.drained``).
+    ``settled`` is done when the *local* blocks of the transfer may be used again. It says nothing
+    of the peer's blocks after a failed write: what has left this process is still written there (``drained``).
     """
 
     def __init__(self, cause: Cause, message: str, settled: "Future[None] | None" = None) -> None:
@@ -51,7 +51,7 @@ class TransferError(Exception):
 
 
 class TransportUnavailable(Exception):
-    """No transport can be opened here; the text says what to install or what failed."""
+    """No transport can be opened here; the message says what to install or what failed."""
 
 
 class TransferResult(NamedTuple):
@@ -60,16 +60,16 @@ class TransferResult(NamedTuple):
 
 
 class TransportStats(NamedTuple):
-    live: int  # transfers under way, those that wait included
+    live: int  # transfers in flight or waiting
     quarantined_transfers: int
     quarantined_blocks: int
     peers: int  # loaded into the agent
-    transfers: int  # that ended well
+    transfers: int  # completed
     bytes_read: int
     bytes_written: int
-    seconds: float  # of those that ended well, summed
+    seconds: float  # of completed transfers, summed
     failures: dict[str, int]  # by cause
-    renewals: int  # how often the agent was made anew
+    renewals: int  # of the agent
 
 
 class Transport(Protocol):
@@ -91,17 +91,17 @@ class Transport(Protocol):
     ) -> "Future[TransferResult]":
         """Copy the peer's blocks ``remote`` into the blocks ``local`` of the pool of that name.
 
-        With ``generations``, one per block: fails with "stale" unless they are still the owner's when all bytes are
-        here. The future cannot be cancelled and fails with ``TransferError`` only.
+        With ``generations``, one per block: fails with "stale" unless they are still the owner's when all bytes have
+        arrived. The future cannot be cancelled and fails with ``TransferError`` only.
         """
 
     def write(
         self, peer: Endpoint, pool: str, local: Sequence[int], remote: Sequence[int], *, timeout: float = TIMEOUT_S
     ) -> "Future[TransferResult]":
-        """Copy the blocks ``local`` into the peer's blocks ``remote``, which it has offered for this."""
+        """Copy the blocks ``local`` into the peer's blocks ``remote``, which it offered for this."""
 
     def connect(self, peer: Endpoint, *, timeout: float = TIMEOUT_S) -> "Future[None]":
-        """Open the connection, so that the first transfer need not; done when bytes have passed. Idempotent."""
+        """Open the connection ahead of the first transfer; done when bytes have passed. Idempotent."""
 
     def drained(self) -> "Future[None]":
         """Done when nothing more can come from writers that have ended by now; only then are offered blocks free.
@@ -111,12 +111,12 @@ class Transport(Protocol):
         """
 
     def renew(self) -> None:
-        """Close the agent and make another: the only end of a write whose writer stands still. LoadedPeers lose it."""
+        """Replace the agent: only that ends a write whose writer is stopped. Peers lose the old one."""
 
     def forget(self, agent: str) -> None:
-        """That agent has ended: its transfers fail at once; what was posted stays in quarantine until it ends."""
+        """That agent has ended: fail its transfers at once; what was posted stays in quarantine until it ends."""
 
     def stats(self) -> TransportStats: ...
 
     def close(self) -> None:
-        """Fail what is under way and end the thread; waits a bounded time."""
+        """Fail what is in flight and end the thread; waits a bounded time."""

@@ -1,4 +1,4 @@
-"""From block ids to what an agent moves: may these blocks move at all, and which ranges of memory are they?
+"""From block ids to memory ranges that an agent copies, after checking that these blocks may be copied at all.
 
 Pure. Ids are checked here, before an agent sees an address: a wrong one could kill the peer.
 """
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from schemas.transfer import Endpoint, Memory
 from workers.kv_transfer.base import TransferError
 
-PIECE_BYTES = 64 << 20  # a direct copy holds the agent's thread for as long as it takes: about 10 ms each
+PIECE_BYTES = 64 << 20  # a direct copy blocks the agent's thread: about 10 ms each
 WORD_BYTES = 4  # of a generation
 
 
@@ -24,7 +24,7 @@ class MemoryRanges(NamedTuple):
 
 
 class CopyOp(NamedTuple):
-    """One order of an agent; both sides have as many rows, of equal lengths."""
+    """One copy by an agent; both sides have the same number of rows, of equal lengths."""
 
     local: MemoryRanges
     remote: MemoryRanges
@@ -89,7 +89,7 @@ def check_generations(there: Memory, remote: Sequence[int], generations: Sequenc
 def copy_ops(
     here: Memory, there: Memory, local: Sequence[int], remote: Sequence[int], *, whole: bool
 ) -> Iterator[CopyOp]:
-    """The orders for these blocks, neighbours on both sides merged; all in one, or (not ``whole``) in pieces."""
+    """The copies for these blocks, with neighbours merged; one copy, or pieces of ``PIECE_BYTES`` if not ``whole``."""
     step = max(1, len(local) if whole else PIECE_BYTES // here.block_bytes)
     for first in range(0, len(local), step):
         ours, theirs = local[first : first + step], remote[first : first + step]

@@ -1,9 +1,9 @@
-"""What is under way through one agent, and what becomes of it: checks, deadlines, quarantine, generations, renewal.
+"""Transfers in flight through one agent: checks, deadlines, quarantine, generations, renewal.
 
-No thread and no clock: ``now`` is given. The library behind the agent can do none of this. A transfer that was posted
-cannot be taken back, and one whose peer stands still never ends; so a transfer whose deadline has passed fails at
-once, but is kept and looked at on. Its blocks are free when it has ended. If that takes too long the agent itself is
-closed, with its connections, and a new one under a new name takes over.
+No thread and no clock: ``now`` is given. The library behind the agent does none of this. A posted transfer cannot be
+cancelled, and never ends if its peer is stopped. So a transfer whose deadline has passed fails at once, but stays in
+quarantine and is polled on. Its blocks are free when it has ended. If that takes too long, the agent is closed with
+its connections, and a new one under a new name takes over.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,13 +24,13 @@ from workers.kv_transfer.scratch import ScratchBuffers
 
 Op: TypeAlias = Literal["READ", "WRITE", "CONNECT"]
 WARM_BYTES = 4
-DRAIN_S = 4.0  # a closed connection's kernel goes on sending for UCX_TCP_USER_TIMEOUT (3 s) at most
+DRAIN_S = 4.0  # a closed connection's kernel keeps sending for UCX_TCP_USER_TIMEOUT (3 s) at most
 TICK_S = 0.05  # a longer pause does not count as draining: this process may have been stopped
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class TransferRequest:
-    """One call of a transport's user. "CONNECT" reads a few bytes that nobody needs."""
+    """One call of a transport's user. "CONNECT" reads a few bytes to open the connection."""
 
     op: Op
     peer: Endpoint
@@ -60,8 +60,8 @@ class _Transfer:
 
 
 @dataclass(eq=False, slots=True)
-class _Held:
-    """A posted transfer that was given up and has not ended."""
+class _Quarantined:
+    """A posted transfer that has failed and not ended."""
 
     transfer: _Transfer
     since: float
@@ -78,7 +78,7 @@ class InflightTransfers:
     """Args:
     make: makes an agent of the given name.
     name: of the first agent; later ones are called ``name.1``, ``name.2``.
-    renewed: is told the new endpoint.
+    renewed: called with the new endpoint.
     quarantine_s: how long a given-up transfer may stay unfinished before the agent is renewed.
     """
 
@@ -87,38 +87,38 @@ class InflightTransfers:
     ) -> None:
         self._make, self._name, self._renewed, self._quarantine_s = make, name, renewed, quarantine_s
         self._live: list[_Transfer] = []
-        self._held: list[_Held] = []
+        self._quarantined: list[_Quarantined] = []
         self._drains: list[_Drain] = []
         self._stepped = 0.0
         self._renewals = self._transfers = 0
         self._bytes: dict[Op, int] = {"READ": 0, "WRITE": 0}
         self._seconds = 0.0
         self._failures: dict[str, int] = dict.fromkeys(CAUSES, 0)
-        self._over = ""  # why there is no agent
+        self._closed = ""  # why there is no agent
         self._open(name)
 
     def _open(self, name: str) -> None:
         self.agent = self._make(name)
         self._peers, self._scratch = LoadedPeers(self.agent), ScratchBuffers(self.agent)
-        self._over = ""
+        self._closed = ""
 
     @property
     def busy(self) -> bool:
-        """Whether anything is under way, quarantine included."""
-        return bool(self._live or self._held)
+        """Whether anything is in flight, quarantine included."""
+        return bool(self._live or self._quarantined)
 
     def start(self, request: TransferRequest, now: float) -> None:
-        """Check an request and put it under way; what is wrong with it becomes its future's error."""
+        """Check a request and start it; its future gets the error, if any."""
         transfer = _Transfer(request)
         try:
-            if self._over:
-                raise TransferError("unavailable", self._over)
+            if self._closed:
+                raise TransferError("unavailable", self._closed)
             if request.deadline <= now:
                 raise TransferError("timeout", "the deadline passed before it began")
             self._prepare(transfer)
         except TransferError as error:
             self._fail(transfer, error.cause, error.message)
-        except (TypeError, ValueError) as error:  # ids that are none: the caller's fault, and nobody else's
+        except (TypeError, ValueError) as error:  # not ids: an error of the caller's
             self._fail(transfer, "refused", repr(error))
         else:
             self._live.append(transfer)
@@ -126,37 +126,37 @@ class InflightTransfers:
     def forget(self, agent: str, now: float) -> None:
         """The peer has ended."""
         for transfer in [transfer for transfer in self._live if transfer.peer == agent]:
-            self._give_up(transfer, "peer_lost", f"agent {agent} has ended", now)
+            self._abort(transfer, "peer_lost", f"agent {agent} has ended", now)
         self._peers.lost(agent)
 
     def drain(self, future: "Future[None]") -> None:
-        """Complete it when this agent has made progress for so long that nothing old can come in any more."""
-        if self._over:
+        """Complete the future when this agent has been driven for so long that nothing old can arrive any more."""
+        if self._closed:
             future.set_result(None)
         else:
             self._drains.append(_Drain(DRAIN_S, future))
 
     def step(self, now: float, clock: Callable[[], float]) -> bool:
-        """Let everything go on once; whether anything began or ended."""
+        """Drive everything once; whether anything began or ended."""
         self.agent.progress()
         self._drain(min(now - self._stepped, TICK_S))
         self._stepped = now
         moved = [self._advance(transfer, clock) for transfer in list(self._live)]
-        ended = [self._settle(held) for held in list(self._held)]
+        ended = [self._settle(held) for held in list(self._quarantined)]
         for transfer in [transfer for transfer in self._live if transfer.request.deadline <= now]:
             waited = now - transfer.request.started
-            self._give_up(transfer, "timeout", f"nothing ended within {waited:.1f} s with agent {transfer.peer}", now)
-        if self._held and now - self._held[0].since > self._quarantine_s:
+            self._abort(transfer, "timeout", f"nothing ended within {waited:.1f} s with agent {transfer.peer}", now)
+        if self._quarantined and now - self._quarantined[0].since > self._quarantine_s:
             self.renew(now)
         return any(moved) or any(ended)
 
     def renew(self, now: float) -> None:
-        """Close the agent, which is the only end of a transfer whose peer stands still, and make another.
+        """Replace the agent: only that ends a transfer whose peer is stopped.
 
         Raises:
             TransportUnavailable: there is none any more.
         """
-        if self._over:
+        if self._closed:
             return
         self.end("peer_lost", "the agent had to be renewed", now)
         self._renewals += 1
@@ -164,21 +164,21 @@ class InflightTransfers:
         self._renewed(self.agent.endpoint)
 
     def end(self, cause: Cause, why: str, now: float) -> None:
-        """Fail everything and close the agent; then nothing moves any more, and all blocks are free."""
+        """Fail everything and close the agent; afterwards nothing moves and all blocks are free."""
         for transfer in list(self._live):
-            self._give_up(transfer, cause, why, now)
-        for held in self._held:
+            self._abort(transfer, cause, why, now)
+        for held in self._quarantined:
             self.agent.release(held.transfer.handle)
         self.agent.close()
-        self._peers, self._over = LoadedPeers(self.agent), why
-        free, self._held = self._held, []
+        self._peers, self._closed = LoadedPeers(self.agent), why
+        free, self._quarantined = self._quarantined, []
         for each in free:
             each.settled.set_result(None)
         self._drain(DRAIN_S)
 
     def stats(self) -> TransportStats:
-        """From any thread: figures that need not fit together."""
-        held = list(self._held)
+        """From any thread; the figures may be of slightly different times."""
+        held = list(self._quarantined)
         return TransportStats(
             live=len(self._live),
             quarantined_transfers=len(held),
@@ -222,14 +222,14 @@ class InflightTransfers:
         if request.generations:
             blocks.check_generations(there, request.remote, request.generations)
         self._peers.load(peer)
-        # Only a direct copy between processes holds the thread; what is asynchronous goes as one.
+        # Only a direct copy between processes blocks the thread; an asynchronous one goes in one piece.
         direct = here.kind == there.kind == "cpu" and mine.host == peer.host != ""
         transfer.moves = blocks.copy_ops(here, there, request.local, request.remote, whole=not direct)
         transfer.size = len(request.local) * here.block_bytes
         transfer.at_risk = len(request.local)
 
     def _advance(self, transfer: _Transfer, clock: Callable[[], float]) -> bool:
-        """Post what comes next, or see whether what is posted has ended; whether either happened."""
+        """Post the next piece, or poll the one posted; whether either made progress."""
         posted = transfer.handle is None
         try:
             if posted and not self._post_next(transfer):
@@ -277,7 +277,7 @@ class InflightTransfers:
         return True
 
     def _reload(self, transfer: _Transfer) -> bool:
-        """Once, load the peer anew: it may live, and only a connection of before be dead."""
+        """Load the peer again, once: it may be alive, and only the earlier connection dead."""
         if transfer.reloaded:
             return False
         transfer.reloaded = True
@@ -288,7 +288,7 @@ class InflightTransfers:
         return True
 
     def _complete(self, transfer: _Transfer) -> bool:
-        """Whether what has just ended was the last of it."""
+        """Whether the piece that has just ended was the last."""
         if transfer.request.generations:
             return transfer.scratch is not None
         transfer.move = next(transfer.moves, None)
@@ -310,25 +310,25 @@ class InflightTransfers:
             self._seconds += seconds
         request.future.set_result(TransferResult(transfer.size, seconds))
 
-    def _give_up(self, transfer: _Transfer, cause: Cause, why: str, now: float) -> None:
-        """Fail it now; hold what is posted."""
+    def _abort(self, transfer: _Transfer, cause: Cause, why: str, now: float) -> None:
+        """Fail it now; what is posted goes into quarantine."""
         if transfer.handle is None:
             self._fail(transfer, cause, why)
             return
-        held = _Held(transfer, now, Future())
+        held = _Quarantined(transfer, now, Future())
         held.settled.set_running_or_notify_cancel()
-        self._held.append(held)
+        self._quarantined.append(held)
         self._peers.stuck(transfer.peer)
         self._fail(transfer, cause, why, held.settled if transfer.at_risk else completed_future())
 
-    def _settle(self, held: _Held) -> bool:
+    def _settle(self, held: _Quarantined) -> bool:
         transfer, lost = held.transfer, False
         try:
             if not self.agent.done(transfer.handle):
                 return False
         except PeerLost:
             lost = True
-        self._held.remove(held)
+        self._quarantined.remove(held)
         self._ended(transfer, stuck=True, lost=lost)
         self._free_scratch(transfer)
         held.settled.set_result(None)

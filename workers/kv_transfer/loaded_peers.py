@@ -1,9 +1,9 @@
-"""Which peers are loaded into the agent, and when may one be taken out again?
+"""The peers that are loaded into the agent, and when one may be removed again.
 
 A peer is loaded once, for as long as it lives: loading and removing per request would leak a file descriptor each time.
 After an error it is removed before it is loaded again, but only when all its transfers have ended: afterwards the
 library could not tell their end. Metadata are compared with their digest first, because one damaged blob makes a name
-unusable for the rest of the agent's life.
+unusable until the agent is closed.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class _Peer:
     digest: bytes
     posted: int = 0  # transfers that have not ended
     stuck: int = 0  # of these, those whose deadline has passed
-    ending: bool = False  # lost or forgotten: out as soon as nothing of it is posted
+    ending: bool = False  # lost or forgotten: removed as soon as nothing of it is posted
 
 
 class LoadedPeers:
@@ -50,7 +50,7 @@ class LoadedPeers:
         if known is not None and known.ending:
             raise TransferError("peer_lost", f"agent {peer.agent} was lost, and transfers with it have not ended yet")
         if known is not None and known.stuck:
-            raise TransferError("peer_lost", f"agent {peer.agent} stands still: a transfer with it has not ended")
+            raise TransferError("peer_lost", f"agent {peer.agent} is stuck: a transfer with it has not ended")
         if known is not None and known.digest == peer.digest:
             return
         if not peer.metadata or digest(peer.metadata) != peer.digest:
@@ -80,7 +80,7 @@ class LoadedPeers:
         self._peers[name].stuck += 1
 
     def ended(self, name: str, *, stuck: bool = False, lost: bool = False) -> None:
-        """A posted transfer has ended, well or by a loss."""
+        """A posted transfer has completed or failed."""
         peer = self._peers[name]
         peer.posted -= 1
         peer.stuck -= stuck
@@ -88,7 +88,7 @@ class LoadedPeers:
         self._remove(name)
 
     def lost(self, name: str) -> None:
-        """The peer is gone, or must be loaded anew; unknown names are fine."""
+        """The peer has gone or must be loaded again; unknown names are ignored."""
         if peer := self._peers.get(name):
             peer.ending = True
             self._remove(name)

@@ -1,4 +1,4 @@
-"""An agent that moves bytes within one process: the same behaviour as between two, for tests and for trying out.
+"""An agent that moves bytes within one process and behaves as between two; for tests.
 
 A ``LoopbackNetwork`` stands for what lies between the agents. An agent in it can be killed or stalled: a transfer
 posted to a stalled agent does not complete until the agent resumes; then the bytes move even if nobody waits for them.
@@ -27,7 +27,7 @@ class LoopbackNetwork:
         self._stalled: set[str] = set()
 
     def kill(self, name: str) -> None:
-        """End an agent as a killed process ends: its memory may be freed afterwards."""
+        """End an agent as if its process were killed: its memory may be freed afterwards."""
         with self.lock:
             self.agents.pop(name, None)
 
@@ -52,7 +52,7 @@ class _Posted:
 
 
 class LoopbackAgent:
-    """Takes no VRAM."""
+    """Moves CPU memory only."""
 
     def __init__(self, network: LoopbackNetwork, name: str, pools: Mapping[str, Memory]) -> None:
         self._network = network
@@ -112,7 +112,7 @@ class LoopbackAgent:
             return handle.done
 
     def release(self, handle: _Posted) -> None:
-        """One that is not done goes on moving bytes, as with NIXL."""
+        """A transfer that is not done keeps moving bytes, as with NIXL."""
         if handle.done or handle.peer not in self._network.agents:
             self._posted.remove(handle)
 

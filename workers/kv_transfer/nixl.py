@@ -1,4 +1,4 @@
-"""An agent of NIXL: the calls of ``Agent``, and the trial that shows at start that it works here."""
+"""A NIXL agent: implements ``Agent`` and tests at start that it can move bytes here."""
 
 import os
 import socket
@@ -19,13 +19,13 @@ from workers.kv_transfer.nixl_library import Library
 from workers.kv_transfer.path import has_rdma, host_identity
 
 KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
-TRIAL_BYTES = 4096
-TRIAL_S = 5.0
-TRIAL_POLL_S = 0.0005
+SELF_TEST_BYTES = 4096
+SELF_TEST_S = 5.0
+SELF_TEST_POLL_S = 0.0005
 
 
 class _Posted:
-    """A transfer of NIXL's and its last known state: after DONE it must not be asked again."""
+    """A NIXL transfer and its last known state: after DONE it must not be polled again."""
 
     __slots__ = ("done", "handle")
 
@@ -49,13 +49,13 @@ class NixlAgent:
         before = _event_polls()
         step = "making the agent"
         try:
-            config = library.api.nixl_agent_config(enable_prog_thread=False)  # its thread would spin
+            config = library.api.nixl_agent_config(enable_prog_thread=False)  # its progress thread would spin
             self._agent = library.api.nixl_agent(name, config)
             self.events = tuple(_event_polls() - before)
             if "UCX" not in self._agent.backends:
                 raise TransportUnavailable("NIXL's UCX plugin could not be loaded")
             step = "moving bytes to itself"
-            self._try(name)
+            self._self_test(name)
             step = "registering the pools"
             for pool in pools.values():
                 self._register(pool.base, pool.blocks * pool.block_bytes, pool.kind, pool.device)
@@ -131,24 +131,24 @@ class NixlAgent:
     def _descriptors(self, ranges: MemoryRanges) -> Any:
         return self._agent.get_xfer_descs(ranges.rows, KINDS[ranges.kind])
 
-    def _try(self, name: str) -> None:
-        """Write 4 kB to ourselves: a missing plugin, a sandbox or a wrong ``UCX_TLS`` shows here, not in a request."""
-        source, target = np.full(TRIAL_BYTES, 0x5A, np.uint8), np.zeros(TRIAL_BYTES, np.uint8)
-        known = [self._register(each.ctypes.data, TRIAL_BYTES, "cpu", 0) for each in (source, target)]
+    def _self_test(self, name: str) -> None:
+        """Write 4 kB to itself: a missing plugin, a sandbox or a wrong ``UCX_TLS`` fails here, not in a request."""
+        source, target = np.full(SELF_TEST_BYTES, 0x5A, np.uint8), np.zeros(SELF_TEST_BYTES, np.uint8)
+        known = [self._register(each.ctypes.data, SELF_TEST_BYTES, "cpu", 0) for each in (source, target)]
         handle = self.post("WRITE", name, CopyOp(_stretch(source), _stretch(target)))
-        deadline = time.monotonic() + TRIAL_S
+        deadline = time.monotonic() + SELF_TEST_S
         while not self.done(handle) and time.monotonic() < deadline:
-            time.sleep(TRIAL_POLL_S)
+            time.sleep(SELF_TEST_POLL_S)
             self.progress()
         if not handle.done:
             self.release(handle)
             self.close()  # before the memory goes
-            raise TransportUnavailable(f"NIXL did not move {TRIAL_BYTES} bytes to itself within {TRIAL_S} s")
+            raise TransportUnavailable(f"NIXL did not move {SELF_TEST_BYTES} bytes to itself within {SELF_TEST_S} s")
         self.release(handle)
         for each in known:
             self._agent.deregister_memory(each)
         if not np.array_equal(source, target):
-            raise TransportUnavailable("NIXL said that it moved bytes, and they are not there")
+            raise TransportUnavailable("NIXL reported a completed transfer, but the bytes did not arrive")
 
 
 def _stretch(array: NDArray[np.uint8]) -> MemoryRanges:
@@ -156,7 +156,7 @@ def _stretch(array: NDArray[np.uint8]) -> MemoryRanges:
 
 
 def _event_polls() -> set[int]:
-    """The open epoll descriptors. UCX makes some for its sockets and does not show them; a thread can sleep on them."""
+    """The open epoll descriptors. UCX creates some for its sockets without exposing them; a thread can wait on them."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         try:

@@ -1,6 +1,6 @@
-"""Which NIXL is here, and how is it loaded without its side effects?
+"""Finds the installed NIXL and loads it without its side effects.
 
-NIXL reads its environment once, at import, takes over parts of Python's logging, and UCX takes SIGHUP.
+NIXL reads its environment once, at import, and changes Python's logging; UCX installs a handler for SIGHUP.
 """
 
 import importlib
@@ -20,7 +20,7 @@ INSTALL = "install NIXL: pip install nixl-cu12==1.5.1 (CUDA 12, or no GPU) or ni
 ENVIRONMENT = {
     "NIXL_LOG_LEVEL": "ERROR",  # its INFO lines go to stdout
     "UCX_LOG_LEVEL": "fatal",  # so do UCX's warnings; what fails is raised anyway
-    "UCX_DEBUG_SIGNO": "0",  # SIGHUP stays ours
+    "UCX_DEBUG_SIGNO": "0",  # leaves SIGHUP alone
     "UCX_TCP_USER_TIMEOUT": "3s",  # the only thing that ends a transfer on a cut link
     "UCX_TCP_CONN_NB": "y",  # otherwise a host that does not answer holds add_remote_agent for 135 s
     "UCX_TCP_SYN_CNT": "2",

@@ -1,4 +1,4 @@
-"""Opening the transport of a worker. It needs numpy and NIXL, which only ``penstock[native]`` brings."""
+"""Opens the transport of a worker. Needs numpy and NIXL, which only ``penstock[native]`` installs."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -25,9 +25,9 @@ def open_transport(
     Args:
         backend: "auto" is NIXL.
         agent: a name that no other incarnation of any worker ever has.
-        on_renewed: called in the transport's thread when the agent had to be made anew, with the endpoint that peers
+        on_renewed: called in the transport's thread when the agent had to be replaced, with the endpoint that peers
             need from then on.
-        quarantine_s: so long a transfer that timed out may stay unfinished; then the agent is made anew.
+        quarantine_s: how long a transfer that timed out may stay unfinished before the agent is replaced.
         network: what the agents of "loopback" are in.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Which side should move the bytes: the one that needs them (read) or the one that has them (write)?
+"""Which side moves the bytes: the one that needs them (read) or the one that has them (write).
 
 A read is one-sided where the memory of the other process can be copied directly (same host and PID namespace) and over
 RDMA. Over TCP it is emulated with messages: slower than a write, and a reader that dies in the middle can take the

@@ -1,4 +1,4 @@
-"""Where the generations of a peer's blocks are read to: small registered buffers, used again and again."""
+"""Small registered buffers, reused, that the generations of a peer's blocks are read into."""
 
 from collections import defaultdict
 
@@ -11,7 +11,7 @@ SMALLEST_BYTES = 4096
 
 
 class ScratchBuffers:
-    """Buffers of one agent, kept as long as it lives. One is given back only when nothing can write to it any more."""
+    """Buffers of one agent, kept as long as it lives. Free one only when nothing can write to it any more."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent

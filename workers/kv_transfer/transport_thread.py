@@ -1,6 +1,6 @@
-"""The thread of a transport: takes orders from any thread, lets the transfers go on, sleeps when nothing happens.
+"""The thread of a transport: accepts requests from any thread, drives transfers, sleeps when idle.
 
-The agent is used in this thread only. A direct copy between processes happens inside a call of the agent, so it holds
+The agent is used in this thread only. A direct copy between processes happens inside a call of the agent, so it blocks
 this thread and never the caller's.
 """
 
@@ -20,8 +20,8 @@ from workers.kv_transfer.waker import Waker
 
 log = structlog.get_logger("transfer")
 
-NAP_S = (0.000_05, 0.001)  # between two looks at what is under way: short while something happens, then longer
-HOT_S = 0.01  # so long after bytes of a peer came in, more are expected
+NAP_S = (0.000_05, 0.001)  # between two polls of transfers in flight: short while they progress, then longer
+HOT_S = 0.01  # more bytes of a peer are expected within this time after the last
 HOT_NAP_S = 0.000_5
 IDLE_S = 0.02  # otherwise; a peer's first bytes end it early
 CLOSE_S = 5.0
@@ -33,7 +33,7 @@ class TransportThread:
     Args:
         make: makes and tries an agent of the given name; called in the thread that will own it.
         name: of the first agent; later ones are called ``name.1``, ``name.2``.
-        on_renewed: called in that thread with the new endpoint, which peers must be told.
+        on_renewed: called in that thread with the new endpoint, which peers need from then on.
         quarantine_s: how long a given-up transfer may stay unfinished before the agent is renewed.
 
     Raises:
@@ -52,7 +52,7 @@ class TransportThread:
         self._waker = Waker()
         self._lock = threading.Lock()
         self._commands: deque[Callable[[InflightTransfers], None]] = deque()
-        self._closed = ""  # why, once it is
+        self._closed = ""  # the reason, once it is closed
         self._renewed = on_renewed
         opened: Future[InflightTransfers] = Future()
         self._thread = threading.Thread(
@@ -117,7 +117,7 @@ class TransportThread:
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()
         if not self._command(lambda transfers: transfers.drain(future)):
-            future.set_result(None)  # closed: nobody reaches the pools
+            future.set_result(None)  # closed: no peer reaches the pools
         return future
 
     def forget(self, agent: str) -> None:
@@ -144,7 +144,7 @@ class TransportThread:
         return request.future
 
     def _command(self, command: Callable[[InflightTransfers], None]) -> bool:
-        with self._lock:  # nothing may be added behind the last look of the thread
+        with self._lock:  # nothing may be added after the thread has read the last command
             if self._closed:
                 return False
             self._commands.append(command)
@@ -162,7 +162,7 @@ class TransportThread:
 
     def _run(self, opened: "Future[InflightTransfers]", make: Callable[[str], Agent], quarantine_s: float) -> None:
         try:
-            transfers = InflightTransfers(make, self._name, self._tell, quarantine_s)
+            transfers = InflightTransfers(make, self._name, self._on_agent_renewed, quarantine_s)
         except BaseException as error:
             opened.set_exception(error)
             return
@@ -170,7 +170,7 @@ class TransportThread:
         opened.set_result(transfers)
         try:
             self._loop(transfers)
-        except Exception as error:  # the agent is broken or none could be made: say so to everyone, instead of silence
+        except Exception as error:  # the agent failed or could not be made: fail every transfer
             log.exception("transfer_thread_failed", agent=self._name)
             self._close(f"it broke: {error!r}")
         finally:
@@ -182,7 +182,7 @@ class TransportThread:
             now = time.monotonic()
             if self._commands:
                 active = now
-                self._obey(transfers)
+                self._run_commands(transfers)
             if transfers.step(now, time.monotonic):
                 active = time.monotonic()
                 continue
@@ -194,23 +194,23 @@ class TransportThread:
                 active = time.monotonic()
                 hot_until = active + HOT_S
 
-    def _obey(self, transfers: InflightTransfers) -> None:
+    def _run_commands(self, transfers: InflightTransfers) -> None:
         while self._commands:
             self._commands.popleft()(transfers)
 
-    def _tell(self, endpoint: Endpoint) -> None:
+    def _on_agent_renewed(self, endpoint: Endpoint) -> None:
         self._waker.watch(self._transfers.agent.events)
         log.warning("transfer_agent_renewed", agent=endpoint.agent)
         try:
             self._renewed(endpoint)
-        except Exception:  # not ours; and it must not end the thread
+        except Exception:  # an error of the caller's must not end the thread
             log.exception("renewal_callback_failed", agent=endpoint.agent)
 
     def _end(self, transfers: InflightTransfers) -> None:
         self._waker.watch(())
         try:
             transfers.end("unavailable", f"transport {self._name}: {self._closed}", time.monotonic())
-            self._obey(transfers)  # what came in just before is refused
+            self._run_commands(transfers)  # what came in just before is refused
         except Exception:
             log.exception("transfer_cleanup_failed", agent=self._name)
         with self._lock:

@@ -10,7 +10,7 @@ POLL_FLOOR_S = 0.001  # poll() counts in milliseconds
 
 
 class Waker:
-    """``ring`` from any thread, the rest from the one that sleeps."""
+    """``wake`` from any thread, the rest from the one that sleeps."""
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
@@ -29,7 +29,7 @@ class Waker:
             self._poll.register(descriptor, select.POLLIN)
 
     def wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # full: it rings already
+        with contextlib.suppress(BlockingIOError):  # full: a wake-up is pending
             os.write(self._write, b"\0")
 
     def sleep(self, seconds: float) -> bool:

@@ -1,4 +1,4 @@
-"""Blocks on their way between workers: who holds which for whom, until when, and the ledger of it.
+"""Hand-off of blocks between workers: tickets, leases on blocks, and the ledger of what happened to them.
 
-The bulk moves through ``workers.kv_transfer``; what is said about it here are small messages.
+The blocks move through ``workers.kv_transfer``; the messages about them, here, are small.
 """

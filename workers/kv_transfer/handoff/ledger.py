@@ -1,4 +1,4 @@
-"""The hand-off ledger, as far as this worker has something to say: lines gathered for a moment, then published."""
+"""This worker's part of the hand-off ledger: lines are batched for a moment, then published."""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ from workers.outbox import Outbox
 
 log = structlog.get_logger("handoff")
 
-GATHER_S = 0.01
+BATCH_S = 0.01
 
 
 class Ledger:
@@ -43,7 +43,7 @@ class Ledger:
         cause: str = "",
         message: str = "",
     ) -> None:
-        """Write a line: what happened to a ticket just now."""
+        """Write a line about what happened to a ticket just now."""
         lease_ns = ticket.lease_ns if state == "offered" else 0
         now = time.time_ns()
         self.write(
@@ -71,7 +71,7 @@ class Ledger:
 
     async def _publish_soon(self) -> None:
         try:
-            await asyncio.sleep(GATHER_S)
+            await asyncio.sleep(BATCH_S)
         finally:
             self._task = None
         await self.flush()
@@ -84,7 +84,7 @@ class Ledger:
         payload = wire.encode(HandOffs(self._worker, tuple(lines)))
         try:
             await self._outbox.send(self._bus.subjects.handoff(self._worker), payload, f"{self._worker}:handoff:{seq}")
-        except (ServingError, NatsError) as error:  # the ledger tells of work; it never stops it
+        except (ServingError, NatsError) as error:  # the ledger describes transfers; it must not fail them
             log.warning("ledger_publish_failed", lines=len(lines), error=repr(error))
 
     async def close(self) -> None:

@@ -1,11 +1,12 @@
-"""The side that owns blocks: offers them under a lease, pushes them where asked to, lets go of them."""
+"""The side that owns blocks: offers them under a lease, pushes them on request, and frees them."""
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 
+from infra.bus.tasks import Tasks
 from schemas import wire
 from schemas.control import Ok, Push, Pushed, Release
 from schemas.transfer import Endpoint, Ticket
@@ -20,7 +21,7 @@ log = structlog.get_logger("handoff")
 
 
 class Owner:
-    """Used from the event loop. Every lease ends by its time at the latest, whatever the others do."""
+    """Used from the event loop. Every lease expires, whatever other workers do."""
 
     def __init__(
         self,
@@ -30,6 +31,7 @@ class Owner:
         worker: str,
         lease_s: float,
         metrics: Metrics,
+        tasks: Tasks,
     ) -> None:
         self._engine = engine
         self._transport = transport
@@ -38,7 +40,7 @@ class Owner:
         self._lease_s = lease_s
         self._pins = Pins()
         self._tickets: dict[str, Ticket] = {}
-        self._settling: set[asyncio.Task[None]] = set()
+        self._tasks = tasks.group("owner")
         metrics.leases.set_function(lambda: len(self._pins))
         metrics.pinned.set_function(lambda: self._pins.blocks)
 
@@ -51,9 +53,9 @@ class Owner:
         generations: Sequence[int],
         free: Callable[[Engine], object],
     ) -> Ticket:
-        """Issue a ticket for blocks that the engine holds; ``free`` makes it let go of them.
+        """Issue a ticket for blocks that the engine holds; ``free`` frees them, in the engine thread.
 
-        Without blocks it is a lease on what an engine keeps for another one, which fetches it by itself.
+        Without blocks it is a lease on what an engine keeps for another engine, which fetches it by itself.
         """
         endpoint = self._transport.endpoint if self._transport is not None else Endpoint(self._worker, "engine")
         ticket = Ticket(
@@ -72,11 +74,11 @@ class Owner:
         return ticket
 
     def release_ticket(self, ticket_id: str, cause: str) -> None:
-        """Nobody will come for it."""
+        """The ticket will not be used."""
         self._end(ticket_id, cause)
 
     def release(self, order: Release) -> Ok:
-        """A reader needs its ticket no longer."""
+        """A reader no longer needs its ticket."""
         return Ok() if self._end(order.ticket, "") else Ok(error="no such ticket: it was released, or its lease passed")
 
     def _end(self, ticket_id: str, cause: str) -> bool:
@@ -90,7 +92,7 @@ class Owner:
         return True
 
     async def push(self, order: Push) -> Pushed:
-        """Write blocks of a ticket into the reader's."""
+        """Write blocks of a ticket into the reader's blocks."""
         pin = self._pins.get(order.ticket)
         if pin is None or self._transport is None:
             return Pushed("stale", "no such ticket: it was released, or its lease passed")
@@ -110,14 +112,14 @@ class Owner:
         except TransferError as error:
             settled = error.settled.done()
             if not settled:
-                self._later(self._settle(pin, error))
+                self._tasks.spawn(self._settle(pin, error), name="settle", on_failure=_settle_failed)
             return Pushed(error.cause, error.message, settled=settled)
         finally:
             if settled:
                 self._pushed(pin)
 
     async def _settle(self, pin: Pin, error: TransferError) -> None:
-        """Our own blocks are read until the transfer has really ended."""
+        """The blocks are still read until the transfer has really ended."""
         await asyncio.wait([asyncio.wrap_future(error.settled)])
         self._pushed(pin)
 
@@ -129,13 +131,8 @@ class Owner:
     def _free(self, pin: Pin) -> None:
         self._engine.call(pin.free)
 
-    def _later(self, work: Coroutine[None, None, None]) -> None:
-        task: asyncio.Task[None] = asyncio.ensure_future(work)
-        self._settling.add(task)
-        task.add_done_callback(self._settling.discard)
-
     def sweep(self, now: float) -> None:
-        """A few times a second: end leases whose time has passed."""
+        """Several times a second: end leases whose time has passed."""
         for pin, free in self._pins.expired(now):
             ticket = self._tickets.pop(pin.ticket)
             self._ledger.record(ticket, "expired", pin.target, blocks=len(pin.blocks))
@@ -144,7 +141,7 @@ class Owner:
                 self._free(pin)
 
     def lost(self, worker: str) -> None:
-        """A reader is gone: its tickets are of no use to anyone else."""
+        """A reader has gone: no other worker can use its tickets."""
         for ticket_id in [t for t in self._tickets if (pin := self._pins.get(t)) is not None and pin.target == worker]:
             self._end(ticket_id, "peer_lost")
 
@@ -152,12 +149,16 @@ class Owner:
     def open(self) -> int:
         return len(self._pins)
 
-    def close(self) -> None:
-        """Every lease ends: the worker leaves, or lives on under another name."""
+    async def close(self) -> None:
+        """End every lease: the worker stops, or registers under another id."""
         for pin in self._pins.clear():
             ticket = self._tickets.pop(pin.ticket, None)
             if ticket is not None:
                 self._ledger.record(ticket, "released", pin.target, cause="closed")
             self._free(pin)
-        for task in self._settling:
-            task.cancel()
+        await self._tasks.aclose()
+
+
+def _settle_failed(error: BaseException) -> None:
+    """The pin stays in the metrics until the worker stops; its lease has ended."""
+    log.error("settle_failed", error=repr(error))

@@ -1,4 +1,4 @@
-"""The other workers that blocks move to and from: connections are warm before they are needed, the dead forgotten."""
+"""Watches the workers that blocks move to and from: connects to new ones ahead of use, forgets those that have gone."""
 
 import asyncio
 import functools
@@ -22,7 +22,7 @@ PARTNERS = {
 
 
 class PeerWatcher:
-    """Follows the fleet. ``lost`` is called with the id of each worker that leaves."""
+    """Follows registrations. ``lost`` is called with the id of each worker that leaves."""
 
     def __init__(
         self, bus: Bus, transport: Transport, worker: str, model: str, role: str, lost: Callable[[str], None]
@@ -46,7 +46,7 @@ class PeerWatcher:
         await self._watch.stop()
 
     def sweep(self) -> None:
-        """A few times a second: leases that ran out."""
+        """Several times a second: expire leases."""
         self._watch.expire()
 
     def _joined(self, member: RegisteredWorker) -> None:
@@ -66,7 +66,7 @@ class PeerWatcher:
             self._transport.forget(known.agent)
         self._agents[registration.worker] = endpoint
         connected = asyncio.wrap_future(self._transport.connect(endpoint))  # logged in the loop's thread
-        connected.add_done_callback(functools.partial(_tell, registration.worker))
+        connected.add_done_callback(functools.partial(_log_connected, registration.worker))
 
     def _left(self, member: RegisteredWorker, why: str) -> None:
         worker = member.registration.worker
@@ -76,7 +76,7 @@ class PeerWatcher:
         self._lost(worker)
 
 
-def _tell(worker: str, future: "asyncio.Future[None]") -> None:
+def _log_connected(worker: str, future: "asyncio.Future[None]") -> None:
     error = None if future.cancelled() else future.exception()
     if error is None:
         log.info("peer_connected", worker=worker)

@@ -1,4 +1,4 @@
-"""What this worker holds for others, and until when. Pure: time is an argument."""
+"""Blocks pinned for other workers, each until its lease ends. Pure: time is an argument."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from workers.engines.base import Engine
 
 
 class Pin(msgspec.Struct, eq=False):
-    """The blocks behind one ticket. ``free`` lets go of them, in the engine's thread."""
+    """The blocks of one ticket. ``free`` frees them, in the engine thread."""
 
     ticket: str
     pool: str
@@ -17,7 +17,7 @@ class Pin(msgspec.Struct, eq=False):
     block_bytes: int
     expires: float
     free: Callable[[Engine], object]
-    pushing: int = 0  # transfers of ours that read the blocks right now
+    pushing: int = 0  # own transfers that read the blocks now
 
 
 class Pins:
@@ -25,7 +25,7 @@ class Pins:
 
     def __init__(self) -> None:
         self._open: dict[str, Pin] = {}
-        self._ended: dict[str, Pin] = {}  # while they are pushed: their blocks follow
+        self._ended: dict[str, Pin] = {}  # ended while they are pushed: freed after the push
 
     def __len__(self) -> int:
         return len(self._open) + len(self._ended)
@@ -43,26 +43,26 @@ class Pins:
         return self._open.get(ticket)
 
     def release(self, ticket: str) -> Pin | None:
-        """End a lease; its pin if it was open and the blocks may be let go of now."""
+        """End a lease; returns its pin if it was open and its blocks may be freed now."""
         pin = self._open.pop(ticket, None)
         return None if pin is None else self._unless_pushing(pin)
 
     def expired(self, now: float) -> list[tuple[Pin, bool]]:
-        """Leases that end now, each with whether its blocks may be let go of already."""
+        """End leases whose time has passed; each with whether its blocks may be freed now."""
         late = [pin for pin in self._open.values() if pin.expires <= now]
         for pin in late:
             del self._open[pin.ticket]
         return [(pin, self._unless_pushing(pin) is not None) for pin in late]
 
     def pushed(self, pin: Pin) -> Pin | None:
-        """A transfer out of the blocks has ended; the pin if its lease ended too and nothing else reads them."""
+        """A push has ended; returns the pin if its lease has ended and nothing else reads the blocks."""
         pin.pushing -= 1
         if pin.pushing or pin.ticket not in self._ended:
             return None
         return self._ended.pop(pin.ticket)
 
     def clear(self) -> list[Pin]:
-        """All leases end, whatever is under way."""
+        """End all leases, whatever is in flight."""
         pins = [*self._open.values(), *self._ended.values()]
         self._open.clear()
         self._ended.clear()

@@ -1,4 +1,4 @@
-"""The side that needs blocks: brings what a ticket names into blocks of its own, or says why that failed."""
+"""The side that needs blocks: fetches those of a ticket into its own, or raises the reason why not."""
 
 import asyncio
 import concurrent.futures
@@ -23,8 +23,8 @@ from workers.kv_transfer.path import path_between
 log = structlog.get_logger("handoff")
 
 RELEASE_S = 1.0
-RELEASES = 3
-GRACE_S = 0.5  # an owner answers a push so much later than its transfer's own time
+RELEASE_ATTEMPTS = 3
+GRACE_S = 0.5  # an owner may reply to a push so much later than the transfer timeout
 
 
 class Reader:
@@ -41,7 +41,7 @@ class Reader:
         self._quarantine_s = quarantine_s
         self._inbox = bus.nc.new_inbox()
         self._numbers = itertools.count()
-        self._asked: dict[str, tuple[str, asyncio.Future[Pushed]]] = {}  # by reply subject: owner, answer
+        self._pushes: dict[str, tuple[str, asyncio.Future[Pushed]]] = {}  # by reply subject: owner, answer
         self._tasks = bus.tasks.group("reader")
         self._sub: Any = None
 
@@ -50,16 +50,16 @@ class Reader:
 
     async def close(self) -> None:
         await self._tasks.aclose()
-        for _, future in self._asked.values():
+        for _, future in self._pushes.values():
             future.cancel()
         if self._sub is not None and self._bus.connected:
             await self._sub.unsubscribe()
 
     async def fetch(self, ticket: Ticket, positions: Sequence[int], local: Sequence[int]) -> None:
-        """Fill the blocks ``local`` with those at ``positions`` of the ticket.
+        """Copy the blocks at ``positions`` of the ticket into the blocks ``local``.
 
         Raises:
-            TransferError: they are not filled; ``settled`` says when they may be used for anything else.
+            TransferError: they were not copied; ``settled`` is done when ``local`` may be used for anything else.
         """
         self._ledger.record(ticket, "leased", self._worker, blocks=len(positions))
         transport = self._transport
@@ -71,7 +71,7 @@ class Reader:
             if path_between(transport.endpoint, ticket.endpoint) == "read":
                 moved, seconds = await self._read(transport, ticket, positions, local)
             else:
-                moved, seconds = await self._ask_for_push(transport, ticket, positions, local)
+                moved, seconds = await self._request_push(transport, ticket, positions, local)
         except TransferError as error:
             self._ledger.record(
                 ticket, "failed", self._worker, blocks=len(positions), cause=error.cause, message=error.message
@@ -83,7 +83,7 @@ class Reader:
         self._ledger.record(ticket, "read", self._worker, blocks=len(positions), bytes=moved, seconds=seconds)
 
     def record_fetched(self, ticket: Ticket, seconds: float) -> None:
-        """An engine has fetched what a ticket without blocks stands for."""
+        """The engine has fetched what a ticket without blocks stands for."""
         self._ledger.record(ticket, "read", self._worker, seconds=seconds)
 
     async def _read(
@@ -102,7 +102,7 @@ class Reader:
         )
         return moved.bytes, moved.seconds
 
-    async def _ask_for_push(
+    async def _request_push(
         self, transport: Transport, ticket: Ticket, positions: Sequence[int], local: Sequence[int]
     ) -> tuple[int, float]:
         order = Push(
@@ -116,13 +116,13 @@ class Reader:
         began = time.monotonic()
         reply = f"{self._inbox}.{next(self._numbers)}"
         answer: asyncio.Future[Pushed] = asyncio.get_running_loop().create_future()
-        self._asked[reply] = ticket.worker, answer
+        self._pushes[reply] = ticket.worker, answer
         settled: concurrent.futures.Future[None] = concurrent.futures.Future()
         try:
             await self._bus.nc.publish(self._bus.subjects.control(ticket.worker), wire.encode(order), reply=reply)
             pushed = await asyncio.wait_for(asyncio.shield(answer), self._timeout_s + GRACE_S)
         except (NatsError, TimeoutError) as error:
-            # It may write at any later time: only its own word, or a new agent of ours, ends that.
+            # It may write at any later time, until it replies or this worker's agent is renewed.
             self._spawn(self._await_settled(transport, reply, answer, settled))
             raise TransferError("timeout", f"the owner did not answer: {error!r}", settled) from None
         except asyncio.CancelledError:
@@ -131,12 +131,12 @@ class Reader:
         if pushed.cause:
             if pushed.settled:
                 settled.set_result(None)
-                del self._asked[reply]
+                del self._pushes[reply]
             else:
                 self._spawn(self._await_settled(transport, reply, None, settled))
             cause: Any = pushed.cause
             raise TransferError(cause, pushed.message, settled)
-        del self._asked[reply]
+        del self._pushes[reply]
         return pushed.bytes, time.monotonic() - began
 
     async def _await_settled(
@@ -146,7 +146,7 @@ class Reader:
         answer: "asyncio.Future[Pushed] | None",
         settled: "concurrent.futures.Future[None]",
     ) -> None:
-        """Until the owner says that it writes no more, or our agent, and with it whatever writes here, is gone."""
+        """Until the owner replies that it no longer writes, or this agent, and with it all writes to it, is renewed."""
         try:
             over = False
             if answer is None:
@@ -158,21 +158,21 @@ class Reader:
                 transport.renew()
                 await asyncio.wrap_future(transport.drained())
         finally:
-            self._asked.pop(reply, None)
+            self._pushes.pop(reply, None)
             settled.set_result(None)
 
     async def _on_pushed(self, message: Any) -> None:
-        asked = self._asked.get(message.subject)
-        if asked is None or asked[1].done():
+        pending = self._pushes.get(message.subject)
+        if pending is None or pending[1].done():
             return
         try:
-            asked[1].set_result(control.decode_pushed(message.data))
+            pending[1].set_result(control.decode_pushed(message.data))
         except msgspec.MsgspecError as error:
-            asked[1].set_result(Pushed("refused", f"the owner's answer cannot be read: {error}", settled=False))
+            pending[1].set_result(Pushed("refused", f"the owner's answer cannot be read: {error}", settled=False))
 
     def lost(self, worker: str) -> None:
-        """An owner is gone: what was asked of it will not come. Nothing that is dead writes."""
-        for owner, answer in self._asked.values():
+        """An owner has gone: it will not reply."""
+        for owner, answer in self._pushes.values():
             if owner == worker and not answer.done():
                 answer.set_result(Pushed("peer_lost", "the owner of the blocks is gone", settled=False))
 
@@ -181,18 +181,18 @@ class Reader:
         self._ledger.record(ticket, "quarantined", self._worker, blocks=blocks)
         line = HandOff(ticket.id, "settled", ticket.worker, self._worker, 0, blocks, pool=ticket.pool)
 
-        def tell(_: Any) -> None:
+        def record_settled(_: Any) -> None:
             loop.call_soon_threadsafe(self._ledger.write, msgspec.structs.replace(line, at_ns=time.time_ns()))
 
-        settled.add_done_callback(tell)
+        settled.add_done_callback(record_settled)
 
     def release(self, ticket: Ticket) -> None:
-        """Tell the owner that the ticket is of no use any more; its lease ends it if it does not hear."""
+        """Tell the owner that the ticket is no longer needed. If that fails, the lease expires."""
         self._spawn(self._release(ticket))
 
     async def _release(self, ticket: Ticket) -> None:
         subject, payload = self._bus.subjects.control(ticket.worker), wire.encode(Release(ticket.id, self._worker))
-        for _ in range(RELEASES):
+        for _ in range(RELEASE_ATTEMPTS):
             if time.time_ns() > ticket.lease_ns:
                 return
             try:
@@ -203,9 +203,9 @@ class Reader:
                 await asyncio.sleep(0.1)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        self._tasks.spawn(work, name="reader", on_failure=_not_said)
+        self._tasks.spawn(work, name="reader", on_failure=_task_failed)
 
 
-def _not_said(error: BaseException) -> None:
-    """Its lease ends a ticket that its owner was not told of; quarantine has ended by then."""
+def _task_failed(error: BaseException) -> None:
+    """A ticket that was not released expires with its lease; quarantine has ended by then."""
     log.warning("reader_task_failed", error=repr(error))
