@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from gateway.nats.messages import AnswerMessage
 from infra.bus.connection import Bus
@@ -10,6 +11,8 @@ from schemas.subjects import HEADER_REQUEST
 
 INTEREST_S = 5.0  # nats-py's clients come back 2 s after the broker
 PROBE_S = 0.1
+CHECK_EVERY = 32  # messages; so often, and after CHECK_S, the broker is asked whether anybody is subscribed
+CHECK_S = 1.0
 
 
 class ReplyPublisher:
@@ -17,10 +20,18 @@ class ReplyPublisher:
     Args:
         first, until: numbers of the first and last message that are wanted.
         durable: the subjects outlive a restart of the broker. The broker's own reply subjects do not.
+        check_interest: set ``unread`` once nobody has been subscribed for ``INTEREST_S``; then ``close`` it.
     """
 
     def __init__(
-        self, bus: Bus, subjects: Sequence[str], *, first: int = 0, until: int | None = None, durable: bool = True
+        self,
+        bus: Bus,
+        subjects: Sequence[str],
+        *,
+        first: int = 0,
+        until: int | None = None,
+        durable: bool = True,
+        check_interest: bool = False,
     ) -> None:
         self._bus = bus
         self._subjects = tuple(dict.fromkeys(subjects))
@@ -30,6 +41,12 @@ class ReplyPublisher:
         self.until = until
         self.durable = durable
         self.reports_end = False  # also to who asks for numbers behind the last
+        self.check_interest = check_interest
+        self.unread = False
+        self._checks: Any = None  # subscription to the broker's "no responders"
+        self._check_inbox = ""
+        self._unchecked = 0  # messages since the last check
+        self._checked_at = 0.0
 
     def set_request(self, request_id: str) -> None:
         """The request whose answer this is; known only once it is accepted."""
@@ -47,20 +64,45 @@ class ReplyPublisher:
         """The broker was away: a gateway is back long before its clients, and what is sent now may reach nobody."""
         self._subscriber_required = True
 
+    @property
+    def waits_for_subscriber(self) -> bool:
+        return self._subscriber_required
+
     async def send(self, message: AnswerMessage) -> None:
         wanted = message.number >= self.first or message.number < 0 or message.record
         if not wanted or (self.until is not None and message.number > self.until):
             return
         headers = message.headers(self._headers)
         if self._subscriber_required:
-            await self._send_until_received(message.body, headers)
+            received = await self._send_until_received(message.body, headers)
             self._subscriber_required = False
+            self.unread = self.check_interest and not received
             return
+        reply = await self._check_reply() if self.check_interest else ""
         for subject in self._subjects:
-            await self._bus.nc.publish(subject, message.body, headers=headers)
+            await self._bus.nc.publish(subject, message.body, reply=reply, headers=headers)
 
-    async def _send_until_received(self, body: bytes, headers: dict[str, str]) -> None:
-        """Send until somebody is subscribed, at most for ``INTEREST_S``."""
+    async def close(self) -> None:
+        if self._checks is not None and not self._bus.nc.is_closed:
+            await self._checks.unsubscribe()
+
+    async def _check_reply(self) -> str:
+        """The reply subject of a message that checks for subscribers; of any other message ""."""
+        now = time.monotonic()
+        self._unchecked += 1
+        if self._checks is not None and self._unchecked < CHECK_EVERY and now - self._checked_at < CHECK_S:
+            return ""
+        if self._checks is None:
+            self._check_inbox = self._bus.nc.new_inbox()
+            self._checks = await self._bus.nc.subscribe(self._check_inbox, cb=self._on_no_responders)
+        self._unchecked, self._checked_at = 0, now
+        return self._check_inbox
+
+    async def _on_no_responders(self, message: object) -> None:
+        self._subscriber_required = True
+
+    async def _send_until_received(self, body: bytes, headers: dict[str, str]) -> bool:
+        """Send until somebody is subscribed, at most for ``INTEREST_S``; False: nobody was."""
         inbox, nobody = self._bus.nc.new_inbox(), asyncio.Event()
 
         async def note(message: object) -> None:  # the broker's "no responders"
@@ -79,8 +121,9 @@ class ReplyPublisher:
                     await asyncio.sleep(0)  # the callback has a task of its own
                     received |= not nobody.is_set()
                 if received or time.monotonic() > deadline:
-                    return
+                    return received
                 await asyncio.sleep(PROBE_S)
+            return True  # not known: the broker is away
         finally:
             if not self._bus.nc.is_closed:
                 await sub.unsubscribe()

@@ -11,6 +11,7 @@ import structlog
 from gateway.admission.idempotency import find_claim
 from gateway.nats.acceptor import RequestAcceptor
 from gateway.nats.delivery import AcceptedRequest, AnswerDelivery
+from gateway.nats.keyed_slots import KeyedSlots
 from gateway.nats.messages import failure
 from gateway.nats.protocol import AnswerQuery, Origin, origin_of, parse_headers, parse_query
 from gateway.nats.reply_publisher import ReplyPublisher
@@ -24,6 +25,7 @@ log = structlog.get_logger("gateway")
 
 MAX_ASKS = 1024
 MAX_READS = 1024
+SAME_KEY = 8  # asks with one message id that are answered at once; as many wait
 MAX_REASON = 200  # characters
 QUEUE = "gateway"
 _ANY = "any"
@@ -46,6 +48,7 @@ class Services:
         self._delivery = delivery
         self._tasks = tasks.group("services")
         self._asks: Counter[str] = Counter()  # open, by tenant
+        self._same_key = KeyedSlots(SAME_KEY, SAME_KEY)
         self._reads = 0
         self._subs: list[Any] = []
 
@@ -115,6 +118,8 @@ class Services:
             except Exception as error:
                 log.exception("service_failed", subject=message.subject)
                 await replies.send(failure(as_serving_error(error, "this call"), number))
+            finally:
+                await replies.close()
 
         self._tasks.spawn(run(), name=f"nats-{message.subject}")
 
@@ -136,8 +141,13 @@ class Services:
             given = parse_headers(message.headers or {}, self._subjects.namespace)
             replies.first = given.first
             name = f"id:{given.message_id}" if given.message_id else ""
-            accepted = await self._acceptor.accept(message, origin, name)
-            code = await self._delivery.deliver(accepted, replies)
+            async with contextlib.AsyncExitStack() as stack:
+                if name:
+                    await stack.enter_async_context(
+                        self._same_key.hold((origin.tenant, name), "asks with this message id")
+                    )
+                accepted = await self._acceptor.accept(message, origin, name)
+                code = await self._delivery.deliver(accepted, replies)
         except ServingError as error:
             code = error.code.value
             raise
@@ -171,6 +181,7 @@ class Services:
                 await self._pass_on("read", token(request.model), origin, message)
                 return
             replies.first, replies.until, replies.reports_end = query.first, query.until, True
+            replies.check_interest = True
             await self._delivery.deliver(accepted, replies)
 
     async def _cancel(self, message: Any, origin: Origin, replies: ReplyPublisher) -> None:

@@ -16,6 +16,7 @@ from nats.errors import Error as NatsError
 from gateway.admission.idempotency import Conflict, digest_of
 from gateway.nats.acceptor import RequestAcceptor
 from gateway.nats.delivery import AcceptedRequest, AnswerDelivery
+from gateway.nats.keyed_slots import KeyedSlots
 from gateway.nats.messages import failure
 from gateway.nats.protocol import Origin, key_of, origin_of, parse_headers
 from gateway.nats.reply_publisher import ReplyPublisher
@@ -31,6 +32,8 @@ log = structlog.get_logger("gateway")
 
 MAX_OPEN = 256
 MAX_REPEATS = 1024
+SAME_KEY = 8  # answers of one message id that are sent at once: the first, and repeats at other reply subjects
+SAME_KEY_WAITING = 56  # further ones; beyond, the stream delivers them again later
 ELSEWHERE = NAK + b' {"delay": 50000000}'  # ns
 LATER = NAK + b' {"delay": 1000000000}'
 RENEW_S = 1.5  # the consumer's ack_wait is 5 s
@@ -76,6 +79,7 @@ class Submissions:
         self._open: dict[tuple[str, int], _Delivery] = {}  # by stream and sequence
         self._recent: OrderedDict[_Key, _Delivery] = OrderedDict()
         self._repeats: OrderedDict[_Key, list[_SeenSubmission]] = OrderedDict()  # heard before their first
+        self._same_key = KeyedSlots(SAME_KEY, SAME_KEY_WAITING)
         self._sub: Any = None
 
     async def start(self) -> None:
@@ -159,17 +163,16 @@ class Submissions:
             if message_id:
                 self._remember((origin.tenant, message_id), entry, origin)
             stored = f"{at[0]}:{at[1]}:{message.metadata.timestamp.timestamp():.6f}"
-            replies = self._replies_for(
-                origin, key_of(message_id) if message_id else candidate, given.reply_to, given.first
-            )
+            replies = self._replies_for(origin, key, given.reply_to, given.first)
             replies.set_request(candidate)
             entry.reply_subjects.add(given.reply_to)
             name = f"id:{message_id}" if message_id else f"at:{stored}"
-            accepted = await self._acceptor.accept(message, origin, name)
-            entry.accepted.set_result(accepted)
-            if not message_id:
-                replies = self._replies_for(origin, accepted.request.id, given.reply_to, given.first)
-            code = await self._delivery.deliver(accepted, replies)
+            async with self._same_key.hold((origin.tenant, name), "submissions with this message id"):
+                accepted = await self._acceptor.accept(message, origin, name)
+                entry.accepted.set_result(accepted)
+                if not message_id:
+                    replies = self._replies_for(origin, accepted.request.id, given.reply_to, given.first)
+                code = await self._delivery.deliver(accepted, replies)
         except ServingError as error:
             code = error.code.value
             if error.code is Code.queue_full:
@@ -254,7 +257,8 @@ class Submissions:
                 replies.set_request(request.id)
                 await replies.send(failure(Conflict(), -1))
                 return
-            await self._delivery.deliver(await self._delivery.find(origin.tenant, request.id), replies)
+            async with self._same_key.hold((origin.tenant, f"id:{given.message_id}"), "repeats of this submission"):
+                await self._delivery.deliver(await self._delivery.find(origin.tenant, request.id), replies)
         except ServingError as error:
             log.debug("repeat_unanswered", request=request.id, error=error.message)
 
