@@ -23,7 +23,7 @@ from schemas.transfer import Encoded, Prefilled, Ticket
 from workers.block_reserver import BlockReserver
 from workers.embedding_stage import EmbeddingStage
 from workers.engine_thread import EngineThread
-from workers.engines.base import Engine, EngineInfo, Reservation, VisionEngine
+from workers.engines.base import Engine, EngineInfo, Reservation, VisionEngine, kv_transfer_of
 from workers.executor import SessionContext, StageInput
 from workers.kv_transfer.base import TransferError, Transport
 from workers.kv_transfer.handoff.ledger import Ledger
@@ -236,7 +236,7 @@ class DisaggCoordinator:
         if not self._requests.is_current(running):
             if reservation is not None:
                 unused = reservation
-                self._reserver.free(lambda engine: engine.release(unused))
+                self._reserver.free(lambda engine: kv_transfer_of(engine).release(unused))
         elif reservation is not None or not running.request.media:
             for sequence in running.sequences if reservation is not None else ():
                 sequence.adopted_cached = prefilled.cached
@@ -279,8 +279,8 @@ class DisaggCoordinator:
             running,
             min(ticket.lease_ns - LEASE_MARGIN_NS, request.deadline_ns, now_ns + int(BLOCK_WAIT_S * 1e9)),
             "kv",
-            lambda engine: engine.reserve(digests, tails, users),
-            lambda engine, found: engine.release(found),
+            lambda engine: kv_transfer_of(engine).reserve(digests, tails, users),
+            lambda engine, found: kv_transfer_of(engine).release(found),
         )
         if reservation is None:
             return None
@@ -291,10 +291,10 @@ class DisaggCoordinator:
             if positions:
                 await self._reader.fetch(ticket, positions, local)
         except TransferError as error:
-            self._reserver.free_when_settled(error.settled, lambda engine: engine.release(reservation))
+            self._reserver.free_when_settled(error.settled, lambda engine: kv_transfer_of(engine).release(reservation))
             return None
         except BaseException:
-            self._reserver.free_after_quarantine(lambda engine: engine.release(reservation))
+            self._reserver.free_after_quarantine(lambda engine: kv_transfer_of(engine).release(reservation))
             raise
         return reservation
 

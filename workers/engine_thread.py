@@ -101,8 +101,8 @@ class EngineThread:
             except RequestError as error:
                 for request in done:
                     engine.cancel(request.key)
-                if requests[0].reservation is not None:  # the others shared it
-                    engine.release(requests[0].reservation)
+                if requests[0].reservation is not None and engine.kv_transfer is not None:  # the others shared it
+                    engine.kv_transfer.release(requests[0].reservation)
                 refused(error)
 
         self._put(run)

@@ -30,6 +30,7 @@ from workers.engines.base import (
     RequestError,
     Reservation,
     VisionEngine,
+    kv_transfer_of,
 )
 from workers.executor import SessionContext, StageInput
 from workers.flush_publisher import FlushPublisher
@@ -128,7 +129,7 @@ class TokenExecutor:
         if running.stamp_times is not None:
             self._publisher.trace_first_token(running)
         if reservation is not None:
-            self._engine.call(lambda engine: engine.adopt(reservation))
+            self._engine.call(lambda engine: kv_transfer_of(engine).adopt(reservation))
         self._engine.submit(submitted, lambda error: self._on_refused(running, error))
 
     def _on_refused(self, running: RunningRequest, error: RequestError) -> None:

@@ -523,7 +523,7 @@ async def full(worker_: WorkerHarness) -> Reservation:
     """All blocks of a worker, for nobody."""
     info = worker_.engine.info
     digests = [bytes([at // 256, at % 256]) * 8 for at in range(info.total_blocks)]
-    found = await asyncio.wrap_future(worker_.thread.call(lambda engine: engine.reserve(digests, 0, 1)))
+    found = await asyncio.wrap_future(worker_.thread.call(lambda engine: engine.kv_transfer.reserve(digests, 0, 1)))
     assert found is not None
     return found
 
@@ -533,20 +533,20 @@ async def test_a_hand_over_that_waits_for_room_asks_no_more_than_it_must_and_goe
 ) -> None:
     taken = await full(pair.decode)
     asks: list[int] = []
-    reserve = pair.decode.engine._engine.reserve
+    reserve = pair.decode.engine._engine.kv_transfer.reserve
 
     def counted(*options: Any) -> Any:
         asks.append(1)
         return reserve(*options)
 
-    pair.decode.engine._engine.reserve = counted  # type: ignore[method-assign]
+    pair.decode.engine._engine.kv_transfer.reserve = counted  # type: ignore[method-assign]
     asked = request(PROMPT)
     await give(record, pair, asked)
     await eventually(lambda: asks)
     await asyncio.sleep(0.6)
     assert len(asks) < 12, "it looks again and again"  # each time that somebody asks the engine for its numbers
     began = time.monotonic()
-    pair.decode.thread.call(lambda engine: engine.release(taken))
+    pair.decode.thread.call(lambda engine: engine.kv_transfer.release(taken))
     await record.states(asked, "read")
     assert time.monotonic() - began < 0.5
     await record.end(asked)
@@ -563,7 +563,7 @@ async def test_a_request_cancelled_while_it_waits_for_room_ends_at_once(record: 
     assert (await record.end(asked)).code == Code.cancelled
     await eventually(lambda: not pair.decode.session._executor._stage_tasks)
     assert time.monotonic() - began < disaggregation.BLOCK_WAIT_S / 2
-    pair.decode.thread.call(lambda engine: engine.release(taken))
+    pair.decode.thread.call(lambda engine: engine.kv_transfer.release(taken))
     await pair.free()
 
 
@@ -575,7 +575,7 @@ async def test_a_session_that_ends_while_a_hand_over_waits_for_room_takes_no_blo
     await give(record, pair, asked)
     await eventually(lambda: pair.decode.session._executor._disagg._reserver._waits)
     await pair.decode.session.fence()
-    pair.decode.thread.call(lambda engine: engine.release(taken))
+    pair.decode.thread.call(lambda engine: engine.kv_transfer.release(taken))
     await pair.decode.frees_everything()
     await pair.decode.begin()
 

@@ -183,6 +183,7 @@ class Engine(Protocol):
     """Called from the engine thread only, except ``info``, which is immutable."""
 
     info: EngineInfo
+    kv_transfer: "KvTransfer | None"  # None: it cannot take KV blocks from other workers
 
     def submit(self, request: SequenceRequest) -> None:
         """Queue one sequence.
@@ -213,24 +214,41 @@ class Engine(Protocol):
     def dump(self, rank: int = 0) -> list[KvEvent]:
         """All names in a rank's prefix cache as ``Stored`` events, parents before children."""
 
-    # Hand-over of KV blocks; an engine without ``memory`` is never asked.
-
     def memory(self) -> dict[str, Memory]:
-        """Pools that other workers may read and write, by name; they stay where they are until ``close``."""
+        """Pools that other workers may read and write, by name; they stay in place until ``close``. Empty: none."""
 
     def release_held(self, key: object) -> bool:
-        """Let go of the blocks of a ``Held``; False: unknown (already let go of)."""
-
-    def reserve(self, digests: Seq[bytes], tails: int, users: int) -> Reservation | None:
-        """Hold blocks for the KV of these names, found or to be filled; None: there is no room now."""
-
-    def adopt(self, reservation: Reservation) -> None:
-        """The blocks have been filled: they enter the cache. They stay held until the reservation is let go of."""
-
-    def release(self, reservation: Reservation) -> None:
-        """Release a reservation (adopted or not) that no sequence was given."""
+        """Free the blocks of a ``Held``; False: unknown (already freed)."""
 
     def close(self) -> None: ...
+
+
+class KvTransfer(Protocol):
+    """What an engine offers besides if KV blocks from other workers can be written into its pool (see ``memory``).
+
+    Called from the engine thread only.
+    """
+
+    def reserve(self, digests: Seq[bytes], tails: int, users: int) -> Reservation | None:
+        """Hold blocks for the KV of these names, cached or to be filled; None: too few are available now.
+
+        Args:
+            digests: names of the prompt's full blocks.
+            tails: copies of its last block, which is not full: one per sequence that continues in it, or 0.
+            users: sequences that will start with the reservation.
+        """
+
+    def adopt(self, reservation: Reservation) -> None:
+        """The blocks were filled: enter them into the cache. They stay held until the reservation is released."""
+
+    def release(self, reservation: Reservation) -> None:
+        """Free a reservation (adopted or not) that was given to no sequence."""
+
+
+def kv_transfer_of(engine: Engine) -> KvTransfer:
+    """The capability of an engine that is known to have it: its worker's role needs it."""
+    assert engine.kv_transfer is not None, f"engine {engine.info.name} cannot take KV blocks over"
+    return engine.kv_transfer
 
 
 class MediaReservation(msgspec.Struct, eq=False):

@@ -348,14 +348,14 @@ def carried_on(subject: Subject, source: Driver, target: Driver, held: Held, req
         assert source.engine.release_held(held.key)
         return seen
     digests = names(request.prompt, request.root)
-    reservation = target.engine.reserve(digests, int(len(request.prompt) % BLOCK > 0), 1)
+    reservation = target.engine.kv_transfer.reserve(digests, int(len(request.prompt) % BLOCK > 0), 1)
     assert reservation is not None
     mine, theirs = source.engine.memory()["kv"], target.engine.memory()["kv"]
     into = reservation.blocks + reservation.tails
     _copy(mine, theirs, held.blocks[reservation.have :], into[reservation.have :])
     now = (ctypes.c_uint32 * mine.blocks).from_address(mine.generations)
     assert [now[block] for block in held.blocks] == held.generations
-    target.engine.adopt(reservation)
+    target.engine.kv_transfer.adopt(reservation)
     assert source.engine.release_held(held.key)
     return target.run(msgspec.structs.replace(request, reservation=reservation))
 

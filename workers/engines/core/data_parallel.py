@@ -11,10 +11,10 @@ from schemas.transfer import Memory
 from workers.engines.base import (
     EngineStats,
     Failure,
+    KvTransfer,
     Measured,
     Output,
     RequestError,
-    Reservation,
     Scored,
     SequenceRequest,
     Started,
@@ -33,6 +33,7 @@ class DataParallelEngine:
     slot_tokens = 0  # takes no embeddings
 
     def __init__(self, engines: Seq[ScheduledEngine], pause: Callable[[], None] = lambda: None) -> None:
+        self.kv_transfer: KvTransfer | None = None
         self._engines = engines
         self._pause = pause
         self._rank_of: dict[object, int] = {}
@@ -110,15 +111,6 @@ class DataParallelEngine:
 
     def release_held(self, key: object) -> bool:
         return False
-
-    def reserve(self, digests: Seq[bytes], tails: int, users: int) -> Reservation | None:
-        return None
-
-    def adopt(self, reservation: Reservation) -> None:
-        """There is nothing to adopt: ``reserve`` gives nothing."""
-
-    def release(self, reservation: Reservation) -> None:
-        """There is nothing to let go of: ``reserve`` gives nothing."""
 
     def close(self) -> None:
         for engine in self._engines:

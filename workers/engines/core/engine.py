@@ -13,10 +13,10 @@ from workers.engines.base import (
     EngineInfo,
     EngineStats,
     Failure,
+    KvTransfer,
     MediaReservation,
     MediaSpan,
     RequestError,
-    Reservation,
     SequenceRequest,
     StepResult,
 )
@@ -162,6 +162,7 @@ class ScheduledEngine(VisionMixin):
         self._inflight: InflightStep | None = None
         self._processors = processors or Registry()
         self.info = info
+        self.kv_transfer: KvTransfer | None = scheduler.reservations
         self._scheduler = scheduler
         self._executor = executor
         owned = executor if executor is not None else ahead
@@ -201,7 +202,7 @@ class ScheduledEngine(VisionMixin):
         scheduler = self._scheduler
         plan = scheduler.schedule()
         failures: list[Failure] = []
-        scoring = scheduler.scoring
+        scoring = scheduler.scoring.slots
         if self._may_lack_embeddings and (missing := [slot for slot in plan if _lacks_embeddings(slot)]):
             plan = scheduler.unplan(plan, missing)
             scoring = [slot for slot in scoring if slot not in missing]
@@ -245,16 +246,7 @@ class ScheduledEngine(VisionMixin):
         } | self._embeds()
 
     def release_held(self, key: object) -> bool:
-        return self._scheduler.release_held(key)
-
-    def reserve(self, digests: Seq[bytes], tails: int, users: int) -> Reservation | None:
-        return self._scheduler.reserve(digests, tails, users)
-
-    def adopt(self, reservation: Reservation) -> None:
-        self._scheduler.adopt(reservation)
-
-    def release(self, reservation: Reservation) -> None:
-        self._scheduler.release(reservation)
+        return self._scheduler.held.release(key)
 
     def close(self) -> None:
         self._inflight = None
@@ -281,6 +273,7 @@ class EncodeEngine(VisionMixin):
     def __init__(self, info: EngineInfo, encoder: VisionEncoder) -> None:
         super().__init__(encoder)
         self.info = info
+        self.kv_transfer: KvTransfer | None = None
 
     def submit(self, request: SequenceRequest) -> None:
         """Refused.
@@ -321,15 +314,6 @@ class EncodeEngine(VisionMixin):
 
     def release_held(self, key: object) -> bool:
         return False
-
-    def reserve(self, digests: Seq[bytes], tails: int, users: int) -> Reservation | None:
-        return None
-
-    def adopt(self, reservation: Reservation) -> None:
-        """There is nothing to adopt: ``reserve`` gives nothing."""
-
-    def release(self, reservation: Reservation) -> None:
-        """There is nothing to let go of: ``reserve`` gives nothing."""
 
     def close(self) -> None:
         encoder, _ = self._look()

@@ -18,8 +18,8 @@ from collections import OrderedDict
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from workers.engines.base import Reservation
 from workers.engines.core.blocks import BlockManager
+from workers.engines.core.reservations import Reservations
 from workers.engines.core.sequence import Sequence
 
 
@@ -44,14 +44,15 @@ class Queue:
         no_evict: whoever runs is sure of all blocks it may need, except sequences with a reservation.
     """
 
-    def __init__(self, blocks: BlockManager, block_size: int, *, no_evict: bool = False) -> None:
+    def __init__(
+        self, blocks: BlockManager, block_size: int, reservations: Reservations, *, no_evict: bool = False
+    ) -> None:
         self._blocks = blocks
+        self._reservations = reservations
         self._block_size = block_size
         self._no_evict = no_evict
         self._waiting: OrderedDict[object, Sequence] = OrderedDict()  # next first
         self._reserved = 0  # of those that wait: how many have a reservation
-        self._expected = 0  # sequences that reservations were made for, and that have not begun
-        self.reserved_blocks = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -71,57 +72,20 @@ class Queue:
 
     # -- reservations ----------------------------------------------------------------------------------------
 
-    def reserve(self, digests: Seq[bytes], tails: int, users: int, running: int) -> Reservation | None:
-        """Hold the blocks of a prompt whose KV comes from elsewhere; None: there is no room.
-
-        Room means: what runs, and what has a reservation, can still grow by a block each, and the first that waits
-        without one finds what it needs.
-        """
-        hits = self._blocks.match(digests, len(digests))
-        fresh = len(digests) - len(hits) + tails
-        if self._blocks.left(hits, fresh) < running + self._expected + self._head_claim():
-            return None
-        table = self._blocks.take(hits, fresh)
-        assert table is not None
-        full = len(digests)
-        self.reserved_blocks += len(table)
-        self._expected += users
-        return Reservation(list(digests), table[:full], len(hits), table[full:], users)
-
-    def _head_claim(self) -> int:
-        """Blocks that are to be left to the first in line without a reservation."""
+    def head_claim(self) -> int:
+        """Blocks that must be left for the first in line without a reservation."""
         for sequence in self._waiting.values():
             if sequence.reservation is None:
                 need = self._need(sequence)
                 return self._blocks.available - self._blocks.left(need.hits, need.fresh)
         return 0
 
-    def adopt(self, reservation: Reservation) -> None:
-        """The blocks of a reservation are filled; sequences with this prompt find them."""
-        reservation.filled = True
-        if self._blocks.prefix_cache:
-            reservation.named = self._blocks.name(
-                reservation.blocks, reservation.digests, reservation.have, len(reservation.blocks)
-            )
-
-    def release(self, reservation: Reservation) -> None:
-        table = reservation.blocks + reservation.tails
-        self.reserved_blocks -= len(table)
-        self._expected -= reservation.users
-        self._blocks.release(table)
-        reservation.blocks, reservation.tails, reservation.users = [], [], 0
-
     def _unreserve(self, sequence: Sequence) -> None:
-        """A sequence that waits or begins needs its reservation no longer."""
+        """A sequence starts, or is cancelled, and no longer needs its reservation."""
         reservation, sequence.reservation = sequence.reservation, None
         if reservation is not None:
             self._reserved -= 1
-            if not reservation.users:  # it was let go of before
-                return
-            reservation.users -= 1
-            self._expected -= 1
-            if not reservation.users:
-                self.release(reservation)
+            self._reservations.leave(reservation)
 
     def reclaim(self) -> bool:
         """The last reservation of those that wait goes to what runs; False: there is none whose loss can be mended."""
@@ -172,8 +136,7 @@ class Queue:
         if need.tail:
             assert sequence.reservation is not None
             table[len(need.hits) : len(need.hits)] = need.tail
-            sequence.reservation.tails.pop()
-            self.reserved_blocks -= 1
+            self._reservations.take_tail(sequence.reservation)
             computed = sequence.prompt_len
         del self._waiting[sequence.key]
         sequence.blocks = table

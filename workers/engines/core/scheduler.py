@@ -1,64 +1,63 @@
-"""What is computed in the next step, and which sequences that ends. Pure: no clock, no device, no threads.
+"""Which tokens the next step computes, and which sequences it ends. Pure: no clock, no device, no threads.
 
-Continuous batching with chunked prefill: running sequences first, in admission order, then waiting ones first
-come first served, within a budget of tokens. A sequence gets blocks for all it knows when it is admitted, then
-one at a time; when there is none, the newest running one is preempted: it gives its blocks back, waits at the
-front with the tokens it has generated, and is computed again (mostly from the cache). With ``no_evict`` it waits
-until there is room for its longest answer beside those of all that run, and is never preempted. Who is next among
-those that wait is ``workers.engines.core.queue``'s matter.
+Continuous batching with chunked prefill: running sequences come first, in admission order, then waiting ones, first
+come first served, within a budget of tokens per step. A sequence gets blocks for all its known tokens when it is
+admitted, then one at a time. When no block is free, the newest running sequence is preempted: its blocks are freed and
+it is requeued at the front with the tokens that it has generated, to be computed again (mostly from the prefix cache).
+With ``no_evict`` a sequence waits until its longest output fits beside those of all that run, and is never preempted.
+
+``queue`` decides which waiting sequence is next, ``requests`` validates new ones, ``scoring`` plans prompt
+log-probabilities, and ``reservations`` keeps the blocks of hand-overs.
 """
 
-from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
-from schemas.blocks import chain, extend, split
 from schemas.errors import Code
-from schemas.requests import Sampling
 from schemas.tokens import Logprob
-from schemas.wire import pack_tokens
 from workers.engines.base import (
     EngineStats,
     Failure,
-    Held,
     Measured,
     Output,
     RequestError,
-    Reservation,
-    Scored,
     SequenceRequest,
     Started,
     StepResult,
 )
 from workers.engines.core.blocks import BlockManager
+from workers.engines.core.naming import name_blocks
 from workers.engines.core.queue import Queue
+from workers.engines.core.requests import Limits, check_sizes, new_sequence
+from workers.engines.core.reservations import HeldBlocks, Reservations
+from workers.engines.core.scoring import MAX_SCORED_TOKENS, PromptScoring, collect, wants_scores
 from workers.engines.core.sequence import Sampled, Sequence, Slot
 
 if TYPE_CHECKING:
     from workers.engines.logits.apply import Chain
 
-MAX_SCORED_TOKENS = 512  # of a step: each is a row of logits as wide as the vocabulary
-
 _tuple = tuple.__new__  # a named tuple's own __new__ costs twice as much, and these are made per token
 
 
 class Scheduler:
-    """Alternate ``schedule`` and ``commit``; between those pairs ``submit`` and ``cancel`` at will.
+    """Call ``schedule`` and ``commit`` in turn; between those pairs ``submit`` and ``cancel`` at will.
 
-    Or run ahead: plan once more before the last plan is committed. Then tokens that are not known yet are counted, a
-    sequence that ends meanwhile keeps its blocks until its last plan is committed, and nobody is preempted before.
+    Steps may overlap: the next plan may be made before the last one is committed. Tokens that are not known yet are
+    then counted, a sequence that ends meanwhile keeps its blocks until its last plan is committed, and none is
+    preempted before that.
 
     Args:
         max_running: sequences that run at once.
         max_batched_tokens: tokens computed per step, prompt and decode.
         max_model_len: prompt + output of one sequence, tokens.
         max_scored_tokens: prompt tokens per step of sequences whose prompts are scored.
-        no_evict: whoever runs is sure of all blocks it may need. Not of sequences with a reservation, which was made
-            without knowing them.
+        no_evict: admit a sequence only with room for all blocks that it may need. Sequences with a reservation are
+            exempt: it was made without knowing them.
 
     Attributes:
-        scoring: slots of the last plan whose sequences get ``scores``.
+        reservations: blocks for prompts that arrive from other workers.
+        held: blocks of prompts that other workers fetch.
     """
 
     def __init__(
@@ -73,120 +72,57 @@ class Scheduler:
         max_scored_tokens: int = MAX_SCORED_TOKENS,
         no_evict: bool = False,
     ) -> None:
-        for name, value in (
-            ("block_size", block_size),
-            ("max_running", max_running),
-            ("max_batched_tokens", max_batched_tokens),
-            ("max_model_len", max_model_len),
-            ("max_scored_tokens", max_scored_tokens),
-        ):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
+        check_sizes(
+            block_size=block_size,
+            max_running=max_running,
+            max_batched_tokens=max_batched_tokens,
+            max_model_len=max_model_len,
+            max_scored_tokens=max_scored_tokens,
+        )
         self.blocks = blocks
         self.running: list[Sequence] = []  # in admission order
-        self._queue = Queue(blocks, block_size, no_evict=no_evict)
+        self.limits = Limits(
+            block_size=block_size,
+            total_blocks=blocks.total_blocks,
+            max_model_len=max_model_len,
+            eos_token_ids=eos_token_ids,
+        )
+        self.reservations = Reservations(blocks, lambda: len(self.running) + self._queue.head_claim())
+        self.held = HeldBlocks(blocks, block_size)
+        self.scoring = PromptScoring(max_scored_tokens)
+        self._queue = Queue(blocks, block_size, self.reservations, no_evict=no_evict)
         self._by_key: dict[object, Sequence] = {}
         self._block_size = block_size
         self._max_running = max_running
         self._max_batched_tokens = max_batched_tokens
-        self._max_model_len = max_model_len
-        self._max_scored_tokens = max_scored_tokens
-        self.scoring: list[Slot] = []
-        self._pool_tokens = blocks.total_blocks * block_size
-        self._eos = frozenset(eos_token_ids)
         self._admitted = 0
         self._preemptions = 0
         self._hit_tokens = 0
         self._prompt_tokens = 0
-        self._started: list[Started] = []
+        self._started: list[Started] = []  # these three: not yet reported
         self._failures: list[Failure] = []
         self._measured: list[Measured] = []
-        self._held: list[Held] = []  # not yet told
-        self._holds: dict[object, list[int]] = {}  # blocks of ended sequences, kept for a hand-over
-        self._plans = 0  # that were made, if not empty
+        self._plans = 0  # plans made so far that were not empty
         self._commits = 0
-        self._ended_in_flight = 0  # sequences that have ended, but not their last plan
-        self._starved = False  # the last plan lacked a block; the next one is made when nothing is under way
+        self._ending = 0  # sequences that have ended but are in a plan that is not committed
+        self._starved = False  # the last plan lacked a block; the next is made when no step is in flight
 
     # -- between steps ---------------------------------------------------------------------------------------
 
     def submit(self, request: SequenceRequest, processors: "Chain | None" = None) -> None:
-        """Queue one sequence, with what edits its logits.
+        """Queue one sequence, with the processors of its logits.
 
         Raises:
             RequestError: it can never run here; the message names the limit.
         """
-        prompt = _tokens(request.prompt)
-        tokens = prompt.tolist()
-        if request.generated:
-            tokens += _tokens(request.generated)
-        self._check(request, len(prompt), len(tokens))
-        stop = request.stop
-        stops = frozenset() if stop.ignore_eos else self._eos
-        if stop.token_ids:
-            stops = stops.union(stop.token_ids)
-        self._by_key[request.key] = sequence = Sequence(
-            key=request.key,
-            tokens=tokens,
-            prompt_len=len(prompt),
-            sampling=request.sampling,
-            stop=stop,
-            choice=request.choice,
-            digests=self._digests(request, prompt, tokens) if self.blocks.prefix_cache else [],
-            root=request.root,
-            stops=stops,
-            stoppable=len(prompt) + stop.min_tokens,
-            limit=min(len(prompt) + stop.max_tokens, self._max_model_len, self._pool_tokens + 1),
-            extra=request.extra,
-            media=request.media,
-            hold=request.hold,
-            reservation=request.reservation,
-            processors=processors,
-            score=min(request.score or len(prompt), len(prompt)),
-            length=len(tokens),
-            lockstep=processors is not None or _penalised(request.sampling) or bool(request.score),
-        )
-        self._queue.add(sequence)
-
-    def _check(self, request: SequenceRequest, prompt_len: int, known: int) -> None:
         if request.key in self._by_key:
             raise RequestError(Code.invalid_request, f"sequence {request.key!r} was submitted already")
-        if not prompt_len:
-            raise RequestError(Code.invalid_request, "the prompt has no tokens; give at least one")
-        generated, wanted = known - prompt_len, request.stop.max_tokens
-        if wanted <= generated:
-            raise RequestError(
-                Code.invalid_request, f"max_tokens is {wanted} and {generated} are generated already: nothing to do"
-            )
-        if known >= self._max_model_len:
-            raise RequestError(
-                Code.context_length_exceeded,
-                f"{known} tokens leave no room for a new one: this model takes {self._max_model_len}, output included",
-            )
-        if known >= self._pool_tokens:
-            raise RequestError(
-                Code.out_of_blocks, f"{known} tokens leave no room for a new one: {self._pool_limit()}, output included"
-            )
-
-    def _pool_limit(self) -> str:
-        blocks = self.blocks.total_blocks
-        return f"this worker's KV pool holds {self._pool_tokens} tokens ({blocks} blocks of {self._block_size})"
-
-    def _digests(self, request: SequenceRequest, prompt: "array[int]", tokens: list[int]) -> list[bytes]:
-        """Names of every full block known at the start."""
-        size = self._block_size
-        digests = list(request.digests)
-        if len(digests) != len(prompt) // size:  # none given, or of another block size
-            digests = split(chain(pack_tokens(prompt), size, request.root, request.extra))
-        if len(tokens) // size > len(digests):
-            parent = digests[-1] if digests else request.root
-            done = len(digests)  # the prompt's last block, not full, may end with a medium
-            extra = {block - done: media for block, media in request.extra.items() if block >= done}
-            digests += split(chain(pack_tokens(tokens[done * size :]), size, parent, extra))
-        return digests
+        sequence = new_sequence(request, self.limits, processors, prefix_cache=self.blocks.prefix_cache)
+        self._by_key[request.key] = sequence
+        self._queue.add(sequence)
 
     def cancel(self, key: object) -> bool:
-        """Drop a sequence and free its blocks; False: it is not here."""
+        """Drop a sequence and free its blocks; False: unknown."""
         sequence = self._by_key.pop(key, None)
         if sequence is None:
             return False
@@ -197,34 +133,15 @@ class Scheduler:
             self._queue.remove(sequence)
         return True
 
-    def release_held(self, key: object) -> bool:
-        """Let go of the blocks that an ended sequence left held."""
-        table = self._holds.pop(key, None)
-        if table is None:
-            return False
-        self.blocks.release(table)
-        return True
-
-    def reserve(self, digests: Seq[bytes], tails: int, users: int) -> Reservation | None:
-        """Hold the blocks of a prompt whose KV comes from elsewhere; None: there is no room."""
-        return self._queue.reserve(digests, tails, users, len(self.running))
-
-    def adopt(self, reservation: Reservation) -> None:
-        """The blocks of a reservation are filled; sequences with this prompt find them."""
-        self._queue.adopt(reservation)
-
-    def release(self, reservation: Reservation) -> None:
-        self._queue.release(reservation)
-
     @property
     def blocked(self) -> bool:
-        """Sequences wait, none runs: every other block is held for a hand-over. Only its end helps."""
-        return bool(self._queue) and not self.running and not self._ended_in_flight
+        """Sequences wait and none runs: all other blocks are held for hand-overs, which must end first."""
+        return bool(self._queue) and not self.running and not self._ending
 
     def has_work(self) -> bool:
         if self._plans > self._commits:
             return True
-        return bool(self._by_key or self._failures or self._started or self._held or self.blocks.has_events)
+        return bool(self._by_key or self._failures or self._started or self.held.has_new or self.blocks.has_events)
 
     def stats(self) -> EngineStats:
         blocks = self.blocks
@@ -234,13 +151,13 @@ class Scheduler:
             used_blocks=blocks.used_blocks,
             cached_blocks=blocks.cached_blocks,
             free_blocks=blocks.free_blocks,
-            pinned_blocks=self._queue.reserved_blocks + sum(map(len, self._holds.values())),
+            pinned_blocks=self.reservations.reserved_blocks + self.held.block_count,
             preemptions=self._preemptions,
             hit_tokens=self._hit_tokens,
             prompt_tokens=self._prompt_tokens,
         )
 
-    # -- one step --------------------------------------------------------------------------------------------
+    # -- schedule --------------------------------------------------------------------------------------------
 
     def schedule(self) -> list[Slot]:
         """The plan of the next step, in admission order. Blocks of every slot are allocated."""
@@ -248,15 +165,15 @@ class Scheduler:
         budget = self._max_batched_tokens
         size = self._block_size
         number = self._plans + 1
-        ahead = self._plans > self._commits
-        self.scoring = []
-        if ahead and self._starved:
+        overlapped = self._plans > self._commits
+        self.scoring.begin()
+        if overlapped and self._starved:
             return plan
         self._starved = False
         for sequence in self.running:  # may shrink from its end while we walk
             if not budget or self._starved:
                 break
-            if ahead and self._must_wait(sequence):
+            if overlapped and self._must_wait(sequence):
                 continue
             start = sequence.computed
             count = sequence.length - start
@@ -269,10 +186,7 @@ class Scheduler:
                 sequence.step = number
                 budget -= 1
             else:
-                now = self._chunk(sequence, count, budget)
-                if now:
-                    self._plan(plan, Slot(sequence, start, now, now == count))
-                    budget -= now
+                budget -= self._plan_chunk(plan, sequence, budget)
         if self._queue and budget and not self._starved:
             self._admit(plan, budget)
         if plan:
@@ -280,43 +194,29 @@ class Scheduler:
         return plan
 
     def _must_wait(self, sequence: Sequence) -> bool:
-        """With a step under way: whether the next token of a sequence is its last, or the next step depends on it."""
+        """With a step in flight: whether that step may end a sequence, or decides what the next one computes."""
         if sequence.length >= sequence.limit:
             return True
         if not sequence.lockstep or sequence.step <= self._commits:
             return False
-        return sequence.length > len(sequence.tokens) or sequence.score < sequence.prompt_len
+        return sequence.length > len(sequence.tokens) or wants_scores(sequence)
 
-    def unplan(self, plan: list[Slot], slots: list[Slot]) -> list[Slot]:
-        """The last plan without some of its slots, whose sequences are cancelled."""
-        for sequence, start, _, samples in slots:
-            sequence.computed = start
-            sequence.length -= samples
-            sequence.step = self._plans - 1  # it may be in the plan before, which may be under way
-        rest = [slot for slot in plan if slot not in slots]
-        if not rest:
-            self._plans -= 1
-        for slot in slots:
-            self.cancel(slot.sequence.key)
-        return rest
-
-    def _chunk(self, sequence: Sequence, count: int, budget: int) -> int:
-        """How many of ``count`` tokens are computed now; 0: it waits for its turn to be scored."""
-        if sequence.score < sequence.prompt_len:
-            budget = min(budget, self._max_scored_tokens - sum(slot.count for slot in self.scoring))
-        return min(count, budget)
-
-    def _plan(self, plan: list[Slot], slot: Slot) -> None:
-        plan.append(slot)
-        sequence, start, count, samples = slot
-        sequence.computed = start + count
-        sequence.length += samples
-        sequence.step = self._plans + 1
-        if sequence.score < sequence.prompt_len:
-            self.scoring.append(slot)
+    def _plan_chunk(self, plan: list[Slot], sequence: Sequence, budget: int) -> int:
+        """Plan the next chunk of a sequence's known tokens; returns its size, 0 if its scoring must wait."""
+        start = sequence.computed
+        count = sequence.length - start
+        now = self.scoring.limit(sequence, min(count, budget))
+        if now:
+            slot = Slot(sequence, start, now, now == count)
+            plan.append(slot)
+            sequence.computed = start + now
+            sequence.length += slot.samples
+            sequence.step = self._plans + 1
+            self.scoring.add(slot)
+        return now
 
     def _grow(self, sequence: Sequence) -> bool:
-        """One more block, at the cost of those that wait, then of newer sequences; False: it goes itself, or waits."""
+        """Allocate one block: from unused reservations, then by preempting newer sequences; False: not now."""
         while not self.blocks.grow(sequence.blocks):
             if self._queue.reclaim():
                 continue
@@ -324,19 +224,22 @@ class Scheduler:
                 self._starved = True
                 return False
             newest = self.running.pop()  # the last one is ``sequence`` itself: then the rest of the pool is pinned
-            self._free(newest)
-            newest.computed = newest.named = 0
-            self._queue.add(newest, first=True)
-            self._preemptions += 1
-            self._measured.append(Measured(newest.key, {}, preemptions=1))
+            self._preempt(newest)
             if newest is sequence:
                 return False
         return True
 
+    def _preempt(self, sequence: Sequence) -> None:
+        self._free(sequence)
+        sequence.computed = sequence.named = 0
+        self._queue.add(sequence, first=True)
+        self._preemptions += 1
+        self._measured.append(Measured(sequence.key, {}, preemptions=1))
+
     def _admit(self, plan: list[Slot], budget: int) -> None:
         while self._queue and budget and len(self.running) < self._max_running:
             admission = self._queue.next(self.running)
-            if admission is None:  # what runs ends and makes room, or a hand-over does
+            if admission is None:  # a running sequence ends and makes room, or a hand-over does
                 return
             sequence, cached, named = admission
             sequence.computed = cached
@@ -350,11 +253,22 @@ class Scheduler:
                 self._prompt_tokens += sequence.prompt_len
                 self._started.append(Started(sequence.key, sequence.cached))
             self.running.append(sequence)
-            count = len(sequence.tokens) - cached
-            now = self._chunk(sequence, count, budget)
-            if now:
-                self._plan(plan, Slot(sequence, cached, now, now == count))
-                budget -= now
+            budget -= self._plan_chunk(plan, sequence, budget)
+
+    def unplan(self, plan: list[Slot], slots: list[Slot]) -> list[Slot]:
+        """Remove slots from the last plan and cancel their sequences."""
+        for sequence, start, _, samples in slots:
+            sequence.computed = start
+            sequence.length -= samples
+            sequence.step = self._plans - 1  # it may be in the plan before, which may be in flight
+        rest = [slot for slot in plan if slot not in slots]
+        if not rest:
+            self._plans -= 1
+        for slot in slots:
+            self.cancel(slot.sequence.key)
+        return rest
+
+    # -- commit ----------------------------------------------------------------------------------------------
 
     def commit(self, plan: list[Slot], sampled: Seq[Sampled], scoring: list[Slot] | None = None) -> StepResult:
         """Take in what was computed.
@@ -362,128 +276,86 @@ class Scheduler:
         Args:
             plan: the oldest that was not committed.
             sampled: one per slot with ``samples``, in plan order.
-            scoring: ``scoring`` as it was with this plan; None: as it is.
+            scoring: ``scoring.slots`` as it was with this plan; None: as it is.
         """
         outputs: list[Output] = []
-        ended = False
+        total, ended = 0, False
+        draws = iter(sampled)
         size = self._block_size
         naming = self.blocks.prefix_cache
-        draws = iter(sampled)
-        total = 0
-        late = self._ended_in_flight
+        ending = self._ending
         if plan:
             self._commits += 1
         for sequence, start, count, samples in plan:
             total += count
-            if late and sequence.ended:
+            if ending and sequence.ended:
                 if samples:
                     next(draws)
-                self._settle(sequence)
+                self._free_ended(sequence)
                 continue
             computed = start + count
             if naming and (count > 1 or not computed % size):
-                self._name(sequence, computed, leaving=False)
+                name_blocks(self.blocks, sequence, computed, size)
             if not samples:
                 continue
             token, logprob = next(draws)
             tokens = sequence.tokens
             tokens.append(token)
             length = len(tokens)
-            if token in sequence.stops and length > sequence.stoppable:
-                outputs.append(Output(sequence.key, token, "stop", logprob, token))
-            elif length >= sequence.limit:
-                outputs.append(self._at_limit(sequence, token, logprob))
+            if length >= sequence.limit or (length > sequence.stoppable and token in sequence.stops):
+                outputs.append(self._finish(sequence, token, logprob))
+                ended = True
             else:
                 outputs.append(_tuple(Output, (sequence.key, token, "", logprob, None)))
-                continue
-            ended = True
-            del self._by_key[sequence.key]
-            if sequence.hold:
-                self._hold(sequence)
-            self._end(sequence)
         if ended:
             self.running = [sequence for sequence in self.running if sequence.blocks and not sequence.ended]
         started, self._started = self._started, []
         failures, self._failures = self._failures, []
-        held, self._held = self._held, []
-        scoring = self.scoring if scoring is None else scoring
-        scored = self._scored(scoring) if scoring else ()
         measured, self._measured = self._measured, []
-        return StepResult(outputs, self.blocks.take_events(), started, failures, total, held, scored, measured=measured)
+        slots = self.scoring.slots if scoring is None else scoring
+        scored = collect(slots) if slots else ()
+        events = self.blocks.take_events()
+        held = self.held.take_new()
+        return StepResult(outputs, events, started, failures, total, held, scored, measured=measured)
 
-    def _scored(self, scoring: list[Slot]) -> list[Scored]:
-        """What the executor has left with the sequences of a step."""
-        found = []
-        for slot in scoring:
-            sequence = slot.sequence
-            if sequence.scores:
-                found.append(Scored(sequence.key, sequence.score, sequence.scores))
-                sequence.score += len(sequence.scores)
-                sequence.scores = []
-        return found
-
-    def _hold(self, sequence: Sequence) -> None:
-        """Keep the prompt's blocks beyond the sequence's end."""
-        table = self.blocks.share(sequence.blocks[: -(-sequence.prompt_len // self._block_size)])
-        self._holds[sequence.key] = table
-        generations = self.blocks.generations
-        self._held.append(Held(sequence.key, table, [generations[block] for block in table]))
+    def _finish(self, sequence: Sequence, token: int, logprob: Logprob | None) -> Output:
+        """End a sequence with its last token."""
+        if token in sequence.stops and len(sequence.tokens) > sequence.stoppable:
+            output = Output(sequence.key, token, "stop", logprob, token)
+        else:
+            output = self._at_limit(sequence, token, logprob)
+        del self._by_key[sequence.key]
+        if sequence.hold:
+            self.held.hold(sequence)
+        self._end(sequence)
+        return output
 
     def _at_limit(self, sequence: Sequence, token: int, logprob: Logprob | None) -> Output:
-        length = len(sequence.tokens)
-        if length >= min(sequence.prompt_len + sequence.stop.max_tokens, self._max_model_len):
+        limits, length = self.limits, len(sequence.tokens)
+        if length >= min(sequence.prompt_len + sequence.stop.max_tokens, limits.max_model_len):
             return Output(sequence.key, token, "length", logprob)
         # Its next token needs more blocks than there are, even if it had the pool to itself.
-        text = f"prompt and answer outgrew the worker: {self._pool_limit()}"
+        text = f"prompt and output outgrew the worker: {limits.pool_limit}"
         self._failures.append(Failure(sequence.key, Code.out_of_blocks, text))
         return Output(sequence.key, token, "", logprob)
 
-    def _name(self, sequence: Sequence, computed: int, *, leaving: bool) -> None:
-        """Name the blocks whose KV is complete: that of so many leading tokens."""
-        size = self._block_size
-        full = computed // size
-        if full <= sequence.named:
-            return
-        digests = sequence.digests
-        while len(digests) < full:
-            done = len(digests)
-            parent = digests[-1] if digests else sequence.root
-            tokens = pack_tokens(sequence.tokens[done * size : (done + 1) * size])
-            digests.append(extend(parent, tokens, sequence.extra.get(done, b"")))
-        sequence.named = self.blocks.name(sequence.blocks, digests, sequence.named, full, leaving=leaving)
-
     def _end(self, sequence: Sequence) -> None:
-        """Give its blocks back, as soon as no step that is under way uses them."""
+        """Free its blocks, as soon as no step in flight uses them."""
         if sequence.step > self._commits:
             sequence.ended = True
-            self._ended_in_flight += 1
+            self._ending += 1
         else:
             self._free(sequence)
 
-    def _settle(self, sequence: Sequence) -> None:
+    def _free_ended(self, sequence: Sequence) -> None:
         """A plan with a sequence that has ended is committed."""
         if sequence.step <= self._commits:
-            self._ended_in_flight -= 1
+            self._ending -= 1
             self._free(sequence)
 
     def _free(self, sequence: Sequence) -> None:
-        if self.blocks.prefix_cache:
-            self._name(
-                sequence, sequence.computed, leaving=sequence.key not in self._holds
-            )  # held blocks stay longer than their release
+        if self.blocks.prefix_cache:  # held blocks stay in use after this release
+            leaving = sequence.key not in self.held
+            name_blocks(self.blocks, sequence, sequence.computed, self._block_size, leaving=leaving)
         self.blocks.release(sequence.blocks)
         sequence.blocks = []
-
-
-def _penalised(sampling: Sampling) -> bool:
-    s = sampling
-    return s.repetition_penalty != 1 or s.presence_penalty != 0 or s.frequency_penalty != 0
-
-
-def _tokens(tokens: Seq[int]) -> "array[int]":
-    if isinstance(tokens, array) and tokens.typecode == "I":
-        return tokens
-    try:
-        return array("I", tokens)
-    except (OverflowError, TypeError) as error:
-        raise RequestError(Code.invalid_request, f"token ids are integers from 0 to 2**32 - 1: {error}") from None

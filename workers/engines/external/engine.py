@@ -26,10 +26,10 @@ from workers.engines.base import (
     EngineInfo,
     Failure,
     Held,
+    KvTransfer,
     Measured,
     Output,
     RequestError,
-    Reservation,
     Scored,
     SequenceRequest,
     Started,
@@ -145,6 +145,7 @@ class ExternalEngine(Generic[L]):
         inbox: "queue.SimpleQueue[Any] | None" = None,
     ) -> None:
         self.info = info
+        self.kv_transfer: KvTransfer | None = None  # its KV moves by itself
         self._title = title
         self._loop = loop
         self._resources = resources
@@ -306,15 +307,6 @@ class ExternalEngine(Generic[L]):
         """Stop counting a held prompt. The engine frees its KV once it was fetched or the engine's own lease expired: a
         transfer that may be in progress cannot be stopped safely."""
         return self._held.pop(key, None) is not None
-
-    def reserve(self, digests: Seq[bytes], tails: int, users: int) -> Reservation | None:
-        return None
-
-    def adopt(self, reservation: Reservation) -> None:
-        """Never called: ``reserve`` returns None."""
-
-    def release(self, reservation: Reservation) -> None:
-        """Never called: ``reserve`` returns None."""
 
     def close(self) -> None:
         """End all threads and the engine; may be called twice. Bounded, except for the engine's own shutdown."""

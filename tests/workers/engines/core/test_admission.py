@@ -17,9 +17,9 @@ def prompt(number: int, tokens: int) -> list[int]:
 
 def reserved(bench: Bench, asked: list[int], users: int = 1) -> Reservation:
     """Blocks for a prompt that came from elsewhere."""
-    found = bench.scheduler.reserve(names(asked), users if len(asked) % 4 else 0, users)
+    found = bench.scheduler.reservations.reserve(names(asked), users if len(asked) % 4 else 0, users)
     assert found is not None
-    bench.scheduler.adopt(found)
+    bench.scheduler.reservations.adopt(found)
     return found
 
 
@@ -49,9 +49,11 @@ def test_what_the_head_of_the_queue_needs_is_reserved_for_nobody_behind_it() -> 
     bench.step()  # holds 4, then 5
     bench.scheduler.submit(request("head", prompt(2, 24), root=ROOT))
     bench.step()
-    assert bench.scheduler.reserve(names(prompt(3, 8)), 0, 1) is None, "there is room, but the head waits for it"
+    assert bench.scheduler.reservations.reserve(names(prompt(3, 8)), 0, 1) is None, (
+        "there is room, but the head waits for it"
+    )
     bench.scheduler.cancel("head")
-    assert bench.scheduler.reserve(names(prompt(3, 8)), 0, 1) is not None
+    assert bench.scheduler.reservations.reserve(names(prompt(3, 8)), 0, 1) is not None
 
 
 def test_reservations_that_all_lack_blocks_end_the_last_one_first() -> None:
@@ -90,11 +92,11 @@ def test_a_reservation_is_used_also_when_another_copy_had_its_names() -> None:
 
 def reserved_twice(bench: Bench, asked: list[int]) -> tuple[Reservation, Reservation]:
     """Both before either is filled."""
-    first, second = (bench.scheduler.reserve(names(asked), 0, 1) for _ in range(2))
+    first, second = (bench.scheduler.reservations.reserve(names(asked), 0, 1) for _ in range(2))
     assert first is not None
     assert second is not None
-    bench.scheduler.adopt(first)
-    bench.scheduler.adopt(second)
+    bench.scheduler.reservations.adopt(first)
+    bench.scheduler.reservations.adopt(second)
     return first, second
 
 
@@ -127,9 +129,9 @@ def test_one_without_a_reservation_gets_its_turn_although_hand_overs_never_stop_
         if number == 10:
             bench.scheduler.submit(request("plain", prompt(1, 40), max_tokens=3, root=ROOT))
         asked = prompt(number, 10)
-        found = bench.scheduler.reserve(names(asked), 1, 1)
+        found = bench.scheduler.reservations.reserve(names(asked), 1, 1)
         if found is not None:
-            bench.scheduler.adopt(found)
+            bench.scheduler.reservations.adopt(found)
             adopt(bench, number, asked, found, max_tokens=5)
         if any(item.key == "plain" for item in bench.step().outputs):
             assert number < 10 + 3 * 8
@@ -187,7 +189,9 @@ class World:
             self.submit(number, asked, users, None)
             return
         tails = users if length % 4 else 0
-        wait: BlockWait[Reservation] = BlockWait("kv", lambda _: self.scheduler.reserve(names(asked), tails, users))
+        wait: BlockWait[Reservation] = BlockWait(
+            "kv", lambda _: self.scheduler.reservations.reserve(names(asked), tails, users)
+        )
         self.waits[number] = wait, asked, users
         self.room.add(wait, self.scheduler)  # type: ignore[arg-type]
 
@@ -210,12 +214,12 @@ class World:
             wait, _, _ = self.waits.pop(number)
             self.room.cancel_wait(wait, self.scheduler)  # type: ignore[arg-type]
             if (found := wait.answer.result()) is not None:  # it was answered just before
-                self.scheduler.release(found)
+                self.scheduler.reservations.release(found)
         for user in range(2):
             self.scheduler.cancel((number, user))
         for each in [each for each in self.coming if each[1] == number]:
             self.coming.remove(each)
-            self.scheduler.release(each[2])
+            self.scheduler.reservations.release(each[2])
         self.end(number)
 
     def answered(self) -> None:
@@ -237,10 +241,10 @@ class World:
             self.coming.remove(each)
             _, number, found, asked, users = each
             if self.random.random() < 0.1:  # the transfer failed
-                self.scheduler.release(found)
+                self.scheduler.reservations.release(found)
                 self.submit(number, asked, users, None)
             else:
-                self.scheduler.adopt(found)
+                self.scheduler.reservations.adopt(found)
                 self.submit(number, asked, users, found)
 
     def step(self) -> None:
@@ -251,7 +255,7 @@ class World:
         self.held += [(self.now + 8, one.key) for one in result.held]
         for until, key in [each for each in self.held if each[0] <= self.now]:
             self.held.remove((until, key))
-            self.scheduler.release_held(key)
+            self.scheduler.held.release(key)
         over = [item.key for item in result.outputs if item.finish] + [item.key for item in result.failures]
         for number, _ in over:  # type: ignore[misc]
             self.sequences[number] -= 1
@@ -262,7 +266,7 @@ class World:
 
     def check(self) -> None:
         scheduler = self.scheduler
-        tables = [each.blocks for each in scheduler.running] + list(scheduler._holds.values())
+        tables = [each.blocks for each in scheduler.running] + scheduler.held.tables
         promised = {id(s.reservation): s.reservation for s in scheduler._queue._waiting.values() if s.reservation}
         promised |= {id(each[2]): each[2] for each in self.coming}
         answered = [wait.answer.result() for wait, _, _ in self.waits.values() if wait.answer.done()]
@@ -287,10 +291,10 @@ def run(seed: int, requests: int = 24) -> World:
             break
     assert not world.open, f"after {world.now} steps {world.open} have not ended"
     for _, key in world.held:
-        world.scheduler.release_held(key)
+        world.scheduler.held.release(key)
     stats = world.scheduler.stats()
     assert (stats.used_blocks, stats.pinned_blocks, stats.waiting) == (0, 0, 0)
-    assert (world.scheduler._queue._expected, world.scheduler._queue._reserved) == (0, 0)
+    assert (world.scheduler.reservations._expected, world.scheduler._queue._reserved) == (0, 0)
     assert not world.room
     return world
 

@@ -518,8 +518,8 @@ def test_blocks_of_a_held_sequence_outlive_it_until_they_are_dropped() -> None:
     assert held.generations == [bench.blocks.generations[block] for block in held.blocks]
     assert bench.scheduler.stats().pinned_blocks == bench.scheduler.stats().used_blocks == 3
     check_pool(bench.blocks, [held.blocks])
-    assert bench.scheduler.release_held("a")
-    assert not bench.scheduler.release_held("a")
+    assert bench.scheduler.held.release("a")
+    assert not bench.scheduler.held.release("a")
     assert bench.scheduler.stats().pinned_blocks == bench.blocks.used_blocks == 0
     check_pool(bench.blocks, [])
 
@@ -528,7 +528,7 @@ def test_a_generation_changes_when_a_block_gets_a_new_owner_and_only_then() -> N
     bench = Bench(total_blocks=3)
     bench.scheduler.submit(request("a", list(range(10, 20)), max_tokens=1, hold=True, root=ROOT))
     (held,) = bench.step().held
-    bench.scheduler.release_held("a")
+    bench.scheduler.held.release("a")
     assert held.generations == [bench.blocks.generations[block] for block in held.blocks]
     bench.scheduler.submit(request("b", list(range(30, 40)), max_tokens=1))
     bench.step()
@@ -538,11 +538,11 @@ def test_a_generation_changes_when_a_block_gets_a_new_owner_and_only_then() -> N
 def test_an_adopted_prompt_is_not_computed_and_each_choice_goes_on_in_its_own_last_block() -> None:
     bench = Bench()
     prompt = list(range(10, 20))
-    reservation = bench.scheduler.reserve(names(prompt), tails=2, users=2)
+    reservation = bench.scheduler.reservations.reserve(names(prompt), tails=2, users=2)
     assert reservation is not None
     assert (reservation.have, len(reservation.blocks), len(reservation.tails)) == (0, 2, 2)
     tails = list(reservation.tails)
-    bench.scheduler.adopt(reservation)
+    bench.scheduler.reservations.adopt(reservation)
     for choice in range(2):
         bench.scheduler.submit(
             request(choice, prompt, root=ROOT, choice=choice, generated=[7], reservation=reservation)
@@ -563,14 +563,16 @@ def test_a_reservation_takes_what_the_cache_has_and_leaves_room_for_what_runs() 
     prompt = list(range(10, 22))
     bench.scheduler.submit(request("warm", prompt, max_tokens=1, root=ROOT))
     bench.finish()
-    reservation = bench.scheduler.reserve(names(prompt), tails=0, users=1)
+    reservation = bench.scheduler.reservations.reserve(names(prompt), tails=0, users=1)
     assert reservation is not None
     assert reservation.have == 3
-    bench.scheduler.release(reservation)
+    bench.scheduler.reservations.release(reservation)
     bench.scheduler.submit(request("runs", [1] * 15, max_tokens=100))
     bench.step()  # holds four blocks of eight
-    assert bench.scheduler.reserve(names(list(range(50, 66))), tails=0, users=1) is None, "what runs could not grow"
-    assert bench.scheduler.reserve(names(list(range(50, 62))), tails=0, users=1) is not None
+    assert bench.scheduler.reservations.reserve(names(list(range(50, 66))), tails=0, users=1) is None, (
+        "what runs could not grow"
+    )
+    assert bench.scheduler.reservations.reserve(names(list(range(50, 62))), tails=0, users=1) is not None
 
 
 def test_a_pool_full_of_pinned_blocks_waits_and_goes_on_when_they_come_free() -> None:
@@ -581,7 +583,7 @@ def test_a_pool_full_of_pinned_blocks_waits_and_goes_on_when_they_come_free() ->
     for _ in range(3):
         assert bench.step().computed_tokens == 0
         assert bench.scheduler.blocked
-    bench.scheduler.release_held("a")
+    bench.scheduler.held.release("a")
     assert [item.token for item in bench.finish()["b"]] == [108, 109, 110]  # type: ignore[union-attr]
 
 
@@ -593,26 +595,26 @@ def test_the_only_running_sequence_waits_too_if_all_other_blocks_are_pinned() ->
     for _ in range(4):
         bench.step()
     assert bench.scheduler.blocked
-    bench.scheduler.release_held("a")
+    bench.scheduler.held.release("a")
     assert len(bench.finish()["b"]) >= 3
 
 
 def test_a_cancelled_sequence_lets_go_of_its_reservation_and_so_does_one_that_never_came() -> None:
     bench = Bench()
     prompt = list(range(10, 20))
-    reservation = bench.scheduler.reserve(names(prompt), tails=2, users=2)
+    reservation = bench.scheduler.reservations.reserve(names(prompt), tails=2, users=2)
     assert reservation is not None
-    bench.scheduler.adopt(reservation)
+    bench.scheduler.reservations.adopt(reservation)
     for choice in range(2):
         bench.scheduler.submit(request(choice, prompt, root=ROOT, generated=[7], reservation=reservation))
     bench.scheduler.cancel(0)
     assert bench.scheduler.stats().pinned_blocks == 4
     bench.scheduler.cancel(1)
     assert bench.scheduler.stats().pinned_blocks == bench.blocks.used_blocks == 0
-    unused = bench.scheduler.reserve(names(prompt), tails=1, users=1)
+    unused = bench.scheduler.reservations.reserve(names(prompt), tails=1, users=1)
     assert unused is not None
-    bench.scheduler.release(unused)
-    bench.scheduler.release(unused)
+    bench.scheduler.reservations.release(unused)
+    bench.scheduler.reservations.release(unused)
     assert bench.blocks.used_blocks == 0
 
 
@@ -631,28 +633,28 @@ def test_hand_overs_leak_nothing_whatever_happens(data: st.DataObject) -> None:
             case "hold":
                 scheduler.submit(request(number, prompt, max_tokens=1, hold=True, root=ROOT))
             case "release_held" if held:
-                assert scheduler.release_held(held.pop())
+                assert scheduler.held.release(held.pop())
             case "reserve":
                 users = data.draw(st.integers(1, 2))
-                found = scheduler.reserve(names(prompt), users if len(prompt) % 4 else 0, users)
+                found = scheduler.reservations.reserve(names(prompt), users if len(prompt) % 4 else 0, users)
                 if found is not None:
                     reserved.append((found, prompt))
             case "use" if reserved:
                 found, prompt = reserved.pop()  # type: ignore[misc]
                 if data.draw(st.booleans()):
-                    scheduler.adopt(found)
+                    scheduler.reservations.adopt(found)
                 for user in range(found.users):
                     key = (number, user)
                     scheduler.submit(request(key, prompt, root=ROOT, generated=[7], reservation=found))
             case "release" if reserved:
-                scheduler.release(reserved.pop()[0])  # type: ignore[index]
+                scheduler.reservations.release(reserved.pop()[0])  # type: ignore[index]
             case "cancel":
                 scheduler.cancel(data.draw(st.sampled_from([*scheduler._by_key, None])))
             case _:
                 result = bench.step()
                 mirror.apply(list(result.events))
                 held += [one.key for one in result.held]
-        tables = [s.blocks for s in scheduler.running] + list(scheduler._holds.values())
+        tables = [s.blocks for s in scheduler.running] + scheduler.held.tables
         waiting = {
             id(s.reservation): s.reservation for s in scheduler._queue._waiting.values() if s.reservation is not None
         }
@@ -660,8 +662,8 @@ def test_hand_overs_leak_nothing_whatever_happens(data: st.DataObject) -> None:
         check_pool(bench.blocks, tables)
     for key in list(scheduler._by_key):
         scheduler.cancel(key)
-    for key in list(scheduler._holds):
-        scheduler.release_held(key)
+    for key in scheduler.held.keys:
+        scheduler.held.release(key)
     for found, _ in reserved:  # type: ignore[misc, assignment]
-        scheduler.release(found)
+        scheduler.reservations.release(found)
     assert scheduler.stats().pinned_blocks == bench.blocks.used_blocks == 0

@@ -15,6 +15,7 @@ from tests.workers.engines.core.support import PoolMemory, check_pool, request
 from workers.engines.base import EngineInfo, SequenceRequest, StepResult
 from workers.engines.core.blocks import BlockManager
 from workers.engines.core.engine import ScheduledEngine
+from workers.engines.core.naming import block_digests
 from workers.engines.core.scheduler import Scheduler
 from workers.engines.core.sequence import Slot, scored_to
 from workers.engines.mock.executor import MockExecutor, Vocabulary
@@ -145,15 +146,15 @@ def test_a_request_that_does_not_ask_plans_nothing() -> None:
     bench.submit(request("a", PROMPT))
     while bench.engine.has_work():
         result = bench.step()
-        assert (result.scored, bench.scheduler.scoring) == ((), [])
+        assert (result.scored, bench.scheduler.scoring.slots) == ((), [])
 
 
 def test_a_reservation_is_let_go_of_and_the_prompt_computed() -> None:
     """Also one that is shorter than a block, whose only copy lies in the tail."""
     for length in (3, 40):
         bench = Bench()
-        digests = bench.scheduler._digests(request("x", PROMPT[:length], root=ROOT), *_arrays(PROMPT[:length]))
-        reservation = bench.scheduler.reserve(digests, int(length % 4 > 0), 1)
+        digests = block_digests(request("x", PROMPT[:length], root=ROOT), *_arrays(PROMPT[:length]), 4)
+        reservation = bench.scheduler.reservations.reserve(digests, int(length % 4 > 0), 1)
         assert reservation is not None
         bench.run(request("a", PROMPT[:length], sampling=ASKED, score=1, reservation=reservation))
         assert bench.values == {"a": expected(PROMPT[:length])}

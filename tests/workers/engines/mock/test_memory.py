@@ -114,13 +114,13 @@ def adopted(
     source: ScheduledEngine, target: ScheduledEngine, held: Held, item: SequenceRequest, tails: int = 1
 ) -> Reservation:
     digests = split(chain(pack_tokens(array("I", item.prompt)), SIZE, ROOT, item.extra))
-    reservation = target.reserve(digests, tails, max(1, tails))
+    reservation = target.kv_transfer.reserve(digests, tails, max(1, tails))
     assert reservation is not None
     mine, theirs = source.memory()["kv"], target.memory()["kv"]
     copy(mine, theirs, held.blocks[reservation.have : len(digests)], reservation.blocks[reservation.have :])
     for tail in reservation.tails:
         copy(mine, theirs, held.blocks[len(digests) :], [tail])
-    target.adopt(reservation)
+    target.kv_transfer.adopt(reservation)
     source.release_held(held.key)
     return reservation
 
@@ -184,9 +184,9 @@ def test_blocks_in_the_wrong_order_are_noticed() -> None:
 def test_blocks_that_were_never_written_are_noticed() -> None:
     target = engine()
     digests = split(chain(pack_tokens(array("I", PROMPT)), SIZE, ROOT))
-    reservation = target.reserve(digests, 1, 1)
+    reservation = target.kv_transfer.reserve(digests, 1, 1)
     assert reservation is not None
-    target.adopt(reservation)
+    target.kv_transfer.adopt(reservation)
     target.submit(request(20, generated=[5], reservation=reservation))
     with pytest.raises(EngineError, match="does not hold the tokens 0 to 8"):
         target.step()
@@ -249,11 +249,11 @@ def test_without_pictures_or_their_blocks_a_sequence_fails_alone() -> None:
     seen = encoded(source)
     reservation, first = handed_over(source, target, request(1, media=spans(seen.slots)))
     reservation.digests = reservation.digests[:2]
-    target.release(reservation)
+    target.kv_transfer.release(reservation)
     with pytest.raises(RequestError) as caught:
         target.submit(request(20, media=spans([(), ()]), generated=[first]))
     assert caught.value.code == Code.transfer_failed
-    empty = target.reserve([], 0, 1)
+    empty = target.kv_transfer.reserve([], 0, 1)
     assert empty is not None
     for at in range(64):  # evict what was adopted
         steps(target, request(1, key=at, prompt=[at + 100] * 9))

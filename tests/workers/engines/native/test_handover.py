@@ -65,13 +65,13 @@ def handed_over(
     source: ScheduledEngine, target: ScheduledEngine, held: Held, digests: list[bytes], tail: bool
 ) -> SequenceRequest:
     """The held blocks in the target's pool, adopted; a request to be filled in."""
-    reservation = target.reserve(digests, int(tail), 1)
+    reservation = target.kv_transfer.reserve(digests, int(tail), 1)
     assert reservation is not None
     mine, theirs = source.memory()["kv"], target.memory()["kv"]
     into = reservation.blocks + reservation.tails
     copy(mine, theirs, held.blocks[reservation.have :], into[reservation.have :])
     assert [generations(mine)[block] for block in held.blocks] == held.generations
-    target.adopt(reservation)
+    target.kv_transfer.adopt(reservation)
     assert source.release_held(held.key)
     item = request(0, (1,), 1)
     item.reservation = reservation

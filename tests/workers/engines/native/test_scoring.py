@@ -97,7 +97,7 @@ def test_logits_exist_in_pieces_only(model_dir: Callable[[str], Path], monkeypat
     """A step has no more rows than the scheduler's limit, and float32 copies of a few of them at a time."""
     directory = model_dir("llama")
     native: Any = engine(directory, max_batched_tokens=400)
-    native._scheduler._max_scored_tokens = 100
+    native._scheduler.scoring.max_tokens = 100
     rows, shapes = [], []
     inner, softmax = native._executor._model.forward.lm_head.forward, torch.Tensor.log_softmax
 

@@ -1,0 +1,55 @@
+"""Prompt log-probabilities: which prompt tokens a step scores, and how the scores are reported. Pure.
+
+A sequence asks for them from position ``score`` on. Each scored token is a row of logits as wide as the vocabulary, so
+their number per step is bounded.
+"""
+
+from collections.abc import Sequence as Seq
+
+from workers.engines.base import Scored
+from workers.engines.core.sequence import Sequence, Slot
+
+MAX_SCORED_TOKENS = 512  # per step
+
+
+def wants_scores(sequence: Sequence) -> bool:
+    """Whether prompt tokens remain to be scored."""
+    return sequence.score < sequence.prompt_len
+
+
+class PromptScoring:
+    """The scoring slots of the step that is being planned.
+
+    Args:
+        max_tokens: prompt tokens per step of sequences whose prompts are scored.
+    """
+
+    def __init__(self, max_tokens: int = MAX_SCORED_TOKENS) -> None:
+        self.max_tokens = max_tokens
+        self.slots: list[Slot] = []
+
+    def begin(self) -> None:
+        """Start planning a step; the slots of the last one stay with their plan."""
+        self.slots = []
+
+    def limit(self, sequence: Sequence, count: int) -> int:
+        """How many of ``count`` tokens may be computed in this step; 0: wait for the next."""
+        if not wants_scores(sequence):
+            return count
+        return min(count, self.max_tokens - sum(slot.count for slot in self.slots))
+
+    def add(self, slot: Slot) -> None:
+        if wants_scores(slot.sequence):
+            self.slots.append(slot)
+
+
+def collect(slots: Seq[Slot]) -> list[Scored]:
+    """Take what the executor has left with the sequences of a step."""
+    found = []
+    for slot in slots:
+        sequence = slot.sequence
+        if sequence.scores:
+            found.append(Scored(sequence.key, sequence.score, sequence.scores))
+            sequence.score += len(sequence.scores)
+            sequence.scores = []
+    return found
