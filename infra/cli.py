@@ -25,50 +25,52 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "up": Command(
-        "run a whole deployment here: broker, router, workers, gateway", "infra.launch.main:run", "UpSettings"
+        "run a whole deployment on this machine: broker, router, workers, gateway",
+        "infra.launch.main:run",
+        "UpSettings",
     ),
     "nats": Command("run the embedded broker alone", "infra.broker.main:run", "NatsSettings"),
     "streams apply": Command(
-        "make the streams on a broker; repeats safely, never deletes",
+        "create the streams on a broker; safe to repeat, never deletes",
         "infra.broker.main:run_apply",
         "infra.cli:StreamsSettings",
     ),
-    "tenants": Command("who may use the NATS door: add, list, rotate, remove", "infra.broker.tenants_cli:run"),
+    "tenants": Command("manage tenants of the NATS door: add, list, rotate, remove", "infra.broker.tenants_cli:run"),
     "gateway": Command("run a gateway (OpenAI API)", "gateway.main:run", "GatewaySettings"),
     "router": Command("run a router", "router.main:run", "RouterSettings"),
     "worker": Command("run a worker", "workers.main:run", "WorkerSettings"),
-    "explain": Command("what happened to a request, and why", "infra.timeline.explain:run"),
+    "explain": Command("explain what happened to a request, and why", "infra.timeline.explain:run"),
     "trace": Command(
-        "a request as an OpenTelemetry trace, or all of them to a collector",
+        "show a request as an OpenTelemetry trace, or send all traces to a collector",
         "infra.timeline.tracing.main:run",
         "TraceSettings",
     ),
-    "leases": Command("blocks that workers hold for each other right now", "infra.timeline.leases:run"),
-    "recipe list": Command("engine arguments that come with penstock", "infra.recipes.cli:run_list"),
-    "recipe show": Command("a recipe, and the commands that run it", "infra.recipes.cli:run_show"),
-    "recipe check": Command("what is wrong with engine arguments, or slow", "infra.recipes.cli:run_check"),
+    "leases": Command("KV blocks that workers hold for each other right now", "infra.timeline.leases:run"),
+    "recipe list": Command("list the recipes that come with penstock", "infra.recipes.cli:run_list"),
+    "recipe show": Command("show a recipe and the commands that run it", "infra.recipes.cli:run_show"),
+    "recipe check": Command("check engine arguments for errors and slow settings", "infra.recipes.cli:run_check"),
     "recipe generate": Command(
-        "make engine arguments for a model, GPUs and a load", "infra.recipes.generate:run_generate"
+        "generate engine arguments for a model, GPUs and a load", "infra.recipes.generate:run_generate"
     ),
-    "recipe matrix": Command("what each engine can do", "infra.recipes.cli:run_matrix"),
-    "kubernetes render": Command(
-        "manifests of a deployment, from a short description", "infra.deploy.kubernetes.cli:run_render"
+    "recipe matrix": Command("show what each engine supports", "infra.recipes.cli:run_matrix"),
+    "kubernetes render": Command("render the manifests of a deployment", "infra.deploy.kubernetes.cli:run_render"),
+    "bench http": Command(
+        "load an OpenAI-compatible server and measure it", "infra.bench.http:run", "infra.bench.http:Settings"
     ),
-    "bench http": Command("load an OpenAI URL and measure", "infra.bench.http:run", "infra.bench.http:Settings"),
     "bench handoff": Command(
         "measure the transport of KV blocks against bare NIXL",
         "infra.bench.handoff:run",
         "infra.bench.handoff:Settings",
     ),
     "bench split": Command(
-        "what a hand-over between workers costs", "infra.bench.split:run", "infra.bench.split:Settings"
+        "measure what a hand-over between workers costs", "infra.bench.split:run", "infra.bench.split:Settings"
     ),
-    "bench index": Command("measure the router's core", "infra.bench.index:main", NOTHING),
+    "bench index": Command("measure the routing index", "infra.bench.index:main", NOTHING),
     "eval demo": Command(
-        "how often the demo model is right, asked through a gateway", "infra.eval.demo:run", "infra.eval.demo:Settings"
+        "measure how often the demo model answers correctly", "infra.eval.demo:run", "infra.eval.demo:Settings"
     ),
     "completion": Command("print a script for completion in bash, zsh or fish", "infra.completion:run"),
-    "version": Command("print the versions of what runs", "infra.cli:version"),
+    "version": Command("print the versions of penstock and its dependencies", "infra.cli:version"),
 }
 
 

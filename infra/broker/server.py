@@ -47,7 +47,7 @@ class EmbeddedNats:
         durability: Durability = "process",
         cluster: Cluster | None = None,
     ) -> None:
-        self.data_dir = Path(data_dir).absolute()
+        self.data_dir = Path(data_dir).resolve()
         self.subjects = Subjects(namespace)
         self.log_path = self.data_dir / "nats.log"
         self._wanted_port = port

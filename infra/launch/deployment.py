@@ -78,7 +78,7 @@ class Deployment:
 
     def __init__(self, settings: UpSettings, *, command: Callable[[Planned], Sequence[str]] = command) -> None:
         self.settings = settings
-        self.data_dir = Path(settings.data_dir).absolute()
+        self.data_dir = Path(settings.data_dir).resolve()
         self.subjects = Subjects(settings.namespace)
         members = catalogue.chosen(settings.recipe, catalogue.members()) if settings.recipe else ()
         self._fleet = fleet_of(settings, members, read_args)

@@ -62,7 +62,7 @@ class System:
     async def started(cls, home: Path, topology: Topology, say: Callable[[str], None]) -> Self:
         """Start everything, and wait until it is ready."""
         brokers = None
-        ports = free_run(0, 2)  # the same after a crash
+        ports = free_run(0, 3)  # shared, and one of each gateway; the same after a crash
         flags = [*topology.flags, "--drain-s", f"{DRAIN_S:g}", "--http-port", str(ports[0])]
         if topology.cluster:
             brokers = await Brokers.started(home / "brokers")
