@@ -121,7 +121,8 @@ def _show_transfers(lines: Sequence[HandOff], console: Console) -> None:
 
 
 def _show_tokens(event: TokensStored, request: GenerateRequest, console: Console) -> None:
-    what = f"{event.count} tokens from {event.first}" if event.count else "no tokens"
+    noun = "token" if event.count == 1 else "tokens"
+    what = f"{event.count} {noun} from {event.first}" if event.count else "no tokens"
     choice = {PROMPT: "prompt scores", WHOLE_REQUEST: "all choices"}.get(event.choice, f"choice {event.choice}")
     end = f", {event.finish}" if event.finish else ""
     console.print(f"  {_offset(request, event.at_ns)} attempt {event.attempt}: {event.worker} {choice}: {what}{end}")
