@@ -108,7 +108,7 @@ async def test_without_tools_in_the_request_or_the_choice_there_is_no_call(askin
         answer = await asking.chat.completions.create(**{**BODY, **options})
         assert answer.choices[0].message.tool_calls is None
         assert answer.choices[0].message.content
-    with pytest.raises(openai.BadRequestError, match="cannot be forced"):
+    with pytest.raises(openai.BadRequestError, match="forced tool calls"):
         await asking.chat.completions.create(**BODY, tool_choice="required")
 
 
