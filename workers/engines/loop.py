@@ -1,8 +1,7 @@
-"""An event loop in a thread of its own, for as long as an engine lives.
+"""An event loop in a thread of its own that lives as long as its engine.
 
-Engines with asynchronous calls (TensorRT-LLM, vLLM) bind what they hand out (results, events, statistics) to the loop
-that ran when it was asked for, and their own threads refuse to deliver to a loop that does not run. So one loop serves
-all of it, and never pauses.
+Asynchronous engines (TensorRT-LLM, vLLM) bind their results, events and statistics to the loop that runs when they are
+requested, and their threads refuse to deliver to a loop that has stopped. One loop therefore serves all of it.
 """
 
 import asyncio
@@ -58,7 +57,7 @@ class LoopThread:
 
     def _done(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:  # those that matter tell of it themselves
+        if not task.cancelled() and task.exception() is not None:  # those that matter report it themselves
             log.error("engine_task_failed", task=task.get_name(), error=repr(task.exception()))
 
     def cancel_all(self, timeout: float) -> bool:

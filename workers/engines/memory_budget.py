@@ -1,20 +1,20 @@
-"""Memory of the machine, for engines that compute on its CPU: what is free, and how much of it a KV cache may take."""
+"""Memory for engines that compute on the CPU: how much is free, and how much of it a KV cache may take."""
 
 import os
 
 GIB = 1 << 30
-CPU_SHARE = 0.25  # of free memory: a laptop has other things to do
+CPU_SHARE = 0.25  # of free memory: other programs run on a laptop
 CPU_LIMIT_BYTES = 4 * GIB
 _NODES = "/sys/devices/system/node"
 
 
 def share(free: int) -> int:
-    """Bytes for a KV cache whose size nobody named."""
+    """Default size of a KV cache, in bytes."""
     return min(int(free * CPU_SHARE), CPU_LIMIT_BYTES)
 
 
 def free_bytes() -> int:
-    """Memory that nobody uses now, in bytes."""
+    """Memory that is available now, in bytes."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             for line in lines:
@@ -26,7 +26,7 @@ def free_bytes() -> int:
 
 
 def numa_nodes() -> int:
-    """Parts that the memory is in, each near to some of the cores."""
+    """Number of NUMA nodes."""
     try:
         return max(1, sum(name.startswith("node") and name[4:].isdigit() for name in os.listdir(_NODES)))
     except OSError:
@@ -34,7 +34,7 @@ def numa_nodes() -> int:
 
 
 def _cgroup_free_bytes() -> int:
-    """What the container's limit leaves; without a limit, a number larger than any machine."""
+    """What the container's limit leaves; without a limit, more than any machine has."""
     try:
         with open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit:
             total = limit.read().strip()

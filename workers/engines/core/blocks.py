@@ -3,7 +3,7 @@
 Knows digests, not tokens, and nothing of scheduling. Every operation costs O(1) per block.
 
 Holdings are closed towards the front: whenever a name is in the cache, so are all names before it in its
-chain (routers match prefixes by bisection and rely on it). Three rules keep it so: a sequence lets go of its
+chain (routers match prefixes by bisection and rely on it). Three rules keep it so: a sequence frees its
 blocks last first, so that leaves are evicted before their parents; while it runs it only names a block whose
 ancestors it holds itself; a copy that nobody holds gives its name to a copy that somebody does.
 """
@@ -128,7 +128,7 @@ class BlockManager:
 
         The first copy of a block keeps the name. A table that is still in use stops there (its later names would
         hang on a parent that it does not hold); it may try again, and at last when ``leaving``: its release
-        follows at once, so whoever holds the first copy lets go of it later.
+        follows at once, so whoever holds the first copy releases it later.
         """
         cache, holders, names, parents = self._cache, self._holders, self._names, self._parents
         # Names that are in the cache already come before those that are not: holdings are closed.
@@ -158,7 +158,7 @@ class BlockManager:
         return stop
 
     def release(self, table: list[int]) -> None:
-        """Let go of a table, last block first. Named blocks stay findable until they are taken again."""
+        """Release a table, last block first. Named blocks stay findable until they are taken again."""
         holders, names, idle, unused = self._holders, self._names, self._idle, self._unused
         for block in reversed(table):
             count = holders[block] - 1

@@ -24,7 +24,7 @@ from workers.engines.core.engine import ScheduledEngine
 
 
 class DataParallelEngine:
-    """Implements ``workers.engines.base.Engine`` without hand-over; owns ``engines``, which are alike.
+    """Implements ``workers.engines.base.Engine`` without KV transfer; owns ``engines``, which are configured alike.
 
     Args:
         pause: called after each step of all ranks, which wait for each other as ranks do.

@@ -1,8 +1,8 @@
 """Which slots of the embedding pool hold which medium. Knows digests, not pixels; every operation is O(1) per slot.
 
 A medium owns whole slots. While somebody holds it they stay; afterwards they stay findable, least recently used first
-to go, until their room is needed. Two may fill the same medium at once, each into slots of its own: whoever is done
-first gives it its name, the other's slots go when they are let go of.
+to go, until their room is needed. The same medium may be filled twice at once, into different slots: the
+first to finish gets the name, the other's slots are freed on release.
 """
 
 from array import array
@@ -175,5 +175,5 @@ class EmbeddingCache:
 
     def _entry(self, reservation: MediaReservation, number: int) -> _Entry:
         entry = self._owner[reservation.slots[number][0]]
-        assert entry is not None and entry.holders, "a reservation that was let go of"  # noqa: PT018
+        assert entry is not None and entry.holders, "a reservation that was released"  # noqa: PT018
         return entry

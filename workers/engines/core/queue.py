@@ -1,14 +1,14 @@
-"""Who of those that wait is next, and with which blocks. Pure.
+"""Which waiting sequence starts next, and with which blocks. Pure.
 
-First come, first served, and nobody waits for itself. A reservation holds blocks for a sequence that has not begun, so
-a queue served in order alone can stop for good: its head needs blocks that one behind it holds until its own turn.
+First come, first served, without deadlock. A reservation holds blocks for a sequence that has not started, so a queue
+served strictly in order could stop for good: its head needs blocks that a sequence behind it holds until its own turn.
 Three rules prevent that:
 
 1. If there is no room for the head, the first behind it whose blocks are reserved goes before it: it needs little or
    nothing more, and its end makes room.
 2. What the first without a reservation needs is reserved for nobody behind it, so few go before it.
-3. Reservations give way, the last one first: to whatever runs and has to grow, and, if nothing runs, to the head. Their
-   sequences keep their places, and compute what is no longer in the cache.
+3. Reservations are reclaimed, the last one first: to whatever runs and has to grow, and, if nothing runs, to the head.
+   Their sequences keep their places, and compute what is no longer in the cache.
 
 So if nothing runs, the head waits for nothing but reservations that are still to be filled (bounded by the transfer's
 time) and blocks held for other workers (bounded by their leases).
@@ -24,7 +24,7 @@ from workers.engines.core.sequence import Sequence
 
 
 class Admission(NamedTuple):
-    """A sequence that may begin: ``sequence.blocks`` are its own now."""
+    """A sequence that may start; ``sequence.blocks`` are allocated."""
 
     sequence: Sequence
     computed: int  # leading tokens whose KV is in its blocks
@@ -41,7 +41,7 @@ class _BlockNeed(NamedTuple):
 class Queue:
     """
     Args:
-        no_evict: whoever runs is sure of all blocks it may need, except sequences with a reservation.
+        no_evict: admit a sequence only with room for all blocks it may need, except with a reservation.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Queue:
             self._reservations.leave(reservation)
 
     def reclaim(self) -> bool:
-        """The last reservation of those that wait goes to what runs; False: there is none whose loss can be mended."""
+        """Free the last waiting sequence's reservation for a running one; False: none can be given up."""
         for sequence in reversed(self._waiting.values()) if self._reserved else ():
             if sequence.reservation is not None and all(span.slots for span in sequence.media):
                 self._unreserve(sequence)
@@ -98,7 +98,7 @@ class Queue:
     # -- who is next -----------------------------------------------------------------------------------------
 
     def next(self, running: Seq[Sequence]) -> Admission | None:
-        """Take the next one out of the queue; None: nobody can begin."""
+        """Take the next sequence out of the queue; None: none can start."""
         head = next(iter(self._waiting.values()))
         admission = self._try_admit(head, running)
         if admission is None and self._reserved:
@@ -116,7 +116,7 @@ class Queue:
         return None
 
     def _reclaim_for(self, head: Sequence) -> Admission | None:
-        """Nothing runs, so nothing else makes room: the last reservations end, until there is some for the head."""
+        """Nothing runs, so nothing else frees blocks: reclaim reservations, last first, until the head fits."""
         for sequence in [*reversed(self._waiting.values())]:  # the head's own is the last
             if sequence.reservation is not None:
                 self._unreserve(sequence)
@@ -161,7 +161,7 @@ class Queue:
         return _BlockNeed(hits, tail, -(-known // size) - len(hits) - len(tail), named)
 
     def _fits_to_end(self, sequence: Sequence, need: _BlockNeed, running: Seq[Sequence]) -> bool:
-        """Room for all that a sequence may become, beside all that those that run may."""
+        """Whether the longest output of a sequence fits beside those of all running ones."""
         size = self._block_size
         rest = -(-(sequence.limit - 1) // size) - len(need.hits) - need.fresh  # the last token is never computed
         for other in running:

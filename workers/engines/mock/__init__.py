@@ -46,9 +46,9 @@ def build(
         eos_token_ids: end a sequence when drawn; add them to ``excluded`` for answers that run to ``max_tokens``.
         excluded: ids never drawn, such as special tokens.
         total_blocks: in the pool; 0: the default.
-        speedup: how much faster than life a step is; 0: it takes no time.
+        speedup: how much faster than a GPU a step is; 0: it takes no time.
         memory_block_bytes: of each KV block, which then holds a checksum of what it stands for; 0: no memory.
-        image_tokens: placeholder tokens of an image; 0: a model without encoder.
+        image_tokens: placeholder tokens of an image; 0: a text model.
         embed_slots: images whose embeddings are kept; 0: the default.
         no_evict: see ``Scheduler``.
 

@@ -26,7 +26,7 @@ def build_encoder(
     """Load the vision encoder of a model. The language model's weights are never read.
 
     Args:
-        block_size, max_running, max_model_len: only told on, in ``info``.
+        block_size, max_running, max_model_len: only passed on, in ``info``.
         others: as of ``native.build.build``.
 
     Raises:
@@ -37,7 +37,7 @@ def build_encoder(
     config = configuration(model)
     reason = vision.refusal(config)
     if reason:
-        raise ModelError(f"{reason}; an encode worker needs a model that sees")
+        raise ModelError(f"{reason}; an encode worker needs a vision model")
     where = find_device(device)
     set_threads(threads, where)
     try:

@@ -1,8 +1,8 @@
-"""Pictures for TensorRT-LLM's language model: kept in the slots of our embedding pool until a prompt asks for them.
+"""Images for TensorRT-LLM's language model, kept in slots of our embedding pool until a prompt refers to them.
 
-A slot holds either embeddings (an encode worker's, brought by our transfer, or the client's own) or the picture itself,
-which TensorRT-LLM then embeds. It takes pictures and embeddings with a *text* prompt only, with one placeholder per
-picture: so the prompt's tokens are written as text, and checked to be read as the same tokens again.
+A slot holds either embeddings (an encode worker's, transferred, or the client's own) or the image itself, which
+TensorRT-LLM then embeds. It takes images and embeddings only with a *text* prompt that has one placeholder per image,
+so the prompt's tokens are decoded to text, and checked to be encoded as the same tokens again.
 """
 
 from collections.abc import Sequence as Seq
