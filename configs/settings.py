@@ -70,6 +70,9 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
     max_connections_per_address: Annotated[
         int, Meta(ge=0, description="open HTTP connections per client address; 0: no limit (clients may share a proxy)")
     ] = 0
+    access_log: Annotated[
+        bool, about("log a line per HTTP request (http_request): method, path, status, duration, request id")
+    ] = False
     special_tokens_in_messages: Annotated[
         Literal["text", "control"],
         about(

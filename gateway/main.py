@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from configs import logs
 from configs.settings import GatewaySettings
+from gateway.http.access_log import with_access_log
 from gateway.http.app import application
 from gateway.http.connections import Limits
 from gateway.http.server import HttpServer
@@ -84,7 +85,9 @@ async def _serve(settings: GatewaySettings, model: modeldir.ModelDir) -> int:
     bus.tasks.spawn(loop_lag.gauge(metrics.registry, "gateway").watch(), name="loop-lag")
     gateway = Gateway(bus, publisher, model, settings, metrics)
     door = NatsDoor(gateway, bus.tasks.group("door"))
-    server = HttpServer(application(gateway), listeners, limits_of(settings), bus.tasks)
+    app = application(gateway)
+    app = with_access_log(app) if settings.access_log else app
+    server = HttpServer(app, listeners, limits_of(settings), bus.tasks)
     metrics.connections.set_function(lambda: len(server.state.connections))
     try:
         await gateway.open()
