@@ -1,4 +1,4 @@
-"""What each engine can do: data, used by the workers' checks and printed as the support matrix. Imports no engine."""
+"""Feature support of each engine, for the workers' checks and the printed matrix. Imports no engine."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ NO = ""
 
 
 class Support(Struct, frozen=True, kw_only=True):
-    """Of one engine. Each field is "" (no), "yes", or how, or within which limits."""
+    """Support of one engine. Each field is "" (no), "yes", or says how or within which limits."""
 
     prefill_decode: str
     encode: str
@@ -26,12 +26,12 @@ class Support(Struct, frozen=True, kw_only=True):
     cpu: str
 
 
-# Field -> what it is called in the matrix.
+# Field -> its title in the matrix.
 FEATURES: Mapping[str, str] = {
-    "prefill_decode": "prefill and decode apart; KV moves by",
+    "prefill_decode": "separate prefill and decode; KV moves by",
     "encode": "images, encode workers",
     "kv_events": "KV events (prefix routing)",
-    "resumed_draws": "a drawn answer goes on identically after a crash",
+    "resumed_draws": "a sampled output continues identically after a crash",
     "logprobs": "logprobs",
     "prompt_logprobs": "prompt logprobs",
     "logits_processors": "logits processors",
@@ -62,16 +62,16 @@ SUPPORT: Mapping[str, Support] = {
     ),
     "mock": Support(
         prefill_decode="blocks over NIXL",
-        encode="pretended",
+        encode="simulated",
         kv_events="yes",
         resumed_draws="yes",
-        logprobs="pretended",
-        prompt_logprobs="pretended",
+        logprobs="simulated",
+        prompt_logprobs="simulated",
         logits_processors=NO,
         speculation=NO,
         several_gpus=NO,
         several_nodes=NO,
-        rank_routing="pretended (--mock-ranks)",
+        rank_routing="simulated (--mock-ranks)",
         diffusion=NO,
         cpu="yes",
     ),
@@ -109,12 +109,12 @@ SUPPORT: Mapping[str, Support] = {
 
 
 def able(feature: str) -> list[str]:
-    """The engines that have a feature."""
+    """Names of the engines that have a feature."""
     return [name for name, support in SUPPORT.items() if getattr(support, feature)]
 
 
 def matrix() -> list[tuple[str, ...]]:
-    """Features by engines; a head line first."""
+    """Features by engine, with a header row."""
     rows = [("feature", *SUPPORT)]
     for field, title in FEATURES.items():
         rows.append((title, *(getattr(support, field) or "–" for support in SUPPORT.values())))
