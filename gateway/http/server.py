@@ -20,7 +20,7 @@ from schemas.errors import Code, ServingError
 log = structlog.get_logger("gateway")
 
 CHECK_S = 1.0
-SPARE = 256  # connections beyond the limit that are told so; those beyond are cut
+SPARE = 256  # connections beyond the limit that get an error; those beyond are reset
 BACKLOG = 2048
 ACCEPT_S = 0.05  # after the end was asked for, for connections that the kernel has accepted
 LINGER_S = 1.0  # idle connections may ask once more, and are answered with "Connection: close"

@@ -117,7 +117,7 @@ class InflightRequest:
             waiter.set_result(None)
         if len(items) > self._limit and self.fold.open:
             self.behind = self._paused = True
-            self.seq = seq - 1  # this entry again: the rest of it was not seen, and the fold drops what it knows
+            self.seq = seq - 1  # this entry again: the rest of it was not seen, and the reassembler skips duplicates
             self._held = None
 
     def _note_end(self, item: TokenItem) -> None:

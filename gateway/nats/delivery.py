@@ -104,7 +104,7 @@ class AnswerDelivery:
     async def _reopen(
         self, request: GenerateRequest, record: Done | None
     ) -> tuple[InflightRequest, AnswerMessage | None]:
-        """A reader of the answer from its beginning; or the whole answer, if its chunks cannot be told any more."""
+        """A reader of the answer from its beginning; or the whole answer, if its chunks are no longer known."""
         usable = record is not None and has_output(record)
         if record is not None and usable and is_whole(record):
             inflight = InflightRequest(request)

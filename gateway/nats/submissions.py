@@ -1,7 +1,7 @@
 """Durable submissions: each tenant's stream is pulled, and a submission acknowledged when its answer was sent.
 
 If this gateway dies, another one gets it again, finds the request that was made of it, and sends the answer from the
-start. A repeat within the stream's duplicate window is stored by nobody, so submissions are heard beside the stream
+start. A repeat within the stream's duplicate window is stored by nobody, so submissions are received beside the stream
 as well, and whoever answers the first one answers the repeat.
 """
 
@@ -37,7 +37,7 @@ SAME_KEY_WAITING = 56  # further ones; beyond, the stream delivers them again la
 ELSEWHERE = NAK + b' {"delay": 50000000}'  # ns
 LATER = NAK + b' {"delay": 1000000000}'
 RENEW_S = 1.5  # the consumer's ack_wait is 5 s
-SWALLOWED_S = 1.0  # a repeat so soon after the first may not have been stored; the window is 0.1 s
+DISCARDED_S = 1.0  # a repeat so soon after the first may not have been stored; the window is 0.1 s
 
 _Key = tuple[str, str]  # tenant, message id
 _AGAIN = (Code.shutting_down, Code.broker_unavailable)
@@ -78,7 +78,7 @@ class Submissions:
         self._pullers: dict[str, Puller] = {}
         self._open: dict[tuple[str, int], _Delivery] = {}  # by stream and sequence
         self._recent: OrderedDict[_Key, _Delivery] = OrderedDict()
-        self._repeats: OrderedDict[_Key, list[_SeenSubmission]] = OrderedDict()  # heard before their first
+        self._repeats: OrderedDict[_Key, list[_SeenSubmission]] = OrderedDict()  # received before their first
         self._same_key = KeyedSlots(SAME_KEY, SAME_KEY_WAITING)
         self._sub: Any = None
 
@@ -102,7 +102,7 @@ class Submissions:
     def remove_tenant(self, tenant: str) -> None:
         puller = self._pullers.pop(tenant, None)
         if puller is not None:
-            self._tasks.spawn(puller.close(), name=f"submit-leave-{tenant}")
+            self._tasks.spawn(puller.close(), name=f"submit-remove-{tenant}")
 
     async def close(self, timeout: float) -> None:
         """Take no more, give those that run ``timeout`` seconds, and leave the rest to other gateways."""
@@ -206,7 +206,7 @@ class Submissions:
             except NatsError as error:  # the link broke; the deliveries come again
                 log.debug("renewal_failed", error=repr(error))
 
-    # --- repeats that the stream may have swallowed ---
+    # --- repeats that the stream may have discarded ---
 
     async def _on_submission_seen(self, message: Any) -> None:
         """Every submission passes here, also on the gateways that do not answer it."""
@@ -218,7 +218,7 @@ class Submissions:
         key = (origin.tenant, message_id)
         entry = self._recent.get(key)
         seen = _SeenSubmission(time.monotonic(), headers, digest_of(message.data))
-        if entry is not None and (not entry.ended or seen.at - entry.ended < SWALLOWED_S):
+        if entry is not None and (not entry.ended or seen.at - entry.ended < DISCARDED_S):
             self._handle_repeat(entry, seen, origin)
             return
         waiting = self._repeats.setdefault(key, [])
@@ -228,7 +228,7 @@ class Submissions:
             self._repeats.popitem(last=False)
 
     def _remember(self, key: _Key, entry: _Delivery, origin: Origin) -> None:
-        """From now on repeats come to ``_handle_repeat``; those that were heard before this delivery do now."""
+        """From now on repeats come to ``_handle_repeat``; those that were received before this delivery do now."""
         self._recent[key] = entry
         self._recent.move_to_end(key)
         for seen in self._repeats.pop(key, [])[1:]:  # the first is this submission itself
@@ -263,7 +263,7 @@ class Submissions:
             log.debug("repeat_unanswered", request=request.id, error=error.message)
 
     def _forget(self) -> None:
-        limit = time.monotonic() - SWALLOWED_S
+        limit = time.monotonic() - DISCARDED_S
         for key in [key for key, entry in self._recent.items() if entry.ended and entry.ended < limit]:
             del self._recent[key]
         while self._repeats:
