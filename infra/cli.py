@@ -12,6 +12,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 ARGV = "argv"  # instead of settings: the function is called with the arguments as they are
+SOURCE_TREE_ONLY = ("infra.eval", "infra.demo_model")
 NOTHING = ""  # it is called with nothing and reads sys.argv
 
 
@@ -170,7 +171,12 @@ def version(_argv: Sequence[str] = ()) -> int:
 def load(path: str) -> Any:
     """What ``module:name`` names."""
     module, _, name = path.partition(":")
-    return getattr(import_module(module), name)
+    try:
+        return getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name not in SOURCE_TREE_ONLY:
+            raise
+        sys.exit("penstock: this command is not part of the installed package; run it in a clone of the repository")
 
 
 if __name__ == "__main__":
