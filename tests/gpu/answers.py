@@ -11,6 +11,7 @@ from schemas.requests import Sampling, Stop
 from workers.engines.base import MediaSpan, SequenceRequest
 from workers.engines.core.engine import ScheduledEngine
 from workers.engines.native.build import build
+from workers.engines.native.options import NativeOptions
 
 QUESTIONS = ("What is 347 + 586?", "Spell the word harbour.", "How do I start a worker?")
 
@@ -47,7 +48,9 @@ def scores(made: ScheduledEngine, prompt: list[int]) -> list[float]:
 
 
 def demo(device: str, kv_dtype: str = "auto") -> ScheduledEngine:
-    return build(str(modeldir.DEMO), device=device, kv_blocks=200, dtype="float32", kv_dtype=kv_dtype, warm=True)
+    return build(
+        str(modeldir.DEMO), NativeOptions(device=device, kv_blocks=200, dtype="float32", kv_dtype=kv_dtype, warm=True)
+    )
 
 
 def main() -> None:
@@ -65,7 +68,7 @@ def main() -> None:
     for name in ("demo", "demo-vision"):
         path = modeldir.resolve(name)
         model = modeldir.load(path)
-        engines = [build(str(path), device=device, kv_blocks=200) for device in ("cpu", "cuda")]
+        engines = [build(str(path), NativeOptions(device=device, kv_blocks=200)) for device in ("cpu", "cuda")]
         pictures = [vision.looking(Random(seed), True) for seed in range(6)] if model.vision else []
         asked = [(question, None) for question in QUESTIONS]
         asked += [(each.messages[0][1].rpartition("\n")[2], vision.png(each.scene)) for each in pictures]

@@ -24,6 +24,7 @@ from workers.engines.core.engine import ScheduledEngine
 from workers.engines.native import attention
 from workers.engines.native.build import assemble, build
 from workers.engines.native.model import describe
+from workers.engines.native.options import NativeOptions
 
 LENGTHS = (1, 2, 7, 8, 9, 31, 40, 65, 100, 130, 200)
 GREEDY = Sampling(temperature=0.0)
@@ -104,7 +105,9 @@ def speed(asked: argparse.Namespace) -> None:
     torch.cuda.synchronize()
     print(f"weights made in {time.perf_counter() - began:.1f} s")
     began = time.perf_counter()
-    engine = assemble(describe(made), max_running=512, max_batched_tokens=asked.batched, max_model_len=4096, warm=True)
+    engine = assemble(
+        describe(made), NativeOptions(max_running=512, max_batched_tokens=asked.batched, max_model_len=4096, warm=True)
+    )
     ready = time.perf_counter() - began
     _, first, _, _ = drive(engine, ask(1, 16, 2, 128256, 99))
     freeze_loaded()  # as a worker does
@@ -177,8 +180,16 @@ def same(name: str, path: Path, running: int = 8, blocks: int = 400) -> None:
                            (Sampling(temperature=0.0, presence_penalty=1.0, logprobs=2), "penalised")):  # fmt: skip
         found = []
         for device in ("cpu", "cuda"):
-            engine = build(str(path), device=device, dtype="float32", kv_blocks=blocks, block_size=8,
-                           max_running=running, max_batched_tokens=96, warm=device == "cuda")  # fmt: skip
+            options = NativeOptions(
+                device=device,
+                dtype="float32",
+                kv_blocks=blocks,
+                block_size=8,
+                max_running=running,
+                max_batched_tokens=96,
+                warm=device == "cuda",
+            )
+            engine = build(str(path), options)
             vocab = vocab or engine.info.vocab_size
             found.append(answers(engine, vocab, sampling))
             engine.close()

@@ -79,11 +79,13 @@ def alone(asked: argparse.Namespace, folder: Path) -> None:
     from tests.gpu import native
     from workers.engines.native.build import assemble
     from workers.engines.native.model import describe
+    from workers.engines.native.options import NativeOptions
 
     made = make(folder, asked.shape)
     began = time.perf_counter()
     engine = assemble(
-        describe(made), max_running=asked.max_running, max_model_len=LONGEST, warm=True, kv_blocks=asked.kv_blocks
+        describe(made),
+        NativeOptions(max_running=asked.max_running, max_model_len=LONGEST, warm=True, kv_blocks=asked.kv_blocks),
     )
     freeze_loaded()
     print(f"engine ready in {time.perf_counter() - began:.1f} s", flush=True)

@@ -29,6 +29,7 @@ from workers.engines.base import SequenceRequest
 from workers.engines.core.engine import ScheduledEngine
 from workers.engines.native import attention
 from workers.engines.native.build import build
+from workers.engines.native.options import NativeOptions
 from workers.kv_transfer.opening import open_transport
 
 PROMPT, BLOCK, NEW = 4096, 32, 16
@@ -60,7 +61,7 @@ def engine(folder: Path, device: int) -> ScheduledEngine:
         return model
 
     with mock.patch.object(AutoModelForCausalLM, "from_pretrained", made):
-        return build(str(folder), block_size=BLOCK, kv_blocks=1024, device="cuda", dtype="bfloat16")
+        return build(str(folder), NativeOptions(block_size=BLOCK, kv_blocks=1024, device="cuda", dtype="bfloat16"))
 
 
 def prompt(number: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The embedded engine: model code and weights from transformers; the paged pool, the batches and the sampler ours."""
+"""The native engine: models and weights from transformers, with our own paged KV cache, batching and sampling."""
 
 from pathlib import Path
 
@@ -6,15 +6,20 @@ from configs.settings import WorkerSettings
 from workers.engines.core.engine import EncodeEngine, ScheduledEngine
 from workers.engines.cpu_budget import wait_passively
 from workers.engines.logits.flags import from_settings as processors
+from workers.engines.native.options import NativeOptions
 
 
 def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine:
-    """The engine of a worker process; raises as ``build`` does, and ProcessorError for its flags."""
+    """The engine of a worker process.
+
+    Raises:
+        ProcessorError: a logits processor in the settings is wrong.
+        others: as of ``native.build.build``.
+    """
     wait_passively()
     from workers.engines.native.build import build
 
-    return build(
-        str(path),
+    options = NativeOptions(
         block_size=settings.block_size,
         kv_blocks=settings.kv_blocks,
         max_running=settings.max_running,
@@ -26,16 +31,16 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine:
         dtype=settings.dtype,
         threads=settings.threads,
         embed_slots=settings.embed_slots,
-        processors=processors(settings, path),
         kv_dtype=settings.kv_dtype,
         kv_memory_fraction=settings.kv_memory_fraction,
         no_evict=settings.scheduler_policy == "guaranteed_no_evict",
         warm=True,
     )
+    return build(str(path), options, processors=processors(settings, path))
 
 
 def encoder_from_settings(settings: WorkerSettings, path: Path) -> EncodeEngine:
-    """The engine of an encode worker's process; raises as ``build_encoder`` does."""
+    """The engine of an encode worker; raises as ``build_encoder`` does."""
     wait_passively()
     from workers.engines.native.encoder import build_encoder
 

@@ -1,9 +1,10 @@
 """From settings to a running native engine."""
 
+import functools
 import os
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import structlog
 import torch
@@ -19,167 +20,136 @@ from workers.engines.logits import Registry
 from workers.engines.native.attention import Unsupported
 from workers.engines.native.executor import TorchExecutor
 from workers.engines.native.model import Model, ModelError, load, vision_encoder
+from workers.engines.native.options import DEFAULTS, NativeOptions
 from workers.engines.native.pool import DTYPES, Pool, blocks_that_fit, out_of_memory
 from workers.engines.native.vision import TorchVisionEncoder
 
 if TYPE_CHECKING:
+    from workers.engines.native.cuda.executor import CudaExecutor
     from workers.engines.native.cuda.modules import Rotation
 
 log = structlog.get_logger("engine")
 
-WARM_TOKENS = 4  # of the request that comes before all others
+WARM_TOKENS = 4  # prompt + output of a warm-up request
 
 
-def build(
-    model: str,
-    *,
-    block_size: int = 32,
-    kv_blocks: int = 0,
-    max_running: int = 256,
-    max_batched_tokens: int = 8192,
-    max_model_len: int = 0,
-    prefix_cache: bool = True,
-    kv_events: bool = True,
-    device: str = "auto",
-    dtype: str = "auto",
-    threads: int = 0,
-    embed_slots: int = 0,
-    processors: Registry | None = None,
-    kv_dtype: str = "auto",
-    kv_memory_fraction: float = 0.0,
-    no_evict: bool = False,
-    warm: bool = False,
-) -> ScheduledEngine:
-    """Load a model and make its engine; the first step finds everything in place.
+def build(model: str, options: NativeOptions = DEFAULTS, *, processors: Registry | None = None) -> ScheduledEngine:
+    """Load a model and make its engine.
 
     Args:
-        model: directory, or Hugging Face id (looked up in the local cache first; HF_HUB_OFFLINE=1 keeps it there).
-        kv_blocks: 0: as many as free memory allows.
-        max_model_len: 0: what the model was made for.
-        device: "auto": CUDA if there is one.
-        threads: of torch, for this process; 0: on a CPU as many as cores are free, see ``cpu_budget``.
-        embed_slots: pictures whose embeddings are kept, if the model sees; 0: 256, or fewer where memory is short.
-        processors: of logits, that requests may name; None: none.
-        kv_dtype: that KV is kept in; "auto": the weights'.
-        kv_memory_fraction: of free memory for the pool; 0: 0.85 on CUDA, a quarter on a CPU.
-        no_evict: see ``Scheduler``.
-        warm: compute a short request first, so that no client waits for libraries to be loaded and kernels chosen.
+        model: a directory, or a Hugging Face id. An id is looked up in the local cache first; with HF_HUB_OFFLINE=1,
+            only there.
+        processors: logits processors that requests may name.
 
     Raises:
         ModelError: the model cannot be served here; the text says what to change.
-        EngineError: weights or pool do not fit into memory.
+        EngineError: weights or KV cache do not fit into memory, or the device is missing.
         ValueError: a size below 1.
     """
     started = time.perf_counter()
-    where = find_device(device)
-    set_threads(threads, where)
+    device = find_device(options.device)
+    set_threads(options.threads, device)
+    reload = functools.partial(load, model, device=device, dtype=options.dtype)
     try:
-        loaded = load(model, device=where, dtype=dtype)
-        encoder = vision_encoder(model, loaded.forward, embed_slots) if loaded.sees else None
+        loaded = reload()
+        encoder = vision_encoder(model, loaded.forward, options.embed_slots) if loaded.sees else None
     except torch.OutOfMemoryError as error:
         raise EngineError(out_of_memory(error)) from error
-    return assemble(
-        loaded,
-        encoder,
-        block_size=block_size,
-        kv_blocks=kv_blocks,
-        max_running=max_running,
-        max_batched_tokens=max_batched_tokens,
-        max_model_len=max_model_len,
-        prefix_cache=prefix_cache,
-        kv_events=kv_events,
-        processors=processors,
-        kv_dtype=kv_dtype,
-        kv_memory_fraction=kv_memory_fraction,
-        no_evict=no_evict,
-        warm=warm,
-        started=started,
-        again=lambda: load(model, device=where, dtype=dtype),
-    )
+    return assemble(loaded, options, encoder=encoder, processors=processors, started=started, reload=reload)
 
 
 def assemble(
     loaded: Model,
-    encoder: TorchVisionEncoder | None = None,
+    options: NativeOptions = DEFAULTS,
     *,
-    block_size: int = 32,
-    kv_blocks: int = 0,
-    max_running: int = 256,
-    max_batched_tokens: int = 8192,
-    max_model_len: int = 0,
-    prefix_cache: bool = True,
-    kv_events: bool = True,
+    encoder: TorchVisionEncoder | None = None,
     processors: Registry | None = None,
-    kv_dtype: str = "auto",
-    kv_memory_fraction: float = 0.0,
-    no_evict: bool = False,
-    warm: bool = False,
-    started: float = 0.0,
-    again: Callable[[], Model] | None = None,
+    started: float | None = None,
+    reload: Callable[[], Model] | None = None,
 ) -> ScheduledEngine:
-    """An engine of a loaded model; for the arguments see ``build``.
+    """Make the engine of a loaded model; raises as ``build`` does.
 
     Args:
-        started: when loading began, by ``time.perf_counter``.
-        again: loads the model once more, if what makes it faster on CUDA does not suit it.
+        options: those of loading (device, dtype, threads, embed_slots) are not used.
+        started: when loading began, by ``time.perf_counter``; None: now.
+        reload: loads the model again if the CUDA kernels do not suit it.
     """
-    began = time.perf_counter()
+    started = time.perf_counter() if started is None else started
     try:
-        limit = _model_len(max_model_len, loaded.max_positions)
+        limit = _model_len(options.max_model_len, loaded.max_positions)
         rotation = None
         if loaded.device.type == "cuda":
-            loaded, rotation = _faster(loaded, again)
-        pool = _pool(loaded, kv_blocks, block_size, limit, kv_dtype, kv_memory_fraction)
+            loaded, rotation = _with_kernels(loaded, reload)
+        pool = _pool(loaded, options, limit)
     except torch.OutOfMemoryError as error:
         raise EngineError(out_of_memory(error)) from error
-    blocks = BlockManager(pool.blocks, prefix_cache=prefix_cache, kv_events=kv_events)
+    blocks = BlockManager(pool.blocks, prefix_cache=options.prefix_cache, kv_events=options.kv_events)
     scheduler = Scheduler(
         blocks,
-        block_size=block_size,
-        max_running=max_running,
-        max_batched_tokens=max_batched_tokens,
+        block_size=options.block_size,
+        max_running=options.max_running,
+        max_batched_tokens=options.max_batched_tokens,
         max_model_len=limit,
         eos_token_ids=loaded.eos_token_ids,
-        no_evict=no_evict,
+        no_evict=options.no_evict,
     )
-    executor: TorchExecutor | None = None
-    ahead: Any = None
-    if rotation is None:
-        executor = TorchExecutor(loaded, pool, encoder)
-    else:
-        from workers.engines.native.cuda.executor import CudaExecutor
-
-        ahead = CudaExecutor(
-            loaded,
-            pool,
-            rotation,
-            width=-(-limit // block_size) + 1,
-            max_running=max_running,
-            max_batched_tokens=max_batched_tokens,
-            encoder=encoder,
-        )
-        if warm:
-            ahead.capture()
-    if warm and min(pool.blocks * block_size, limit) > WARM_TOKENS:
-        _warm_up(executor or ahead, pool.blocks, block_size, (0.0,) if ahead is None else (0.0, 1.0))
+    executor, ahead = _executors(loaded, pool, rotation, encoder, options, limit)
     info = EngineInfo(
         name="native",
-        block_size=block_size,
+        block_size=options.block_size,
         total_blocks=pool.blocks,
-        slots=max_running,
+        slots=options.max_running,
         max_model_len=limit,
         vocab_size=loaded.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
         kv_events=blocks.kv_events,
-        load_seconds=time.perf_counter() - (started or began),
+        load_seconds=time.perf_counter() - started,
         logits_processors=() if processors is None else processors.names,
-        max_batched_tokens=max_batched_tokens,
+        max_batched_tokens=options.max_batched_tokens,
     )
     return ScheduledEngine(info, scheduler, executor, encoder, processors, ahead)
 
 
-def _faster(model: Model, again: Callable[[], Model] | None) -> "tuple[Model, Rotation | None]":
-    """A model for the kernels of ``cuda``; without Triton, or if they do not suit it, as it was and None."""
+def _executors(
+    model: Model,
+    pool: Pool,
+    rotation: "Rotation | None",
+    encoder: TorchVisionEncoder | None,
+    options: NativeOptions,
+    limit: int,
+) -> "tuple[TorchExecutor | None, CudaExecutor | None]":
+    """The executor of the engine, warm if that is asked for: a ``CudaExecutor`` if the model has its kernels.
+
+    Args:
+        rotation: None: the model has no CUDA kernels.
+        limit: tokens of the longest sequence.
+    """
+    warm = options.warm and min(pool.blocks * options.block_size, limit) > WARM_TOKENS
+    if rotation is None:
+        executor = TorchExecutor(model, pool, encoder)
+        if warm:
+            _warm_up(executor, pool.blocks, options.block_size, temperatures=(0.0,))
+        return executor, None
+    from workers.engines.native.cuda.executor import CudaExecutor
+
+    ahead = CudaExecutor(
+        model,
+        pool,
+        rotation,
+        width=-(-limit // options.block_size) + 1,
+        max_running=options.max_running,
+        max_batched_tokens=options.max_batched_tokens,
+        encoder=encoder,
+    )
+    if options.warm:
+        ahead.capture()
+    if warm:
+        _warm_up(ahead, pool.blocks, options.block_size, temperatures=(0.0, 1.0))  # greedy and drawn tokens
+    return None, ahead
+
+
+def _with_kernels(model: Model, reload: Callable[[], Model] | None) -> "tuple[Model, Rotation | None]":
+    """Rewrite the model for the kernels of ``cuda``; None: Triton is missing, or they do not suit it."""
     try:
         from workers.engines.native.cuda.prepare import prepare
     except ImportError as error:
@@ -188,15 +158,14 @@ def _faster(model: Model, again: Callable[[], Model] | None) -> "tuple[Model, Ro
     try:
         return model, prepare(model)
     except (ModelError, Unsupported) as error:
-        if again is None:
+        if reload is None:
             raise
         log.warning("cuda_without_kernels", model=type(model.forward).__name__, reason=str(error))
-        return again(), None
+        return reload(), None
 
 
-def _warm_up(executor: Executor | None, blocks: int, block_size: int, temperatures: tuple[float, ...]) -> None:
-    """One step of a prompt and one of its answer, under a scheduler of its own: nothing is named or counted."""
-    assert executor is not None
+def _warm_up(executor: Executor, blocks: int, block_size: int, *, temperatures: tuple[float, ...]) -> None:
+    """Compute a short request per temperature. A scheduler of its own keeps them out of metrics and prefix cache."""
     scheduler = Scheduler(
         BlockManager(blocks, prefix_cache=False),
         block_size=block_size,
@@ -205,7 +174,7 @@ def _warm_up(executor: Executor | None, blocks: int, block_size: int, temperatur
         max_model_len=WARM_TOKENS,
     )
     half = WARM_TOKENS // 2
-    for temperature in temperatures:  # on CUDA each kind of draw is a kernel
+    for temperature in temperatures:  # on CUDA each way of sampling has its own kernel
         sampling = Sampling(temperature=temperature)
         scheduler.submit(SequenceRequest(temperature, [0] * half, sampling, Stop(half, ignore_eos=True)))
     while scheduler.has_work():
@@ -214,10 +183,10 @@ def _warm_up(executor: Executor | None, blocks: int, block_size: int, temperatur
 
 
 def find_device(name: str) -> torch.device:
-    """What "auto", "cpu" or "cuda" stands for.
+    """Resolve "auto", "cpu" or "cuda".
 
     Raises:
-        EngineError: there is no such device.
+        EngineError: CUDA is asked for, but there is no such device.
     """
     has_cuda = torch.cuda.is_available()
     if name == "cuda" and not has_cuda:
@@ -240,18 +209,21 @@ def _model_len(wanted: int, limit: int) -> int:
     return wanted or limit
 
 
-def _pool(model: Model, kv_blocks: int, block_size: int, model_len: int, kv_dtype: str, share: float) -> Pool:
-    if block_size < 1:
-        raise ValueError(f"block_size must be at least 1, not {block_size}")
-    dtype = DTYPES.get(kv_dtype, model.dtype)
-    block_bytes = model.shape.block_bytes(block_size, dtype)
-    blocks = kv_blocks or blocks_that_fit(block_bytes, -(-model_len // block_size), model.device, share)
+def _pool(model: Model, options: NativeOptions, model_len: int) -> Pool:
+    size = options.block_size
+    if size < 1:
+        raise ValueError(f"block_size must be at least 1, not {size}")
+    dtype = DTYPES.get(options.kv_dtype, model.dtype)
+    block_bytes = model.shape.block_bytes(size, dtype)
+    blocks = options.kv_blocks or blocks_that_fit(
+        block_bytes, -(-model_len // size), model.device, options.kv_memory_fraction
+    )
     if blocks < 1:
         raise EngineError(
             f"no memory is left for a single KV block of {block_bytes} bytes on {model.device}; "
             "set kv_blocks, raise kv_memory_fraction, lower block_size, or use a smaller model or dtype"
         )
     try:
-        return Pool(model.shape, blocks, block_size, dtype, model.device, model.dtype)
+        return Pool(model.shape, blocks, size, dtype, model.device, model.dtype)
     except OSError as error:  # mmap
         raise EngineError(f"{blocks} KV blocks of {block_bytes} bytes do not fit; lower kv_blocks") from error

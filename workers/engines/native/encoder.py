@@ -27,7 +27,7 @@ def build_encoder(
 
     Args:
         block_size, max_running, max_model_len: only passed on, in ``info``.
-        others: as of ``native.build.build``.
+        others: see ``NativeOptions``.
 
     Raises:
         ModelError: the model has no images that we can embed, or files are missing.

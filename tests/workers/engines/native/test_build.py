@@ -20,6 +20,7 @@ from workers.engines.native.attention import Unsupported, attention
 from workers.engines.native.build import build
 from workers.engines.native.executor import TorchExecutor
 from workers.engines.native.model import ModelError
+from workers.engines.native.options import NativeOptions
 from workers.engines.native.pool import KvShape, Pool
 
 
@@ -29,7 +30,7 @@ def llama(model_dir: Callable[[str], Path]) -> Path:
 
 
 def test_facts_come_from_the_model(llama: Path) -> None:
-    info = build(str(llama), device="cpu", kv_blocks=9, max_running=3).info
+    info = build(str(llama), NativeOptions(device="cpu", kv_blocks=9, max_running=3)).info
     assert (info.total_blocks, info.slots, info.vocab_size, info.max_model_len) == (9, 3, VOCAB, 512)
     assert info.eos_token_ids == (EOS,)
     assert info.load_seconds > 0
@@ -40,15 +41,16 @@ def test_default_pool_is_a_share_of_memory_that_is_only_taken_when_used(
 ) -> None:
     monkeypatch.setattr(pool_module, "free_bytes", lambda device: 1 << 40)
     block_bytes = 3 * 2 * 32 * 2 * 16 * 4
-    engine = build(str(llama), device="cpu")
+    engine = build(str(llama), NativeOptions(device="cpu"))
     assert engine.info.total_blocks == memory_budget.CPU_LIMIT_BYTES // block_bytes
     monkeypatch.setattr(pool_module, "free_bytes", lambda device: 100 * block_bytes)
-    assert build(str(llama), device="cpu").info.total_blocks == 25
+    assert build(str(llama), NativeOptions(device="cpu")).info.total_blocks == 25
     monkeypatch.setattr(pool_module, "free_bytes", lambda device: 40 * block_bytes)
-    assert build(str(llama), device="cpu").info.total_blocks == 512 // 32  # a whole sequence goes before the share
+    # One sequence of the longest length goes before the share of memory.
+    assert build(str(llama), NativeOptions(device="cpu")).info.total_blocks == 512 // 32
     monkeypatch.setattr(pool_module, "free_bytes", lambda device: 0)
     with pytest.raises(EngineError, match="kv_blocks"):
-        build(str(llama), device="cpu")
+        build(str(llama), NativeOptions(device="cpu"))
 
 
 @given(fraction=st.floats(0.01, 1.0))
@@ -77,12 +79,15 @@ def test_a_pool_takes_the_fraction_that_it_is_told(
 )
 def test_kv_is_kept_in_the_dtype_that_was_asked_for(llama: Path, name: str, dtype: torch.dtype) -> None:
     """Half the bytes, twice the blocks; and what is computed from it differs by its rounding only."""
-    engine: Any = build(str(llama), device="cpu", block_size=8, kv_blocks=16, kv_dtype=name)
+    engine: Any = build(str(llama), NativeOptions(device="cpu", block_size=8, kv_blocks=16, kv_dtype=name))
     assert engine._executor._pool.data.dtype == dtype
     assert engine.memory()["kv"].block_bytes == 3 * 2 * 8 * 2 * 16 * dtype.itemsize
     sampling = Sampling(temperature=0, logprobs=0)
     found = run(engine, [request(0, prompt(20), 8, sampling), request(1, prompt(20), 8, sampling)])
-    exact = run(build(str(llama), device="cpu", block_size=8, kv_blocks=16), [request(0, prompt(20), 8, sampling)])[0]
+    exact = run(
+        build(str(llama), NativeOptions(device="cpu", block_size=8, kv_blocks=16)),
+        [request(0, prompt(20), 8, sampling)],
+    )[0]
     assert tokens(found)[0] == tokens(found)[1]
     first, wanted = found[0][0].logprob, exact[0].logprob  # of tokens computed from the pool's values
     assert first is not None
@@ -132,25 +137,25 @@ def test_one_block_is_one_contiguous_range() -> None:
 
 def test_a_length_beyond_the_model_is_refused(llama: Path) -> None:
     with pytest.raises(ModelError, match=r"513.*takes 512"):
-        build(str(llama), device="cpu", max_model_len=513)
-    assert build(str(llama), device="cpu", kv_blocks=4, max_model_len=100).info.max_model_len == 100
+        build(str(llama), NativeOptions(device="cpu", max_model_len=513))
+    assert build(str(llama), NativeOptions(device="cpu", kv_blocks=4, max_model_len=100)).info.max_model_len == 100
 
 
 def test_rope_that_depends_on_the_batch_is_kept_within_its_constant_range(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
     LlamaForCausalLM(LlamaConfig(**{**COMMON, "rope_parameters": rope})).save_pretrained(tmp_path)
-    assert build(str(tmp_path), device="cpu", kv_blocks=4).info.max_model_len == 64
+    assert build(str(tmp_path), NativeOptions(device="cpu", kv_blocks=4)).info.max_model_len == 64
 
 
 def test_an_empty_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json"):
-        build(str(tmp_path), device="cpu")
+        build(str(tmp_path), NativeOptions(device="cpu"))
 
 
 def test_missing_weights_are_named(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((llama / "config.json").read_text())
     with pytest.raises(ModelError, match="safetensors"):
-        build(str(tmp_path), device="cpu")
+        build(str(tmp_path), NativeOptions(device="cpu"))
 
 
 @pytest.mark.parametrize(
@@ -168,7 +173,7 @@ def test_other_architectures_are_refused_before_weights_are_read(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(kind))
     with pytest.raises(ModelError, match=complaint):
-        build(str(tmp_path), device="cpu")
+        build(str(tmp_path), NativeOptions(device="cpu"))
 
 
 def test_models_that_do_more_than_the_interface_tells_are_refused(
@@ -176,7 +181,7 @@ def test_models_that_do_more_than_the_interface_tells_are_refused(
 ) -> None:
     DiffLlamaForCausalLM(DiffLlamaConfig(**COMMON)).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="attends twice"):
-        build(str(tmp_path), device="cpu", kv_blocks=4)
+        build(str(tmp_path), NativeOptions(device="cpu", kv_blocks=4))
 
     def unscaled(*args: Any, **kwargs: Any) -> Any:
         return attention(*args, **{**kwargs, "scaling": 1.0})
@@ -184,8 +189,8 @@ def test_models_that_do_more_than_the_interface_tells_are_refused(
     with monkeypatch.context() as patch:
         patch.setattr(attention_module, "attention", unscaled)
         with pytest.raises(ModelError, match="cannot be paged"):
-            build(str(model_dir("qwen3")), device="cpu", kv_blocks=4)
-    build(str(model_dir("qwen3")), device="cpu", kv_blocks=4)
+            build(str(model_dir("qwen3")), NativeOptions(device="cpu", kv_blocks=4))
+    build(str(model_dir("qwen3")), NativeOptions(device="cpu", kv_blocks=4))
 
 
 def test_attention_beyond_causal_is_refused() -> None:
@@ -201,7 +206,7 @@ def test_attention_beyond_causal_is_refused() -> None:
 
 
 def test_an_executor_that_runs_out_of_memory_names_the_knobs(llama: Path) -> None:
-    engine = build(str(llama), device="cpu", kv_blocks=16)
+    engine = build(str(llama), NativeOptions(device="cpu", kv_blocks=16))
     executor: Any = engine._executor
 
     def full(**_: Any) -> None:
@@ -218,7 +223,7 @@ def test_seeded_answers_are_the_same_alone_together_and_resumed(llama: Path) -> 
         return request(n, prompt(9 + n), 20, Sampling(temperature=0.8, top_p=0.95, seed=n), choice=n % 2, **more)
 
     def engine() -> Any:
-        return build(str(llama), device="cpu", block_size=8, kv_blocks=64)
+        return build(str(llama), NativeOptions(device="cpu", block_size=8, kv_blocks=64))
 
     together = tokens(run(engine(), [ask(n) for n in range(6)]))
     for n in range(6):
@@ -232,15 +237,17 @@ def test_penalties_survive_preemption_and_resumption(llama: Path) -> None:
     def ask(n: int, **more: Any) -> Any:
         return request(n, prompt(20, n), 24, Sampling(temperature=0, frequency_penalty=1.0), **more)
 
-    roomy = tokens(run(build(str(llama), device="cpu", block_size=8), [ask(n) for n in range(4)]))
-    tight = build(str(llama), device="cpu", block_size=8, kv_blocks=14)
+    roomy = tokens(run(build(str(llama), NativeOptions(device="cpu", block_size=8)), [ask(n) for n in range(4)]))
+    tight = build(str(llama), NativeOptions(device="cpu", block_size=8, kv_blocks=14))
     assert tokens(run(tight, [ask(n) for n in range(4)])) == roomy
     assert tight.stats().preemptions
     assert tokens(run(tight, [ask(0, generated=roomy[0][:9])]))[0] == roomy[0][9:]
 
 
 def test_logprobs_are_those_of_a_plain_forward(llama: Path) -> None:
-    answer = run(build(str(llama), device="cpu", kv_blocks=16), [request(0, prompt(11), 6, Sampling(logprobs=4))])[0]
+    answer = run(
+        build(str(llama), NativeOptions(device="cpu", kv_blocks=16)), [request(0, prompt(11), 6, Sampling(logprobs=4))]
+    )[0]
     drawn = [output.token for output in answer]
     with torch.inference_mode():
         logits = reference(llama)(torch.tensor([[*prompt(11), *drawn]])).logits[0, 10:-1]
@@ -251,7 +258,7 @@ def test_logprobs_are_those_of_a_plain_forward(llama: Path) -> None:
 
 
 def test_eos_ends_unless_too_early_or_ignored(llama: Path) -> None:
-    engine = build(str(llama), device="cpu", kv_blocks=16)
+    engine = build(str(llama), NativeOptions(device="cpu", kv_blocks=16))
     eager = Sampling(temperature=0, logit_bias={EOS: 100.0})
 
     def ask(**stop: Any) -> tuple[list[int], str]:

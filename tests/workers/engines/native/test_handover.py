@@ -20,6 +20,7 @@ from workers.engines.core.engine import EncodeEngine, ScheduledEngine
 from workers.engines.native.build import build
 from workers.engines.native.encoder import build_encoder
 from workers.engines.native.model import ModelError
+from workers.engines.native.options import NativeOptions
 
 DEMO = DIRECTORY.parent / "demo"
 ROOT = root("revision")
@@ -28,11 +29,14 @@ SIZE = 32
 
 
 def demo(**options: Any) -> ScheduledEngine:
-    return build(str(DEMO), **{"kv_blocks": 64, "block_size": SIZE, "device": "cpu", **options})
+    return build(str(DEMO), NativeOptions(**{"kv_blocks": 64, "block_size": SIZE, "device": "cpu", **options}))
 
 
 def seeing(**options: Any) -> ScheduledEngine:
-    return build(str(DIRECTORY), **{"kv_blocks": 64, "block_size": SIZE, "device": "cpu", "embed_slots": 8, **options})
+    return build(
+        str(DIRECTORY),
+        NativeOptions(**{"kv_blocks": 64, "block_size": SIZE, "device": "cpu", "embed_slots": 8, **options}),
+    )
 
 
 def copy(source: Memory, target: Memory, blocks: Sequence[int], into: Sequence[int]) -> None:

@@ -20,6 +20,7 @@ from workers.engines.base import Output, RequestError, SequenceRequest
 from workers.engines.core.engine import ScheduledEngine
 from workers.engines.logits.flags import from_settings
 from workers.engines.native.build import build
+from workers.engines.native.options import NativeOptions
 
 OWN_ONES = tuple(f"{OWN}:{name}" for name in ("Plus", "RaisesHalfway", "Returns", "Spoils", "TopK"))
 TEXT = "Grüße, 42 harbours!"
@@ -34,7 +35,7 @@ def engine(apply: str = "", **options: Any) -> ScheduledEngine:
     settings = WorkerSettings(logits_processor=OWN_ONES, default_logits_processors=apply)
     processors = from_settings(settings, modeldir.DEMO)
     given: dict[str, Any] = {"device": "cpu", "kv_blocks": 64, "threads": 1} | options
-    return build(str(modeldir.DEMO), processors=processors, **given)
+    return build(str(modeldir.DEMO), NativeOptions(**given), processors=processors)
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +208,7 @@ def test_names_are_told_and_others_are_refused_without_harm(demo: ScheduledEngin
 
 
 def test_engines_without_processors_refuse_them() -> None:
-    bare = build(str(modeldir.DEMO), device="cpu", kv_blocks=8)
+    bare = build(str(modeldir.DEMO), NativeOptions(device="cpu", kv_blocks=8))
     simulated = mock.build(vocab_size=model().vocab_size)
     for each in (bare, simulated):
         assert each.info.logits_processors == ()

@@ -12,6 +12,7 @@ from workers.engines.core.engine import ScheduledEngine
 from workers.engines.native.attention import ReferenceAttention, Span
 from workers.engines.native.build import build
 from workers.engines.native.model import load
+from workers.engines.native.options import NativeOptions
 from workers.engines.native.pool import Pool
 
 LENGTHS = (1, 9, 13, 16, 33, 47)  # around block borders and windows (8 and 12), and far beyond
@@ -24,7 +25,7 @@ def directory(request: pytest.FixtureRequest, model_dir: Callable[[str], Path]) 
 
 
 def engine(directory: Path, **options: Any) -> ScheduledEngine:
-    return build(str(directory), **{"block_size": 8, "kv_blocks": 64, "device": "cpu", **options})
+    return build(str(directory), NativeOptions(**{"block_size": 8, "kv_blocks": 64, "device": "cpu", **options}))
 
 
 def wanted(directory: Path) -> dict[object, list[int]]:

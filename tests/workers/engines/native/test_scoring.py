@@ -13,6 +13,7 @@ from tests.workers.engines.native.models import CONFIGS, drain, prompt, referenc
 from workers.engines.base import Engine, SequenceRequest
 from workers.engines.native import sampler
 from workers.engines.native.build import build
+from workers.engines.native.options import NativeOptions
 
 LENGTHS = (1, 2, 9, 16, 33, 47)
 TOP = 4
@@ -24,7 +25,7 @@ def directory(request: pytest.FixtureRequest, model_dir: Callable[[str], Path]) 
 
 
 def engine(directory: Path, **options: Any) -> Engine:
-    return build(str(directory), **{"block_size": 8, "kv_blocks": 64, "device": "cpu", **options})
+    return build(str(directory), NativeOptions(**{"block_size": 8, "kv_blocks": 64, "device": "cpu", **options}))
 
 
 def asked(length: int, *, top: int = TOP, score: int = 1, **more: Any) -> SequenceRequest:

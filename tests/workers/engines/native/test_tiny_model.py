@@ -11,6 +11,7 @@ from infra.demo_model.tiny import make
 from tests.workers.engines.native.conftest import TINY
 from tests.workers.engines.native.models import request, run, tokens
 from workers.engines.native.build import build
+from workers.engines.native.options import NativeOptions
 
 PROSE = """Many people ask the same question at the same time, and the system must decide which machine should answer
 each of them. A good design keeps the memory of earlier messages close to the place where the next answer is made, so
@@ -73,7 +74,7 @@ def test_the_chat_template_is_chatml(tokenizer: Any) -> None:
 def test_special_tokens_are_single_and_end_answers(tokenizer: Any) -> None:
     ids = [tokenizer(text)["input_ids"] for text in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")]
     assert ids == [[4093], [4094], [4095]]
-    assert set(build(str(TINY), device="cpu", kv_blocks=1).info.eos_token_ids) == {4093, 4095}
+    assert set(build(str(TINY), NativeOptions(device="cpu", kv_blocks=1)).info.eos_token_ids) == {4093, 4095}
 
 
 def test_the_engine_says_what_transformers_says(tokenizer: Any) -> None:
@@ -82,7 +83,7 @@ def test_the_engine_says_what_transformers_says(tokenizer: Any) -> None:
     )["input_ids"]
     model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     theirs = model.generate(torch.tensor([prompt]), max_new_tokens=32, do_sample=False, eos_token_id=None)
-    engine = build(str(TINY), device="cpu", kv_blocks=16)
+    engine = build(str(TINY), NativeOptions(device="cpu", kv_blocks=16))
     ours = tokens(run(engine, [request(0, prompt, 32)]))[0]
     assert ours == theirs[0, len(prompt) :].tolist()
     assert len(set(ours)) > 16

@@ -32,12 +32,13 @@ from workers.engines.native import vision as vision_module
 from workers.engines.native.build import build
 from workers.engines.native.encoder import build_encoder
 from workers.engines.native.model import ModelError
+from workers.engines.native.options import NativeOptions
 
 PICTURES = (1, 2, 3, 4)
 
 
 def engine(**options: Any) -> ScheduledEngine:
-    return build(str(DIRECTORY), **{"kv_blocks": 64, "device": "cpu", "embed_slots": 8, **options})
+    return build(str(DIRECTORY), NativeOptions(**{"kv_blocks": 64, "device": "cpu", "embed_slots": 8, **options}))
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +275,7 @@ def test_a_whole_model_and_an_encoder_are_engines_that_see(seeing: ScheduledEngi
 
 
 def test_a_text_model_has_no_eyes() -> None:
-    native = build(str(DIRECTORY.parent / "demo"), kv_blocks=4, device="cpu")
+    native = build(str(DIRECTORY.parent / "demo"), NativeOptions(kv_blocks=4, device="cpu"))
     assert native.slot_tokens == 0
     assert set(native.memory()) == {"kv"}
     request = asking(0, prompt(1), [(0,)], [1])

@@ -16,6 +16,7 @@ from tests.workers.engines.trtllm.conftest import BLOCK, LIMIT, MODEL, Told, ask
 from workers.engines.base import Engine, EngineError, RequestError
 from workers.engines.external import engine as shell
 from workers.engines.native.build import build as native_engine
+from workers.engines.native.options import NativeOptions
 from workers.engines.trtllm import follow
 
 Make = Callable[..., Any]
@@ -33,7 +34,7 @@ def prompt(vocabulary: modeldir.ModelDir) -> list[int]:
 @pytest.fixture(scope="session")
 def expected(prompt: list[int]) -> list[int]:
     """What our own engine goes on with, greedily."""
-    engine = native_engine(str(MODEL), device="cpu", dtype="float32", max_model_len=LIMIT, kv_blocks=64)
+    engine = native_engine(str(MODEL), NativeOptions(device="cpu", dtype="float32", max_model_len=LIMIT, kv_blocks=64))
     told = run(engine, ask("a", prompt, 24, ignore_eos=True))
     engine.close()
     return told.tokens("a")

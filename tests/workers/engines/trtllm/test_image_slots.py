@@ -15,6 +15,7 @@ from tests.workers.engines.trtllm.conftest import ask, run
 from tests.workers.engines.trtllm.test_encoder import VISION, png
 from workers.engines.base import MediaSpan, RequestError
 from workers.engines.native.build import build as native_engine
+from workers.engines.native.options import NativeOptions
 from workers.engines.trtllm import encoder_from_settings, from_settings
 from workers.engines.trtllm.image_slots import collapsed
 
@@ -55,7 +56,9 @@ def seen(engine: Any, colors: list[str], places: list[int]) -> list[MediaSpan]:
 
 
 def native_answer(tokens: list[int], colors: list[str], places: list[int]) -> list[int]:
-    engine = native_engine(str(VISION), device="cpu", dtype="float32", max_model_len=512, kv_blocks=64, embed_slots=4)
+    engine = native_engine(
+        str(VISION), NativeOptions(device="cpu", dtype="float32", max_model_len=512, kv_blocks=64, embed_slots=4)
+    )
     told = run(engine, ask("a", tokens, 8, ignore_eos=True, media=seen(engine, colors, places)))
     engine.close()
     return told.tokens("a")

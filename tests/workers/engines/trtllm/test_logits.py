@@ -15,6 +15,7 @@ from workers.engines.base import Engine, RequestError
 from workers.engines.logits import trtllm_form
 from workers.engines.logits.flags import from_settings
 from workers.engines.native.build import build
+from workers.engines.native.options import NativeOptions
 
 TEXT = "Forced: 42 harbours!"
 SETTINGS = WorkerSettings(
@@ -61,7 +62,11 @@ def test_the_same_processors_give_what_they_give_in_the_native_engine(engine: En
         "plain": [],
     }
     asked = [ask(key, prompt, 24, sampling(*processors)) for key, processors in choices.items()]
-    native = build(str(MODEL), device="cpu", kv_blocks=64, block_size=BLOCK, processors=from_settings(SETTINGS, MODEL))
+    native = build(
+        str(MODEL),
+        NativeOptions(device="cpu", kv_blocks=64, block_size=BLOCK),
+        processors=from_settings(SETTINGS, MODEL),
+    )
     expected = {key: [output.token for output in several] for key, several in run_native(native, asked).items()}
     got = answers(engine, *asked)
     assert got == expected

@@ -1,0 +1,43 @@
+"""The options of a native engine. This module does not import torch."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeOptions:
+    """How to load a model, and the sizes and policies of its engine.
+
+    Attributes:
+        block_size: tokens per KV block.
+        kv_blocks: 0: as many as free memory allows.
+        max_running: sequences that run at once.
+        max_batched_tokens: tokens computed per step, prompt and decode.
+        max_model_len: prompt + output of one sequence, tokens; 0: the model's own limit.
+        device: "auto", "cpu" or "cuda"; "auto": CUDA if there is a device.
+        dtype: of the weights; "auto": float32 on a CPU, otherwise that of the checkpoint.
+        threads: torch's, for this process; 0: as many as there are free cores on a CPU, see ``cpu_budget``.
+        embed_slots: images whose embeddings a vision model keeps; 0: 256, or fewer if memory is short.
+        kv_dtype: of the KV cache; "auto": the weights'.
+        kv_memory_fraction: of free memory, for the KV cache; 0: 0.85 on CUDA, a quarter on a CPU.
+        no_evict: see ``Scheduler``.
+        warm: compute a short request first, so that no client waits while libraries load and kernels are chosen.
+    """
+
+    block_size: int = 32
+    kv_blocks: int = 0
+    max_running: int = 256
+    max_batched_tokens: int = 8192
+    max_model_len: int = 0
+    prefix_cache: bool = True
+    kv_events: bool = True
+    device: str = "auto"
+    dtype: str = "auto"
+    threads: int = 0
+    embed_slots: int = 0
+    kv_dtype: str = "auto"
+    kv_memory_fraction: float = 0.0
+    no_evict: bool = False
+    warm: bool = False
+
+
+DEFAULTS = NativeOptions()
