@@ -29,7 +29,9 @@ class Worker:
     """A mock engine with ranks, and what its worker makes of its steps."""
 
     def __init__(self) -> None:
-        self.engine = mock.build_data_parallel(RANKS, vocab_size=50, block_size=BLOCK, total_blocks=12, speedup=0)
+        self.engine = mock.build_data_parallel(
+            RANKS, mock.MockOptions(vocab_size=50, block_size=BLOCK, total_blocks=12, speedup=0)
+        )
         self.seqs = [0] * RANKS
         self._keys = iter(range(1_000_000))
 

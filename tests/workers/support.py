@@ -361,7 +361,7 @@ def engine(**options: Any) -> ControlledEngine:
         "max_model_len": 1000,
         "speedup": 0,
     }
-    return ControlledEngine(mock.build(**defaults | options))
+    return ControlledEngine(mock.build(mock.MockOptions(**defaults | options)))
 
 
 class WorkerHarness:

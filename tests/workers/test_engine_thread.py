@@ -57,8 +57,8 @@ class Harness:
     def __init__(self, clock: Callable[[], float] | None = None, **options: Any) -> None:
         defaults: dict[str, Any] = {"vocab_size": 1000, "block_size": 4, "total_blocks": 256, "speedup": 0}
         ranks = options.pop("ranks", 1)
-        options = defaults | options
-        self.engine = Counted(mock.build_data_parallel(ranks, **options) if ranks > 1 else mock.build(**options))
+        given = mock.MockOptions(**defaults | options)
+        self.engine = Counted(mock.build_data_parallel(ranks, given) if ranks > 1 else mock.build(given))
         self.flushes: queue.SimpleQueue[Flush] = queue.SimpleQueue()
         self.failures: list[BaseException] = []
         self.thread = EngineThread(
@@ -513,8 +513,8 @@ def test_a_rank_that_does_not_exist_is_refused_and_ranks_share_nothing(harness: 
 
 def test_ranks_wait_for_the_slowest_of_them() -> None:
     slept: list[float] = []
-    engine = mock.build_data_parallel(2, vocab_size=100, block_size=4, sleep=slept.append)
-    alone = mock.build(vocab_size=100, block_size=4, sleep=slept.append)
+    engine = mock.build_data_parallel(2, mock.MockOptions(vocab_size=100, block_size=4), sleep=slept.append)
+    alone = mock.build(mock.MockOptions(vocab_size=100, block_size=4), sleep=slept.append)
     long, short = list(range(64)), [1, 2]
     alone.submit(sequence(new_choice("a"), long, 1))
     alone.step()

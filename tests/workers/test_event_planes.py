@@ -59,7 +59,7 @@ async def worker(
     """A worker on an event plane; ``others``: further publishers of its blocks."""
     inner: Any = Clearing(
         mock.build_data_parallel(
-            RANKS, vocab_size=1000, block_size=BLOCK, total_blocks=48, max_model_len=1000, speedup=0
+            RANKS, mock.MockOptions(vocab_size=1000, block_size=BLOCK, total_blocks=48, max_model_len=1000, speedup=0)
         )
     )
     outer = inner

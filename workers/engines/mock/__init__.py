@@ -1,10 +1,9 @@
-"""The mock engine: real scheduler, block manager, KV events and memory; no model, simulated step time."""
+"""The mock engine: a real scheduler, block manager, KV events and memory; no model, and simulated step times."""
 
-import functools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from configs.settings import WorkerSettings
 from infra.model import modeldir
@@ -21,100 +20,114 @@ DEFAULT_BLOCKS = 16_384
 DEFAULT_SLOTS = 256
 
 
-def build(
-    *,
-    vocab_size: int,
-    eos_token_ids: Iterable[int] = (),
-    excluded: Iterable[int] = (),
-    block_size: int = 32,
-    total_blocks: int = DEFAULT_BLOCKS,
-    max_running: int = 256,
-    max_batched_tokens: int = 8192,
-    max_model_len: int = 131_072,
-    prefix_cache: bool = True,
-    kv_events: bool = True,
-    speedup: float = 1.0,
-    sleep: Callable[[float], None] = time.sleep,
-    memory_block_bytes: int = 0,
-    image_tokens: int = 0,
-    embed_slots: int = 0,
-    no_evict: bool = False,
-) -> ScheduledEngine:
-    """A mock engine.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MockOptions:
+    """The simulated model, and the sizes and policies of its engine.
 
-    Args:
+    Attributes:
+        vocab_size: token ids of the model.
         eos_token_ids: end a sequence when drawn; add them to ``excluded`` for answers that run to ``max_tokens``.
-        excluded: ids never drawn, such as special tokens.
-        total_blocks: in the pool; 0: the default.
-        speedup: how much faster than a GPU a step is; 0: it takes no time.
-        memory_block_bytes: of each KV block, which then holds a checksum of what it stands for; 0: no memory.
+        excluded: ids that are never drawn, such as special tokens.
+        block_size: tokens per KV block.
+        total_blocks: of the KV cache; 0: the default.
+        max_running: sequences that run at once.
+        max_batched_tokens: tokens computed per step, prompt and decode.
+        max_model_len: prompt + output of one sequence, tokens.
+        speedup: how many times faster than a GPU a step is; 0: it takes no time.
+        memory_block_bytes: of each KV block, which then holds a checksum of its tokens; 0: no memory.
         image_tokens: placeholder tokens of an image; 0: a text model.
         embed_slots: images whose embeddings are kept; 0: the default.
         no_evict: see ``Scheduler``.
+    """
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    excluded: Collection[int] = ()
+    block_size: int = 32
+    total_blocks: int = DEFAULT_BLOCKS
+    max_running: int = 256
+    max_batched_tokens: int = 8192
+    max_model_len: int = 131_072
+    prefix_cache: bool = True
+    kv_events: bool = True
+    speedup: float = 1.0
+    memory_block_bytes: int = 0
+    image_tokens: int = 0
+    embed_slots: int = 0
+    no_evict: bool = False
+
+
+def build(options: MockOptions, *, sleep: Callable[[float], None] = time.sleep) -> ScheduledEngine:
+    """Make a mock engine.
+
+    Args:
+        sleep: waits for a step's simulated time, seconds.
 
     Raises:
         ValueError: a size below 1, or every id is excluded.
     """
     started = time.perf_counter()
-    eos = tuple(eos_token_ids)
-    blocks = BlockManager(total_blocks or DEFAULT_BLOCKS, prefix_cache=prefix_cache, kv_events=kv_events)
+    blocks = BlockManager(
+        options.total_blocks or DEFAULT_BLOCKS, prefix_cache=options.prefix_cache, kv_events=options.kv_events
+    )
     scheduler = Scheduler(
         blocks,
-        block_size=block_size,
-        max_running=max_running,
-        max_batched_tokens=max_batched_tokens,
-        max_model_len=max_model_len,
-        eos_token_ids=eos,
-        no_evict=no_evict,
+        block_size=options.block_size,
+        max_running=options.max_running,
+        max_batched_tokens=options.max_batched_tokens,
+        max_model_len=options.max_model_len,
+        eos_token_ids=options.eos_token_ids,
+        no_evict=options.no_evict,
     )
-    encoder = MockVisionEncoder(embed_slots or DEFAULT_SLOTS, image_tokens) if image_tokens else None
-    pool = MockBlocks(blocks.total_blocks, block_size, memory_block_bytes, encoder) if memory_block_bytes else None
+    encoder: MockVisionEncoder | None = None
+    if options.image_tokens:
+        encoder = MockVisionEncoder(options.embed_slots or DEFAULT_SLOTS, options.image_tokens)
+    pool: MockBlocks | None = None
+    if options.memory_block_bytes:
+        pool = MockBlocks(blocks.total_blocks, options.block_size, options.memory_block_bytes, encoder)
     executor = MockExecutor(
-        Vocabulary(vocab_size, excluded),
-        blocks.total_blocks * block_size,
-        speedup=speedup,
+        Vocabulary(options.vocab_size, options.excluded),
+        blocks.total_blocks * options.block_size,
+        speedup=options.speedup,
         sleep=sleep,
         blocks=pool,
         encoder=encoder,
     )
     info = EngineInfo(
         name="mock",
-        block_size=block_size,
+        block_size=options.block_size,
         total_blocks=blocks.total_blocks,
-        slots=max_running,
-        max_model_len=max_model_len,
-        vocab_size=vocab_size,
-        eos_token_ids=eos,
+        slots=options.max_running,
+        max_model_len=options.max_model_len,
+        vocab_size=options.vocab_size,
+        eos_token_ids=options.eos_token_ids,
         kv_events=blocks.kv_events,
         load_seconds=time.perf_counter() - started,
-        max_batched_tokens=max_batched_tokens,
+        max_batched_tokens=options.max_batched_tokens,
     )
     return ScheduledEngine(info, scheduler, executor, encoder)
 
 
 def build_data_parallel(
-    ranks: int,
-    *,
-    eos_token_ids: Iterable[int] = (),
-    excluded: Iterable[int] = (),
-    sleep: Callable[[float], None] = time.sleep,
-    **options: Any,
+    ranks: int, options: MockOptions, *, sleep: Callable[[float], None] = time.sleep
 ) -> DataParallelEngine:
-    """A mock engine with attention data parallelism; arguments as of ``build``, for each rank.
+    """Make a mock engine with attention data parallelism.
+
+    Args:
+        options: of each rank.
+        sleep: as of ``build``. A step takes as long as that of the slowest rank.
 
     Raises:
         ValueError: as of ``build``.
     """
-    times: list[float] = []  # of this step, by rank
+    durations: list[float] = []  # of the current step, by rank
 
     def pause() -> None:
-        if times:
-            sleep(max(times))
-            times.clear()
+        if durations:
+            sleep(max(durations))
+            durations.clear()
 
-    eos, barred = tuple(eos_token_ids), frozenset(excluded)
-    engines = [build(eos_token_ids=eos, excluded=barred, sleep=times.append, **options) for _ in range(ranks)]
-    return DataParallelEngine(engines, pause)
+    return DataParallelEngine([build(options, sleep=durations.append) for _ in range(ranks)], pause)
 
 
 def build_encoder(
@@ -122,12 +135,12 @@ def build_encoder(
     image_tokens: int,
     embed_slots: int = 0,
     vocab_size: int,
-    eos_token_ids: Iterable[int] = (),
+    eos_token_ids: tuple[int, ...] = (),
     block_size: int = 32,
     max_running: int = 256,
     max_model_len: int = 131_072,
 ) -> EncodeEngine:
-    """The mock of an encode worker's engine; arguments as of ``build``."""
+    """Make the mock of an encode worker's engine; for the arguments see ``MockOptions``."""
     encoder = MockVisionEncoder(embed_slots or DEFAULT_SLOTS, image_tokens)
     info = EngineInfo(
         name="mock",
@@ -136,7 +149,7 @@ def build_encoder(
         slots=max_running,
         max_model_len=max_model_len,
         vocab_size=vocab_size,
-        eos_token_ids=tuple(eos_token_ids),
+        eos_token_ids=eos_token_ids,
         kv_events=False,
     )
     return EncodeEngine(info, encoder)
@@ -145,22 +158,20 @@ def build_encoder(
 def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine | DataParallelEngine:
     """A mock of the model in ``path``: its vocabulary and limits, answers of text that run to ``max_tokens``.
 
-    With several ranks, sizes in the settings are those of each.
+    With several ranks, the sizes in the settings are those of each.
 
     Raises:
         modeldir.ModelError: the directory cannot be used.
-        ValueError: no token of the vocabulary stands for text of its own, or ranks in a role that hands KV over.
+        ValueError: no token of the vocabulary is text by itself, or several ranks in a disaggregated role.
     """
     model = modeldir.load(path)
     ranks = settings.mock_ranks
     if ranks > 1 and settings.role != "aggregated":
         raise ValueError(f"--mock-ranks {ranks}: only workers of --role aggregated have ranks")
-    make = functools.partial(build_data_parallel, ranks) if ranks > 1 else build
-    seen = 0 if model.vision is None or ranks > 1 else model.vision.image_tokens
-    return make(
+    options = MockOptions(
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
-        excluded=_without_text(model),
+        excluded=frozenset(_without_text(model)),
         block_size=settings.block_size,
         total_blocks=settings.kv_blocks,
         max_running=settings.max_running,
@@ -170,14 +181,15 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine | Dat
         kv_events=settings.publish_events_and_metrics,
         speedup=settings.mock_speedup,
         memory_block_bytes=0 if settings.role == "aggregated" else BLOCK_BYTES,
-        image_tokens=seen,
+        image_tokens=0 if model.vision is None or ranks > 1 else model.vision.image_tokens,
         embed_slots=settings.embed_slots,
         no_evict=settings.scheduler_policy == "guaranteed_no_evict",
     )
+    return build(options) if ranks == 1 else build_data_parallel(ranks, options)
 
 
 def encoder_from_settings(settings: WorkerSettings, path: Path) -> EncodeEngine:
-    """A mock of what encodes the images of the model in ``path``.
+    """A mock of the vision encoder of the model in ``path``.
 
     Raises:
         modeldir.ModelError: the directory cannot be used, or the model takes no images.
@@ -197,7 +209,7 @@ def encoder_from_settings(settings: WorkerSettings, path: Path) -> EncodeEngine:
 
 
 def _without_text(model: modeldir.ModelDir) -> Iterator[int]:
-    """Ids that show nothing by themselves: special ones, parts of characters, padding of the vocabulary; and EOS."""
+    """Ids without text of their own: EOS, special tokens, parts of characters, padding of the vocabulary."""
     yield from model.eos_token_ids
     texts = model.tokenizer.decode_batch([[token] for token in range(model.vocab_size)])
     for token, text in enumerate(texts):
@@ -208,6 +220,7 @@ def _without_text(model: modeldir.ModelDir) -> Iterator[int]:
 __all__ = [
     "DEFAULT_BLOCKS",
     "DEFAULT_SLOTS",
+    "MockOptions",
     "build",
     "build_data_parallel",
     "build_encoder",

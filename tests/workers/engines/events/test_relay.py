@@ -43,8 +43,8 @@ _keys = itertools.count()
 
 
 def engine(ranks: int = 1, **options: Any) -> Engine:
-    given = {"vocab_size": 1000, "block_size": BLOCK, "total_blocks": 64, "speedup": 0} | options
-    return mock.build_data_parallel(ranks, **given) if ranks > 1 else mock.build(**given)
+    given = mock.MockOptions(**{"vocab_size": 1000, "block_size": BLOCK, "total_blocks": 64, "speedup": 0} | options)
+    return mock.build_data_parallel(ranks, given) if ranks > 1 else mock.build(given)
 
 
 def ask(prompt: list[int], max_tokens: int = 2, rank: int = 0) -> SequenceRequest:

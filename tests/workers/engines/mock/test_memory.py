@@ -29,7 +29,7 @@ from workers.engines.base import (
     StepResult,
 )
 from workers.engines.core.engine import EncodeEngine, ScheduledEngine
-from workers.engines.mock import build, build_encoder, encoder_from_settings, from_settings
+from workers.engines.mock import MockOptions, build, build_encoder, encoder_from_settings, from_settings
 from workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
 from workers.engines.mock.memory import BLOCK_BYTES, SLOT_BYTES, embedding
 
@@ -43,7 +43,7 @@ VOCABULARY = Vocabulary(300)
 
 def engine(**options: Any) -> ScheduledEngine:
     sizes = {"block_size": SIZE, "total_blocks": 64, "memory_block_bytes": BLOCK_BYTES, "image_tokens": IMAGE_TOKENS}
-    return build(vocab_size=300, speedup=0, embed_slots=6, **sizes | options)
+    return build(MockOptions(vocab_size=300, speedup=0, embed_slots=6, **sizes | options))
 
 
 def spans(slots: Sequence[Sequence[int]], raws: Sequence[bytes] = RAW) -> list[MediaSpan]:

@@ -12,7 +12,7 @@ from schemas.errors import Code
 from schemas.kv import Stored
 from schemas.requests import Sampling, Stop
 from workers.engines.base import Engine, EngineInfo, Output, RequestError, SequenceRequest
-from workers.engines.mock import DEFAULT_BLOCKS, build, from_settings
+from workers.engines.mock import DEFAULT_BLOCKS, MockOptions, build, from_settings
 from workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
 
 PROMPT = list(range(40, 90))
@@ -43,19 +43,19 @@ def tokens(outputs: list[Output]) -> list[int]:
 
 
 def test_it_says_what_it_is() -> None:
-    engine = build(vocab_size=100, eos_token_ids=(2,), max_running=3, max_model_len=77, speedup=0)
+    engine = build(MockOptions(vocab_size=100, eos_token_ids=(2,), max_running=3, max_model_len=77, speedup=0))
     info: EngineInfo = engine.info
     assert (info.name, info.block_size, info.total_blocks, info.slots) == ("mock", 32, DEFAULT_BLOCKS, 3)
     assert (info.max_model_len, info.vocab_size, info.eos_token_ids, info.kv_events) == (77, 100, (2,), True)
-    assert not build(vocab_size=100, prefix_cache=False).info.kv_events
-    assert build(vocab_size=100, total_blocks=0).info.total_blocks == DEFAULT_BLOCKS
+    assert not build(MockOptions(vocab_size=100, prefix_cache=False)).info.kv_events
+    assert build(MockOptions(vocab_size=100, total_blocks=0)).info.total_blocks == DEFAULT_BLOCKS
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), DRAWN])
 @pytest.mark.parametrize("cut", range(0, 20, 3))
 def test_another_worker_continues_as_the_first_would_have(sampling: Sampling, cut: int) -> None:
-    whole = answer(build(vocab_size=300, speedup=0), request(sampling=sampling, choice=1))
-    other = build(vocab_size=300, block_size=4, max_batched_tokens=5, prefix_cache=False, speedup=0)
+    whole = answer(build(MockOptions(vocab_size=300, speedup=0)), request(sampling=sampling, choice=1))
+    other = build(MockOptions(vocab_size=300, block_size=4, max_batched_tokens=5, prefix_cache=False, speedup=0))
     rest = answer(other, request(sampling=sampling, choice=1, generated=array("I", tokens(whole)[:cut])))
     assert tokens(rest) == tokens(whole)[cut:]
     assert tokens(whole) == expected_tokens(PROMPT, 20, Vocabulary(300), sampling=sampling, choice=1)
@@ -81,15 +81,17 @@ def test_choices_and_seeds_differ_only_when_drawn() -> None:
 
 
 def test_excluded_ids_are_never_drawn_and_the_others_are() -> None:
-    said = set(tokens(answer(build(vocab_size=12, excluded=(0, 3, 11), speedup=0), request(300, prompt=[1]))))
+    said = set(
+        tokens(answer(build(MockOptions(vocab_size=12, excluded=(0, 3, 11), speedup=0)), request(300, prompt=[1])))
+    )
     assert said == set(range(12)) - {0, 3, 11}
     with pytest.raises(ValueError, match="all 3 token ids are excluded"):
-        build(vocab_size=3, excluded=range(5))
+        build(MockOptions(vocab_size=3, excluded=range(5)))
 
 
 def test_eos_and_stop_ids_are_not_drawn_before_min_tokens() -> None:
     def said(min_tokens: int) -> list[Output]:
-        engine = build(vocab_size=6, eos_token_ids=(2,), speedup=0)
+        engine = build(MockOptions(vocab_size=6, eos_token_ids=(2,), speedup=0))
         return answer(engine, request(400, prompt=[1], token_ids=(4, 5), min_tokens=min_tokens))
 
     early = said(0)
@@ -108,7 +110,7 @@ def test_eos_and_stop_ids_are_not_drawn_before_min_tokens() -> None:
 
 def test_min_tokens_counts_what_earlier_attempts_generated() -> None:
     def said(generated: list[int]) -> list[int]:
-        engine = build(vocab_size=6, eos_token_ids=(2,), speedup=0)
+        engine = build(MockOptions(vocab_size=6, eos_token_ids=(2,), speedup=0))
         return tokens(answer(engine, request(400, prompt=[1], token_ids=(4, 5), min_tokens=12, generated=generated)))
 
     whole = said([])
@@ -122,7 +124,7 @@ def test_if_all_ids_are_barred_one_is_drawn_all_the_same() -> None:
 
 @pytest.mark.parametrize("wanted", [0, 1, 5, 50])
 def test_logprobs_are_plausible(wanted: int) -> None:
-    engine = build(vocab_size=20, excluded=(0,), speedup=0)
+    engine = build(MockOptions(vocab_size=20, excluded=(0,), speedup=0))
     for output in answer(engine, request(prompt=[1], sampling=Sampling(temperature=0.0, logprobs=wanted))):
         assert output.logprob
         top = output.logprob.top
@@ -135,12 +137,14 @@ def test_logprobs_are_plausible(wanted: int) -> None:
 
 
 def test_no_logprobs_unless_asked() -> None:
-    assert all(output.logprob is None for output in answer(build(vocab_size=20, speedup=0), request(prompt=[1])))
+    assert all(
+        output.logprob is None for output in answer(build(MockOptions(vocab_size=20, speedup=0)), request(prompt=[1]))
+    )
 
 
 @pytest.mark.parametrize("more", [{"prompt": [5, 100]}, {"generated": [100]}])
 def test_ids_outside_the_vocabulary_are_refused(more: dict[str, list[int]]) -> None:
-    engine = build(vocab_size=100, speedup=0)
+    engine = build(MockOptions(vocab_size=100, speedup=0))
     with pytest.raises(RequestError, match="token id 100 is outside the vocabulary of 100") as caught:
         engine.submit(request(**more))  # type: ignore[arg-type]
     assert caught.value.code == Code.invalid_request
@@ -148,7 +152,7 @@ def test_ids_outside_the_vocabulary_are_refused(more: dict[str, list[int]]) -> N
 
 
 def test_stats_and_dump_tell_of_the_cache() -> None:
-    engine = build(vocab_size=300, block_size=8, total_blocks=32, speedup=0)
+    engine = build(MockOptions(vocab_size=300, block_size=8, total_blocks=32, speedup=0))
     answer(engine, request(1))
     stats = engine.stats()
     assert (stats.used_blocks, stats.cached_blocks, stats.free_blocks) == (0, 6, 26)
@@ -165,7 +169,7 @@ def test_stats_and_dump_tell_of_the_cache() -> None:
 
 
 def test_a_step_without_work_is_empty() -> None:
-    engine = build(vocab_size=300, speedup=1, sleep=lambda seconds: pytest.fail("waited for nothing"))
+    engine = build(MockOptions(vocab_size=300, speedup=1), sleep=lambda seconds: pytest.fail("waited for nothing"))
     assert not any(engine.step())
 
 

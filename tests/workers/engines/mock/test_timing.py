@@ -3,7 +3,7 @@ import pytest
 from schemas.requests import Sampling, Stop
 from workers.engines.base import SequenceRequest
 from workers.engines.core.sequence import Sequence, Slot
-from workers.engines.mock import build
+from workers.engines.mock import MockOptions, build
 from workers.engines.mock.timing import decode_seconds, prefill_seconds, step_seconds
 
 CAPACITY = 16_384 * 64
@@ -50,7 +50,7 @@ def test_generated_tokens_computed_again_cost_no_prefill() -> None:
 
 def test_the_engine_waits_so_long_divided_by_the_speedup() -> None:
     waited: list[float] = []
-    engine = build(vocab_size=99, total_blocks=100, block_size=10, speedup=4, sleep=waited.append)
+    engine = build(MockOptions(vocab_size=99, total_blocks=100, block_size=10, speedup=4), sleep=waited.append)
     engine.submit(SequenceRequest("k", [1] * 64, Sampling(), Stop(2)))
     while engine.has_work():
         engine.step()
@@ -58,7 +58,7 @@ def test_the_engine_waits_so_long_divided_by_the_speedup() -> None:
 
 
 def test_speedup_zero_never_waits() -> None:
-    engine = build(vocab_size=99, speedup=0, sleep=lambda seconds: pytest.fail("waited"))
+    engine = build(MockOptions(vocab_size=99, speedup=0), sleep=lambda seconds: pytest.fail("waited"))
     engine.submit(SequenceRequest("k", [1] * 64, Sampling(), Stop(2)))
     while engine.has_work():
         engine.step()

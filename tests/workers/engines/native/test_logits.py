@@ -209,7 +209,7 @@ def test_names_are_told_and_others_are_refused_without_harm(demo: ScheduledEngin
 
 def test_engines_without_processors_refuse_them() -> None:
     bare = build(str(modeldir.DEMO), NativeOptions(device="cpu", kv_blocks=8))
-    simulated = mock.build(vocab_size=model().vocab_size)
+    simulated = mock.build(mock.MockOptions(vocab_size=model().vocab_size))
     for each in (bare, simulated):
         assert each.info.logits_processors == ()
         with pytest.raises(RequestError, match="registered: none") as caught:
