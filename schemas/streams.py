@@ -112,7 +112,30 @@ def submissions(
 
 
 def topology(s: Subjects, *, record: bool = False) -> Topology:
-    """The streams of one namespace. ``record``: keep everything that a replay needs as long as records."""
+    """Everything of one namespace. ``record``: keep all that a replay needs as long as records."""
+
+    def followed(name: str) -> BucketSpec:
+        keys = f"$KV.{s.bucket(name)}.>"
+        return BucketSpec(s.bucket(name), live=(keys, s.live(keys)))
+
+    submit, gateways = submissions(s)
+    return Topology(
+        streams=(submit, *_streams(s, record)),
+        buckets=(followed("workers"), followed("tenants"), BucketSpec(s.bucket("idempotency"))),
+        objects=(
+            # A request may name an object up to half the object's age limit later, and then run this long.
+            ObjectSpec(s.bucket("media"), 2 * HOUR + 5 * MINUTE, 4 * GIB),
+            ObjectSpec(s.bucket("snapshots"), DAY, GIB),
+            ObjectSpec(s.bucket("batches"), 7 * DAY, 4 * GIB),
+            ObjectSpec(s.bucket("results"), 6 * HOUR, 8 * GIB),  # images and videos, until they are fetched
+        ),
+        consumers=(*_router_consumers(s), gateways),
+        subjects=s,
+    )
+
+
+def _streams(s: Subjects, record: bool) -> tuple[StreamSpec, ...]:
+    """The streams that the pipeline's own processes publish to."""
     day, hour = (WEEK, WEEK) if record else (DAY, HOUR)
 
     def stream(name: str, *kinds: str, age: float, size: int, **more: object) -> StreamSpec:
@@ -121,8 +144,7 @@ def topology(s: Subjects, *, record: bool = False) -> Topology:
     def live(kind: str) -> tuple[str, str]:
         return s.all(kind), s.live(s.all(kind))
 
-    streams = (
-        submissions(s)[0],
+    return (
         stream("REQUESTS", "request", age=DAY, size=4 * GIB, description="accepted requests"),
         stream(
             "WORK",
@@ -148,19 +170,9 @@ def topology(s: Subjects, *, record: bool = False) -> Topology:
         ),
     )
 
-    def followed(name: str) -> BucketSpec:
-        keys = f"$KV.{s.bucket(name)}.>"
-        return BucketSpec(s.bucket(name), live=(keys, s.live(keys)))
 
-    buckets = (followed("workers"), followed("tenants"), BucketSpec(s.bucket("idempotency")))
-    objects = (
-        # A request may name an object up to half the object's age limit later, and then run this long.
-        ObjectSpec(s.bucket("media"), 2 * HOUR + 5 * MINUTE, 4 * GIB),
-        ObjectSpec(s.bucket("snapshots"), DAY, GIB),
-        ObjectSpec(s.bucket("batches"), 7 * DAY, 4 * GIB),
-        ObjectSpec(s.bucket("results"), 6 * HOUR, 8 * GIB),  # images and videos, until they are fetched
-    )
-    routers = (
+def _router_consumers(s: Subjects) -> tuple[ConsumerSpec, ...]:
+    return tuple(
         ConsumerSpec(
             s.stream("REQUESTS"),
             f"router-{c}",
@@ -171,5 +183,3 @@ def topology(s: Subjects, *, record: bool = False) -> Topology:
         )
         for c in ("interactive", "standard", "batch")
     )
-    consumers = (*routers, submissions(s)[1])
-    return Topology(streams, buckets, objects, consumers, s)

@@ -1,6 +1,6 @@
 """What ``penstock up`` starts: a pure function from its settings to the settings of each child."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,20 +8,25 @@ from configs.flags import PREFIX, flags_of, to_argv, to_environ
 from configs.settings import Common, GatewaySettings, RouterSettings, TraceSettings, UpSettings, WorkerSettings
 from infra.launch.groups import Fleet, assign
 
-SECRET = ("nats_url", "sys_nats_url")  # they hold passwords: passed by environment, which ps does not show to others
-USERS = {"trace": "operator"}  # of the broker, where it is not the role's own: its position is in the object store
-# A flag that a child has under the same name goes through as it is; these mean something else there.
+SECRET = ("nats_url", "sys_nats_url")  # with passwords: passed in the environment, which ps hides from other users
+USERS = {"trace": "operator"}  # broker users not named after the role; trace keeps its position in the object store
+# Children get the flags of ``up`` that they have under the same name, except these: they mean something else there.
 _NOT_PASSED = {"model", "served_model_name", "engine", "http_port", "metrics_port", "threads", "nats_url"}
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One child: its name, its role (a sub-command of penstock), its settings and the GPUs that it sees."""
+    """One child process.
+
+    Attributes:
+        role: a sub-command of penstock.
+        gpus: visible to the child; None: all.
+    """
 
     name: str
     role: str
     settings: Common
-    gpus: tuple[str, ...] | None = None  # None: all that there are
+    gpus: tuple[str, ...] | None = None
 
     @property
     def argv(self) -> list[str]:
@@ -29,18 +34,18 @@ class Planned:
 
     @property
     def metrics_port(self) -> int:
-        """0: it has none of its own; a gateway's are on its HTTP port."""
+        """0: none. A gateway serves its metrics on its HTTP port."""
         return int(getattr(self.settings, "metrics_port", 0))
 
     def environ(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Its environment. A variable for a flag that ``up`` itself has was meant for ``up``, which passes it on."""
+        """The child's environment. Variables for flags of ``up`` are removed: ``up`` passes their values on."""
         settled = {flag.variable for flag in flags_of(UpSettings)} | {PREFIX + "NAME", PREFIX + "MODE"}
         kept = {key: value for key, value in inherited.items() if key not in settled}
         secrets = [name for name in SECRET if hasattr(self.settings, name)]
-        seen = {} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}
+        visible = {} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}
         if isinstance(self.settings, WorkerSettings) and self.settings.otlp_endpoint:
             kept.setdefault("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")  # engines would take it for gRPC
-        return kept | to_environ(self.settings, secrets) | {"PYTHONUNBUFFERED": "1"} | seen
+        return kept | to_environ(self.settings, secrets) | {"PYTHONUNBUFFERED": "1"} | visible
 
 
 def plan(
@@ -55,60 +60,60 @@ def plan(
     metrics_ports: Sequence[int] = (),
     gpus: Sequence[str] | None = None,
 ) -> list[Planned]:
-    """The children, in the order in which they are started.
+    """The children, in the order in which they start.
 
     Args:
         ports: one per gateway.
         listen_fd: a listening socket that all gateways inherit.
-        url: from a role to its NATS URL.
-        metrics_ports: of workers and routers, in their order; none: they serve no metrics.
-        gpus: that workers may use, as in CUDA_VISIBLE_DEVICES; None: nothing is assigned.
+        url: from a user of the broker to its NATS URL.
+        cores: of the machine, for the threads of native engines.
+        metrics_ports: of workers, then routers; empty: they serve no metrics.
+        gpus: for workers, as in CUDA_VISIBLE_DEVICES; None: none are assigned.
+
     Raises:
         PlanError: there are too few GPUs.
     """
-    model = {"model": fleet.model, "served_model_name": up.served_model_name}
     children: list[Planned] = []
     free = iter(metrics_ports)
-    seen = assign(fleet.groups, gpus)
+    assigned = assign(fleet.groups, gpus)
 
     def add(process: str, name: str, kind: type[Common], /, **settings: Any) -> None:
-        told = passed(up, kind) | {"name": name, "nats_url": url(USERS.get(process, process))} | settings
-        children.append(Planned(name, process, kind(**told), seen.get(name)))
+        values = passed(up, kind) | {"name": name, "nats_url": url(USERS.get(process, process))} | settings
+        children.append(Planned(name, process, kind(**values), assigned.get(name)))
 
-    # Workers first: they take longest to start.
-    native = sum(group.number for group in fleet.groups if group.engine == "native" and group.role != "encode")
-    threads = up.threads or max(1, cores // max(1, native))
-    for group in fleet.groups:
-        for name in group.names:
-            more = {"threads": threads} if group.engine == "native" else {}
-            add("worker", name, WorkerSettings, **{**model, **more, **group.settings}, metrics_port=next(free, 0))
+    for name, settings in _workers(up, fleet, cores):  # first: they take longest to start
+        add("worker", name, WorkerSettings, **settings, metrics_port=next(free, 0))
     for index in range(up.routers):
-        add(
-            "router",
-            f"router-{index}",
-            RouterSettings,
-            mode=up.router_mode,
-            sys_nats_url=sys_url,
-            metrics_port=next(free, 0),
-        )
+        router = {"mode": up.router_mode, "sys_nats_url": sys_url, "metrics_port": next(free, 0)}
+        add("router", f"router-{index}", RouterSettings, **router)
+    gateway = {
+        **_model(up, fleet),
+        "block_size": fleet.block_size,
+        "listen_fd": listen_fd,
+        "tracing": "all" if up.otlp_endpoint else "asked",
+    }
     for index, port in enumerate(ports):
-        tracing = "all" if up.otlp_endpoint else "asked"
-        add(
-            "gateway",
-            f"gateway-{index}",
-            GatewaySettings,
-            **model,
-            block_size=fleet.block_size,
-            http_port=port,
-            listen_fd=listen_fd,
-            tracing=tracing,
-        )
+        add("gateway", f"gateway-{index}", GatewaySettings, **gateway, http_port=port)
     if up.otlp_endpoint:
         add("trace", "trace-0", TraceSettings)
     return children
 
 
+def _model(up: UpSettings, fleet: Fleet) -> dict[str, Any]:
+    return {"model": fleet.model, "served_model_name": up.served_model_name}
+
+
+def _workers(up: UpSettings, fleet: Fleet, cores: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and settings of each worker. Native engines share the cores, encoders aside."""
+    native = sum(group.number for group in fleet.groups if group.engine == "native" and group.role != "encode")
+    threads = up.threads or max(1, cores // max(1, native))
+    for group in fleet.groups:
+        more = {"threads": threads} if group.engine == "native" else {}
+        for name in group.names:
+            yield name, {**_model(up, fleet), **more, **group.settings}
+
+
 def passed(up: UpSettings, kind: type[Common]) -> dict[str, Any]:
-    """What a child is told under the names that ``up`` has for it, too."""
+    """The settings of ``up`` that a child has under the same name."""
     ours = {flag.field for flag in flags_of(UpSettings)} - _NOT_PASSED
     return {flag.field: getattr(up, flag.field) for flag in flags_of(kind) if flag.field in ours}

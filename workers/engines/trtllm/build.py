@@ -47,7 +47,7 @@ def from_settings(settings: WorkerSettings, path: Path, processors: "TrtllmProce
     """Load the model in ``path`` and make its engine; the first request finds it warm.
 
     Args:
-        processors: the logits processors of a request, if it asks for some.
+        processors: logits processors that requests may name.
 
     Raises:
         BadArguments: the engine's arguments are wrong; one line per problem, each with its fix.
@@ -69,40 +69,30 @@ def from_settings(settings: WorkerSettings, path: Path, processors: "TrtllmProce
         undo.callback(loop.close)
         with watch.processes():
             llm = construct(api, str(path), resolved)
-        undo.callback(shut_down, llm)  # first of all, while the loop runs: its threads deliver to it until they end
-        metrics = NativeMetrics(
-            api.collector if wanted.publish else None, {"model_name": model.name, "engine_type": "trtllm"}
-        )
+        undo.callback(shut_down, llm)  # before the loop closes: the engine's threads deliver to it until they end
+        labels = {"model_name": model.name, "engine_type": "trtllm"}
+        metrics = NativeMetrics(api.collector if wanted.publish else None, labels)
         stat = warm_up(llm, api, loop, model.eos_token_ids, publish=wanted.publish)
         if stat is not None:
             metrics.warmed_up(stat)
         args = resolved.args
         if processors is not None and args.speculative_config is not None:
             processors = processors.none("with speculative decoding")
-        ranks = args.tensor_parallel_size if args.enable_attention_dp else 1
-        limit = args.max_seq_len or wanted.max_model_len
-        info = EngineInfo(
-            name="trtllm",
-            block_size=args.kv_cache_config.tokens_per_block,
-            total_blocks=capacity(llm, api, args, stat) * ranks,
-            slots=args.batch_size * ranks,
-            max_model_len=limit,
-            vocab_size=model.vocab_size,
-            eos_token_ids=model.eos_token_ids,
-            kv_events=resolved.kv_events and wanted.publish,
+        info = info_of(
+            resolved,
+            wanted,
+            model,
+            rank_blocks=capacity(llm, api, args, stat),
             load_seconds=time.perf_counter() - began,
-            dp_size=ranks,
-            handover=resolved.layout if args.cache_transceiver_config is not None else "",
             logits_processors=() if processors is None else processors.names,
-            max_batched_tokens=args.max_num_tokens or 0,
         )
         image_slots = _image_slots(model, settings)
         options = Options(
-            prompt_limit=limit if args.enable_chunked_prefill else min(limit, args.max_num_tokens or limit),
+            prompt_limit=prompt_limit(args, info.max_model_len),
             layout=resolved.layout,
             root=blocks.root(model.revision),
             disaggregated=api.disaggregated,
-            scheduling=api.scheduling if ranks > 1 else None,
+            scheduling=api.scheduling if info.dp_size > 1 else None,
             publish=wanted.publish,
             trace_headers=bool(args.otlp_traces_endpoint) and "trace_headers" in api.call,
             abort_hold_s=settings.handoff_lease_s,
@@ -110,15 +100,49 @@ def from_settings(settings: WorkerSettings, path: Path, processors: "TrtllmProce
             pictures=_pictures(model, image_slots),
         )
         engine = TrtllmEngine(info, llm, api, loop, options, metrics, undo.pop_all(), image_slots)
-    log.info("trtllm_ready", layout=resolved.layout, blocks=info.total_blocks, slots=info.slots, ranks=ranks)
+    log.info("trtllm_ready", layout=resolved.layout, blocks=info.total_blocks, slots=info.slots, ranks=info.dp_size)
     return engine
+
+
+def prompt_limit(args: EngineArgs, model_len: int) -> int:
+    """The longest prompt, tokens. Without chunked prefill it has to fit into one step."""
+    return model_len if args.enable_chunked_prefill else min(model_len, args.max_num_tokens or model_len)
+
+
+def info_of(
+    resolved: Resolved,
+    wanted: Wanted,
+    model: modeldir.ModelDir,
+    *,
+    rank_blocks: int,
+    load_seconds: float,
+    logits_processors: tuple[str, ...],
+) -> EngineInfo:
+    """Sizes and abilities of the engine. ``rank_blocks``: KV blocks of one data-parallel rank."""
+    args = resolved.args
+    ranks = args.tensor_parallel_size if args.enable_attention_dp else 1
+    return EngineInfo(
+        name="trtllm",
+        block_size=args.kv_cache_config.tokens_per_block,
+        total_blocks=rank_blocks * ranks,
+        slots=args.batch_size * ranks,
+        max_model_len=args.max_seq_len or wanted.max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        kv_events=resolved.kv_events and wanted.publish,
+        load_seconds=load_seconds,
+        dp_size=ranks,
+        handover=resolved.layout if args.cache_transceiver_config is not None else "",
+        logits_processors=logits_processors,
+        max_batched_tokens=args.max_num_tokens or 0,
+    )
 
 
 def wanted_of(settings: WorkerSettings, model_len: int, *, pictures: bool = False) -> Wanted:
     """What the settings ask of the engine.
 
     Raises:
-        BadArguments: a length that the model does not have.
+        BadArguments: ``max_model_len`` is longer than the model's limit.
     """
     return Wanted(
         role=settings.role,
@@ -139,7 +163,7 @@ def wanted_of(settings: WorkerSettings, model_len: int, *, pictures: bool = Fals
 
 
 def arguments(settings: WorkerSettings, wanted: Wanted, api: Api, path: Path) -> Resolved:
-    """The constructor's arguments, checked against what is known of model, draft model and release.
+    """The constructor's arguments, checked against the model, the draft model and the installed release.
 
     Raises:
         BadArguments: see ``args.resolve``.
@@ -166,7 +190,7 @@ def _sees(model: modeldir.ModelDir) -> bool:
 
 
 def _image_slots(model: modeldir.ModelDir, settings: WorkerSettings) -> ImageSlotStore | None:
-    """Where pictures wait for their prompts; None: the model takes none."""
+    """Embeddings of images until their prompts are computed; None: the model takes no images."""
     if model.vision is None or not _sees(model):
         return None
     return ImageSlotStore(model.vision, settings.embed_slots, dtype_of(settings.dtype, _config(model.path)))
@@ -186,7 +210,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _shape(path: Path) -> Shape | None:
-    """What config.json says of a model's size; None: not known."""
+    """The model's size according to its config.json; None: unknown."""
     try:
         return shape_of(_config(path), model=path.name)
     except (UnknownShape, msgspec.MsgspecError, OSError):
@@ -208,9 +232,11 @@ def construct(api: Api, model: str, resolved: Resolved) -> Any:
 
 
 def warm_up(llm: Any, api: Api, loop: LoopThread, eos: tuple[int, ...], *, publish: bool) -> dict[str, Any] | None:
-    """One short request, so that the first client does not wait for compilation; the statistics after it, if any.
+    """Compute one short request, so that the first client does not wait for compilation.
 
-    Its salt keeps it apart from requests, and from the dummies of attention DP.
+    A cache salt keeps it apart from clients' requests and from the dummy requests of attention DP.
+
+    Returns: the engine's latest statistics after it, if ``publish`` and there are any.
 
     Raises:
         EngineError: the engine does not answer.
@@ -234,10 +260,10 @@ def warm_up(llm: Any, api: Api, loop: LoopThread, eos: tuple[int, ...], *, publi
 
 
 def capacity(llm: Any, api: Api, args: EngineArgs, stat: dict[str, Any] | None) -> int:
-    """Blocks of one rank's KV pool: the engine's word, else its statistics, else what the arguments ask for."""
+    """KV blocks of one rank: from the engine's API, else from its statistics, else estimated from its arguments."""
     if api.capacity:
-        told = llm.get_kv_cache_capacity()
-        found = told.get("maxNumBlocks") if isinstance(told, dict) else getattr(told, "maxNumBlocks", None)
+        answer = llm.get_kv_cache_capacity()
+        found = answer.get("maxNumBlocks") if isinstance(answer, dict) else getattr(answer, "maxNumBlocks", None)
         if found:
             return int(found)
     shown = stats.blocks(stat) if stat is not None else None

