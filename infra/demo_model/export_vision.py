@@ -1,9 +1,10 @@
-"""A checkpoint → the model with eyes, a LLaVA: ``python -m infra.demo_model.export_vision WORK OUT``."""
+"""Export a checkpoint as a LLaVA vision model: ``python -m infra.demo_model.export_vision WORK OUT``."""
 
 import argparse
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,8 +24,23 @@ def export(work: Path, out: Path) -> None:
     shape = state_of(work)["shape"]
     tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
     stop, end, image = (int(tokenizer.token_to_id(text) or 0) for text in (STOP, END, IMAGE))
+    model = LlavaForConditionalGeneration(llava_config(shape, stop, end, image)).to(torch.bfloat16)
+    load_weights(model, weights_of(work))
+    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=[stop, end], pad_token_id=end)
+    model.save_pretrained(out)
+    file = out / "model.safetensors"
+    save_file({hub_name(name): weight for name, weight in load_file(file).items()}, file, metadata={"format": "pt"})
+    for name in TOKENIZER:
+        shutil.copyfile(work / name, out / name)
+    write_processor(out)
+    for path in out.iterdir():
+        path.chmod(0o644)
+
+
+def llava_config(shape: dict[str, Any], stop: int, end: int, image: int) -> LlavaConfig:
+    """The model's configuration. ``shape``: of the checkpoint; ``stop``, ``end``, ``image``: ids of special tokens."""
     text_config = config_of(shape, stop, end)
-    config = LlavaConfig(
+    return LlavaConfig(
         text_config=LlamaConfig(**{key: value for key, value in text_config.items() if key != "rope_theta"}),
         vision_config=CLIPVisionConfig(
             hidden_size=shape["eyes"],
@@ -46,23 +62,29 @@ def export(work: Path, out: Path) -> None:
         pad_token_id=end,
         eos_token_id=stop,
     )
-    model = LlavaForConditionalGeneration(config).to(torch.bfloat16)
+
+
+def load_weights(model: LlavaForConditionalGeneration, weights: dict[str, Tensor]) -> None:
+    """Load the checkpoint's weights.
+
+    Raises:
+        ValueError: the checkpoint lacks a weight of the model, or the model one of the checkpoint's.
+    """
     wanted = set(model.state_dict())
-    ours = renamed(weights_of(work), wanted)
-    for name in wanted - set(ours):  # the class token's way out, which LLaVA does not use
+    found = renamed(weights, wanted)
+    for name in wanted - set(found):
+        # LLaVA does not use the layer norm of the class token's output.
         if "post_layernorm" not in name and name != "lm_head.weight" and "position_ids" not in name:
-            raise ValueError(f"nothing trained for {name}")
-    model.load_state_dict(ours, strict=False)
+            raise ValueError(f"the checkpoint has no weights for {name}")
+    model.load_state_dict(found, strict=False)
     model.tie_weights()
-    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=[stop, end], pad_token_id=end)
-    model.save_pretrained(out)
-    file = out / "model.safetensors"
-    save_file({hub_name(name): weight for name, weight in load_file(file).items()}, file, metadata={"format": "pt"})
-    for name in TOKENIZER:
-        shutil.copyfile(work / name, out / name)
+
+
+def write_processor(out: Path) -> None:
+    """Write the settings of tokenizer, image processor and LlavaProcessor, and the chat template."""
     special = json.loads((out / "tokenizer_config.json").read_text(encoding="utf-8"))
     write_json(out / "tokenizer_config.json", {**special, "image_token": IMAGE, "processor_class": "LlavaProcessor"})
-    pictures = {
+    images = {
         "crop_size": {"height": SIDE, "width": SIDE},
         "do_center_crop": True,
         "do_convert_rgb": True,
@@ -76,7 +98,7 @@ def export(work: Path, out: Path) -> None:
         "rescale_factor": 1 / 255,
         "size": {"height": SIDE, "width": SIDE},
     }
-    write_json(out / "preprocessor_config.json", {**pictures, "processor_class": "LlavaProcessor"})
+    write_json(out / "preprocessor_config.json", {**images, "processor_class": "LlavaProcessor"})
     processor = {
         "image_token": IMAGE,
         "num_additional_image_tokens": 1,
@@ -86,12 +108,14 @@ def export(work: Path, out: Path) -> None:
     }
     write_json(out / "processor_config.json", processor)
     (out / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")  # where processors look
-    for path in out.iterdir():
-        path.chmod(0o644)
 
 
 def renamed(weights: dict[str, Tensor], wanted: set[str]) -> dict[str, Tensor]:
-    """Ours by transformers' names, whose prefixes differ between its versions."""
+    """The weights under transformers' names, whose prefixes differ between its versions.
+
+    Raises:
+        ValueError: a weight matches no name of ``wanted``, or several.
+    """
     found: dict[str, Tensor] = {}
     for name, weight in weights.items():
         ending = name
@@ -104,13 +128,13 @@ def renamed(weights: dict[str, Tensor], wanted: set[str]) -> dict[str, Tensor]:
             ending, holder = _tower(name.removeprefix("vision.")), "vision_tower"
         matches = [each for each in wanted if each.endswith(ending) and holder in each]
         if len(matches) != 1:
-            raise ValueError(f"{name} is {matches or 'nothing'} there")
+            raise ValueError(f"{name} matches {matches or 'nothing'} in the LLaVA model")
         found[matches[0]] = weight
     return found
 
 
 def hub_name(name: str) -> str:
-    """As LLaVA's checkpoints on the hub have it, which every program reads; transformers 5 writes it shorter."""
+    """The name in LLaVA checkpoints on the Hugging Face Hub, which all readers accept; transformers 5 shortens it."""
     long = "vision_tower.vision_model."
     return name if name.startswith(long) else name.replace("vision_tower.", long, 1)
 
