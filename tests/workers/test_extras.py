@@ -45,8 +45,9 @@ def test_front_processes_and_the_mock_engine_need_none_of_them() -> None:
         "import gateway.main, router.main, infra.launch.main, workers.main, gateway.client\n"
         "from configs.settings import WorkerSettings\n"
         "from infra.model import modeldir\n"
+        "from workers.token_backend import build_engine\n"
         "modeldir.load(modeldir.TINY)\n"
-        "print(type(workers.main.build_engine(WorkerSettings(engine='mock', kv_blocks=64), modeldir.TINY)).__name__)"
+        "print(type(build_engine(WorkerSettings(engine='mock', kv_blocks=64), modeldir.TINY)).__name__)"
     )
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, env=env)
