@@ -44,8 +44,7 @@ def encoder_from_settings(settings: WorkerSettings, path: Path) -> EncodeEngine:
     wait_passively()
     from workers.engines.native.encoder import build_encoder
 
-    return build_encoder(
-        str(path),
+    options = NativeOptions(
         block_size=settings.block_size,
         max_running=settings.max_running,
         max_model_len=settings.max_model_len,
@@ -54,3 +53,4 @@ def encoder_from_settings(settings: WorkerSettings, path: Path) -> EncodeEngine:
         threads=settings.threads,
         embed_slots=settings.embed_slots,
     )
+    return build_encoder(str(path), options)

@@ -1,4 +1,4 @@
-"""The engine of an encode worker: a vision tower, a projector, the pool of embeddings; no language model."""
+"""The engine of an encode worker: vision tower, projector and embeddings, without the language model."""
 
 import time
 
@@ -9,49 +9,40 @@ from workers.engines.core.engine import EncodeEngine
 from workers.engines.native import vision
 from workers.engines.native.build import find_device, set_threads
 from workers.engines.native.model import ModelError, configuration, end_tokens, max_positions, vision_encoder, weights
+from workers.engines.native.options import DEFAULTS, NativeOptions
 from workers.engines.native.pool import out_of_memory
 
 
-def build_encoder(
-    model: str,
-    *,
-    block_size: int = 32,
-    max_running: int = 256,
-    max_model_len: int = 0,
-    device: str = "auto",
-    dtype: str = "auto",
-    threads: int = 0,
-    embed_slots: int = 0,
-) -> EncodeEngine:
+def build_encoder(model: str, options: NativeOptions = DEFAULTS) -> EncodeEngine:
     """Load the vision encoder of a model. The language model's weights are never read.
 
     Args:
-        block_size, max_running, max_model_len: only passed on, in ``info``.
-        others: see ``NativeOptions``.
+        options: those of loading apply (device, dtype, threads, embed_slots). block_size, max_running and
+            max_model_len are only reported in ``info``.
 
     Raises:
-        ModelError: the model has no images that we can embed, or files are missing.
-        EngineError: weights or pool do not fit into memory.
+        ModelError: the model takes no images that can be embedded here, or files are missing.
+        EngineError: weights or embeddings do not fit into memory, or the device is missing.
     """
     started = time.perf_counter()
     config = configuration(model)
     reason = vision.refusal(config)
     if reason:
         raise ModelError(f"{reason}; an encode worker needs a vision model")
-    where = find_device(device)
-    set_threads(threads, where)
+    where = find_device(options.device)
+    set_threads(options.threads, where)
     try:
-        tower = weights(vision.LlavaTower, model, config, device=where, dtype=dtype)
-        encoder = vision_encoder(model, tower, embed_slots)
+        tower = weights(vision.LlavaTower, model, config, device=where, dtype=options.dtype)
+        encoder = vision_encoder(model, tower, options.embed_slots)
     except torch.OutOfMemoryError as error:
         raise EngineError(out_of_memory(error)) from error
     text = config.get_text_config()
     info = EngineInfo(
         name="native",
-        block_size=block_size,
+        block_size=options.block_size,
         total_blocks=encoder.slots,
-        slots=max_running,
-        max_model_len=max_model_len or max_positions(text),
+        slots=options.max_running,
+        max_model_len=options.max_model_len or max_positions(text),
         vocab_size=text.vocab_size,
         eos_token_ids=end_tokens(tower),
         kv_events=False,

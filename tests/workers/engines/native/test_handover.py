@@ -120,7 +120,7 @@ def test_memory_is_where_the_blocks_are() -> None:
 
 @pytest.fixture(scope="module")
 def encoder() -> EncodeEngine:
-    return build_encoder(str(DIRECTORY), device="cpu", embed_slots=5)
+    return build_encoder(str(DIRECTORY), NativeOptions(device="cpu", embed_slots=5))
 
 
 def test_embeddings_of_an_encode_worker_are_those_of_the_whole_model(encoder: EncodeEngine) -> None:
@@ -166,7 +166,7 @@ def test_an_encode_worker_holds_no_language_model_and_generates_nothing(encoder:
 
 def test_a_text_model_has_nothing_to_encode() -> None:
     with pytest.raises(ModelError, match="images of llama models are not supported, only those of llava"):
-        build_encoder(str(DEMO), device="cpu")
+        build_encoder(str(DEMO), NativeOptions(device="cpu"))
 
 
 def test_pictures_prefilled_elsewhere_go_on_without_their_embeddings() -> None:
@@ -210,7 +210,7 @@ def test_pictures_that_are_lost_with_their_blocks_end_the_sequence_alone() -> No
 
 def test_whole_models_and_encode_workers_have_the_same_layout_and_other_dtypes_another(encoder: EncodeEngine) -> None:
     assert encoder.memory()["embeds"].layout == seeing().memory()["embeds"].layout == "float32(64,256)"
-    other = build_encoder(str(DIRECTORY), device="cpu", dtype="bfloat16", embed_slots=1)
+    other = build_encoder(str(DIRECTORY), NativeOptions(device="cpu", dtype="bfloat16", embed_slots=1))
     assert other.memory()["embeds"].layout == "bfloat16(64,256)"
     reservation = encoded(other, (1,))
     inner: Any = other._encoder

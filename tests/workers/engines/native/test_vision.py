@@ -263,11 +263,11 @@ def test_models_that_see_in_another_way_are_refused(
     tmp_path: Path, make: Any, file: str, values: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ModelError, match=message):
-        make(changed(tmp_path, file, **values), device="cpu")
+        make(changed(tmp_path, file, **values), NativeOptions(device="cpu"))
 
 
 def test_a_whole_model_and_an_encoder_are_engines_that_see(seeing: ScheduledEngine) -> None:
-    encoder = build_encoder(str(DIRECTORY), device="cpu", embed_slots=1)
+    encoder = build_encoder(str(DIRECTORY), NativeOptions(device="cpu", embed_slots=1))
     engines: list[Engine] = [seeing, encoder]
     sighted: list[VisionEngine] = [seeing, encoder]
     assert [one.info.name for one in engines] == ["native", "native"]
