@@ -1,8 +1,8 @@
 """Streams, buckets and shared consumers as data; applied by ``penstock streams apply``, never deleted.
 
-Retention is by limits (replay is a feature): acknowledgements delete nothing, age and bytes do, and a full stream
-discards its oldest messages. Publishers see to it that these are finished: they take no new work when the stream gets
-full. Clients publish to SUBMIT themselves, so there the server has to refuse: it is a queue.
+Streams keep acknowledged messages for replay. Limits of age and bytes delete messages: a full stream discards its
+oldest. Publishers make sure that those belong to finished requests, and take no new work while a stream is nearly full.
+Clients publish to SUBMIT directly, so it is a queue: the server refuses messages when it is full.
 """
 
 from dataclasses import dataclass, field
@@ -19,17 +19,17 @@ GIB = 1 << 30
 
 MAX_PAYLOAD = 8 * MIB
 HEADROOM = 4096  # the server counts headers too, and closes the connection beyond max_payload
-# For so long a dead router holds the requests that it had not placed, before another router gets them. Short, because a
-# redelivered request costs little: its job is stored once, whichever router publishes it.
+# How long the unplaced requests of a dead router wait before another router gets them. Short, because a redelivered
+# request costs little: its job is stored once, whichever router publishes it.
 ROUTER_ACK_WAIT_S = 1.5
 LONGEST_DEADLINE_S = HOUR  # nothing unfinished is older than this
-# A time written by one machine is looked up with this margin in what another machine stored.
+# The margin when a timestamp from one machine is looked up among messages that another machine stored.
 CLOCK_SKEW_NS = 2_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class StreamSpec:
-    """One stream. ``live``: the server republishes what was stored, so that readers can follow without a consumer."""
+    """One stream. ``live``: the server republishes stored messages, so that readers follow without a consumer."""
 
     name: str
     subjects: tuple[str, ...]
@@ -98,11 +98,11 @@ def submissions(
     own = f"{s.namespace}.submit.{tenant}.>"
     stream = StreamSpec(
         name,
-        # The second one: from the pipeline's own account, if the broker has no accounts per tenant.
+        # The second subject is for clients in the pipeline's own account, where the broker has no accounts per tenant.
         (own, f"{s.namespace}.submit.*") if default else (own,),
         max_age_s=DAY,
         max_bytes=GIB,
-        dedup_s=0.1,  # the shortest possible: gateways decide by the Nats-Msg-Id, for a day, what a repeat means
+        dedup_s=0.1,  # the shortest possible: for a day, gateways themselves decide by Nats-Msg-Id what a repeat means
         queue=True,
         description="OpenAI bodies from NATS clients",
         retired=(s.all("submit"),) if default else (),
