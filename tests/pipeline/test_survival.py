@@ -36,7 +36,7 @@ from tests.pipeline.support import (
 )
 
 STREAMS = 50
-TOKENS = 120
+TOKENS = 200
 pytestmark = pytest.mark.timeout(180)
 
 
@@ -119,7 +119,7 @@ async def disturb(fleet: Deployment, role: str) -> list[Reader]:
         runs = [asyncio.create_task(reader.run(client)) for reader in readers]
 
         async def under_way() -> bool:
-            return sum(reader.events for reader in readers) > STREAMS * TOKENS // 4
+            return sum(reader.events for reader in readers) > STREAMS * TOKENS // 10
 
         await until(under_way, "the streams begin")
         victim = next(process for process in fleet.state.processes if process.role == role)
@@ -256,7 +256,7 @@ async def test_a_killed_gateways_nats_submissions_are_answered_by_another_one(
             )
 
         async def under_way() -> bool:
-            return sum(len(answer.pieces) for answer in answers) > STREAMS * TOKENS // 4
+            return sum(len(answer.pieces) for answer in answers) > STREAMS * TOKENS // 10
 
         await until(under_way, "the answers begin")
         assert not all(answer.final for answer in answers)
