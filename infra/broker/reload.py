@@ -1,7 +1,9 @@
 """Making a running embedded broker read its configuration anew, from any process of its user.
 
 A tenant's account that is new to the server has its stream imports at once, but its service imports only after a second
-reload (nats-server 2.15.1), so there are always two. Nobody else's connection, subscription or reply is disturbed.
+reload (nats-server 2.15.1), so there are always two. Nobody else's connection, subscription or reply is disturbed, but
+while the accounts are exchanged a submission may be answered with "no responders": nothing is stored then, and its
+client publishes it again (3 of 11,954 during 50 reloads).
 """
 
 import os
