@@ -1,7 +1,7 @@
-"""How a model's attention reads and writes the pool: a function registered with transformers, and its reference form.
+"""Paged attention for transformers models: the function registered with the library, and a reference implementation.
 
-transformers calls ``attention`` in every layer and hands on the ``paged`` argument given to the model's forward, so
-nothing of a step is global and engines in one process do not meet. No mask is registered under ``NAME``, hence
+transformers calls ``attention`` in every layer and passes on the ``paged`` argument of the model's forward, so no
+state of a step is global and several engines can share a process. No mask is registered under ``NAME``, so
 transformers builds none.
 """
 
@@ -22,7 +22,7 @@ TILE_SCORES = 1 << 24  # query x key positions whose mask exists at once in a lo
 
 
 class Unsupported(Exception):
-    """This model's attention needs something that we do not compute."""
+    """This model's attention needs something that is not implemented here."""
 
 
 class Paged(Protocol):
@@ -47,7 +47,7 @@ class Paged(Protocol):
             scale: of the scores.
             window: tokens a query sees, itself included; None: all.
             softcap: scores become softcap * tanh(score / softcap); 0: they stay.
-            sinks: (heads,), each a score whose weight goes nowhere; None: there are none.
+            sinks: (heads,), attention-sink logits: they count in the softmax's sum and add no value; None: none.
         Returns: (tokens, heads, head_dim).
         """
 
@@ -70,10 +70,10 @@ def attention(
 
     Raises:
         Unsupported: the layer asks for more than causal attention (biases, a mask of its own), or the model
-            does not hand its arguments on.
+            does not pass its arguments on.
     """
     if paged is None:
-        raise Unsupported("a forward() that does not hand its keyword arguments on to attention")
+        raise Unsupported("a forward() that does not pass its keyword arguments on to attention")
     for name in ("position_bias", "relative_position_bias"):
         if kwargs.get(name) is not None:
             raise Unsupported(f"attention with {name}")
@@ -171,7 +171,7 @@ class ReferenceAttention:
     def _decode(
         self, layer: int, query: Tensor, group: _Group, scale: float, softcap: float, sinks: Tensor | None
     ) -> Tensor:
-        """One token per sequence: the query heads that share a KV head stand in for a query axis."""
+        """One token per sequence: the query heads that share a KV head form the query axis."""
         keys, values = self._pool.read(layer, group.table)
         n, heads, dim = query.shape
         shared = query.view(n, keys.shape[1], heads // keys.shape[1], dim)
@@ -197,7 +197,7 @@ class ReferenceAttention:
         seen = span.end - first * size
         count, heads, dim = query.shape
         kv_heads = keys.shape[1]
-        # KV heads as the batch axis; its query heads look at one copy of the keys through a stride of 0.
+        # KV heads as the batch axis; the query heads of each share one copy of the keys through a stride of 0.
         keys = keys[0, :, None, :seen].expand(kv_heads, heads // kv_heads, seen, dim)
         values = values[0, :, None, :seen].expand_as(keys)
         queries = query.view(count, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
@@ -219,17 +219,18 @@ class ReferenceAttention:
         return out.permute(2, 0, 1, 3).reshape(count, heads, dim)
 
     def _group(self, window: int | None) -> list[_Group]:
-        """Tables of equal width; sorted by magnitude first, so padding at most doubles the work."""
+        """Group spans into tables of equal width. Lengths of one group have the same power of two, so padding at most
+        doubles the work."""
         size = self._pool.block_size
-        alike: dict[int, list[tuple[Span, int, list[int]]]] = defaultdict(list)
+        by_magnitude: dict[int, list[tuple[Span, int, list[int]]]] = defaultdict(list)
         for span in self._decodes:
             first = _first_seen(span.start, window) // size
             seen = span.blocks[first : -(-span.end // size)]
-            alike[len(seen).bit_length()].append((span, first * size, seen))
+            by_magnitude[len(seen).bit_length()].append((span, first * size, seen))
         groups = []
-        for members in alike.values():
+        for members in by_magnitude.values():
             width = max(len(seen) for _, _, seen in members)
-            # Padded with blocks of its own: whatever another sequence left, it cannot reach this one.
+            # Padded with its own blocks, so that nothing another sequence left can reach this one.
             table = self._ints([seen + seen[:1] * (width - len(seen)) for _, _, seen in members])
             base, last = self._ints([base for _, base, _ in members]), self._ints([m[0].start for m in members])
             positions = torch.arange(width * size, device=self._device) + base[:, None]
@@ -262,7 +263,7 @@ def _attend(
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~mask, float("-inf")).float()
     if sinks is not None:
-        nowhere = sinks[..., None].float().expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, nowhere], dim=-1)
+        sink_scores = sinks[..., None].float().expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink_scores], dim=-1)
     weights = torch.softmax(scores, dim=-1)[..., : key.shape[2]]
     return weights.to(query.dtype) @ value

@@ -1,4 +1,4 @@
-"""From settings to a running native engine."""
+"""Builds a native engine: loads the model, sizes the KV pool, picks the executor, warms it up."""
 
 import functools
 import os
@@ -52,7 +52,7 @@ def build(model: str, options: NativeOptions = DEFAULTS, *, processors: Registry
     reload = functools.partial(load, model, device=device, dtype=options.dtype)
     try:
         loaded = reload()
-        encoder = vision_encoder(model, loaded.forward, options.embed_slots) if loaded.sees else None
+        encoder = vision_encoder(model, loaded.forward, options.embed_slots) if loaded.multimodal else None
     except torch.OutOfMemoryError as error:
         raise EngineError(out_of_memory(error)) from error
     return assemble(loaded, options, encoder=encoder, processors=processors, started=started, reload=reload)
@@ -118,7 +118,7 @@ def _executors(
     options: NativeOptions,
     limit: int,
 ) -> "tuple[TorchExecutor | None, CudaExecutor | None]":
-    """The executor of the engine, warm if that is asked for: a ``CudaExecutor`` if the model has its kernels.
+    """The engine's executor, warmed up if requested: a ``CudaExecutor`` if the model has CUDA kernels.
 
     Args:
         rotation: None: the model has no CUDA kernels.

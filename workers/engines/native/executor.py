@@ -1,4 +1,4 @@
-"""How one planned step is computed: slots packed into one batch, one forward pass, one draw per finished slot."""
+"""Computes a planned step in plain torch: one packed batch, one forward pass, one draw per sampling slot."""
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -20,7 +20,7 @@ class TorchExecutor:
     """``Executor`` over a loaded model and a pool. Owns both; used from one thread.
 
     Args:
-        encoder: of the model, if it has any; they belong to the engine.
+        encoder: the model's vision encoder, if any; owned by the engine.
     """
 
     def __init__(self, model: Model, pool: Pool, encoder: TorchVisionEncoder | None = None) -> None:
@@ -46,7 +46,7 @@ class TorchExecutor:
         tokens: list[int] = []
         positions: list[int] = []
         rows: list[int] = []
-        scored: list[int] = []  # rows whose logits are wanted besides, at most ``Scheduler.max_scored_tokens``
+        scored: list[int] = []  # rows of prompt tokens to be scored, at most ``Scheduler.max_scored_tokens``
         seen: list[tuple[int, int]] = []
         for slot in plan:
             end = slot.start + slot.count
@@ -66,9 +66,9 @@ class TorchExecutor:
         logits = self._model.logits(inputs, places, last, paged, self._embeddings(seen) if seen else None)
         if scored:
             score_slots(logits[len(rows) :], scoring)
-        if rows:  # brings tokens to the host, so what was written before is there
+        if rows:  # copies tokens to the host, which waits for the KV writes too
             return sample(logits[: len(rows)], [slot.sequence for slot in plan if slot.samples])
-        if self._model.device.type == "cuda":  # blocks get their names now, and whoever knows a name may read
+        if self._model.device.type == "cuda":  # blocks are named next, and other processes may read named blocks
             torch.cuda.synchronize(self._model.device)
         return []
 
@@ -84,7 +84,7 @@ class TorchExecutor:
         return {"kv": self._pool.memory()}
 
     def close(self) -> None:
-        """Give weights and pool back."""
+        """Free weights and pool."""
         self._model = self._pool = self._encoder = None
 
 

@@ -1,4 +1,4 @@
-"""From the raw bytes of one medium to what a vision tower takes. The bytes are a stranger's: everything is bounded."""
+"""Decodes one medium into the input of a vision tower. The bytes are untrusted: every size is bounded."""
 
 import io
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ MAX_ASPECT = 100  # a picture of one row would be resized to one of enormous wid
 
 @dataclass(frozen=True, slots=True)
 class Pixels:
-    """A picture as the vision tower wants it."""
+    """An image as input of the vision tower."""
 
     data: Tensor  # (channels, height, width) float32
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Embeddings that somebody else computed."""
+    """Precomputed embeddings."""
 
     data: Tensor  # (tokens, hidden) in the model's dtype
 
@@ -37,7 +37,7 @@ def picture(raw: bytes) -> Image.Image:
     """The first frame of an image file, upright, as RGB.
 
     Raises:
-        RequestError: it is none, is truncated, or too large.
+        RequestError: it is no image, truncated, or too large.
     """
     try:
         file = Image.open(io.BytesIO(raw), formats=FORMATS)
@@ -47,16 +47,16 @@ def picture(raw: bytes) -> Image.Image:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise _refused(f"an image has more than {MAX_PIXELS:,} pixels; send a smaller one") from error
-    except Exception as error:  # decoders raise whatever a broken file makes them stumble over
+    except Exception as error:  # decoders raise many types on broken files
         reason = str(error) if isinstance(error, OSError) and "truncated" in str(error) else "it cannot be decoded"
         raise _refused(f"an image is no PNG, JPEG, WebP or GIF file that can be read: {reason}") from error
     image: Image.Image = file
     try:
         image = ImageOps.exif_transpose(file)
     except Exception:
-        pass  # a broken EXIF block says nothing of the picture
+        pass  # the image may be fine although its EXIF block is broken
     try:
-        if "transparency" in image.info:  # converted in one go, some palettes come with a warning
+        if "transparency" in image.info:  # straight to RGB, some palettes cause a warning
             image = image.convert("RGBA")
         return image.convert("RGB")
     except Exception as error:
@@ -71,7 +71,7 @@ def _check_size(width: int, height: int) -> None:
 
 
 def pixels(image: Image.Image, processor: Any) -> Pixels:
-    """What the model's own image processor makes of a picture."""
+    """The output of the model's image processor."""
     data: Tensor = processor(images=image, return_tensors="pt")["pixel_values"][0]
     return Pixels(data)
 
@@ -80,7 +80,7 @@ def rows(raw: bytes, hidden: int, dtype: torch.dtype) -> Rows:
     """Embeddings from a safetensors file with one tensor of (tokens, hidden).
 
     Raises:
-        RequestError: it is something else, or holds what is not a finite number.
+        RequestError: it is something else, or has values that are not finite.
     """
     try:
         tensors = list(load(raw).values())

@@ -1,8 +1,8 @@
-"""Which model to compute: its weights through transformers, and whether its attention is one that we can page.
+"""Loads a model through transformers, and checks that its attention can be paged.
 
-What a layer needs is not guessed from the configuration but asked from the model: a forward pass over one token
-records how the registered attention function is called. Then a few tokens are computed both ways, because a model
-that does more around its attention than the interface tells would answer nonsense without an error.
+The shape of the KV cache is not read from the configuration: a forward pass over one token records how each layer
+calls the registered attention function. Then ``verify`` compares logits with transformers' own attention, because a
+model that does more around its attention than the interface passes on would give wrong output without an error.
 """
 
 import inspect
@@ -29,7 +29,7 @@ class ModelError(EngineError):
 
 
 class Embeddings(NamedTuple):
-    """What stands in a batch instead of the embeddings of some of its tokens."""
+    """Replaces the token embeddings of some rows of a batch."""
 
     rows: Tensor  # (n,) int64, of the batch
     values: Tensor  # (n, hidden) in the model's dtype
@@ -37,7 +37,7 @@ class Embeddings(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A loaded model. ``forward`` is transformers' own; tokens of all sequences lie in one row."""
+    """A loaded model. ``forward`` is transformers' own; tokens of all sequences are packed into one row."""
 
     forward: Any  # (input_ids or inputs_embeds, position_ids, use_cache, logits_to_keep, paged) -> with ``logits``
     shape: KvShape
@@ -46,8 +46,8 @@ class Model:
     vocab_size: int
     max_positions: int
     eos_token_ids: tuple[int, ...]
-    heads: int  # of queries, in every layer
-    sees: bool = False  # ``forward`` has a vision tower, too
+    heads: int  # query heads of every layer
+    multimodal: bool = False  # ``forward`` includes a vision tower
 
     def logits(
         self,
@@ -115,13 +115,13 @@ def load(model: str, *, device: torch.device, dtype: str = "auto") -> Model:
     """
     attention.register()
     config = _config(model)
-    sees = config.model_type in vision.KINDS
-    loader = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-    paged = {"text_config": attention.NAME} if sees else attention.NAME  # the tower keeps transformers' own
-    return describe(weights(loader, model, config, device=device, dtype=dtype, attn_implementation=paged), sees)
+    multimodal = config.model_type in vision.KINDS
+    loader = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+    paged = {"text_config": attention.NAME} if multimodal else attention.NAME  # the tower keeps transformers' own
+    return describe(weights(loader, model, config, device=device, dtype=dtype, attn_implementation=paged), multimodal)
 
 
-def describe(loaded: Any, sees: bool = False) -> Model:
+def describe(loaded: Any, multimodal: bool = False) -> Model:
     """What the engine must know of a model by transformers, whose attention is ``attention.NAME``.
 
     Raises:
@@ -141,7 +141,7 @@ def describe(loaded: Any, sees: bool = False) -> Model:
         max_positions=max_positions(text),
         eos_token_ids=end_tokens(loaded),
         heads=text.num_attention_heads,
-        sees=sees,
+        multimodal=multimodal,
     )
     verify(made, reference(made), reference_attention)
     return made
@@ -174,7 +174,7 @@ def vision_encoder(model: str, loaded: Any, slots: int) -> vision.TorchVisionEnc
     try:
         return vision.TorchVisionEncoder(loaded, vision.processor(model), slots)
     except vision.Blind as error:
-        raise ModelError(f"{model!r} cannot see: {first_line(error)}") from error
+        raise ModelError(f"the vision encoder of {model!r} cannot be used: {first_line(error)}") from error
 
 
 def configuration(model: str) -> Any:
@@ -193,16 +193,16 @@ def configuration(model: str) -> Any:
 
 
 def _config(model: str) -> Any:
-    """The configuration, refused before gigabytes of weights are read if it cannot work."""
+    """The configuration, checked before gigabytes of weights are read."""
     config = configuration(model)
     kind = config.model_type
     if config.is_encoder_decoder:
         raise ModelError(f"{kind} is an encoder-decoder; the native engine serves decoder-only models")
-    sees = kind in vision.KINDS
-    loader = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    multimodal = kind in vision.KINDS
+    loader = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
     architecture = loader._model_mapping.get(type(config), None)
     reason = vision.refusal(config)
-    if reason and (sees or (architecture is None and type(config) in AutoModelForImageTextToText._model_mapping)):
+    if reason and (multimodal or (architecture is None and type(config) in AutoModelForImageTextToText._model_mapping)):
         raise ModelError(f"{reason}; choose another model or engine")
     if architecture is None:
         raise ModelError(f"transformers has no causal language model for {kind}; choose a decoder-only checkpoint")
@@ -211,9 +211,9 @@ def _config(model: str) -> Any:
             f"{architecture.__name__} does not use transformers' attention interface; choose another model, "
             "or an engine that brings its own model code (--engine)"
         )
-    foreign = set(getattr(config.get_text_config(), "layer_types", None) or ()) - PAGED_LAYERS
-    if foreign:
-        raise ModelError(f"{kind} has {', '.join(sorted(foreign))} layers; the native engine pages attention only")
+    unsupported = set(getattr(config.get_text_config(), "layer_types", None) or ()) - PAGED_LAYERS
+    if unsupported:
+        raise ModelError(f"{kind} has {', '.join(sorted(unsupported))} layers; the native engine pages attention only")
     return config
 
 
@@ -245,7 +245,7 @@ def _inspect(model: Any, device: torch.device) -> tuple[KvShape, int]:
 
 
 def max_positions(config: Any) -> int:
-    """How far positions may go without the length of one sequence changing the rotation of another."""
+    """The longest position at which RoPE does not depend on the other sequences of a batch."""
     limit = int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope] if "rope_type" in rope else [part for part in rope.values() if isinstance(part, dict)]

@@ -1,7 +1,7 @@
-"""Where KV lies: one tensor of equal blocks, and how many of them fit.
+"""The memory of the KV cache: one tensor of equal blocks, and how many of them fit.
 
-Block-major, so that one block with all its layers is one contiguous range: one descriptor when it is sent away.
-Knows nothing of sequences; who owns which block is the block manager's business.
+Block-major: a block with all its layers is one contiguous range, so a transfer needs one descriptor per block.
+Knows nothing of sequences: the block manager assigns blocks.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Tensor
 from schemas.transfer import Memory
 from workers.engines import memory_budget
 
-CUDA_SHARE = 0.85  # of what weights leave; activations need the rest
+CUDA_SHARE = 0.85  # of the memory that the weights leave free; activations need the rest
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -25,7 +25,7 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What one token leaves in the cache of every layer."""
+    """Keys and values of one token."""
 
     layers: int
     kv_heads: int
@@ -36,15 +36,15 @@ class KvShape:
 
 
 class Pool:
-    """KV of all sequences.
+    """The KV cache.
 
     Args:
-        dtype: that it is kept in.
-        computed: that the model computes in; None: the same.
+        dtype: of the storage.
+        computed: of the model's activations; None: the same.
 
     Attributes:
         data: (blocks, layers, 2, block_size, kv_heads, head_dim); index 0 of the third axis is keys, 1 values.
-        limit: beyond which the kept dtype has no numbers; 0: it is the computed one.
+        limit: largest number of the storage dtype; 0: it is the computed one.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class Pool:
         """
         place = self._raw[:, layer]
         if self.limit:
-            key, value = self._narrowed(key), self._narrowed(value)
+            key, value = self._saturated(key), self._saturated(value)
         place[blocks, 0, offsets] = key
         place[blocks, 1, offsets] = value
 
-    def _narrowed(self, values: Tensor) -> Tensor:
-        """As they are kept: the largest number instead of infinity or none, which would spoil every later token."""
+    def _saturated(self, values: Tensor) -> Tensor:
+        """Cast to the storage dtype; larger values become its largest, as an infinity would spoil every later token."""
         return values.clamp(-self.limit, self.limit).to(self.data.dtype).view(self._raw.dtype)
 
     def read(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,7 +99,7 @@ class Pool:
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def clear(self, blocks: list[int]) -> None:
-        """Forget what earlier owners left: what a batch reads beside its own tokens must at least be finite."""
+        """Zero blocks that get a new owner: what a batch reads beside its own tokens must at least be finite."""
         if blocks:
             self._raw.index_fill_(0, torch.tensor(blocks, device=self.data.device), 0)
 
@@ -120,7 +120,7 @@ class Pool:
 def zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros, never empty(): a masked position still meets its weight 0, and 0 x NaN is NaN.
 
-    On a CPU they are pages of the system that take no memory until a block is first used.
+    On a CPU these are anonymous pages, which take no memory until a block is first used.
     """
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
@@ -140,7 +140,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def out_of_memory(error: Exception) -> str:
-    """What to change when memory did not suffice."""
+    """An error text that says what to change."""
     return (
         "out of memory: lower max_batched_tokens (activations), max_running (logits) or kv_blocks (the pool) "
         f"({str(error).strip().splitlines()[0]})"
@@ -164,7 +164,7 @@ def blocks_that_fit(block_bytes: int, wanted: int, device: torch.device, share: 
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that nobody uses now, in bytes."""
+    """Free memory in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return memory_budget.free_bytes()

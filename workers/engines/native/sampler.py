@@ -1,9 +1,10 @@
-"""Which token comes next, given the logits of one position per sequence.
+"""Sampling: the next token of each sequence from the logits of one position.
 
-A draw is a pure function of (seed, choice, output position) and the logits: noise is a hash, not the state of a
-generator, so a sequence continues alike alone, in any batch, after preemption and on another worker. Order of the
-steps: logits processors, whose result counts as the model's own, as in TensorRT-LLM; then as in vLLM bias and forbidden
-tokens, penalties, temperature, min_p, top_k, top_p.
+A draw is a pure function of (seed, choice, output position) and the logits. Its noise is a hash, not the state of a
+generator, so a sequence gets the same tokens alone, in any batch, after preemption and on another worker.
+
+Order: logits processors, whose result counts as the model's own logits, as in TensorRT-LLM; then, as in vLLM, bias and
+forbidden tokens, penalties, temperature, min_p, top_k, top_p.
 """
 
 from collections.abc import Sequence as Seq
@@ -26,7 +27,7 @@ _SCORED_ROWS = 64  # whose logits exist as float32 at once
 
 @dataclass(slots=True)
 class Counts:
-    """How often a sequence has used each token; ``seen`` of its tokens are counted. Lives in ``Sequence.state``."""
+    """How often each token occurs in a sequence, over its first ``seen`` tokens. Kept in ``Sequence.state``."""
 
     prompt: Tensor  # (vocab,) int32
     output: Tensor  # (vocab,) int32
@@ -35,19 +36,19 @@ class Counts:
 
 @dataclass(slots=True)
 class Chosen:
-    """Tokens that were drawn, and the log-probabilities that were asked for, where they were computed."""
+    """Drawn tokens and requested log-probabilities, on the device that computed them."""
 
     tokens: Tensor  # (rows,) int64
     asked: list[tuple[int, int]]  # (row, how many of the best)
-    logprobs: tuple[Tensor, Tensor, Tensor] | None  # of those rows: the token's, ids of the best, theirs
+    logprobs: tuple[Tensor, Tensor, Tensor] | None  # of those rows: the token's, ids of the best, values of the best
 
     def moved(self) -> "Chosen":
-        """On the host, once what the device has been given so far is done."""
-        there = None
+        """A copy on the host, complete once the work queued on the device so far is done."""
+        copied = None
         if self.logprobs is not None:
             chosen, ids, values = (_pinned(part) for part in self.logprobs)
-            there = (chosen, ids, values)
-        return Chosen(_pinned(self.tokens), self.asked, there)
+            copied = (chosen, ids, values)
+        return Chosen(_pinned(self.tokens), self.asked, copied)
 
     def sampled(self) -> list[Sampled]:
         found: dict[int, Logprob] = {}
@@ -65,7 +66,7 @@ def _pinned(part: Tensor) -> Tensor:
 
 
 def place(values: Seq[int] | Seq[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers on a device; nobody waits for what the device was given before."""
+    """A tensor of numbers on a device, copied without waiting for the device's queue."""
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
@@ -81,11 +82,11 @@ def sample(logits: Tensor, sequences: Seq[Sequence]) -> list[Sampled]:
 
 
 def choose(logits: Tensor, sequences: Seq[Sequence], lengths: Seq[int]) -> Chosen:
-    """As ``sample``, without a wait for the device.
+    """As ``sample``, without waiting for the device.
 
     Args:
-        lengths: of the sequences; the last token of some may not be known yet, but not of those whose logits depend
-            on it (processors, penalties).
+        lengths: of the sequences; the last token may still be unknown, unless the logits depend on it (processors,
+            penalties).
     """
     raw = process(logits.float(), sequences)
     shaped = shape(raw, sequences, lengths)
@@ -99,11 +100,11 @@ def choose(logits: Tensor, sequences: Seq[Sequence], lengths: Seq[int]) -> Chose
 
 
 def score(logits: Tensor, tokens: Seq[int], wanted: int) -> list[Logprob]:
-    """How likely each token was, by the model alone: no processor, bias, penalty or temperature.
+    """Log-probabilities of given tokens by the model alone: no processor, bias, penalty or temperature.
 
     Args:
         logits: (len(tokens), vocab), any float type, each row of the position before the token.
-        wanted: best tokens of each row.
+        wanted: number of best tokens per row.
     """
     found: list[Logprob] = []
     for at in range(0, len(tokens), _SCORED_ROWS):
@@ -117,7 +118,7 @@ def score(logits: Tensor, tokens: Seq[int], wanted: int) -> list[Logprob]:
 
 
 def process(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
-    """Logits as the sequences' own processors leave them; the same tensor if there are none."""
+    """Logits after the sequences' processors; the same tensor if there are none."""
     chains = [(row, s, s.processors) for row, s in enumerate(sequences) if s.processors is not None]
     if not chains:
         return logits
@@ -128,7 +129,7 @@ def process(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
 
 
 def shape(logits: Tensor, sequences: Seq[Sequence], lengths: Seq[int]) -> Tensor:
-    """Logits with bias, tokens that would end an answer too soon, and penalties; the same tensor if nobody asked."""
+    """Apply bias, min_tokens (stop ids that would come too early) and penalties; the same tensor if none is set."""
     biases = [(row, token, bias) for row, s in enumerate(sequences) for token, bias in s.sampling.logit_bias.items()]
     short = [length < s.stoppable for s, length in zip(sequences, lengths, strict=True)]
     early = [(row, token, _NEVER) for row, s in enumerate(sequences) if short[row] for token in s.stops]
@@ -145,7 +146,7 @@ def shape(logits: Tensor, sequences: Seq[Sequence], lengths: Seq[int]) -> Tensor
 
 
 def draw(logits: Tensor, sequences: Seq[Sequence], lengths: Seq[int]) -> Tensor:
-    """One token each from the distributions that temperature, min_p, top_k and top_p leave (Gumbel-max trick).
+    """Draw one token per row after temperature, min_p, top_k and top_p, by the Gumbel-max trick.
 
     Args:
         logits: (n, vocab) float32.
@@ -158,7 +159,7 @@ def draw(logits: Tensor, sequences: Seq[Sequence], lengths: Seq[int]) -> Tensor:
 
 
 def narrow(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
-    """Logits with everything that min_p, then top_k, then top_p exclude at minus infinity; the best always stays."""
+    """Set what min_p, then top_k, then top_p exclude to minus infinity; the best token always stays."""
     vocab = logits.shape[-1]
     if any(s.sampling.min_p > 0 for s in sequences):
         best = logits.max(dim=-1, keepdim=True).values
@@ -220,7 +221,7 @@ def count(sequence: Sequence, like: Tensor) -> Counts:
 
 
 def key(seed: int, choice: int, position: int) -> int:
-    """What names a draw: 64 well-mixed bits."""
+    """The key of a draw: 64 well-mixed bits."""
     return _mix(_mix(_mix(seed & _MASK) + choice) + position)
 
 
@@ -235,7 +236,7 @@ def gumbel(keys: Seq[int], vocab: int, device: torch.device) -> Tensor:
     bits = (bits ^ _shift(bits, 30)) * _signed(_MIX1)
     bits = (bits ^ _shift(bits, 27)) * _signed(_MIX2)
     bits = bits ^ _shift(bits, 31)
-    # Small values decide who wins, and keep their precision as floats; neither end may make an infinity.
+    # Small values decide the maximum and keep their precision as floats; neither end may give an infinity.
     uniform = (_shift(bits, 1).float() * 2.0**-63).clamp(2.0**-63, 1 - 2.0**-24)
     return -torch.log(-torch.log1p(-uniform))
 
@@ -259,10 +260,7 @@ def _signed(value: int) -> int:
 def _logprobs(
     logits: Tensor, tokens: Tensor, sequences: Seq[Sequence]
 ) -> tuple[list[tuple[int, int]], tuple[Tensor, Tensor, Tensor] | None]:
-    """By row, for those who asked: of the distribution before bias, penalties and temperature, without the impossible.
-
-    The chosen token is possible, unless nothing else was left to be forbidden.
-    """
+    """Log-probabilities for the rows that request them, before bias, penalties and temperature."""
     asked = [(row, s.sampling.logprobs) for row, s in enumerate(sequences) if s.sampling.logprobs is not None]
     if not asked:
         return [], None
@@ -274,7 +272,7 @@ def _logprobs(
 
 
 def _possible(ids: list[int], values: list[float]) -> tuple[tuple[int, float], ...]:
-    """Pairs, the best first, without those that a logits processor excluded: minus infinity has no JSON."""
+    """(token, log-probability), best first, without tokens that a processor excluded: JSON has no minus infinity."""
     if values and values[-1] == _NEVER:
         return tuple((token, value) for token, value in zip(ids, values, strict=True) if value != _NEVER)
     return tuple(zip(ids, values, strict=True))
@@ -283,7 +281,7 @@ def _possible(ids: list[int], values: list[float]) -> tuple[tuple[int, float], .
 def _without_only_choices(
     logits: Tensor, early: list[tuple[int, int, float]], sequences: Seq[Sequence], short: list[bool]
 ) -> list[tuple[int, int, float]]:
-    """Bans of stop ids, but not in rows whose processors left nothing else to draw."""
+    """Bans of stop ids, except in rows where the processors left nothing else to draw."""
     rows = [row for row, s in enumerate(sequences) if s.processors is not None and short[row]]
     stuck = set()
     for row in rows:
@@ -300,7 +298,7 @@ def _has_penalty(sequence: Sequence) -> bool:
 
 
 def _add(logits: Tensor, changes: list[tuple[int, int, float]]) -> None:
-    """Add (row, token, bias) in place; tokens that the model does not have are passed over."""
+    """Add (row, token, bias) in place; token ids outside the vocabulary are skipped."""
     fit = [change for change in changes if 0 <= change[1] < logits.shape[-1]]
     if fit:
         rows, tokens, biases = zip(*fit, strict=True)

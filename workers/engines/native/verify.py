@@ -1,4 +1,4 @@
-"""Whether a model computes what transformers makes of it: a few tokens, both ways."""
+"""Compares a model's logits under paged attention with those under transformers' own, over a few tokens."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ def _trial(model: Model, tokens: int = 12) -> Tensor:
 
 def reference(model: Model) -> Tensor:
     """Logits of a few tokens, by transformers' own attention."""
-    language = model.forward.get_decoder() if model.sees else model.forward
+    language = model.forward.get_decoder() if model.multimodal else model.forward
     language.set_attn_implementation("eager")
     try:
         with torch.inference_mode():
@@ -32,7 +32,7 @@ def reference(model: Model) -> Tensor:
         language.set_attn_implementation(attention.NAME)
 
 
-def verify(model: Model, theirs: Tensor, paged: Callable[[Pool, int, int], attention.Paged]) -> None:
+def verify(model: Model, expected: Tensor, paged: Callable[[Pool, int, int], attention.Paged]) -> None:
     """Compare logits of a prefill and a decode step with ``reference``'s.
 
     Args:
@@ -49,7 +49,7 @@ def verify(model: Model, theirs: Tensor, paged: Callable[[Pool, int, int], atten
         for start, stop in ((0, tokens - 1), (tokens - 1, tokens)):
             rows = places[: stop - start]
             ours.append(model.logits(words[start:stop], places[start:stop], rows, paged(pool, start, stop)))
-    apart = (torch.cat(ours).float() - theirs).norm(dim=-1) / theirs.norm(dim=-1)
-    if not float(apart.median()) < ROUNDING:  # the median: an expert's near-tie may throw off a single row
+    error = (torch.cat(ours).float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    if not float(error.median()) < ROUNDING:  # the median: an expert's near-tie may throw off a single row
         name = type(model.forward).__name__
         raise ModelError(f"{name} computes attention in a way that cannot be paged; choose another model or engine")

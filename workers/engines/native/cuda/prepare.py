@@ -20,7 +20,7 @@ def prepare(model: Model) -> Rotation:
     Raises:
         ModelError: it no longer computes what it did; load it again.
     """
-    theirs = reference(model)
+    expected = reference(model)
     rotation, counts = rewrite(model.forward)
     scratch = Scratch(1, model.shape.kv_heads, model.heads, model.shape.head_dim, model.device)
 
@@ -35,11 +35,11 @@ def prepare(model: Model) -> Rotation:
         return PagedAttention(pool, scratch, rotation, batch)
 
     try:
-        verify(model, theirs, paged)
+        verify(model, expected, paged)
     except ModelError:
         undo_layers(model.forward)
         counts["residuals within products"] = 0
-        verify(model, theirs, paged)
+        verify(model, expected, paged)
     log.info(
         "rewritten", model=type(model.forward).__name__, **{name.replace(" ", "_"): n for name, n in counts.items()}
     )
