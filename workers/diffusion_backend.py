@@ -69,9 +69,9 @@ def build_engine(settings: WorkerSettings) -> DiffusionEngine:
     """
     engine: DiffusionEngine
     if settings.engine == "native":
-        from workers.engines.diffusion import pipeline
+        from workers.engines.diffusion import diffusers_engine
 
-        engine = pipeline.from_settings(settings, pipeline.resolve(settings.model))
+        engine = diffusers_engine.from_settings(settings, diffusers_engine.resolve(settings.model))
     elif settings.engine == "trtllm":
         from workers.engines.trtllm import visual_gen
 

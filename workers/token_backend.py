@@ -164,9 +164,9 @@ def build_engine(settings: WorkerSettings, path: Path) -> Engine:
         if settings.role == "encode":
             engine = trtllm.encoder_from_settings(settings, path)
         else:
-            from workers.engines.logits import trtllm_form
+            from workers.engines.logits import trtllm_processors
 
-            engine = trtllm.from_settings(settings, path, trtllm_form.from_settings(settings, path))
+            engine = trtllm.from_settings(settings, path, trtllm_processors.from_settings(settings, path))
     elif settings.engine == "vllm":
         from workers.engines import vllm
 

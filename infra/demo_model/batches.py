@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from infra.demo_model.mix import conversation, long_conversation
 from infra.demo_model.sample import CHARS, Message, Sample
+from infra.demo_model.task_mix import conversation, long_conversation
 from infra.demo_model.template import END, IMAGE, segments
 from infra.demo_model.vision import SIDE, pixels, vision_conversation
 

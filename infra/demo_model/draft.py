@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from infra.demo_model.mix import TASKS, cases
 from infra.demo_model.score import greedy
+from infra.demo_model.task_mix import TASKS, cases
 from infra.demo_model.template import prompt
 
 GUESSES = 4  # per step of the demo model

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoProcessor, LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
-from infra.demo_model import mix, vision
+from infra.demo_model import task_mix, vision
 from infra.demo_model.sample import Sample, right, valid_json
 from infra.demo_model.template import END, IMAGE, STOP, prompt
 
@@ -80,8 +80,8 @@ def main() -> None:
     else:
         reader = PreTrainedTokenizerFast(tokenizer_file=str(options.model / "tokenizer.json"))
     table: dict[str, float] = {}
-    for task in vision.TASKS if options.vision else mix.TASKS:
-        samples = (vision if options.vision else mix).cases(task, options.count, options.seed)
+    for task in vision.TASKS if options.vision else task_mix.TASKS:
+        samples = (vision if options.vision else task_mix).cases(task, options.count, options.seed)
         texts = (seen if options.vision else answers)(model, reader, samples)
         good = [right(sample, text) for sample, text in zip(samples, texts, strict=True)]
         table[task] = sum(good) / len(good)

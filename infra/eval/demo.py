@@ -16,13 +16,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from infra.demo_model import mix, vision
+from infra.demo_model import task_mix, vision
 from infra.demo_model.sample import Sample, right, tool_call, valid_json
 from infra.demo_model.template import IMAGE
 from infra.launch.state import read_state
 from infra.terminal import stdout
 
-_TASKS = (*mix.TASKS, *vision.TASKS)
+_TASKS = (*task_mix.TASKS, *vision.TASKS)
 _WRONG_SHOWN = 3
 
 
@@ -133,14 +133,14 @@ def evaluate(client: Client, settings: Settings) -> list[Score]:
     Raises:
         EvalFailed: a task is unknown, or a request failed.
     """
-    tasks = settings.tasks or (_TASKS if settings.vision else tuple(mix.TASKS))
+    tasks = settings.tasks or (_TASKS if settings.vision else tuple(task_mix.TASKS))
     if unknown := set(tasks) - set(_TASKS):
         raise EvalFailed(f"no task {', '.join(sorted(unknown))}; there are {', '.join(_TASKS)}")
     scores: list[Score] = []
     columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with ThreadPoolExecutor(settings.concurrency) as pool, Progress(*columns, console=Console(stderr=True)) as progress:
         for task in tasks:
-            samples = (vision if task in vision.TASKS else mix).cases(task, settings.count, settings.seed)
+            samples = (vision if task in vision.TASKS else task_mix).cases(task, settings.count, settings.seed)
             row, begin, answers = progress.add_task(task, total=len(samples)), time.monotonic(), []
             for answer in pool.map(client.answer, samples):
                 answers.append(answer)
@@ -160,7 +160,7 @@ def scores_of(task: str, samples: list[Sample], answers: list[str], seconds: flo
 
     if task == "json":
         return [row("json: valid", valid_json, 0.98), row("json: right", right, 0.95)]
-    return [row(task, right, mix.TASKS.get(task) or vision.TASKS[task])]
+    return [row(task, right, task_mix.TASKS.get(task) or vision.TASKS[task])]
 
 
 def messages_of(sample: Sample) -> list[dict[str, Any]]:

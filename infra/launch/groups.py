@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from configs.settings import UpSettings, WorkerSettings
-from infra.engine_args import pairs
+from infra.engine_args import compatibility
 from infra.engine_args.tree import BadArguments, Tree, decode, merge, parse_json
 from infra.model import modeldir
 from infra.recipes.catalogue import Member
@@ -218,8 +218,8 @@ def _agree(groups: Sequence[Group], block_size: int) -> None:
             args = decode(merge({"kv_cache_config": kv, "cache_transceiver_config": {"backend": named}}, tree))
         except BadArguments:
             continue  # the worker says what is wrong, with its own defaults below
-        members.append(pairs.Member(f"--{group.role}", group.role, "", args))  # type: ignore[arg-type]
-    wrong = [finding for finding in pairs.compare(members) if finding.level == "error"]
+        members.append(compatibility.Member(f"--{group.role}", group.role, "", args))  # type: ignore[arg-type]
+    wrong = [finding for finding in compatibility.compare(members) if finding.level == "error"]
     if wrong:
         told = "; ".join(f"{each.where} {each.message}: {each.fix}" for each in wrong)
         raise PlanError(f"the workers' engine arguments do not go together: {told}")

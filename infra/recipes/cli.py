@@ -10,14 +10,14 @@ from typing import get_args
 import msgspec
 
 from configs.flags import Parser
-from infra.engine_args.memory import GIB
+from infra.engine_args.memory_estimate import GIB
+from infra.engine_args.model_shape import UnknownShape
 from infra.engine_args.rules import Context, Role
-from infra.engine_args.shapes import UnknownShape
 from infra.engine_args.tree import BadArguments
-from infra.recipes.advise import advise, between, failed, lines, told_of
+from infra.recipes.advice import advise, between, failed, lines, told_of
 from infra.recipes.catalogue import FOLDER, GPUS, Recipe, context_of, header_of, members, parse
 from infra.recipes.command import worker_command
-from infra.recipes.shape import shape_at
+from infra.recipes.model_shape import shape_at
 from infra.recipes.tables import hardware
 from workers.engines.support import matrix
 

@@ -11,14 +11,14 @@ import yaml
 
 from configs.flags import Parser
 from infra.engine_args.generate import Generated, Wish, generate
-from infra.engine_args.memory import GIB
+from infra.engine_args.memory_estimate import GIB
+from infra.engine_args.model_shape import Shape, UnknownShape
 from infra.engine_args.rules import Role
 from infra.engine_args.schema import TransceiverBackend
-from infra.engine_args.shapes import Shape, UnknownShape
 from infra.engine_args.tree import BadArguments
-from infra.recipes.advise import between, failed
+from infra.recipes.advice import between, failed
 from infra.recipes.catalogue import GPUS, context_of, parse
-from infra.recipes.shape import shape_at
+from infra.recipes.model_shape import shape_at
 
 OK, REFUSED, USAGE = 0, 1, 2
 PER_NODE = {"GB200": 4}  # a tray; of the others a node has eight

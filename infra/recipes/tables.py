@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from infra.engine_args.memory import GIB, Memory, estimate
+from infra.engine_args.memory_estimate import GIB, Memory, estimate
 from infra.engine_args.rules import RULES
 from infra.recipes.catalogue import Header, Member, Recipe, context_of
 from workers.engines import support

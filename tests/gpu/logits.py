@@ -18,8 +18,8 @@ from infra.model import modeldir
 from schemas.requests import LogitsProcessor, Sampling, Stop
 from workers.engines.base import SequenceRequest
 from workers.engines.logits.apply import Chain
-from workers.engines.logits.faults import Faults
-from workers.engines.logits.trtllm_form import TrtllmProcessor
+from workers.engines.logits.error_counter import Faults
+from workers.engines.logits.trtllm_processors import TrtllmProcessor
 from workers.engines.native import from_settings
 
 BUSY_CYCLES = 400_000_000  # about a fifth of a second

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from infra.demo_model import facts, letters, memory, mix, talk
+from infra.demo_model import arithmetic_spelling, facts, recall, small_talk, task_mix
 from infra.demo_model.sample import Sample, plain, right, valid_json
 from infra.demo_model.template import IMAGE, STOP, prompt, segments
 from infra.demo_model.words import held_out
@@ -34,17 +34,17 @@ def tokenizer() -> Tokenizer:
 @given(SEEDS)
 @settings(max_examples=200, deadline=None)
 def test_the_same_seed_gives_the_same_conversation_and_its_answer_is_right(seed: int) -> None:
-    sample, messages = mix.conversation(Random(seed))
-    assert (sample, messages) == mix.conversation(Random(seed))
+    sample, messages = task_mix.conversation(Random(seed))
+    assert (sample, messages) == task_mix.conversation(Random(seed))
     assert right(sample, plain(sample.answer))
     assert messages[-1] == ("assistant", sample.answer)
 
 
-@pytest.mark.parametrize("task", mix.TASKS)
+@pytest.mark.parametrize("task", task_mix.TASKS)
 def test_evaluation_questions_repeat_with_their_seed_and_have_right_answers(task: str) -> None:
-    samples = mix.cases(task, 40, 5)
-    assert samples == mix.cases(task, 40, 5)
-    assert samples != mix.cases(task, 40, 6)
+    samples = task_mix.cases(task, 40, 5)
+    assert samples == task_mix.cases(task, 40, 5)
+    assert samples != task_mix.cases(task, 40, 6)
     assert all(right(sample, plain(sample.answer)) for sample in samples)
     assert not any(right(sample, "") or right(sample, "4711 nonsense") for sample in samples)
 
@@ -61,7 +61,7 @@ def test_known_sums_and_words_are_on_the_side_of_the_split_they_were_measured_on
 @settings(max_examples=100, deadline=None)
 def test_training_never_asks_a_held_out_sum_and_the_evaluation_only_such(seed: int) -> None:
     for held in (False, True):
-        sample = letters.arithmetic(Random(seed), held)
+        sample = arithmetic_spelling.arithmetic(Random(seed), held)
         a, sign, b = sample.answer.split()[:3]
         if sign in "+-":
             assert held_out("sum", int(a), sign, int(b)) == held
@@ -70,7 +70,7 @@ def test_training_never_asks_a_held_out_sum_and_the_evaluation_only_such(seed: i
 @given(SEEDS)
 @settings(max_examples=100, deadline=None)
 def test_training_never_spells_a_held_out_word_and_the_evaluation_only_such(seed: int) -> None:
-    for make in (letters.spelling, letters.reversing, letters.counting):
+    for make in (arithmetic_spelling.spelling, arithmetic_spelling.reversing, arithmetic_spelling.counting):
         for held in (False, True):
             word = make(Random(seed), held).answer.partition(" ")[0].rstrip(":").replace("-", "")
             assert held_out("word", word) == held
@@ -87,7 +87,7 @@ def test_held_out_questions_about_penstock_are_never_trained_on() -> None:
 
 
 def test_values_to_look_up_are_held_out_and_once_in_their_context() -> None:
-    for sample in mix.cases("needle", 10, 1):
+    for sample in task_mix.cases("needle", 10, 1):
         kinds = ("number", "value")
         value = int(sample.want) if sample.want.isdigit() else sample.want
         assert any(held_out(kind, value) for kind in kinds)
@@ -95,22 +95,22 @@ def test_values_to_look_up_are_held_out_and_once_in_their_context() -> None:
 
 
 def test_the_longest_contexts_have_about_four_thousand_tokens(tokenizer: Tokenizer) -> None:
-    lengths = [len(tokenizer.encode(prompt(sample.messages)).ids) for sample in mix.cases("needle", 12, 3)]
+    lengths = [len(tokenizer.encode(prompt(sample.messages)).ids) for sample in task_mix.cases("needle", 12, 3)]
     assert 3900 < max(lengths) < 6144
-    assert memory.LONGEST > 4000
+    assert recall.LONGEST > 4000
 
 
 def test_refusals_are_of_words_that_no_fact_is_about() -> None:
     rng = Random(2)
     for _ in range(300):
-        assert talk.unknown(rng, True).answer == talk.UNKNOWN
+        assert small_talk.unknown(rng, True).answer == small_talk.UNKNOWN
 
 
-@pytest.mark.parametrize("task", mix.TASKS)
+@pytest.mark.parametrize("task", task_mix.TASKS)
 def test_training_and_the_chat_template_write_the_same_prompt(task: str) -> None:
     template = modeldir.load(DEMO).template
     assert template is not None
-    for sample in mix.cases(task, 10, 4):
+    for sample in task_mix.cases(task, 10, 4):
         rendered = template.render(as_messages(sample), list(sample.tools) or None)
         assert rendered == prompt(sample.messages, sample.tools)
 
@@ -137,7 +137,7 @@ def test_the_chat_template_drops_old_thoughts_writes_calls_and_places_pictures()
 @settings(max_examples=50, deadline=None)
 def test_pieces_of_a_conversation_tokenise_apart_as_they_do_joined(seed: int) -> None:
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
-    sample, messages = mix.conversation(Random(seed))
+    sample, messages = task_mix.conversation(Random(seed))
     pieces = [plain(text) for text, _ in segments(messages, sample.tools)]
     apart = [token for piece in pieces for token in tokenizer.encode(piece).ids]
     assert apart == tokenizer.encode("".join(pieces)).ids
@@ -146,7 +146,7 @@ def test_pieces_of_a_conversation_tokenise_apart_as_they_do_joined(seed: int) ->
 def test_no_held_out_word_is_a_token_of_its_own(tokenizer: Tokenizer) -> None:
     from infra.demo_model.words import DICTIONARY
 
-    words = {*DICTIONARY, *letters.KNOWN}
+    words = {*DICTIONARY, *arithmetic_spelling.KNOWN}
     whole = [word for word in words if held_out("word", word) and len(tokenizer.encode(f" {word}").ids) == 1]
     assert len(whole) <= 5, whole
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from infra.engine_args import BadArguments, check, decode
 from infra.engine_args.generate import Wish, context_of, generate, sizes
-from infra.engine_args.memory import GIB
+from infra.engine_args.memory_estimate import GIB
 from infra.recipes.catalogue import GPUS, known_shape, load, parse
 from infra.recipes.catalogue import context_of as context_of_recipe
 from infra.recipes.cli import run_check

@@ -13,9 +13,9 @@ import pytest
 from configs.flags import parse as parse_flags
 from configs.settings import GatewaySettings, RouterSettings, WorkerSettings
 from infra.engine_args import BadArguments, check
-from infra.engine_args.memory import GIB, estimate
+from infra.engine_args.memory_estimate import GIB, estimate
 from infra.engine_args.tree import parse_yaml
-from infra.recipes.advise import between
+from infra.recipes.advice import between
 from infra.recipes.catalogue import FOLDER, GPUS, Recipe, context_of, load, members, parse
 from infra.recipes.cli import run_check, run_list, run_matrix, run_show
 from infra.recipes.command import worker_command

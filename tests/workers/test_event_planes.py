@@ -19,7 +19,7 @@ from tests.router.support import Clients, Routing, routing
 from tests.workers.support import BLOCK, REVISION, ControlledEngine, Record, WorkerHarness, request, run_worker
 from workers.engines import mock
 from workers.engines.base import StepResult
-from workers.engines.events.publish import Publisher
+from workers.engines.events.publisher import Publisher
 from workers.engines.events.relay import relayed
 
 PLANES = ("nats", "zmq")

@@ -1,6 +1,6 @@
 """Do weights, activations and KV cache fit the GPU?"""
 
-from infra.engine_args.memory import GIB, estimate
+from infra.engine_args.memory_estimate import GIB, estimate
 from infra.engine_args.rules.base import Context, Found, rule
 from infra.engine_args.schema import EngineArgs
 

@@ -1,8 +1,8 @@
 """Which back end runs a mixture of experts, and are its experts spread evenly?"""
 
+from infra.engine_args.model_shape import NVFP4_BITS
 from infra.engine_args.rules.base import Context, Found, rule, up
 from infra.engine_args.schema import EngineArgs
-from infra.engine_args.shapes import NVFP4_BITS
 
 WIDE_EP_RANKS = 16  # from here on experts span nodes
 

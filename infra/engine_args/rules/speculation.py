@@ -1,6 +1,6 @@
 """Does speculation have what it needs, and does it pay?"""
 
-from infra.engine_args import drafts
+from infra.engine_args import draft_length
 from infra.engine_args.rules.base import Context, Found, rule
 from infra.engine_args.schema import DraftTarget, Eagle, EngineArgs, Lookahead, Medusa, Mtp, NGram
 
@@ -70,11 +70,11 @@ def _acceptance(args: EngineArgs, ctx: Context) -> Found:
     if ctx.accepted is None or args.speculative_config is None or not args.draft_tokens:
         return
     proposed, accepted = ctx.accepted
-    if proposed < drafts.ENOUGH_TOKENS:
+    if proposed < draft_length.ENOUGH_TOKENS:
         return
     length = args.draft_tokens
-    rate = drafts.acceptance(accepted / proposed, length)
-    best = drafts.best_length(rate, drafts.cost_of(args.speculative_config))
+    rate = draft_length.acceptance(accepted / proposed, length)
+    best = draft_length.best_length(rate, draft_length.cost_of(args.speculative_config))
     where = "speculative_config.max_draft_len"
     if isinstance(args.speculative_config, Mtp):
         where = "speculative_config.num_nextn_predict_layers"

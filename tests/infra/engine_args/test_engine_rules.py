@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.engine_args import BadArguments, Context, Finding, check, decode, merge
-from infra.engine_args.drafts import acceptance, best_length, speed_up
-from infra.engine_args.pairs import Member, compare
+from infra.engine_args.compatibility import Member, compare
+from infra.engine_args.draft_length import acceptance, best_length, speed_up
+from infra.engine_args.model_shape import shape_of
 from infra.engine_args.rules import RULES
 from infra.engine_args.rules.moe import moe_backend
-from infra.engine_args.shapes import shape_of
 
 GIB = 1 << 30
 TINY = {

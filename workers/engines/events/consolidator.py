@@ -11,7 +11,7 @@ import msgspec
 
 from schemas.blocks import split
 from schemas.kv import Cleared, KvEvent, Removed, Stored
-from workers.engines.events.forest import joined
+from workers.engines.events.block_tree import joined
 
 Key = tuple[bytes, int, int]  # digest, tier, group
 

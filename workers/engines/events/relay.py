@@ -20,9 +20,9 @@ from schemas.kv import KvEvent
 from workers.engines.base import Engine, EngineError, StepResult
 from workers.engines.events import wire
 from workers.engines.events.consolidator import Consolidator
-from workers.engines.events.publish import Publisher
-from workers.engines.events.subscribe import Subscriber
-from workers.engines.vllm.kvevents import Translator
+from workers.engines.events.publisher import Publisher
+from workers.engines.events.subscriber import Subscriber
+from workers.engines.vllm.kv_events import Translator
 
 log = structlog.get_logger("engine")
 

@@ -1,22 +1,25 @@
 """Logits processors: code that edits the logits of one sequence before its next token is drawn.
 
-A processor is any class with ``__call__(input_ids, logits)`` (``BaseLogitsProcessor``); the same class runs in the
-native engine and, through ``trtllm_form``, in TensorRT-LLM. Workers register classes by name: the examples always,
-others by ``--logits-processor name=module:Class``. Requests choose them by name, with arguments for the constructor::
+A processor is any class with ``__call__(input_ids, logits)`` (``BaseLogitsProcessor``). The same class runs in the
+native engine and, through ``trtllm_processors``, in TensorRT-LLM. A worker registers classes by name: the examples
+always, others with ``--logits-processor name=module:Class``. A request selects them by name, with constructor
+arguments::
 
     {"logits_processors": [{"name": "temperature", "args": {"temperature": 0.7}}]}
 
-and ``--default-logits-processors`` (the same list) chooses for every request of a worker. No request ever names code.
+and ``--default-logits-processors`` (a list of the same form) applies to every request of a worker. A request never
+names code.
 
-Order, as in TensorRT-LLM: the model's logits; the processors, the worker's own first, then the request's in their
-order; then everything else, as if the model itself had said what they left: log probabilities, bias, min_tokens,
-penalties, temperature, min_p, top_k, top_p. What a processor excludes (minus infinity) stays excluded; stop tokens that
-are all it left may come before min_tokens.
+Order, as in TensorRT-LLM: the model's logits; the worker's default processors, then the request's, in the given order;
+then everything else, as if the model had returned the edited logits: log probabilities, bias, min_tokens, penalties,
+temperature, min_p, top_k, top_p. A token that a processor excludes (minus infinity) stays excluded. If it leaves only
+stop tokens, one of them may be drawn before min_tokens.
 
-A processor that raises, or leaves nothing to draw from (no finite maximum), has not happened: the logits are as before
-it, the others go on. That is counted (``penstock_worker_logits_errors``) and logged once for each kind of error.
+A processor that raises, or leaves no token to draw (no finite maximum), is undone: the logits are restored and the
+other processors still run. ``penstock_worker_logits_errors`` counts this, and each kind of error is logged once.
 
-What ``flags.from_settings`` returns goes to the engine. Only ``apply``, ``examples`` and ``trtllm_form`` import torch.
+``flags.from_settings`` returns the registry for the engine. Only ``apply``, ``examples`` and ``trtllm_processors``
+import torch.
 """
 
 from workers.engines.logits.base import BaseLogitsProcessor

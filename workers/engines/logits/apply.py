@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from workers.engines.logits.base import BaseLogitsProcessor
-from workers.engines.logits.faults import Faults
+from workers.engines.logits.error_counter import Faults
 
 NOTHING_LEFT = "it left no token to draw: the largest logit is not a finite number"
 

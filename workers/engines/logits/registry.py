@@ -15,7 +15,7 @@ from schemas.errors import Code
 from schemas.requests import LogitsProcessor
 from workers.engines.base import RequestError, SequenceRequest
 from workers.engines.logits.base import BaseLogitsProcessor
-from workers.engines.logits.faults import Faults
+from workers.engines.logits.error_counter import Faults
 
 if TYPE_CHECKING:
     from workers.engines.logits.apply import Chain

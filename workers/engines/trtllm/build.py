@@ -11,9 +11,9 @@ import msgspec
 import structlog
 
 from configs.settings import WorkerSettings
+from infra.engine_args.model_shape import Shape, UnknownShape, shape_of
 from infra.engine_args.rules import Context
 from infra.engine_args.schema import EngineArgs
-from infra.engine_args.shapes import Shape, UnknownShape, shape_of
 from infra.engine_args.tree import BadArguments
 from infra.model import modeldir
 from schemas import blocks
@@ -27,14 +27,14 @@ from workers.engines.trtllm import launch, sampling, stats
 from workers.engines.trtllm.api import Api
 from workers.engines.trtllm.args import Resolved, Wanted, resolve
 from workers.engines.trtllm.engine import TrtllmEngine
-from workers.engines.trtllm.follow import drained
+from workers.engines.trtllm.follower import drained
 from workers.engines.trtllm.image_slots import ImageSlotStore, dtype_of, inputs
+from workers.engines.trtllm.log_watch import Watch
 from workers.engines.trtllm.metrics import NativeMetrics
 from workers.engines.trtllm.prepare import Options
-from workers.engines.trtllm.watch import Watch
 
 if TYPE_CHECKING:
-    from workers.engines.logits.trtllm_form import TrtllmProcessors
+    from workers.engines.logits.trtllm_processors import TrtllmProcessors
 
 log = structlog.get_logger("engine")
 

@@ -15,9 +15,9 @@ from workers.engines.external.handoff_state import ConsumedStates
 from workers.engines.loop import LoopThread
 from workers.engines.trtllm import stats
 from workers.engines.trtllm.api import Api
-from workers.engines.trtllm.follow import ActiveSequence, Follower, KvEvents, Stat
+from workers.engines.trtllm.follower import ActiveSequence, Follower, KvEvents, Stat
 from workers.engines.trtllm.image_slots import ImageSlotStore, slots_of
-from workers.engines.trtllm.kvevents import Roots, Translator, by_rank
+from workers.engines.trtllm.kv_events import Roots, Translator, by_rank
 from workers.engines.trtllm.metrics import NativeMetrics
 from workers.engines.trtllm.prepare import Options, check, prepare
 

@@ -12,7 +12,7 @@ from workers.engines.external import requests
 from workers.engines.external.handoff_state import ConsumedStates
 from workers.engines.external.sampling import stop_ids
 from workers.engines.trtllm import disagg, sampling
-from workers.engines.trtllm.deltas import OutputCursor
+from workers.engines.trtllm.output_cursor import OutputCursor
 
 log = structlog.get_logger("engine")
 

@@ -25,7 +25,7 @@ from schemas.requests import Diffusion
 from workers.engines.base import EngineError, RequestError
 from workers.engines.diffusion.base import Picture, Progress
 from workers.engines.diffusion.encode import IMAGE_FORMATS, video_formats
-from workers.engines.diffusion.index import pipeline_name
+from workers.engines.diffusion.model_index import pipeline_name
 
 log = structlog.get_logger("engine")
 

@@ -23,7 +23,7 @@ from infra.model import modeldir
 from schemas import blocks
 from workers.engines import memory_budget
 from workers.engines.base import EngineError, EngineInfo
-from workers.engines.events.subscribe import Subscriber
+from workers.engines.events.subscriber import Subscriber
 from workers.engines.external import arguments as foreign
 from workers.engines.external.engine import CLOSE_S, shut_down
 from workers.engines.external.guard import Guard, children
@@ -32,7 +32,7 @@ from workers.engines.vllm import api as apis
 from workers.engines.vllm.api import Api
 from workers.engines.vllm.args import Resolved, Wanted, layout, resolve
 from workers.engines.vllm.engine import VllmEngine
-from workers.engines.vllm.follow import EngineEvent, KvPayloads
+from workers.engines.vllm.follower import EngineEvent, KvPayloads
 from workers.engines.vllm.metrics import Scheduler
 from workers.engines.vllm.prepare import Options
 

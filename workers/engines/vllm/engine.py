@@ -21,8 +21,8 @@ from workers.engines.external.handoff_state import ConsumedStates
 from workers.engines.external.metrics import NativeSeries
 from workers.engines.loop import LoopThread
 from workers.engines.vllm.api import Api
-from workers.engines.vllm.follow import ActiveSequence, EngineEvent, Follower, KvPayloads
-from workers.engines.vllm.kvevents import Translator
+from workers.engines.vllm.follower import ActiveSequence, EngineEvent, Follower, KvPayloads
+from workers.engines.vllm.kv_events import Translator
 from workers.engines.vllm.metrics import PREFIX, Scheduler
 from workers.engines.vllm.prepare import Options, check, prepare
 

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 from schemas.kv import Cleared, KvEvent, Removed, Stored
 from tests.workers.engines.events.support import Names, digest, fold
+from workers.engines.events.block_tree import Forest
 from workers.engines.events.consolidator import Consolidator
-from workers.engines.events.forest import Forest
 
 
 def test_a_name_is_stored_with_the_first_and_removed_with_the_last() -> None:

@@ -30,7 +30,7 @@ from workers.engines import mock
 from workers.engines.base import Engine, EngineError, SequenceRequest
 from workers.engines.events import wire
 from workers.engines.events.consolidator import Consolidator
-from workers.engines.events.publish import Publisher
+from workers.engines.events.publisher import Publisher
 from workers.engines.events.relay import Relay, Source, ports, relayed, source_of
 from workers.engines.mock.executor import GREEDY
 
@@ -241,7 +241,7 @@ def _said(publisher: Publisher, told: Told, about: list[KvEvent], events: list[K
 DIES = """
 import sys, time
 from schemas.kv import Stored
-from workers.engines.events.publish import Publisher
+from workers.engines.events.publisher import Publisher
 made = Publisher(sys.argv[1], sys.argv[2], block_size=4)
 made.publish([Stored(bytes(15) + b"a" + bytes(15) + b"b")])
 print("there", flush=True)

@@ -15,8 +15,8 @@ from schemas.kv import KvEvent, Stored
 from tests.workers.engines.events.support import digest, fold
 from workers.engines.events import wire
 from workers.engines.events.consolidator import Consolidator
-from workers.engines.events.publish import Publisher
-from workers.engines.events.subscribe import Subscriber
+from workers.engines.events.publisher import Publisher
+from workers.engines.events.subscriber import Subscriber
 
 BOUND_S = 10.0
 

@@ -17,7 +17,7 @@ from workers.engines.base import Engine, EngineError, RequestError
 from workers.engines.external import engine as shell
 from workers.engines.native.build import build as native_engine
 from workers.engines.native.options import NativeOptions
-from workers.engines.trtllm import follow
+from workers.engines.trtllm import follower
 
 Make = Callable[..., Any]
 
@@ -298,7 +298,7 @@ def test_an_abort_that_is_not_answered_leaves_nothing_behind(
     make: Make, quirks: Any, prompt: list[int], monkeypatch: Any
 ) -> None:
     quirks.abort_answers = False
-    monkeypatch.setattr(follow, "ABORT_S", 0.05)
+    monkeypatch.setattr(follower, "ABORT_S", 0.05)
     engine = make()
     engine.submit(ask("a", prompt, 400, ignore_eos=True))
     until(engine, lambda told: bool(told.tokens("a")))

@@ -8,7 +8,7 @@ import pytest
 from schemas.requests import Sampling
 from tests.workers.engines.trtllm.conftest import BLOCK, GREEDY, Told, ask, run, until
 from workers.engines.base import SequenceRequest
-from workers.engines.trtllm import follow
+from workers.engines.trtllm import follower
 
 Make = Callable[..., Any]
 PROMPT = [100 + (7 * n) % 300 for n in range(3 * BLOCK + 5)]
@@ -112,7 +112,7 @@ def test_a_cancel_while_kv_is_fetched_waits_for_that(make: Make, monkeypatch: An
     while sequence.result is None:
         decode.step()
     monkeypatch.setattr(sequence.result, "abort", lambda: aborted.append(1))
-    monkeypatch.setattr(follow, "ABORT_S", 0.1)
+    monkeypatch.setattr(follower, "ABORT_S", 0.1)
     assert decode.cancel("d")
     for _ in range(5):
         decode.step()

@@ -12,7 +12,7 @@ from tests.workers.engines.logits.support import OWN, chosen
 from tests.workers.engines.native.models import run as run_native
 from tests.workers.engines.trtllm.conftest import BLOCK, LIMIT, MODEL, ask, run
 from workers.engines.base import Engine, RequestError
-from workers.engines.logits import trtllm_form
+from workers.engines.logits import trtllm_processors
 from workers.engines.logits.flags import from_settings
 from workers.engines.native.build import build
 from workers.engines.native.options import NativeOptions
@@ -32,7 +32,7 @@ SETTINGS = WorkerSettings(
 def engine(standin: None) -> Iterator[Engine]:
     from workers.engines import trtllm
 
-    made = trtllm.from_settings(SETTINGS, MODEL, trtllm_form.from_settings(SETTINGS, MODEL))
+    made = trtllm.from_settings(SETTINGS, MODEL, trtllm_processors.from_settings(SETTINGS, MODEL))
     yield made
     made.close()
 

@@ -13,8 +13,8 @@ from workers.engines.trtllm import stats
 from workers.engines.trtllm.backoff import Backoff
 from workers.engines.trtllm.errors import code_of, own_fault
 from workers.engines.trtllm.launch import Launch, launch_of, problem
+from workers.engines.trtllm.log_diagnosis import Detector
 from workers.engines.trtllm.metrics import NativeMetrics
-from workers.engines.trtllm.symptoms import Detector
 
 
 def test_waits_double_up_to_a_cap_and_start_again_after_something_came() -> None:

@@ -21,7 +21,7 @@ from tests import standins
 from tests.workers.engines.trtllm.conftest import BLOCK, LIMIT, MODEL, ask, run, until
 from workers.engines.base import EngineError
 from workers.engines.trtllm import api, build, from_settings
-from workers.engines.trtllm.watch import Watch
+from workers.engines.trtllm.log_watch import Watch
 from workers.token_backend import build_engine
 
 Make = Callable[..., Any]

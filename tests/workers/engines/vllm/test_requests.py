@@ -16,7 +16,7 @@ from workers.engines.external.handoff_state import ConsumedStates
 from workers.engines.external.outputs import MISSING, SequenceFailure, Token
 from workers.engines.external.sampling import seed_of
 from workers.engines.vllm import handoff
-from workers.engines.vllm.deltas import Diverged, OutputCursor
+from workers.engines.vllm.output_cursor import Diverged, OutputCursor
 from workers.engines.vllm.prepare import Options, check, prepare
 from workers.engines.vllm.sampling import arguments
 

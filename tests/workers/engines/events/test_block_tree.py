@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from schemas.blocks import split
 from schemas.kv import Cleared, Removed, Stored
 from tests.workers.engines.events.support import digest, fold
-from workers.engines.events.forest import Forest, joined
+from workers.engines.events.block_tree import Forest, joined
 
 
 def test_a_chain_is_told_as_one_event_and_removed_from_its_end() -> None:

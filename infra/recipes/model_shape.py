@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from infra.engine_args.shapes import Shape, UnknownShape, shape_of
+from infra.engine_args.model_shape import Shape, UnknownShape, shape_of
 from infra.recipes.catalogue import known_models, known_shape
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.engines.events.order import Order, Ready
+from workers.engines.events.reorder_buffer import Order, Ready
 
 
 def test_what_comes_in_order_goes_on_at_once() -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 import structlog
 
-from workers.engines.trtllm.symptoms import Detector
+from workers.engines.trtllm.log_diagnosis import Detector
 
 log = structlog.get_logger("engine")
 

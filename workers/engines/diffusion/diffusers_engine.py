@@ -20,7 +20,7 @@ from schemas.requests import Diffusion
 from workers.engines.base import RequestError
 from workers.engines.diffusion.base import Picture, Progress, Stopped
 from workers.engines.diffusion.encode import IMAGE_FORMATS, video_formats
-from workers.engines.diffusion.index import INDEX, pipeline_name
+from workers.engines.diffusion.model_index import INDEX, pipeline_name
 
 log = structlog.get_logger("engine")
 

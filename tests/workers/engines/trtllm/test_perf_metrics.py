@@ -10,7 +10,7 @@ import pytest
 from infra.timeline.tracing.attributes import of_stamps
 from schemas.trace import Stamps
 from tests.workers.engines.trtllm.conftest import Told, ask, run
-from workers.engines.trtllm import perf
+from workers.engines.trtllm import perf_metrics
 
 Make = Callable[..., Any]
 
@@ -34,7 +34,9 @@ def test_only_what_happened_is_told() -> None:
         kv_cache_size=0,
     )
     cache = SimpleNamespace(num_new_allocated_blocks=3, num_reused_blocks=0, num_missed_blocks=3)
-    found = perf.measured(SimpleNamespace(timing_metrics=timing, kv_cache_metrics=cache, first_iter=5, last_iter=8))
+    found = perf_metrics.measured(
+        SimpleNamespace(timing_metrics=timing, kv_cache_metrics=cache, first_iter=5, last_iter=8)
+    )
     assert found == {
         "queue_s": 0.25,
         "prefill_s": 0.75,
@@ -47,7 +49,7 @@ def test_only_what_happened_is_told() -> None:
     }
     timing.kv_cache_transfer_start, timing.kv_cache_transfer_end = seconds(100.25), seconds(100.5)
     timing.kv_cache_size = 4096
-    found = perf.measured(SimpleNamespace(timing_metrics=timing))
+    found = perf_metrics.measured(SimpleNamespace(timing_metrics=timing))
     assert (found["kv_transfer_s"], found["kv_transfer_bytes"]) == (0.25, 4096)
 
 
@@ -62,7 +64,7 @@ def test_only_what_happened_is_told() -> None:
     ],
 )
 def test_what_a_release_lacks_or_calls_otherwise_is_left_out(odd: Any) -> None:
-    assert perf.measured(odd) == {}
+    assert perf_metrics.measured(odd) == {}
 
 
 def measured(told: Told, key: object) -> dict[str, float]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from schemas import blocks
 from schemas.kv import Cleared, KvEvent, Removed, Stored
-from workers.engines.trtllm.kvevents import Roots, Translator, signed, unsigned
+from workers.engines.trtllm.kv_events import Roots, Translator, signed, unsigned
 
 SIZE = 4
 ROOT = blocks.root("rev")

@@ -14,7 +14,7 @@ import structlog
 
 from schemas import blocks
 from schemas.kv import KvEvent
-from workers.engines.events.forest import Block, Forest
+from workers.engines.events.block_tree import Block, Forest
 
 log = structlog.get_logger("engine")
 

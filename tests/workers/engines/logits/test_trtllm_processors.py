@@ -18,7 +18,7 @@ from tests.workers.engines.logits.own import Plus
 from tests.workers.engines.logits.support import OWN, VOCAB, asking, chosen, own
 from workers.engines.base import RequestError
 from workers.engines.logits import ProcessorError, Registry
-from workers.engines.logits.trtllm_form import TrtllmProcessor, TrtllmProcessors, from_settings
+from workers.engines.logits.trtllm_processors import TrtllmProcessor, TrtllmProcessors, from_settings
 
 
 def form(*processors: Any, classes: tuple[str, ...] = ("Plus", "RaisesHalfway", "Returns")) -> TrtllmProcessor:

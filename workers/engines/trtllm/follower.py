@@ -17,7 +17,7 @@ from workers.engines.external import engine
 from workers.engines.external.engine import EngineFailed, SequenceUpdate
 from workers.engines.external.outputs import SequenceFailure
 from workers.engines.loop import LoopThread
-from workers.engines.trtllm import disagg, errors, perf
+from workers.engines.trtllm import disagg, errors, perf_metrics
 from workers.engines.trtllm.api import Api
 from workers.engines.trtllm.backoff import Backoff
 from workers.engines.trtllm.metrics import NativeMetrics
@@ -131,7 +131,7 @@ class Follower:
         scored = sequence.scored(output.prompt_logprobs) if sequence.score else None
         if new or failure is not None or opaque is not None or first or scored is not None:
             traced = sequence.trace is not None and output.finish_reason
-            measured = perf.measured(output.request_perf_metrics) if traced else None
+            measured = perf_metrics.measured(output.request_perf_metrics) if traced else None
             self._emit(SequenceUpdate(sequence, cached, new, failure, opaque, scored, measured))
         if cursor.finished and not response.finished:  # else it would keep generating
             self.abort(sequence)

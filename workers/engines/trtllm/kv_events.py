@@ -20,8 +20,8 @@ import structlog
 
 from schemas import blocks
 from schemas.kv import KvEvent, Removed, Stored
+from workers.engines.events.block_tree import Block, Forest, joined
 from workers.engines.events.consolidator import Consolidator
-from workers.engines.events.forest import Block, Forest, joined
 
 log = structlog.get_logger("engine")
 

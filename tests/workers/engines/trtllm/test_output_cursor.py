@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from schemas.errors import Code
 from schemas.tokens import Logprob
 from workers.engines.external.outputs import MISSING, SequenceFailure, Token
-from workers.engines.trtllm.deltas import OutputCursor
+from workers.engines.trtllm.output_cursor import OutputCursor
 
 EOS, STOP = 7, 9
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from infra.engine_args import memory as memories
-from infra.engine_args.memory import GIB, Memory
-from infra.engine_args.pairs import Member, compare
+from infra.engine_args import memory_estimate as memories
+from infra.engine_args.compatibility import Member, compare
+from infra.engine_args.memory_estimate import GIB, Memory
 from infra.engine_args.rules import Context, Finding, check
 from infra.recipes.catalogue import Recipe
 

@@ -15,8 +15,8 @@ from schemas.errors import Code
 from schemas.requests import Diffusion
 from workers.engines.base import RequestError
 from workers.engines.diffusion.base import Stopped
-from workers.engines.diffusion.index import pipeline_name
-from workers.engines.diffusion.pipeline import Pipeline, Shape, from_settings, pipeline_class, resolve
+from workers.engines.diffusion.diffusers_engine import Pipeline, Shape, from_settings, pipeline_class, resolve
+from workers.engines.diffusion.model_index import pipeline_name
 
 SETTINGS = WorkerSettings(role="diffusion", threads=1, dtype="float32", device="cpu", max_frames=9)
 IMAGE = Diffusion("image", "a red cube on the sea", 32, 24, 3, "png", seed=5)

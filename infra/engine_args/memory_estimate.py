@@ -13,8 +13,8 @@ import math
 
 from msgspec import Struct
 
+from infra.engine_args.model_shape import Shape
 from infra.engine_args.schema import Eagle, EngineArgs, Mtp
-from infra.engine_args.shapes import Shape
 
 GIB = 1 << 30
 RESERVE_BYTES = 3 * GIB  # CUDA context, NCCL, graphs, workspaces: a rule of thumb

@@ -16,7 +16,7 @@ from workers.engines.external.outputs import SequenceFailure
 from workers.engines.loop import LoopThread
 from workers.engines.vllm import handoff
 from workers.engines.vllm.api import Api
-from workers.engines.vllm.deltas import Diverged, OutputCursor
+from workers.engines.vllm.output_cursor import Diverged, OutputCursor
 from workers.engines.vllm.prepare import Prepared
 
 log = structlog.get_logger("engine")

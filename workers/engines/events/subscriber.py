@@ -14,7 +14,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from workers.engines.events import wire
-from workers.engines.events.order import Order, Ready
+from workers.engines.events.reorder_buffer import Order, Ready
 
 log = structlog.get_logger("engine")
 
