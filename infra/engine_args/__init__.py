@@ -1,7 +1,8 @@
 """TensorRT-LLM's engine arguments as data: what keys there are, which combinations work, what memory they need.
 
-Pure: no engine, no files, no clock. ``schema`` is the tree of arguments, ``tree`` reads and merges it, ``rules`` and
-``pairs`` advise, ``shapes`` and ``memory`` estimate. Target: 1.2.1.
+Pure: no engine, no files, no clock. ``schema`` is the tree of arguments, ``tree`` reads and merges it, ``rules`` check
+one engine and ``compatibility`` several, ``model_shape`` and ``memory_estimate`` estimate, ``generate`` makes arguments
+for a load. Target: 1.2.1.
 """
 
 from infra.engine_args.rules import Context, Finding, check

@@ -1,6 +1,6 @@
-"""KV events between an engine and its worker: publishers with sequence numbers in, one ordered stream of ours out.
+"""KV events between an engine and its worker: numbered messages of several publishers in, one ordered stream out.
 
-Pure: ``order`` (sequence numbers, gaps, repeats), ``forest`` (an engine's own block hashes to our names),
-``consolidator`` (several publishers of one worker to one stream), ``wire`` (the public multipart format). The shell:
-``subscribe`` and ``publish`` (ZMQ, with replay), ``relay`` (an engine on the event plane "zmq").
+Pure: ``reorder_buffer`` (sequence numbers, gaps, repeats), ``block_tree`` (an engine's block hashes under our names),
+``consolidator`` (several publishers of one worker as one stream), ``wire`` (vLLM's multipart format). The shell:
+``subscriber`` and ``publisher`` (ZMQ, with replay), ``relay`` (an engine on the event plane "zmq").
 """

@@ -1,31 +1,32 @@
 """TensorRT-LLM (target 1.2.1) through its LLM API, as one of our engines.
 
-Start. ``penstock worker --engine trtllm --model DIR [--role prefill|decode|encode] [--trtllm-backend autodeploy]
-[--extra-engine-args FILE.yaml] [--override-engine-args JSON]``. Its arguments are ours (``args.defaults``) < the YAML
-< the JSON, merged at every depth; a wrong one is refused at start with its fix. Host cache, windows, mixtures of
-experts, speculation and all else are set there: see ``configs/recipes``.
+Start: ``penstock worker --engine trtllm --model DIR [--role prefill|decode|encode] [--trtllm-backend autodeploy]
+[--extra-engine-args FILE.yaml] [--override-engine-args JSON]``. The YAML overrides our defaults (``args.defaults``) and
+the JSON overrides the YAML, merged at every depth. A wrong argument is refused at start, with its fix. Host cache,
+attention windows, mixtures of experts, speculation and the like are set there: see ``configs/recipes``.
 
-Several GPUs of one node. ``tensor_parallel_size: N`` (also pipeline, context): TensorRT-LLM starts its own MPI ranks
-from this process. Under Slurm that spawn can fail; launch as for several nodes.
+Several GPUs of one node: set ``tensor_parallel_size`` (also pipeline, context). TensorRT-LLM starts its own MPI ranks
+from this process. Under Slurm that spawn can fail; then launch as for several nodes.
 
-Several nodes. Start one rank per GPU and put TensorRT-LLM's launcher in front of the worker, on every rank:
+Several nodes: start one rank per GPU, on every rank with TensorRT-LLM's launcher in front of the worker:
 
     srun --mpi=pmix -N 2 --ntasks-per-node 8 trtllm-llmapi-launch penstock worker --engine trtllm ...
     mpirun -n 16 -H a:8,b:8 trtllm-llmapi-launch penstock worker --engine trtllm ...
 
 Only rank 0 runs the worker: one registration, one set of subjects, one metrics port per engine. The other ranks become
-TensorRT-LLM's compute processes and never run our code; started without the launcher, they would each register a
-worker of their own that waits for the others, so such a start is refused (``launch``). Name ``gpus_per_node``: what is
-counted otherwise is rank 0's node. The launcher takes SLURM_*, UCX_*, MPI_* and OMPI_* variables away from the worker;
-the ranks keep them.
+TensorRT-LLM's compute processes and never run our code. Without the launcher, each of them would register a worker of
+its own that waits for the others, so such a start is refused (``launch``). Set ``gpus_per_node``: by default
+TensorRT-LLM counts the GPUs of rank 0's node. The launcher removes SLURM_*, UCX_*, MPI_* and OMPI_* variables from the
+worker's environment; the ranks keep them.
 
-Metrics of other processes of rank 0's node: with PROMETHEUS_MULTIPROC_DIR on a directory that they share, set before
-the start, their series are merged into the worker's own metrics port (``metrics``).
+Metrics of rank 0's other processes: set PROMETHEUS_MULTIPROC_DIR to a directory that they share before the start, and
+their series are merged into the worker's own metrics port (``metrics``).
 
-Where things are. Pure: ``args`` (arguments), ``prepare`` and ``sampling`` (a request), ``deltas`` (its answer),
-``disagg`` (its hand-over), ``kvevents`` (names of blocks), ``stats``, ``errors``, ``symptoms``, ``launch``. The shell:
-``api`` (what the installed release has), ``workers.engines.loop``, ``follow``, ``engine``, ``encoder``, ``metrics``,
-``watch``, ``build``. Nothing here imports tensorrt_llm before an engine is built.
+Modules. Pure: ``args`` (arguments), ``prepare`` and ``sampling`` (a request), ``output_cursor`` (its output),
+``disagg`` (its hand-over), ``kv_events`` (names of blocks), ``stats``, ``perf_metrics``, ``errors``, ``log_diagnosis``,
+``launch``, ``backoff``. The shell: ``api`` (what the installed release has), ``follower``, ``engine``, ``encoder``,
+``image_slots``, ``metrics``, ``log_watch``, ``build``; ``visual_gen`` for images and videos. Nothing here imports
+tensorrt_llm before an engine is built.
 """
 
 from workers.engines.trtllm.build import from_settings

@@ -1,4 +1,4 @@
-"""Reads what TensorRT-LLM logs, and says what it means (``symptoms``).
+"""Reads what TensorRT-LLM logs, and says what it means (``log_diagnosis``).
 
 Its Python code in this process logs through ``logging``. Its ranks are processes of their own, started while the engine
 is made, and log to the standard output that they inherit: they get a pipe instead, and what comes out is handed on. The
