@@ -1,0 +1,150 @@
+"""What each target has to do, column by column, so that a decision costs the same few array operations for any fleet.
+
+A row is one target: a worker, or one attention data-parallel rank of it. No clock, no NATS.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from router.holders import TargetId
+from router.placement.active_prefixes import ActivePrefixes
+
+Rows = NDArray[np.intp]
+Column = NDArray[np.float64]
+
+COLUMNS = 9
+BLOCK_SIZE, BLOCKS, LIMIT, SEQUENCES, ACTIVE, BACKLOG, COMPUTING, SLOWNESS, UNTRACKED = range(COLUMNS)
+
+
+class Task(NamedTuple):
+    """A request at one target, from its placement to its end.
+
+    Attributes:
+        keys: of the full blocks of its prompt; empty: unknown, ``blocks`` counts them.
+        blocks: prompt blocks that no other active request of the target has, at the time of the placement.
+        uncached_tokens: prompt tokens that the target has to compute.
+        sequences: generated from the prompt.
+    """
+
+    request: str
+    target: TargetId
+    keys: Sequence[int]
+    blocks: int
+    uncached_tokens: int
+    sequences: int = 1
+
+
+class TargetLoads:
+    """Capacity and load of all targets.
+
+    Columns: BLOCK_SIZE in tokens; BLOCKS of the KV cache; LIMIT and number of SEQUENCES; ACTIVE, distinct prompt blocks
+    of unfinished requests; BACKLOG, uncached prompt tokens that are not computed yet; COMPUTING, sequences whose prompt
+    is not computed yet; SLOWNESS, time per token relative to the model's other targets; UNTRACKED, blocks of requests
+    whose keys are unknown.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[TargetId, int] = {}
+        self._free: list[int] = []
+        self._columns = np.zeros((COLUMNS, 8))
+        self._prefixes = ActivePrefixes()
+        self._tasks: dict[tuple[str, TargetId], Task] = {}
+        self._computing: dict[TargetId, dict[int, dict[str, Task]]] = {}  # by last key of the prompt and request
+
+    def row(self, target: TargetId) -> int:
+        """
+        Raises:
+            KeyError: the target is unknown.
+        """
+        return self._rows[target]
+
+    def columns(self, rows: Rows) -> Column:
+        """(COLUMNS, len(rows)), a copy."""
+        return self._columns[:, rows]
+
+    def put(self, target: TargetId, *, block_size: int, blocks: int, limit: int) -> None:
+        """Add a target, or change its capacity."""
+        row = self._rows.get(target)
+        if row is None:
+            row = self._rows[target] = self._free.pop() if self._free else len(self._rows)
+            if row == self._columns.shape[1]:
+                self._columns = np.concatenate([self._columns, np.zeros_like(self._columns)], axis=1)
+            self._columns[:, row] = 0.0
+            self._columns[SLOWNESS, row] = 1.0
+        self._columns[[BLOCK_SIZE, BLOCKS, LIMIT], row] = block_size, blocks, limit
+
+    def remove(self, target: TargetId) -> list[Task]:
+        """Remove a target and return its tasks."""
+        row = self._rows.pop(target, None)
+        if row is None:
+            return []
+        self._free.append(row)
+        lost = [task for (_, at), task in self._tasks.items() if at == target]
+        for task in lost:
+            del self._tasks[task.request, target]
+        self._computing.pop(target, None)
+        self._prefixes.forget(target)
+        return lost
+
+    def add(self, task: Task) -> None:
+        """A request was sent to its target; unknown targets are ignored."""
+        row = self._rows.get(task.target)
+        if row is None or (task.request, task.target) in self._tasks:
+            return
+        self._tasks[task.request, task.target] = task
+        columns = self._columns
+        columns[SEQUENCES, row] += task.sequences
+        if task.keys:
+            columns[ACTIVE, row] += self._prefixes.add(task.target, task.keys)
+        else:
+            columns[UNTRACKED, row] += task.blocks
+        if task.uncached_tokens >= columns[BLOCK_SIZE, row] and task.keys:
+            self._computing.setdefault(task.target, {}).setdefault(task.keys[-1], {})[task.request] = task
+            columns[BACKLOG, row] += task.uncached_tokens
+            columns[COMPUTING, row] += task.sequences
+
+    def stored(self, target: TargetId, keys: Sequence[int]) -> list[Task]:
+        """KV events: ``target`` now holds these blocks. Returns the tasks whose prompt is thereby computed."""
+        computing = self._computing.get(target)
+        if not computing or computing.keys().isdisjoint(keys):
+            return []
+        done = [task for key in computing.keys() & set(keys) for task in computing[key].values()]
+        for task in done:
+            self._computed(task)
+        return done
+
+    def end(self, request: str, target: TargetId) -> Task | None:
+        """A request ended, or left for its next stage."""
+        task = self._tasks.pop((request, target), None)
+        if task is None:
+            return None
+        self._computed(task)
+        row, columns = self._rows[target], self._columns
+        columns[SEQUENCES, row] -= task.sequences
+        if task.keys:
+            columns[ACTIVE, row] -= self._prefixes.remove(target, task.keys)
+        else:
+            columns[UNTRACKED, row] -= task.blocks
+        return task
+
+    def prefixes(self, keys: Sequence[int]) -> dict[TargetId, int]:
+        """Leading blocks of a prompt that active requests have, by target; targets without any are absent."""
+        return self._prefixes.match(keys)
+
+    def sweep(self, limit: int) -> bool:
+        """As ``ActivePrefixes.sweep``."""
+        return self._prefixes.sweep(limit)
+
+    def _computed(self, task: Task) -> None:
+        among = self._computing.get(task.target, {})
+        waiting = among.get(task.keys[-1]) if task.keys else None
+        if waiting is None or waiting.pop(task.request, None) is None:
+            return
+        if not waiting:
+            del among[task.keys[-1]]
+        row = self._rows[task.target]
+        self._columns[BACKLOG, row] -= task.uncached_tokens
+        self._columns[COMPUTING, row] -= task.sequences
