@@ -5,13 +5,15 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 JOBS   ?= 2
+# The build that is mixed with this one: a git revision or a folder.
+OTHER  ?= 7334fe5
 # Where torch's CPU build is found. It is used where no NVIDIA GPU is seen; empty: never.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 PIP   := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH := $(shell sed -n 's/^ *"\(torch[^"]*\)",.*/\1/p' pyproject.toml)
 
-.PHONY: help up test types pytest test-trtllm test-vllm docs bench chaos lint clean
+.PHONY: help up test types pytest test-trtllm test-vllm docs bench chaos chaos-mixed lint clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +60,9 @@ bench: $(VENV)/.installed  ## load the deployment that runs here and measure (AR
 
 chaos: $(VENV)/.installed-dev  ## kill processes of a deployment under load, then audit its log (ARGS="--minutes 10")
 	@$(BIN)/python -m tests.chaos $(ARGS)
+
+chaos-mixed: $(VENV)/.installed-dev  ## the same with every other process of an earlier build (OTHER=REVISION)
+	@$(BIN)/python -m tests.chaos --other-build $(OTHER) $(ARGS)
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist site *.egg-info

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from collections.abc import Callable, Sequence
 
 from configs.logs import setup
 from configs.settings import UpSettings
@@ -10,23 +11,27 @@ from infra.broker.binary import NoServerBinary
 from infra.broker.datadir import DataDirBusy, DataDirUnusable
 from infra.broker.server import ServerFailed
 from infra.engine_args.tree import BadArguments
-from infra.launch.deployment import Deployment, UpFailed
+from infra.launch.deployment import Deployment, UpFailed, command
 from infra.launch.groups import PlanError
+from infra.launch.plan import Planned
 from infra.launch.sockets import CannotListen
 from infra.launch.supervisor import USAGE
 
 FAILED = 1
 
 
-def run(settings: UpSettings) -> int:
+def run(settings: UpSettings, *, command: Callable[[Planned], Sequence[str]] = command) -> int:
     """Run a deployment until Ctrl-C or SIGTERM; the exit status.
+
+    Args:
+        command: the command line of each process.
 
     0: stopped as asked. 1: it failed, and may succeed later. 2: it cannot run with these flags on this machine.
     130: a second Ctrl-C cut the stop short.
     """
     setup(settings.log_format, settings.log_level, name="up")
     try:
-        return asyncio.run(Deployment(settings).run())
+        return asyncio.run(Deployment(settings, command=command).run())
     except (PlanError, BadArguments, DataDirUnusable) as error:
         return _explain(error, USAGE)
     except CannotListen as error:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from configs.logs import setup
-from tests.chaos import recipes
+from tests.chaos import builds, recipes
 from tests.chaos.run import Options, run
 from tests.chaos.topology import TOPOLOGIES
 
@@ -22,6 +22,8 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=12, help="questions asked at once (default: 12)")
     parser.add_argument("--every-s", type=float, default=3.0, help="seconds between disturbances (default: 3)")
     parser.add_argument("--kinds", default="", help=f"kinds of clients, of {','.join(recipes.KINDS)} (default: all)")
+    parser.add_argument("--other-build", metavar="DIR_OR_REV", help="take every other start of a process from there")
+    parser.add_argument("--other-roles", default=",".join(builds.ROLES), help="for these roles (default: %(default)s)")
     parser.add_argument("--report", type=Path, help="write the result there as well")
     parser.add_argument("--home", type=Path, help="folder for data and logs, which is kept")
     args = parser.parse_args()
@@ -34,9 +36,15 @@ def main() -> int:
         print(f"{time.monotonic() - began:7.1f}  {line}", file=sys.stderr, flush=True)
 
     kinds = tuple(filter(None, args.kinds.split(",")))
-    options = Options(args.minutes * 60, args.seed, args.topology, args.clients, args.every_s, kinds)
+    roles = filter(None, args.other_roles.split(","))
+    try:
+        other = builds.prepare(args.other_build, home, roles) if args.other_build else None
+    except ValueError as error:
+        parser.error(str(error))
+    options = Options(args.minutes * 60, args.seed, args.topology, args.clients, args.every_s, kinds, other=other)
     report = asyncio.run(run(home, options, say))
-    head = f"seed {args.seed}, {args.topology}, {args.minutes:g} minutes, {args.clients} clients"
+    mixed = f", mixed with {args.other_build}" if other is not None else ""
+    head = f"seed {args.seed}, {args.topology}, {args.minutes:g} minutes, {args.clients} clients{mixed}"
     verdict = "every promise was kept" if report.clean else f"{len(report.judgement.problems)} broken; data in {home}"
     text = f"{head}\n\n{report.text}\n\n{verdict}\n"
     print(text)

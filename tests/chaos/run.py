@@ -14,8 +14,9 @@ from rich.console import Console
 from infra.bus.connection import Bus, connect
 from infra.timeline.read import read_timeline
 from infra.timeline.show_timeline import show
-from tests.chaos import audit, log, recipes, table
+from tests.chaos import audit, builds, log, recipes, table
 from tests.chaos.audit import Expected, Judgement, Problem
+from tests.chaos.builds import OtherBuild
 from tests.chaos.clients import PATIENCE_S, Failed, HttpClients
 from tests.chaos.nats_clients import NatsClients
 from tests.chaos.plan import Act, plan
@@ -49,6 +50,7 @@ class Options(msgspec.Struct, frozen=True):
     every_s: float = 3.0
     kinds: tuple[str, ...] = ()
     each: int = 4  # recipes of a kind
+    other: OtherBuild | None = None  # of which some processes are
 
 
 class Report(msgspec.Struct):
@@ -64,7 +66,7 @@ class Report(msgspec.Struct):
 
 async def run(home: Path, options: Options, say: Callable[[str], None]) -> Report:
     """A whole run on a deployment of its own below ``home``."""
-    system = await System.started(home, TOPOLOGIES[options.topology], say)
+    system = await System.started(home, TOPOLOGIES[options.topology], say, options.other)
     try:
         bus = await connect(system.deployment.state.nats_url, role="client", name="chaos")
         try:
@@ -117,6 +119,8 @@ class _Run:
             table.disturbances(self._system.hits, waits),
             table.memory(before, self._most, after),
         ]
+        if self._options.other is not None:
+            parts.append(table.builds(builds.counted(self._options.other)))
         if judgement.problems:
             parts += [table.problems(judgement), await self._explained(judgement)]
         return Report(judgement, "\n\n".join(parts))
@@ -141,7 +145,8 @@ class _Run:
         """Ask everything once while nothing is disturbed."""
         rng = random.Random(self._options.seed)
         topology = self._system.topology
-        nats = await self._nats.knows_reads()
+        other = self._options.other
+        nats = (other is None or other.nats) and await self._nats.knows_reads()
         kinds = [kind for kind in self._kinds if nats or kind not in recipes.NATS_KINDS]
         self._recipes = recipes.make(
             self._options.seed,
@@ -160,15 +165,18 @@ class _Run:
         self._say(f"{len(self._expected)} undisturbed answers are known; idempotency keys: {self._http.keys}")
 
     async def _knows_keys(self) -> bool:
-        """Whether a gateway takes a repeated key for the same request."""
+        """Whether every gateway takes a repeated key for the same request."""
         over_http = [recipe for recipe in self._recipes if recipe.kind not in recipes.NATS_KINDS]
         recipe = next((recipe for recipe in over_http if not recipe.streamed), None)
         if recipe is None:
             return False
-        self._http.keys = True
         asked = recipe._replace(kind="repeat")
-        found = await self._http.ask(asked, "learn-keys", random.Random(0))
-        return len({seen.request for seen in found if seen.request}) == 1
+        for url in self._system.urls:
+            http = HttpClients([url], keys=True)
+            found = await http.ask(asked, "learn-keys", random.Random(0))
+            if len({seen.request for seen in found if seen.request}) != 1:
+                return False
+        return True
 
     async def _ask_all(self, asked: Sequence[Recipe], tag: str) -> dict[str, Seen]:
         since_ns = time.time_ns()

@@ -16,6 +16,7 @@ from infra.launch.machine import free_run
 from infra.launch.state import State
 from tests.chaos.audit import Footprint
 from tests.chaos.brokers import Brokers
+from tests.chaos.builds import VARIABLE, OtherBuild, begin, snapshot
 from tests.chaos.plan import BROKER, Act, Disturbance
 from tests.chaos.topology import Topology
 from tests.pipeline.support import Deployment
@@ -59,8 +60,10 @@ class System:
         self._parents = {deployment.pid, os.getpid()}
 
     @classmethod
-    async def started(cls, home: Path, topology: Topology, say: Callable[[str], None]) -> Self:
-        """Start everything, and wait until it is ready."""
+    async def started(
+        cls, home: Path, topology: Topology, say: Callable[[str], None], other: OtherBuild | None = None
+    ) -> Self:
+        """Start everything, and wait until it is ready. With ``other``, its processes come from both builds in turn."""
         brokers = None
         ports = free_run(0, 3)  # shared, and one of each gateway; the same after a crash
         flags = [*topology.flags, "--drain-s", f"{DRAIN_S:g}", "--http-port", str(ports[0])]
@@ -69,7 +72,16 @@ class System:
             flags += ["--nats-url", brokers.url]
 
         def start() -> Deployment:
-            return Deployment(home, *flags)
+            if other is None:
+                return Deployment(home, *flags)
+            variables = {VARIABLE: msgspec.json.encode(other).decode()}
+            return Deployment(home, *flags, module="tests.chaos.mixed", **variables)
+
+        if other is not None:
+            model = await asyncio.to_thread(snapshot, topology.model, home)
+            flags += ["--model", str(model), "--served-model-name", topology.model]
+            if brokers is None:
+                await asyncio.to_thread(begin, other, home / "data")
 
         try:
             return cls(start, await asyncio.to_thread(start), brokers, topology, say)

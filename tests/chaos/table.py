@@ -51,6 +51,15 @@ def memory(before: Mapping[str, Footprint], most: Mapping[str, int], after: Mapp
     return _table(("process", "before", "most", "after", "the same"), rows)
 
 
+def builds(starts: Mapping[tuple[str, str], int]) -> str:
+    """How often each kind of process was started, by build."""
+    names = sorted({name for name, _ in starts})
+    return _table(
+        ("starts of", "this build", "the other"),
+        [(name, str(starts.get((name, "this"), 0)), str(starts.get((name, "other"), 0))) for name in names],
+    )
+
+
 def problems(judgement: Judgement) -> str:
     lines = [f"{p.what:<10} {p.kind:<10} {p.request or '-':<36} {p.tag}  {p.text}" for p in judgement.problems[:MOST]]
     if (more := len(judgement.problems) - MOST) > 0:

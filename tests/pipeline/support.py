@@ -60,7 +60,7 @@ def free_port() -> int:
 class Process:
     """A ``penstock`` command in a process that ends with the tests, whatever happens to them."""
 
-    def __init__(self, log: Path, *argv: str, nats_url: str = "", **variables: str) -> None:
+    def __init__(self, log: Path, *argv: str, nats_url: str = "", module: str = "infra.cli", **variables: str) -> None:
         environ = {key: value for key, value in os.environ.items() if not key.startswith("PENSTOCK_")}
         environ |= {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"} | variables
         if nats_url:
@@ -69,7 +69,7 @@ class Process:
         self._asked = False
         with log.open("wb") as out:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "infra.cli", *argv],
+                [sys.executable, "-m", module, *argv],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -126,7 +126,7 @@ async def stopped(processes: Sequence[Process]) -> list[int]:
 class Deployment:
     """One ``penstock up``, with ports and data of its own; ``variables`` of its environment."""
 
-    def __init__(self, home: Path, *flags: str, **variables: str) -> None:
+    def __init__(self, home: Path, *flags: str, module: str = "infra.cli", **variables: str) -> None:
         self.home = home
         self.data_dir = home / "data"
         self._extra = 0
@@ -134,6 +134,7 @@ class Deployment:
             home / "up.log",
             *("up", "--engine", "mock", "--http-port", "0", "--data-dir", str(self.data_dir), "--drain-s", "3"),
             *("--log-format", "text", *flags),
+            module=module,
             **variables,
         )
         self._up.wait_for("(ready after")
