@@ -111,15 +111,13 @@ class Gateway:
 
     def not_ready(self) -> list[str]:
         """Why a request could not be served now; empty: it could."""
-        reasons = []
-        if not self.bus.connected:
-            reasons.append("the broker is not connected")
+        reasons = ["this gateway is shutting down"] if self.draining else []
+        if not self.bus.connected:  # nothing is known then of routers and workers
+            return [*reasons, "the broker is not connected"]
         if not self._queue_monitor.has_routers:
             reasons.append("no router takes requests; start one with 'penstock router'")
         if not self.fleet.has_worker():
             reasons.append(f"no worker serves {self.names[0]!r}; start one with 'penstock worker'")
-        if self.draining:
-            reasons.append("this gateway is shutting down")
         return reasons
 
     # --- accepting ---

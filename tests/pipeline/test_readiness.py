@@ -1,0 +1,175 @@
+"""``/health/ready`` is 200 if and only if a request could be served, and names everything that is missing."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from infra.broker.main import apply_at
+from infra.broker.server import EmbeddedNats
+from tests.pipeline.support import MODEL, Process, free_port, stopped, until
+
+pytestmark = pytest.mark.timeout(180)
+
+NO_ROUTER = "no router takes requests; start one with 'penstock router'"
+NO_WORKER = "no worker serves 'tiny'; start one with 'penstock worker'"
+NO_BROKER = "the broker is not connected"
+STOPPING = "this gateway is shutting down"
+
+
+class Parts:
+    """A broker and a gateway; what else there is, a test starts."""
+
+    def __init__(self, home: Path, broker: EmbeddedNats) -> None:
+        self.broker = broker
+        self._home = home
+        self._started: list[Process] = []
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self.gateway = self.start("gateway", "--http-port", str(port), "--model", str(MODEL), "--drain-s", "20")
+        self.gateway.wait_for("gateway_listening")
+
+    def start(self, role: str, *flags: str) -> Process:
+        log = self._home / f"{role}-{len(self._started)}.log"
+        process = Process(log, role, "--log-format", "json", *flags, nats_url=self.broker.url(role))
+        self._started.append(process)
+        return process
+
+    def worker(self, name: str = "tiny", *flags: str) -> Process:
+        mock = ("--engine", "mock", "--model", str(MODEL), "--served-model-name", name, *flags)
+        process = self.start("worker", *mock)
+        process.wait_for("worker_registered")
+        return process
+
+    def router(self) -> Process:
+        process = self.start("router")
+        process.wait_for("router_open")
+        return process
+
+    async def stop(self, *processes: Process) -> None:
+        await stopped(processes or self._started[::-1])
+        self._started = [one for one in self._started if processes and one not in processes]
+
+    async def kill(self, process: Process) -> None:
+        os.kill(process.pid, signal.SIGKILL)
+        await asyncio.to_thread(process.wait)
+        self._started.remove(process)
+
+
+@pytest.fixture
+async def parts(tmp_path: Path, make_broker: Callable[..., EmbeddedNats]) -> AsyncIterator[Parts]:
+    broker = make_broker()
+    await broker.start()
+    await apply_at(broker.url("operator"), broker.subjects)
+    parts = await asyncio.to_thread(Parts, tmp_path, broker)
+    yield parts
+    await parts.stop()
+
+
+@pytest.fixture
+async def http(parts: Parts) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=parts.url, trust_env=False, timeout=30) as made:
+        yield made
+
+
+async def becomes(http: httpx.AsyncClient, *reasons: str, within_s: float = 15.0) -> None:
+    """Wait until these are the reasons why the gateway is not ready; none: it is ready."""
+    seen: list[Any] = []
+
+    async def so() -> bool:
+        answer = await http.get("/health/ready")
+        found = answer.json()
+        assert (answer.status_code, found["status"]) == ((503, "not ready") if found["reasons"] else (200, "ready"))
+        seen[:] = found["reasons"]
+        return seen == list(reasons)
+
+    try:
+        await until(so, "readiness", within_s)
+    except AssertionError:
+        raise AssertionError(f"the reasons stay {seen}, not {list(reasons)}") from None
+
+
+async def served(http: httpx.AsyncClient, **more: Any) -> int:
+    body = {"model": "tiny", "prompt": "one two three", "max_tokens": 3, "ignore_eos": True} | more
+    return (await http.post("/v1/completions", json=body)).status_code
+
+
+async def test_a_gateway_is_ready_once_a_router_and_a_worker_of_its_model_are_there(
+    parts: Parts, http: httpx.AsyncClient
+) -> None:
+    await becomes(http, NO_ROUTER, NO_WORKER)
+    router, _ = await asyncio.gather(asyncio.to_thread(parts.router), asyncio.to_thread(parts.worker, "another"))
+    await becomes(http, NO_WORKER)  # a worker of another model does not help
+    worker = await asyncio.to_thread(parts.worker)
+    await becomes(http)
+    assert await served(http) == 200
+
+    await parts.kill(worker)
+    await becomes(http, NO_WORKER)
+    await asyncio.to_thread(parts.worker)
+    await becomes(http)
+    await parts.stop(router)
+    await becomes(http, NO_ROUTER)
+    await parts.kill(await asyncio.to_thread(parts.router))
+    await becomes(http, NO_ROUTER)
+    await asyncio.to_thread(parts.router)
+    await becomes(http)
+    assert await served(http) == 200
+
+
+async def test_a_worker_that_drains_makes_nobody_ready(parts: Parts, http: httpx.AsyncClient) -> None:
+    _, worker = await asyncio.gather(
+        asyncio.to_thread(parts.router), asyncio.to_thread(parts.worker, "tiny", "--mock-speedup", "0.2")
+    )
+    await becomes(http)
+    running = asyncio.create_task(served(http, max_tokens=150))
+
+    async def runs() -> bool:
+        return "penstock_gateway_open_requests 1.0" in (await http.get("/metrics")).text
+
+    await until(runs, "the request is open")
+    worker.ask_to_stop()
+    await becomes(http, NO_WORKER)
+    assert not running.done()  # it still answers what it has begun
+    assert await running == 200
+    assert await asyncio.to_thread(worker.wait) == 0
+
+
+async def test_without_its_broker_a_gateway_is_not_ready_and_is_again_when_it_is_back(
+    parts: Parts, http: httpx.AsyncClient
+) -> None:
+    await asyncio.gather(asyncio.to_thread(parts.router), asyncio.to_thread(parts.worker))
+    await becomes(http)
+    parts.broker.kill()
+    await parts.broker.wait()
+    await becomes(http, NO_BROKER)
+    assert (await http.get("/health/live")).status_code == 200
+    await parts.broker.start()
+    await becomes(http, within_s=30)
+    assert await served(http) == 200
+
+
+async def test_a_gateway_that_drains_is_not_ready_on_the_connections_that_it_still_has(
+    parts: Parts, http: httpx.AsyncClient
+) -> None:
+    await asyncio.gather(
+        asyncio.to_thread(parts.router), asyncio.to_thread(parts.worker, "tiny", "--mock-speedup", "0.2")
+    )
+    await becomes(http)
+    running = asyncio.create_task(served(http, max_tokens=150))
+
+    async def runs() -> bool:
+        return "penstock_gateway_open_requests 1.0" in (await http.get("/metrics")).text
+
+    await until(runs, "the request is open")
+    parts.gateway.ask_to_stop()
+    await asyncio.to_thread(parts.gateway.wait_for, "gateway_stopping")
+    answer = await http.get("/health/ready")
+    assert (answer.status_code, answer.json()["reasons"]) == (503, [STOPPING])
+    assert await running == 200
+    assert await asyncio.to_thread(parts.gateway.wait) == 0
