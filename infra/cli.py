@@ -3,6 +3,7 @@
 Nothing but the chosen sub-command's own modules is imported, so that a gateway starts without torch and quickly.
 """
 
+import gc
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -13,6 +14,7 @@ import msgspec
 
 ARGV = "argv"  # instead of settings: the function is called with the arguments as they are
 SOURCE_TREE_ONLY = ("infra.eval", "infra.demo_model")
+START_OBJECTS = 50_000  # new ones between two garbage collections while a command starts
 NOTHING = ""  # it is called with nothing and reads sys.argv
 
 
@@ -90,6 +92,8 @@ class StreamsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; the exit status."""
+    # What a start loads stays. Collections would be an eighth of the start's CPU time, with torch a fifth.
+    gc.set_threshold(START_OBJECTS)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # what is said must be read at once, also in a pipe or a file
     args = list(sys.argv[1:] if argv is None else argv)

@@ -10,7 +10,7 @@ from typing import Any
 import httpcore2
 import pytest
 
-from gateway.media import fetch
+from gateway.media import download, fetch
 from gateway.media.fetch import Fetcher, read_below
 from gateway.media.limits import MediaLimits, MediaRejected
 from schemas.errors import Code
@@ -162,7 +162,7 @@ def net(site: Site, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[list[str]
         assert host == PUBLIC, f"connected to {host}"
         return await real(self, "127.0.0.1", site.port, *rest, **options)
 
-    monkeypatch.setattr(fetch, "resolve", resolve)
+    monkeypatch.setattr(download, "resolve", resolve)
     monkeypatch.setattr(httpcore2.AnyIOBackend, "connect_tcp", connect_tcp)
     return names
 

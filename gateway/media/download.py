@@ -1,0 +1,125 @@
+"""Downloads a medium over HTTP from an address that was checked, in bounded size and time.
+
+Imported when first needed, see ``fetch``.
+"""
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Iterable
+from importlib.metadata import version
+from typing import Any
+
+import httpcore2
+
+from gateway.media.addresses import check_address
+from gateway.media.limits import MediaLimits, MediaRejected, too_large
+from gateway.media.sources import RemoteSource, parse_redirect
+
+MAX_REDIRECTS = 3
+MAX_ADDRESSES = 4  # of one name that are tried
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_FAILURES = (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException, OSError)
+
+
+class Downloader:
+    """Keeps no state between two downloads: no connections, cookies, proxies or credentials."""
+
+    def __init__(self, limits: MediaLimits) -> None:
+        self._limits = limits
+        self._backend = _CheckedBackend(limits)
+        self._tls: ssl.SSLContext | None = None
+        self._headers = [
+            (b"User-Agent", f"penstock/{version('penstock')}".encode()),
+            (b"Accept", b"image/*, application/octet-stream"),
+            (b"Accept-Encoding", b"identity"),
+            (b"Connection", b"close"),
+        ]
+
+    async def download(self, source: RemoteSource) -> bytes:
+        """
+        Raises:
+            MediaRejected: not allowed, not found, too large or too slow.
+        """
+        seconds = self._limits.timeout_s
+        try:
+            async with asyncio.timeout(seconds):
+                for _ in range(MAX_REDIRECTS + 1):
+                    answer = await self._ask(source)
+                    if isinstance(answer, bytes):
+                        return answer
+                    source = answer
+        except TimeoutError:
+            raise MediaRejected(f"did not arrive within {seconds:g} s (--media-timeout-s)") from None
+        except _FAILURES as error:
+            raise MediaRejected(f"could not be fetched from {source.host}: {type(error).__name__} {error}") from None
+        raise MediaRejected(f"redirects more than {MAX_REDIRECTS} times")
+
+    async def _ask(self, source: RemoteSource) -> bytes | RemoteSource:
+        """The body, or the target of a redirect."""
+        if source.scheme == "https" and self._tls is None:
+            self._tls = await asyncio.to_thread(httpcore2.default_ssl_context)
+        url = httpcore2.URL(scheme=source.scheme, host=source.host, port=source.port, target=source.target)
+        headers = [(b"Host", source.authority.encode()), *self._headers]
+        async with (
+            httpcore2.AsyncHTTPConnection(url.origin, self._tls, network_backend=self._backend) as connection,
+            connection.stream("GET", url, headers=headers) as response,
+        ):
+            given = {name.lower(): value.decode("latin-1") for name, value in response.headers}
+            if response.status in _REDIRECTS and b"location" in given:
+                return parse_redirect(source, given[b"location"], self._limits)
+            if response.status != 200:
+                raise MediaRejected(f"could not be fetched: {source.host} answered {response.status}")
+            if given.get(b"content-encoding", "identity").lower() != "identity":
+                raise MediaRejected(
+                    f"could not be fetched: {source.host} used a content encoding that was not requested"
+                )
+            return await self._body(response, given.get(b"content-length", ""))
+
+    async def _body(self, response: httpcore2.Response, length: str) -> bytes:
+        limit = self._limits.max_bytes
+        if length.isdigit() and int(length) > limit:
+            raise too_large(limit)
+        parts, size = [], 0
+        async for part in response.aiter_stream():
+            size += len(part)
+            if size > limit:
+                raise too_large(limit)
+            parts.append(part)
+        return b"".join(parts)
+
+
+class _CheckedBackend(httpcore2.AnyIOBackend):
+    """Resolves a name once, checks its addresses, and connects to those only."""
+
+    def __init__(self, limits: MediaLimits) -> None:
+        self._limits = limits
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore2.AsyncNetworkStream:
+        addresses = await resolve(host, port)
+        for address in addresses:  # all of them, so that the result does not depend on their order
+            check_address(address, self._limits)
+        last: Exception = OSError("the name has no address")
+        for address in addresses[:MAX_ADDRESSES]:
+            try:
+                return await super().connect_tcp(address, port, timeout, local_address, socket_options)
+            except (httpcore2.ConnectError, httpcore2.ConnectTimeout) as error:
+                last = error
+        raise last
+
+
+async def resolve(host: str, port: int) -> list[str]:
+    """The addresses of a name, from the system's resolver.
+
+    Raises:
+        OSError: there are none.
+    """
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
