@@ -1,5 +1,7 @@
 """What a gateway derives from the fleet's registrations: which workers it uses, and what bodies are prepared for."""
 
+from contextlib import AsyncExitStack
+
 import structlog
 
 from configs.settings import GatewaySettings
@@ -39,6 +41,7 @@ class FleetView:
         self._gateway = gateway
         self._settings = settings
         self._roster = Roster(names[0], model.tokenizer_digest, metrics)
+        self._following = AsyncExitStack()
         self._selection: WorkerSelection | None = None
         self._context: PrepareContext | None = None
         self._conflicts: set[frozenset[ParserNames]] = set()  # that were logged
@@ -48,7 +51,10 @@ class FleetView:
         Raises:
             ServingError: the workers bucket cannot be read.
         """
-        await self.watch.start()
+        await self._following.enter_async_context(self.watch)
+
+    async def close(self) -> None:
+        await self._following.aclose()
 
     def refresh(self) -> None:
         """Remove workers whose lease expired. Refusals and conflicts are logged even while no request comes."""

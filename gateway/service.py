@@ -99,6 +99,7 @@ class Gateway:
     async def close(self) -> None:
         await self.tasks.aclose()
         self._preparer.close()
+        await self.fleet.close()
         await self._subscriptions.close()
 
     @property

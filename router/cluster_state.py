@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import NamedTuple
 
 import msgspec
@@ -81,6 +82,7 @@ class ClusterState:
         self._work = self._tail("WORK", "work", self._on_work)
         self._done = self._tail("DONE", "done", self._on_done)
         self._returned = self._tail("DONE", "returned", self._on_returned)
+        self._following = AsyncExitStack()
         self._fetching: set[asyncio.Future[None]] = set()
         self._removing_stale_keys: asyncio.Task[None] | None = None
         self._left: OrderedDict[str, None] = OrderedDict()  # workers that left, the most recent last
@@ -109,14 +111,12 @@ class ClusterState:
             starts = {"done": at.done_seq, "returned": at.returned_seq, "work": at.work_seq}
         # Workers before jobs: jobs are counted in blocks of their worker's size.
         if self.index is not None:
-            await self._kv.start(since_ns=now_ns)
-        await self._registry.start()
+            await self._following.enter_async_context(self._kv.following(since_ns=now_ns))
+        await self._following.enter_async_context(self._registry)
         # Ends before beginnings: a request that is known to be over never counts as active.
         for name, tail in (("done", self._done), ("returned", self._returned), ("work", self._work)):
-            if starts.get(name):
-                await tail.start(after=starts[name])
-            else:
-                await tail.start(since_ns=past)
+            after = starts.get(name, 0)
+            await self._following.enter_async_context(tail.following(after=after, since_ns=0 if after else past))
         self._bus.on_reconnect.append(self._on_reconnect)
         self._connected_since = time.monotonic()
         if self._settings.sys_nats_url:
@@ -128,9 +128,7 @@ class ClusterState:
         await asyncio.gather(*self._fetching, return_exceptions=True)
         if self._loader is not None:
             await self._loader.stop()
-        await self._registry.stop()
-        for tail in (self._kv, self._work, self._done, self._returned):
-            await tail.stop()
+        await self._following.aclose()
         await self._disconnects.stop()
 
     async def _on_reconnect(self) -> None:

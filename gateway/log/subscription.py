@@ -19,6 +19,7 @@ class TokenSubscription:
         self.gateway = gateway
         self._tasks = tasks.group(f"tokens-{gateway}")
         self._readers: dict[str, list[InflightRequest]] = {}
+        self._following = contextlib.AsyncExitStack()
         stream, subject = bus.subjects.stream("TOKENS"), bus.subjects.tokens(gateway)
         self.tail = LogTail(bus, stream, subject, bus.subjects.live(subject), self._on_entry)
         self.catch_up = CatchUp(bus, stream, subject, self._tasks, lambda: self.tail.position)
@@ -28,11 +29,11 @@ class TokenSubscription:
         Raises:
             ServingError: the stream cannot be read.
         """
-        await self.tail.start(since_ns=since_ns)
+        await self._following.enter_async_context(self.tail.following(since_ns=since_ns))
 
     async def close(self) -> None:
         await self._tasks.aclose()
-        await self.tail.stop()
+        await self._following.aclose()
 
     @property
     def readers(self) -> list[InflightRequest]:

@@ -1,6 +1,7 @@
 """Which tenants there are and what each may do: the ``tenants`` bucket as a live table."""
 
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 
 import msgspec
 import structlog
@@ -27,6 +28,7 @@ class TenantTable:
         self._joined = joined
         self._left = left
         self._limits: dict[str, Limits] = {}
+        self._following = AsyncExitStack()
 
     async def start(self) -> None:
         """
@@ -34,10 +36,10 @@ class TenantTable:
             ServingError: the bucket cannot be read.
         """
         self._joined(DEFAULT_TENANT)
-        await self._tail.start()
+        await self._following.enter_async_context(self._tail.following())
 
     async def stop(self) -> None:
-        await self._tail.stop()
+        await self._following.aclose()
 
     def limits(self, tenant: str) -> Limits:
         return self._limits.get(tenant, _NONE)

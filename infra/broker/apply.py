@@ -7,11 +7,13 @@ refuses fields that it does not know, so nothing asked for is lost silently.
 import json
 from typing import Any
 
+import msgspec
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError
 
 from infra.broker.binary import MINIMUM, parse_version
+from infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND, ApiError
 from schemas.streams import (
     HEADROOM,
     MAX_PAYLOAD,
@@ -29,7 +31,6 @@ Config = dict[str, Any]
 _NS = 1_000_000_000
 _TIMEOUT_S = 30.0  # a stream is a few files; a busy disk may take its time
 _PROBE_S = 2.0
-_STREAM_NOT_FOUND, _CONSUMER_NOT_FOUND = 10059, 10014
 _GROWS = ("max_age", "max_bytes", "duplicate_window", "num_replicas")  # an operator's larger value stays
 
 
@@ -180,11 +181,8 @@ def _larger(one: int, other: int) -> int:
 
 async def _apply_stream(nc: Client, wanted: Config, retired: tuple[str, ...] = ()) -> list[str]:
     name = wanted["name"]
-    try:
-        existing = (await _request(nc, f"STREAM.INFO.{name}", {}))["config"]
-    except _ApiError as error:
-        if error.number != _STREAM_NOT_FOUND:
-            raise
+    existing = await _existing(nc, f"STREAM.INFO.{name}", STREAM_NOT_FOUND)
+    if existing is None:
         await _request(nc, f"STREAM.CREATE.{name}", wanted)
         return [f"created {name}"]
     if wanted["retention"] == "workqueue" and existing["retention"] == "limits":
@@ -209,12 +207,7 @@ async def _apply_stream(nc: Client, wanted: Config, retired: tuple[str, ...] = (
 
 async def _apply_consumer(nc: Client, spec: ConsumerSpec) -> list[str]:
     label = f"{spec.stream}.{spec.name}"
-    existing: Config | None = None
-    try:
-        existing = (await _request(nc, f"CONSUMER.INFO.{label}", {}))["config"]
-    except _ApiError as error:
-        if error.number != _CONSUMER_NOT_FOUND:
-            raise
+    existing = await _existing(nc, f"CONSUMER.INFO.{label}", CONSUMER_NOT_FOUND)
     wanted = {
         "durable_name": spec.name,
         "name": spec.name,
@@ -247,16 +240,36 @@ def _filter(subjects: tuple[str, ...]) -> Config:
     return {"filter_subject": subjects[0]} if len(subjects) == 1 else {"filter_subjects": list(subjects)}
 
 
-class _ApiError(BrokerProblem):
-    """The server's own refusal."""
-
-    def __init__(self, subject: str, error: Config) -> None:
-        self.number: int = error.get("err_code", 0)
-        super().__init__(f"{subject}: {error.get('description', 'refused')} (error {self.number})")
+async def _existing(nc: Client, verb: str, not_found: int) -> Config | None:
+    """The configuration of a stream or consumer; None: there is none."""
+    answer = await _ask(nc, verb, {})
+    if isinstance(answer, ApiError) and answer.err_code == not_found:
+        return None
+    config: Config = _accepted(verb, answer)["config"]
+    return config
 
 
 async def _request(nc: Client, verb: str, body: Config) -> Config:
-    """Ask the JetStream API; every verb used here may be repeated."""
+    """The answer of the JetStream API.
+
+    Raises:
+        BrokerProblem: the server refuses, or does not answer.
+    """
+    return _accepted(verb, await _ask(nc, verb, body))
+
+
+def _accepted(verb: str, answer: Config | ApiError) -> Config:
+    if isinstance(answer, ApiError):
+        raise BrokerProblem(f"$JS.API.{verb}: {answer}")
+    return answer
+
+
+async def _ask(nc: Client, verb: str, body: Config) -> Config | ApiError:
+    """Ask the JetStream API; every verb used here may be repeated.
+
+    Raises:
+        BrokerProblem: the server does not answer.
+    """
     subject = f"$JS.API.{verb}"
     payload = json.dumps(body).encode() if body else b""
     # A forbidden publish is never answered, only reported beside: look after a short wait, then be patient.
@@ -278,6 +291,4 @@ async def _request(nc: Client, verb: str, body: Config) -> Config:
     else:
         raise BrokerProblem(f"{subject}: no answer within {_TIMEOUT_S:.0f} s: is the server overloaded?")
     answer: Config = json.loads(reply.data)
-    if error := answer.get("error"):
-        raise _ApiError(subject, error)
-    return answer
+    return msgspec.convert(answer["error"], ApiError) if "error" in answer else answer

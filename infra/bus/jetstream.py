@@ -5,7 +5,9 @@ Codes: https://github.com/nats-io/nats-server/blob/main/server/errors.json
 
 import msgspec
 
+CONSUMER_NOT_FOUND = 10014
 NO_MESSAGE_FOUND = 10037
+STREAM_NOT_FOUND = 10059
 WRONG_LAST_SEQUENCE = 10071  # the subject has another last sequence than the publisher expects
 # No leader; a publish to this subject is in flight; too many publishes are in flight.
 BUSY = frozenset({10008, 10164, 10167})

@@ -11,8 +11,9 @@ second after the last message and every five seconds from then on.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Self
 
 import structlog
 
@@ -63,6 +64,15 @@ class LogTail:
         self._idle: asyncio.Task[None] | None = None
         self.position = 0  # everything up to this sequence was handled
         self.repairs = 0
+
+    @asynccontextmanager
+    async def following(self, *, after: int = 0, since_ns: int = 0) -> AsyncIterator[Self]:
+        """``start``, and ``stop`` on leaving."""
+        await self.start(after=after, since_ns=since_ns)
+        try:
+            yield self
+        finally:
+            await self.stop()
 
     async def start(self, *, after: int = 0, since_ns: int = 0) -> None:
         """Handle what is stored after a sequence, or since a time; then follow. Returns when the past is handled.

@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Callable
+from types import TracebackType
+from typing import Self
 
 import msgspec
 import structlog
@@ -24,7 +26,7 @@ class RegisteredWorker(msgspec.Struct):
 
 
 class WorkerRegistry:
-    """The table, and callbacks for its changes.
+    """The table, and callbacks for its changes; ``async with`` starts and stops it.
 
     Guarantees: a worker that renews its lease is in ``members`` once ``start`` has returned. One that does not is
     removed after ``LEASE_S``, by the first ``expire`` while connected. This process's clock decides, not the bucket's
@@ -61,6 +63,15 @@ class WorkerRegistry:
         self._reading_ns = 0  # Unix time at which the table began to be read; 0: it was read
         self.members: dict[str, RegisteredWorker] = {}
         self.stale_keys: dict[str, int] = {}
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.stop()
 
     async def start(self) -> None:
         """Read the table, then follow it.

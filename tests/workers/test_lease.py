@@ -102,15 +102,13 @@ async def purge(bus: Bus, owner: Owner) -> None:
 
 
 async def test_renewals_keep_the_lease(bus: Bus, owner: Owner) -> None:
-    watch = WorkerRegistry(bus)
-    await watch.start()
-    await owner.renewals(5)
-    assert owner.lease.trusted()
-    assert list(watch.members) == ["w"]
-    message = await owner.stored()
-    assert message.headers["Nats-TTL"] == str(int(fleet.LEASE_S))
-    assert not owner.lost
-    await watch.stop()
+    async with WorkerRegistry(bus) as watch:
+        await owner.renewals(5)
+        assert owner.lease.trusted()
+        assert list(watch.members) == ["w"]
+        message = await owner.stored()
+        assert message.headers["Nats-TTL"] == str(int(fleet.LEASE_S))
+        assert not owner.lost
 
 
 async def test_an_update_is_published_at_once(bus: Bus, owner: Owner) -> None:
@@ -145,16 +143,14 @@ async def test_a_lease_that_ran_out_while_the_process_slept_is_lost(bus: Bus, mo
     monkeypatch.setattr(fleet, "RENEW_S", 60)
     owner = Owner(bus)
     await owner.lease.acquire()
-    watch = WorkerRegistry(bus)
-    await watch.start()
-    assert owner.lease.trusted()
-    await eventually(lambda: not watch.members, 5)  # the server's marker
-    owner.offset = TRUST_S + 0.1
-    assert not owner.lease.trusted()
-    await owner.lease.confirm()
-    assert owner.lost == 1
-    await owner.lease.stop()
-    await watch.stop()
+    async with WorkerRegistry(bus) as watch:
+        assert owner.lease.trusted()
+        await eventually(lambda: not watch.members, 5)  # the server's marker
+        owner.offset = TRUST_S + 0.1
+        assert not owner.lease.trusted()
+        await owner.lease.confirm()
+        assert owner.lost == 1
+        await owner.lease.stop()
 
 
 async def test_without_an_answer_for_a_while_nothing_may_be_said_until_a_renewal_succeeds(owner: Owner) -> None:

@@ -95,19 +95,17 @@ async def test_only_what_came_since_a_time_is_handled(bus: Bus) -> None:
     last = await put(bus, "a", 3)
     since = time.time_ns()
     follower = Follower(bus)
-    await follower.tail.start(since_ns=since)
-    assert follower.entries == []
-    await put(bus, "a", 2)
-    await eventually(lambda: follower.seqs == [last + 1, last + 2])
-    await follower.tail.stop()
+    async with follower.tail.following(since_ns=since):
+        assert follower.entries == []
+        await put(bus, "a", 2)
+        await eventually(lambda: follower.seqs == [last + 1, last + 2])
 
 
 async def test_only_what_came_after_a_sequence_is_handled(bus: Bus) -> None:
     last = await put(bus, "a", 5)
     follower = Follower(bus)
-    await follower.tail.start(after=last - 2)
-    assert follower.seqs == [last - 1, last]
-    await follower.tail.stop()
+    async with follower.tail.following(after=last - 2):
+        assert follower.seqs == [last - 1, last]
 
 
 async def test_without_losses_nothing_is_read_again(bus: Bus) -> None:
@@ -126,28 +124,37 @@ async def test_without_losses_nothing_is_read_again(bus: Bus) -> None:
     await one.tail.stop()
 
 
+async def test_a_tail_that_is_left_follows_no_more(bus: Bus) -> None:
+    follower = Follower(bus)
+    async with follower.tail.following():
+        seen = await put(bus, "a")
+        await follower.is_complete(seen)
+    await put(bus, "a")
+    await bus.nc.flush()
+    assert follower.seqs == [seen]
+    assert not bus.on_reconnect
+
+
 async def test_a_lost_message_is_read_from_the_stream_before_the_next_is_handled(bus: Bus) -> None:
     follower = Follower(bus, bus.subjects.tokens("a"))
-    await follower.tail.start()
-    last = await put(bus, "a", 3)
-    await follower.is_complete(last)
-    follower.deaf = lambda entry: entry.seq in (last + 1, last + 2)
-    await follower.is_complete(await put(bus, "a", 3))
-    assert follower.tail.repairs == 1
-    await follower.tail.stop()
+    async with follower.tail.following():
+        last = await put(bus, "a", 3)
+        await follower.is_complete(last)
+        follower.deaf = lambda entry: entry.seq in (last + 1, last + 2)
+        await follower.is_complete(await put(bus, "a", 3))
+        assert follower.tail.repairs == 1
 
 
 async def test_a_loss_on_one_subject_shows_in_the_next_message_of_another(bus: Bus) -> None:
     """Else a fold of the whole stream would run ahead of what it missed."""
     follower = Follower(bus)
-    await follower.tail.start()
-    last = await put(bus, "a", 2)
-    await follower.is_complete(last)
-    follower.deaf = lambda entry: entry.seq == last + 1
-    await put(bus, "a")
-    await follower.is_complete(await put(bus, "b"))
-    assert follower.seqs == list(range(1, last + 3))
-    await follower.tail.stop()
+    async with follower.tail.following():
+        last = await put(bus, "a", 2)
+        await follower.is_complete(last)
+        follower.deaf = lambda entry: entry.seq == last + 1
+        await put(bus, "a")
+        await follower.is_complete(await put(bus, "b"))
+        assert follower.seqs == list(range(1, last + 3))
 
 
 async def test_a_filter_that_leaves_out_some_subjects_still_sees_all_it_asked_for(bus: Bus) -> None:
@@ -166,43 +173,40 @@ async def test_a_filter_that_leaves_out_some_subjects_still_sees_all_it_asked_fo
 async def test_random_losses_never_show(bus: Bus) -> None:
     follower = Follower(bus)
     follower.deaf = lambda entry: entry.seq * 2654435761 % 7 == 0
-    await follower.tail.start()
-    for number in range(600):
-        await bus.nc.publish(bus.subjects.tokens("abc"[number % 3]), b"%d" % number)
-        if number % 50 == 0:
-            await bus.nc.flush()
-    follower.deaf = lambda entry: False
-    await follower.is_complete(await put(bus, "a"))
-    await follower.tail.stop()
+    async with follower.tail.following():
+        for number in range(600):
+            await bus.nc.publish(bus.subjects.tokens("abc"[number % 3]), b"%d" % number)
+            if number % 50 == 0:
+                await bus.nc.flush()
+        follower.deaf = lambda entry: False
+        await follower.is_complete(await put(bus, "a"))
 
 
 async def test_a_lost_tail_is_read_by_catch_up(bus: Bus) -> None:
     follower = Follower(bus)
-    await follower.tail.start()
-    follower.deaf = lambda entry: True
-    last = await put(bus, "a", 3)
-    await bus.nc.flush()
-    assert follower.entries == []
-    await follower.tail.catch_up()
-    assert follower.tail.position == last
-    await follower.is_complete(last)
-    await follower.tail.stop()
+    async with follower.tail.following():
+        follower.deaf = lambda entry: True
+        last = await put(bus, "a", 3)
+        await bus.nc.flush()
+        assert follower.entries == []
+        await follower.tail.catch_up()
+        assert follower.tail.position == last
+        await follower.is_complete(last)
 
 
 async def test_forged_live_messages_are_ignored(bus: Bus) -> None:
     follower = Follower(bus)
-    await follower.tail.start()
-    live = bus.subjects.live(bus.subjects.tokens("a"))
-    await bus.nc.publish(live, b"forged")
-    await bus.nc.publish(live, b"forged", headers={"Nats-Subject": bus.subjects.tokens("a")})
-    await bus.nc.publish(
-        live,
-        b"forged",
-        headers={"Nats-Subject": "x", "Nats-Sequence": "many", "Nats-Last-Sequence": "0"},
-    )
-    await follower.is_complete(await put(bus, "a"))
-    assert follower.tail.repairs == 0
-    await follower.tail.stop()
+    async with follower.tail.following():
+        live = bus.subjects.live(bus.subjects.tokens("a"))
+        await bus.nc.publish(live, b"forged")
+        await bus.nc.publish(live, b"forged", headers={"Nats-Subject": bus.subjects.tokens("a")})
+        await bus.nc.publish(
+            live,
+            b"forged",
+            headers={"Nats-Subject": "x", "Nats-Sequence": "many", "Nats-Last-Sequence": "0"},
+        )
+        await follower.is_complete(await put(bus, "a"))
+        assert follower.tail.repairs == 0
 
 
 async def test_an_entry_behind_a_gap_that_nobody_can_fill_is_not_waited_for_for_ever(
@@ -212,40 +216,38 @@ async def test_an_entry_behind_a_gap_that_nobody_can_fill_is_not_waited_for_for_
     monkeypatch.setattr(module, "REREAD_S", 0.005)
     stream = bus.subjects.stream("TOKENS")
     follower = Follower(bus)
-    await follower.tail.start()
-    last = await put(bus, "a")
-    await follower.is_complete(last)
-    held: list[Any] = []
-    hear = follower._hear
+    async with follower.tail.following():
+        last = await put(bus, "a")
+        await follower.is_complete(last)
+        held: list[Any] = []
+        hear = follower._hear
 
-    async def later(message: Any) -> None:
-        held.append(message)
+        async def later(message: Any) -> None:
+            held.append(message)
 
-    follower._hear = later
-    await put(bus, "a", 2)
-    await eventually(lambda: len(held) == 2)
-    await bus.js.purge_stream(stream)
-    follower._hear = hear
-    await hear(held[1])
-    await eventually(lambda: follower.seqs == [last, last + 2])
-    await put(bus, "a")
-    await eventually(lambda: follower.seqs == [last, last + 2, last + 3])
-    await follower.tail.stop()
+        follower._hear = later
+        await put(bus, "a", 2)
+        await eventually(lambda: len(held) == 2)
+        await bus.js.purge_stream(stream)
+        follower._hear = hear
+        await hear(held[1])
+        await eventually(lambda: follower.seqs == [last, last + 2])
+        await put(bus, "a")
+        await eventually(lambda: follower.seqs == [last, last + 2, last + 3])
 
 
 async def test_a_stream_made_anew_is_followed_from_its_start(bus: Bus) -> None:
     follower = Follower(bus)
-    await follower.tail.start()
-    await put(bus, "a", 5)
-    await eventually(lambda: len(follower.entries) == 5)
-    stream = bus.subjects.stream("TOKENS")
-    config = (await bus.js.stream_info(stream)).config
-    await bus.js.delete_stream(stream)
-    await bus.js.add_stream(config)
-    await put(bus, "b", 2)
-    await follower.tail._reconnected()
-    await eventually(lambda: [e.subject for e in follower.entries[5:]] == [bus.subjects.tokens("b")] * 2)
-    await follower.tail.stop()
+    async with follower.tail.following():
+        await put(bus, "a", 5)
+        await eventually(lambda: len(follower.entries) == 5)
+        stream = bus.subjects.stream("TOKENS")
+        config = (await bus.js.stream_info(stream)).config
+        await bus.js.delete_stream(stream)
+        await bus.js.add_stream(config)
+        await put(bus, "b", 2)
+        await follower.tail._reconnected()
+        await eventually(lambda: [e.subject for e in follower.entries[5:]] == [bus.subjects.tokens("b")] * 2)
 
 
 async def test_a_handler_that_raises_does_not_end_the_tail(bus: Bus) -> None:

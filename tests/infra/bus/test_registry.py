@@ -65,9 +65,8 @@ async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
 async def watched(bus: Bus) -> AsyncIterator[Watched]:
     await register(bus, "early")
     watched = Watched(bus)
-    await watched.watch.start()
-    yield watched
-    await watched.watch.stop()
+    async with watched.watch:
+        yield watched
 
 
 async def test_who_was_there_and_who_comes_are_members(bus: Bus, watched: Watched) -> None:
@@ -202,14 +201,13 @@ async def test_a_registration_that_outlived_its_lease_is_no_member_until_it_is_r
     old = await register(bus, "ghost")
     monkeypatch.setattr("infra.bus.registry.STALE_NS", -3_600_000_000_000)  # whatever is read is too old
     watched = Watched(bus)
-    await watched.watch.start()
-    assert (watched.watch.stale_keys, watched.watch.members, watched.joined) == ({"ghost": old}, {}, [])
-    watched.pass_time(fleet.LEASE_S)
-    assert watched.watch.take_stale_keys() == {}, "it may live, on a machine whose clock differs"
-    await register(bus, "ghost")
-    await eventually(lambda: "ghost" in watched.watch.members)
-    assert not watched.watch.stale_keys
-    await watched.watch.stop()
+    async with watched.watch:
+        assert (watched.watch.stale_keys, watched.watch.members, watched.joined) == ({"ghost": old}, {}, [])
+        watched.pass_time(fleet.LEASE_S)
+        assert watched.watch.take_stale_keys() == {}, "it may live, on a machine whose clock differs"
+        await register(bus, "ghost")
+        await eventually(lambda: "ghost" in watched.watch.members)
+        assert not watched.watch.stale_keys
 
 
 async def test_a_registration_that_nobody_renews_is_given_up_for_removal(
@@ -218,18 +216,16 @@ async def test_a_registration_that_nobody_renews_is_given_up_for_removal(
     old = await register(bus, "ghost")
     monkeypatch.setattr("infra.bus.registry.STALE_NS", -3_600_000_000_000)
     watched = Watched(bus)
-    await watched.watch.start()
-    watched.pass_time(2 * fleet.LEASE_S)
-    assert (watched.watch.take_stale_keys(), watched.watch.take_stale_keys()) == ({"ghost": old}, {})
-    await watched.watch.stop()
+    async with watched.watch:
+        watched.pass_time(2 * fleet.LEASE_S)
+        assert (watched.watch.take_stale_keys(), watched.watch.take_stale_keys()) == ({"ghost": old}, {})
 
 
 async def test_a_young_registration_is_a_member_at_once(bus: Bus) -> None:
     await register(bus, "young")
     watched = Watched(bus)
-    await watched.watch.start()
-    assert (list(watched.watch.members), watched.watch.stale_keys) == (["young"], {})
-    await watched.watch.stop()
+    async with watched.watch:
+        assert (list(watched.watch.members), watched.watch.stale_keys) == (["young"], {})
 
 
 async def test_a_registration_that_a_broker_brings_back_while_it_is_followed_is_given_up_too(

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 
 import structlog
 
@@ -34,16 +35,17 @@ class PeerWatcher:
         self._lost = lost
         self._agents: dict[str, Endpoint] = {}
         self._watch = WorkerRegistry(bus, joined=self._joined, left=self._left)
+        self._following = AsyncExitStack()
 
     async def start(self) -> None:
         """
         Raises:
             ServingError: the workers bucket cannot be read.
         """
-        await self._watch.start()
+        await self._following.enter_async_context(self._watch)
 
     async def stop(self) -> None:
-        await self._watch.stop()
+        await self._following.aclose()
 
     def sweep(self) -> None:
         """Several times a second: expire leases."""
