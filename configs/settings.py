@@ -174,6 +174,10 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
         Literal["auto", "float32", "bfloat16", "float16", "fp8"],
         about("native: data type of KV; auto: as --dtype; fp8 takes half the memory of bfloat16"),
     ] = "auto"
+    hybrid_kv_cache: Annotated[
+        bool,
+        about("native: free KV blocks behind sliding windows; not with --role prefill or decode, or CUDA kernels"),
+    ] = True
     kv_memory_fraction: Annotated[
         float, Meta(ge=0, le=1, description="native: share of free memory for KV; 0: 0.85 on CUDA, 0.25 on a CPU")
     ] = 0.0

@@ -11,8 +11,19 @@ ancestors it holds itself; a copy that nobody holds gives its name to a copy tha
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Protocol
 
 from schemas.kv import KvEvent, Removed, Stored
+
+
+class BlockObserver(Protocol):
+    """Keeps something per block besides."""
+
+    def discard(self, block: int) -> None:
+        """The content of a block that nobody holds is no longer valid."""
+
+    def move(self, block: int, copy: int) -> None:
+        """Nobody holds ``block``, and its name goes to a held copy."""
 
 
 class BlockManager:
@@ -25,6 +36,7 @@ class BlockManager:
     Attributes:
         generations: one u32 per block, counted up whenever it is given out anew. Whoever copies a block to elsewhere
             compares it afterwards: equal means that nobody can have written over it in the meantime.
+        observer: notified of blocks that change their content.
     """
 
     def __init__(self, total_blocks: int, *, prefix_cache: bool = True, kv_events: bool = True) -> None:
@@ -42,6 +54,7 @@ class BlockManager:
         self._idle: OrderedDict[int, None] = OrderedDict()  # cached blocks, first to be evicted first
         self._events: list[KvEvent] = []
         self._removed: list[bytes] = []  # not yet in _events
+        self.observer: BlockObserver | None = None
 
     @property
     def available(self) -> int:
@@ -109,19 +122,33 @@ class BlockManager:
         return True
 
     def _take_one(self) -> int:
-        if self._unused:
-            block = self._unused.pop()
-        else:
-            block, _ = self._idle.popitem(last=False)
-            name = self._names[block]
-            assert name is not None
-            del self._cache[name]
-            self._names[block] = None
-            if self.kv_events:
-                self._removed.append(name)
+        block = self._unused.pop() if self._unused else self._evict_one()
         self._holders[block] = 1
         self.generations[block] = (self.generations[block] + 1) & 0xFFFFFFFF
         return block
+
+    def _evict_one(self) -> int:
+        block, _ = self._idle.popitem(last=False)
+        name = self._names[block]
+        assert name is not None
+        del self._cache[name]
+        self._names[block] = None
+        if self.kv_events:
+            self._removed.append(name)
+        if self.observer is not None:
+            self.observer.discard(block)
+        return block
+
+    def evict(self) -> bool:
+        """Remove the next block from the cache; False: none is idle."""
+        if not self._idle:
+            return False
+        self._unused.append(self._evict_one())
+        return True
+
+    def shared(self, block: int) -> bool:
+        """Whether more than one table holds a block."""
+        return self._holders[block] > 1
 
     def name(self, table: list[int], digests: list[bytes], start: int, stop: int, *, leaving: bool = False) -> int:
         """Make blocks ``start`` .. ``stop`` of a held table findable; returns the first position still unnamed.
@@ -137,6 +164,8 @@ class BlockManager:
                 del self._idle[first]
                 names[first] = None
                 self._unused.append(first)
+                if self.observer is not None:
+                    self.observer.move(first, table[start])
                 block = cache[digests[start]] = table[start]
                 names[block] = digests[start]
                 parents[block] = digests[start - 1] if start else None
@@ -167,6 +196,8 @@ class BlockManager:
             if not count:
                 if names[block] is None:
                     unused.append(block)
+                    if self.observer is not None:
+                        self.observer.discard(block)
                 else:
                     idle[block] = None
 

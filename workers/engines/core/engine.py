@@ -162,7 +162,7 @@ class ScheduledEngine(VisionMixin):
         self._inflight: InflightStep | None = None
         self._processors = processors or Registry()
         self.info = info
-        self.kv_transfer: KvTransfer | None = scheduler.reservations
+        self.kv_transfer: KvTransfer | None = scheduler.reservations if scheduler.windows is None else None
         self._scheduler = scheduler
         self._executor = executor
         owned = executor if executor is not None else ahead

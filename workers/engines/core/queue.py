@@ -21,6 +21,7 @@ from typing import NamedTuple
 from workers.engines.core.blocks import BlockManager
 from workers.engines.core.reservations import Reservations
 from workers.engines.core.sequence import Sequence
+from workers.engines.core.windows import WindowRows
 
 
 class Admission(NamedTuple):
@@ -42,12 +43,20 @@ class Queue:
     """
     Args:
         no_evict: admit a sequence only with room for all blocks it may need, except with a reservation.
+        windows: limit which cached prefixes can be reused.
     """
 
     def __init__(
-        self, blocks: BlockManager, block_size: int, reservations: Reservations, *, no_evict: bool = False
+        self,
+        blocks: BlockManager,
+        block_size: int,
+        reservations: Reservations,
+        *,
+        no_evict: bool = False,
+        windows: WindowRows | None = None,
     ) -> None:
         self._blocks = blocks
+        self._windows = windows
         self._reservations = reservations
         self._block_size = block_size
         self._no_evict = no_evict
@@ -157,12 +166,16 @@ class Queue:
                 tail = reservation.tails[-1:]
         else:
             hits = self._blocks.match(sequence.digests, most)
+            if self._windows is not None:
+                del hits[self._windows.usable(hits) :]
             named = len(hits)
         return _BlockNeed(hits, tail, -(-known // size) - len(hits) - len(tail), named)
 
     def _fits_to_end(self, sequence: Sequence, need: _BlockNeed, running: Seq[Sequence]) -> bool:
         """Whether the longest output of a sequence fits beside those of all running ones."""
         size = self._block_size
+        if self._windows is not None and (len(running) + 1) * self._windows.most_rows > self._windows.total_blocks:
+            return False
         rest = -(-(sequence.limit - 1) // size) - len(need.hits) - need.fresh  # the last token is never computed
         for other in running:
             rest += max(0, -(-(other.limit - 1) // size) - len(other.blocks))

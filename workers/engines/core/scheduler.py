@@ -33,9 +33,12 @@ from workers.engines.core.requests import Limits, check_sizes, new_sequence
 from workers.engines.core.reservations import HeldBlocks, Reservations
 from workers.engines.core.scoring import MAX_SCORED_TOKENS, PromptScoring, collect, wants_scores
 from workers.engines.core.sequence import Sampled, Sequence, Slot
+from workers.engines.core.windows import WindowRows
 
 if TYPE_CHECKING:
     from workers.engines.logits.apply import Chain
+
+NO_HANDOVER = "this worker frees blocks behind sliding windows and hands no KV over; use --hybrid-kv-cache off"
 
 _tuple = tuple.__new__  # a named tuple's own __new__ costs twice as much, and these are made per token
 
@@ -54,6 +57,7 @@ class Scheduler:
         max_scored_tokens: prompt tokens per step of sequences whose prompts are scored.
         no_evict: admit a sequence only with room for all blocks that it may need. Sequences with a reservation are
             exempt: it was made without knowing them.
+        windows: rows of the sliding-window layers, if they have a pool of their own. Hand-overs are refused then.
 
     Attributes:
         reservations: blocks for prompts that arrive from other workers.
@@ -71,6 +75,7 @@ class Scheduler:
         eos_token_ids: Iterable[int] = (),
         max_scored_tokens: int = MAX_SCORED_TOKENS,
         no_evict: bool = False,
+        windows: WindowRows | None = None,
     ) -> None:
         check_sizes(
             block_size=block_size,
@@ -80,6 +85,7 @@ class Scheduler:
             max_scored_tokens=max_scored_tokens,
         )
         self.blocks = blocks
+        self.windows = windows
         self.running: list[Sequence] = []  # in admission order
         self.limits = Limits(
             block_size=block_size,
@@ -90,7 +96,7 @@ class Scheduler:
         self.reservations = Reservations(blocks, lambda: len(self.running) + self._queue.head_claim())
         self.held = HeldBlocks(blocks, block_size)
         self.scoring = PromptScoring(max_scored_tokens)
-        self._queue = Queue(blocks, block_size, self.reservations, no_evict=no_evict)
+        self._queue = Queue(blocks, block_size, self.reservations, no_evict=no_evict, windows=windows)
         self._by_key: dict[object, Sequence] = {}
         self._block_size = block_size
         self._max_running = max_running
@@ -117,6 +123,8 @@ class Scheduler:
         """
         if request.key in self._by_key:
             raise RequestError(Code.invalid_request, f"sequence {request.key!r} was submitted already")
+        if self.windows is not None and (request.hold or request.reservation is not None):
+            raise RequestError(Code.unsupported, NO_HANDOVER)
         sequence = new_sequence(request, self.limits, processors, prefix_cache=self.blocks.prefix_cache)
         self._by_key[request.key] = sequence
         self._queue.add(sequence)
@@ -144,13 +152,13 @@ class Scheduler:
         return bool(self._by_key or self._failures or self._started or self.held.has_new or self.blocks.has_events)
 
     def stats(self) -> EngineStats:
-        blocks = self.blocks
+        pool = self.windows if self.windows is not None and self.windows.only else self.blocks
         return EngineStats(
             running=len(self.running),
             waiting=len(self._queue),
-            used_blocks=blocks.used_blocks,
-            cached_blocks=blocks.cached_blocks,
-            free_blocks=blocks.free_blocks,
+            used_blocks=pool.used_blocks,
+            cached_blocks=pool.cached_blocks,
+            free_blocks=pool.free_blocks,
             pinned_blocks=self.reservations.reserved_blocks + self.held.block_count,
             preemptions=self._preemptions,
             hit_tokens=self._hit_tokens,
@@ -178,7 +186,7 @@ class Scheduler:
             start = sequence.computed
             count = sequence.length - start
             if count == 1:
-                if start == len(sequence.blocks) * size and not self._grow(sequence):
+                if not start % size and not self._allocate(sequence, start):
                     continue
                 plan.append(_tuple(Slot, (sequence, start, 1, True)))
                 sequence.computed = start + 1
@@ -206,6 +214,8 @@ class Scheduler:
         start = sequence.computed
         count = sequence.length - start
         now = self.scoring.limit(sequence, min(count, budget))
+        if now and self.windows is not None:
+            now = self._cover(self.windows, sequence, start, now)
         if now:
             slot = Slot(sequence, start, now, now == count)
             plan.append(slot)
@@ -213,6 +223,26 @@ class Scheduler:
             sequence.length += slot.samples
             sequence.step = self._plans + 1
             self.scoring.add(slot)
+        return now
+
+    def _allocate(self, sequence: Sequence, start: int) -> bool:
+        """Blocks for the token at ``start``, the first of a block; False: not now."""
+        if start == len(sequence.blocks) * self._block_size and not self._grow(sequence):
+            return False
+        return self.windows is None or self._cover(self.windows, sequence, start, 1) > 0
+
+    def _cover(self, windows: WindowRows, sequence: Sequence, start: int, count: int) -> int:
+        """Allocate rows for some of ``count`` tokens, by preempting newer sequences if need be; 0: not now."""
+        while not (now := windows.fit(sequence, start, count)):
+            newest = self.running[-1]
+            if newest is sequence:  # older ones run, and end
+                return 0
+            if self._plans > self._commits:
+                self._starved = True
+                return 0
+            self.running.pop()
+            self._preempt(newest)
+        windows.cover(sequence, start + now)
         return now
 
     def _grow(self, sequence: Sequence) -> bool:
@@ -253,7 +283,12 @@ class Scheduler:
                 self._prompt_tokens += sequence.prompt_len
                 self._started.append(Started(sequence.key, sequence.cached))
             self.running.append(sequence)
-            budget -= self._plan_chunk(plan, sequence, budget)
+            if self.windows is not None:
+                self.windows.admit(sequence, cached)
+            planned = self._plan_chunk(plan, sequence, budget)
+            if not planned and self.windows is not None:
+                return
+            budget -= planned
 
     def unplan(self, plan: list[Slot], slots: list[Slot]) -> list[Slot]:
         """Remove slots from the last plan and cancel their sequences."""
@@ -357,5 +392,7 @@ class Scheduler:
         if self.blocks.prefix_cache:  # held blocks stay in use after this release
             leaving = sequence.key not in self.held
             name_blocks(self.blocks, sequence, sequence.computed, self._block_size, leaving=leaving)
+        if self.windows is not None:
+            self.windows.release(sequence)
         self.blocks.release(sequence.blocks)
         sequence.blocks = []

@@ -27,6 +27,8 @@ class Sequence(msgspec.Struct, eq=False):
     digests: list[bytes]  # of full blocks of ``tokens``, as far as they were needed yet
     root: bytes
     blocks: list[int] = []  # pool blocks in order, only appended to; a new list at each admission; empty while waiting
+    rows: list[int] = []  # of sliding-window layers, by number of the block; before ``first_row`` they are invalid
+    first_row: int = 0
     computed: int = 0  # leading tokens whose KV is in ``blocks``, once the planned steps are done
     length: int = 0  # of ``tokens``, with those that planned steps will draw
     step: int = 0  # number of the last plan it is in

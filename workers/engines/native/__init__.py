@@ -34,6 +34,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine:
         kv_dtype=settings.kv_dtype,
         kv_memory_fraction=settings.kv_memory_fraction,
         no_evict=settings.scheduler_policy == "guaranteed_no_evict",
+        hybrid_kv_cache=settings.hybrid_kv_cache and settings.role == "aggregated",
         warm=True,
     )
     return build(str(path), options, processors=processors(settings, path))

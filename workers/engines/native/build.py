@@ -21,7 +21,8 @@ from workers.engines.native.attention import Unsupported
 from workers.engines.native.executor import TorchExecutor
 from workers.engines.native.model import Model, ModelError, load, vision_encoder
 from workers.engines.native.options import DEFAULTS, NativeOptions
-from workers.engines.native.pool import DTYPES, Pool, blocks_that_fit, out_of_memory
+from workers.engines.native.pool import out_of_memory
+from workers.engines.native.pools import Pools, make_pools
 from workers.engines.native.vision import TorchVisionEncoder
 
 if TYPE_CHECKING:
@@ -80,10 +81,11 @@ def assemble(
         rotation = None
         if loaded.device.type == "cuda":
             loaded, rotation = _with_kernels(loaded, reload)
-        pool = _pool(loaded, options, limit)
+        # The CUDA kernels read one table of blocks per sequence.
+        pools = make_pools(loaded, options, limit, hybrid=options.hybrid_kv_cache and rotation is None)
     except torch.OutOfMemoryError as error:
         raise EngineError(out_of_memory(error)) from error
-    blocks = BlockManager(pool.blocks, prefix_cache=options.prefix_cache, kv_events=options.kv_events)
+    blocks = BlockManager(pools.kv.blocks, prefix_cache=options.prefix_cache, kv_events=options.kv_events)
     scheduler = Scheduler(
         blocks,
         block_size=options.block_size,
@@ -92,12 +94,13 @@ def assemble(
         max_model_len=limit,
         eos_token_ids=loaded.eos_token_ids,
         no_evict=options.no_evict,
+        windows=pools.window_rows(blocks),
     )
-    executor, ahead = _executors(loaded, pool, rotation, encoder, options, limit)
+    executor, ahead = _executors(loaded, pools, rotation, encoder, options, limit)
     info = EngineInfo(
         name="native",
         block_size=options.block_size,
-        total_blocks=pool.blocks,
+        total_blocks=pools.total_blocks,
         slots=options.max_running,
         max_model_len=limit,
         vocab_size=loaded.vocab_size,
@@ -112,7 +115,7 @@ def assemble(
 
 def _executors(
     model: Model,
-    pool: Pool,
+    pools: Pools,
     rotation: "Rotation | None",
     encoder: TorchVisionEncoder | None,
     options: NativeOptions,
@@ -124,17 +127,17 @@ def _executors(
         rotation: None: the model has no CUDA kernels.
         limit: tokens of the longest sequence.
     """
-    warm = options.warm and min(pool.blocks * options.block_size, limit) > WARM_TOKENS
+    warm = options.warm and min(pools.kv.blocks * options.block_size, limit) > WARM_TOKENS
     if rotation is None:
-        executor = TorchExecutor(model, pool, encoder)
+        executor = TorchExecutor(model, pools.kv, encoder, pools.sliding)
         if warm:
-            _warm_up(executor, pool.blocks, options.block_size, temperatures=(0.0,))
+            _warm_up(executor, pools, options.block_size, temperatures=(0.0,))
         return executor, None
     from workers.engines.native.cuda.executor import CudaExecutor
 
     ahead = CudaExecutor(
         model,
-        pool,
+        pools.kv,
         rotation,
         width=-(-limit // options.block_size) + 1,
         max_running=options.max_running,
@@ -144,7 +147,7 @@ def _executors(
     if options.warm:
         ahead.capture()
     if warm:
-        _warm_up(ahead, pool.blocks, options.block_size, temperatures=(0.0, 1.0))  # greedy and drawn tokens
+        _warm_up(ahead, pools, options.block_size, temperatures=(0.0, 1.0))  # greedy and drawn tokens
     return None, ahead
 
 
@@ -164,14 +167,16 @@ def _with_kernels(model: Model, reload: Callable[[], Model] | None) -> "tuple[Mo
         return reload(), None
 
 
-def _warm_up(executor: Executor, blocks: int, block_size: int, *, temperatures: tuple[float, ...]) -> None:
+def _warm_up(executor: Executor, pools: Pools, block_size: int, *, temperatures: tuple[float, ...]) -> None:
     """Compute a short request per temperature. A scheduler of its own keeps them out of metrics and prefix cache."""
+    blocks = BlockManager(pools.kv.blocks, prefix_cache=False)
     scheduler = Scheduler(
-        BlockManager(blocks, prefix_cache=False),
+        blocks,
         block_size=block_size,
         max_running=1,
         max_batched_tokens=WARM_TOKENS,
         max_model_len=WARM_TOKENS,
+        windows=pools.window_rows(blocks),
     )
     half = WARM_TOKENS // 2
     for temperature in temperatures:  # on CUDA each way of sampling has its own kernel
@@ -207,23 +212,3 @@ def _model_len(wanted: int, limit: int) -> int:
     if wanted > limit:
         raise ModelError(f"max_model_len is {wanted}; this model takes {limit} (longer needs another RoPE scaling)")
     return wanted or limit
-
-
-def _pool(model: Model, options: NativeOptions, model_len: int) -> Pool:
-    size = options.block_size
-    if size < 1:
-        raise ValueError(f"block_size must be at least 1, not {size}")
-    dtype = DTYPES.get(options.kv_dtype, model.dtype)
-    block_bytes = model.shape.block_bytes(size, dtype)
-    blocks = options.kv_blocks or blocks_that_fit(
-        block_bytes, -(-model_len // size), model.device, options.kv_memory_fraction
-    )
-    if blocks < 1:
-        raise EngineError(
-            f"no memory is left for a single KV block of {block_bytes} bytes on {model.device}; "
-            "set kv_blocks, raise kv_memory_fraction, lower block_size, or use a smaller model or dtype"
-        )
-    try:
-        return Pool(model.shape, blocks, size, dtype, model.device, model.dtype)
-    except OSError as error:  # mmap
-        raise EngineError(f"{blocks} KV blocks of {block_bytes} bytes do not fit; lower kv_blocks") from error

@@ -9,10 +9,11 @@ from torch import Tensor
 from schemas.transfer import Memory
 from workers.engines.base import EngineError
 from workers.engines.core.sequence import Sampled, Slot, scored_to
-from workers.engines.native.attention import ReferenceAttention, Span
+from workers.engines.native.attention import Paged, ReferenceAttention, Span
 from workers.engines.native.model import Embeddings, Model
 from workers.engines.native.pool import Pool, out_of_memory
 from workers.engines.native.sampler import sample, score
+from workers.engines.native.sliding import HybridAttention, SlidingPool
 from workers.engines.native.vision import TorchVisionEncoder
 
 
@@ -21,12 +22,20 @@ class TorchExecutor:
 
     Args:
         encoder: the model's vision encoder, if any; owned by the engine.
+        sliding: the pool of its sliding-window layers, if that is not ``pool``.
     """
 
-    def __init__(self, model: Model, pool: Pool, encoder: TorchVisionEncoder | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        pool: Pool,
+        encoder: TorchVisionEncoder | None = None,
+        sliding: SlidingPool | None = None,
+    ) -> None:
         self._model: Model | None = model
         self._pool: Pool | None = pool
         self._encoder = encoder
+        self._sliding = sliding
 
     def execute(self, plan: list[Slot], scoring: Seq[Slot] = ()) -> list[Sampled]:
         assert self._model is not None, "closed"
@@ -62,8 +71,7 @@ class TorchExecutor:
                 rows.append(len(tokens) - 1)
         wanted = rows + scored or [0]
         inputs, places, last = (torch.tensor(n, device=self._model.device) for n in (tokens, positions, wanted))
-        paged = ReferenceAttention(self._pool, _spans(plan))
-        logits = self._model.logits(inputs, places, last, paged, self._embeddings(seen) if seen else None)
+        logits = self._model.logits(inputs, places, last, self._paged(plan), self._embeddings(seen) if seen else None)
         if scored:
             score_slots(logits[len(rows) :], scoring)
         if rows:  # copies tokens to the host, which waits for the KV writes too
@@ -72,6 +80,14 @@ class TorchExecutor:
             torch.cuda.synchronize(self._model.device)
         return []
 
+    def _paged(self, plan: list[Slot]) -> Paged:
+        assert self._pool is not None
+        full = ReferenceAttention(self._pool, _spans(plan, [slot.sequence.blocks for slot in plan]))
+        if self._sliding is None:
+            return full
+        rows = _spans(plan, [slot.sequence.rows for slot in plan])
+        return HybridAttention(self._sliding.layers, full, ReferenceAttention(self._sliding.pool, rows))
+
     def _embeddings(self, seen: list[tuple[int, int]]) -> Embeddings:
         assert self._model is not None
         assert self._encoder is not None
@@ -79,13 +95,13 @@ class TorchExecutor:
         return Embeddings(rows, self._encoder.take(places))
 
     def memory(self) -> dict[str, Memory]:
-        """The pool of KV blocks."""
+        """The pool of KV blocks; none if each block is in two pools."""
         assert self._pool is not None, "closed"
-        return {"kv": self._pool.memory()}
+        return {} if self._sliding is not None else {"kv": self._pool.memory()}
 
     def close(self) -> None:
         """Free weights and pool."""
-        self._model = self._pool = self._encoder = None
+        self._model = self._pool = self._encoder = self._sliding = None
 
 
 def media_rows(slot: Slot, row: int, size: int) -> Iterator[tuple[int, int]]:
@@ -111,8 +127,8 @@ def score_slots(logits: Tensor, scoring: Seq[Slot]) -> None:
         at += len(tokens)
 
 
-def _spans(plan: list[Slot]) -> Iterator[Span]:
+def _spans(plan: list[Slot], tables: list[list[int]]) -> Iterator[Span]:
     row = 0
-    for slot in plan:
-        yield Span(row, slot.start, slot.count, slot.sequence.blocks)
+    for slot, table in zip(plan, tables, strict=True):
+        yield Span(row, slot.start, slot.count, table)
         row += slot.count

@@ -48,6 +48,7 @@ class Model:
     eos_token_ids: tuple[int, ...]
     heads: int  # query heads of every layer
     multimodal: bool = False  # ``forward`` includes a vision tower
+    windows: tuple[int | None, ...] = ()  # of each layer: tokens that a query attends to, itself included; None: all
 
     def logits(
         self,
@@ -87,6 +88,7 @@ class _Probe:
 
     def __init__(self) -> None:
         self.layers: dict[int, tuple[int, int]] = {}  # index -> (kv heads, head dim)
+        self.windows: dict[int, int | None] = {}
 
     def attend(
         self,
@@ -102,6 +104,7 @@ class _Probe:
         if layer in self.layers:
             raise attention.Unsupported("a layer that attends twice")
         self.layers[layer] = (key.shape[1], key.shape[2])
+        self.windows[layer] = window
         return torch.zeros_like(query)
 
 
@@ -130,7 +133,7 @@ def describe(loaded: Any, multimodal: bool = False) -> Model:
     from workers.engines.native.verify import reference, reference_attention, verify
 
     attention.register()
-    shape, vocab_size = _inspect(loaded, loaded.device)
+    shape, windows, vocab_size = _inspect(loaded, loaded.device)
     text = loaded.config.get_text_config()
     made = Model(
         forward=loaded,
@@ -142,6 +145,7 @@ def describe(loaded: Any, multimodal: bool = False) -> Model:
         eos_token_ids=end_tokens(loaded),
         heads=text.num_attention_heads,
         multimodal=multimodal,
+        windows=windows,
     )
     verify(made, reference(made), reference_attention)
     return made
@@ -217,8 +221,8 @@ def _config(model: str) -> Any:
     return config
 
 
-def _inspect(model: Any, device: torch.device) -> tuple[KvShape, int]:
-    """Shape of the cache and of the logits, from a forward pass over one token."""
+def _inspect(model: Any, device: torch.device) -> tuple[KvShape, tuple[int | None, ...], int]:
+    """Shape of the cache, windows of the layers, and size of the vocabulary, from a forward pass over one token."""
     name = type(model).__name__
     probe = _Probe()
     token = torch.zeros((1, 1), dtype=torch.int64, device=device)
@@ -241,7 +245,8 @@ def _inspect(model: Any, device: torch.device) -> tuple[KvShape, int]:
     if len(shapes) > 1:
         raise ModelError(f"{name} has layers of different (KV heads, head size): {sorted(shapes)}; choose another")
     kv_heads, head_dim = shapes.pop()
-    return KvShape(layers, kv_heads, head_dim), int(output.logits.shape[-1])
+    windows = tuple(probe.windows[layer] for layer in range(layers))
+    return KvShape(layers, kv_heads, head_dim), windows, int(output.logits.shape[-1])
 
 
 def max_positions(config: Any) -> int:

@@ -20,6 +20,8 @@ class NativeOptions:
         kv_dtype: of the KV cache; "auto": the weights'.
         kv_memory_fraction: of free memory, for the KV cache; 0: 0.85 on CUDA, a quarter on a CPU.
         no_evict: see ``Scheduler``.
+        hybrid_kv_cache: keep layers with sliding windows in a pool of their own, and free blocks behind the windows. KV
+            cannot be handed over then.
         warm: compute a short request first, so that no client waits while libraries load and kernels are chosen.
     """
 
@@ -37,6 +39,7 @@ class NativeOptions:
     kv_dtype: str = "auto"
     kv_memory_fraction: float = 0.0
     no_evict: bool = False
+    hybrid_kv_cache: bool = True
     warm: bool = False
 
 

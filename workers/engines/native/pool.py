@@ -122,7 +122,7 @@ def zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Te
 
     On a CPU these are anonymous pages, which take no memory until a block is first used.
     """
-    if device.type != "cpu":
+    if device.type != "cpu" or not math.prod(size):
         return torch.zeros(size, dtype=dtype, device=device)
     pages = mmap.mmap(-1, math.prod(size) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype).view(size)

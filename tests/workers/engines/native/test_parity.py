@@ -44,7 +44,7 @@ def test_all_in_one_batch(directory: Path) -> None:
 
 
 def test_again_from_the_prefix_cache(directory: Path) -> None:
-    native = engine(directory)
+    native = engine(directory, kv_blocks=128)
     requests = [request(n, prompt(n), COUNT) for n in LENGTHS]
     run(native, requests)
     for item in requests:
