@@ -1,0 +1,105 @@
+"""What a run of a simulation comes to, and how two policies differ over several seeds."""
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from infra.bench.simulation.fleet import Result, Served
+from infra.bench.simulation.policy import Fleet, Target
+
+# Two-sided 95 % quantiles of Student's t by degrees of freedom; the last one holds beyond.
+_T95 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.16, 2.145, 2.131, 2.12)
+_T95_BEYOND = 1.96
+
+
+class Figures(Struct, frozen=True):
+    """Of the requests that were completed; times in ms.
+
+    Attributes:
+        hit_rate: prompt tokens cached when a request was admitted first, of all prompt tokens.
+        itl_mean: over all gaps between two tokens of a request.
+        imbalance: work of the busiest target, of the mean: prompt tokens computed and tokens generated.
+        unfinished: requests that were rejected or never placed.
+    """
+
+    requests: int
+    unfinished: int
+    hit_rate: float
+    ttft_mean: float
+    ttft_p50: float
+    ttft_p99: float
+    ttft_max: float
+    e2e_mean: float
+    itl_mean: float
+    tokens_per_s: float
+    imbalance: float
+    preemptions: int
+
+
+class Interval(Struct, frozen=True):
+    """A mean with the bounds of its 95 % confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def figures(fleet: Fleet, result: Result) -> Figures:
+    done = [served for served in result.served if served.complete]
+    if not done:
+        raise ValueError("no request was completed")
+    ttft = sorted((served.first_ns - served.request.arrival_ns) / 1e6 for served in done)
+    gaps = sum(served.request.output_tokens - 1 for served in done)
+    last = max(served.last_ns for served in done)
+    return Figures(
+        requests=len(done),
+        unfinished=len(result.served) - len(done),
+        hit_rate=sum(served.cached_tokens for served in done) / sum(served.request.prompt_tokens for served in done),
+        ttft_mean=statistics.fmean(ttft),
+        ttft_p50=quantile(ttft, 0.5),
+        ttft_p99=quantile(ttft, 0.99),
+        ttft_max=ttft[-1],
+        e2e_mean=statistics.fmean((served.last_ns - served.request.arrival_ns) / 1e6 for served in done),
+        itl_mean=sum(served.last_ns - served.first_ns for served in done) / 1e6 / max(1, gaps),
+        tokens_per_s=sum(served.request.output_tokens for served in done) / (last / 1e9),
+        imbalance=_imbalance(fleet, done),
+        preemptions=result.preemptions,
+    )
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def paired(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
+    """How much larger ``ours`` is than ``theirs``, as a share, over runs with the same seeds.
+
+    The interval is Student's over the paired differences of logarithms. With one seed it is unbounded.
+    """
+    if any(value <= 0 for value in (*ours, *theirs)):
+        return Interval(math.nan, math.nan, math.nan)
+    logs = [math.log(a / b) for a, b in zip(ours, theirs, strict=True)]
+    mean = statistics.fmean(logs)
+    if len(logs) < 2:
+        return Interval(math.expm1(mean), -1.0, math.inf)
+    t = _T95[len(logs) - 2] if len(logs) - 2 < len(_T95) else _T95_BEYOND
+    half = t * statistics.stdev(logs) / math.sqrt(len(logs))
+    return Interval(math.expm1(mean), math.expm1(mean - half), math.expm1(mean + half))
+
+
+def _imbalance(fleet: Fleet, done: Sequence[Served]) -> float:
+    """Of the pool that is balanced worst."""
+    work: dict[Target, int] = dict.fromkeys(fleet.targets, 0)
+    for served in done:
+        placement = served.placement
+        assert placement is not None
+        work[placement.target] += served.request.prompt_tokens - served.cached_tokens
+        work[served.decode or placement.target] += served.request.output_tokens
+    worst = 1.0
+    for role in {worker.role for worker in fleet.workers}:
+        loads = [work[target] for target in fleet.with_role(role)]
+        if sum(loads):
+            worst = max(worst, max(loads) / statistics.fmean(loads))
+    return worst
