@@ -134,6 +134,11 @@ class Engine:
         """Whether a sequence that comes now could join the next pass, so that a planned run must end early."""
         return not self._blocked and self.running < self._max_sequences
 
+    @property
+    def takes_prompts(self) -> bool:
+        """Whether a computed prompt that comes now could be taken over after the present pass."""
+        return self.running < self._max_sequences
+
     def add(self, sequence: EngineSequence) -> None:
         """Queue a sequence behind all others."""
         self._waiting.append(sequence)
@@ -142,6 +147,7 @@ class Engine:
         """Queue a computed prompt; ``taken`` is called once its blocks are here. See ``take_handed``."""
         sequence.handed = True
         self._handing.append((sequence, taken))
+        self._blocked = False  # prompts that were taken over go before what the queue's head waits for
 
     def take_handed(self) -> None:
         """Between passes: take over the prompts that fit, first come, first served."""

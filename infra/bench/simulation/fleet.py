@@ -220,8 +220,8 @@ class Simulation:
         if not worker.busy:
             engine.take_handed()
             self._idle.add(worker.number)
-        else:
-            self._end_early(worker, engine)
+        elif engine.takes_prompts:
+            self._end_early(worker)
 
     def _taken(self, index: int) -> None:
         worker, rank, sequence = self._sources.pop(index)
@@ -248,13 +248,13 @@ class Simulation:
         is_prefill = worker.spec.role == "prefill" and not placement.whole
         output = 1 if is_prefill else request.output_tokens
         engine.add(EngineSequence(request.index, request.prompt_tokens, output, request.keys))
-        if worker.busy:
-            self._end_early(worker, engine)
-        else:
+        if not worker.busy:
             self._idle.add(number)
+        elif engine.takes_more:
+            self._end_early(worker)
 
-    def _end_early(self, worker: _Worker, engine: Engine) -> None:
-        if len(worker.ends) > 1 and engine.takes_more and worker.end_after(self._now):
+    def _end_early(self, worker: _Worker) -> None:
+        if worker.end_after(self._now):
             self._push(worker)
 
     def _form(self, worker: _Worker, now: int) -> None:

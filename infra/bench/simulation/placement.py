@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
-from router.placement import core
-
 from infra.bench.simulation.policy import Fleet, Placement, Target
 from infra.bench.simulation.trace import Request
 from router.holders import Holders, Holding
+from router.placement import core
 from schemas.fleet import Registration
 
 _INDEX_BLOCKS = 1 << 26
