@@ -1,27 +1,25 @@
-"""Which targets hold which prefix: a map from block key to a bitmask of holders, searched by bisection.
+"""Which targets hold which prefix: holdings in a radix tree, with a hard cap. No events, epochs or time.
 
-It has no events, epochs or time. A key names a whole prefix, since block digests are chained, so a flat dict serves as
-the radix tree. A holding is closed if every block comes with all blocks before it, as with engines that evict leaves
-first. Then a match bisects over positions instead of walking them. Samples check this: a holding that is found not to
-be closed is *ragged*, and is walked from then on.
+What ``store`` and ``remove`` are told decides everything: two of these that were told the same, in the same order, are
+equal, whatever they were asked. A match is exact for any holding, also for one with gaps.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from blake3 import blake3
+
+from router.radix_tree import KEY_MASK, NOTHING, SLOT, RadixTree
 from schemas.blocks import DIGEST_BYTES, keys_of
 
 TargetId = tuple[str, int]  # worker id, attention data-parallel rank
 
-AUDIT_EVERY = 1024  # one match in so many is walked, to find ragged holdings
-_SHARED_MASKS = 1 << 16
-# Keys are spread over this many dicts: growing a single dict of 4 million keys takes 180 ms, listing it 70 ms.
-_SHARDS = 256
-_SHARD = _SHARDS - 1
+_CHECKSUM = (1 << 48) - 1  # whole numbers that a metric, which is a float, can have
+_MOST_NAMED = 1 << 18  # targets, in all remembered masks
 
 
 def keys_view(digests: bytes) -> Sequence[int]:
-    """``schemas.blocks.keys_of`` without decoding all keys: a match of 4,096 blocks reads about a dozen."""
+    """``schemas.blocks.keys_of`` without decoding all keys: a match reads about two for each run of blocks."""
     if sys.byteorder == "big":
         return keys_of(digests)
     if surplus := len(digests) % DIGEST_BYTES:
@@ -30,47 +28,57 @@ def keys_view(digests: bytes) -> Sequence[int]:
 
 
 class Holding:
-    """The blocks of one target: its bit in the masks, the number of blocks, and the sum of their keys for checksums."""
+    """The blocks of one target.
 
-    __slots__ = ("bit", "blocks", "cut", "key_sum", "target_id")
+    Attributes:
+        bit: in the masks of the tree.
+        blocks: their number.
+        key_sum: the sum of their keys.
+        cut: some were evicted at the cap, so events may continue blocks that are unknown here.
+        salt: what tells its share of the checksum from that of another target with the same blocks.
+    """
+
+    __slots__ = ("bit", "blocks", "cut", "key_sum", "salt", "target_id")
 
     def __init__(self, target_id: TargetId, bit: int) -> None:
         self.target_id = target_id
         self.bit = bit
         self.blocks = 0
         self.key_sum = 0
-        self.cut = False  # some of its blocks were refused at the cap
+        self.cut = False
+        self.salt = int.from_bytes(blake3(repr(target_id).encode()).digest(8), "little")
 
 
 class Holders:
     """The prefixes that targets hold, at most ``max_blocks`` distinct blocks.
 
-    At the cap, new blocks are refused together with all blocks after them, and counted in ``refused``. Holdings stay
-    closed, and a match reports less than a target holds, never more.
+    At the cap the blocks that were stored or continued longest ago are evicted, last blocks of prompts first. What a
+    target stores behind evicted blocks is refused. So a match reports less than a target holds, never more.
+
+    Attributes:
+        evicted: blocks so far.
+        refused: blocks so far.
     """
 
     def __init__(self, max_blocks: int) -> None:
         self.max_blocks = max_blocks
+        self.evicted = 0
         self.refused = 0
-        self._shards: list[dict[int, int]] = [{} for _ in range(_SHARDS)]  # key -> mask, in the shard of the key
-        self._blocks = 0  # keys in all shards
+        self.tree = RadixTree(max_blocks)
         self._by_bit: dict[int, Holding] = {}  # order has no meaning
         self._by_target: dict[TargetId, Holding] = {}
         self._live = 0
         self._ragged = 0
         self._retired = 0
         self._sweeping = 0  # retired bits that the present sweep clears
-        self._shards_left = 0  # shards that the present sweep has not started
-        self._unswept: list[int] = []  # keys left of the shard being swept
         self._slots = 0  # number of bits ever assigned
         self._free_bits: list[int] = []
-        self._shared: dict[int, int] = {}  # one int object per mask, not per block
-        self._names: dict[int, tuple[TargetId, ...]] = {}
-        self._matches = 0
+        self._names: dict[int, dict[TargetId, int]] = {}  # targets by mask, as keys
+        self._named = 0
 
     def __len__(self) -> int:
         """Distinct blocks stored, including blocks of retired holdings that are not swept yet."""
-        return self._blocks
+        return self.tree.blocks
 
     @property
     def retired(self) -> int:
@@ -79,23 +87,31 @@ class Holders:
 
     @property
     def ragged(self) -> tuple[TargetId, ...]:
-        """Targets whose holdings were found not to be closed."""
+        """Targets that stored blocks, or kept them, without the blocks before them. Only the latter can be missed."""
         return tuple(sorted(self._targets(self._ragged)))
 
     def holdings(self) -> list[Holding]:
         """All holdings, sorted by target."""
         return [self._by_target[target_id] for target_id in sorted(self._by_target)]
 
+    def checksum(self) -> int:
+        """Of which target holds which blocks: 48 bits."""
+        return (sum(holding.salt * holding.key_sum for holding in self._by_target.values()) >> 16) & _CHECKSUM
+
     def open(self, target_id: TargetId) -> Holding:
         """Start an empty holding of ``target_id``; its previous one is retired."""
         self.retire(target_id)
         bit = self._free_bits.pop() if self._free_bits else 1 << self._slots
-        if bit == 1 << self._slots:
-            self._slots += 1
-        holding = self._by_target[target_id] = self._by_bit[bit] = Holding(target_id, bit)
-        self._live |= bit
-        self._names.clear()
-        return holding
+        return self._add(Holding(target_id, bit))
+
+    def restore(self, holding: Holding) -> None:
+        """Add a holding whose blocks are loaded into the tree."""
+        self._add(holding)
+
+    def link(self) -> None:
+        """Bits below the highest one that no restored holding has are free."""
+        bits = (1 << bit for bit in range(self._slots))
+        self._free_bits = [bit for bit in bits if not bit & self._live]
 
     def retire(self, target_id: TargetId) -> None:
         """Forget the holding of ``target_id`` at once; ``sweep`` removes its blocks."""
@@ -107,191 +123,232 @@ class Holders:
         self._ragged &= ~holding.bit
         self._retired |= holding.bit
         self._names.clear()
-
-    def holds(self, holding: Holding, key: int) -> bool:
-        return bool(self._shards[key & _SHARD].get(key, 0) & holding.bit)
+        self._named = 0
 
     def store(self, holding: Holding, keys: Sequence[int], parent: int | None) -> None:
         """Add ``keys``, each the child of the one before, the first a child of ``parent``."""
         if not keys:
             return
-        if parent is not None and not self.holds(holding, parent):
-            if holding.cut:
-                self.refused += len(keys)
-                return
-            self._ragged |= holding.bit
-        if self._blocks + len(keys) > self.max_blocks:
-            keys = self._fitting(holding, keys)
-        shards, bit, share = self._shards, holding.bit, self._sharing()
-        new = added = total = 0
-        for key in keys:
-            shard = shards[key & _SHARD]
-            mask = shard.get(key)
-            if mask is None:
-                shard[key] = bit
-                new += 1
-            elif mask & bit:
-                continue
+        tree, bit = self.tree, holding.bit
+        node, before = NOTHING, 0
+        if parent is not None:
+            before = parent & KEY_MASK
+            node = tree.find(before)
+            if not self._holds(bit, node, before):
+                if holding.cut:
+                    self.refused += len(keys)
+                    return
+                self._ragged |= bit
+        names = [key & KEY_MASK for key in keys]
+        tree.clock += len(names)
+        while names:
+            found = tree.find(names[0])
+            if found < 0:
+                node, count = tree.insert(names, node, before, bit)
+                holding.blocks += count
+                holding.key_sum += sum(names) if count == len(names) else sum(names[:count])
             else:
-                shard[key] = share(mask | bit, mask | bit)
-            total += key
-            added += 1
-        self._blocks += new
-        holding.blocks += added
-        holding.key_sum += total
+                node, count = found, self._join(holding, found, names)
+                tree.touch(node)
+            before = names[count - 1]
+            names = names[count:]
+        if tree.blocks > self.max_blocks:
+            self._evict(tree.blocks - self.max_blocks)
 
     def remove(self, holding: Holding, keys: Sequence[int]) -> None:
-        """Remove ``keys``; those that are not held are ignored."""
-        shards, bit, share = self._shards, holding.bit, self._sharing()
-        gone = total = 0
-        for key in keys:
-            shard = shards[key & _SHARD]
-            mask = shard.get(key, 0)
-            if mask & bit:
-                if mask == bit:
-                    del shard[key]
-                    self._blocks -= 1
-                else:
-                    shard[key] = share(mask ^ bit, mask ^ bit)
-                total += key
-                gone += 1
-        holding.blocks -= gone
-        holding.key_sum -= total
+        """Remove ``keys``, in any order; those that are not held are ignored."""
+        names = [key & KEY_MASK for key in keys]
+        tree, bit = self.tree, holding.bit
+        while names:
+            count, node = 1, tree.find(names[0])
+            if node >= 0 and (held := tree.held(node, bit)):
+                count = self._leave(holding, node, held, names)
+            names = names[count:]
 
     def match(self, keys: Sequence[int]) -> dict[TargetId, int]:
-        """Number of leading ``keys`` held, by target; targets without any are absent. Only probed keys are read."""
-        if not keys:
-            return {}
-        key = keys[0]
-        first = self._shards[key & _SHARD].get(key, 0) & self._live
-        if not first:
-            return {}
-        self._matches += 1
-        closed = first & ~self._ragged
-        if self._matches % AUDIT_EVERY == 0:
-            return self._audited(keys, first)
+        """Number of leading ``keys`` held, by target; targets without any are absent."""
+        levels, by_bit = self.levels(keys), self._by_bit
+        if len(levels) == 1:
+            return dict.fromkeys(self._targets(levels[0][0]), levels[0][1])
         found: dict[TargetId, int] = {}
-        if closed and not self._bisect(keys, closed, found):
-            return self._audited(keys, first)
-        if closed != first:
-            self._walk(keys, first ^ closed, found)
+        for mask, depth in levels:
+            holding = by_bit.get(mask)
+            if holding is not None:
+                found[holding.target_id] = depth
+            else:
+                found.update(dict.fromkeys(self._targets(mask), depth))
+        return found
+
+    def levels(self, keys: Sequence[int]) -> list[tuple[int, int]]:
+        """``match`` as (mask of holders, number of leading ``keys`` held); no holder is in two masks."""
+        found: list[tuple[int, int]] = []
+        tree, left, depth, end = self.tree, self._live, 0, len(keys)
+        shards, chunks, masks, partials, parents = tree.shards, tree.chunks, tree.masks, tree.partial, tree.parents
+        node = tree.find(keys[0] & KEY_MASK) if end else NOTHING
+        while node >= 0:
+            chunk, mask = chunks[node], masks[node]
+            size = len(chunk)
+            after, following = depth + size, NOTHING
+            if after < end:
+                key = keys[after] & KEY_MASK
+                following = shards[key & SLOT].get(key, NOTHING)
+            # A key names all blocks before it: if the next one follows this node, the prompt has all of it.
+            if following < 0 or parents[following] != node:
+                size = _common(chunk, 0, keys, depth)
+                after = depth + size
+                if size < len(chunk):
+                    following = NOTHING
+            here = left & mask
+            if here != left:
+                gone = left ^ here
+                if node in partials:
+                    for bit, count in partials[node].items():
+                        if bit & gone:
+                            gone ^= bit
+                            found.append((bit, depth + (count if count < size else size)))
+                if gone and depth:
+                    found.append((gone, depth))
+                left = here
+                if not left:
+                    return found
+            depth, node = after, following
+        if left and depth:
+            found.append((left, depth))
         return found
 
     def sweep(self, limit: int) -> bool:
-        """Remove blocks of retired holdings, visiting at most ``limit``; True: nothing is left to do."""
+        """Remove blocks of retired holdings, visiting about ``limit`` of them; True: nothing is left to do."""
         if not self._sweeping:
-            if not self._retired:
+            if not self._retired and self.tree.settled:
                 return True
-            self._sweeping, self._shards_left = self._retired, _SHARDS
-        shards, keep, share, unswept = self._shards, ~self._sweeping, self._sharing(), self._unswept
-        while limit > 0 and (unswept or self._shards_left):
-            if not unswept:
-                self._shards_left -= 1
-                unswept.extend(shards[self._shards_left])
-            part = unswept[-limit:]
-            del unswept[-limit:]
-            limit -= len(part) + 1
-            for key in part:
-                shard = shards[key & _SHARD]
-                mask = shard.get(key, 0)
-                left = mask & keep
-                if left != mask:
-                    if left:
-                        shard[key] = share(left, left)
-                    else:
-                        del shard[key]
-                        self._blocks -= 1
-        if unswept or self._shards_left:
+            self._sweeping = self._retired
+            self.tree.begin_sweep(self._sweeping)
+        if not self.tree.sweep(limit):
             return False
         self._free_bits += _bits(self._sweeping)
-        self._retired &= keep
+        self._retired &= ~self._sweeping
         self._sweeping = 0
         return not self._retired
 
-    def _fitting(self, holding: Holding, keys: Sequence[int]) -> Sequence[int]:
-        room = self.max_blocks - self._blocks
-        for position, key in enumerate(keys):
-            if key not in self._shards[key & _SHARD]:
-                if room <= 0:
-                    holding.cut = True
-                    self.refused += len(keys) - position
-                    return keys[:position]
-                room -= 1
-        return keys
+    def _add(self, holding: Holding) -> Holding:
+        self._by_target[holding.target_id] = self._by_bit[holding.bit] = holding
+        self._slots = max(self._slots, holding.bit.bit_length())
+        self._live |= holding.bit
+        self._names.clear()
+        self._named = 0
+        return holding
 
-    def _bisect(self, keys: Sequence[int], first: int, found: dict[TargetId, int]) -> bool:
-        """Fill ``found`` for the closed holdings ``first``, which hold keys[0]; False: some are not closed."""
-        shards, names = self._shards, self._names.get
-        end = len(keys) - 1
-        key = keys[end]
-        last = shards[key & _SHARD].get(key, 0) & first
-        if last:
-            found.update(dict.fromkeys(names(last) or self._targets(last), end + 1))
-        if last == first:
-            return True
-        todo = [(0, first, end, last)]  # the holders shrink from ``low`` at ``a`` to ``high`` at ``b``
-        while todo:
-            a, low, b, high = todo.pop()
-            while b - a > 1:
-                middle = (a + b) >> 1
-                key = keys[middle]
-                mask = shards[key & _SHARD].get(key, 0) & first
-                if mask == low:
-                    a = middle
-                elif mask == high:
-                    b = middle
-                elif mask & ~low or high & ~mask:
-                    return False
-                else:
-                    todo.append((middle, mask, b, high))
-                    b, high = middle, mask
-            if high & ~low:
-                return False
-            left = low ^ high
-            found.update(dict.fromkeys(names(left) or self._targets(left), b))
-        return True
+    def _holds(self, bit: int, node: int, name: int) -> bool:
+        if node < 0:
+            return False
+        held = self.tree.held(node, bit)
+        chunk = self.tree.chunks[node]
+        return held == len(chunk) or (held > 0 and chunk.index(name) < held)
 
-    def _walk(self, keys: Sequence[int], mask: int, found: dict[TargetId, int]) -> None:
-        shards, depth = self._shards, 0
-        for key in keys:
-            left = mask & shards[key & _SHARD].get(key, 0)
-            if left != mask:
-                found.update(dict.fromkeys(self._targets(mask ^ left), depth))
-                mask = left
-                if not mask:
-                    return
-            depth += 1
-        found.update(dict.fromkeys(self._targets(mask), depth))
+    def _join(self, holding: Holding, node: int, names: Sequence[int]) -> int:
+        """``holding`` gets those first ``names`` that are in ``node``. Returns: their number."""
+        tree, bit = self.tree, holding.bit
+        chunk, held = tree.chunks[node], tree.held(node, bit)
+        start = 0 if chunk[0] == names[0] else chunk.index(names[0])
+        size = _common(chunk, start, names, 0)
+        if start > held:
+            tree.split(node, start)
+            chunk, start, held = tree.chunks[node], 0, 0
+            self._ragged |= bit
+        if start + size > held:
+            holding.blocks += start + size - held
+            holding.key_sum += sum(chunk[held : start + size])
+            tree.set_held(node, bit, start + size)
+        return size
 
-    def _audited(self, keys: Sequence[int], first: int) -> dict[TargetId, int]:
-        """The exact answer by walking; holdings with a key after a gap become ragged."""
-        found: dict[TargetId, int] = {}
-        shards, depth, mask, gone = self._shards, 0, first, 0
-        for key in keys:
-            here = shards[key & _SHARD].get(key, 0) & first
-            self._ragged |= here & gone
-            left = mask & here
-            if left != mask:
-                found.update(dict.fromkeys(self._targets(mask ^ left), depth))
-                gone |= mask ^ left
-                mask = left
-            depth += 1
-        if mask:
-            found.update(dict.fromkeys(self._targets(mask), depth))
-        return found
+    def _leave(self, holding: Holding, node: int, held: int, names: list[int]) -> int:
+        """``holding`` loses those first ``names`` that are in ``node``. Returns: their number, 1 or more."""
+        tree = self.tree
+        chunk = tree.chunks[node]
+        if names[0] == chunk[held - 1]:  # last blocks first: the usual order of engines
+            size = min(held, len(names))
+            if size == 1 or list(chunk[held - size : held]) == names[size - 1 :: -1]:
+                self._shrink(holding, node, held, held - size)
+                return size
+        elif names[0] == chunk[0] and list(chunk[:held]) == names[:held]:
+            self._shrink(holding, node, held, 0)
+            return held
+        size = 1
+        while size < len(names) and tree.find(names[size]) == node:
+            size += 1
+        self._lose(holding, node, held, names[:size])
+        return size
 
-    def _targets(self, mask: int) -> tuple[TargetId, ...]:
+    def _lose(self, holding: Holding, node: int, held: int, names: list[int]) -> None:
+        """``holding`` loses any blocks of ``node``."""
+        position = {name: at for at, name in enumerate(self.tree.chunks[node][:held])}
+        gone = sorted({position[name] for name in names if name in position}, reverse=True)
+        while gone:
+            end = begin = gone.pop(0) + 1
+            while gone and gone[0] == begin - 2:
+                begin = gone.pop(0) + 1
+            if end < held:
+                self._ragged |= holding.bit
+                node = self.tree.split(node, end)
+            self._shrink(holding, node, end, begin - 1)
+            held = begin - 1
+
+    def _shrink(self, holding: Holding, node: int, held: int, keep: int) -> None:
+        lost = self.tree.chunks[node][keep:held]
+        holding.blocks -= len(lost)
+        holding.key_sum -= sum(lost)
+        self.tree.release(node, holding.bit, keep)
+
+    def _evict(self, count: int) -> None:
+        tree = self.tree
+        self.evicted += count
+        while count > 0:
+            node = tree.oldest()
+            size = len(tree.chunks[node])
+            keep = max(0, size - count)
+            count -= size - keep
+            holders = dict.fromkeys(_bits(tree.masks[node]), size) | tree.partial.get(node, {})
+            sums = {size: sum(tree.chunks[node][keep:])}
+            for bit, held in holders.items():
+                holding = self._by_bit.get(bit)
+                if held <= keep or holding is None:
+                    continue
+                if held not in sums:
+                    sums[held] = sum(tree.chunks[node][keep:held])
+                holding.blocks -= held - keep
+                holding.key_sum -= sums[held]
+                holding.cut = True
+            tree.evict(node, keep)
+
+    def _targets(self, mask: int) -> dict[TargetId, int]:
+        """As the keys of a dict: of those, ``dict.fromkeys`` takes the hashes too."""
         known = self._names.get(mask)
         if known is None:
-            if len(self._names) >= _SHARED_MASKS:
+            bits = _bits(mask)
+            if self._named > _MOST_NAMED:
                 self._names.clear()
-            known = self._names[mask] = tuple(self._by_bit[bit].target_id for bit in _bits(mask))
+                self._named = 0
+            self._named += len(bits)
+            known = self._names[mask] = {self._by_bit[bit].target_id: 0 for bit in bits}
         return known
 
-    def _sharing(self) -> Callable[[int, int], int]:
-        if len(self._shared) > _SHARED_MASKS:
-            self._shared.clear()
-        return self._shared.setdefault
+
+def _common(chunk: Sequence[int], start: int, keys: Sequence[int], at: int) -> int:
+    """How many ``keys`` from ``at`` on are those of ``chunk`` from ``start`` on, where the first ones are equal.
+
+    A key names all blocks before it, so equal keys have equal keys before them.
+    """
+    size = min(len(chunk) - start, len(keys) - at)
+    if size == 1 or chunk[start + size - 1] == keys[at + size - 1] & KEY_MASK:
+        return size
+    low, high = 1, size - 1  # at least and at most
+    while low < high:
+        middle = (low + high + 1) >> 1
+        if chunk[start + middle - 1] == keys[at + middle - 1] & KEY_MASK:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _bits(mask: int) -> list[int]:

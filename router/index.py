@@ -9,7 +9,6 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
-from blake3 import blake3
 
 from router.holders import Holders, Holding, TargetId, keys_view
 from schemas.blocks import DIGEST_BYTES, key_of
@@ -21,13 +20,14 @@ STEP_BYTES = 2048 * DIGEST_BYTES  # of a dump per step: 1 ms
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Counts. ``refused`` blocks exceeded the cap; ``ignored`` blocks belong to other tiers or groups."""
+    """Counts. ``evicted`` and ``refused`` blocks exceeded the cap; ``ignored`` ones belong to other tiers or groups."""
 
     blocks: int
     targets: int
     awaiting_dump: int
     ragged: int
     retired: int
+    evicted: int
     refused: int
     ignored: int
 
@@ -46,7 +46,7 @@ class PrefixIndex:
     """Which (worker, rank) holds which prefix.
 
     Args:
-        max_blocks: hard cap of distinct blocks; further blocks are refused.
+        max_blocks: hard cap of distinct blocks; beyond it, those that were stored or continued longest ago are evicted.
     """
 
     def __init__(self, max_blocks: int) -> None:
@@ -159,14 +159,13 @@ class PrefixIndex:
         feed = self._feeds.get(target_id)
         return feed.holding.blocks if feed is not None and feed.holding is not None else 0
 
-    def checksum(self) -> str:
-        """Equal for two replicas that have folded the same batches, in any order across targets."""
-        digest = blake3()
-        for holding in self._holders.holdings():
-            feed = self._feeds[holding.target_id]
-            parts = (*holding.target_id, feed.epoch, feed.seq, holding.blocks, holding.key_sum)
-            digest.update(repr(parts).encode())
-        return digest.hexdigest(16)
+    def checksum(self) -> int:
+        """48 bits, equal for two replicas that know the same blocks of the same targets; 0.3 ms with 1,000 targets.
+
+        Replicas that have folded the KV stream to the same sequence know the same, with the same workers registered.
+        At the cap they may differ for a while after a worker left: until as many blocks as it had were stored.
+        """
+        return self._holders.checksum()
 
     @property
     def stats(self) -> Stats:
@@ -177,6 +176,7 @@ class PrefixIndex:
             awaiting_dump=len(self.awaiting_dump()),
             ragged=len(h.ragged),
             retired=h.retired,
+            evicted=h.evicted,
             refused=h.refused,
             ignored=self._ignored,
         )

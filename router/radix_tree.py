@@ -1,0 +1,346 @@
+"""A radix tree of prompt blocks with the holders of each: runs of blocks as nodes, found by any of their keys.
+
+A key names a whole prefix, since block digests are chained, so a flat dict from key to node is all that a search
+needs. A node is a run of consecutive blocks. Its ``mask`` has a bit for each holder of the whole run; holders of only
+its first blocks are in ``partial`` with their number. So a holder that gets or loses blocks at the end of a run costs
+no node of its own, and a match looks at runs, not at blocks.
+
+Nodes are numbers, their properties are in lists, and keys have 60 bits: nothing in here is an object that Python's
+garbage collector has to visit (a full collection of 8 million of them takes a second), and a key takes 32 bytes.
+
+The order of eviction is that of use: a node was used when blocks of it were stored, by any holder, or when blocks
+after it were. Leaves go first. It never depends on matches.
+"""
+
+from array import array
+from collections.abc import Iterable, Iterator
+
+KEY_MASK = (1 << 60) - 1  # ints below 2^60 take 32 bytes, larger ones 48
+NODE_BLOCKS = 1024  # at most, which bounds what a split moves
+NOTHING = -1
+_SETTLED_AT_ONCE = 2
+_STEP = 2_000  # nodes
+_SLOTS = 1 << 14
+SLOT = _SLOTS - 1
+_SHARED_MASKS = 1 << 16
+_AGES = 1 << 12  # distinguished within ``max_blocks`` stored blocks
+
+
+def _shards() -> list[dict[int, int]]:
+    """A dict for each slot of a key's low bits.
+
+    One dict of 4 million keys would take 180 ms to grow. Each of these has 8 to 16 slots, so they do not all grow at
+    the same time either.
+    """
+    shards: list[dict[int, int]] = []
+    while len(shards) < _SLOTS:
+        width = 8 + len(shards) * 8 // _SLOTS
+        shards += [{}] * min(width, _SLOTS - len(shards))
+    return shards
+
+
+class RadixTree:
+    """
+    Args:
+        max_blocks: about as many blocks are kept by the user; decides how finely ages are told apart.
+
+    Attributes:
+        shards: key -> node, in the dict of the key's slot.
+        chunks: by node, the keys of its blocks; (): the number is free.
+        masks: by node, the holders of all its blocks.
+        partial: by node, for holders of only its first blocks, their number.
+        children: by node, how many nodes follow it.
+        blocks: in all nodes, including those that nobody holds but that others follow.
+    """
+
+    def __init__(self, max_blocks: int) -> None:
+        self.shards = _shards()
+        self.chunks: list[tuple[int, ...]] = []
+        self.masks: list[int] = []
+        self.partial: dict[int, dict[int, int]] = {}
+        self.parents = array("q")
+        self.children = array("q")
+        self.ages = array("q")
+        self.blocks = 0
+        self.clock = 0  # blocks stored, repeats included
+        self._per_age = max(1, max_blocks // _AGES)
+        self._free: list[int] = []
+        self._leaves: dict[int, dict[int, None]] = {}  # by age
+        self._victims: list[int] = []  # leaves of this age, the next one last
+        self._victims_age = NOTHING
+        self._shared: dict[int, int] = {}  # one int object per mask, not per node
+        self._sweeping = 0  # bits that the present sweep clears
+        self._shards_left = 0
+        self._unsettled: list[int] = []
+        self._unswept: list[int] = []
+
+    def __len__(self) -> int:
+        """The number of nodes."""
+        return len(self.chunks) - len(self._free)
+
+    def find(self, key: int) -> int:
+        """The node that has ``key`` (60 bits), or NOTHING."""
+        return self.shards[key & SLOT].get(key, NOTHING)
+
+    def held(self, node: int, bit: int) -> int:
+        """The number of leading blocks of ``node`` that ``bit`` holds."""
+        if self.masks[node] & bit:
+            return len(self.chunks[node])
+        partial = self.partial.get(node)
+        return partial.get(bit, 0) if partial else 0
+
+    def set_held(self, node: int, bit: int, count: int) -> None:
+        """``bit`` holds the first ``count`` blocks of ``node``. Call ``settle`` when blocks were lost."""
+        partial = self.partial.get(node)
+        if partial is not None and partial.pop(bit, 0) and not partial:
+            del self.partial[node]
+        if count == len(self.chunks[node]):
+            self.masks[node] = self._share(self.masks[node] | bit)
+            return
+        if self.masks[node] & bit:
+            self.masks[node] = self._share(self.masks[node] ^ bit)
+        if count:
+            self.partial.setdefault(node, {})[bit] = count
+
+    def insert(self, names: list[int], node: int, before: int, bit: int) -> tuple[int, int]:
+        """Add blocks that ``bit`` holds: those of ``names`` up to the first known one, and at most a node full.
+
+        Args:
+            names: at least one; the first is not in the tree.
+            node: has the block ``before`` the first one; NOTHING: unknown, or the first one begins a prompt.
+        Returns: the node that they are in, and their number.
+        """
+        chunk: tuple[int, ...] = ()
+        if node >= 0:
+            chunk = self.chunks[node]
+            if chunk[-1] != before:
+                node = self.split(node, chunk.index(before) + 1)
+                chunk = ()
+            elif self.masks[node] != bit or self.children[node] or len(chunk) >= NODE_BLOCKS:
+                chunk = ()
+        if chunk:
+            self.touch(node)
+        else:
+            node = self._new(node, bit)
+        if len(names) > NODE_BLOCKS - len(chunk):
+            names = names[: NODE_BLOCKS - len(chunk)]
+        shards = self.shards
+        if len(names) == 1:
+            shards[names[0] & SLOT][names[0]] = node
+            self.chunks[node] = (*chunk, names[0])
+            self.blocks += 1
+            return node, 1
+        found = [shards[name & SLOT].setdefault(name, node) for name in names]
+        count = found.count(node)
+        if count < len(names):
+            count = next(at for at, other in enumerate(found) if other != node)
+            for name, other in zip(names[count:], found[count:], strict=True):
+                if other == node:
+                    shards[name & SLOT].pop(name, None)
+            names = names[:count]
+        self.chunks[node] = (*chunk, *names)
+        self.blocks += count
+        return node, count
+
+    def release(self, node: int, bit: int, keep: int) -> None:
+        """``bit`` holds only the first ``keep`` blocks of ``node`` any more; what nobody holds is removed."""
+        if self.masks[node] != bit or self.children[node] or node in self.partial:
+            self.set_held(node, bit, keep)
+            self.settle(node)
+            return
+        self.evict(node, keep)
+
+    def split(self, node: int, at: int) -> int:
+        """Give the first ``at`` blocks to a new node, the parent of ``node``; at least one on either side."""
+        chunk, mask = self.chunks[node], self.masks[node]
+        front = self._number()
+        parent = self.parents[node]
+        self.chunks[front], self.chunks[node] = chunk[:at], chunk[at:]
+        self.masks[front], self.parents[front], self.parents[node] = mask, parent, front
+        self.ages[front], self.children[front] = self.ages[node], 1
+        for name in chunk[:at]:
+            self.shards[name & SLOT][name] = front
+        partial = self.partial.pop(node, None)
+        for bit, count in partial.items() if partial else ():
+            self.set_held(front, bit, min(count, at))
+            if count > at:
+                self.set_held(node, bit, count - at)
+        if self._sweeping:
+            self._unswept.append(front)
+        return front
+
+    def touch(self, node: int) -> None:
+        """``node`` is used now."""
+        age = self.clock // self._per_age
+        if self.ages[node] != age:
+            if not self.children[node]:
+                self._remove_leaf(node)
+                self._leaves.setdefault(age, {})[node] = None
+            self.ages[node] = age
+
+    def settle(self, node: int) -> None:
+        """Remove blocks at the end of ``node`` that nobody holds and nothing follows; then those before it.
+
+        The latter are left to ``sweep`` if they are many.
+        """
+        for _ in range(_SETTLED_AT_ONCE):
+            if node < 0 or self.children[node] or not self.chunks[node]:
+                return
+            partial = self.partial.get(node)
+            keep = len(self.chunks[node]) if self.masks[node] else max(partial.values()) if partial else 0
+            self.truncate(node, keep)
+            if keep:
+                return
+            node = self._delete(node)
+        if node >= 0:
+            self._unsettled.append(node)
+
+    def truncate(self, node: int, keep: int) -> None:
+        """Keep the first ``keep`` blocks of a leaf. 0 leaves an empty node, which has to be removed: see ``evict``."""
+        chunk = self.chunks[node]
+        if keep == len(chunk):
+            return
+        for name in chunk[keep:]:
+            self.shards[name & SLOT].pop(name, None)
+        self.blocks -= len(chunk) - keep
+        self.chunks[node] = chunk[:keep]
+        partial = self.partial.pop(node, None)
+        if not keep:
+            self.masks[node] = 0
+        elif partial:
+            for bit, count in partial.items():
+                self.set_held(node, bit, min(count, keep))
+
+    def evict(self, node: int, keep: int) -> None:
+        """Keep the first ``keep`` blocks of a leaf, whoever holds the others."""
+        self.truncate(node, keep)
+        self.settle(node if keep else self._delete(node))
+
+    def oldest(self) -> int:
+        """The leaf whose blocks, and all that followed them, have not been used for longest; NOTHING: there is none."""
+        while True:
+            while self._victims:
+                node = self._victims[-1]
+                if node in self._leaves.get(self._victims_age, ()):
+                    return node
+                self._victims.pop()
+            if not self._leaves:
+                return NOTHING
+            # By key, because the order within an age depends on when a sweep removed what followed a node.
+            self._victims_age, chunks = min(self._leaves), self.chunks
+            self._victims = sorted(self._leaves[self._victims_age], key=lambda node: chunks[node][0])
+
+    @property
+    def settled(self) -> bool:
+        """Whether ``settle`` left nothing to ``sweep``."""
+        return not self._unsettled
+
+    def begin_sweep(self, bits: int) -> None:
+        """From now on ``sweep`` removes the holders ``bits``, which store nothing any more."""
+        self._sweeping, self._shards_left, self._unswept = bits, _SLOTS if bits else 0, []
+
+    def sweep(self, limit: int) -> bool:
+        """Visit at most about ``limit`` nodes and blocks; True: the holders of this sweep hold nothing any more."""
+        shards, bits, unswept = self.shards, self._sweeping, self._unswept
+        while limit > 0 and (unswept or self._shards_left or self._unsettled):
+            before = self.blocks
+            if self._unsettled:
+                self.settle(self._unsettled.pop())
+            elif unswept:
+                self._clear(unswept.pop(), bits)
+            else:
+                shard = shards[self._shards_left - 1]
+                while self._shards_left and shards[self._shards_left - 1] is shard:
+                    self._shards_left -= 1
+                unswept.extend({*shard.values()})
+                limit -= len(shard) // 8
+            limit -= 1 + before - self.blocks
+        if unswept or self._shards_left or self._unsettled:
+            return False
+        self._sweeping = 0
+        return True
+
+    def load(self, nodes: Iterable[tuple[int, tuple[int, ...], int, int, int]]) -> None:
+        """Add nodes of another tree: (number, keys, mask, parent, age) each. ``link`` them when all are there."""
+        for node, chunk, mask, parent, age in nodes:
+            while len(self.chunks) <= node:
+                self._number_at_end()
+            self.chunks[node], self.parents[node], self.ages[node] = chunk, parent, age
+            self.masks[node] = self._share(mask)
+            for name in chunk:
+                self.shards[name & SLOT][name] = node
+            self.blocks += len(chunk)
+
+    def link(self) -> Iterator[None]:
+        """Finish loading, in steps of less than 1 ms."""
+        for node in range(len(self.chunks)):
+            if self.chunks[node] and (parent := self.parents[node]) >= 0:
+                self.children[parent] += 1
+            if node % _STEP == 0:
+                yield
+        for node, chunk in enumerate(self.chunks):
+            if not chunk:
+                self._free.append(node)
+            elif not self.children[node]:
+                self._leaves.setdefault(self.ages[node], {})[node] = None
+            if node % _STEP == 0:
+                yield
+
+    def _share(self, mask: int) -> int:
+        if len(self._shared) >= _SHARED_MASKS:
+            self._shared.clear()
+        return self._shared.setdefault(mask, mask)
+
+    def _new(self, parent: int, mask: int) -> int:
+        node = self._number()
+        self.masks[node], self.parents[node], self.children[node] = mask, parent, 0
+        if parent >= 0:
+            if not self.children[parent]:
+                self._remove_leaf(parent)
+            self.children[parent] += 1
+        self.ages[node] = age = self.clock // self._per_age
+        self._leaves.setdefault(age, {})[node] = None
+        return node
+
+    def _number(self) -> int:
+        return self._free.pop() if self._free else self._number_at_end()
+
+    def _number_at_end(self) -> int:
+        self.chunks.append(())
+        self.masks.append(0)
+        self.parents.append(NOTHING)
+        self.children.append(0)
+        self.ages.append(0)
+        return len(self.chunks) - 1
+
+    def _delete(self, node: int) -> int:
+        """Free an empty leaf. Returns: its parent."""
+        self._remove_leaf(node)
+        self.masks[node], parent, age = 0, self.parents[node], self.ages[node]
+        self._free.append(node)
+        if parent >= 0:
+            self.children[parent] -= 1
+            self.ages[parent] = age = max(age, self.ages[parent])
+            if not self.children[parent]:
+                self._leaves.setdefault(age, {})[parent] = None
+        return parent
+
+    def _remove_leaf(self, node: int) -> None:
+        age = self.ages[node]
+        leaves = self._leaves[age]
+        del leaves[node]
+        if not leaves:
+            del self._leaves[age]
+
+    def _clear(self, node: int, bits: int) -> None:
+        """Remove the holders ``bits`` from a node, which may be free by now."""
+        mask, partial = self.masks[node], self.partial.get(node)
+        if mask & bits:
+            self.masks[node] = self._share(mask & ~bits)
+        if partial:
+            for bit in [bit for bit in partial if bit & bits]:
+                del partial[bit]
+            if not partial:
+                del self.partial[node]
+        if self.chunks[node] and not self.masks[node]:
+            self.settle(node)
