@@ -53,9 +53,9 @@ class TokenBackend:
             engine = build_engine(settings, path)
             if settings.event_plane == "nats":
                 return engine
-            from workers.engines.events.relay import relayed
+            from workers.engines.events.relay import start_relay
 
-            return relayed(engine, settings, blocks.root(described.revision), thread.wake)
+            return start_relay(engine, settings, blocks.root(described.revision), thread.wake)
 
         def failed(error: BaseException) -> None:
             self._loop.call_soon_threadsafe(self._events.engine_failed, error)

@@ -1,8 +1,8 @@
-"""Several publishers of KV events of one worker (ranks, an engine and its host cache) as one ordered stream.
+"""KV events of several publishers of one worker (ranks, an engine and its host cache) as one ordered stream.
 
-Pure. A name is told while any of them holds it, once: stored with the first, removed with the last. Where what each of
-them says is closed towards the front (parents before children, children gone before parents), so is the stream; after
-a loss, what hangs below a parent on the device that is not known any more is left out.
+Pure. A block is announced while at least one publisher holds it: stored with the first, removed with the last. If the
+blocks of each publisher are closed towards the front (parents stored before children and removed after them), so is the
+stream. After a loss, device blocks whose parent is unknown are left out.
 """
 
 from collections.abc import Hashable, Iterable
@@ -11,79 +11,81 @@ import msgspec
 
 from schemas.blocks import split
 from schemas.kv import Cleared, KvEvent, Removed, Stored
-from workers.engines.events.block_tree import joined
+from workers.engines.events.block_tree import merge_adjacent
 
 Key = tuple[bytes, int, int]  # digest, tier, group
 
 
-class _Held(msgspec.Struct, eq=False):
+class _Block(msgspec.Struct, eq=False):
     parent: bytes | None
     sources: set[Hashable]
 
 
 class Consolidator:
-    """``feed`` returns what is new for readers of the stream."""
+    """``feed`` and ``drop`` return the changes of the stream."""
 
     def __init__(self) -> None:
-        self._names: dict[Key, _Held] = {}  # in the order of their coming
-        self._of: dict[Hashable, dict[Key, None]] = {}
+        self._blocks: dict[Key, _Block] = {}  # in the order in which they were stored
+        self._by_source: dict[Hashable, dict[Key, None]] = {}
 
     def feed(self, source: Hashable, events: Iterable[KvEvent]) -> list[KvEvent]:
-        """Take what one publisher says, in its order."""
+        """Apply one publisher's events, in its order."""
         out: list[KvEvent] = []
         for event in events:
             if isinstance(event, Stored):
-                self._stored(source, event, out)
+                self._store(source, event, out)
             elif isinstance(event, Removed):
                 for digest in split(event.digests):
-                    self._removed(source, (digest, event.tier, event.group), out)
+                    self._remove(source, (digest, event.tier, event.group), out)
             else:
                 out += self.drop(source)
-        return joined(out)
+        return merge_adjacent(out)
 
     def drop(self, source: Hashable) -> list[KvEvent]:
-        """A publisher's blocks are all gone, or nothing is known of them any more."""
-        mine = self._of.pop(source, {})
-        if mine and len(mine) == len(self._names) and all(len(self._names[key].sources) == 1 for key in mine):
-            self._names.clear()
+        """Forget a publisher's blocks: they are gone, or no longer known."""
+        own = self._by_source.pop(source, {})
+        if own and len(own) == len(self._blocks) and all(len(self._blocks[key].sources) == 1 for key in own):
+            self._blocks.clear()
             return [Cleared()]
         out: list[KvEvent] = []
-        for key in reversed(mine):
+        for key in reversed(own):
             self._release(source, key, out)
-        return joined(out)
+        return merge_adjacent(out)
 
     def dump(self) -> list[KvEvent]:
-        """All names, parents before children."""
-        return joined([Stored(key[0], held.parent, tier=key[1], group=key[2]) for key, held in self._names.items()])
+        """All blocks, parents before children."""
+        return merge_adjacent(
+            [Stored(key[0], block.parent, tier=key[1], group=key[2]) for key, block in self._blocks.items()]
+        )
 
     def count(self, tier: int = 0) -> int:
-        """Names in this memory."""
-        return sum(key[1] == tier for key in self._names)
+        """Number of blocks in a tier of memory."""
+        return sum(key[1] == tier for key in self._blocks)
 
-    def _stored(self, source: Hashable, event: Stored, out: list[KvEvent]) -> None:
-        mine = self._of.setdefault(source, {})
+    def _store(self, source: Hashable, event: Stored, out: list[KvEvent]) -> None:
+        own = self._by_source.setdefault(source, {})
         parent = event.parent
-        if parent is not None and not event.tier and (parent, 0, event.group) not in mine:
+        if parent is not None and not event.tier and (parent, 0, event.group) not in own:
             return
         for digest in split(event.digests):
             key = (digest, event.tier, event.group)
-            held = self._names.get(key)
-            if held is None:
-                held = self._names[key] = _Held(parent, set())
+            block = self._blocks.get(key)
+            if block is None:
+                block = self._blocks[key] = _Block(parent, set())
                 out.append(Stored(digest, parent, event.group, event.tier))
-            held.sources.add(source)
-            mine[key] = None
+            block.sources.add(source)
+            own[key] = None
             parent = digest
 
-    def _removed(self, source: Hashable, key: Key, out: list[KvEvent]) -> None:
-        mine = self._of.get(source, {})
-        if key in mine:
-            del mine[key]
+    def _remove(self, source: Hashable, key: Key, out: list[KvEvent]) -> None:
+        own = self._by_source.get(source, {})
+        if key in own:
+            del own[key]
             self._release(source, key, out)
 
     def _release(self, source: Hashable, key: Key, out: list[KvEvent]) -> None:
-        held = self._names[key]
-        held.sources.discard(source)
-        if not held.sources:
-            del self._names[key]
+        block = self._blocks[key]
+        block.sources.discard(source)
+        if not block.sources:
+            del self._blocks[key]
             out.append(Removed(key[0], key[2], key[1]))

@@ -1,9 +1,9 @@
-"""An engine whose KV events go out over ZMQ and come back from there, together with those of further publishers.
+"""An engine whose KV events are published over ZMQ and read back, together with those of other publishers.
 
-Each rank has a publisher of its own, whom anybody may read. A subscriber of ours reads it too, and others that are
-named (a cache beside the engine, say); what they tell is one stream per rank, which takes the place of the engine's
-events. It is fed in ``step`` only: so the batches that the worker makes of it have no gaps, and a dump is what they add
-up to. To its worker this is an engine like any other.
+Each rank has a publisher that any ZMQ subscriber may read. The relay subscribes to them, and to the publishers in the
+settings (a cache beside the engine, say). Their events are consolidated into one stream per rank, which replaces the
+engine's own events. The stream advances only in ``step``, so the batches that the worker publishes have no gaps and add
+up to a dump. To its worker, the relay is an engine like any other.
 """
 
 import queue
@@ -27,19 +27,19 @@ from workers.engines.vllm.kv_events import Translator
 log = structlog.get_logger("engine")
 
 WAIT_S = 0.005  # longest ``step`` of an idle engine: commands of the worker wait behind it
-LINGER_S = 0.5  # how long what was published is waited for, before that is left to ``wake``
+LINGER_S = 0.5  # published events are awaited for this long; later ones call ``wake``
 HIGHEST_PORT = 65535
 
 
 class Source(NamedTuple):
-    """A publisher beside the engine."""
+    """The addresses of a publisher beside the engine."""
 
     endpoint: str
     replay: str = ""
 
 
 class _Received(NamedTuple):
-    """``source``: a rank's number, or the endpoint of another publisher. ``lost``: something before the payloads."""
+    """``source``: a rank, or the endpoint of another publisher. ``lost``: events before the payloads are missing."""
 
     source: int | str
     payloads: Seq[bytes]
@@ -47,10 +47,12 @@ class _Received(NamedTuple):
 
 
 def ports(base: int, ranks: int) -> list[tuple[int, int]]:
-    """Of each rank, for events and for replay: ``base`` + rank, then as many again. All 0 with a base of 0: any.
+    """Ports of each rank's events and replays.
+
+    Events use ``base`` + rank, replays the next ``ranks`` ports. With a base of 0 all are 0: any free port.
 
     Raises:
-        ValueError: there are no such ports.
+        ValueError: the ports would exceed 65535.
     """
     if base + 2 * ranks - 1 > HIGHEST_PORT:
         raise ValueError(
@@ -61,10 +63,10 @@ def ports(base: int, ranks: int) -> list[tuple[int, int]]:
 
 
 def source_of(text: str) -> Source:
-    """``tcp://host:port``, or ``tcp://host:port/replay_port``.
+    """Parse ``tcp://host:port`` or ``tcp://host:port/replay_port``.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it has another form.
     """
     scheme, _, rest = text.partition("://")
     host, _, numbers = rest.rpartition(":")
@@ -75,23 +77,23 @@ def source_of(text: str) -> Source:
     return Source(f"tcp://{host}:{port}", f"tcp://{host}:{replay}" if slash else "")
 
 
-def relayed(engine: Engine, settings: WorkerSettings, root: bytes, wake: Callable[[], None]) -> Engine:
-    """``engine`` with its events over ZMQ, as the settings say; it is closed if that cannot be done.
+def start_relay(engine: Engine, settings: WorkerSettings, root: bytes, wake: Callable[[], None]) -> Engine:
+    """Wrap ``engine`` so that its events go over ZMQ. On an error, the engine is closed.
 
     Args:
-        root: of the names of blocks, for publishers that tell tokens.
-        wake: called from any thread when there is news while the engine has nothing to do.
+        root: parent of the first block's name, for publishers that send tokens instead of names.
+        wake: called from any thread when events arrive while the engine is idle.
 
     Raises:
-        ValueError: ports or addresses that cannot be.
-        EngineError: an address cannot be used.
+        ValueError: a port or an address in the settings is invalid.
+        EngineError: an address cannot be bound.
     """
     info = engine.info
     relay = None
     try:
         if not info.kv_events:
             raise ValueError(
-                "--event-plane zmq: this engine tells of no KV events; leave the prefix cache and publishing on"
+                "--event-plane zmq: this engine publishes no KV events; leave the prefix cache and publishing on"
             )
         sources = [source_of(text) for text in settings.kv_events_from]
         relay = Relay(engine, root, wake)
@@ -104,14 +106,14 @@ def relayed(engine: Engine, settings: WorkerSettings, root: bytes, wake: Callabl
         if isinstance(error, zmq.ZMQError):
             raise EngineError(
                 f"--kv-events-host {settings.kv_events_host}, --kv-events-port {settings.kv_events_port}: {error}; "
-                "give each worker of a host ports of its own, or 0 for any that are free"
+                "give each worker of a host ports of its own, or 0 for any free ones"
             ) from error
         raise
-    return cast(Engine, relay)  # what it has not itself, it has from the engine
+    return cast(Engine, relay)  # ``__getattr__`` delegates the rest of the protocol to the engine
 
 
 class Relay:
-    """See the module. Methods are the engine thread's, except for what subscribers hand over."""
+    """See the module. Methods are called from the engine thread; subscribers call back from their own."""
 
     def __init__(self, engine: Engine, root: bytes, wake: Callable[[], None]) -> None:
         self._engine = engine
@@ -121,9 +123,9 @@ class Relay:
         self._publishers: list[Publisher] = []  # by rank
         self._subscribers: list[Subscriber] = []
         self._streams = [Consolidator() for _ in range(engine.info.dp_size)]
-        self._translators: dict[tuple[str, int], Translator] = {}  # of publishers with hashes of their own, by rank
+        self._translators: dict[tuple[str, int], Translator] = {}  # by publisher with its own hashes, and rank
         self._inbox: queue.SimpleQueue[_Received] = queue.SimpleQueue()
-        self._coming = [0] * engine.info.dp_size  # messages that were published and have not come back
+        self._unreturned = [0] * engine.info.dp_size  # messages that were published and not yet read back
         self._awaited_until = float("-inf")
         self._idle = False
 
@@ -133,7 +135,7 @@ class Relay:
     # --- set up ---
 
     def publish(self, host: str, port: int, replay_port: int, topic: str = "") -> Publisher:
-        """Open the next rank's publisher, and read it.
+        """Open the next rank's publisher, and subscribe to it.
 
         Raises:
             zmq.ZMQError: an address cannot be bound to.
@@ -146,19 +148,19 @@ class Relay:
             rank=rank,
         )
         self._publishers.append(publisher)
-        self._listen(rank, Source(*map(_reachable, (publisher.endpoint, publisher.replay))))
+        self._subscribe(rank, Source(*map(_reachable, (publisher.endpoint, publisher.replay))))
         log.info("kv_events_published", rank=rank, endpoint=publisher.endpoint, replay=publisher.replay, topic=topic)
         return publisher
 
     def subscribe(self, source: Source) -> None:
-        """Read another publisher.
+        """Subscribe to a publisher beside the engine.
 
         Raises:
             zmq.ZMQError: the address cannot be used.
         """
-        self._listen(source.endpoint, source)
+        self._subscribe(source.endpoint, source)
 
-    def _listen(self, key: int | str, source: Source) -> None:
+    def _subscribe(self, key: int | str, source: Source) -> None:
         def take(payloads: list[bytes], lost: bool) -> None:
             self._inbox.put(_Received(key, payloads, lost))
             if self._idle:
@@ -172,17 +174,17 @@ class Relay:
     def has_work(self) -> bool:
         if self._engine.has_work():
             return True
-        self._idle = True  # before the look into the queue: what comes after that wakes
+        self._idle = True  # before the queue is checked: later events call ``wake``
         if self._inbox.empty() and not self._awaited():
             return False
         self._idle = False
         return True
 
     def _awaited(self) -> bool:
-        return any(self._coming) and time.monotonic() < self._awaited_until
+        return any(self._unreturned) and time.monotonic() < self._awaited_until
 
     def step(self) -> StepResult:
-        """One step of the engine, if it has work, with what has come over ZMQ until now.
+        """One step of the engine, if it has work, and the events that have arrived over ZMQ.
 
         Raises:
             EngineError: the engine is broken.
@@ -191,41 +193,44 @@ class Relay:
         working = self._engine.has_work()
         result = self._engine.step() if working else StepResult([], [], [], [], 0)
         if result.events:
-            self._say(0, result.events)
+            self._publish(0, result.events)
         for rank, events in result.others.items():
-            self._say(rank, events)
-        news = self._news(0.0 if working else WAIT_S)
-        return result._replace(events=news.pop(0, []), others=news)
+            self._publish(rank, events)
+        by_rank = self._receive(0.0 if working else WAIT_S)
+        return result._replace(events=by_rank.pop(0, []), others=by_rank)
 
-    def _say(self, rank: int, events: Seq[KvEvent]) -> None:
+    def _publish(self, rank: int, events: Seq[KvEvent]) -> None:
         if events:
             self._publishers[rank].publish(events)
-            self._coming[rank] += 1
+            self._unreturned[rank] += 1
             self._awaited_until = time.monotonic() + LINGER_S
 
     def dump(self, rank: int = 0) -> list[KvEvent]:
         return self._streams[rank].dump()
 
     def close(self) -> None:
-        """End the engine, all threads and sockets."""
+        """Close the engine, all threads and sockets."""
         self._engine.close()
         closed = [each.close() for each in self._subscribers] + [each.close() for each in self._publishers]
         if not all(closed):
             log.warning("kv_events_thread_hangs")
 
-    # --- what came ---
+    # --- received events ---
 
-    def _news(self, wait: float) -> dict[int, list[KvEvent]]:
-        """New events by rank."""
-        news: dict[int, list[KvEvent]] = {}
+    def _receive(self, wait: float) -> dict[int, list[KvEvent]]:
+        """The changes of each rank's stream."""
+        by_rank: dict[int, list[KvEvent]] = {}
         while (received := self._next(wait)) is not None:
             wait = 0.0
             source, payloads, lost = received
-            told = self._own(source, payloads, lost) if isinstance(source, int) else self._other(source, payloads, lost)
-            for rank, events in told:
+            if isinstance(source, int):
+                changes = self._on_own(source, payloads, lost)
+            else:
+                changes = self._on_other(source, payloads, lost)
+            for rank, events in changes:
                 if events:
-                    news.setdefault(rank, []).extend(events)
-        return news
+                    by_rank.setdefault(rank, []).extend(events)
+        return by_rank
 
     def _next(self, wait: float) -> _Received | None:
         try:
@@ -233,20 +238,20 @@ class Relay:
         except queue.Empty:
             return None
 
-    def _own(self, rank: int, payloads: Seq[bytes], lost: bool) -> list[tuple[int, list[KvEvent]]]:
+    def _on_own(self, rank: int, payloads: Seq[bytes], lost: bool) -> list[tuple[int, list[KvEvent]]]:
         stream, out = self._streams[rank], []
-        if lost:  # the engine knows; what is still on its way changes nothing in the end
-            self._coming[rank] = 0
+        if lost:  # the engine's dump is complete; events still on their way do not change the result
+            self._unreturned[rank] = 0
             out += stream.drop(rank)
             out += stream.feed(rank, self._engine.dump(rank))
         for payload in payloads:
-            self._coming[rank] = max(0, self._coming[rank] - 1)
+            self._unreturned[rank] = max(0, self._unreturned[rank] - 1)
             batch = wire.decode(payload)
             assert isinstance(batch, wire.Batch)
             out += stream.feed(rank, batch.events)
         return [(rank, out)]
 
-    def _other(self, source: str, payloads: Seq[bytes], lost: bool) -> list[tuple[int, list[KvEvent]]]:
+    def _on_other(self, source: str, payloads: Seq[bytes], lost: bool) -> list[tuple[int, list[KvEvent]]]:
         out = self._forget(source) if lost else []
         for payload in payloads:
             try:
@@ -261,18 +266,18 @@ class Relay:
     def _read(self, source: str, payload: bytes) -> tuple[int, Seq[KvEvent]]:
         """
         Raises:
-            ValueError: no KV events, or not of such blocks or ranks as there are here.
+            ValueError: not KV events, or of another block size or an unknown rank.
         """
         batch = wire.decode(payload, self.info.block_size)
         rank = batch.rank or 0
         if not 0 <= rank < len(self._streams):
-            raise ValueError(f"rank {rank}, this worker has {len(self._streams)}")
+            raise ValueError(f"rank {rank} does not exist: this worker has {len(self._streams)}")
         translator = self._translators.get((source, rank))
         if isinstance(batch, wire.Batch) and translator is None:
             return rank, batch.events
         if translator is None:
             translator = self._translators[source, rank] = Translator(self.info.block_size, self._root)
-        return rank, translator.feed(wire.decode_any(payload))
+        return rank, translator.feed(wire.decode_raw(payload))
 
     def _forget(self, source: str) -> list[tuple[int, list[KvEvent]]]:
         self._translators = {key: each for key, each in self._translators.items() if key[0] != source}
@@ -280,8 +285,8 @@ class Relay:
 
 
 def _reachable(endpoint: str) -> str:
-    """From here, an address that stands for all of them."""
+    """An address on this machine for an endpoint that is bound to all interfaces."""
     return endpoint.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
-__all__ = ["Relay", "Source", "ports", "relayed", "source_of"]
+__all__ = ["Relay", "Source", "ports", "source_of", "start_relay"]

@@ -1,6 +1,6 @@
-"""Reads one publisher's KV events over ZMQ, in a thread: in order, gaps asked for again.
+"""Reads one publisher's KV events over ZMQ in a thread: in order, with gaps filled by replays.
 
-What is lost for good is said (``lost``), since all that is known of the publisher's blocks is void then.
+A loss that no replay can fill is reported (``lost``): nothing is then known of the publisher's blocks.
 """
 
 import contextlib
@@ -14,15 +14,15 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from workers.engines.events import wire
-from workers.engines.events.reorder_buffer import Order, Ready
+from workers.engines.events.reorder_buffer import Ready, ReorderBuffer
 
 log = structlog.get_logger("engine")
 
-REPLAY_S = 2.0  # an answer to a request for replay takes no longer
-CHECK_S = 1.0  # a message that was lost at the end of many shows no gap: so the publisher is asked now and then
-RECONNECT_MS = 20  # we may be here before the publisher
-BEAT_MS, SILENT_MS = 1000, 3000  # a watched publisher that answers no heartbeat for so long is gone
-TICK_MS = 100  # how soon ``close`` is seen
+REPLAY_S = 2.0  # a replay that takes longer is given up
+CHECK_S = 1.0  # a lost message that none follows leaves no gap, so a replay is requested this often
+RECONNECT_MS = 20  # the publisher may start after us
+HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1000, 3000  # a watched publisher that answers none for this long is gone
+POLL_MS = 100  # ``close`` waits this long at most for the thread to notice
 
 
 class Subscriber:
@@ -30,11 +30,11 @@ class Subscriber:
 
     Args:
         endpoint: where events are published. With ``binds``, the publisher connects to us.
-        replay: where they can be asked for again; empty: nowhere.
+        replay: where replays are requested; empty: there are none.
         take: called in the thread with (payloads in order, lost).
-        watched: once the publisher has died, hangs or cannot be reached, all that it said is lost. When it is back,
-            also if it never was away, it is heard from the first message that it still keeps: nothing tells whether
-            it is the same.
+        watched: once the publisher has died, hangs or cannot be reached, report everything as lost. When it is back,
+            even if only the connection was lost, it is read from the first message that it still keeps: nothing tells
+            whether it is the same process.
     """
 
     def __init__(
@@ -50,32 +50,32 @@ class Subscriber:
     ) -> None:
         self._take = take
         self._check_s = check_s
-        self._order: Order[bytes] = Order()
-        self._heard = False  # something of this publisher is known
-        self._asked_at: float | None = None  # a request is on its way
-        self._asked_for_gap = False
+        self._buffer: ReorderBuffer[bytes] = ReorderBuffer()
+        self._received = False  # something of this publisher is known
+        self._requested_at: float | None = None  # a replay is on its way
+        self._requested_for_gap = False
         self._checked_at = float("-inf")
-        self._gap_at = time.monotonic()  # when what is missing was missed; now, if nothing is
+        self._gap_at = time.monotonic()  # when the gap was seen; the present while there is none
         self._poller = zmq.Poller()
         self._stop = threading.Event()
         self._context: zmq.Context[Any] = zmq.Context()
-        self._context.setsockopt(zmq.IPV6, 1)  # as well
-        self._news = self._context.socket(zmq.SUB)
-        self._news.setsockopt(zmq.RCVHWM, 0)  # a dropped message costs a replay, or all that is known
-        self._news.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-        self._news.setsockopt(zmq.SUBSCRIBE, topic.encode())
+        self._context.setsockopt(zmq.IPV6, 1)  # besides IPv4
+        self._sub = self._context.socket(zmq.SUB)
+        self._sub.setsockopt(zmq.RCVHWM, 0)  # a dropped message costs a replay, or everything that is known
+        self._sub.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        self._sub.setsockopt(zmq.SUBSCRIBE, topic.encode())
         self._replay = replay
-        self._again: zmq.Socket[Any] | None = None
-        self._watch: zmq.Socket[Any] | None = None
+        self._dealer: zmq.Socket[Any] | None = None
+        self._monitor: zmq.Socket[Any] | None = None
         try:
             if watched:
-                self._news.setsockopt(zmq.HEARTBEAT_IVL, BEAT_MS)
-                self._news.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
-                self._watch = self._news.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+                self._sub.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+                self._sub.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+                self._monitor = self._sub.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             if binds:
-                self._news.bind(endpoint)
+                self._sub.bind(endpoint)
             else:
-                self._news.connect(endpoint)
+                self._sub.connect(endpoint)
             self._open_replay()
         except zmq.ZMQError:
             self._context.destroy(linger=0)
@@ -86,89 +86,89 @@ class Subscriber:
     def _open_replay(self) -> None:
         if not self._replay:
             return
-        self._again = self._context.socket(zmq.DEALER)
-        self._again.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-        self._again.setsockopt(zmq.IMMEDIATE, 1)  # questions are for whoever is there, not for who may come
-        self._again.connect(self._replay)
-        self._poller.register(self._again, zmq.POLLIN)
+        self._dealer = self._context.socket(zmq.DEALER)
+        self._dealer.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        self._dealer.setsockopt(zmq.IMMEDIATE, 1)  # do not queue requests for a publisher that is not there yet
+        self._dealer.connect(self._replay)
+        self._poller.register(self._dealer, zmq.POLLIN)
 
     def _run(self) -> None:
-        self._poller.register(self._news, zmq.POLLIN)
-        if self._watch is not None:
-            self._poller.register(self._watch, zmq.POLLIN)
+        self._poller.register(self._sub, zmq.POLLIN)
+        if self._monitor is not None:
+            self._poller.register(self._monitor, zmq.POLLIN)
         try:
             while not self._stop.is_set():
-                found = dict(self._poller.poll(TICK_MS))
-                if self._again is not None and self._again in found:
-                    self._replayed(wire.message(self._again.recv_multipart()))
-                if self._watch is not None and self._watch in found:
-                    recv_monitor_message(self._watch)
-                    while self._news.poll(0):  # what it had said before
-                        self._live()
-                    self._gone()
-                elif self._news in found:
-                    self._live()
-                self._ask()
+                found = dict(self._poller.poll(POLL_MS))
+                if self._dealer is not None and self._dealer in found:
+                    self._on_replay(wire.parse_message(self._dealer.recv_multipart()))
+                if self._monitor is not None and self._monitor in found:
+                    recv_monitor_message(self._monitor)
+                    while self._sub.poll(0):  # messages from before the disconnect
+                        self._on_live()
+                    self._on_disconnect()
+                elif self._sub in found:
+                    self._on_live()
+                self._request_replay()
         except (zmq.ZMQError, ValueError) as error:
-            log.error("kv_events_unreadable", error=repr(error), action="this worker's blocks are told no more")
+            log.error("kv_events_unreadable", error=repr(error), action="this worker's blocks are no longer announced")
             self._take([], True)
         finally:
-            if self._watch is not None:
-                self._news.disable_monitor()
+            if self._monitor is not None:
+                self._sub.disable_monitor()
             self._context.destroy(linger=0)
 
-    def _live(self) -> None:
-        self._hand(self._order.live(*wire.message(self._news.recv_multipart())))
+    def _on_live(self) -> None:
+        self._deliver(self._buffer.push_live(*wire.parse_message(self._sub.recv_multipart())))
 
-    def _gone(self) -> None:
-        self._order, self._asked_at = Order(), None
-        if self._again is not None:  # with the answers that may still be in it
-            self._poller.unregister(self._again)
-            self._again.close(0)
+    def _on_disconnect(self) -> None:
+        self._buffer, self._requested_at = ReorderBuffer(), None
+        if self._dealer is not None:  # also drops the replayed messages that it may still hold
+            self._poller.unregister(self._dealer)
+            self._dealer.close(0)
             self._open_replay()
-        if self._heard:
-            self._heard = False
+        if self._received:
+            self._received = False
             log.warning("kv_publisher_gone", action="forgetting its blocks")
             self._take([], True)
 
-    def _replayed(self, message: wire.Message) -> None:
+    def _on_replay(self, message: wire.Message) -> None:
         if message.number != wire.END:
-            self._asked_at = time.monotonic()  # it is on its way
-            self._hand(self._order.replayed(*message))
+            self._requested_at = time.monotonic()  # more is on its way
+            self._deliver(self._buffer.push_replayed(*message))
             return
-        self._asked_at = None
-        if self._asked_for_gap:  # else a gap that is there now came after the question
-            self._hand(self._order.given_up())
+        self._requested_at = None
+        if self._requested_for_gap:  # otherwise a gap that exists now appeared after the request
+            self._deliver(self._buffer.give_up())
 
-    def _ask(self) -> None:
-        """For what is missing, or may be; one question at a time, until the answer has come or is overdue."""
+    def _request_replay(self) -> None:
+        """Request what is missing, or may be; one request at a time, until its replay has ended or is overdue."""
         now = time.monotonic()
-        gap = self._order.missing is not None
+        gap = self._buffer.missing is not None
         if not gap:
             self._gap_at = now
-        if self._again is None:
-            self._hand(self._order.given_up())
-        elif self._asked_at is not None and now - self._asked_at <= REPLAY_S:
+        if self._dealer is None:
+            self._deliver(self._buffer.give_up())
+        elif self._requested_at is not None and now - self._requested_at <= REPLAY_S:
             pass
         elif now - self._gap_at > REPLAY_S:
-            self._asked_at = None
-            self._hand(self._order.given_up())
+            self._requested_at = None
+            self._deliver(self._buffer.give_up())
         elif gap or now - self._checked_at >= self._check_s:
-            self._asked_at = None
-            with contextlib.suppress(zmq.Again):  # nobody is there yet
-                self._again.send_multipart(wire.request(self._order.expected), zmq.NOBLOCK)
-                self._asked_at = self._checked_at = now
-                self._asked_for_gap = gap
+            self._requested_at = None
+            with contextlib.suppress(zmq.Again):  # the publisher is not there yet
+                self._dealer.send_multipart(wire.replay_request(self._buffer.expected), zmq.NOBLOCK)
+                self._requested_at = self._checked_at = now
+                self._requested_for_gap = gap
 
-    def _hand(self, ready: Ready[bytes]) -> None:
+    def _deliver(self, ready: Ready[bytes]) -> None:
         if ready.lost:
             log.warning("kv_events_lost", action="forgetting this publisher's blocks")
         if ready.items or ready.lost:
-            self._heard = True
+            self._received = True
             self._take(ready.items, ready.lost)
 
     def close(self, timeout: float = 5.0) -> bool:
-        """End the thread and its sockets; False: it still hangs. May be called twice."""
+        """End the thread and its sockets; False: the thread did not end in time. May be called twice."""
         self._stop.set()
         self._thread.join(timeout)
         return not self._thread.is_alive()

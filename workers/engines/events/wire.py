@@ -1,11 +1,11 @@
 """The multipart format of KV events over ZMQ: topic, number (8 bytes, big-endian), payload in MessagePack.
 
-It is vLLM's, and so that of every tool that reads its events. A replay is asked for with the first number that is
-missing, in 8 bytes; the answers have the same parts, and the last has the number -1. Pure.
+It is vLLM's format, so every tool that reads vLLM's events can read ours. A replay request is the first missing number
+in 8 bytes; the replayed messages have the same parts, and the last one has the number -1. Pure.
 
-Our own publisher's events are vLLM's too, but for two things: ``block_hashes`` are our names (16 bytes, see
-``schemas.blocks``), equal on every worker of a model, and ``token_ids`` is empty, since whoever knows the tokens knows
-the names.
+Our own publisher's events differ from vLLM's in two ways: ``block_hashes`` are our block names (16 bytes, see
+``schemas.blocks``), equal on every worker of a model, and ``token_ids`` is empty, since the names follow from the
+tokens.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ import msgspec
 from schemas.blocks import DIGEST_BYTES, split
 from schemas.kv import Cleared, KvEvent, Removed, Stored
 
-END = -1
+END = -1  # number of the last message of a replay
 MEDIA = ("GPU", "CPU", "STORAGE")  # by tier
 _TIERS: dict[str | None, int] = {None: 0} | {name: tier for tier, name in enumerate(MEDIA)}
 
@@ -28,15 +28,15 @@ class Message(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """A payload whose hashes are names."""
+    """A payload whose hashes are our block names."""
 
     time: float  # Unix, seconds
     events: tuple[KvEvent, ...]
     rank: int | None = None
 
 
-class Foreign(NamedTuple):
-    """A payload whose hashes are an engine's own; its events are for ``decode_any``."""
+class RawBatch(NamedTuple):
+    """A payload with an engine's own hashes; ``decode_raw`` returns its events."""
 
     rank: int | None = None
 
@@ -76,30 +76,31 @@ _decode = msgspec.msgpack.Decoder(_Payload).decode
 
 
 def frames(topic: bytes, number: int, payload: bytes) -> list[bytes]:
+    """The parts of a published message."""
     return [topic, number.to_bytes(8, "big", signed=number < 0), payload]
 
 
-def message(parts: Seq[bytes]) -> Message:
-    """Of a published or replayed message, whatever routing parts are in front.
+def parse_message(parts: Seq[bytes]) -> Message:
+    """Read a published or replayed message, with any routing parts in front.
 
     Raises:
-        ValueError: it is none.
+        ValueError: not a message of this format.
     """
     if len(parts) < 2 or len(parts[-2]) != 8:
-        raise ValueError(f"no message of {len(parts)} parts")
+        raise ValueError(f"not a KV event message: {len(parts)} parts, expected topic, 8-byte number and payload")
     return Message(int.from_bytes(parts[-2], "big", signed=True), parts[-1])
 
 
-def request(number: int) -> list[bytes]:
-    """Ask for a replay from this number on (a DEALER's message; a REQ adds the empty part itself)."""
+def replay_request(number: int) -> list[bytes]:
+    """The message that requests a replay from this number on, for a DEALER (a REQ adds the empty part itself)."""
     return [b"", number.to_bytes(8, "big")]
 
 
 def encode(time: float, events: Seq[KvEvent], block_size: int, rank: int | None = None) -> bytes:
-    return _encode(_Payload(time, tuple(_theirs(event, block_size) for event in events), rank))
+    return _encode(_Payload(time, tuple(_to_wire(event, block_size) for event in events), rank))
 
 
-def _theirs(event: KvEvent, block_size: int) -> _Event:
+def _to_wire(event: KvEvent, block_size: int) -> _Event:
     if isinstance(event, Cleared):
         return _AllBlocksCleared()
     hashes: list[bytes | int] = [*split(event.digests)]
@@ -109,28 +110,27 @@ def _theirs(event: KvEvent, block_size: int) -> _Event:
     return _BlockStored(hashes, event.parent, [], block_size, None, medium, None, group)
 
 
-def decode(payload: bytes, block_size: int = 0) -> Batch | Foreign:
-    """What one publisher says.
-
+def decode(payload: bytes, block_size: int = 0) -> Batch | RawBatch:
+    """
     Args:
-        block_size: of the reader, tokens; 0: any.
+        block_size: tokens per block of the reader; 0: any.
 
     Raises:
-        ValueError: not a batch of KV events, or one of blocks of another size.
+        ValueError: not a batch of KV events, or its blocks have another size.
     """
     try:
         time, events, rank = msgspec.structs.astuple(_decode(payload))
     except msgspec.MsgspecError as error:
         raise ValueError(f"not a batch of KV events: {error}") from error
-    if not all(_named(event) for event in events):
-        return Foreign(rank)
+    if not all(_has_names(event) for event in events):
+        return RawBatch(rank)
     for event in events:
         if isinstance(event, _BlockStored) and block_size and event.block_size != block_size:
-            raise ValueError(f"blocks of {event.block_size} tokens, ours have {block_size}")
-    return Batch(time, tuple(_ours(events)), rank)
+            raise ValueError(f"its blocks have {event.block_size} tokens, this worker's {block_size}")
+    return Batch(time, tuple(_from_wire(events)), rank)
 
 
-def _named(event: _Event) -> bool:
+def _has_names(event: _Event) -> bool:
     if isinstance(event, _AllBlocksCleared):
         return True
     hashes = event.block_hashes
@@ -141,7 +141,7 @@ def _named(event: _Event) -> bool:
     return all(isinstance(each, bytes) and len(each) == DIGEST_BYTES for each in hashes)
 
 
-def _ours(events: Seq[_Event]) -> Iterator[KvEvent]:
+def _from_wire(events: Seq[_Event]) -> Iterator[KvEvent]:
     for event in events:
         if isinstance(event, _AllBlocksCleared):
             yield Cleared()
@@ -154,8 +154,8 @@ def _ours(events: Seq[_Event]) -> Iterator[KvEvent]:
             yield Stored(digests, event.parent_block_hash, group, tier)  # type: ignore[arg-type]
 
 
-def decode_any(payload: bytes) -> list[Any]:
-    """The events of a payload of vLLM's, as plain data.
+def decode_raw(payload: bytes) -> list[Any]:
+    """The events of a payload from vLLM, as plain data.
 
     Raises:
         ValueError: not [time, [events], ...].

@@ -1,12 +1,12 @@
-"""From TensorRT-LLM's KV-cache events to ours: its opaque hashes become our block names, from tokens and parents.
+"""Translates TensorRT-LLM's KV-cache events: its opaque hashes become our block names, from tokens and parents.
 
-Pure: no engine, no clock, no thread. One ``Translator`` per attention-DP rank (see ``by_rank``), whose names are the
-rank's own; fed with several, a name is ours while any of them holds it. What cannot be named for certain (a parent that
-was lost, tokens of which two tenants have a copy, media of unknown content) is left out together with what hangs below
-it: a router then knows less than there is, never more.
+Pure: no engine, no clock, no thread. There is one ``Translator`` per attention-DP rank (see ``by_rank``); fed with the
+events of several ranks, it announces a block while any of them holds it. A block that cannot be named for certain (its
+parent was lost, two tenants have a copy of its tokens, or its media are unknown) is left out with all its descendants:
+a router then knows of fewer blocks than there are, never of more.
 
-Names that we publish are closed towards the front, as routers expect: a block is shown while it and all before it are
-in device memory. Blocks in host memory are shown with ``tier`` 1.
+Announced blocks are closed towards the front, as routers expect: a block is visible while it and all its ancestors are
+in device memory. Blocks in host memory have ``tier`` 1.
 """
 
 from array import array
@@ -20,37 +20,37 @@ import structlog
 
 from schemas import blocks
 from schemas.kv import KvEvent, Removed, Stored
-from workers.engines.events.block_tree import Block, Forest, joined
+from workers.engines.events.block_tree import Block, BlockTree, merge_adjacent
 from workers.engines.events.consolidator import Consolidator
 
 log = structlog.get_logger("engine")
 
-REMEMBERED = 16_384  # first blocks of prompts, and media; about 8 MB
+MAX_REMEMBERED = 16_384  # first blocks of prompts, and media; about 8 MB
 
 
 class Counts(msgspec.Struct):
-    """Since the start. Blocks, except ``gaps`` (times that events were lost) and ``malformed`` (events)."""
+    """Totals since the start. They count blocks, except ``gaps`` (losses of events) and ``malformed`` (events)."""
 
     stored: int = 0
     removed: int = 0
     partial: int = 0
     filtered: int = 0  # events of other attention windows
     orphans: int = 0  # unknown parent
-    ambiguous: int = 0  # no or several prompts begin so
+    ambiguous: int = 0  # no prompt, or prompts of several roots, begin with these tokens
     gaps: int = 0
     malformed: int = 0
 
 
 class _Rank(msgspec.Struct, eq=False):
     number: int
-    forest: Forest
+    tree: BlockTree
     partial: set[int]
-    created: set[int]  # windows
+    created: set[int]  # attention windows with a cache
     expected: int | None = None  # the next event_id
 
 
 def signed(value: int) -> int:
-    """An unsigned 64-bit hash as a signed one, as consumers of int64 want it."""
+    """An unsigned 64-bit hash as a signed one, for consumers of int64."""
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
@@ -59,18 +59,21 @@ def unsigned(value: int) -> int:
 
 
 class Roots:
-    """Which root of names a prompt's first block belongs to; events do not say. Least recently used go first."""
+    """The root of the block names of recent prompts, by their first block: events do not contain it.
 
-    def __init__(self, block_size: int, default: bytes, remembered: int = REMEMBERED) -> None:
+    Least recently used prompts are forgotten first.
+    """
+
+    def __init__(self, block_size: int, default: bytes, remembered: int = MAX_REMEMBERED) -> None:
         self._block_size = block_size
         self._default = default
         self._remembered = remembered
         self._first: OrderedDict[bytes, set[bytes]] = OrderedDict()
-        self._others = False  # some root that is not the default was seen
+        self._others = False  # a prompt with another root than the default was seen
         self._media: OrderedDict[bytes, None] = OrderedDict()
 
     def learn(self, prompt: Seq[int], root: bytes, media: Iterable[bytes] = ()) -> None:
-        """A sequence with this prompt may leave blocks in the cache."""
+        """Note a prompt whose blocks may enter the cache."""
         self._others = self._others or root != self._default
         for digest in media:
             self._media[digest] = None
@@ -86,7 +89,7 @@ class Roots:
             self._first.popitem(last=False)
 
     def of(self, tokens: bytes) -> bytes | None:
-        """The root of a first block; None: there is none for certain."""
+        """The root of a first block; None: unknown or ambiguous."""
         if not self._others:
             return self._default
         found = self._first.get(tokens, ())
@@ -97,41 +100,44 @@ class Roots:
 
 
 class Translator:
-    """Feed it events in their order; it answers with ours.
+    """Feed it the engine's events in order; it returns ours.
 
     Args:
         block_size: tokens per block, ours and the engine's.
-        roots: shared with whoever submits sequences.
+        roots: updated with each submitted sequence.
+
+    Attributes:
+        window: the largest attention window known, in tokens; only its events are followed.
     """
 
     def __init__(self, block_size: int, roots: Roots) -> None:
         self.counts = Counts()
-        self.window: int | None = None  # the largest known
+        self.window: int | None = None
         self._block_size = block_size
         self._roots = roots
         self._ranks: dict[int, _Rank] = {}
         self._names = Consolidator()
         self._warned: set[str] = set()
 
-    # --- in ---
+    # --- events ---
 
     def feed(self, events: Iterable[Mapping[str, Any]]) -> list[KvEvent]:
-        """Translate a batch. Nothing in an event can raise: what is malformed is counted and skipped."""
+        """Translate a batch. A malformed event never raises: it is counted and skipped."""
         out: list[KvEvent] = []
         for event in events:
             try:
                 self._event(event)
             except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
                 self.counts.malformed += 1
-                self._once("kv_event_malformed", error=repr(error))
+                self._warn_once("kv_event_malformed", error=repr(error))
             for rank in self._ranks.values():
-                out += self._names.feed(rank.number, rank.forest.take())
-        for told in out:
-            if isinstance(told, Stored) and not told.tier:
-                self.counts.stored += len(told.digests) // blocks.DIGEST_BYTES
-            elif isinstance(told, Removed) and not told.tier:
-                self.counts.removed += len(told.digests) // blocks.DIGEST_BYTES
-        return joined(out)
+                out += self._names.feed(rank.number, rank.tree.take_events())
+        for translated in out:
+            if isinstance(translated, Stored) and not translated.tier:
+                self.counts.stored += len(translated.digests) // blocks.DIGEST_BYTES
+            elif isinstance(translated, Removed) and not translated.tier:
+                self.counts.removed += len(translated.digests) // blocks.DIGEST_BYTES
+        return merge_adjacent(out)
 
     def _event(self, event: Mapping[str, Any]) -> None:
         rank = self._rank(int(event.get("attention_dp_rank") or 0))
@@ -157,11 +163,11 @@ class Translator:
     def _rank(self, number: int) -> _Rank:
         rank = self._ranks.get(number)
         if rank is None:
-            rank = self._ranks[number] = _Rank(number, Forest(), set(), set())
+            rank = self._ranks[number] = _Rank(number, BlockTree(), set(), set())
         return rank
 
     def _check_sequence(self, rank: _Rank, event_id: int) -> None:
-        """Ids count every event of a rank, also of windows that are not ours: so this comes before any filter."""
+        """Detect lost events. Ids count all events of a rank, of all windows, so check before any filter."""
         if rank.expected is not None and event_id != rank.expected:
             self.counts.gaps += 1
             log.warning(
@@ -174,9 +180,9 @@ class Translator:
         rank.expected = event_id + 1
 
     def _created(self, rank: _Rank, window: Any) -> None:
-        """A cache was made: at the start, one event per attention window. The largest window is the one to follow."""
+        """A cache was created: at the start, one event per attention window. The largest window is followed."""
         size = int(window) if window is not None else 0
-        if size in rank.created:  # made anew
+        if size in rank.created:  # it was created again
             self._forget(rank)
             rank.created.clear()
         rank.created.add(size)
@@ -192,7 +198,7 @@ class Translator:
         above = data.get("parent_hash")
         parent: Block | None = None
         if above is not None:
-            parent = rank.forest.find(unsigned(int(above)))
+            parent = rank.tree.find(unsigned(int(above)))
             if parent is None:
                 self.counts.orphans += len(data["blocks"])
                 return
@@ -202,24 +208,24 @@ class Translator:
             if len(tokens) < self._block_size:
                 rank.partial.add(value)
                 self.counts.partial += 1
-                return  # whatever followed it would have no name either
+                return  # blocks after it could not be named either
             if len(tokens) > self._block_size:
-                raise ValueError(f"a block of {len(tokens)} tokens where blocks have {self._block_size}")
-            known = rank.forest.find(value)
+                raise ValueError(f"a block has {len(tokens)} tokens, expected {self._block_size}")
+            known = rank.tree.find(value)
             if known is None:
                 digest = self._name(parent, tokens, block.get("mm_keys") or ())
                 if digest is None:
                     self.counts.ambiguous += 1
                     return
-                known = rank.forest.store(value, parent, digest, int(block.get("cache_level") or 0))
+                known = rank.tree.store(value, parent, digest, int(block.get("cache_level") or 0))
             parent = known
 
     def _name(self, parent: Block | None, tokens: Seq[Any], media: Seq[Any]) -> bytes | None:
         ids = [token["token_id"] if isinstance(token, Mapping) else token for token in tokens]
-        strange = any(isinstance(token, Mapping) and token.get("token_extra_id") for token in tokens)
+        has_extra_ids = any(isinstance(token, Mapping) and token.get("token_extra_id") for token in tokens)
         packed = pack(ids)
         above = self._roots.of(packed) if parent is None else parent.digest
-        if above is None or (strange and not media):
+        if above is None or (has_extra_ids and not media):
             return None
         extra = b""
         for key in media:
@@ -233,40 +239,40 @@ class Translator:
         if value in rank.partial:
             rank.partial.discard(value)
             return
-        rank.forest.fell(value)
+        rank.tree.remove_subtree(value)
 
     def _updated(self, rank: _Rank, data: Mapping[str, Any]) -> None:
-        """A block went to another memory, or its priority changed (which is nobody's business)."""
+        """A block moved to another memory, or its priority changed (ignored)."""
         change = data.get("cache_level")
-        block = rank.forest.find(unsigned(int(data["block_hash"])))
+        block = rank.tree.find(unsigned(int(data["block_hash"])))
         if block is None or not isinstance(change, Mapping) or change.get("new_value") is None:
             return
-        rank.forest.move(block, int(change["new_value"]))
+        rank.tree.move(block, int(change["new_value"]))
 
     def _forget(self, rank: _Rank) -> None:
-        """All that is known of a rank is void."""
-        rank.forest.clear()
+        """Drop all that is known of a rank."""
+        rank.tree.clear()
         rank.partial.clear()
 
-    # --- out ---
+    # --- state ---
 
     @property
     def names(self) -> int:
-        """Blocks on the device that have a name, each counted once."""
+        """Number of named blocks in device memory, each counted once."""
         return self._names.count()
 
     def dump(self) -> list[KvEvent]:
-        """All names, parents before children."""
+        """All announced blocks, parents before children."""
         return self._names.dump()
 
-    def _once(self, event: str, **fields: object) -> None:
+    def _warn_once(self, event: str, **fields: object) -> None:
         if event not in self._warned:
             self._warned.add(event)
             log.warning(event, **fields)
 
 
 def by_rank(events: Iterable[Mapping[str, Any]]) -> dict[int, list[Mapping[str, Any]]]:
-    """Events apart, in their order; those that name no rank, or none that is a number, are rank 0's."""
+    """Events by rank, in order; those without a valid rank are rank 0's."""
     found: dict[int, list[Mapping[str, Any]]] = {}
     for event in events:
         rank = event.get("attention_dp_rank") if isinstance(event, Mapping) else None

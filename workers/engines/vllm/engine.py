@@ -82,7 +82,7 @@ class VllmEngine(ExternalEngine[ActiveSequence]):
         events = translator.forget() if event.lost else []
         for payload in event.payloads:
             try:
-                events += translator.feed(wire.decode_any(payload))
+                events += translator.feed(wire.decode_raw(payload))
             except ValueError as error:
                 translator.counts.malformed += 1
                 log.warning("kv_events_malformed", error=str(error), action="forgetting this rank's blocks")

@@ -1,8 +1,8 @@
-"""From vLLM's KV events to ours: its block hashes become our names, from tokens, parents and cache salts.
+"""Translates vLLM's KV events: its block hashes become our block names, from tokens, parents and cache salts.
 
-Pure. One ``Translator`` per publisher (data-parallel rank). vLLM may keep two copies of a block and tells of each; here
-a name goes with the first of them, so that a router knows less than there is, never more. What cannot be named for
-certain (a parent that was not told, media, adapters, blocks of another size) is left out.
+Pure. There is one ``Translator`` per publisher (data-parallel rank). vLLM may keep two copies of a block and reports
+each; here the block is removed with the first of them, so that a router knows of fewer blocks than there are, never of
+more. A block that cannot be named for certain (unknown parent, media, adapters, another block size) is left out.
 """
 
 from array import array
@@ -14,45 +14,45 @@ import structlog
 
 from schemas import blocks
 from schemas.kv import KvEvent
-from workers.engines.events.block_tree import Block, Forest
+from workers.engines.events.block_tree import Block, BlockTree
 
 log = structlog.get_logger("engine")
 
 TIERS = {None: 0, "GPU": 0, "CPU": 1, "STORAGE": 2}
-_ALL = float("inf")  # window of layers that see everything
+_ALL = float("inf")  # window of layers with full attention
 
 
 class Counts(msgspec.Struct):
-    """Since the start. Blocks, except ``malformed`` (events)."""
+    """Totals since the start. They count blocks, except ``malformed`` (events)."""
 
     stored: int = 0
     removed: int = 0
     partial: int = 0
-    filtered: int = 0  # of layers that are not followed
+    filtered: int = 0  # of layer groups that are not followed
     unnamed: int = 0
     malformed: int = 0
 
 
 class Translator:
-    """Feed it events in their order; it answers with ours.
+    """Feed it the engine's events in order; it returns ours.
 
     Args:
         block_size: tokens per block, ours and the engine's.
-        root: of the names of blocks without salt; a salt is the root of its tenant's, in hex.
+        root: parent of the first block's name for prompts without a cache salt; a salt is another root, in hex.
     """
 
     def __init__(self, block_size: int, root: bytes) -> None:
         self.counts = Counts()
         self._block_size = block_size
         self._root = root
-        self._forest = Forest()
+        self._tree = BlockTree()
         self._windows: dict[int, float] = {}  # attention window by group of layers
         self._followed: int | None = None
         self._partial: set[Any] = set()
         self._warned = False
 
     def feed(self, events: Iterable[Any]) -> list[KvEvent]:
-        """Translate a batch. Nothing in an event can raise: what is malformed is counted and skipped."""
+        """Translate a batch. A malformed event never raises: it is counted and skipped."""
         for event in events:
             try:
                 self._event(event)
@@ -61,27 +61,27 @@ class Translator:
                 if not self._warned:
                     self._warned = True
                     log.warning("kv_event_malformed", error=repr(error))
-        return self._forest.take()
+        return self._tree.take_events()
 
     def forget(self) -> list[KvEvent]:
-        """KvPayloads were lost: what is known is void."""
+        """Drop all that is known: payloads were lost."""
         self._partial.clear()
-        self._forest.clear()
-        return self._forest.take()
+        self._tree.clear()
+        return self._tree.take_events()
 
     def dump(self) -> list[KvEvent]:
-        return self._forest.dump()
+        return self._tree.dump()
 
     @property
     def names(self) -> int:
-        """Blocks on the device that have a name."""
-        return self._forest.shown
+        """Number of named blocks in device memory."""
+        return self._tree.visible
 
     def _event(self, event: Mapping[str, Any]) -> None:
         kind = event["type"]
         if kind == "AllBlocksCleared":
             self._partial.clear()
-            self._forest.clear(0)  # the caches of other memory are others'
+            self._tree.clear(0)  # caches in other memory are not cleared with it
         elif kind == "BlockStored":
             if self._follows(event):
                 self._stored(event)
@@ -94,14 +94,14 @@ class Translator:
             raise ValueError(f"event type {kind!r}")
 
     def _follows(self, event: Mapping[str, Any]) -> bool:
-        """Whether it is of the layers with the largest window, whose blocks decide what can be reused."""
+        """Whether it belongs to the layers with the largest window, whose blocks decide what can be reused."""
         group = event.get("group_idx") or 0
         window = event.get("kv_cache_spec_sliding_window")
         self._windows.setdefault(group, _ALL if window is None else float(window))
         best = max(self._windows, key=lambda each: (self._windows[each], -each))
         if self._followed is not None and best != self._followed:
             self._partial.clear()
-            self._forest.clear()
+            self._tree.clear()
         self._followed = best
         return group == best
 
@@ -112,7 +112,7 @@ class Translator:
             self.counts.partial += len(hashes)
             return
         above = event.get("parent_block_hash")
-        parent = None if above is None else self._forest.find(_key(above))
+        parent = None if above is None else self._tree.find(_key(above))
         if (above is not None and parent is None) or event.get("lora_name") is not None:
             self.counts.unnamed += len(hashes)
             return
@@ -123,7 +123,7 @@ class Translator:
             if digest is None:
                 self.counts.unnamed += len(hashes) - at
                 return
-            parent = self._forest.store(_key(value), parent, digest, tier)
+            parent = self._tree.store(_key(value), parent, digest, tier)
             self.counts.stored += 1
 
     def _name(self, parent: Block | None, tokens: list[int], extra: Any) -> bytes | None:
@@ -141,13 +141,13 @@ class Translator:
             if key in self._partial:
                 self._partial.discard(key)
             else:
-                self.counts.removed += self._forest.remove(key, tier)
+                self.counts.removed += self._tree.remove(key, tier)
 
 
 def _key(value: Any) -> bytes | int:
-    """A hash as vLLM tells it: bytes, or 64 bits, which some publishers take for signed."""
+    """A block hash: bytes, or a 64-bit integer that some publishers send as signed."""
     if isinstance(value, bytes):
         return value
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"a block hash is {type(value).__name__}")
+        raise TypeError(f"a block hash is {type(value).__name__}, not bytes or int")
     return value & ((1 << 64) - 1)

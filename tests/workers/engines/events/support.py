@@ -1,4 +1,4 @@
-"""Events read as a router reads them."""
+"""KV events, applied as a router applies them."""
 
 from collections.abc import Iterable
 
@@ -13,7 +13,7 @@ def digest(number: int) -> bytes:
 
 
 def fold(events: Iterable[KvEvent], names: Names | None = None) -> Names:
-    """What is there after them. Asserts: stored once, removed once, on the device parents first and last."""
+    """Blocks after the events. Asserts: each stored once and removed once; on the device parents first and last."""
     found: Names = {} if names is None else names
     for event in events:
         if isinstance(event, Cleared):

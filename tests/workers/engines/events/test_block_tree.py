@@ -1,4 +1,4 @@
-"""Blocks by an engine's hashes: what is told is closed towards the front, whatever comes and goes."""
+"""Blocks by an engine's hashes: announced blocks are closed towards the front in any order of changes."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -6,75 +6,78 @@ from hypothesis import strategies as st
 from schemas.blocks import split
 from schemas.kv import Cleared, Removed, Stored
 from tests.workers.engines.events.support import digest, fold
-from workers.engines.events.block_tree import Forest, joined
+from workers.engines.events.block_tree import BlockTree, merge_adjacent
 
 
-def test_a_chain_is_told_as_one_event_and_removed_from_its_end() -> None:
-    forest = Forest()
+def test_a_chain_is_one_stored_event_and_removed_from_its_end() -> None:
+    tree = BlockTree()
     parent = None
     for number in range(3):
-        parent = forest.store(number, parent, digest(number))
-    assert forest.take() == [Stored(digest(0) + digest(1) + digest(2))]
-    forest.remove(0)
-    (gone,) = forest.take()
+        parent = tree.store(number, parent, digest(number))
+    assert tree.take_events() == [Stored(digest(0) + digest(1) + digest(2))]
+    tree.remove(0)
+    (gone,) = tree.take_events()
     assert isinstance(gone, Removed)
     assert split(gone.digests) == [digest(2), digest(1), digest(0)]
-    assert forest.shown == 0
+    assert tree.visible == 0
 
 
-def test_a_child_whose_parent_left_and_came_back_can_be_found_again() -> None:
-    forest = Forest()
-    root = forest.store("p", None, digest(1))
-    forest.store("c", root, digest(2))
-    forest.take()
-    assert forest.remove("p")
-    assert fold(forest.dump()) == {}
-    again = forest.store("p", forest.find("x"), digest(1))
+def test_a_child_is_announced_again_with_its_parent() -> None:
+    tree = BlockTree()
+    root = tree.store("p", None, digest(1))
+    tree.store("c", root, digest(2))
+    tree.take_events()
+    assert tree.remove("p")
+    assert fold(tree.dump()) == {}
+    again = tree.store("p", tree.find("x"), digest(1))
     assert again is root
-    forest.take()
-    assert set(fold(forest.dump())) == {(digest(1), 0), (digest(2), 0)}
-    assert not forest.remove("never")
+    tree.take_events()
+    assert set(fold(tree.dump())) == {(digest(1), 0), (digest(2), 0)}
+    assert not tree.remove("never")
 
 
-def test_other_memory_is_told_by_its_tier() -> None:
-    forest = Forest()
-    block = forest.store("a", None, digest(1))
-    forest.store("a", None, digest(1), tier=1)
-    forest.store("b", block, digest(2), tier=1)
-    assert set(fold(forest.take())) == {(digest(1), 0), (digest(1), 1), (digest(2), 1)}
-    forest.clear(0)
-    assert forest.take() == [Removed(digest(1))]
-    forest.clear()
-    assert forest.take() == [Cleared()]
-    assert forest.dump() == []
+def test_blocks_in_other_memory_are_announced_with_their_tier() -> None:
+    tree = BlockTree()
+    block = tree.store("a", None, digest(1))
+    tree.store("a", None, digest(1), tier=1)
+    tree.store("b", block, digest(2), tier=1)
+    assert set(fold(tree.take_events())) == {(digest(1), 0), (digest(1), 1), (digest(2), 1)}
+    tree.clear(0)
+    assert tree.take_events() == [Removed(digest(1))]
+    tree.clear()
+    assert tree.take_events() == [Cleared()]
+    assert tree.dump() == []
 
 
-def test_chains_are_joined_and_others_are_not() -> None:
+def test_only_events_of_one_chain_are_merged() -> None:
     chain = [Stored(digest(n), digest(n - 1) if n else None) for n in range(3)]
-    assert joined(list(chain)) == [Stored(digest(0) + digest(1) + digest(2))]
-    assert joined([chain[0], chain[2]]) == [chain[0], chain[2]]
-    assert joined([Removed(digest(1)), Removed(digest(2)), Cleared()]) == [Removed(digest(1) + digest(2)), Cleared()]
+    assert merge_adjacent(list(chain)) == [Stored(digest(0) + digest(1) + digest(2))]
+    assert merge_adjacent([chain[0], chain[2]]) == [chain[0], chain[2]]
+    assert merge_adjacent([Removed(digest(1)), Removed(digest(2)), Cleared()]) == [
+        Removed(digest(1) + digest(2)),
+        Cleared(),
+    ]
 
 
 @given(st.lists(st.tuples(st.sampled_from(["store", "remove"]), st.integers(0, 11), st.integers(0, 1)), max_size=60))
 def test_events_and_dump_agree_with_a_plain_model(steps: list[tuple[str, int, int]]) -> None:
-    """Block n hangs below (n - 1) // 2. A block is visible if it and all above it are on the device."""
-    forest, here, told = Forest(), set[tuple[int, int]](), fold([])
+    """The parent of block n is (n - 1) // 2. A block is visible if it and all above it are on the device."""
+    tree, present, announced = BlockTree(), set[tuple[int, int]](), fold([])
 
     def visible(number: int) -> bool:
-        return (number, 0) in here and (number == 0 or visible((number - 1) // 2))
+        return (number, 0) in present and (number == 0 or visible((number - 1) // 2))
 
     for what, number, tier in steps:
         if what == "remove":
-            assert forest.remove(number, tier) == ((number, tier) in here)
-            here.discard((number, tier))
+            assert tree.remove(number, tier) == ((number, tier) in present)
+            present.discard((number, tier))
         else:
-            above = None if number == 0 else forest.find((number - 1) // 2)
+            above = None if number == 0 else tree.find((number - 1) // 2)
             if number == 0 or above is not None:
-                forest.store(number, above, digest(number), tier)
-                here.add((number, tier))
-        fold(forest.take(), told)
-        wanted = {(digest(n), 0) for n in range(12) if visible(n)} | {(digest(n), 1) for n, t in here if t}
-        assert set(told) == wanted
-        assert forest.shown == sum(not tier for _, tier in wanted)
-    assert set(fold(forest.dump())) == set(told)
+                tree.store(number, above, digest(number), tier)
+                present.add((number, tier))
+        fold(tree.take_events(), announced)
+        wanted = {(digest(n), 0) for n in range(12) if visible(n)} | {(digest(n), 1) for n, t in present if t}
+        assert set(announced) == wanted
+        assert tree.visible == sum(not tier for _, tier in wanted)
+    assert set(fold(tree.dump())) == set(announced)

@@ -5,11 +5,11 @@ from hypothesis import strategies as st
 
 from schemas.kv import Cleared, KvEvent, Removed, Stored
 from tests.workers.engines.events.support import Names, digest, fold
-from workers.engines.events.block_tree import Forest
+from workers.engines.events.block_tree import BlockTree
 from workers.engines.events.consolidator import Consolidator
 
 
-def test_a_name_is_stored_with_the_first_and_removed_with_the_last() -> None:
+def test_a_block_is_stored_with_its_first_publisher_and_removed_with_its_last() -> None:
     stream = Consolidator()
     assert stream.feed("a", [Stored(digest(1) + digest(2))]) == [Stored(digest(1) + digest(2))]
     assert stream.feed("b", [Stored(digest(1) + digest(2) + digest(3))]) == [Stored(digest(3), digest(2))]
@@ -19,7 +19,7 @@ def test_a_name_is_stored_with_the_first_and_removed_with_the_last() -> None:
     assert stream.dump() == []
 
 
-def test_what_one_publisher_says_twice_or_of_others_counts_once() -> None:
+def test_repeats_and_removals_of_unheld_blocks_change_nothing() -> None:
     stream = Consolidator()
     stream.feed("a", [Stored(digest(1))])
     assert stream.feed("a", [Stored(digest(1))]) == []
@@ -27,7 +27,7 @@ def test_what_one_publisher_says_twice_or_of_others_counts_once() -> None:
     assert stream.feed("a", [Removed(digest(1))]) == [Removed(digest(1))]
 
 
-def test_a_clearing_publisher_takes_only_its_own_along() -> None:
+def test_a_publisher_that_clears_removes_only_its_own_blocks() -> None:
     stream = Consolidator()
     stream.feed("a", [Stored(digest(1) + digest(2))])
     stream.feed("b", [Stored(digest(1))])
@@ -36,7 +36,7 @@ def test_a_clearing_publisher_takes_only_its_own_along() -> None:
     assert stream.drop("never") == []
 
 
-def test_the_same_name_in_two_kinds_of_memory_is_two() -> None:
+def test_a_block_in_two_tiers_is_announced_for_each() -> None:
     stream = Consolidator()
     stream.feed("gpu", [Stored(digest(1))])
     assert stream.feed("host", [Stored(digest(1), tier=1)]) == [Stored(digest(1), tier=1)]
@@ -52,28 +52,28 @@ STEPS = st.lists(
 
 @given(STEPS)
 def test_the_stream_is_the_union_of_its_publishers(steps: list[tuple[int, str, int]]) -> None:
-    """Three engines with a forest each; block n hangs below (n - 1) // 2."""
-    stream, told = Consolidator(), fold([])
-    forests = [Forest() for _ in range(3)]
+    """Three engines with a tree each; the parent of block n is (n - 1) // 2."""
+    stream, announced = Consolidator(), fold([])
+    trees = [BlockTree() for _ in range(3)]
     each: list[Names] = [{}, {}, {}]
     for source, what, number in steps:
-        forest = forests[source]
+        tree = trees[source]
         out: list[KvEvent]
         if what == "drop":
             out = stream.drop(source)
-            forests[source], each[source] = Forest(), {}
+            trees[source], each[source] = BlockTree(), {}
         else:
             if what == "store":
-                above = forest.find((number - 1) // 2) if number else None
+                above = tree.find((number - 1) // 2) if number else None
                 if above is not None or not number:
-                    forest.store(number, above, digest(number))
+                    tree.store(number, above, digest(number))
             elif what == "remove":
-                forest.remove(number)
+                tree.remove(number)
             else:
-                forest.clear()
-            events = forest.take()
+                tree.clear()
+            events = tree.take_events()
             fold(events, each[source])
             out = stream.feed(source, events)
-        fold(out, told)
-        assert set(told) == set().union(*each)
-        assert set(fold(stream.dump())) == set(told)
+        fold(out, announced)
+        assert set(announced) == set().union(*each)
+        assert set(fold(stream.dump())) == set(announced)

@@ -1,4 +1,4 @@
-"""An engine whose events go over ZMQ and come back: nothing is lost, others' are added, what is dead is dropped."""
+"""An engine whose events go over ZMQ and back: nothing is lost, others are added, dead publishers are dropped."""
 
 import gc
 import itertools
@@ -31,7 +31,7 @@ from workers.engines.base import Engine, EngineError, SequenceRequest
 from workers.engines.events import wire
 from workers.engines.events.consolidator import Consolidator
 from workers.engines.events.publisher import Publisher
-from workers.engines.events.relay import Relay, Source, ports, relayed, source_of
+from workers.engines.events.relay import Relay, Source, ports, source_of, start_relay
 from workers.engines.mock.executor import GREEDY
 
 BOUND_S = 15.0
@@ -47,12 +47,12 @@ def engine(ranks: int = 1, **options: Any) -> Engine:
     return mock.build_data_parallel(ranks, given) if ranks > 1 else mock.build(given)
 
 
-def ask(prompt: list[int], max_tokens: int = 2, rank: int = 0) -> SequenceRequest:
+def request(prompt: list[int], max_tokens: int = 2, rank: int = 0) -> SequenceRequest:
     return SequenceRequest(next(_keys), prompt, GREEDY, Stop(max_tokens, ignore_eos=True), root=ROOT, rank=rank)
 
 
-class Told:
-    """What a relay tells, folded as a router would."""
+class Reader:
+    """The events of a relay, applied as a router applies them."""
 
     def __init__(self, relay: Any) -> None:
         self.relay = relay
@@ -64,8 +64,8 @@ class Told:
         for rank, events in {0: result.events, **result.others}.items():
             fold(events, self.ranks[rank])
 
-    def rest(self) -> None:
-        """Until it has no more work."""
+    def drain(self) -> None:
+        """Step until the relay has no more work."""
         deadline = time.monotonic() + BOUND_S
         while self.relay.has_work():
             assert time.monotonic() < deadline
@@ -84,7 +84,7 @@ def make() -> Iterator[Callable[..., Any]]:
 
     def build(inner: Engine, wake: Callable[[], None] = lambda: None, **settings: Any) -> Any:
         given = {"event_plane": "zmq", "kv_events_port": 0} | settings
-        made.append(relayed(inner, WorkerSettings(**given), ROOT, wake))
+        made.append(start_relay(inner, WorkerSettings(**given), ROOT, wake))
         return made[-1]
 
     yield build
@@ -108,65 +108,65 @@ def chain(start: int, end: int, tier: int = 0) -> list[KvEvent]:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_what_comes_back_is_what_the_engine_said(make: Callable[..., Any], ranks: int) -> None:
+def test_the_stream_is_the_engines_own_events(make: Callable[..., Any], ranks: int) -> None:
     inner = engine(ranks, total_blocks=24)
     relay = make(inner)
-    told = Told(relay)
+    reader = Reader(relay)
     for number in range(30):
-        relay.submit(ask([number % 7, *range(number % 5 * 4)] * 2, rank=number % ranks))
-        told.rest()
+        relay.submit(request([number % 7, *range(number % 5 * 4)] * 2, rank=number % ranks))
+        reader.drain()
     for rank in range(ranks):
-        assert told.ranks[rank]
-        assert set(told.ranks[rank]) == set(fold(inner.dump(rank))) == set(fold(relay.dump(rank)))
+        assert reader.ranks[rank]
+        assert set(reader.ranks[rank]) == set(fold(inner.dump(rank))) == set(fold(relay.dump(rank)))
 
 
-def test_everything_else_is_the_engines(make: Callable[..., Any]) -> None:
+def test_all_other_calls_go_to_the_engine(make: Callable[..., Any]) -> None:
     inner = engine()
     relay = make(inner)
     assert relay.info is inner.info
     assert relay.blocked is False
     assert (relay.memory(), relay.slot_tokens) == ({}, 0)
-    relay.submit(ask([1, 2, 3], max_tokens=50))
+    relay.submit(request([1, 2, 3], max_tokens=50))
     relay.step()
     assert relay.stats().running == inner.stats().running == 1
     assert relay.cancel("nobody") is False
 
 
-def test_an_idle_relay_has_no_work_and_wakes_its_worker_when_news_comes(make: Callable[..., Any]) -> None:
+def test_an_idle_relay_has_no_work_and_wakes_its_worker_when_events_arrive(make: Callable[..., Any]) -> None:
     woken = threading.Event()
     cache = publisher()
     relay = make(engine(), woken.set, kv_events_from=(address(cache),))
     assert not relay.has_work()
     cache.publish(chain(0, 3))
     assert woken.wait(BOUND_S)
-    told = Told(relay)
-    told.rest()
-    assert set(told.ranks[0]) == {(digest(n), 0) for n in range(3)}
+    reader = Reader(relay)
+    reader.drain()
+    assert set(reader.ranks[0]) == {(digest(n), 0) for n in range(3)}
     assert cache.close()
 
 
-def test_lost_events_of_its_own_are_made_good_from_the_engine(make: Callable[..., Any]) -> None:
+def test_lost_own_events_are_replaced_by_the_engines_dump(make: Callable[..., Any]) -> None:
     inner = engine()
     relay = make(inner)
-    told = Told(relay)
-    relay.submit(ask([1] * 9))
-    told.rest()
+    reader = Reader(relay)
+    relay.submit(request([1] * 9))
+    reader.drain()
     publisher = relay._publishers[0]
     real, publisher.publish = publisher.publish, lambda events: None
-    relay.submit(ask([2] * 9))
-    told.rest()  # waits, in vain, and not for ever
+    relay.submit(request([2] * 9))
+    reader.drain()  # waits in vain, for a bounded time
     publisher.publish = real
-    assert set(told.ranks[0]) < set(fold(inner.dump()))
+    assert set(reader.ranks[0]) < set(fold(inner.dump()))
     relay._inbox.put((0, [], True))
-    told.rest()
-    assert set(told.ranks[0]) == set(fold(inner.dump()))
+    reader.drain()
+    assert set(reader.ranks[0]) == set(fold(inner.dump()))
 
 
 # -- other publishers
 
 
-class Raw:
-    """A publisher without replay that says any payload."""
+class RawPublisher:
+    """A publisher without replay that sends any payload."""
 
     def __init__(self) -> None:
         self._context = zmq.Context()
@@ -175,67 +175,69 @@ class Raw:
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._numbers = itertools.count()
 
-    def say(self, payload: bytes) -> None:
+    def send(self, payload: bytes) -> None:
         self._socket.send_multipart(wire.frames(b"", next(self._numbers), payload))
 
-    def until_heard(self, payload: bytes, told: Told, holds: Callable[[], bool]) -> None:
-        """Repeat it until it is: who has not joined yet misses what is said."""
+    def send_until(self, payload: bytes, reader: Reader, holds: Callable[[], bool]) -> None:
+        """Send it repeatedly: a subscriber that has not joined yet misses messages."""
         deadline = time.monotonic() + BOUND_S
         while not holds():
             assert time.monotonic() < deadline
-            self.say(payload)
+            self.send(payload)
             pause = time.monotonic() + 0.05
             while time.monotonic() < pause:
-                told.step()
+                reader.step()
 
     def close(self) -> None:
         self._context.destroy(linger=0)
 
 
-def test_another_publisher_adds_to_the_stream_whatever_its_format(make: Callable[..., Any]) -> None:
+def test_another_publisher_adds_to_the_stream_in_either_format(make: Callable[..., Any]) -> None:
     """Names from one; the hashes and tokens of vLLM from the other."""
-    ours, theirs = publisher(rank=1), Raw()
+    ours, theirs = publisher(rank=1), RawPublisher()
     relay = make(engine(2), kv_events_from=(address(ours), theirs.endpoint))
-    told = Told(relay)
+    reader = Reader(relay)
     ours.publish([*chain(0, 2), *chain(0, 2, tier=1)])
     tokens = list(range(2 * BLOCK))
     event = {"type": "BlockStored", "block_hashes": [b"a" * 32, b"b" * 32], "parent_block_hash": None}
     event |= {"token_ids": tokens, "block_size": BLOCK, "lora_id": None, "medium": "GPU", "lora_name": None}
     encode = msgspec.msgpack.encode
     names = blocks.split(blocks.chain(array("I", tokens).tobytes(), BLOCK, ROOT))
-    theirs.until_heard(encode([1.0, [event]]), told, lambda: bool(told.ranks[0] and told.ranks[1]))
-    assert set(told.ranks[1]) == {(digest(n), tier) for n in range(2) for tier in (0, 1)}
-    assert set(told.ranks[0]) == {(name, 0) for name in names}
-    theirs.say(encode([1.0, [{"type": "BlockRemoved", "block_hashes": [b"b" * 32], "medium": "GPU"}]]))
-    told.until(lambda: set(told.ranks[0]) == {(names[0], 0)})
+    theirs.send_until(encode([1.0, [event]]), reader, lambda: bool(reader.ranks[0] and reader.ranks[1]))
+    assert set(reader.ranks[1]) == {(digest(n), tier) for n in range(2) for tier in (0, 1)}
+    assert set(reader.ranks[0]) == {(name, 0) for name in names}
+    theirs.send(encode([1.0, [{"type": "BlockRemoved", "block_hashes": [b"b" * 32], "medium": "GPU"}]]))
+    reader.until(lambda: set(reader.ranks[0]) == {(names[0], 0)})
     assert ours.close()
     theirs.close()
 
 
 @pytest.mark.parametrize("replay", [True, False])
-def test_a_publisher_that_begins_anew_is_heard_anew(make: Callable[..., Any], replay: bool) -> None:
+def test_a_restarted_publisher_is_read_anew(make: Callable[..., Any], replay: bool) -> None:
     first = publisher()
     relay = make(engine(), kv_events_from=(address(first, replay),))
-    told = Told(relay)
-    _said(first, told, chain(0, 5))
+    reader = Reader(relay)
+    _publish_until_read(first, reader, chain(0, 5))
     assert first.close()
-    told.until(lambda: not told.ranks[0])
+    reader.until(lambda: not reader.ranks[0])
     second = publisher(first.endpoint, first.replay)
-    _said(second, told, chain(10, 12), [Stored(digest(10)), Stored(digest(11), digest(10))])
-    assert set(told.ranks[0]) == {(digest(10), 0), (digest(11), 0)}
+    _publish_until_read(second, reader, chain(10, 12), [Stored(digest(10)), Stored(digest(11), digest(10))])
+    assert set(reader.ranks[0]) == {(digest(10), 0), (digest(11), 0)}
     assert second.close()
 
 
-def _said(publisher: Publisher, told: Told, about: list[KvEvent], events: list[KvEvent] | None = None) -> None:
-    """Publish until it is heard: who subscribes without replay misses what was said before."""
+def _publish_until_read(
+    publisher: Publisher, reader: Reader, about: list[KvEvent], events: list[KvEvent] | None = None
+) -> None:
+    """Publish until it is read: without replay, a subscriber misses what was sent before it joined."""
     wanted = {(name, 0) for event in about for name in blocks.split(getattr(event, "digests", b""))}
     deadline = time.monotonic() + BOUND_S
-    while not wanted <= set(told.ranks[0]):
+    while not wanted <= set(reader.ranks[0]):
         assert time.monotonic() < deadline
         publisher.publish(events or about)
         pause = time.monotonic() + 0.05
         while time.monotonic() < pause:
-            told.step()
+            reader.step()
 
 
 DIES = """
@@ -264,11 +266,11 @@ def test_the_blocks_of_a_dead_or_hanging_publisher_are_dropped_in_time(make: Cal
         assert process.stdout is not None
         assert process.stdout.readline() == b"there\n"
         relay = make(engine(), kv_events_from=(f"tcp://127.0.0.1:{port}/{replay}",))
-        told = Told(relay)
-        told.until(lambda: len(told.ranks[0]) == 2)
+        reader = Reader(relay)
+        reader.until(lambda: len(reader.ranks[0]) == 2)
         began = time.monotonic()
         process.send_signal(9 if end == "kill" else 19)
-        told.until(lambda: not told.ranks[0])
+        reader.until(lambda: not reader.ranks[0])
         assert time.monotonic() - began < 8
     finally:
         process.kill()
@@ -284,15 +286,15 @@ def test_the_blocks_of_a_dead_or_hanging_publisher_are_dropped_in_time(make: Cal
         wire.encode(1.0, chain(0, 1), BLOCK, rank=7),
     ],
 )
-def test_a_publisher_that_talks_nonsense_is_forgotten_and_heard_on(make: Callable[..., Any], payload: bytes) -> None:
-    cache = Raw()
-    told = Told(make(engine(), kv_events_from=(cache.endpoint,)))
-    cache.until_heard(wire.encode(1.0, chain(0, 2), BLOCK), told, lambda: len(told.ranks[0]) == 2)
-    cache.say(payload)
-    told.until(lambda: not told.ranks[0])
-    cache.say(wire.encode(1.0, chain(2, 3), BLOCK))  # its parent is not known any more
-    cache.say(wire.encode(1.0, [Stored(digest(50))], BLOCK))
-    told.until(lambda: set(told.ranks[0]) == {(digest(50), 0)})
+def test_a_publisher_of_invalid_payloads_is_forgotten_and_still_read(make: Callable[..., Any], payload: bytes) -> None:
+    cache = RawPublisher()
+    reader = Reader(make(engine(), kv_events_from=(cache.endpoint,)))
+    cache.send_until(wire.encode(1.0, chain(0, 2), BLOCK), reader, lambda: len(reader.ranks[0]) == 2)
+    cache.send(payload)
+    reader.until(lambda: not reader.ranks[0])
+    cache.send(wire.encode(1.0, chain(2, 3), BLOCK))  # its parent is not known any more
+    cache.send(wire.encode(1.0, [Stored(digest(50))], BLOCK))
+    reader.until(lambda: set(reader.ranks[0]) == {(digest(50), 0)})
     cache.close()
 
 
@@ -303,9 +305,9 @@ STEPS = st.lists(st.tuples(st.integers(0, 1), st.sampled_from(["store", "store",
 
 
 @given(STEPS)
-def test_after_losses_the_stream_says_less_than_is_true_and_is_closed(steps: list[tuple[int, str, int]]) -> None:
-    """Two publishers; block n hangs below (n - 1) // 2. What they hold is never less than what is told."""
-    stream, told = Consolidator(), fold([])
+def test_after_losses_the_stream_has_fewer_blocks_and_is_closed(steps: list[tuple[int, str, int]]) -> None:
+    """Two publishers; the parent of block n is (n - 1) // 2. No block is announced that neither holds."""
+    stream, reader = Consolidator(), fold([])
     held: list[set[int]] = [set(), set()]
     for source, what, number in steps:
         above = (number - 1) // 2 if number else None
@@ -319,15 +321,15 @@ def test_after_losses_the_stream_says_less_than_is_true_and_is_closed(steps: lis
         elif what == "remove" and number in mine and not {2 * number + 1, 2 * number + 2} & mine:
             mine.remove(number)
             out = stream.feed(source, [Removed(digest(number))])
-        fold(out, told)
-        assert {name for name, _ in told} <= {digest(n) for n in held[0] | held[1]}
-        assert set(fold(stream.dump())) == set(told)
+        fold(out, reader)
+        assert {name for name, _ in reader} <= {digest(n) for n in held[0] | held[1]}
+        assert set(fold(stream.dump())) == set(reader)
 
 
 # -- addresses, ports, ends
 
 
-def test_ports_follow_each_other_and_do_not_overflow() -> None:
+def test_ports_are_consecutive_and_do_not_overflow() -> None:
     assert ports(5557, 1) == [(5557, 5558)]
     assert ports(5557, 3) == [(5557, 5560), (5558, 5561), (5559, 5562)]
     assert ports(0, 2) == [(0, 0), (0, 0)]
@@ -343,18 +345,18 @@ def test_ports_follow_each_other_and_do_not_overflow() -> None:
         ("tcp://[::1]:5557/5558", Source("tcp://[::1]:5557", "tcp://[::1]:5558")),
     ],
 )
-def test_addresses_of_publishers(text: str, found: Source) -> None:
+def test_addresses_of_publishers_are_parsed(text: str, found: Source) -> None:
     assert source_of(text) == found
 
 
 @pytest.mark.parametrize("text", ["", "cache:1", "tcp://:1", "tcp://a", "tcp://a:x", "tcp://a:1/", "tcp://a:70000"])
-def test_addresses_that_are_none_are_refused_with_the_form(text: str) -> None:
+def test_invalid_addresses_are_refused_with_the_expected_form(text: str) -> None:
     with pytest.raises(ValueError, match="tcp://host:port"):
         source_of(text)
 
 
 class Closing:
-    """An engine that tells whether it was closed."""
+    """An engine that counts how often it was closed."""
 
     def __init__(self, **info: Any) -> None:
         self._engine = engine()
@@ -378,23 +380,23 @@ class Closing:
         ({"kv_events_host": "192.0.2.1"}, {}, EngineError),
     ],
 )
-def test_what_cannot_be_is_refused_at_the_start_and_the_engine_closed(
+def test_invalid_settings_are_refused_at_the_start_and_the_engine_is_closed(
     settings: dict[str, Any], info: dict[str, Any], error: type[Exception]
 ) -> None:
     inner = Closing(**info)
     before = threading.active_count()
     with pytest.raises(error):
-        relayed(inner, WorkerSettings(**{"kv_events_port": 0} | settings), ROOT, lambda: None)  # type: ignore[arg-type]
+        start_relay(inner, WorkerSettings(**{"kv_events_port": 0} | settings), ROOT, lambda: None)  # type: ignore[arg-type]
     assert inner.closed == 1
     assert threading.active_count() == before
 
 
-def test_a_port_that_another_worker_of_the_host_has_is_refused_with_the_fix() -> None:
+def test_a_port_that_another_worker_uses_is_refused_with_the_fix() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as other:
         port = other.getsockname()[1]
         inner = Closing()
-        with pytest.raises(EngineError, match=f"{port}: .*ports of its own, or 0 for any that are free"):
-            relayed(inner, WorkerSettings(kv_events_port=port), ROOT, lambda: None)
+        with pytest.raises(EngineError, match=f"{port}: .*ports of its own, or 0 for any free ones"):
+            start_relay(inner, WorkerSettings(kv_events_port=port), ROOT, lambda: None)
     assert inner.closed == 1
 
 
@@ -405,11 +407,11 @@ def test_closing_leaves_neither_threads_nor_sockets(make: Callable[..., Any]) ->
 
     def once() -> None:
         cache = publisher()
-        relay = relayed(
+        relay = start_relay(
             engine(2), WorkerSettings(kv_events_port=0, kv_events_from=(address(cache),)), ROOT, lambda: None
         )
-        relay.submit(ask([1] * 9, rank=1))
-        Told(relay).rest()
+        relay.submit(request([1] * 9, rank=1))
+        Reader(relay).drain()
         relay.close()
         assert cache.close()
 
@@ -420,26 +422,26 @@ def test_closing_leaves_neither_threads_nor_sockets(make: Callable[..., Any]) ->
     assert counts() == before
 
 
-def test_others_can_read_what_a_worker_publishes_as_they_read_vllm(make: Callable[..., Any]) -> None:
-    """By the types that vLLM's own subscribers use: its hashes are our names."""
+def test_vllms_subscribers_can_read_a_workers_events(make: Callable[..., Any]) -> None:
+    """Decoded with vLLM's own types; the hashes are our block names."""
     with standins.installed():
         from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
     relay = make(engine(2, total_blocks=8), kv_events_topic="kv")
     read: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
     context = zmq.Context()
-    with context.socket(zmq.SUB) as news, context.socket(zmq.DEALER) as again:
-        news.setsockopt(zmq.SUBSCRIBE, b"kv")
-        news.connect(relay._publishers[1].endpoint)
-        again.connect(relay._publishers[1].replay)
-        told = Told(relay)
+    with context.socket(zmq.SUB) as sub, context.socket(zmq.DEALER) as dealer:
+        sub.setsockopt(zmq.SUBSCRIBE, b"kv")
+        sub.connect(relay._publishers[1].endpoint)
+        dealer.connect(relay._publishers[1].replay)
+        reader = Reader(relay)
         for number in range(12):
-            relay.submit(ask([number] * 9, rank=1))
-            told.rest()
-        again.send_multipart(wire.request(0))
-        while again.poll(int(BOUND_S * 1000)):
-            parts = again.recv_multipart()
-            if wire.message(parts).number == wire.END:
+            relay.submit(request([number] * 9, rank=1))
+            reader.drain()
+        dealer.send_multipart(wire.replay_request(0))
+        while dealer.poll(int(BOUND_S * 1000)):
+            parts = dealer.recv_multipart()
+            if wire.parse_message(parts).number == wire.END:
                 break
             read.put(parts)
     context.term()
@@ -449,7 +451,7 @@ def test_others_can_read_what_a_worker_publishes_as_they_read_vllm(make: Callabl
     while not read.empty():
         parts = read.get()
         assert parts[-3] == b"kv"
-        assert wire.message(parts).number == expected
+        assert wire.parse_message(parts).number == expected
         expected += 1
         batch = msgspec.msgpack.decode(parts[-1], type=KVEventBatch)
         assert batch.data_parallel_rank == 1
@@ -462,10 +464,10 @@ def test_others_can_read_what_a_worker_publishes_as_they_read_vllm(make: Callabl
             elif isinstance(event, BlockRemoved):
                 held.difference_update(event.block_hashes)
     assert kinds == {BlockStored, BlockRemoved}
-    assert {(name, 0) for name in held} == set(told.ranks[1])
+    assert {(name, 0) for name in held} == set(reader.ranks[1])
 
 
-def test_a_relay_is_an_engine(make: Callable[..., Any]) -> None:
+def test_a_relay_has_all_methods_of_an_engine(make: Callable[..., Any]) -> None:
     missing = [name for name in vars(Engine) if not name.startswith("_") and not hasattr(make(engine()), name)]
     assert missing == []
     assert isinstance(make(engine()), Relay)

@@ -1,4 +1,4 @@
-"""Publishers and subscribers over ZMQ: nothing is lost that can be replayed, what is lost is said, all is closed."""
+"""Publishers and subscribers over ZMQ: nothing is lost that can be replayed, losses are reported, all is closed."""
 
 import gc
 import os
@@ -22,19 +22,19 @@ BOUND_S = 10.0
 
 
 class Reader:
-    """What a subscriber hands over."""
+    """Collects what a subscriber delivers."""
 
     def __init__(self) -> None:
-        self.facts: queue.SimpleQueue[tuple[list[bytes], bool]] = queue.SimpleQueue()
+        self.received: queue.SimpleQueue[tuple[list[bytes], bool]] = queue.SimpleQueue()
         self.lost = 0
 
     def take(self, payloads: list[bytes], lost: bool) -> None:
-        self.facts.put((payloads, lost))
+        self.received.put((payloads, lost))
 
     def batches(self, count: int) -> list[wire.Batch]:
         found: list[wire.Batch] = []
         while len(found) < count:
-            payloads, lost = self.facts.get(timeout=BOUND_S)
+            payloads, lost = self.received.get(timeout=BOUND_S)
             self.lost += lost
             found += map(named, payloads)
         return found
@@ -71,9 +71,7 @@ def chain(start: int, end: int) -> list[KvEvent]:
     return [Stored(digest(n), digest(n - 1) if n else None) for n in range(start, end)]
 
 
-def test_whoever_comes_late_hears_all_from_the_beginning(
-    publisher: Publisher, subscribe: Callable[..., Subscriber]
-) -> None:
+def test_a_late_subscriber_receives_all_messages(publisher: Publisher, subscribe: Callable[..., Subscriber]) -> None:
     reader = Reader()
     for number in range(5):
         publisher.publish(chain(number, number + 1))
@@ -84,18 +82,18 @@ def test_whoever_comes_late_hears_all_from_the_beginning(
     assert (found[0].time, found[0].rank, reader.lost) == (1.5, None, 0)
 
 
-def test_what_is_no_longer_kept_is_said_to_be_lost(tmp_path: Path) -> None:
-    publisher = Publisher(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay", kept=2)
+def test_messages_that_are_no_longer_kept_are_reported_as_lost(tmp_path: Path) -> None:
+    publisher = Publisher(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay", replay_messages=2)
     for number in range(6):
         publisher.publish(chain(number, number + 1))
     reader = Reader()
     peek = zmq.Context()
-    with peek.socket(zmq.DEALER) as asker:  # all six are out
-        asker.connect(publisher.replay)
+    with peek.socket(zmq.DEALER) as dealer:  # all six have been sent
+        dealer.connect(publisher.replay)
         while True:
-            asker.send_multipart(wire.request(5))
-            assert asker.poll(BOUND_S * 1000)
-            first = wire.message(asker.recv_multipart())
+            dealer.send_multipart(wire.replay_request(5))
+            assert dealer.poll(BOUND_S * 1000)
+            first = wire.parse_message(dealer.recv_multipart())
             if first.number == 5:
                 break
     peek.term()
@@ -112,31 +110,33 @@ def test_two_publishers_of_a_worker_become_one_stream_over_three_hops(
     """Engines' publishers -> consolidator -> its own publisher -> a reader; numbers have no gaps on any hop."""
     engines = [Publisher(f"ipc://{tmp_path}/e{n}", f"ipc://{tmp_path}/r{n}", rank=n) for n in range(2)]
     last = Publisher(f"ipc://{tmp_path}/out", f"ipc://{tmp_path}/again")
-    facts: queue.SimpleQueue[tuple[int, list[bytes], bool]] = queue.SimpleQueue()
-    takers = [
-        Subscriber(each.endpoint, each.replay, lambda found, lost, n=number: facts.put((n, found, lost)), check_s=0.05)
+    received: queue.SimpleQueue[tuple[int, list[bytes], bool]] = queue.SimpleQueue()
+    subscribers = [
+        Subscriber(
+            each.endpoint, each.replay, lambda found, lost, n=number: received.put((n, found, lost)), check_s=0.05
+        )
         for number, each in enumerate(engines)
     ]
     reader = Reader()
     subscribe(last, reader)
     for number in range(20):
         engines[number % 2].publish(chain(0, number + 1))
-    stream, heard, sent = Consolidator(), 0, 0
-    while heard < 20:
-        rank, payloads, lost = facts.get(timeout=BOUND_S)
+    stream, count, sent = Consolidator(), 0, 0
+    while count < 20:
+        rank, payloads, lost = received.get(timeout=BOUND_S)
         assert not lost
-        heard += len(payloads)
+        count += len(payloads)
         for payload in payloads:
             batch = named(payload)
             assert batch.rank == rank
             if out := stream.feed(rank, batch.events):
                 last.publish(out)
                 sent += 1
-    told = fold(event for batch in reader.batches(sent) for event in batch.events)
-    assert told == fold(chain(0, 20))
-    assert told == fold(stream.dump())
+    announced = fold(event for batch in reader.batches(sent) for event in batch.events)
+    assert announced == fold(chain(0, 20))
+    assert announced == fold(stream.dump())
     assert reader.lost == 0
-    for each in (*takers, *engines, last):
+    for each in (*subscribers, *engines, last):
         assert each.close()  # type: ignore[attr-defined]
 
 
@@ -161,14 +161,14 @@ def test_closing_leaves_neither_threads_nor_sockets(tmp_path: Path) -> None:
     assert counts() == before
 
 
-def test_a_publisher_that_has_nothing_to_say_sleeps(tmp_path: Path) -> None:
+def test_an_idle_publisher_sleeps(tmp_path: Path) -> None:
     def switches() -> int:
         status = Path(f"/proc/self/task/{publisher._thread.native_id}/status").read_text()
         return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
 
     publisher = Publisher(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
     try:
-        time.sleep(0.05)  # it begins
+        time.sleep(0.05)  # its thread starts
         before = switches()
         time.sleep(0.3)
         assert switches() - before < 5
@@ -176,7 +176,7 @@ def test_a_publisher_that_has_nothing_to_say_sleeps(tmp_path: Path) -> None:
         assert publisher.close()
 
 
-def test_an_address_that_is_taken_is_an_error_and_nothing_stays_open(tmp_path: Path) -> None:
+def test_an_unusable_address_is_an_error_and_nothing_stays_open(tmp_path: Path) -> None:
     first = Publisher(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
     with pytest.raises(zmq.ZMQError):
         Publisher("tcp://192.0.2.1:9", f"ipc://{tmp_path}/other")
@@ -184,18 +184,18 @@ def test_an_address_that_is_taken_is_an_error_and_nothing_stays_open(tmp_path: P
 
 
 @pytest.mark.parametrize("parts", [[], [b"x"], [b"", b"short", b"payload"]])
-def test_what_is_no_message_is_refused(parts: list[bytes]) -> None:
+def test_malformed_messages_are_refused(parts: list[bytes]) -> None:
     with pytest.raises(ValueError):
-        wire.message(parts)
+        wire.parse_message(parts)
 
 
-def test_messages_are_as_the_public_format_has_them() -> None:
+def test_messages_have_the_public_format() -> None:
     assert wire.frames(b"t", 258, b"p") == [b"t", b"\0\0\0\0\0\0\x01\x02", b"p"]
     assert wire.frames(b"", wire.END, b"") == [b"", b"\xff" * 8, b""]
-    assert wire.message([b"id", b"", b"t", b"\xff" * 8, b""]).number == wire.END
-    assert wire.request(1) == [b"", b"\0" * 7 + b"\x01"]
+    assert wire.parse_message([b"id", b"", b"t", b"\xff" * 8, b""]).number == wire.END
+    assert wire.replay_request(1) == [b"", b"\0" * 7 + b"\x01"]
     for wrong in (b"", b"\xc1", b"\x01", b"\x92\x01\x02"):
         with pytest.raises(ValueError):
-            wire.decode_any(wrong)
+            wire.decode_raw(wrong)
         with pytest.raises(ValueError):
             wire.decode(wrong)
