@@ -14,7 +14,7 @@ from schemas.errors import Code, ServingError
 from schemas.transfer import Encoded, Ticket
 from workers.block_reserver import BlockReserver
 from workers.engine_thread import EngineThread
-from workers.engines.base import Engine, MediaReservation, RequestError, VisionEngine
+from workers.engines.base import Engine, MediaReservation, RequestError, VisionEngine, vision_of
 from workers.executor import SessionContext
 from workers.kv_transfer.base import TransferError
 from workers.kv_transfer.handoff.owner import Owner
@@ -26,7 +26,7 @@ from workers.requests import RunningRequest, next_job, stamps, ticket_id
 class EmbeddingStage:
     """
     Args:
-        vision: the engine, if its model takes images.
+        vision: of the engine, if its model takes images.
         owner: leases slots to the next worker; None: no hand-over.
         reader: fetches slots of the encode worker; None: no hand-over.
     """
@@ -57,7 +57,7 @@ class EmbeddingStage:
         if reservation is None or not await self._encode_missing(running, reservation):
             return None
         generations = await asyncio.wrap_future(
-            self._engine.call(lambda engine: _vision(engine).media_generations(reservation))
+            self._engine.call(lambda engine: vision_of(engine).generations(reservation))
         )
         job = msgspec.Raw(wire.encode(next_job(running)))
         running.media = None  # from here on the lease holds the slots
@@ -97,8 +97,8 @@ class EmbeddingStage:
                 running,
                 running.request.deadline_ns,
                 "embeds",
-                lambda engine: _vision(engine).media_reserve(media),
-                lambda engine, found: _vision(engine).media_release(found),
+                lambda engine: vision_of(engine).reserve(media),
+                lambda engine, found: vision_of(engine).release(found),
             )
         except RequestError as error:
             await self._terminal.end(running, Code(error.code), error.message)
@@ -135,7 +135,7 @@ class EmbeddingStage:
             return None
         running.media = reservation
         reservation.have = [True] * len(reservation.have)
-        self._engine.call(lambda engine: _vision(engine).media_adopt(reservation))
+        self._engine.call(lambda engine: vision_of(engine).adopt(reservation))
         return reservation
 
     async def _encode_missing(self, running: RunningRequest, reservation: MediaReservation) -> bool:
@@ -149,7 +149,7 @@ class EmbeddingStage:
             prepared = await self._loader.load(missing)
             if not self._requests.is_current(running):
                 return False
-            await asyncio.wrap_future(self._engine.call(lambda engine: _vision(engine).encode(reservation, prepared)))
+            await asyncio.wrap_future(self._engine.call(lambda engine: vision_of(engine).encode(reservation, prepared)))
         except RequestError as error:
             await self._terminal.end(running, Code(error.code), error.message)
             return False
@@ -166,8 +166,4 @@ class EmbeddingStage:
 
 def _free(reservation: MediaReservation) -> Callable[[Engine], object]:
     """Frees the slots, in the engine thread."""
-    return lambda engine: _vision(engine).media_release(reservation)
-
-
-def _vision(engine: Engine) -> VisionEngine:
-    return engine  # type: ignore[return-value]  # only reached with a vision engine
+    return lambda engine: vision_of(engine).release(reservation)

@@ -75,7 +75,7 @@ class TokenBackend:
         self.load_seconds = engine.info.load_seconds
         for collector in getattr(engine, "collectors", tuple)():  # the engine's own metrics
             self._metrics.registry.register(collector)
-        self._vision = _vision(engine)
+        self._vision = engine.vision
         self._transport = await self._open_transport(self._thread, connection)
         loop_lag.freeze_loaded()
         return self._served_model(connection)
@@ -142,11 +142,6 @@ class TokenBackend:
             return True
         self._thread.stop()
         return self._thread.join(timeout)
-
-
-def _vision(engine: Engine) -> VisionEngine | None:
-    """The engine, if its model takes images."""
-    return engine if getattr(engine, "slot_tokens", 0) else None  # type: ignore[return-value]
 
 
 def build_engine(settings: WorkerSettings, path: Path) -> Engine:

@@ -31,6 +31,7 @@ from workers.engines.base import (
     Reservation,
     VisionEngine,
     kv_transfer_of,
+    vision_of,
 )
 from workers.executor import SessionContext, StageInput
 from workers.flush_publisher import FlushPublisher
@@ -50,7 +51,7 @@ class TokenExecutor:
         engine: the thread that runs the engine.
         info: what the engine in it is.
         transport: moves KV blocks to and from other workers; None: this worker moves none.
-        vision: the engine, if its model takes images.
+        vision: of the engine, if its model takes images.
     """
 
     def __init__(
@@ -283,4 +284,4 @@ class TokenExecutor:
 
 
 def _free_media(engine: Engine, media: MediaReservation) -> None:
-    engine.media_release(media)  # type: ignore[attr-defined]  # only a vision engine makes media reservations
+    vision_of(engine).release(media)

@@ -24,9 +24,9 @@ def answer(made: ScheduledEngine, model: modeldir.ModelDir, question: str, pictu
     media, slots = [], None
     if picture is not None:
         assert model.vision is not None
-        slots = made.media_reserve([(picture[:32], model.vision.image_tokens)])
+        slots = made.vision.reserve([(picture[:32], model.vision.image_tokens)])
         assert slots is not None
-        made.encode(slots, {0: made.prepare(picture, "image/png")})
+        made.vision.encode(slots, {0: made.vision.prepare(picture, "image/png")})
         at = tokens.index(model.vision.image_token_id)
         media = [MediaSpan(at, model.vision.image_tokens, picture[:32], slots.slots[0])]
     made.submit(SequenceRequest("key", tokens, Sampling(temperature=0.0), Stop(40), media=media))
@@ -34,7 +34,7 @@ def answer(made: ScheduledEngine, model: modeldir.ModelDir, question: str, pictu
     while made.has_work():
         ids += [output.token for output in made.step().outputs]
     if slots is not None:
-        made.media_release(slots)
+        made.vision.release(slots)
     return str(model.tokenizer.decode(ids))
 
 

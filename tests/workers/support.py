@@ -402,7 +402,7 @@ class WorkerHarness:
     async def begin(self) -> WorkerSession:
         """A new session; it answers control requests for its dump."""
         info = self.engine.info
-        vision: Any = self.engine if getattr(self.engine, "slot_tokens", 0) else None
+        vision = self.engine.vision
         self.session = session = WorkerSession(
             *(self.bus, self.publisher, self.model, self.settings, self.metrics),
             lambda context: TokenExecutor(context, self.thread, info, self.transport, vision),

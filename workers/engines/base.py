@@ -185,6 +185,10 @@ class Engine(Protocol):
     info: EngineInfo
     kv_transfer: "KvTransfer | None"  # None: it cannot take KV blocks from other workers
 
+    @property
+    def vision(self) -> "VisionEngine | None":
+        """None: it takes no images."""
+
     def submit(self, request: SequenceRequest) -> None:
         """Queue one sequence.
 
@@ -260,14 +264,14 @@ class MediaReservation(msgspec.Struct, eq=False):
 
 
 class VisionEngine(Protocol):
-    """What an engine that knows images offers besides; an encode worker's engine offers little else.
+    """What an engine offers besides if its model takes images; an encode worker's engine offers little else.
 
-    Embeddings lie in the pool "embeds" of ``memory()``: slots of a fixed number of rows (one per placeholder token).
-    A medium with more tokens takes several slots. ``prepare`` may be called from any thread, the rest from the
-    engine's only.
+    Embeddings lie in the pool "embeds" of ``Engine.memory``: slots of a fixed number of rows, one row per placeholder
+    token. A medium with more tokens takes several slots. ``prepare`` may be called from any thread, the rest only from
+    the engine thread.
     """
 
-    slot_tokens: int  # placeholder tokens that one slot holds; 0: the model takes no images, all else here is refused
+    slot_tokens: int  # placeholder tokens per slot
 
     def prepare(self, raw: bytes, kind: str) -> object:
         """Decode one medium into what ``encode`` takes.
@@ -276,26 +280,32 @@ class VisionEngine(Protocol):
             RequestError: it cannot be decoded, or is of a kind or shape that the model does not take.
         """
 
-    def media_reserve(self, media: Seq[tuple[bytes, int]]) -> MediaReservation | None:
-        """Hold slots for (digest, tokens) each, found or to be filled; None: there is no room now.
+    def reserve(self, media: Seq[tuple[bytes, int]]) -> MediaReservation | None:
+        """Hold slots for (digest, tokens) each, cached or to be filled; None: too few are available now.
 
         Raises:
-            RequestError: there can never be.
+            RequestError: the pool is too small for them.
         """
 
     def encode(self, reservation: MediaReservation, prepared: Mapping[int, object]) -> None:
-        """Compute the embeddings of media (by their number in the reservation) into their slots; adopts them.
+        """Compute the embeddings of media (by their number in the reservation) into their slots, and adopt them.
 
         Raises:
             RequestError: a medium does not fit its slots.
             EngineError: the device is lost.
         """
 
-    def media_adopt(self, reservation: MediaReservation) -> None:
-        """All slots are filled (by a transfer): their digests can be found from now on."""
+    def adopt(self, reservation: MediaReservation) -> None:
+        """All slots were filled by a transfer: enter their media into the cache."""
 
-    def media_release(self, reservation: MediaReservation) -> None:
-        """Release the slots; what was adopted stays findable until its slot is needed."""
+    def release(self, reservation: MediaReservation) -> None:
+        """Release the slots; adopted media stay in the cache until their slots are needed."""
 
-    def media_generations(self, reservation: MediaReservation) -> list[int]:
-        """Of all slots, flattened in order; they change when a slot gets a new owner."""
+    def generations(self, reservation: MediaReservation) -> list[int]:
+        """Generations of all slots, flattened in order; a slot's changes when it gets a new owner."""
+
+
+def vision_of(engine: Engine) -> VisionEngine:
+    """The capability of an engine that is known to have it: its model takes images."""
+    assert engine.vision is not None, f"engine {engine.info.name} takes no images"
+    return engine.vision

@@ -1,4 +1,4 @@
-"""Several engines as the attention data-parallel ranks of one: each has its own cache, all step together."""
+"""Several engines as the attention data-parallel ranks of one: each has its own cache, and all step together."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -19,21 +19,21 @@ from workers.engines.base import (
     SequenceRequest,
     Started,
     StepResult,
+    VisionEngine,
 )
 from workers.engines.core.engine import ScheduledEngine
 
 
 class DataParallelEngine:
-    """Implements ``workers.engines.base.Engine`` without KV transfer; owns ``engines``, which are configured alike.
+    """Implements ``workers.engines.base.Engine`` for text, without KV transfer; owns ``engines``, configured alike.
 
     Args:
-        pause: called after each step of all ranks, which wait for each other as ranks do.
+        pause: called after each step of all ranks, for the time in which they wait for the slowest.
     """
-
-    slot_tokens = 0  # takes no embeddings
 
     def __init__(self, engines: Seq[ScheduledEngine], pause: Callable[[], None] = lambda: None) -> None:
         self.kv_transfer: KvTransfer | None = None
+        self.vision: VisionEngine | None = None
         self._engines = engines
         self._pause = pause
         self._rank_of: dict[object, int] = {}
@@ -63,10 +63,10 @@ class DataParallelEngine:
         return any(engine.has_work() for engine in self._engines)
 
     def step(self) -> StepResult:
-        """One batch on every rank that has something to do.
+        """One batch on every rank that has work.
 
         Raises:
-            EngineError: a rank is broken; so is this engine.
+            EngineError: a rank is broken, and with it this engine.
         """
         outputs: list[Output] = []
         started: list[Started] = []

@@ -34,6 +34,7 @@ from workers.engines.base import (
     SequenceRequest,
     Started,
     StepResult,
+    VisionEngine,
 )
 from workers.engines.external.outputs import SequenceFailure, Token
 from workers.engines.external.prompt_logprobs import scores
@@ -145,7 +146,8 @@ class ExternalEngine(Generic[L]):
         inbox: "queue.SimpleQueue[Any] | None" = None,
     ) -> None:
         self.info = info
-        self.kv_transfer: KvTransfer | None = None  # its KV moves by itself
+        self.kv_transfer: KvTransfer | None = None  # the engine moves its KV itself
+        self.vision: VisionEngine | None = None
         self._title = title
         self._loop = loop
         self._resources = resources

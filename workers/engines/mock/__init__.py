@@ -11,7 +11,8 @@ from infra.model.detokenizer import REPLACEMENT
 from workers.engines.base import EngineInfo
 from workers.engines.core.blocks import BlockManager
 from workers.engines.core.data_parallel import DataParallelEngine
-from workers.engines.core.engine import EncodeEngine, ScheduledEngine
+from workers.engines.core.encode_engine import EncodeEngine
+from workers.engines.core.engine import ScheduledEngine
 from workers.engines.core.scheduler import Scheduler
 from workers.engines.mock.executor import MockExecutor, Vocabulary
 from workers.engines.mock.memory import BLOCK_BYTES, MockBlocks, MockVisionEncoder

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from configs.settings import WorkerSettings
-from workers.engines.core.engine import EncodeEngine, ScheduledEngine
+from workers.engines.core.encode_engine import EncodeEngine
+from workers.engines.core.engine import ScheduledEngine
 from workers.engines.cpu_budget import wait_passively
 from workers.engines.logits.flags import from_settings as processors
 from workers.engines.native.options import NativeOptions

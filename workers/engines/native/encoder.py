@@ -5,7 +5,7 @@ import time
 import torch
 
 from workers.engines.base import EngineError, EngineInfo
-from workers.engines.core.engine import EncodeEngine
+from workers.engines.core.encode_engine import EncodeEngine
 from workers.engines.native import vision
 from workers.engines.native.build import find_device, set_threads
 from workers.engines.native.model import ModelError, configuration, end_tokens, max_positions, vision_encoder, weights

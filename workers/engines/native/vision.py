@@ -15,7 +15,8 @@ from schemas.errors import Code
 from schemas.transfer import Memory
 from workers.engines.base import EngineError, RequestError
 from workers.engines.native import media
-from workers.engines.native.pool import dtype_name, free_bytes, location, out_of_memory, zeros
+from workers.engines.native.embedding_slots import EmbeddingSlots
+from workers.engines.native.pool import free_bytes, out_of_memory
 
 KINDS = frozenset({"llava"})  # model types whose images we embed
 TOWERS = frozenset({"clip_vision_model", "siglip_vision_model"})  # of one picture size, hence of one number of tokens
@@ -36,7 +37,7 @@ class TorchVisionEncoder:
         slots: of the pool; 0: ``DEFAULT_SLOTS``, or fewer where memory is short.
 
     Attributes:
-        data: the pool, (slots, slot_tokens, hidden).
+        pool: the embeddings.
 
     Raises:
         Blind: the model does not make of a picture what we expect.
@@ -49,16 +50,16 @@ class TorchVisionEncoder:
         self._dtype: torch.dtype = model.dtype
         self._device: torch.device = model.device
         self._shape, features = self._blank()
-        self.slot_tokens, self._hidden = (int(size) for size in features.shape)
-        self._slot_bytes = features.numel() * self._dtype.itemsize
+        self.slot_tokens, hidden = (int(size) for size in features.shape)
+        slot_bytes = features.numel() * self._dtype.itemsize
         free = free_bytes(self._device)
-        self.slots = slots or max(1, min(DEFAULT_SLOTS, int(free * MEMORY_SHARE) // self._slot_bytes))
-        if self.slots * self._slot_bytes > free:
+        self.slots = slots or max(1, min(DEFAULT_SLOTS, int(free * MEMORY_SHARE) // slot_bytes))
+        if self.slots * slot_bytes > free:
             raise EngineError(
-                f"no memory is left for {self.slots} embedding slots of {self._slot_bytes} bytes on {self._device}; "
+                f"no memory is left for {self.slots} embedding slots of {slot_bytes} bytes on {self._device}; "
                 "lower embed_slots"
             )
-        self.data = zeros((self.slots, self.slot_tokens, self._hidden), self._dtype, self._device)
+        self.pool = EmbeddingSlots(self.slots, self.slot_tokens, hidden, self._dtype, self._device)
 
     def _blank(self) -> tuple[torch.Size, Tensor]:
         """Shape of a picture for the tower, which must be the same for all, and the embeddings of a blank one."""
@@ -88,21 +89,19 @@ class TorchVisionEncoder:
         Raises:
             RequestError: it is broken, too large, or of another kind or shape.
         """
-        if kind in media.IMAGES:
-            pixels = media.pixels(media.picture(raw), self._processor)
-            if pixels.data.shape != self._shape:  # it would fail together with others, in the tower
-                raise RequestError(
-                    Code.invalid_request,
-                    f"an image became a tensor of {tuple(pixels.data.shape)}, this model takes {tuple(self._shape)}",
-                )
-            return pixels
-        if kind == media.EMBEDDING:
-            return media.rows(raw, self._hidden, self._dtype)
-        kinds = ", ".join(sorted(media.IMAGES))
-        raise RequestError(Code.invalid_request, f"media of kind {kind!r} are not taken, only {kinds}")
+        medium = self.pool.decode(raw, kind)
+        if isinstance(medium, media.Rows):
+            return medium
+        pixels = media.pixels(medium, self._processor)
+        if pixels.data.shape != self._shape:  # it would fail together with others, in the tower
+            raise RequestError(
+                Code.invalid_request,
+                f"an image became a tensor of {tuple(pixels.data.shape)}, this model takes {tuple(self._shape)}",
+            )
+        return pixels
 
     def tokens(self, prepared: object) -> int:
-        return len(prepared.data) if isinstance(prepared, media.Rows) else self.slot_tokens
+        return self.pool.tokens(prepared)
 
     def fill(self, batch: Seq[tuple[list[int], object]]) -> None:
         """Embed each medium into its slots.
@@ -115,23 +114,18 @@ class TorchVisionEncoder:
             with torch.inference_mode():
                 for slots, medium in batch:
                     if isinstance(medium, media.Rows):
-                        self._write(slots, medium.data)
+                        self.pool.write(slots, medium.data)
                 for at in range(0, len(pictures), BATCH):
                     part = pictures[at : at + BATCH]
                     features = self._features([medium for _, medium in part])
                     for (slots, _), one in zip(part, features, strict=True):
-                        self._write(slots, one)
+                        self.pool.write(slots, one)
                 if self._device.type == "cuda":  # other processes read the pool
                     torch.cuda.synchronize(self._device)
         except torch.OutOfMemoryError as error:
             raise EngineError(out_of_memory(error)) from error
         except RuntimeError as error:  # torch has no narrower type for a lost device
             raise EngineError(f"encoding images failed on {self._device}: {error}") from error
-
-    def _write(self, slots: list[int], rows: Tensor) -> None:
-        for number, slot in enumerate(slots):
-            part = rows[number * self.slot_tokens : (number + 1) * self.slot_tokens]
-            self.data[slot, : len(part)] = part
 
     def take(self, places: Tensor) -> Tensor:
         """Embeddings out of the pool.
@@ -140,23 +134,15 @@ class TorchVisionEncoder:
             places: (n,) int64, slot x slot_tokens + row.
         Returns: (n, hidden)
         """
-        return self.data.view(-1, self._hidden).index_select(0, places)
+        return self.pool.data.flatten(0, 1).index_select(0, places)
 
     def memory(self) -> Memory:
-        kind, device = location(self._device)
-        return Memory(
-            base=self.data.data_ptr(),
-            block_bytes=self._slot_bytes,
-            blocks=self.slots,
-            kind=kind,
-            device=device,
-            layout=f"{dtype_name(self._dtype)}({self.slot_tokens},{self._hidden})",
-        )
+        return self.pool.memory()
 
     def close(self) -> None:
         """Give tower and pool back."""
         self._model = None
-        self.data = torch.empty(0)
+        self.pool.close()
 
 
 def refusal(config: Any) -> str:

@@ -6,29 +6,31 @@ from typing import Any
 
 from prometheus_client.registry import Collector
 
+from schemas.errors import Code
 from schemas.kv import KvEvent
 from schemas.transfer import Memory
-from workers.engines.base import EngineInfo, EngineStats, MediaReservation, SequenceRequest
-from workers.engines.core.engine import VisionMixin
+from workers.engines.base import EngineInfo, EngineStats, RequestError, SequenceRequest
+from workers.engines.core.embedding_pool import TEXT_ONLY, EmbeddingPool
 from workers.engines.external.engine import ExternalEngine
 from workers.engines.external.handoff_state import ConsumedStates
 from workers.engines.loop import LoopThread
 from workers.engines.trtllm import stats
 from workers.engines.trtllm.api import Api
 from workers.engines.trtllm.follower import ActiveSequence, Follower, KvEvents, Stat
-from workers.engines.trtllm.image_slots import ImageSlotStore, slots_of
+from workers.engines.trtllm.image_slots import ImageSlotStore
 from workers.engines.trtllm.kv_events import Roots, Translator, by_rank
 from workers.engines.trtllm.metrics import NativeMetrics
 from workers.engines.trtllm.prepare import Options, check, prepare
 
 
-class TrtllmEngine(ExternalEngine[ActiveSequence], VisionMixin):
-    """Implements ``workers.engines.base.Engine``, and ``VisionEngine`` if it has an image_slots.
+class TrtllmEngine(ExternalEngine[ActiveSequence]):
+    """Implements ``workers.engines.base.Engine``.
 
     Args:
-        resources: what ends with it: first ``llm``, then ``loop``.
+        resources: closed with it: first ``llm``, then ``loop``.
+        image_slots: images of prompts; None: the model takes none.
 
-    KV moves by TensorRT-LLM's own cache transceiver: hand-overs are ``opaque``; ``memory`` is of embeddings only.
+    KV moves through TensorRT-LLM's own cache transceiver: hand-overs are ``opaque``, ``memory`` has embeddings only.
     """
 
     _follower: Follower
@@ -44,9 +46,9 @@ class TrtllmEngine(ExternalEngine[ActiveSequence], VisionMixin):
         resources: contextlib.ExitStack,
         image_slots: ImageSlotStore | None = None,
     ) -> None:
-        ExternalEngine.__init__(self, "TensorRT-LLM", info, loop, resources)
-        VisionMixin.__init__(self, image_slots)
-        self._image_slots = image_slots
+        super().__init__("TensorRT-LLM", info, loop, resources)
+        self._images = None if image_slots is None else EmbeddingPool(image_slots, image_slots.mark_embedded)
+        self.vision = self._images
         self._options = options
         self._metrics = metrics
         self._follower = Follower(llm, api, loop, options, metrics, self._enqueue)
@@ -59,7 +61,9 @@ class TrtllmEngine(ExternalEngine[ActiveSequence], VisionMixin):
     def _accept(self, request: SequenceRequest) -> ActiveSequence:
         check(request, self.info, self._options.prompt_limit)
         if request.media:
-            self._check_media(request.media, len(request.prompt), bool(request.opaque))
+            if self._images is None:
+                raise RequestError(Code.invalid_request, TEXT_ONLY)
+            self._images.check(request.media, len(request.prompt), adopted=bool(request.opaque))
         sequence = ActiveSequence(request, prepare(request, self.info, self._options, self._consumed))
         self._roots.learn(request.prompt, request.root or self._options.root, (m.digest for m in request.media))
         return sequence
@@ -75,8 +79,8 @@ class TrtllmEngine(ExternalEngine[ActiveSequence], VisionMixin):
 
     def _on_event(self, event: KvEvents | Stat, events: list[KvEvent], others: dict[int, list[KvEvent]]) -> None:
         if isinstance(event, KvEvents):
-            for rank, told in by_rank(event.events).items():
-                if rank < len(self._translators) and (named := self._translators[rank].feed(told)):
+            for rank, received in by_rank(event.events).items():
+                if rank < len(self._translators) and (named := self._translators[rank].feed(received)):
                     (others.setdefault(rank, []) if rank else events).extend(named)
         else:
             self._blocks = stats.blocks(event.stat) or self._blocks
@@ -84,7 +88,7 @@ class TrtllmEngine(ExternalEngine[ActiveSequence], VisionMixin):
 
     def stats(self) -> EngineStats:
         total, used, free = self._blocks
-        if not self._active and not self._held:  # the engine counts while it computes: its last word may be too early
+        if not self._active and not self._held:  # its last statistic may be from before the end of the last request
             used, free = 0, total
         cached = min(free, sum(translator.names for translator in self._translators))
         return EngineStats(
@@ -106,9 +110,4 @@ class TrtllmEngine(ExternalEngine[ActiveSequence], VisionMixin):
         return [self._metrics]
 
     def memory(self) -> dict[str, Memory]:
-        return self._embeds()
-
-    def media_adopt(self, reservation: MediaReservation) -> None:
-        if self._image_slots is not None:
-            self._image_slots.mark_embedded(slots_of(reservation))
-        super().media_adopt(reservation)
+        return {} if self._images is None else self._images.memory()

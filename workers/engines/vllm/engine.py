@@ -40,7 +40,6 @@ class VllmEngine(ExternalEngine[ActiveSequence]):
     KV moves by vLLM's own NIXL connector: there is no ``memory`` of ours, hand-overs are ``opaque``.
     """
 
-    slot_tokens = 0  # takes no embeddings of ours
     _follower: Follower
 
     def __init__(

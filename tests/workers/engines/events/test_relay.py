@@ -125,7 +125,7 @@ def test_all_other_calls_go_to_the_engine(make: Callable[..., Any]) -> None:
     relay = make(inner)
     assert relay.info is inner.info
     assert relay.blocked is False
-    assert (relay.memory(), relay.slot_tokens) == ({}, 0)
+    assert (relay.memory(), relay.vision) == ({}, None)
     relay.submit(request([1, 2, 3], max_tokens=50))
     relay.step()
     assert relay.stats().running == inner.stats().running == 1

@@ -28,7 +28,8 @@ from workers.engines.base import (
     SequenceRequest,
     StepResult,
 )
-from workers.engines.core.engine import EncodeEngine, ScheduledEngine
+from workers.engines.core.encode_engine import EncodeEngine
+from workers.engines.core.engine import ScheduledEngine
 from workers.engines.mock import MockOptions, build, build_encoder, encoder_from_settings, from_settings
 from workers.engines.mock.executor import GREEDY, Vocabulary, expected_tokens
 from workers.engines.mock.memory import BLOCK_BYTES, SLOT_BYTES, embedding
@@ -86,9 +87,9 @@ def tokens(results: list[StepResult], key: object = "k") -> list[int]:
 
 
 def encoded(mock: ScheduledEngine | EncodeEngine, raws: Sequence[bytes] = RAW) -> MediaReservation:
-    reservation = mock.media_reserve([(blake3(raw).digest(), IMAGE_TOKENS) for raw in raws])
+    reservation = mock.vision.reserve([(blake3(raw).digest(), IMAGE_TOKENS) for raw in raws])
     assert reservation is not None
-    mock.encode(reservation, {at: mock.prepare(raw, "image/png") for at, raw in enumerate(raws)})
+    mock.vision.encode(reservation, {at: mock.vision.prepare(raw, "image/png") for at, raw in enumerate(raws)})
     return reservation
 
 
@@ -232,11 +233,11 @@ def test_encoded_prefilled_and_decoded_in_three_places(chunk: int) -> None:
     source, target = engine(max_batched_tokens=chunk), engine()
     encoded(encoder, [b"in the way"])
     done = encoded(encoder)
-    there = source.media_reserve([(blake3(raw).digest(), IMAGE_TOKENS) for raw in RAW])
+    there = source.vision.reserve([(blake3(raw).digest(), IMAGE_TOKENS) for raw in RAW])
     assert there is not None
     for mine, theirs in zip(done.slots, there.slots, strict=True):
         copy(encoder.memory()["embeds"], source.memory()["embeds"], mine, theirs)
-    source.media_adopt(there)
+    source.vision.adopt(there)
     reservation, first = handed_over(source, target, request(1, media=spans(there.slots)))
     # The decode worker never sees the pictures; they are in the blocks.
     more = request(20, media=spans([(), ()]), generated=[first], reservation=reservation)
@@ -282,9 +283,9 @@ def test_memory_says_what_lies_in_it() -> None:
 def test_an_embedding_takes_as_many_tokens_as_it_has_rows() -> None:
     mock = engine()
     raw = save({"x": torch.zeros(12, 4)})
-    reservation = mock.media_reserve([(blake3(raw).digest(), 12)])
+    reservation = mock.vision.reserve([(blake3(raw).digest(), 12)])
     assert reservation is not None
-    mock.encode(reservation, {0: mock.prepare(raw, "embedding")})
+    mock.vision.encode(reservation, {0: mock.vision.prepare(raw, "embedding")})
     (slots,) = reservation.slots
     pool = mock.memory()["embeds"]
     assert b"".join(ctypes.string_at(pool.base + s * SLOT_BYTES, SLOT_BYTES) for s in slots) == embedding(raw, 3)
@@ -298,7 +299,7 @@ def test_an_embedding_takes_as_many_tokens_as_it_has_rows() -> None:
 )
 def test_what_is_no_medium_is_refused(raw: bytes, kind: str) -> None:
     with pytest.raises(RequestError) as caught:
-        engine().prepare(raw, kind)
+        engine().vision.prepare(raw, kind)
     assert caught.value.code == Code.invalid_request
 
 
@@ -311,10 +312,8 @@ def test_settings_decide_who_has_memory_and_eyes() -> None:
     assert set(made("decode", VISION).memory()) == {"kv", "embeds"}
     aggregated = made("aggregated", VISION)
     assert set(aggregated.memory()) == {"embeds"}
-    assert (aggregated.slot_tokens, aggregated.memory()["embeds"].blocks) == (64, 7)
-    assert made("aggregated", modeldir.TINY).slot_tokens == 0
-    with pytest.raises(RequestError, match="takes text only"):
-        made("aggregated", modeldir.TINY).prepare(b"x", "image/png")
+    assert (aggregated.vision.slot_tokens, aggregated.memory()["embeds"].blocks) == (64, 7)
+    assert made("aggregated", modeldir.TINY).vision is None
 
 
 def test_the_mock_of_an_encode_worker_is_of_a_model_that_sees() -> None:
@@ -322,7 +321,7 @@ def test_the_mock_of_an_encode_worker_is_of_a_model_that_sees() -> None:
     encoder = encoder_from_settings(settings, VISION)
     info = encoder.info
     assert (info.name, info.block_size, info.total_blocks, info.vocab_size) == ("mock", 16, 7, 1280)
-    assert encoder.slot_tokens == 64
+    assert encoder.vision.slot_tokens == 64
     with pytest.raises(modeldir.ModelError, match="takes no images"):
         encoder_from_settings(settings, modeldir.TINY)
 

@@ -17,7 +17,8 @@ from infra.demo_model import vision
 from schemas.blocks import media_extra
 from tests.workers.engines.native.models import request
 from workers.engines.base import MediaReservation, MediaSpan, SequenceRequest
-from workers.engines.core.engine import EncodeEngine, ScheduledEngine
+from workers.engines.core.encode_engine import EncodeEngine
+from workers.engines.core.engine import ScheduledEngine
 
 DIRECTORY = Path(__file__).parents[4] / "configs" / "models" / "demo-vision"
 TOKENS = 64
@@ -73,10 +74,10 @@ def media(numbers: Sequence[int]) -> list[tuple[bytes, int]]:
 
 def encoded(engine: ScheduledEngine | EncodeEngine, numbers: Sequence[int]) -> MediaReservation:
     """Slots that hold these pictures."""
-    reservation = engine.media_reserve(media(numbers))
+    reservation = engine.vision.reserve(media(numbers))
     assert reservation is not None
     missing = [at for at, have in enumerate(reservation.have) if not have]
-    engine.encode(reservation, {at: engine.prepare(picture(numbers[at]), "image/png") for at in missing})
+    engine.vision.encode(reservation, {at: engine.vision.prepare(picture(numbers[at]), "image/png") for at in missing})
     return reservation
 
 

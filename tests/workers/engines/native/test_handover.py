@@ -16,7 +16,8 @@ from schemas.wire import pack_tokens
 from tests.workers.engines.native.models import drain, request, run, tokens
 from tests.workers.engines.native.pictures import DIRECTORY, asking, encoded, expected, media, prompt
 from workers.engines.base import Held, Output, RequestError, SequenceRequest
-from workers.engines.core.engine import EncodeEngine, ScheduledEngine
+from workers.engines.core.encode_engine import EncodeEngine
+from workers.engines.core.engine import ScheduledEngine
 from workers.engines.native.build import build
 from workers.engines.native.encoder import build_encoder
 from workers.engines.native.model import ModelError
@@ -126,26 +127,26 @@ def encoder() -> EncodeEngine:
 def test_embeddings_of_an_encode_worker_are_those_of_the_whole_model(encoder: EncodeEngine) -> None:
     numbers = (1, 2)
     engine, done = seeing(), encoded(encoder, numbers)
-    there = engine.media_reserve(media(numbers))
+    there = engine.vision.reserve(media(numbers))
     assert there is not None
     source, target = encoder.memory()["embeds"], engine.memory()["embeds"]
     for mine, theirs in zip(done.slots, there.slots, strict=True):
         copy(source, target, mine, theirs)
-    before = encoder.media_generations(done)
+    before = encoder.vision.generations(done)
     assert before == [generations(source)[slot] for slots in done.slots for slot in slots]
-    engine.media_adopt(there)
-    encoder.media_release(done)
+    engine.vision.adopt(there)
+    encoder.vision.release(done)
     requests = [
         asking(number, prompt(1), [slots], [number]) for number, slots in zip(numbers, there.slots, strict=True)
     ]
     assert tokens(run(engine, requests)) == {number: expected(prompt(1), (number,)) for number in numbers}
-    again = engine.media_reserve(media(numbers))
+    again = engine.vision.reserve(media(numbers))
     assert again is not None
     assert again.have == [True, True]
 
 
 def test_an_encode_worker_holds_no_language_model_and_generates_nothing(encoder: EncodeEngine) -> None:
-    inner: Any = encoder._encoder
+    inner: Any = encoder.vision.encoder
     names = {name.split(".")[1] for name, _ in inner._model.named_parameters()}
     assert names == {"vision_tower", "multi_modal_projector"}
     assert set(encoder.memory()) == {"embeds"}
@@ -160,7 +161,7 @@ def test_an_encode_worker_holds_no_language_model_and_generates_nothing(encoder:
     used = encoder.stats().used_blocks
     reservation = encoded(encoder, (3,))
     assert encoder.stats().used_blocks == used + 1
-    encoder.media_release(reservation)
+    encoder.vision.release(reservation)
     assert encoder.stats().used_blocks == used
 
 
@@ -213,13 +214,13 @@ def test_whole_models_and_encode_workers_have_the_same_layout_and_other_dtypes_a
     other = build_encoder(str(DIRECTORY), NativeOptions(device="cpu", dtype="bfloat16", embed_slots=1))
     assert other.memory()["embeds"].layout == "bfloat16(64,256)"
     reservation = encoded(other, (1,))
-    inner: Any = other._encoder
+    inner: Any = other.vision.encoder
     assert torch.isfinite(inner.data[reservation.slots[0]]).all()
 
 
 def test_closing_gives_the_memory_back() -> None:
     engine = seeing()
-    engine.media_release(encoded(engine, (1,)))
+    engine.vision.release(encoded(engine, (1,)))
     engine.close()
     with pytest.raises(AssertionError, match="closed"):
         engine.memory()

@@ -26,7 +26,7 @@ from tests.workers.engines.native.pictures import (
     reference,
     tokenizer,
 )
-from workers.engines.base import Engine, EngineError, MediaReservation, MediaSpan, RequestError, VisionEngine
+from workers.engines.base import Engine, EngineError, MediaSpan, RequestError, VisionEngine
 from workers.engines.core.engine import ScheduledEngine
 from workers.engines.native import vision as vision_module
 from workers.engines.native.build import build
@@ -54,7 +54,7 @@ def answers(native: ScheduledEngine, numbers: tuple[int, ...], **more: Any) -> d
         for number, slots in zip(numbers, reservation.slots, strict=True)
     ]
     found = tokens(run(native, requests))
-    native.media_release(reservation)
+    native.vision.release(reservation)
     return found
 
 
@@ -81,7 +81,7 @@ def test_two_pictures_in_one_prompt_and_text_beside_it_in_one_batch(seeing: Sche
     )
     assert said == {"both": expected(both, (5, 6)), "text": expected(text, ())}
     assert expected(both, (5, 6)) != expected(both, (6, 5))
-    seeing.media_release(reservation)
+    seeing.vision.release(reservation)
 
 
 @pytest.mark.parametrize("chunk", [7, 50])
@@ -102,11 +102,11 @@ def test_cached_blocks_are_those_of_the_same_picture_only() -> None:
 
 def test_a_picture_is_encoded_once(seeing: ScheduledEngine) -> None:
     first = encoded(seeing, (7,))
-    again = seeing.media_reserve(media((7, 7)))
+    again = seeing.vision.reserve(media((7, 7)))
     assert again is not None
     assert (again.have, again.slots) == ([True, True], first.slots * 2)
     for reservation in (first, again):
-        seeing.media_release(reservation)
+        seeing.vision.release(reservation)
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
@@ -124,24 +124,24 @@ def test_a_continued_answer_sees_the_picture(seeing: ScheduledEngine) -> None:
 
 def test_embeddings_may_be_given_instead_of_a_picture(seeing: ScheduledEngine) -> None:
     reservation = encoded(seeing, (1,))
-    encoder: Any = seeing._encoder
-    raw = save({"anything": encoder.data[reservation.slots[0][0]].clone()})
-    mine = seeing.media_reserve([(b"mine" * 8, TOKENS)])
+    encoder: Any = seeing.vision.encoder
+    raw = save({"anything": encoder.pool.data[reservation.slots[0][0]].clone()})
+    mine = seeing.vision.reserve([(b"mine" * 8, TOKENS)])
     assert mine is not None
-    seeing.encode(mine, {0: seeing.prepare(raw, "embedding")})
+    seeing.vision.encode(mine, {0: seeing.vision.prepare(raw, "embedding")})
     assert tokens(run(seeing, [asking(0, prompt(1), mine.slots, [1])])) == {0: expected(prompt(1), (1,))}
     for each in (reservation, mine):
-        seeing.media_release(each)
+        seeing.vision.release(each)
 
 
 def test_embeddings_of_any_length_take_as_many_slots_as_they_need(seeing: ScheduledEngine) -> None:
     rows = torch.randn(TOKENS + 3, 256, generator=torch.Generator().manual_seed(1))
-    reservation = seeing.media_reserve([(b"long" * 8, TOKENS + 3)])
+    reservation = seeing.vision.reserve([(b"long" * 8, TOKENS + 3)])
     assert reservation is not None
-    seeing.encode(reservation, {0: seeing.prepare(save({"x": rows}), "embedding")})
-    encoder: Any = seeing._encoder
+    seeing.vision.encode(reservation, {0: seeing.vision.prepare(save({"x": rows}), "embedding")})
+    encoder: Any = seeing.vision.encoder
     one, two = reservation.slots[0]
-    assert torch.equal(torch.cat([encoder.data[one], encoder.data[two, :3]]), rows)
+    assert torch.equal(torch.cat([encoder.pool.data[one], encoder.pool.data[two, :3]]), rows)
     (start,) = (at for at in range(9) if prompt(1)[at] == 1279 and prompt(1)[at - 1] != 1279)
     longer = (*prompt(1)[:start], *[1279] * 3, *prompt(1)[start:])
     span = MediaSpan(start, TOKENS + 3, b"long" * 8, (one, two))
@@ -153,7 +153,7 @@ def test_embeddings_of_any_length_take_as_many_slots_as_they_need(seeing: Schedu
     with torch.inference_mode():
         first = model(inputs_embeds=mixed).logits[0, -1].argmax()
     assert said[0] == int(first)
-    seeing.media_release(reservation)
+    seeing.vision.release(reservation)
 
 
 def _embedded(words: tuple[int, ...]) -> tuple[Any, torch.Tensor]:
@@ -166,25 +166,25 @@ def test_encoding_equals_transformers_own(seeing: ScheduledEngine) -> None:
     model, processor = reference()
     numbers = tuple(range(20, 25))
     reservation = encoded(seeing, numbers)
-    encoder: Any = seeing._encoder
+    encoder: Any = seeing.vision.encoder
     for number, (slot,) in zip(numbers, reservation.slots, strict=True):
         pixels = processor(images=Image.open(io.BytesIO(picture(number))), return_tensors="pt")["pixel_values"]
         with torch.inference_mode():
             (theirs,) = model.get_image_features(pixel_values=pixels).pooler_output
-        torch.testing.assert_close(encoder.data[slot], theirs, rtol=1e-4, atol=1e-4)
-    seeing.media_release(reservation)
+        torch.testing.assert_close(encoder.pool.data[slot], theirs, rtol=1e-4, atol=1e-4)
+    seeing.vision.release(reservation)
 
 
 def test_a_medium_of_another_length_than_its_places_is_refused_and_nothing_is_adopted(seeing: ScheduledEngine) -> None:
-    reservation = seeing.media_reserve([(b"short" * 6, TOKENS - 1)])
+    reservation = seeing.vision.reserve([(b"short" * 6, TOKENS - 1)])
     assert reservation is not None
-    with pytest.raises(RequestError, match="64 tokens, the prompt has places for 63"):
-        seeing.encode(reservation, {0: seeing.prepare(picture(1), "image/png")})
-    seeing.media_release(reservation)
-    again = seeing.media_reserve([(b"short" * 6, TOKENS - 1)])
+    with pytest.raises(RequestError, match="64 tokens, the prompt has placeholders for 63"):
+        seeing.vision.encode(reservation, {0: seeing.vision.prepare(picture(1), "image/png")})
+    seeing.vision.release(reservation)
+    again = seeing.vision.reserve([(b"short" * 6, TOKENS - 1)])
     assert again is not None
     assert again.have == [False]
-    seeing.media_release(again)
+    seeing.vision.release(again)
 
 
 @pytest.mark.parametrize(
@@ -210,15 +210,15 @@ def test_media_that_do_not_fit_are_refused(seeing: ScheduledEngine, spans: list[
 def test_a_pool_that_is_full_says_so_and_one_that_is_too_small_too() -> None:
     native = engine(embed_slots=2)
     held = encoded(native, (1, 2))
-    assert native.media_reserve(media((3,))) is None
+    assert native.vision.reserve(media((3,))) is None
     with pytest.raises(RequestError, match="take 3 embedding slots of 64 tokens; this worker has 2") as caught:
-        native.media_reserve(media((1, 2, 3)))
+        native.vision.reserve(media((1, 2, 3)))
     assert caught.value.code == Code.out_of_blocks
-    generations = native.media_generations(held)
-    native.media_release(held)
-    new = native.media_reserve(media((3,)))
+    generations = native.vision.generations(held)
+    native.vision.release(held)
+    new = native.vision.reserve(media((3,)))
     assert new is not None
-    assert native.media_generations(new)[0] not in generations
+    assert native.vision.generations(new)[0] not in generations
 
 
 def test_the_embedding_pool_takes_a_tenth_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,24 +269,17 @@ def test_models_that_see_in_another_way_are_refused(
 def test_a_whole_model_and_an_encoder_are_engines_that_see(seeing: ScheduledEngine) -> None:
     encoder = build_encoder(str(DIRECTORY), NativeOptions(device="cpu", embed_slots=1))
     engines: list[Engine] = [seeing, encoder]
-    sighted: list[VisionEngine] = [seeing, encoder]
+    sighted: list[VisionEngine | None] = [seeing.vision, encoder.vision]
     assert [one.info.name for one in engines] == ["native", "native"]
     assert [one.slot_tokens for one in sighted] == [TOKENS, TOKENS]
 
 
 def test_a_text_model_has_no_eyes() -> None:
     native = build(str(DIRECTORY.parent / "demo"), NativeOptions(kv_blocks=4, device="cpu"))
-    assert native.slot_tokens == 0
+    assert native.vision is None
     assert set(native.memory()) == {"kv"}
-    request = asking(0, prompt(1), [(0,)], [1])
-    for refused in (
-        lambda: native.prepare(picture(1), "image/png"),
-        lambda: native.media_reserve(media((1,))),
-        lambda: native.encode(MediaReservation([], [], []), {}),
-        lambda: native.submit(request),
-    ):
-        with pytest.raises(RequestError, match="takes text only"):
-            refused()  # type: ignore[no-untyped-call]
+    with pytest.raises(RequestError, match="takes text only"):
+        native.submit(asking(0, prompt(1), [(0,)], [1]))
 
 
 def test_answers_are_about_the_pictures(seeing: ScheduledEngine) -> None:

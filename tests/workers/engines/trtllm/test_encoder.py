@@ -12,7 +12,7 @@ from configs.settings import WorkerSettings
 from infra.model import modeldir
 from tests.workers.engines.trtllm.conftest import MODEL
 from workers.engines.base import EngineError, RequestError
-from workers.engines.core.engine import EncodeEngine
+from workers.engines.core.encode_engine import EncodeEngine
 from workers.engines.trtllm import encoder_from_settings
 
 VISION = modeldir.MODELS / "demo-vision"
@@ -37,7 +37,7 @@ def png(color: str) -> bytes:
 
 
 def test_only_what_an_encoder_needs_is_given_to_it(engine: EncodeEngine) -> None:
-    args = engine._encoder._encoder.args  # type: ignore[union-attr]
+    args = engine.vision.encoder._encoder.args  # type: ignore[union-attr]
     assert args.mm_encoder_only
     assert args.kv_cache_config.event_buffer_max_size == 0
     assert args.enable_chunked_prefill is False
@@ -46,18 +46,20 @@ def test_only_what_an_encoder_needs_is_given_to_it(engine: EncodeEngine) -> None
 def test_a_picture_becomes_what_the_model_itself_makes_of_it(engine: EncodeEngine) -> None:
     vision = modeldir.load(VISION).vision
     assert vision is not None
-    assert engine.slot_tokens == vision.image_tokens
-    reservation = engine.media_reserve([(b"r" * 32, vision.image_tokens), (b"b" * 32, vision.image_tokens)])
+    assert engine.vision.slot_tokens == vision.image_tokens
+    reservation = engine.vision.reserve([(b"r" * 32, vision.image_tokens), (b"b" * 32, vision.image_tokens)])
     assert reservation is not None
-    engine.encode(reservation, {n: engine.prepare(png(color), "image/png") for n, color in enumerate(["red", "blue"])})
-    encoder: Any = engine._encoder
+    engine.vision.encode(
+        reservation, {n: engine.vision.prepare(png(color), "image/png") for n, color in enumerate(["red", "blue"])}
+    )
+    encoder: Any = engine.vision.encoder
     wanted = encoder._encoder._model.embed([Image.new("RGB", (48, 32), color) for color in ("red", "blue")])
     for slots, rows in zip(reservation.slots, wanted, strict=True):
-        torch.testing.assert_close(encoder.data[slots[0]], rows)
+        torch.testing.assert_close(encoder.pool.data[slots[0]], rows)
     memory = engine.memory()["embeds"]
     assert (memory.blocks, memory.block_bytes) == (4, wanted[0].numel() * 4)
-    engine.media_release(reservation)
-    again = engine.media_reserve([(b"r" * 32, vision.image_tokens)])
+    engine.vision.release(reservation)
+    again = engine.vision.reserve([(b"r" * 32, vision.image_tokens)])
     assert again is not None
     assert again.have == [True]
 
@@ -65,20 +67,20 @@ def test_a_picture_becomes_what_the_model_itself_makes_of_it(engine: EncodeEngin
 def test_broken_pictures_and_other_kinds_are_refused(engine: EncodeEngine) -> None:
     for raw, kind in ((b"nothing", "image/png"), (png("red"), "video/mp4"), (b"nothing", "embedding")):
         with pytest.raises(RequestError):
-            engine.prepare(raw, kind)
+            engine.vision.prepare(raw, kind)
 
 
 def test_an_encoder_that_fails_is_the_engines_end(engine: EncodeEngine, monkeypatch: Any) -> None:
-    encoder: Any = engine._encoder
+    encoder: Any = engine.vision.encoder
 
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("CUDA error")
 
     monkeypatch.setattr(encoder._encoder, "generate", fail)
-    reservation = engine.media_reserve([(b"r" * 32, engine.slot_tokens)])
+    reservation = engine.vision.reserve([(b"r" * 32, engine.vision.slot_tokens)])
     assert reservation is not None
     with pytest.raises(EngineError, match="CUDA error"):
-        engine.encode(reservation, {0: engine.prepare(png("red"), "image/png")})
+        engine.vision.encode(reservation, {0: engine.vision.prepare(png("red"), "image/png")})
 
 
 def test_a_model_that_takes_no_pictures_needs_no_encoder(standin: None) -> None:

@@ -17,7 +17,7 @@ from workers.engines.base import MediaSpan, RequestError
 from workers.engines.native.build import build as native_engine
 from workers.engines.native.options import NativeOptions
 from workers.engines.trtllm import encoder_from_settings, from_settings
-from workers.engines.trtllm.image_slots import collapsed
+from workers.engines.trtllm.image_slots import collapse
 
 MODEL = modeldir.load(VISION)
 assert MODEL.vision is not None
@@ -48,10 +48,10 @@ def prompt(*words: str) -> tuple[list[int], list[int]]:
 def seen(engine: Any, colors: list[str], places: list[int]) -> list[MediaSpan]:
     """The pictures in slots of this engine."""
     digests = [color.encode().ljust(32, b"-") for color in colors]
-    reservation = engine.media_reserve([(digest, EACH) for digest in digests])
-    missing = {n: engine.prepare(png(c), "image/png") for n, c in enumerate(colors) if not reservation.have[n]}
+    reservation = engine.vision.reserve([(digest, EACH) for digest in digests])
+    missing = {n: engine.vision.prepare(png(c), "image/png") for n, c in enumerate(colors) if not reservation.have[n]}
     if missing:
-        engine.encode(reservation, missing)
+        engine.vision.encode(reservation, missing)
     return [MediaSpan(at, EACH, d, s) for at, d, s in zip(places, digests, reservation.slots, strict=True)]
 
 
@@ -77,12 +77,14 @@ def test_embeddings_from_an_encode_worker_serve_as_well(engine: Any) -> None:
     settings = WorkerSettings(engine="trtllm", role="encode", model=str(VISION), embed_slots=2, dtype="float32")
     encoder: Any = encoder_from_settings(settings, VISION)
     try:
-        theirs = encoder.media_reserve([(b"x" * 32, EACH)])
-        encoder.encode(theirs, {0: encoder.prepare(png("red"), "image/png")})
+        theirs = encoder.vision.reserve([(b"x" * 32, EACH)])
+        encoder.vision.encode(theirs, {0: encoder.vision.prepare(png("red"), "image/png")})
         assert encoder.memory()["embeds"].layout == engine.memory()["embeds"].layout
-        ours = engine.media_reserve([(b"x" * 32, EACH)])
-        engine._image_slots.data[ours.slots[0][0]] = encoder._encoder.data[theirs.slots[0][0]]  # as a transfer does
-        engine.media_adopt(ours)
+        ours = engine.vision.reserve([(b"x" * 32, EACH)])
+        engine.vision.encoder.pool.data[ours.slots[0][0]] = encoder.vision.encoder.pool.data[
+            theirs.slots[0][0]
+        ]  # as a transfer does
+        engine.vision.adopt(ours)
     finally:
         encoder.close()
     told = run(
@@ -93,19 +95,19 @@ def test_embeddings_from_an_encode_worker_serve_as_well(engine: Any) -> None:
 
 def test_a_slot_that_gets_embeddings_forgets_the_picture_before(engine: Any) -> None:
     for n in range(4):
-        reservation = engine.media_reserve([(bytes([n]) * 32, EACH)])
-        engine.encode(reservation, {0: engine.prepare(png("red"), "image/png")})
-        engine.media_release(reservation)
-    reservation = engine.media_reserve([(b"new" * 10 + b"!!", EACH)])
-    engine.media_adopt(reservation)
+        reservation = engine.vision.reserve([(bytes([n]) * 32, EACH)])
+        engine.vision.encode(reservation, {0: engine.vision.prepare(png("red"), "image/png")})
+        engine.vision.release(reservation)
+    reservation = engine.vision.reserve([(b"new" * 10 + b"!!", EACH)])
+    engine.vision.adopt(reservation)
     span = MediaSpan(0, EACH, b"", reservation.slots[0])
-    assert engine._image_slots.get(span).shape == (EACH, MODEL.vision.hidden)  # type: ignore[union-attr]
+    assert engine.vision.encoder.get(span).shape == (EACH, MODEL.vision.hidden)  # type: ignore[union-attr]
 
 
 def test_pictures_and_embeddings_in_one_prompt_are_refused(engine: Any) -> None:
     tokens, places = prompt("user: ", "\nand ", "\nWhat?")
     spans = seen(engine, ["red", "blue"], places)
-    engine._image_slots.mark_embedded(spans[1].slots)
+    engine.vision.encoder.mark_embedded(spans[1].slots)
     with pytest.raises(RequestError) as error:
         engine.submit(ask("a", tokens, 8, media=spans))
     assert error.value.code == Code.transfer_failed
@@ -141,4 +143,4 @@ def test_each_medium_is_left_with_one_placeholder(parts: list[tuple[list[int], i
         spans.append(MediaSpan(len(tokens), size, b""))
         tokens += [0] * size
         short += [*text, 0]
-    assert collapsed([*tokens, *tail], spans, 0) == [*short, *tail]
+    assert collapse([*tokens, *tail], spans, 0) == [*short, *tail]

@@ -1,0 +1,62 @@
+"""The engine of an encode worker: it embeds images and generates nothing."""
+
+from schemas.errors import Code
+from schemas.kv import KvEvent
+from schemas.transfer import Memory
+from workers.engines.base import EngineInfo, EngineStats, KvTransfer, RequestError, SequenceRequest, StepResult
+from workers.engines.core.embedding_pool import EmbeddingPool
+from workers.engines.core.embeddings import VisionEncoder
+
+
+class EncodeEngine:
+    """Implements ``workers.engines.base.Engine`` as far as every worker needs it; all work is in ``vision``.
+
+    Its blocks, in ``info`` and ``stats``, are slots of the embedding pool. Owns ``encoder`` and closes it.
+    """
+
+    def __init__(self, info: EngineInfo, encoder: VisionEncoder) -> None:
+        self.info = info
+        self.kv_transfer: KvTransfer | None = None
+        self.vision = EmbeddingPool(encoder)
+
+    def submit(self, request: SequenceRequest) -> None:
+        """
+        Raises:
+            RequestError: always.
+        """
+        raise RequestError(Code.unsupported, "an encode worker generates nothing; submit to another worker")
+
+    def cancel(self, key: object) -> bool:
+        return False
+
+    def has_work(self) -> bool:
+        return False
+
+    def step(self) -> StepResult:
+        return StepResult([], [], [], [], 0)
+
+    @property
+    def blocked(self) -> bool:
+        return False
+
+    def stats(self) -> EngineStats:
+        cache = self.vision.cache
+        return EngineStats(
+            running=0,
+            waiting=0,
+            used_blocks=cache.used_slots,
+            cached_blocks=cache.cached_slots,
+            free_blocks=cache.free_slots,
+        )
+
+    def dump(self, rank: int = 0) -> list[KvEvent]:
+        return []
+
+    def memory(self) -> dict[str, Memory]:
+        return self.vision.memory()
+
+    def release_held(self, key: object) -> bool:
+        return False
+
+    def close(self) -> None:
+        self.vision.close()
