@@ -102,8 +102,8 @@ def inputs(
     if any(embedded):
         raise RequestError(
             Code.transfer_failed,
-            "some images of this request are embedded and others are not, and TensorRT-LLM takes only one kind; send the "
-            "request again",
+            "some images of this request are embedded and others are not, and TensorRT-LLM takes only one kind; send "
+            "the request again",
         )
     return {"prompt": text, "multi_modal_data": {"image": found}, "mm_processor_kwargs": {}}
 

@@ -215,7 +215,7 @@ def test_whole_models_and_encode_workers_have_the_same_layout_and_other_dtypes_a
     assert other.memory()["embeds"].layout == "bfloat16(64,256)"
     reservation = encoded(other, (1,))
     inner: Any = other.vision.encoder
-    assert torch.isfinite(inner.data[reservation.slots[0]]).all()
+    assert torch.isfinite(inner.pool.data[reservation.slots[0]]).all()
 
 
 def test_closing_gives_the_memory_back() -> None:

@@ -37,7 +37,7 @@ def png(color: str) -> bytes:
 
 
 def test_only_what_an_encoder_needs_is_given_to_it(engine: EncodeEngine) -> None:
-    args = engine.vision.encoder._encoder.args  # type: ignore[union-attr]
+    args = engine.vision.encoder._encoder.args  # type: ignore[attr-defined]
     assert args.mm_encoder_only
     assert args.kv_cache_config.event_buffer_max_size == 0
     assert args.enable_chunked_prefill is False
