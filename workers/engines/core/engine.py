@@ -13,6 +13,7 @@ from workers.engines.core.embeddings import VisionEncoder
 from workers.engines.core.scheduler import Scheduler
 from workers.engines.core.sequence import Executor, OverlapExecutor, PendingStep, Sampled, Slot
 from workers.engines.logits.registry import Registry
+from workers.engines.validation import check_vocabulary
 
 
 class InflightStep(NamedTuple):
@@ -64,11 +65,7 @@ class ScheduledEngine:
             RequestError: it can never run here (too long, token ids outside the vocabulary, nothing to generate, media
                 without embeddings, a logits processor that is not registered or refuses its arguments).
         """
-        highest = max(max(request.prompt, default=0), max(request.generated, default=0))
-        if highest >= self.info.vocab_size:
-            raise RequestError(
-                Code.invalid_request, f"token id {highest} is outside the vocabulary of {self.info.vocab_size}"
-            )
+        check_vocabulary(request, self.info.vocab_size)
         if request.media:
             if self.vision is None:
                 raise RequestError(Code.invalid_request, TEXT_ONLY)

@@ -4,34 +4,28 @@ Continuous batching with chunked prefill: running sequences come first, in admis
 come first served, within a budget of tokens per step. A sequence gets blocks for all its known tokens when it is
 admitted, then one at a time. When no block is free, the newest running sequence is preempted: its blocks are freed and
 it is requeued at the front with the tokens that it has generated, to be computed again (mostly from the prefix cache).
-With ``no_evict`` a sequence waits until its longest output fits beside those of all that run, and is never preempted.
+With ``no_evict``, a sequence waits until its longest output fits beside those of all running sequences, and is never
+preempted.
 
 ``queue`` decides which waiting sequence is next, ``requests`` validates new ones, ``scoring`` plans prompt
-log-probabilities, and ``reservations`` keeps the blocks of hand-overs.
+log-probabilities, ``reservations`` keeps the blocks of hand-overs, and ``report`` collects what a step reports besides
+tokens.
 """
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from schemas.errors import Code
 from schemas.tokens import Logprob
-from workers.engines.base import (
-    EngineStats,
-    Failure,
-    Measured,
-    Output,
-    RequestError,
-    SequenceRequest,
-    Started,
-    StepResult,
-)
+from workers.engines.base import EngineStats, Output, RequestError, SequenceRequest, StepResult
 from workers.engines.core.blocks import BlockManager
+from workers.engines.core.config import SchedulerConfig, SequenceLimits
 from workers.engines.core.naming import name_blocks
 from workers.engines.core.queue import Queue
-from workers.engines.core.requests import Limits, check_sizes, new_sequence
+from workers.engines.core.report import StepReport
+from workers.engines.core.requests import new_sequence
 from workers.engines.core.reservations import HeldBlocks, Reservations
-from workers.engines.core.scoring import MAX_SCORED_TOKENS, PromptScoring, collect, wants_scores
+from workers.engines.core.scoring import PromptScoring, collect, wants_scores
 from workers.engines.core.sequence import Sampled, Sequence, Slot
 from workers.engines.core.windows import WindowRows
 
@@ -46,69 +40,36 @@ _tuple = tuple.__new__  # a named tuple's own __new__ costs twice as much, and t
 class Scheduler:
     """Call ``schedule`` and ``commit`` in turn; between those pairs ``submit`` and ``cancel`` at will.
 
-    Steps may overlap: the next plan may be made before the last one is committed. Tokens that are not known yet are
-    then counted, a sequence that ends meanwhile keeps its blocks until its last plan is committed, and none is
+    Steps may overlap: the next plan may be made before the last one is committed. It then includes tokens that are not
+    known yet; a sequence that ends meanwhile keeps its blocks until its last plan is committed, and no sequence is
     preempted before that.
 
     Args:
-        max_running: sequences that run at once.
-        max_batched_tokens: tokens computed per step, prompt and decode.
-        max_model_len: prompt + output of one sequence, tokens.
-        max_scored_tokens: prompt tokens per step of sequences whose prompts are scored.
-        no_evict: admit a sequence only with room for all blocks that it may need. Sequences with a reservation are
-            exempt: it was made without knowing them.
         windows: rows of the sliding-window layers, if they have a pool of their own. Hand-overs are refused then.
 
     Attributes:
+        running: in admission order.
         reservations: blocks for prompts that arrive from other workers.
         held: blocks of prompts that other workers fetch.
     """
 
-    def __init__(
-        self,
-        blocks: BlockManager,
-        *,
-        block_size: int,
-        max_running: int,
-        max_batched_tokens: int,
-        max_model_len: int,
-        eos_token_ids: Iterable[int] = (),
-        max_scored_tokens: int = MAX_SCORED_TOKENS,
-        no_evict: bool = False,
-        windows: WindowRows | None = None,
-    ) -> None:
-        check_sizes(
-            block_size=block_size,
-            max_running=max_running,
-            max_batched_tokens=max_batched_tokens,
-            max_model_len=max_model_len,
-            max_scored_tokens=max_scored_tokens,
-        )
+    def __init__(self, blocks: BlockManager, config: SchedulerConfig, windows: WindowRows | None = None) -> None:
+        block_size = config.block_size
         self.blocks = blocks
         self.windows = windows
-        self.running: list[Sequence] = []  # in admission order
-        self.limits = Limits(
-            block_size=block_size,
-            total_blocks=blocks.total_blocks,
-            max_model_len=max_model_len,
-            eos_token_ids=eos_token_ids,
-        )
+        self.running: list[Sequence] = []
+        self.limits = SequenceLimits(config, blocks.total_blocks)
         self.reservations = Reservations(blocks, lambda: len(self.running) + self._queue.head_claim())
         self.held = HeldBlocks(blocks, block_size)
-        self.scoring = PromptScoring(max_scored_tokens)
-        self._queue = Queue(blocks, block_size, self.reservations, no_evict=no_evict, windows=windows)
+        self.scoring = PromptScoring(config.max_scored_tokens)
+        self._queue = Queue(blocks, block_size, self.reservations, no_evict=config.no_evict, windows=windows)
         self._by_key: dict[object, Sequence] = {}
         self._block_size = block_size
-        self._max_running = max_running
-        self._max_batched_tokens = max_batched_tokens
+        self._max_running = config.max_running
+        self._max_batched_tokens = config.max_batched_tokens
+        self._report = StepReport()
         self._admitted = 0
-        self._preemptions = 0
-        self._hit_tokens = 0
-        self._prompt_tokens = 0
-        self._started: list[Started] = []  # these three: not yet reported
-        self._failures: list[Failure] = []
-        self._measured: list[Measured] = []
-        self._plans = 0  # plans made so far that were not empty
+        self._plans = 0  # plans made so far, without empty ones
         self._commits = 0
         self._ending = 0  # sequences that have ended but are in a plan that is not committed
         self._starved = False  # the last plan lacked a block; the next is made when no step is in flight
@@ -143,15 +104,16 @@ class Scheduler:
 
     @property
     def blocked(self) -> bool:
-        """Sequences wait and none runs: all other blocks are held for hand-overs, which must end first."""
+        """Sequences wait and none runs: all blocks are held for hand-overs, which must end first."""
         return bool(self._queue) and not self.running and not self._ending
 
     def has_work(self) -> bool:
         if self._plans > self._commits:
             return True
-        return bool(self._by_key or self._failures or self._started or self.held.has_new or self.blocks.has_events)
+        return bool(self._by_key or self._report or self.held.has_new or self.blocks.has_events)
 
     def stats(self) -> EngineStats:
+        report = self._report
         pool = self.windows if self.windows is not None and self.windows.only else self.blocks
         return EngineStats(
             running=len(self.running),
@@ -160,9 +122,9 @@ class Scheduler:
             cached_blocks=pool.cached_blocks,
             free_blocks=pool.free_blocks,
             pinned_blocks=self.reservations.reserved_blocks + self.held.block_count,
-            preemptions=self._preemptions,
-            hit_tokens=self._hit_tokens,
-            prompt_tokens=self._prompt_tokens,
+            preemptions=report.preemptions,
+            hit_tokens=report.hit_tokens,
+            prompt_tokens=report.prompt_tokens,
         )
 
     # -- schedule --------------------------------------------------------------------------------------------
@@ -178,7 +140,7 @@ class Scheduler:
         if overlapped and self._starved:
             return plan
         self._starved = False
-        for sequence in self.running:  # may shrink from its end while we walk
+        for sequence in self.running:  # preemption removes from its end meanwhile
             if not budget or self._starved:
                 break
             if overlapped and self._must_wait(sequence):
@@ -202,7 +164,7 @@ class Scheduler:
         return plan
 
     def _must_wait(self, sequence: Sequence) -> bool:
-        """With a step in flight: whether that step may end a sequence, or decides what the next one computes."""
+        """With a step in flight: whether it may end the sequence, or decides what the next step computes of it."""
         if sequence.length >= sequence.limit:
             return True
         if not sequence.lockstep or sequence.step <= self._commits:
@@ -246,14 +208,14 @@ class Scheduler:
         return now
 
     def _grow(self, sequence: Sequence) -> bool:
-        """Allocate one block: from unused reservations, then by preempting newer sequences; False: not now."""
+        """Allocate one block, if need be from reservations, then by preempting newer sequences; False: not now."""
         while not self.blocks.grow(sequence.blocks):
             if self._queue.reclaim():
                 continue
             if self._plans > self._commits:
                 self._starved = True
                 return False
-            newest = self.running.pop()  # the last one is ``sequence`` itself: then the rest of the pool is pinned
+            newest = self.running.pop()  # if it is ``sequence`` itself, the rest of the pool is held for hand-overs
             self._preempt(newest)
             if newest is sequence:
                 return False
@@ -263,25 +225,19 @@ class Scheduler:
         self._free(sequence)
         sequence.computed = sequence.named = 0
         self._queue.add(sequence, first=True)
-        self._preemptions += 1
-        self._measured.append(Measured(sequence.key, {}, preemptions=1))
+        self._report.preempted(sequence)
 
     def _admit(self, plan: list[Slot], budget: int) -> None:
         while self._queue and budget and len(self.running) < self._max_running:
             admission = self._queue.next(self.running)
-            if admission is None:  # a running sequence ends and makes room, or a hand-over does
+            if admission is None:  # until a running sequence or a hand-over ends
                 return
             sequence, cached, named = admission
             sequence.computed = cached
             sequence.named = named
             sequence.arrived = self._admitted
             self._admitted += 1
-            if not sequence.started:
-                sequence.started = True
-                sequence.cached = min(cached, sequence.prompt_len)
-                self._hit_tokens += sequence.cached
-                self._prompt_tokens += sequence.prompt_len
-                self._started.append(Started(sequence.key, sequence.cached))
+            self._report.admitted(sequence, cached)
             self.running.append(sequence)
             if self.windows is not None:
                 self.windows.admit(sequence, cached)
@@ -295,7 +251,7 @@ class Scheduler:
         for sequence, start, _, samples in slots:
             sequence.computed = start
             sequence.length -= samples
-            sequence.step = self._plans - 1  # it may be in the plan before, which may be in flight
+            sequence.step = self._plans - 1  # it may be in the previous plan, which may be in flight
         rest = [slot for slot in plan if slot not in slots]
         if not rest:
             self._plans -= 1
@@ -306,12 +262,12 @@ class Scheduler:
     # -- commit ----------------------------------------------------------------------------------------------
 
     def commit(self, plan: list[Slot], sampled: Seq[Sampled], scoring: list[Slot] | None = None) -> StepResult:
-        """Take in what was computed.
+        """Apply the results of a computed plan.
 
         Args:
-            plan: the oldest that was not committed.
+            plan: the oldest plan that was not committed.
             sampled: one per slot with ``samples``, in plan order.
-            scoring: ``scoring.slots`` as it was with this plan; None: as it is.
+            scoring: ``scoring.slots`` of this plan; None: the current ones.
         """
         outputs: list[Output] = []
         total, ended = 0, False
@@ -344,9 +300,7 @@ class Scheduler:
                 outputs.append(_tuple(Output, (sequence.key, token, "", logprob, None)))
         if ended:
             self.running = [sequence for sequence in self.running if sequence.blocks and not sequence.ended]
-        started, self._started = self._started, []
-        failures, self._failures = self._failures, []
-        measured, self._measured = self._measured, []
+        started, failures, measured = self._report.take()
         slots = self.scoring.slots if scoring is None else scoring
         scored = collect(slots) if slots else ()
         events = self.blocks.take_events()
@@ -355,27 +309,15 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence, token: int, logprob: Logprob | None) -> Output:
         """End a sequence with its last token."""
-        if token in sequence.stops and len(sequence.tokens) > sequence.stoppable:
-            output = Output(sequence.key, token, "stop", logprob, token)
-        else:
-            output = self._at_limit(sequence, token, logprob)
+        output = self._report.ended(sequence, token, logprob, self.limits)
         del self._by_key[sequence.key]
         if sequence.hold:
             self.held.hold(sequence)
         self._end(sequence)
         return output
 
-    def _at_limit(self, sequence: Sequence, token: int, logprob: Logprob | None) -> Output:
-        limits, length = self.limits, len(sequence.tokens)
-        if length >= min(sequence.prompt_len + sequence.stop.max_tokens, limits.max_model_len):
-            return Output(sequence.key, token, "length", logprob)
-        # Its next token needs more blocks than there are, even if it had the pool to itself.
-        text = f"prompt and output outgrew the worker: {limits.pool_limit}"
-        self._failures.append(Failure(sequence.key, Code.out_of_blocks, text))
-        return Output(sequence.key, token, "", logprob)
-
     def _end(self, sequence: Sequence) -> None:
-        """Free its blocks, as soon as no step in flight uses them."""
+        """Free its blocks once no step in flight uses them."""
         if sequence.step > self._commits:
             sequence.ended = True
             self._ending += 1
@@ -383,13 +325,13 @@ class Scheduler:
             self._free(sequence)
 
     def _free_ended(self, sequence: Sequence) -> None:
-        """A plan with a sequence that has ended is committed."""
+        """Free a sequence that ended in an earlier plan, if this was its last."""
         if sequence.step <= self._commits:
             self._ending -= 1
             self._free(sequence)
 
     def _free(self, sequence: Sequence) -> None:
-        if self.blocks.prefix_cache:  # held blocks stay in use after this release
+        if self.blocks.prefix_cache:  # blocks in ``held`` stay in use after this release
             leaving = sequence.key not in self.held
             name_blocks(self.blocks, sequence, sequence.computed, self._block_size, leaving=leaving)
         if self.windows is not None:

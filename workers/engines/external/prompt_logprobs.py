@@ -5,8 +5,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from schemas.tokens import Logprob
-
-MISSING = -9999.0  # log-probability of a token for which the engine returned none; the API's value for "very unlikely"
+from workers.engines.external.outputs import MISSING
 
 
 def scores(entries: Seq[Any], prompt: Seq[int], first: int, top: int) -> list[Logprob]:

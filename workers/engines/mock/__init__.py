@@ -10,6 +10,7 @@ from infra.model import modeldir
 from infra.model.detokenizer import REPLACEMENT
 from workers.engines.base import EngineInfo
 from workers.engines.core.blocks import BlockManager
+from workers.engines.core.config import SchedulerConfig
 from workers.engines.core.data_parallel import DataParallelEngine
 from workers.engines.core.encode_engine import EncodeEngine
 from workers.engines.core.engine import ScheduledEngine
@@ -73,12 +74,14 @@ def build(options: MockOptions, *, sleep: Callable[[float], None] = time.sleep) 
     )
     scheduler = Scheduler(
         blocks,
-        block_size=options.block_size,
-        max_running=options.max_running,
-        max_batched_tokens=options.max_batched_tokens,
-        max_model_len=options.max_model_len,
-        eos_token_ids=options.eos_token_ids,
-        no_evict=options.no_evict,
+        SchedulerConfig(
+            block_size=options.block_size,
+            max_running=options.max_running,
+            max_batched_tokens=options.max_batched_tokens,
+            max_model_len=options.max_model_len,
+            eos_token_ids=options.eos_token_ids,
+            no_evict=options.no_evict,
+        ),
     )
     encoder: MockVisionEncoder | None = None
     if options.image_tokens:

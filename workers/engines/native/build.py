@@ -13,6 +13,7 @@ from schemas.requests import Sampling, Stop
 from workers.engines import cpu_budget
 from workers.engines.base import EngineError, EngineInfo, SequenceRequest
 from workers.engines.core.blocks import BlockManager
+from workers.engines.core.config import SchedulerConfig
 from workers.engines.core.engine import ScheduledEngine
 from workers.engines.core.scheduler import Scheduler
 from workers.engines.core.sequence import Executor
@@ -88,13 +89,15 @@ def assemble(
     blocks = BlockManager(pools.kv.blocks, prefix_cache=options.prefix_cache, kv_events=options.kv_events)
     scheduler = Scheduler(
         blocks,
-        block_size=options.block_size,
-        max_running=options.max_running,
-        max_batched_tokens=options.max_batched_tokens,
-        max_model_len=limit,
-        eos_token_ids=loaded.eos_token_ids,
-        no_evict=options.no_evict,
-        windows=pools.window_rows(blocks),
+        SchedulerConfig(
+            block_size=options.block_size,
+            max_running=options.max_running,
+            max_batched_tokens=options.max_batched_tokens,
+            max_model_len=limit,
+            eos_token_ids=loaded.eos_token_ids,
+            no_evict=options.no_evict,
+        ),
+        pools.window_rows(blocks),
     )
     executor, ahead = _executors(loaded, pools, rotation, encoder, options, limit)
     info = EngineInfo(
@@ -172,11 +175,13 @@ def _warm_up(executor: Executor, pools: Pools, block_size: int, *, temperatures:
     blocks = BlockManager(pools.kv.blocks, prefix_cache=False)
     scheduler = Scheduler(
         blocks,
-        block_size=block_size,
-        max_running=1,
-        max_batched_tokens=WARM_TOKENS,
-        max_model_len=WARM_TOKENS,
-        windows=pools.window_rows(blocks),
+        SchedulerConfig(
+            block_size=block_size,
+            max_running=1,
+            max_batched_tokens=WARM_TOKENS,
+            max_model_len=WARM_TOKENS,
+        ),
+        pools.window_rows(blocks),
     )
     half = WARM_TOKENS // 2
     for temperature in temperatures:  # on CUDA each way of sampling has its own kernel

@@ -8,6 +8,7 @@ from schemas.requests import Sampling, Stop
 from schemas.wire import pack_tokens
 from workers.engines.base import Failure, Output, SequenceRequest, StepResult
 from workers.engines.core.blocks import BlockManager
+from workers.engines.core.config import SchedulerConfig
 from workers.engines.core.scheduler import Scheduler
 from workers.engines.core.sequence import Executor, Sampled, Slot
 
@@ -43,12 +44,14 @@ class Bench:
         self.blocks = BlockManager(total_blocks, prefix_cache=prefix_cache)
         self.scheduler = Scheduler(
             self.blocks,
-            block_size=block_size,
-            max_running=max_running,
-            max_batched_tokens=max_batched_tokens,
-            max_model_len=max_model_len,
-            eos_token_ids=(2,),
-            no_evict=no_evict,
+            SchedulerConfig(
+                block_size=block_size,
+                max_running=max_running,
+                max_batched_tokens=max_batched_tokens,
+                max_model_len=max_model_len,
+                eos_token_ids=(2,),
+                no_evict=no_evict,
+            ),
         )
         self.token = token
         self.plan: list[Slot] = []

@@ -11,6 +11,7 @@ from schemas.transfer import Memory
 from tests.workers.engines.core.support import ROOT, Mirror, PoolMemory, check_pool, request
 from workers.engines.base import EngineInfo, RequestError, StepResult
 from workers.engines.core.blocks import BlockManager
+from workers.engines.core.config import SchedulerConfig
 from workers.engines.core.engine import ScheduledEngine
 from workers.engines.core.scheduler import Scheduler
 from workers.engines.core.sequence import Sampled, Slot
@@ -80,10 +81,12 @@ def ahead(
     manager = BlockManager(total_blocks, prefix_cache=prefix_cache)
     scheduler = Scheduler(
         manager,
-        block_size=block_size,
-        max_running=max_running,
-        max_batched_tokens=max_batched_tokens,
-        max_model_len=24,
+        SchedulerConfig(
+            block_size=block_size,
+            max_running=max_running,
+            max_batched_tokens=max_batched_tokens,
+            max_model_len=24,
+        ),
     )
     info = EngineInfo("late", block_size, total_blocks, max_running, 24, 6, (), True)
     executor = Late(block_size)

@@ -9,6 +9,7 @@ from schemas.wire import pack_tokens
 from tests.workers.engines.core.support import GREEDY, ROOT, Bench, Mirror, PoolMemory, check_pool, names, request
 from workers.engines.base import Failure, Output, RequestError, Started
 from workers.engines.core.blocks import BlockManager
+from workers.engines.core.config import SchedulerConfig
 from workers.engines.core.scheduler import Scheduler
 from workers.engines.mock.executor import MockExecutor, Vocabulary, expected_tokens
 
@@ -348,7 +349,7 @@ def test_what_can_never_run_is_refused_at_once(
 def test_a_limit_below_one_is_refused(name: str) -> None:
     limits = {"block_size": 4, "max_running": 1, "max_batched_tokens": 1, "max_model_len": 1, name: 0}
     with pytest.raises(ValueError, match=name):
-        Scheduler(BlockManager(1), **limits)
+        Scheduler(BlockManager(1), SchedulerConfig(**limits))
 
 
 def test_names_of_a_sequence_cancelled_last_are_still_told() -> None:
@@ -419,10 +420,12 @@ def test_any_history_ends_with_the_tokens_of_an_uninterrupted_run(
     manager = BlockManager(total_blocks, prefix_cache=prefix_cache)
     scheduler = Scheduler(
         manager,
-        block_size=block_size,
-        max_running=max_running,
-        max_batched_tokens=max_batched_tokens,
-        max_model_len=24,
+        SchedulerConfig(
+            block_size=block_size,
+            max_running=max_running,
+            max_batched_tokens=max_batched_tokens,
+            max_model_len=24,
+        ),
     )
     memory = PoolMemory(MockExecutor(VOCABULARY, 1, speedup=0), block_size, ROOT)
     mirror = Mirror()

@@ -14,6 +14,7 @@ from schemas.wire import pack_tokens
 from tests.workers.engines.core.support import PoolMemory, check_pool, request
 from workers.engines.base import EngineInfo, SequenceRequest, StepResult
 from workers.engines.core.blocks import BlockManager
+from workers.engines.core.config import SchedulerConfig
 from workers.engines.core.engine import ScheduledEngine
 from workers.engines.core.naming import block_digests
 from workers.engines.core.scheduler import Scheduler
@@ -45,11 +46,13 @@ class Bench:
         self.blocks = BlockManager(total_blocks)
         self.scheduler = Scheduler(
             self.blocks,
-            block_size=size,
-            max_running=running,
-            max_batched_tokens=batched,
-            max_model_len=1000,
-            max_scored_tokens=at_once,
+            SchedulerConfig(
+                block_size=size,
+                max_running=running,
+                max_batched_tokens=batched,
+                max_model_len=1000,
+                max_scored_tokens=at_once,
+            ),
         )
         self.executor = Watched(total_blocks, size)
         info = EngineInfo("mock", size, total_blocks, running, 1000, 50, (), True)

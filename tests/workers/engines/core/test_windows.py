@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.workers.engines.core.support import ROOT, Mirror, PoolMemory, check_pool, request
 from workers.engines.base import EngineInfo, RequestError, StepResult
 from workers.engines.core.blocks import BlockManager
+from workers.engines.core.config import SchedulerConfig
 from workers.engines.core.engine import ScheduledEngine
 from workers.engines.core.scheduler import Scheduler
 from workers.engines.core.sequence import Sampled, Slot
@@ -65,13 +66,15 @@ class Rig:
         self.windows = WindowRows(self.manager, rows, block_size=SIZE, window=window, only=only)
         self.scheduler = Scheduler(
             self.manager,
-            block_size=SIZE,
-            max_running=max_running,
-            max_batched_tokens=budget,
-            max_model_len=1000,
-            eos_token_ids=(2,),
-            no_evict=no_evict,
-            windows=self.windows,
+            SchedulerConfig(
+                block_size=SIZE,
+                max_running=max_running,
+                max_batched_tokens=budget,
+                max_model_len=1000,
+                eos_token_ids=(2,),
+                no_evict=no_evict,
+            ),
+            self.windows,
         )
         info = EngineInfo("mock", SIZE, rows, max_running, 1000, 6, (2,), True)
         self.engine = ScheduledEngine(info, self.scheduler, WindowMemory(window))

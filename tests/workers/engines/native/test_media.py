@@ -19,6 +19,7 @@ from schemas.errors import Code
 from tests.workers.engines.native.pictures import DIRECTORY, picture
 from workers.engines.base import RequestError
 from workers.engines.native import media, vision
+from workers.engines.native.embedding_slots import EmbeddingSlots
 
 FORMATS = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
 
@@ -28,7 +29,7 @@ class Still(vision.TorchVisionEncoder):
 
     def __init__(self) -> None:
         self._processor = vision.processor(str(DIRECTORY))
-        self._hidden, self._dtype, self.slot_tokens = 256, torch.float16, 64
+        self.pool = EmbeddingSlots(1, 64, 256, torch.float16, torch.device("cpu"))
         self._shape = torch.Size((3, 96, 96))
 
 
