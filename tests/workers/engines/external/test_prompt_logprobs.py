@@ -2,7 +2,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from schemas.tokens import Logprob
-from workers.engines.external.prompt_logprobs import MISSING, scores
+from workers.engines.external.outputs import MISSING
+from workers.engines.external.prompt_logprobs import scores
 
 PROMPT = [5, 6, 7, 8]
 
