@@ -19,11 +19,15 @@ NOTHING = ""  # it is called with nothing and reads sys.argv
 
 
 class Command(NamedTuple):
-    """A sub-command: where its function is, and the Struct of the settings it is called with."""
+    """A sub-command: where its function is, and the Struct of the settings it is called with.
+
+    ``choices``: what its first argument may be, for completion.
+    """
 
     about: str
     run: str  # module:function -> exit status
     settings: str = ARGV
+    choices: tuple[str, ...] = ()
 
 
 COMMANDS = {
@@ -38,7 +42,11 @@ COMMANDS = {
         "infra.broker.main:run_apply",
         "infra.cli:StreamsSettings",
     ),
-    "tenants": Command("manage tenants of the NATS door: add, list, rotate, remove", "infra.broker.tenants_cli:run"),
+    "tenants": Command(
+        "manage tenants of the NATS API: add, list, rotate, remove",
+        "infra.broker.tenants_cli:run",
+        choices=("add", "list", "rotate", "remove"),
+    ),
     "gateway": Command("run a gateway (OpenAI API)", "gateway.main:run", "GatewaySettings"),
     "router": Command("run a router", "router.main:run", "RouterSettings"),
     "worker": Command("run a worker", "workers.main:run", "WorkerSettings"),
@@ -72,7 +80,9 @@ COMMANDS = {
     "eval demo": Command(
         "measure how often the demo model answers correctly", "infra.eval.demo:run", "infra.eval.demo:Settings"
     ),
-    "completion": Command("print a script for completion in bash, zsh or fish", "infra.completion:run"),
+    "completion": Command(
+        "print a completion script for bash, zsh or fish", "infra.completion:run", choices=("bash", "fish", "zsh")
+    ),
     "version": Command("print the versions of penstock and its dependencies", "infra.cli:version"),
 }
 

@@ -15,11 +15,12 @@ fish:  penstock completion fish > ~/.config/fish/completions/penstock.fish
 
 
 class Completed(NamedTuple):
-    """A command of one or two words, and its flags."""
+    """A command of one or two words, its flags, and what its first argument may be."""
 
     words: tuple[str, ...]
     about: str
     flags: tuple[Flag, ...]
+    choices: tuple[str, ...] = ()
 
 
 def run(argv: Sequence[str]) -> int:
@@ -43,7 +44,7 @@ def completed() -> list[Completed]:
         if command.settings not in (ARGV, NOTHING):
             path = command.settings if ":" in command.settings else f"configs.settings:{command.settings}"
             flags = flags_of(load(path))
-        found.append(Completed(tuple(name.split()), command.about, tuple(flags)))
+        found.append(Completed(tuple(name.split()), command.about, tuple(flags), command.choices))
     return found
 
 
@@ -53,7 +54,8 @@ def bash(commands: Sequence[Completed]) -> str:
         name = " ".join(command.words)
         cases.append(f'        "{name}") words="{" ".join(_names(command.flags))}" ;;')
         values += [f'        "{name} {f.name}") words="{" ".join(_values(f))}" ;;' for f in command.flags if _values(f)]
-    groups = [f'        "{first}") words="{" ".join(seconds)}" ;;' for first, seconds in _groups(commands).items()]
+    nexts = _groups(commands) | {command.words[0]: command.choices for command in commands if command.choices}
+    groups = [f'        "{first}") words="{" ".join(seconds)}" ;;' for first, seconds in nexts.items()]
     firsts = " ".join(dict.fromkeys(command.words[0] for command in commands))
     return f"""\
 _penstock() {{
@@ -65,7 +67,7 @@ _penstock() {{
     esac
     if [ "$COMP_CWORD" -eq 1 ]; then
         words="{firsts}"
-    elif [ "$COMP_CWORD" -eq 2 ] && [ "$name" != "${{COMP_WORDS[1]}}" ]; then
+    elif [ "$COMP_CWORD" -eq 2 ] && [[ " {" ".join(nexts)} " == *" ${{COMP_WORDS[1]}} "* ]]; then
         case "${{COMP_WORDS[1]}}" in
 {_lines(groups)}
         esac
@@ -91,8 +93,9 @@ def zsh(commands: Sequence[Completed]) -> str:
     for first in _firsts(commands):
         seconds = [command for command in commands if command.words[0] == first and len(command.words) == 2]
         if not seconds:
-            flags = next(command.flags for command in commands if command.words == (first,))
-            cases.append(f"    {first}) {_zsh_arguments(flags)} ;;")
+            found = next(command for command in commands if command.words == (first,))
+            choices = f"_arguments '1:{first}:({' '.join(found.choices)})' '*: :_files'"
+            cases.append(f"    {first}) {choices if found.choices else _zsh_arguments(found.flags)} ;;")
             continue
         items = " ".join(_zsh_item(command.words[1], command.about) for command in seconds)
         inner = "\n".join(f"      {command.words[1]}) {_zsh_arguments(command.flags)} ;;" for command in seconds)
@@ -130,6 +133,9 @@ def fish(commands: Sequence[Completed]) -> str:
                 f"complete -c penstock -n '__fish_seen_subcommand_from {first} ; and not __fish_seen_subcommand_from "
                 f"{others}' -fa {second} -d {_quote(command.about)}"
             )
+        if command.choices:
+            unseen = f"not __fish_seen_subcommand_from {' '.join(command.choices)}"
+            lines.append(f"complete -c penstock -n '{seen} ; and {unseen}' -fa {_quote(' '.join(command.choices))}")
         for flag in command.flags:
             takes = "" if flag.kind is bool else f" -xa {_quote(' '.join(_values(flag)))}" if _values(flag) else " -r"
             for name in _names([flag]):
