@@ -32,6 +32,8 @@ types:  ## mypy alone
 	$(BIN)/mypy
 
 # What fails beside other tests is run once more alone, so that a neighbour's load is no failure. Both are reported.
+# Containers often set the variable: then each of some hundred processes compiles all modules again.
+pytest: export PYTHONDONTWRITEBYTECODE :=
 pytest:  ## the tests alone
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS) || \
 	  $(BIN)/python -m pytest --last-failed --last-failed-no-failures none $(ARGS)

@@ -6,6 +6,7 @@ server that the test may kill.
 """
 
 import asyncio
+import gc
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
@@ -42,6 +43,16 @@ async def round_trip(client: Client) -> None:
     """
     await client.flush()
     await client.flush()
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Modules and tests stay until the end: collecting garbage among them takes seconds, at each of its passes."""
+    gc.disable()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
