@@ -22,7 +22,7 @@ from tests.pipeline.support import Deployment, Process, metrics, registrations, 
 
 pytestmark = pytest.mark.timeout(180)
 
-PROMPTS = 12
+PROMPTS = 8
 PATH = "/v1/completions"
 
 
@@ -46,19 +46,43 @@ def deployment(new_deployment: NewDeployment, models: tuple[Path, Path]) -> Depl
     return new_deployment("--model", str(models[0]), "--served-model-name", "tiny", "--workers", "0", "--routers", "2")
 
 
+Running = dict[str, Process]
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    """Workers by name. Each takes seconds to start, so that those of one test stay for the next."""
+    processes: Running = {}
+    yield processes
+    for process in processes.values():
+        process.ask_to_stop()
+    assert [process.stop() for process in processes.values()] == [0] * len(processes)
+
+
 class Fleet:
     """Workers that a test starts and ends."""
 
-    def __init__(self, deployment: Deployment, bus: Bus) -> None:
+    def __init__(self, deployment: Deployment, bus: Bus, running: Running) -> None:
         self.deployment = deployment
         self.bus = bus
-        self.processes: dict[str, Process] = {}
+        self.processes = running
 
     async def start(self, name: str, model: Path, engine: str = "native") -> None:
-        flags = ("--engine", engine, "--model", str(model), "--served-model-name", "tiny", "--name", name)
-        more = ("--threads", "1", "--kv-blocks", "400", "--drain-s", "20") if engine == "native" else ()
-        self.processes[name] = self.deployment.also("worker", *flags, *more)
+        """Returns when it is registered; one that runs already stays."""
+        if name not in self.processes:
+            flags = ("--engine", engine, "--model", str(model), "--served-model-name", "tiny", "--name", name)
+            more = ("--threads", "1", "--kv-blocks", "400", "--drain-s", "20") if engine == "native" else ()
+            self.processes[name] = self.deployment.also("worker", *flags, *more)
         await until(lambda: self.registration(name), f"{name} registers", within_s=60)
+
+    async def only(self, *names: str) -> None:
+        """Stop all others and wait until they are forgotten."""
+        await self.stop(*(name for name in self.processes if name not in names))
+
+        async def gone() -> bool:
+            return {one.name for one in (await registrations(self.bus)).values()} <= set(names)
+
+        await until(gone, "the others are gone")
 
     async def registration(self, name: str) -> Registration | None:
         found = (await registrations(self.bus)).values()
@@ -73,16 +97,9 @@ class Fleet:
 
 
 @pytest.fixture
-async def fleet(deployment: Deployment) -> AsyncIterator[Fleet]:
+async def fleet(deployment: Deployment, running: Running) -> AsyncIterator[Fleet]:
     bus = await connect(deployment.state.nats_url, role="client", name="test")
-    fleet = Fleet(deployment, bus)
-    yield fleet
-    await fleet.stop(*fleet.processes)
-
-    async def gone() -> bool:
-        return not await registrations(bus)
-
-    await until(gone, "no worker is left")
+    yield Fleet(deployment, bus, running)
     await bus.close()
 
 
@@ -116,74 +133,10 @@ def lines(text: str) -> Iterator[dict[str, Any]]:
             yield json.loads(line[6:])
 
 
-async def test_a_killed_workers_answers_go_on_with_the_weights_they_began_with(
-    fleet: Fleet, http: httpx.AsyncClient, models: tuple[Path, Path]
-) -> None:
-    one, two = models
-    assert revision(one) != revision(two)
-    await asyncio.gather(fleet.start("one-a", one), fleet.start("one-b", one))
-    await fleet.start("two-a", two)
-    expected, other = await answers_of(http, "one-a"), await answers_of(http, "two-a")
-    assert all(a != b for a, b in zip(expected, other, strict=True))
-    seen = 0
-
-    async def streamed(number: int) -> str:
-        nonlocal seen
-        text = ""
-        async with http.stream("POST", PATH, json=body(number, stream=True)) as answer:
-            async for line in answer.aiter_lines():
-                for event in lines(line):
-                    assert "error" not in event, event
-                    text += event["choices"][0]["text"]
-                    seen += 1
-        return text
-
-    async def well_under_way() -> bool:
-        return seen > PROMPTS * 8
-
-    streams = [asyncio.create_task(streamed(number)) for number in range(PROMPTS)]
-    await until(well_under_way, "the streams run")
-    await fleet.kill("one-a")
-    assert list(await asyncio.gather(*streams)) == expected
-
-
-async def test_a_rolling_upgrade_fails_no_request_and_mixes_no_answer(
-    fleet: Fleet, http: httpx.AsyncClient, models: tuple[Path, Path]
-) -> None:
-    one, two = models
-    await asyncio.gather(fleet.start("one-a", one), fleet.start("one-b", one))
-    old = await answers_of(http, "one-a")
-    answers: list[tuple[int, str]] = []
-    upgraded = asyncio.Event()
-
-    async def load(number: int) -> None:
-        while not upgraded.is_set():
-            answers.append((number, await ask(http, number)))
-
-    clients = [asyncio.create_task(load(number)) for number in range(PROMPTS)]
-    await asyncio.gather(fleet.start("two-a", two), fleet.start("two-b", two))  # they stand by
-    new = await answers_of(http, "two-a")
-    assert all(a != b for a, b in zip(old, new, strict=True))
-    served_by_old = len(answers)
-    await fleet.stop("one-a")
-    await fleet.stop("one-b")
-    before = len(answers)
-
-    async def some_more() -> bool:
-        return len(answers) > before + 3 * PROMPTS
-
-    await until(some_more, "the new revision answers", within_s=30)
-    upgraded.set()
-    await asyncio.gather(*clients)
-    assert all(text == old[number] for number, text in answers[:served_by_old])
-    assert all(text in (old[number], new[number]) for number, text in answers)
-    assert all(text == new[number] for number, text in answers[-PROMPTS:])
-    assert "revision_stands_by" in fleet.deployment.logs("gateway")
-
-
 async def test_a_worker_of_another_model_under_the_same_name_is_given_nothing(
     fleet: Fleet, http: httpx.AsyncClient, deployment: Deployment, models: tuple[Path, Path]
 ) -> None:
+    await fleet.only()
     await fleet.start("foreign", DEMO, engine="mock")  # first: it would serve, as the oldest
     foreign = await fleet.registration("foreign")
     assert foreign is not None
@@ -203,3 +156,71 @@ async def test_a_worker_of_another_model_under_the_same_name_is_given_nothing(
     log = deployment.logs("gateway")
     assert "worker_refused" in log
     assert foreign.tokenizer in log
+
+
+async def test_a_rolling_upgrade_fails_no_request_and_mixes_no_answer(
+    fleet: Fleet, http: httpx.AsyncClient, models: tuple[Path, Path]
+) -> None:
+    one, two = models
+    await fleet.only("one-a")
+    await asyncio.gather(fleet.start("one-a", one), fleet.start("one-b", one))
+    old = await answers_of(http, "one-a")
+    answers: list[tuple[int, str]] = []
+    upgraded = asyncio.Event()
+
+    async def load(number: int) -> None:
+        while not upgraded.is_set():
+            answers.append((number, await ask(http, number)))
+            await asyncio.sleep(0.1)  # some load, not all that there can be
+
+    clients = [asyncio.create_task(load(number)) for number in range(PROMPTS)]
+    await fleet.start("two-a", two)  # it stands by
+    new = await answers_of(http, "two-a")
+    assert all(a != b for a, b in zip(old, new, strict=True))
+    served_by_old = len(answers)
+    await fleet.stop("one-a")
+    await fleet.stop("one-b")
+    before = len(answers)
+
+    async def some_more() -> bool:
+        return len(answers) > before + 2 * PROMPTS
+
+    await until(some_more, "the new revision answers", within_s=30)
+    upgraded.set()
+    await asyncio.gather(*clients)
+    assert all(text == old[number] for number, text in answers[:served_by_old])
+    assert all(text in (old[number], new[number]) for number, text in answers)
+    assert all(text == new[number] for number, text in answers[-PROMPTS:])
+    assert "revision_stands_by" in fleet.deployment.logs("gateway")
+
+
+async def test_a_killed_workers_answers_go_on_with_the_weights_they_began_with(
+    fleet: Fleet, http: httpx.AsyncClient, models: tuple[Path, Path]
+) -> None:
+    one, two = models
+    assert revision(one) != revision(two)
+    await fleet.only("two-a")
+    await fleet.start("two-a", two)  # first: the oldest revision serves
+    await asyncio.gather(fleet.start("two-b", two), fleet.start("one-a", one))
+    expected, other = await answers_of(http, "two-a"), await answers_of(http, "one-a")
+    assert all(a != b for a, b in zip(expected, other, strict=True))
+    seen = 0
+
+    async def streamed(number: int) -> str:
+        nonlocal seen
+        text = ""
+        async with http.stream("POST", PATH, json=body(number, stream=True)) as answer:
+            async for line in answer.aiter_lines():
+                for event in lines(line):
+                    assert "error" not in event, event
+                    text += event["choices"][0]["text"]
+                    seen += 1
+        return text
+
+    async def well_under_way() -> bool:
+        return seen > PROMPTS * 8
+
+    streams = [asyncio.create_task(streamed(number)) for number in range(PROMPTS)]
+    await until(well_under_way, "the streams run")
+    await fleet.kill("two-a")
+    assert list(await asyncio.gather(*streams)) == expected
