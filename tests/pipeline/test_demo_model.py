@@ -1,6 +1,7 @@
-"""The whole pipeline on the native engine and the demo model: answers that mean something."""
+"""The whole pipeline on the native engine and the demo model: answers that mean something, tool calls, thoughts."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -8,19 +9,50 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import nats
 import openai
 import pytest
 
 from infra.bus.connection import Bus, connect
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import Deployment, ending, idle_workers, until
+from tests.pipeline.support import (
+    Deployment,
+    accepted,
+    ending,
+    idle_workers,
+    parse_sse,
+    registrations,
+    stopped,
+    until,
+)
+from tests.pipeline.test_nats_door import Submitter
 
 pytestmark = pytest.mark.timeout(180)
+
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "Current weather of a city",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+]
+QUESTION = "What is the weather in Oslo?"
+BODY: dict[str, Any] = {
+    "model": "demo",
+    "messages": [{"role": "user", "content": QUESTION}],
+    "tools": TOOLS,
+    "temperature": 0,
+    "max_tokens": 200,
+}
+CALL = ("get_weather", {"city": "Oslo"})
 
 
 @pytest.fixture(scope="module")
 def demo(new_deployment: NewDeployment) -> Deployment:
-    return new_deployment("--engine", "native", "--workers", "2", "--threads", "1")
+    return new_deployment("--engine", "native", "--workers", "2", "--threads", "1", "--gateways", "2")
 
 
 @pytest.fixture
@@ -93,6 +125,150 @@ async def test_a_long_context_asked_again_comes_from_the_cache_and_answers_alike
     assert chosen.overlap_blocks >= decision.prompt_blocks - 1
 
 
+# -- tool calls and thoughts ------------------------------------------------------------------------------------------
+
+
+async def test_the_demo_models_worker_says_what_it_writes(demo: Deployment) -> None:
+    bus = await connect(demo.state.nats_url, role="client", name="test")
+    for worker in (await registrations(bus)).values():
+        assert (worker.reasoning_parser, worker.tool_call_parser) == ("basic", "hermes")
+    await bus.close()
+
+
+async def test_the_openai_client_gets_a_call_and_the_model_its_result(asking: openai.AsyncOpenAI) -> None:
+    answer = await asking.chat.completions.create(**BODY)
+    [choice] = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    [call] = choice.message.tool_calls or []
+    assert call.type == "function"
+    assert (call.function.name, json.loads(call.function.arguments)) == CALL
+    said = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
+    messages = [*BODY["messages"], choice.message.model_dump(exclude_none=True), said]
+    last = await asking.chat.completions.create(**{**BODY, "messages": messages})
+    assert "rain" in str(last.choices[0].message.content)
+    assert last.choices[0].finish_reason == "stop"
+
+
+async def test_streamed_it_is_the_same_call_in_pieces(asking: openai.AsyncOpenAI) -> None:
+    whole = (await asking.chat.completions.create(**BODY)).choices[0].message.tool_calls
+    assert whole
+    name, arguments, pieces, finish = "", "", 0, None
+    async for chunk in await asking.chat.completions.create(**BODY, stream=True):
+        [choice] = chunk.choices
+        assert choice.delta.content is None
+        for call in choice.delta.tool_calls or []:
+            assert call.index == 0
+            assert call.function is not None
+            name += call.function.name or ""
+            arguments += call.function.arguments or ""
+            pieces += 1
+        finish = choice.finish_reason or finish
+    assert (name, arguments, finish) == ("get_weather", whole[0].function.arguments, "tool_calls")  # type: ignore[union-attr]
+    assert pieces > 2
+    async with asking.chat.completions.stream(**BODY) as stream:  # which adds the pieces up itself
+        final = await stream.get_final_completion()
+    [added] = final.choices[0].message.tool_calls or []
+    assert (added.function.name, json.loads(added.function.arguments)) == CALL
+
+
+async def test_thoughts_come_apart_from_the_answer(asking: openai.AsyncOpenAI) -> None:
+    question: Any = [{"role": "user", "content": "What is 347 + 586? /think"}]
+    for options in ({}, {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}):
+        answer = await asking.chat.completions.create(model="demo", messages=question, temperature=0, **options)  # type: ignore[call-overload]
+        message = answer.choices[0].message
+        assert message.reasoning_content
+        assert "think>" not in message.reasoning_content + message.content
+        assert "933" in message.content
+
+
+async def test_without_tools_in_the_request_or_the_choice_there_is_no_call(asking: openai.AsyncOpenAI) -> None:
+    for options in ({"tool_choice": "none"}, {"tools": []}):
+        answer = await asking.chat.completions.create(**{**BODY, **options})
+        assert answer.choices[0].message.tool_calls is None
+        assert answer.choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="forced tool calls"):
+        await asking.chat.completions.create(**BODY, tool_choice="required")
+
+
+async def test_a_call_that_is_cut_off_is_shown_as_far_as_it_came(asking: openai.AsyncOpenAI) -> None:
+    whole = (await asking.chat.completions.create(**BODY)).choices[0].message.tool_calls
+    assert whole
+    arguments = whole[0].function.arguments  # type: ignore[union-attr]
+    shown = set()
+    for tokens in range(1, 60):
+        choice = (await asking.chat.completions.create(**{**BODY, "max_tokens": tokens})).choices[0]
+        if choice.finish_reason != "length":
+            break
+        for call in choice.message.tool_calls or []:
+            assert arguments.startswith(call.function.arguments)  # type: ignore[union-attr]
+            shown.add(call.function.arguments)  # type: ignore[union-attr]
+        if not choice.message.tool_calls:
+            assert choice.message.content
+            assert choice.message.content.startswith("<tool_call>")
+    assert len(shown) > 2
+
+
+async def test_every_replica_and_the_nats_door_show_the_same(demo: Deployment) -> None:
+    stream = {**BODY, "stream": True, "stream_options": {"include_usage": True}}
+    async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
+        answer = await client.post(demo.urls[0] + "/v1/chat/completions", json=stream)
+        request_id, events = answer.headers["x-request-id"], parse_sse(answer.content)
+        for at, event in list(enumerate(events[:-2]))[::3]:
+            url = f"{demo.urls[at % 2]}/v1/requests/{request_id}/stream"
+            rest = await client.get(url, headers={"last-event-id": event.id})
+            assert parse_sse(rest.content) == events[at + 1 :]
+        status = (await client.get(f"{demo.urls[1]}/v1/requests/{request_id}")).json()
+    message = status["result"]["choices"][0]["message"]
+    [call] = message["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == CALL
+    assert any(call["id"] in event.data for event in events)
+    nc = await nats.connect(demo.state.client_nats_url)
+    try:
+        door = Submitter(nc)
+        pieces = await door.ask(stream, model="demo")
+        [one] = await door.ask(BODY, model="demo")
+    finally:
+        await nc.close()
+
+    def deltas(bodies: list[Any]) -> list[Any]:
+        found = [choice["delta"] for body in bodies for choice in body["choices"]]
+        for call in (call for delta in found for call in delta.get("tool_calls", [])):
+            call.pop("id", None)  # follows from the request
+        return found
+
+    streamed = [event.body for event in events if event.data != "[DONE]"]
+    assert deltas([json.loads(piece.data) for piece in pieces]) == deltas(streamed)
+    [choice] = json.loads(one.data)["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["tool_calls"][0]["function"] == call["function"]
+
+
+async def test_of_workers_that_disagree_the_older_decides_and_gateways_say_so_once(
+    demo: Deployment, asking: openai.AsyncOpenAI
+) -> None:
+    [other] = await demo.also_workers("--model", "demo", "--tool-call-parser", "mistral")
+
+    async def told() -> bool:
+        return demo.logs("gateway").count("workers_name_different_parsers") >= 2
+
+    try:
+        await until(told, "both gateways warn")
+        bus = await connect(demo.state.nats_url, role="client", name="test")
+        with contextlib.suppress(openai.APIError):  # the other worker's engine answers anything
+            await asking.chat.completions.create(**{**BODY, "max_tokens": 2}, user="after the warning")
+        [request] = await accepted(bus, "after the warning")
+        await bus.close()
+        assert request.parsing is not None
+        assert request.parsing.tools == "hermes"
+    finally:
+        await stopped([other])
+    assert demo.logs("gateway").count("workers_name_different_parsers") == 2
+
+
+# -- a worker is killed -----------------------------------------------------------------------------------------------
+
+
 async def test_a_killed_workers_answers_are_finished_by_the_other_as_if_nothing_had_been(
     demo: Deployment, demo_bus: Bus
 ) -> None:
@@ -105,7 +281,7 @@ async def test_a_killed_workers_answers_are_finished_by_the_other_as_if_nothing_
             "messages": [{"role": "user", "content": question}],
             "temperature": 0 if number % 2 else 1,
             "seed": number,
-            "max_tokens": 400,
+            "max_tokens": 200,
             "ignore_eos": True,
             "stream": True,
         }
@@ -122,12 +298,12 @@ async def test_a_killed_workers_answers_are_finished_by_the_other_as_if_nothing_
         return text
 
     async with httpx.AsyncClient(trust_env=False, timeout=120) as client:
-        undisturbed = await asyncio.gather(*(read(client, number, [0]) for number in range(8)))
+        undisturbed = await asyncio.gather(*(read(client, number, [0]) for number in range(4)))
         seen = [0]
-        again = [asyncio.create_task(read(client, number, seen)) for number in range(8)]
+        again = [asyncio.create_task(read(client, number, seen)) for number in range(4)]
 
         async def under_way() -> bool:
-            return seen[0] > 8 * 100
+            return seen[0] > 4 * 40
 
         await until(under_way, "the answers begin", within_s=60)
         victim = next(process for process in demo.state.processes if process.role == "worker")
@@ -135,3 +311,8 @@ async def test_a_killed_workers_answers_are_finished_by_the_other_as_if_nothing_
         assert not any(task.done() for task in again)
         assert list(await asyncio.gather(*again)) == list(undisturbed)
     await until(lambda: idle_workers(demo_bus), "all blocks are free")
+
+    async def restarted() -> bool:
+        return len(await registrations(demo_bus)) == 2
+
+    await until(restarted, "another worker is ready", within_s=60)

@@ -18,6 +18,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine:
         others: as of ``native.build.build``.
     """
     wait_passively()
+    edits = processors(settings, path)  # before what takes seconds to import, so that a wrong flag is known at once
     from workers.engines.native.build import build
 
     options = NativeOptions(
@@ -38,7 +39,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine:
         hybrid_kv_cache=settings.hybrid_kv_cache and settings.role == "aggregated",
         warm=True,
     )
-    return build(str(path), options, processors=processors(settings, path))
+    return build(str(path), options, processors=edits)
 
 
 def encoder_from_settings(settings: WorkerSettings, path: Path) -> EncodeEngine:
