@@ -1,6 +1,7 @@
 """The demo model's data, tokenizer and training: the same everywhere, honest about what is held out, and it learns."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -181,16 +182,47 @@ def test_a_tool_call_is_right_only_whole_and_in_its_marks(answer: str, is_right:
     assert right(Sample("tools", (), "", {"name": "f", "arguments": {"a": 1}}), answer) == is_right
 
 
+def test_a_batch_is_full_repeats_and_weighs_answers_only_fully(tokenizer: Tokenizer) -> None:
+    from infra.demo_model.batches import LONGEST, Batches
+
+    batches = Batches(str(DEMO / "tokenizer.json"), 3, 16_384, 5, pictures=False)
+    first, again = batches[2], batches[2]
+    assert np.array_equal(first.tokens, again.tokens)
+    assert not np.array_equal(first.tokens, batches[3].tokens)
+    assert len(first.tokens) == 16_384 == first.short[-1] + first.long[-1]
+    assert np.diff(first.long).max() <= LONGEST
+    said = tokenizer.decode(first.tokens[first.weights == 1].tolist(), skip_special_tokens=False)
+    assert STOP in said
+    assert "<|im_start|>" not in said
+
+
+BATCH = ("--smoke", "--batch-tokens", "3072")
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def short_contexts() -> Iterator[None]:
+    """The longest conversations have 1024 tokens instead of 6144, and training takes one thread."""
+    torch = pytest.importorskip("torch")
+    from infra.demo_model import batches, train
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batches, "LONGEST", 1024)
+        patch.setattr(train, "LONGEST", 1024)
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def trained(short_contexts: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A tiny training run that stopped once and went on."""
-    pytest.importorskip("torch")
     from infra.demo_model import train
 
     work = tmp_path_factory.mktemp("work")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (work / name).write_bytes((DEMO / name).read_bytes())
-    flags = ["--work", str(work), "--smoke", "--batch-tokens", "8192", "--steps", "8", "--rate", "5e-3"]
+    flags = ["--work", str(work), *BATCH, "--steps", "8", "--rate", "5e-3"]
     first = train.run(train.options_of([*flags, "--minutes", "0"]))
     assert first["step"] == 1
     return work, train.run(train.options_of(flags))
@@ -220,37 +252,36 @@ def test_an_interrupted_save_leaves_the_one_before(
             raise KeyboardInterrupt
         return move(file, target)
 
-    flags = ["--work", str(work), "--smoke", "--batch-tokens", "8192", "--steps", "11", "--rate", "5e-3"]
+    flags = ["--work", str(work), *BATCH, "--steps", "9", "--rate", "5e-3"]
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", fail)
-        with pytest.raises(KeyboardInterrupt):  # in the save behind the first of three steps
+        with pytest.raises(KeyboardInterrupt):  # in the save behind the step
             train.run(train.options_of([*flags, "--save-minutes", "0"]))
     assert checkpoint.state_of(work)["step"] == 8
     assert all(before[name].equal(weight) for name, weight in checkpoint.weights_of(work).items())
-    assert train.run(train.options_of(flags))["step"] == 11
+    assert train.run(train.options_of(flags))["step"] == 9
     assert sorted(file.name for file in work.glob("*.safetensors*")) == [
-        f"{part}-11.safetensors" for part in ("exp_avg", "exp_avg_sq", "rest", "weights")
+        f"{part}-9.safetensors" for part in ("exp_avg", "exp_avg_sq", "rest", "weights")
     ]
 
 
 def test_a_new_training_begins_with_anothers_weights(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     from infra.demo_model import checkpoint, train
 
-    flags = ["--work", str(tmp_path), "--smoke", "--batch-tokens", "8192", "--steps", "1", "--rate", "0"]
+    flags = ["--work", str(tmp_path), *BATCH, "--steps", "1", "--rate", "0"]
     assert train.run(train.options_of([*flags, "--start", str(trained[0])]))["step"] == 1
     before, after = checkpoint.weights_of(trained[0]), checkpoint.weights_of(tmp_path)
     assert all(before[name].equal(weight) for name, weight in after.items())
 
 
-def test_training_saves_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torch")
+def test_training_saves_while_it_runs(short_contexts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from infra.demo_model import checkpoint, train
 
     saved: list[int] = []
     monkeypatch.setattr(checkpoint, "save", lambda directory, model, optimizer, state: saved.append(state["step"]))
-    flags = ["--work", str(tmp_path), "--smoke", "--batch-tokens", "8192", "--steps", "3"]
+    flags = ["--work", str(tmp_path), *BATCH, "--steps", "2"]
     train.run(train.options_of([*flags, "--save-minutes", "0"]))
-    assert saved == [1, 2, 3, 3]
+    assert saved == [1, 2, 2]
     assert (tmp_path / "tokenizer.json").read_bytes() == (DEMO / "tokenizer.json").read_bytes()
 
 
@@ -276,20 +307,6 @@ def test_what_is_exported_computes_the_same_in_transformers(
         found = ours.logits(ours.model.embed_tokens(twice), places_of(parts), parts)
     torch.testing.assert_close(found[: len(ids)], wanted, atol=1e-4, rtol=1e-3)
     torch.testing.assert_close(found[len(ids) :], wanted, atol=1e-4, rtol=1e-3)
-
-
-def test_a_batch_is_full_repeats_and_weighs_answers_only_fully(tokenizer: Tokenizer) -> None:
-    from infra.demo_model.batches import LONGEST, Batches
-
-    batches = Batches(str(DEMO / "tokenizer.json"), 3, 16_384, 5, pictures=False)
-    first, again = batches[2], batches[2]
-    assert np.array_equal(first.tokens, again.tokens)
-    assert not np.array_equal(first.tokens, batches[3].tokens)
-    assert len(first.tokens) == 16_384 == first.short[-1] + first.long[-1]
-    assert np.diff(first.long).max() <= LONGEST
-    said = tokenizer.decode(first.tokens[first.weights == 1].tolist(), skip_special_tokens=False)
-    assert STOP in said
-    assert "<|im_start|>" not in said
 
 
 def test_the_bundled_model_is_small_and_answers(tokenizer: Tokenizer) -> None:
