@@ -76,6 +76,11 @@ COMMANDS = {
     "bench split": Command(
         "measure what a hand-over between workers costs", "infra.bench.split:run", "infra.bench.split:Settings"
     ),
+    "bench router": Command(
+        "compare routing policies, in simulated time or on mock workers",
+        "infra.bench.router:run",
+        "infra.bench.router:Settings",
+    ),
     "bench index": Command("measure the routing index", "infra.bench.index:main", NOTHING),
     "eval demo": Command(
         "measure how often the demo model answers correctly", "infra.eval.demo:run", "infra.eval.demo:Settings"

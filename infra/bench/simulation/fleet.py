@@ -17,8 +17,6 @@ from infra.bench.simulation.engine import Engine, EngineSequence
 from infra.bench.simulation.policy import Fleet, Placement, Policy, Target, WorkerSpec
 from infra.bench.simulation.trace import Request
 
-_MAX_IDLE_PUMPS = 1000  # without an event, after which held requests count as lost
-
 
 class SimulationError(Exception):
     """The policy did something that a fleet cannot do."""
@@ -235,8 +233,10 @@ class Simulation:
             raise SimulationError(f"request {request.index} was placed twice")
         served.placement, served.placed_ns = placement, now
         self._held -= 1
+        ready = now
         if placement.encoder is not None:
             ready = self._encoders[placement.encoder].encode(request.media, now)
+        if ready > now:
             self._at(ready, partial(self._dispatch, request, placement))
         else:
             self._dispatch(request, placement)

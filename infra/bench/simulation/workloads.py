@@ -18,7 +18,7 @@ _MAX_PROMPT = 100_000
 class Workload(NamedTuple):
     """
     Attributes:
-        saturation: requests per second and worker at which round robin saturates simulated workers of 16,384 blocks.
+        saturation: requests per second and worker at which round robin saturates 8 simulated workers of 16,384 blocks.
     """
 
     rows: Callable[[random.Random, int, float], list[Row]]
@@ -125,7 +125,7 @@ def _mixed(rng: random.Random, requests: int, rate: float) -> list[Row]:
     units, rows = _Units(), []
     for _ in range(requests):
         long = rng.random() < 0.12
-        tokens = rng.uniform(15_000, 60_000) if long else _length(rng, 300, 0.8)
+        tokens = rng.uniform(15_000, 60_000) if long else _length(rng, 600, 0.9)
         row = _Conversation(units, []).turn(rng.uniform(0, requests / rate * 1e3), tokens, _length(rng, 150, 0.9))
         if row is not None:
             rows.append(row)
@@ -149,25 +149,25 @@ def _images(rng: random.Random, requests: int, rate: float) -> list[Row]:
     for _ in range(requests):
         at = rng.uniform(0, requests / rate * 1e3)
         image = 1 + int(min(1e6, rng.paretovariate(0.6))) if rng.random() < 2 / 3 else 0
-        tokens = _length(rng, 400, 0.7) + (576 if image else 0)
+        tokens = _length(rng, 1500, 0.9) + (576 if image else 0)
         row = _Conversation(units, []).turn(at, tokens, _length(rng, 150, 0.7))
         assert row is not None
         rows.append(Row(row.timestamp, row.input_length, row.output_length, row.hash_ids, image))
     return rows
 
 
-_CHAT = _Turns(8, (200, 2000), 5, (120, 1.0), (220, 0.8), 20)
+_CHAT = _Turns(8, (500, 4000), 6, (500, 1.3), (400, 0.7), 8)
 WORKLOADS = {
-    "chat": Workload(_CHAT.rows, "conversations of about 5 turns behind 8 system prompts", 1.0),
+    "chat": Workload(_CHAT.rows, "conversations of about 6 turns behind 8 system prompts", 7.0),
     "agents": Workload(
-        _Turns(40, (1000, 7000), 8, (1500, 1.1), (90, 0.9), 3).rows, "tool loops over long, growing contexts", 1.0
+        _Turns(40, (1000, 7000), 8, (1500, 1.1), (90, 0.9), 4).rows, "tool loops over long, growing contexts", 1.8
     ),
-    "documents": Workload(_documents, "1 to 6 questions about each of many long documents", 1.0),
-    "unique": Workload(_Turns(1, (64, 64), 1, (1800, 1.0), (180, 0.9), 1).rows, "nothing is shared", 1.0),
-    "bursts": Workload(_bursts, "chats that come in bursts", 1.0),
+    "documents": Workload(_documents, "1 to 6 questions about each of many long documents", 2.3),
+    "unique": Workload(_Turns(1, (64, 64), 1, (5000, 1.0), (200, 0.9), 1).rows, "nothing is shared", 4.1),
+    "bursts": Workload(_bursts, "chats that come in bursts", 1.9),
     "hot": Workload(
-        _Turns(40, (1000, 7000), 2, (400, 1.0), (150, 0.9), 10, 0.8).rows, "80 % behind one system prompt", 1.0
+        _Turns(40, (3000, 9000), 2, (1500, 1.0), (200, 0.9), 8, 0.8).rows, "80 % behind one system prompt", 8.4
     ),
-    "mixed": Workload(_mixed, "short prompts among long ones, nothing is shared", 1.0),
-    "images": Workload(_images, "single questions, two of three with an image", 1.0),
+    "mixed": Workload(_mixed, "short prompts among long ones, nothing is shared", 6.5),
+    "images": Workload(_images, "single questions, two of three with an image", 14.0),
 }

@@ -1,0 +1,170 @@
+"""``penstock bench router``: routing policies side by side, in simulated time or on a deployment of mock workers."""
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+from rich.table import Table
+
+from infra.bench.plots import PlotsMissing, plot_loads
+from infra.bench.simulation.comparison import Cell, Run, Summary, runs, summaries
+from infra.bench.simulation.figures import Interval
+from infra.bench.simulation.policy import Fleet, WorkerSpec
+from infra.bench.simulation.trace import Multipliers, Trace, TraceError, multiplied, read
+from infra.bench.simulation.workloads import WORKLOADS
+from infra.terminal import stdout
+
+_REQUESTS_PER_WORKER = 500
+
+PolicyName = Literal["kv", "dynamo", "round_robin", "random", "least_loaded", "least_blocks"]
+WorkloadName = Literal["chat", "agents", "documents", "unique", "bursts", "hot", "mixed", "images"]
+Positive = Annotated[float, Meta(gt=0)]
+
+
+class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``penstock bench router``."""
+
+    policies: Annotated[tuple[PolicyName, ...], Meta(description="to compare; the others against the first")] = (
+        "kv",
+        "dynamo",
+        "round_robin",
+    )
+    workload: Annotated[tuple[WorkloadName, ...], Meta(description="shapes of requests to generate")] = ("chat",)
+    trace: Annotated[str, Meta(description="file in Mooncake's format, instead of --workload")] = ""
+    load: Annotated[
+        tuple[Positive, ...],
+        Meta(description="of a workload: share of what saturates round robin; of a trace: speed-up"),
+    ] = (0.3, 0.7, 1.0, 1.5)
+    requests: Annotated[int, Meta(ge=0, description="requests; 0: the whole trace, or 500 per worker")] = 0
+    seeds: Annotated[int, Meta(ge=1, le=100, description="runs per policy and load")] = 5
+    workers: Annotated[int, Meta(ge=1, description="workers that run whole requests")] = 8
+    prefill: Annotated[int, Meta(ge=0, description="prefill workers, instead of --workers")] = 0
+    decode: Annotated[int, Meta(ge=0, description="decode workers beside them")] = 0
+    encode: Annotated[int, Meta(ge=0, description="encode workers for images")] = 0
+    ranks: Annotated[int, Meta(ge=1, description="attention data-parallel ranks of each worker")] = 1
+    slow_workers: Annotated[int, Meta(ge=0, description="of the workers, how many run at half speed")] = 0
+    blocks: Annotated[int, Meta(ge=1, description="KV blocks per rank")] = 16384
+    block_size: Annotated[int, Meta(ge=2, description="tokens per block")] = 64
+    transfer_us_per_token: Annotated[float, Meta(ge=0, description="hand-over from prefill to decode")] = 0.0
+    prefix_multiplier: Annotated[float, Meta(gt=0, description="of a trace: length of shared prefixes")] = 1.0
+    root_multiplier: Annotated[int, Meta(ge=1, description="of a trace: copies of the tree of prefixes")] = 1
+    prompt_multiplier: Annotated[float, Meta(gt=0, description="of a trace: length behind shared prefixes")] = 1.0
+    max_prompt_tokens: Annotated[int, Meta(ge=0, description="of a trace: leave longer prompts out; 0: none")] = 0
+    jobs: Annotated[int, Meta(ge=1, description="processes")] = 1
+    json: Annotated[str, Meta(description="file for the figures")] = ""
+    plot: Annotated[str, Meta(description="PNG file for TTFT by load; needs penstock[bench]")] = ""
+
+
+class BadBench(Exception):
+    """The settings do not fit together."""
+
+
+def run(settings: Settings) -> int:
+    """Compare, print a table per load; 1 if a request was not served."""
+    found: list[Run] = []
+    try:
+        cells = list(_cells(settings))
+        with contextlib.suppress(KeyboardInterrupt):
+            for each in runs(cells, settings.policies, settings.seeds, settings.jobs):
+                found.append(each)
+                _progress(each, len(found), len(cells) * len(settings.policies) * settings.seeds)
+        if not found:
+            return 130
+        result = summaries(found)
+        _report(settings, result)
+        if settings.json:
+            figures = {"settings": settings, "summaries": result, "runs": found}
+            Path(settings.json).write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2) + b"\n")
+        if settings.plot:
+            plot_loads(result, Path(settings.plot))
+    except (BadBench, TraceError, PlotsMissing) as error:
+        print(f"penstock bench router: {error}", file=sys.stderr)
+        return 1
+    return 1 if any(each.figures.unfinished for each in found) else 0
+
+
+def fleet(settings: Settings) -> Fleet:
+    """
+    Raises:
+        BadBench: there are prefill workers without decode workers, or the other way round.
+    """
+    if bool(settings.prefill) != bool(settings.decode):
+        raise BadBench("--prefill and --decode go together")
+    roles = ["prefill"] * settings.prefill + ["decode"] * settings.decode or ["aggregated"] * settings.workers
+    if settings.slow_workers > len(roles):
+        raise BadBench(f"--slow-workers {settings.slow_workers}: there are {len(roles)} workers")
+    workers = tuple(
+        WorkerSpec(role, settings.blocks, settings.ranks, 2.0 if number < settings.slow_workers else 1.0)
+        for number, role in enumerate(roles)
+    )
+    return Fleet(workers, settings.block_size, round(settings.transfer_us_per_token * 1e3), settings.encode)
+
+
+def _cells(settings: Settings) -> list[Cell]:
+    engines = fleet(settings)
+    if settings.trace:
+        trace = _trace(settings)
+        trace.requests(settings.block_size)  # fails before the first run, not in it
+        return [Cell(engines, load, trace.name, trace) for load in settings.load]
+    requests = settings.requests or _REQUESTS_PER_WORKER * len(engines.targets)
+    return [Cell(engines, load, name, None, requests) for name in settings.workload for load in settings.load]
+
+
+def _trace(settings: Settings) -> Trace:
+    by = Multipliers(
+        settings.prefix_multiplier, settings.root_multiplier, settings.prompt_multiplier, settings.max_prompt_tokens
+    )
+    return multiplied(read(Path(settings.trace)).limited(settings.requests), by)
+
+
+def _progress(each: Run, done: int, total: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{done}/{total} {each.workload} ×{each.load:g} {each.policy}\033[K", end="", file=sys.stderr)
+        if done == total:
+            print("\r\033[K", end="", file=sys.stderr)
+
+
+def _report(settings: Settings, found: Sequence[Summary]) -> None:
+    for cell in dict.fromkeys((each.workload, each.load) for each in found):
+        group = [each for each in found if (each.workload, each.load) == cell]
+        console = stdout()
+        about = cell[0] if settings.trace else f"{cell[0]} ({WORKLOADS[cell[0]].about})"
+        console.print(table(f"{about}, load {cell[1]:g}, {group[0].figures.requests} requests", group))
+
+
+def table(title: str, group: Sequence[Summary]) -> Table:
+    """Means over the seeds; TTFT and E2E of all but the first also as differences with 95 % intervals."""
+    first = group[0].policy
+    shown = Table(title=title, title_justify="left")
+    shown.add_column("policy")
+    for head in ("hit", "TTFT mean", "p50", "p99", "max", "E2E mean", "ITL", "imbalance"):
+        shown.add_column(head, justify="right")
+    for head in ("TTFT", "p99", "E2E"):
+        shown.add_column(f"{head}\nagainst {first}", justify="right", no_wrap=True)
+    for each in group:
+        figures = each.figures
+        times = (figures.ttft_mean, figures.ttft_p50, figures.ttft_p99, figures.ttft_max, figures.e2e_mean)
+        shown.add_row(
+            each.policy,
+            f"{figures.hit_rate:.3f}",
+            *map(milliseconds, times),
+            f"{figures.itl_mean:.1f} ms",
+            f"{figures.imbalance:.2f}",
+            *(difference(each.against_first[name]) if each.policy != first else "" for name in each.against_first),
+        )
+    return shown
+
+
+def milliseconds(value: float) -> str:
+    return f"{value:.0f} ms" if value < 10_000 else f"{value / 1e3:.1f} s"
+
+
+def difference(interval: Interval) -> str:
+    """As "+12.0 ± 3.1 %"; a single seed has no interval."""
+    if interval.low <= -1.0:
+        return f"{interval.mean * 100:+.1f} %"
+    return f"{interval.mean * 100:+.1f} ± {(interval.high - interval.low) * 50:.1f} %"
