@@ -8,6 +8,8 @@ number otherwise.
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+StoredRun = tuple[list[int], int | None]  # keys, each the child of the one before; parent of the first, None: the root
+
 
 class BlockCache:
     """
@@ -23,7 +25,7 @@ class BlockCache:
         self._idle: OrderedDict[int, None] = OrderedDict()  # copies that nobody uses, least recently used first
         self._copies: dict[int, list[int]] = {}  # of keys that have, or had, more than one
         self._key_of: dict[int, int] = {}  # of negative copies
-        self._stored: list[int] = []
+        self._stored: list[StoredRun] = []
         self._removed: list[int] = []
 
     def __contains__(self, key: int) -> bool:
@@ -66,18 +68,30 @@ class BlockCache:
         self.active += fresh
         return copies
 
-    def publish(self, keys: Iterable[int]) -> list[int]:
-        """Give keys to blocks of ``take`` that are full now; their copies."""
-        uses, stored = self._uses, self._stored
+    def publish(self, keys: Iterable[int], after: Sequence[int] = ()) -> list[int]:
+        """Give keys to blocks of ``take`` that are full now; their copies.
+
+        Args:
+            after: copies of the blocks in front of them.
+        """
+        uses = self._uses
+        parent = self._key_of.get(after[-1], after[-1]) if after else None
+        run: list[int] = []
         published = []
         for key in keys:
             copy = key
             if key in self:
                 copy = self._duplicate(key)
+                if run:
+                    self._stored.append((run, parent))
+                    run = []
+                parent = key
             else:
-                stored.append(key)
+                run.append(key)
             uses[copy] = 1
             published.append(copy)
+        if run:
+            self._stored.append((run, parent))
         return published
 
     def release(self, copies: list[int], private: int) -> None:
@@ -98,16 +112,20 @@ class BlockCache:
         self.active -= freed
         self.free += private
 
-    def drain(self) -> tuple[list[int], list[int]]:
-        """(stored, removed) keys since the last call; a key that was both counts as what it is now."""
+    def drain(self) -> tuple[list[StoredRun], list[int]]:
+        """What was stored and removed since the last call; a key that was both counts as what it is now."""
         stored, removed = self._stored, self._removed
         if stored:
             self._stored = []
         if removed:
             self._removed = []
         if stored and removed:
-            stored = [key for key in stored if key in self]
-            removed = [key for key in removed if key not in self]
+            again = {key for key in removed if key in self}
+            lost = set(removed) - again
+            if not all(lost.isdisjoint(keys) for keys, _ in stored):
+                stored = [(kept, parent) for keys, parent in stored if (kept := [k for k in keys if k not in lost])]
+            if again:
+                removed = [key for key in removed if key not in again]
         return stored, removed
 
     def _duplicate(self, key: int) -> int:

@@ -10,6 +10,7 @@ ties are random, nothing is held. In a prefill pool D is left out; a decode pool
 import random
 from collections.abc import Iterable, Sequence
 
+from infra.bench.simulation.cache import StoredRun
 from infra.bench.simulation.key_masks import KeyMasks
 from infra.bench.simulation.policy import Fleet, Placement, Target
 from infra.bench.simulation.trace import Request
@@ -66,11 +67,12 @@ class DynamoPolicy:
     def wake(self) -> int | None:
         return None
 
-    def events(self, target: Target, stored: Sequence[int], removed: Sequence[int], now_ns: int) -> None:
+    def events(self, target: Target, stored: Sequence[StoredRun], removed: Sequence[int], now_ns: int) -> None:
         at = self._positions.get(target)
         if at is not None:
             self._cached.remove(at, removed)
-            self._cached.add(at, stored)
+            for keys, _parent in stored:
+                self._cached.add(at, keys)
 
     def prefilled(self, request: Request, now_ns: int) -> None:
         self._backlog[self._placed[request.index]] -= self._uncached.pop(request.index, 0)

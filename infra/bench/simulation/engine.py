@@ -15,13 +15,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from infra.bench.simulation.cache import BlockCache
+from infra.bench.simulation.cache import BlockCache, StoredRun
 from infra.bench.simulation.timing import decode_ns, decode_run_ns, prefill_ns
 
 MAX_SEQUENCES = 256
 MAX_BATCHED_TOKENS = 8192
 _RUN = 512  # passes planned at once at most
-_GENERATED = 1 << 62  # keys of blocks with generated tokens lie above
+_GENERATED = 1 << 59  # keys of blocks with generated tokens lie above; the router keeps 60 bits of a key
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +75,7 @@ class Outcome:
     first: list[EngineSequence]
     ended: list[EngineSequence]
     rejected: list[EngineSequence]
-    stored: list[int]
+    stored: list[StoredRun]
     removed: list[int]
 
 
@@ -160,7 +160,7 @@ class Engine:
             if blocks is None:
                 return
             self._handing.popleft()
-            sequence.blocks = blocks + cache.publish(sequence.keys[held:])
+            sequence.blocks = blocks + cache.publish(sequence.keys[held:], blocks)
             sequence.private = -(-sequence.prompt_tokens // self.block_size) - len(sequence.blocks)
             sequence.computed = sequence.prompt_tokens
             taken()
@@ -237,7 +237,7 @@ class Engine:
                 sequence.private += 1
         for sequence in self._phases[-tick % size]:
             block = (sequence.prompt_tokens + tick - sequence.origin) // size - 1
-            sequence.blocks += self.cache.publish((sequence.key(block),))
+            sequence.blocks += self.cache.publish((sequence.key(block),), sequence.blocks)
             sequence.private -= 1
         return self.preemptions != before
 
@@ -251,7 +251,8 @@ class Engine:
         if taken is None:
             return 0
         sequence.blocks += taken
-        sequence.blocks += cache.publish(sequence.keys_between(len(sequence.blocks), after // size))
+        full = sequence.keys_between(len(sequence.blocks), after // size)
+        sequence.blocks += cache.publish(full, sequence.blocks)
         sequence.private = -(-after // size) - len(sequence.blocks)
         sequence.computed = after
         if not sequence.handed:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from infra.bench.simulation.cache import StoredRun
 from infra.bench.simulation.policy import Fleet, Placement, Target
 from infra.bench.simulation.trace import Request
 from router.holders import Holders, Holding
@@ -55,11 +56,12 @@ class PlacementPolicy:
     def wake(self) -> int | None:
         return self._now + _WAKE_NS
 
-    def events(self, target: Target, stored: Sequence[int], removed: Sequence[int], now_ns: int) -> None:
+    def events(self, target: Target, stored: Sequence[StoredRun], removed: Sequence[int], now_ns: int) -> None:
         holding = self._holdings[target]
         self._index.remove(holding, removed)
-        self._index.store(holding, stored, None)
-        self._core.stored((name(target[0]), target[1]), stored)
+        for keys, parent in stored:
+            self._index.store(holding, keys, parent)
+            self._core.stored((name(target[0]), target[1]), keys)
 
     def prefilled(self, request: Request, now_ns: int) -> None:
         pass

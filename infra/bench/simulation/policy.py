@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from infra.bench.simulation.cache import StoredRun
 from infra.bench.simulation.engine import MAX_SEQUENCES
 from infra.bench.simulation.trace import Request
 
@@ -88,7 +89,7 @@ class Policy(Protocol):
     def wake(self) -> int | None:
         """When ``pump`` is to be asked even without an event; asked only while requests are held."""
 
-    def events(self, target: Target, stored: Sequence[int], removed: Sequence[int], now_ns: int) -> None:
+    def events(self, target: Target, stored: Sequence[StoredRun], removed: Sequence[int], now_ns: int) -> None:
         """Blocks that a target has stored and removed in the passes that ended now."""
 
     def prefilled(self, request: Request, now_ns: int) -> None:

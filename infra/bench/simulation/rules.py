@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterable, Sequence
 
+from infra.bench.simulation.cache import StoredRun
 from infra.bench.simulation.policy import Fleet, Placement, Target
 from infra.bench.simulation.trace import Request
 
@@ -75,7 +76,7 @@ class RulePolicy:
     def wake(self) -> int | None:
         return None
 
-    def events(self, target: Target, stored: Sequence[int], removed: Sequence[int], now_ns: int) -> None:
+    def events(self, target: Target, stored: Sequence[StoredRun], removed: Sequence[int], now_ns: int) -> None:
         pass
 
     def prefilled(self, request: Request, now_ns: int) -> None:

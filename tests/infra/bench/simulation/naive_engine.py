@@ -28,7 +28,7 @@ class Sequence:
         return self.prompt_tokens + self.generated
 
     def key(self, number: int) -> int:
-        return self.keys[number] if number < len(self.keys) else (1 << 62) + (self.index << 24) + number
+        return self.keys[number] if number < len(self.keys) else (1 << 59) + (self.index << 24) + number
 
 
 @dataclass

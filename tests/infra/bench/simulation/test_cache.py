@@ -44,7 +44,7 @@ class CacheSteps(RuleBasedStateMachine):
 
     def note(self) -> None:
         stored, removed = self.cache.drain()
-        self.held = (self.held - set(removed)) | set(stored)
+        self.held = (self.held - set(removed)) | {key for keys, _ in stored for key in keys}
 
     @invariant()
     def events_tell_what_is_held(self) -> None:

@@ -109,7 +109,7 @@ def run_fast(jobs: list[Job], blocks: int, batch: int, budget: int) -> Seen:
         now = end
         outcome = engine.finish(passes)
         assert held.issuperset(outcome.removed)
-        held = (held - set(outcome.removed)) | set(outcome.stored)
+        held = (held - set(outcome.removed)) | {key for keys, _ in outcome.stored for key in keys}
         seen.first.update({each.index: now for each in outcome.first})
         seen.ended.update({each.index: now for each in outcome.ended})
         seen.rejected.update(each.index for each in outcome.rejected)

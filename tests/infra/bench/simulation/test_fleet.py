@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from infra.bench.simulation.cache import StoredRun
 from infra.bench.simulation.fleet import Served, SimulationError, simulate
 from infra.bench.simulation.policy import Fleet, Placement, Target, WorkerSpec
 from infra.bench.simulation.rules import RulePolicy, round_robin
@@ -27,7 +28,7 @@ class Recorded(RulePolicy):
         super().__init__(round_robin)
         self.seen: list[tuple[int, str, object]] = []
 
-    def events(self, target: Target, stored: Sequence[int], removed: Sequence[int], now_ns: int) -> None:
+    def events(self, target: Target, stored: Sequence[StoredRun], removed: Sequence[int], now_ns: int) -> None:
         self.seen.append((now_ns, "events", (target, list(stored))))
 
     def prefilled(self, request: Request, now_ns: int) -> None:
@@ -50,7 +51,7 @@ def test_a_policy_sees_blocks_then_the_first_token_at_the_end_of_the_pass() -> N
     third = second + decode_ns(642, POOL)
     assert times(result.served) == [(first, third)]
     assert policy.seen == [
-        (first, "events", ((0, 0), list(range(10)))),
+        (first, "events", ((0, 0), [(list(range(10)), None)])),
         (first, "prefilled", 0),
         (third, "finished", 0),
     ]

@@ -32,11 +32,11 @@ def test_dynamos_cost_of_a_first_request_counts_its_prompt_twice() -> None:
 def test_dynamo_goes_where_the_prefix_is_cached() -> None:
     policy = DynamoPolicy()
     policy.start(FOUR, [])
-    policy.events((2, 0), list(range(8)), [], 0)
+    policy.events((2, 0), [(list(range(8)), None)], [], 0)
     assert policy.arrive(request(0, 640, list(range(10))), 0) == Placement((2, 0))
     policy.finished(request(0, 640, list(range(10))), 1)
     policy.events((2, 0), [], list(range(8)), 1)
-    policy.events((1, 0), [0], [], 1)
+    policy.events((1, 0), [([0], None)], [], 1)
     assert policy.arrive(request(1, 640, list(range(10))), 1) == Placement((1, 0))
 
 
