@@ -28,7 +28,7 @@ from router.job_message import Positions
 from router.job_retention import parse_stage
 from router.load import ENCODE, ActiveRequest, LoadState
 from router.load_tracker import LoadTracker
-from router.snapshot import Snapshot, Snapshots, encode_part
+from router.snapshot import IndexSnapshots, Snapshot, Snapshots, encode_part
 from schemas import done, fleet, jobs, kv
 from schemas.jobs import LoadHeader, Stage
 from schemas.streams import LONGEST_DEADLINE_S
@@ -39,10 +39,19 @@ log = structlog.get_logger("router")
 SETTLE_S = fleet.LEASE_S + 0.5  # after a (re)connect, for workers to renew their leases
 SWEEP_BLOCKS = 2_000  # of the index, at once: 2 ms
 SWEEP_STEPS = 5
+INDEX_SNAPSHOT_S = 60.0  # between two: each has 8 bytes a block
+CHECK_EVERY = 4096  # messages of the KV stream: where all routers note the index's checksum
 EXPIRE_REQUESTS = 2_000
 LEFT_REMEMBERED = 1024  # workers that left
 OVERDUE_NS = 30_000_000_000  # after its deadline; the terminal event of such a request was missed
 REMOVE_KEY_TRIES = 3
+
+
+class IndexCheck(NamedTuple):
+    """The index's checksum after a message of the KV stream: equal in all routers that noted that sequence."""
+
+    kv_seq: int
+    checksum: int
 
 
 class ClusterListener(NamedTuple):
@@ -74,8 +83,7 @@ class ClusterState:
         self._approximate = ApproximateIndex(settings.max_index_blocks)  # unused, and empty, with KV events
         self._loader: IndexLoader | None = None
         if settings.kv_events:
-            self.index = PrefixIndex(settings.max_index_blocks)
-            self._loader = IndexLoader(bus, self.index, self.tasks, self._is_registered)
+            self._use_index(PrefixIndex(settings.max_index_blocks))
         self._registry = WorkerRegistry(bus, joined=self._on_joined, left=self._on_left, renewed=self._on_renewed)
         self._disconnects = DisconnectWatch(self._is_worker_connection)
         self._kv = self._tail("KV", "kv", self._on_kv)
@@ -89,6 +97,14 @@ class ClusterState:
         self._connected_since = time.monotonic()
         self._snapshots = Snapshots(bus, settings.name)
         self._saved = (0, 0, 0)
+        self._index_snapshots = IndexSnapshots(bus, settings.name)
+        self._index_saved = (time.monotonic(), 0)  # when, and up to which KV sequence
+        self._kv_seen = 0
+        self.check = IndexCheck(0, 0)
+
+    def _use_index(self, index: PrefixIndex) -> None:
+        self.index = index
+        self._loader = IndexLoader(self._bus, index, self.tasks, self._is_registered)
 
     def _tail(self, stream: str, kind: str, handle: Callable[[Entry], None]) -> LogTail:
         subjects = self._bus.subjects
@@ -111,8 +127,11 @@ class ClusterState:
             starts = {"done": at.done_seq, "returned": at.returned_seq, "work": at.work_seq}
         # Workers before jobs: jobs are counted in blocks of their worker's size.
         if self.index is not None:
-            await self._following.enter_async_context(self._kv.following(since_ns=now_ns))
+            after = await self._restore_index()
+            since_ns = 0 if after else now_ns
+            await self._following.enter_async_context(self._kv.following(after=after, since_ns=since_ns))
         await self._following.enter_async_context(self._registry)
+        self._forget_unregistered()
         # Ends before beginnings: a request that is known to be over never counts as active.
         for name, tail in (("done", self._done), ("returned", self._returned), ("work", self._work)):
             after = starts.get(name, 0)
@@ -121,6 +140,23 @@ class ClusterState:
         self._connected_since = time.monotonic()
         if self._settings.sys_nats_url:
             await self._disconnects.start(self._settings.sys_nats_url)
+
+    async def _restore_index(self) -> int:
+        """Take the index from a snapshot. Returns: its KV sequence; 0: there is none, so all workers have to dump."""
+        restored = await self._index_snapshots.load(self._settings.max_index_blocks)
+        if restored is None:
+            return 0
+        index, kv_seq = restored
+        self._use_index(index)
+        return kv_seq
+
+    def _forget_unregistered(self) -> None:
+        """Workers that are in the snapshot or the tail, and left before this router started."""
+        if self.index is None or self._loader is None:
+            return
+        for worker in self.index.workers():
+            if not self._is_registered(worker):
+                self._loader.forget(worker)
 
     async def stop(self) -> None:
         for task in self._fetching:
@@ -135,7 +171,7 @@ class ClusterState:
         self._connected_since = time.monotonic()
 
     async def save(self) -> None:
-        """Store the loads for the next start, if they have changed since the last time."""
+        """Store the loads for the next start, and less often the index, if they have changed since the last time."""
         positions = (self._work.position, self._done.position, self._returned.position)
         if positions != self._saved and self._bus.connected:
             self._saved, taken_ns, parts = positions, time.time_ns(), []
@@ -143,6 +179,14 @@ class ClusterState:
                 parts.append(encode_part(_only_logged(part)))
                 await asyncio.sleep(0)
             await self._snapshots.save(Snapshot(taken_ns, *positions), parts)
+        if time.monotonic() - self._index_saved[0] >= INDEX_SNAPSHOT_S:
+            await self.save_index()
+
+    async def save_index(self) -> None:
+        position = self._kv.position
+        if self.index is not None and position != self._index_saved[1] and self._bus.connected:
+            self._index_saved = (time.monotonic(), position)
+            await self._index_snapshots.save(self.index, position)
 
     async def maintain(self, now_ns: int) -> None:
         """Expire leases, broken connections and overdue requests, and clean up the index; a few times a second."""
@@ -160,6 +204,13 @@ class ClusterState:
                 break
             await asyncio.sleep(0)
         self._approximate.expire(now_ns / 1e9)
+        if self._kv.position == self._kv_seen != self.check.kv_seq:  # at rest: all routers come to the same sequence
+            self._check_index()
+        self._kv_seen = self._kv.position
+
+    def _check_index(self) -> None:
+        if self.index is not None:
+            self.check = IndexCheck(self._kv.position, self.index.checksum())
 
     # Decisions
 
@@ -278,6 +329,8 @@ class ClusterState:
             return
         if not self.index.apply(batch):
             self._loader.reload(batch.worker)
+        if entry.seq % CHECK_EVERY == 0:
+            self._check_index()
 
     # Workers
 
@@ -293,7 +346,7 @@ class ClusterState:
         self._left.pop(registration.worker, None)
         self._disconnects.restored(registration.connection)
         if self._loader is not None and registration.kv_events:
-            self._loader.ensure(registration.worker)
+            self._loader.ensure(registration.worker, registration.dp_size)
         self._listener.capacity_changed()
 
     def _on_renewed(self, worker: RegisteredWorker) -> None:

@@ -108,6 +108,9 @@ class Holders:
         """Add a holding whose blocks are loaded into the tree."""
         self._add(holding)
 
+    def mark_ragged(self, holding: Holding) -> None:
+        self._ragged |= holding.bit
+
     def link(self) -> None:
         """Bits below the highest one that no restored holding has are free."""
         bits = (1 << bit for bit in range(self._slots))
@@ -184,28 +187,33 @@ class Holders:
         found: list[tuple[int, int]] = []
         tree, left, depth, end = self.tree, self._live, 0, len(keys)
         shards, chunks, masks, partials, parents = tree.shards, tree.chunks, tree.masks, tree.partial, tree.parents
-        node = tree.find(keys[0] & KEY_MASK) if end else NOTHING
+        key = keys[0] & KEY_MASK if end else 0
+        node = tree.find(key) if end else NOTHING
         while node >= 0:
             chunk, mask = chunks[node], masks[node]
-            size = len(chunk)
+            # A prompt begins in the middle of a node only if an engine named a wrong parent.
+            start = 0 if chunk[0] == key else chunk.index(key)
+            size = len(chunk) - start
             after, following = depth + size, NOTHING
             if after < end:
                 key = keys[after] & KEY_MASK
                 following = shards[key & SLOT].get(key, NOTHING)
             # A key names all blocks before it: if the next one follows this node, the prompt has all of it.
             if following < 0 or parents[following] != node:
-                size = _common(chunk, 0, keys, depth)
-                after = depth + size
-                if size < len(chunk):
-                    following = NOTHING
+                size = _common(chunk, start, keys, depth)
+                if depth + size < after:
+                    after = depth + size
+                    key = keys[after] & KEY_MASK if after < end else NOTHING
+                    following = tree.find(key)  # what was stored before this node, without blocks before it
+                    mask |= sum(bit for bit, count in partials.get(node, {}).items() if count >= start + size)
             here = left & mask
             if here != left:
                 gone = left ^ here
                 if node in partials:
                     for bit, count in partials[node].items():
-                        if bit & gone:
+                        if bit & gone and count > start:
                             gone ^= bit
-                            found.append((bit, depth + (count if count < size else size)))
+                            found.append((bit, depth + count - start))
                 if gone and depth:
                     found.append((gone, depth))
                 left = here
@@ -225,7 +233,7 @@ class Holders:
             self.tree.begin_sweep(self._sweeping)
         if not self.tree.sweep(limit):
             return False
-        self._free_bits += _bits(self._sweeping)
+        self._free_bits += bits_of(self._sweeping)
         self._retired &= ~self._sweeping
         self._sweeping = 0
         return not self._retired
@@ -307,7 +315,7 @@ class Holders:
             size = len(tree.chunks[node])
             keep = max(0, size - count)
             count -= size - keep
-            holders = dict.fromkeys(_bits(tree.masks[node]), size) | tree.partial.get(node, {})
+            holders = dict.fromkeys(bits_of(tree.masks[node]), size) | tree.partial.get(node, {})
             sums = {size: sum(tree.chunks[node][keep:])}
             for bit, held in holders.items():
                 holding = self._by_bit.get(bit)
@@ -324,7 +332,7 @@ class Holders:
         """As the keys of a dict: of those, ``dict.fromkeys`` takes the hashes too."""
         known = self._names.get(mask)
         if known is None:
-            bits = _bits(mask)
+            bits = bits_of(mask)
             if self._named > _MOST_NAMED:
                 self._names.clear()
                 self._named = 0
@@ -351,7 +359,8 @@ def _common(chunk: Sequence[int], start: int, keys: Sequence[int], at: int) -> i
     return low
 
 
-def _bits(mask: int) -> list[int]:
+def bits_of(mask: int) -> list[int]:
+    """The bits of a mask, each alone, lowest first."""
     bits = []
     while mask:
         bit = mask & -mask

@@ -50,9 +50,29 @@ class PrefixIndex:
     """
 
     def __init__(self, max_blocks: int) -> None:
-        self._holders = Holders(max_blocks)
+        self.holders = Holders(max_blocks)
         self._feeds: dict[TargetId, _Feed] = {}
         self._ignored = 0
+
+    def feeds(self) -> Iterator[tuple[Holding, int, int]]:
+        """What is known completely: the holdings, each with its target's epoch and last sequence."""
+        for feed in self._feeds.values():
+            if feed.holding is not None:
+                yield feed.holding, feed.epoch, feed.seq
+
+    def restore(self, holding: Holding, epoch: int, seq: int) -> None:
+        """Add a holding whose blocks are in ``holders``, as of just after batch ``seq`` of its target."""
+        self.holders.restore(holding)
+        self._feeds[holding.target_id] = _Feed(epoch, seq, holding)
+
+    def workers(self) -> set[str]:
+        """Everyone who has sent anything, until ``forget``."""
+        return {worker for worker, _ in self._feeds}
+
+    def is_complete(self, worker: str, ranks: int) -> bool:
+        """Whether the caches of all ``ranks`` of a worker are known."""
+        feeds = (self._feeds.get((worker, rank)) for rank in range(ranks))
+        return all(feed is not None and feed.holding is not None for feed in feeds)
 
     def apply(self, batch: KvBatch) -> bool:
         """Fold one batch; repeated batches are ignored.
@@ -72,7 +92,7 @@ class PrefixIndex:
         if batch.seq <= feed.seq:
             return True
         if batch.seq != feed.seq + 1:
-            self._holders.retire(target_id)
+            self.holders.retire(target_id)
             feed.holding = None
             feed.pending.append(batch)
             return False
@@ -112,7 +132,7 @@ class PrefixIndex:
         feed = self._feeds[target_id] = _Feed(head.epoch, head.seq, None)
         if known is not None:
             feed.pending.extend(known.pending)
-        holding = self._holders.open(target_id)
+        holding = self.holders.open(target_id)
         for page in pages:
             for event in page.events:
                 for part in _parts(event):
@@ -131,11 +151,11 @@ class PrefixIndex:
         """Forget all ranks of ``worker`` at once; ``sweep`` removes their blocks."""
         for target_id in [target_id for target_id in self._feeds if target_id[0] == worker]:
             del self._feeds[target_id]
-            self._holders.retire(target_id)
+            self.holders.retire(target_id)
 
     def sweep(self, limit: int) -> bool:
         """Remove blocks of forgotten targets, visiting at most ``limit``; True: nothing is left to do."""
-        return self._holders.sweep(limit)
+        return self.holders.sweep(limit)
 
     def match(self, keys: Sequence[int]) -> dict[TargetId, int]:
         """Number of leading blocks of a prompt held, by target; targets without any are absent.
@@ -143,7 +163,7 @@ class PrefixIndex:
         Args:
             keys: of the prompt's blocks in order; ``holders.keys_view(digests)`` is the cheapest form.
         """
-        return self._holders.match(keys)
+        return self.holders.match(keys)
 
     def awaiting_dump(self) -> list[TargetId]:
         """Targets whose events have a gap."""
@@ -152,7 +172,7 @@ class PrefixIndex:
     @property
     def blocks(self) -> int:
         """Distinct blocks."""
-        return len(self._holders)
+        return len(self.holders)
 
     def held(self, target_id: TargetId) -> int:
         """Number of blocks that ``target_id`` holds."""
@@ -165,11 +185,11 @@ class PrefixIndex:
         Replicas that have folded the KV stream to the same sequence know the same, with the same workers registered.
         At the cap they may differ for a while after a worker left: until as many blocks as it had were stored.
         """
-        return self._holders.checksum()
+        return self.holders.checksum()
 
     @property
     def stats(self) -> Stats:
-        h = self._holders
+        h = self.holders
         return Stats(
             blocks=len(h),
             targets=len(self._feeds),
@@ -183,20 +203,20 @@ class PrefixIndex:
 
     def _begin(self, target_id: TargetId, epoch: int) -> _Feed:
         """The first batch of a target's epoch; nothing is missing if its number is 0."""
-        self._holders.retire(target_id)
-        feed = self._feeds[target_id] = _Feed(epoch, -1, self._holders.open(target_id))
+        self.holders.retire(target_id)
+        feed = self._feeds[target_id] = _Feed(epoch, -1, self.holders.open(target_id))
         return feed
 
     def _fold(self, holding: Holding, event: KvEvent) -> Holding:
         if isinstance(event, Cleared):
-            return self._holders.open(holding.target_id)
+            return self.holders.open(holding.target_id)
         if event.tier or event.group:
             self._ignored += len(event.digests) // DIGEST_BYTES
         elif isinstance(event, Stored):
             parent = None if event.parent is None else key_of(event.parent)
-            self._holders.store(holding, keys_view(event.digests), parent)
+            self.holders.store(holding, keys_view(event.digests), parent)
         else:
-            self._holders.remove(holding, keys_view(event.digests))
+            self.holders.remove(holding, keys_view(event.digests))
         return holding
 
 

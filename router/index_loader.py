@@ -9,6 +9,7 @@ from nats.errors import Error as NatsError
 
 from infra.bus.connection import Bus
 from infra.bus.tasks import Tasks
+from router.background import run_in_steps
 from router.index import PrefixIndex
 from schemas import control, kv, wire
 
@@ -37,9 +38,9 @@ class IndexLoader:
         self._loaded.discard(worker)
         self._request(worker)
 
-    def ensure(self, worker: str) -> None:
-        """Request a dump of a worker unless its cache is indexed."""
-        if worker not in self._loaded:
+    def ensure(self, worker: str, ranks: int) -> None:
+        """Request a dump of a worker unless the caches of all its ranks are indexed."""
+        if worker not in self._loaded and not self._index.is_complete(worker, ranks):
             self._request(worker)
 
     def forget(self, worker: str) -> None:
@@ -56,13 +57,7 @@ class IndexLoader:
         """Load the pages of a dump, rank by rank; False: a rank needs a newer dump."""
         complete = True
         for part in by_rank(pages):
-            loading = self._index.loading(part)
-            try:
-                while True:
-                    next(loading)
-                    await asyncio.sleep(0)
-            except StopIteration as end:
-                complete &= end.value
+            complete &= await run_in_steps(self._index.loading(part))
         return complete
 
     def _request(self, worker: str) -> None:

@@ -97,6 +97,8 @@ class Maintenance:
         self._metrics.waiting.set(len(self._held))
         if self._cluster.index is not None:
             self._metrics.blocks.set(self._cluster.index.blocks)
+            self._metrics.index_sequence.set(self._cluster.check.kv_seq)
+            self._metrics.index_checksum.set(self._cluster.check.checksum)
         self._metrics.workers.set(self._cluster.tracker.size)
         self._place_held()
 

@@ -29,6 +29,16 @@ class Metrics:
         self.waiting = Gauge("penstock_router_waiting_requests", "requests without a worker", registry=registry)
         self.workers = Gauge("penstock_router_workers", "registered workers", registry=registry)
         self.blocks = Gauge("penstock_router_index_blocks", "distinct blocks in the prefix index", registry=registry)
+        self.index_sequence = Gauge(
+            "penstock_router_index_sequence",
+            "KV stream sequence that penstock_router_index_checksum is of: every 4,096th, and the last when it rests",
+            registry=registry,
+        )
+        self.index_checksum = Gauge(
+            "penstock_router_index_checksum",
+            "48 bits of what is known of all caches: equal in routers that show the same sequence",
+            registry=registry,
+        )
         self.tasks = Gauge("penstock_router_tasks", "asyncio tasks", registry=registry)
 
     def placed(

@@ -13,12 +13,14 @@ after it were. Leaves go first. It never depends on matches.
 """
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from typing import NamedTuple
 
 KEY_MASK = (1 << 60) - 1  # ints below 2^60 take 32 bytes, larger ones 48
 NODE_BLOCKS = 1024  # at most, which bounds what a split moves
 NOTHING = -1
 _SETTLED_AT_ONCE = 2
+_MOST_NODES = 1 << 24  # in a snapshot
 _STEP = 2_000  # nodes
 _SLOTS = 1 << 14
 SLOT = _SLOTS - 1
@@ -37,6 +39,16 @@ def _shards() -> list[dict[int, int]]:
         width = 8 + len(shards) * 8 // _SLOTS
         shards += [{}] * min(width, _SLOTS - len(shards))
     return shards
+
+
+class Frozen(NamedTuple):
+    """A tree's contents at one moment, by node; see ``RadixTree`` for their meaning. Nothing in here changes."""
+
+    chunks: list[tuple[int, ...]]
+    masks: list[int]
+    parents: "array[int]"
+    ages: "array[int]"
+    partial: dict[int, dict[int, int]]
 
 
 class RadixTree:
@@ -73,6 +85,7 @@ class RadixTree:
         self._shards_left = 0
         self._unsettled: list[int] = []
         self._unswept: list[int] = []
+        self._private: set[int] | None = None  # nodes whose ``partial`` no frozen copy has; None: there is no copy
 
     def __len__(self) -> int:
         """The number of nodes."""
@@ -91,16 +104,17 @@ class RadixTree:
 
     def set_held(self, node: int, bit: int, count: int) -> None:
         """``bit`` holds the first ``count`` blocks of ``node``. Call ``settle`` when blocks were lost."""
-        partial = self.partial.get(node)
-        if partial is not None and partial.pop(bit, 0) and not partial:
-            del self.partial[node]
+        if node in self.partial:
+            partial = self._own(node)
+            if partial.pop(bit, 0) and not partial:
+                del self.partial[node]
         if count == len(self.chunks[node]):
             self.masks[node] = self._share(self.masks[node] | bit)
             return
         if self.masks[node] & bit:
             self.masks[node] = self._share(self.masks[node] ^ bit)
         if count:
-            self.partial.setdefault(node, {})[bit] = count
+            self._own(node)[bit] = count
 
     def insert(self, names: list[int], node: int, before: int, bit: int) -> tuple[int, int]:
         """Add blocks that ``bit`` holds: those of ``names`` up to the first known one, and at most a node full.
@@ -167,6 +181,8 @@ class RadixTree:
                 self.set_held(node, bit, count - at)
         if self._sweeping:
             self._unswept.append(front)
+        if self.ages[node] == self._victims_age:
+            self._victims = []  # ordered by first keys, and this node has another one now
         return front
 
     def touch(self, node: int) -> None:
@@ -175,7 +191,7 @@ class RadixTree:
         if self.ages[node] != age:
             if not self.children[node]:
                 self._remove_leaf(node)
-                self._leaves.setdefault(age, {})[node] = None
+                self._add_leaf(node, age)
             self.ages[node] = age
 
     def settle(self, node: int) -> None:
@@ -217,18 +233,19 @@ class RadixTree:
         self.settle(node if keep else self._delete(node))
 
     def oldest(self) -> int:
-        """The leaf whose blocks, and all that followed them, have not been used for longest; NOTHING: there is none."""
-        while True:
-            while self._victims:
-                node = self._victims[-1]
-                if node in self._leaves.get(self._victims_age, ()):
-                    return node
-                self._victims.pop()
-            if not self._leaves:
-                return NOTHING
-            # By key, because the order within an age depends on when a sweep removed what followed a node.
-            self._victims_age, chunks = min(self._leaves), self.chunks
-            self._victims = sorted(self._leaves[self._victims_age], key=lambda node: chunks[node][0])
+        """The leaf whose blocks, and all that followed them, have not been used for longest; NOTHING: there is none.
+
+        Of several of the same age, the one with the largest first key: when a sweep or a snapshot came in between must
+        not matter.
+        """
+        while self._victims and self._victims[-1] not in self._leaves.get(self._victims_age, ()):
+            self._victims.pop()
+        if not self._victims:
+            if self._victims_age not in self._leaves:
+                self._victims_age = min(self._leaves, default=NOTHING)
+            chunks = self.chunks
+            self._victims = sorted(self._leaves.get(self._victims_age, ()), key=lambda node: chunks[node][0])
+        return self._victims[-1] if self._victims else NOTHING
 
     @property
     def settled(self) -> bool:
@@ -260,16 +277,30 @@ class RadixTree:
         self._sweeping = 0
         return True
 
-    def load(self, nodes: Iterable[tuple[int, tuple[int, ...], int, int, int]]) -> None:
-        """Add nodes of another tree: (number, keys, mask, parent, age) each. ``link`` them when all are there."""
-        for node, chunk, mask, parent, age in nodes:
-            while len(self.chunks) <= node:
-                self._number_at_end()
-            self.chunks[node], self.parents[node], self.ages[node] = chunk, parent, age
-            self.masks[node] = self._share(mask)
-            for name in chunk:
-                self.shards[name & SLOT][name] = node
-            self.blocks += len(chunk)
+    def freeze(self) -> Frozen:
+        """A copy of everything, in time proportional to the nodes: 0.6 ms for 100,000. ``thaw`` it soon."""
+        self._private = set()
+        return Frozen(self.chunks[:], self.masks[:], self.parents[:], self.ages[:], self.partial.copy())
+
+    def thaw(self) -> None:
+        """The last frozen copy is not needed any more."""
+        self._private = None
+
+    def load(self, node: int, chunk: tuple[int, ...], mask: int, parent: int, age: int) -> None:
+        """Add a node of another tree under its number. ``link`` when all are there.
+
+        Raises:
+            ValueError: its number is not possible.
+        """
+        if not 0 <= node < _MOST_NODES:
+            raise ValueError(f"node {node} of at most {_MOST_NODES}")
+        while len(self.chunks) <= node:
+            self._number_at_end()
+        self.chunks[node], self.parents[node], self.ages[node] = chunk, parent, age
+        self.masks[node] = self._share(mask)
+        for name in chunk:
+            self.shards[name & SLOT][name] = node
+        self.blocks += len(chunk)
 
     def link(self) -> Iterator[None]:
         """Finish loading, in steps of less than 1 ms."""
@@ -282,9 +313,20 @@ class RadixTree:
             if not chunk:
                 self._free.append(node)
             elif not self.children[node]:
-                self._leaves.setdefault(self.ages[node], {})[node] = None
+                self._add_leaf(node, self.ages[node])
+                if not self.masks[node]:
+                    self._unsettled.append(node)
             if node % _STEP == 0:
                 yield
+
+    def _own(self, node: int) -> dict[int, int]:
+        """``partial`` of a node, to be changed."""
+        private, partial = self._private, self.partial.get(node)
+        if partial is None or (private is not None and node not in private):
+            partial = self.partial[node] = dict(partial or ())
+            if private is not None:
+                private.add(node)
+        return partial
 
     def _share(self, mask: int) -> int:
         if len(self._shared) >= _SHARED_MASKS:
@@ -299,7 +341,7 @@ class RadixTree:
                 self._remove_leaf(parent)
             self.children[parent] += 1
         self.ages[node] = age = self.clock // self._per_age
-        self._leaves.setdefault(age, {})[node] = None
+        self._add_leaf(node, age)
         return node
 
     def _number(self) -> int:
@@ -322,8 +364,13 @@ class RadixTree:
             self.children[parent] -= 1
             self.ages[parent] = age = max(age, self.ages[parent])
             if not self.children[parent]:
-                self._leaves.setdefault(age, {})[parent] = None
+                self._add_leaf(parent, age)
         return parent
+
+    def _add_leaf(self, node: int, age: int) -> None:
+        self._leaves.setdefault(age, {})[node] = None
+        if age <= self._victims_age:
+            self._victims_age, self._victims = age, []
 
     def _remove_leaf(self, node: int) -> None:
         age = self.ages[node]
@@ -337,7 +384,8 @@ class RadixTree:
         mask, partial = self.masks[node], self.partial.get(node)
         if mask & bits:
             self.masks[node] = self._share(mask & ~bits)
-        if partial:
+        if partial and any(bit & bits for bit in partial):
+            partial = self._own(node)
             for bit in [bit for bit in partial if bit & bits]:
                 del partial[bit]
             if not partial:

@@ -14,6 +14,7 @@ import base64
 import hashlib
 import json
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -96,11 +97,13 @@ async def put(bus: Bus, bucket: str, name: str, data: bytes, *, keep_s: float = 
     return age_s - MARGIN_S if winner is None else _left_s(winner, age_s)
 
 
-async def replace(bus: Bus, bucket: str, name: str, data: bytes, *, timeout: float = PUT_S) -> None:
+async def replace(bus: Bus, bucket: str, name: str, data: bytes | Sequence[bytes], *, timeout: float = PUT_S) -> None:
     """Store the newest value of ``name`` and delete the chunks of the value before it.
 
     For one writer per name. Of two at once one wins, and the other's value is lost without an error.
 
+    Args:
+        data: in parts, each is stored as one chunk: to join large ones would hold up the event loop.
     Raises:
         ServingError: as ``put``.
     """
@@ -111,18 +114,24 @@ async def replace(bus: Bus, bucket: str, name: str, data: bytes, *, timeout: flo
         await _delete_chunks(bus, full, _chunks(full, found.info.nuid))
 
 
-async def _upload(bus: Bus, full: str, name: str, data: bytes, found: _Found | None, until: float) -> _Found | None:
+async def _upload(
+    bus: Bus, full: str, name: str, data: bytes | Sequence[bytes], found: _Found | None, until: float
+) -> _Found | None:
     """Store chunks, then an entry over ``found``. Returns the entry of another upload that came first, if any did."""
-    digest = await asyncio.to_thread(_sha256, data) if len(data) > LARGE else _sha256(data)
+    chunks = (
+        [memoryview(data)[at : at + CHUNK] for at in range(0, len(data), CHUNK)] if isinstance(data, bytes) else data
+    )
+    size = sum(map(len, chunks))
+    digest = await asyncio.to_thread(_sha256, chunks) if size > LARGE else _sha256(chunks)
     while True:
         nuid = new_request_id(time.time_ns()).replace("-", "")
         try:
-            await _send_chunks(bus, _chunks(full, nuid), data, until)
+            await _send_chunks(bus, _chunks(full, nuid), chunks, until)
             break
         except _Interrupted:  # what is stored may be incomplete or out of order
             await _delete_chunks(bus, full, _chunks(full, nuid))
-    count = -(-len(data) // CHUNK)
-    info = _Info(name, full, nuid, len(data), count, digest, format_time(time.time_ns()), options=_Options())
+    stored = format_time(time.time_ns())
+    info = _Info(name, full, nuid, size, len(chunks), digest, stored, options=_Options())
     headers = {
         HEADER_MSG_ID: nuid,
         "Nats-Rollup": "sub",
@@ -178,17 +187,16 @@ async def _read(bus: Bus, full: str, info: _Info, limit: int) -> bytes | None:
     return b"".join(parts) if size == info.size else None
 
 
-async def _send_chunks(bus: Bus, subject: str, data: bytes, until: float) -> None:
+async def _send_chunks(bus: Bus, subject: str, chunks: Sequence[bytes | memoryview], until: float) -> None:
     """Send all chunks, a few at a time; one connection keeps their order.
 
     Raises:
         ServingError: the bucket is full.
         _Interrupted: one was not confirmed. Resent, it would come after its successors.
     """
-    view = memoryview(data)
-    for start in range(0, len(data), CHUNK * IN_FLIGHT):
-        burst = range(start, min(start + CHUNK * IN_FLIGHT, len(data)), CHUNK)
-        sent = (_request(bus, subject, bytes(view[at : at + CHUNK]), None, until, again=False) for at in burst)
+    for start in range(0, len(chunks), IN_FLIGHT):
+        burst = chunks[start : start + IN_FLIGHT]
+        sent = (_request(bus, subject, bytes(chunk), None, until, again=False) for chunk in burst)
         for reply in await asyncio.gather(*sent, return_exceptions=True):
             if isinstance(reply, BaseException):
                 raise reply
@@ -289,8 +297,16 @@ def _left_s(found: _Found, age_s: float) -> float:
     return age_s - MARGIN_S - (time.time_ns() - found.stored_ns) / 1e9
 
 
-def _sha256(data: bytes) -> str:
-    return "SHA-256=" + base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode()
+def _cut(data: bytes) -> list[memoryview]:
+    view = memoryview(data)
+    return [view[at : at + CHUNK] for at in range(0, len(data), CHUNK)]
+
+
+def _sha256(chunks: Sequence[bytes | memoryview]) -> str:
+    digest = hashlib.sha256()
+    for chunk in chunks:
+        digest.update(chunk)
+    return "SHA-256=" + base64.urlsafe_b64encode(digest.digest()).decode()
 
 
 def _silent(what: str, seconds: float) -> ServingError:

@@ -115,9 +115,10 @@ async def test_snapshots_sweeps_and_dumps_do_not_hold_up_the_loop(
     dump = kv.KvDump("w0500", 1, 0, (kv.Stored(secrets.token_bytes(16 * 100_000), None),))
     callbacks = Callbacks(monkeypatch)
     await cluster.save()
+    await cluster.save_index()
     for number in range(20):
         cluster.index.forget(f"w{number:04}")
-    while cluster.index._holders.retired:
+    while cluster.index.holders.retired:
         await one.router._maintenance.sweep(time.time_ns(), time.monotonic())
     assert await cluster._loader.load([dump])
     assert cluster.index.held(("w0500", 0)) == 100_000

@@ -188,6 +188,24 @@ def test_replicas_that_lost_a_worker_at_different_times_agree_again_once_its_roo
     assert one.checksum() == two.checksum()
 
 
+def test_a_parent_that_is_not_one_does_no_harm() -> None:
+    holders = Holders(1000)
+    one, two = holders.open(("a", 0)), holders.open(("b", 0))
+    first, second, third = keys(1, 2, 3), keys(4, 5, 6), keys(4, 5, 7)
+    holders.store(one, first, None)
+    holders.store(one, second, first[-1])
+    assert holders.match(first) == {("a", 0): 3}
+    assert holders.match(second) == {("a", 0): 3}
+    assert holders.match(third) == {("a", 0): 2}
+    holders.store(two, third, None)
+    assert holders.match(third) == {("a", 0): 2, ("b", 0): 3}
+    holders.remove(one, second)
+    assert holders.match(second) == {("b", 0): 2}
+    holders.remove(one, first)
+    check(holders)
+    assert one.blocks == 0
+
+
 def test_a_long_prompt_that_loses_its_last_holder_is_removed_in_short_steps() -> None:
     holders = Holders(1_000_000)
     holding = holders.open(("a", 0))

@@ -82,7 +82,7 @@ def index_of(routing: Routing) -> PrefixIndex:
 
 def contents(routing: Routing, worker: WorkerHarness) -> dict[int, tuple[int, int]]:
     """Blocks and the sum of their keys, by rank."""
-    found = [each for each in index_of(routing)._holders.holdings() if each.target_id[0] == worker.id]
+    found = [each for each in index_of(routing).holders.holdings() if each.target_id[0] == worker.id]
     return {each.target_id[1]: (each.blocks, each.key_sum) for each in found}
 
 
