@@ -178,6 +178,12 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
         bool,
         about("native: free KV blocks behind sliding windows; not with --role prefill or decode, or CUDA kernels"),
     ] = True
+    speculative_model: Annotated[
+        str, about('native: proposes tokens that the model verifies: a draft model\'s directory or id, or "ngram"')
+    ] = ""
+    num_speculative_tokens: Annotated[Positive, about("native: tokens proposed per step, at most")] = 4
+    prompt_lookup_min: Annotated[Positive, about("native, ngram: least tokens that must repeat")] = 2
+    prompt_lookup_max: Annotated[Positive, about("native, ngram: tokens that are compared")] = 4
     kv_memory_fraction: Annotated[
         float, Meta(ge=0, le=1, description="native: share of free memory for KV; 0: 0.85 on CUDA, 0.25 on a CPU")
     ] = 0.0

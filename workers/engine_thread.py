@@ -305,6 +305,8 @@ class EngineThread:
             sequence.measurements = [*(sequence.measurements or ()), each]
         dirty = self._dirty
         for sequence, token, finish, logprob, stop_token in outputs:
+            if sequence.finish is not None:  # an earlier token of this step completed a stop string
+                continue
             sequence.buffer.append(token)
             if not sequence.dirty:
                 sequence.dirty = True

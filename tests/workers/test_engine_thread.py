@@ -376,6 +376,15 @@ def test_a_failed_sequence_ends_once_even_if_its_last_token_completes_a_stop_str
     assert choice.finish.reason == "stop"
 
 
+def test_tokens_behind_a_stop_string_in_the_same_step_are_dropped() -> None:
+    choice = new_choice(stream=_AlwaysStopped())
+    thread = EngineThread(lambda: None, lambda flush: None, refuse)  # type: ignore[arg-type, return-value]
+    step = StepResult([Output(choice, token) for token in (7, 8, 9)], [], [], [], 3)
+    thread._step(_OneStep(choice, step))  # type: ignore[arg-type]
+    assert thread._ended == [choice]
+    assert list(choice.buffer) == [7]
+
+
 class _AlwaysStopped:
     stop = "x"
 
@@ -384,11 +393,14 @@ class _AlwaysStopped:
 
 
 class _OneStep:
-    def __init__(self, choice: SequenceState) -> None:
+    def __init__(self, choice: SequenceState, result: StepResult | None = None) -> None:
         self.choice = choice
+        self.result = result
 
     def step(self) -> StepResult:
-        return StepResult([Output(self.choice, 1)], [], [], [Failure(self.choice, "out_of_blocks", "")], 1)
+        return self.result or StepResult(
+            [Output(self.choice, 1)], [], [], [Failure(self.choice, "out_of_blocks", "")], 1
+        )
 
     def cancel(self, key: object) -> bool:
         return False

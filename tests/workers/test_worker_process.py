@@ -234,6 +234,7 @@ def test_roles_that_cannot_work_are_refused_with_the_way_out(
         ({"event_plane": "zmq", "publish_events_and_metrics": False}, "no KV events"),
         ({"event_plane": "zmq", "role": "encode"}, "no KV events"),
         ({"engine": "trtllm", "scheduler_policy": "guaranteed_no_evict"}, "--extra-engine-args"),
+        ({"engine": "vllm", "speculative_model": "ngram"}, "--extra-engine-args"),
     ],
     ids=str,
 )

@@ -176,6 +176,9 @@ class EngineStats(msgspec.Struct, frozen=True):
     preemptions: int = 0
     hit_tokens: int = 0  # prompt tokens taken from the cache, since start
     prompt_tokens: int = 0  # prompt tokens admitted, since start
+    drafts: int = 0  # sequences in steps that verified proposed tokens, since start
+    draft_tokens: int = 0  # proposed, since start
+    accepted_tokens: int = 0  # of these
     logits_errors: int = 0  # calls of logits processors that failed, since start
 
 

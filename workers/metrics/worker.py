@@ -25,6 +25,17 @@ class Metrics:
         self.preempted = Gauge("penstock_worker_preemptions", "sequences recomputed since start", registry=registry)
         self.hit = Gauge("penstock_worker_prefix_hit_tokens", "prompt tokens taken from the cache", registry=registry)
         self.prompt = Gauge("penstock_worker_prompt_tokens", "prompt tokens admitted", registry=registry)
+        self.drafts = Gauge(
+            "penstock_worker_spec_decode_num_drafts",
+            "sequences in steps with proposed tokens",
+            registry=registry,
+        )
+        self.draft_tokens = Gauge(
+            "penstock_worker_spec_decode_num_draft_tokens", "tokens proposed by speculation", registry=registry
+        )
+        self.accepted_tokens = Gauge(
+            "penstock_worker_spec_decode_num_accepted_tokens", "proposed tokens that were accepted", registry=registry
+        )
         self.logits_errors = Gauge(
             "penstock_worker_logits_errors", "calls of logits processors that failed, since start", registry=registry
         )
@@ -66,6 +77,9 @@ class Metrics:
         self.preempted.set(stats.preemptions)
         self.hit.set(stats.hit_tokens)
         self.prompt.set(stats.prompt_tokens)
+        self.drafts.set(stats.drafts)
+        self.draft_tokens.set(stats.draft_tokens)
+        self.accepted_tokens.set(stats.accepted_tokens)
         self.logits_errors.set(stats.logits_errors)
         self.unsent.set(unsent_bytes)
 

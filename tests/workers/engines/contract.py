@@ -64,6 +64,7 @@ class Subject:
         handover: "blocks" (through ``memory``), "opaque" (by itself), or "" with a reason in ``lacks``.
         package: what it needs besides ours.
         on_real: settings for the real package.
+        variant: settings besides, of an engine that is here more than once.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Subject:
     lacks: Mapping[str, str] = field(default_factory=dict)
     package: str = ""
     on_real: Mapping[str, Any] = field(default_factory=dict)
+    variant: Mapping[str, Any] = field(default_factory=dict)
 
     def settings(self, **options: Any) -> WorkerSettings:
         defaults: dict[str, Any] = {
@@ -86,7 +88,11 @@ class Subject:
             "threads": 1,
             "mock_speedup": 0,
         }
-        return WorkerSettings(**defaults | (dict(self.on_real) if self.real else {}) | options)
+        return WorkerSettings(**defaults | dict(self.variant) | (dict(self.on_real) if self.real else {}) | options)
+
+    @property
+    def label(self) -> str:
+        return "-".join((self.name, *(str(value) for value in self.variant.values())))
 
     @property
     def real(self) -> bool:
@@ -140,6 +146,7 @@ ALL = (
         {EOS: "the mock of a model never draws its end tokens", BIAS: "the mock has no logits"},
     ),
     Subject("native", _native, "blocks"),
+    Subject("native", _native, "blocks", variant={"speculative_model": "ngram", "prompt_lookup_min": 1}),
     Subject(
         "trtllm",
         _trtllm,

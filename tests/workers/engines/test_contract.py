@@ -48,7 +48,7 @@ TENANT = b"another tenant's"
 Make = Callable[..., Driver]
 
 
-@pytest.fixture(scope="module", params=SUBJECTS, ids=lambda subject: subject.name)
+@pytest.fixture(scope="module", params=SUBJECTS, ids=lambda subject: subject.label)
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     found: Subject = request.param
     before = torch.get_num_threads()

@@ -31,7 +31,7 @@ def test_it_has_a_column_for_every_engine_and_a_row_for_every_feature() -> None:
     assert all(len(row) == len(head) and all(row) for row in rows)
 
 
-@pytest.mark.parametrize("subject", ALL, ids=lambda subject: subject.name)
+@pytest.mark.parametrize("subject", ALL, ids=lambda subject: subject.label)
 def test_it_agrees_with_the_contract_that_the_engines_are_held_to(subject: Subject) -> None:
     support = SUPPORT[subject.name]
     assert bool(support.resumed_draws) == (SEEDED_RESUME not in subject.lacks)

@@ -12,6 +12,7 @@ from workers.engines.core.embedding_pool import MISSING_EMBEDDINGS, TEXT_ONLY, E
 from workers.engines.core.embeddings import VisionEncoder
 from workers.engines.core.scheduler import Scheduler
 from workers.engines.core.sequence import Executor, OverlapExecutor, PendingStep, Sampled, Slot
+from workers.engines.core.speculation import Speculation
 from workers.engines.logits.registry import Registry
 from workers.engines.validation import check_vocabulary
 
@@ -34,6 +35,7 @@ class ScheduledEngine:
         processors: logits processors that requests may name; None: none.
         ahead: takes the next plan while it computes one. A step's outputs are returned by the next call of ``step``,
             which launches its own step before it waits for them.
+        speculation: proposes tokens to ``executor``; not with ``ahead``, where the next plan is made too early.
     """
 
     def __init__(
@@ -44,7 +46,10 @@ class ScheduledEngine:
         encoder: VisionEncoder | None = None,
         processors: Registry | None = None,
         ahead: OverlapExecutor | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
+        assert speculation is None or executor is not None
+        self._speculation = speculation
         self.info = info
         self.kv_transfer: KvTransfer | None = scheduler.reservations if scheduler.windows is None else None
         self.vision = None if encoder is None else EmbeddingPool(encoder)
@@ -95,6 +100,8 @@ class ScheduledEngine:
             failures = [Failure(slot.sequence.key, Code.transfer_failed, MISSING_EMBEDDINGS) for slot in missing]
         if self._executor is None:
             return self._step_overlapped(plan, scoring, failures)
+        if self._speculation is not None and plan:
+            plan = self._speculation.extend(plan, scheduler)
         sampled: list[Sampled] = self._executor.execute(plan, scoring) if plan else []
         result = scheduler.commit(plan, sampled, scoring)
         return result._replace(failures=result.failures + failures) if failures else result
@@ -136,6 +143,8 @@ class ScheduledEngine:
     def close(self) -> None:
         self._inflight = None
         self._owned.close()
+        if self._speculation is not None:
+            self._speculation.drafter.close()
         if self.vision is not None:
             self.vision.close()
 

@@ -12,7 +12,9 @@ log-probabilities, ``reservations`` keeps the blocks of hand-overs, and ``report
 tokens.
 """
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from schemas.errors import Code
@@ -20,6 +22,7 @@ from schemas.tokens import Logprob
 from workers.engines.base import EngineStats, Output, RequestError, SequenceRequest, StepResult
 from workers.engines.core.blocks import BlockManager
 from workers.engines.core.config import SchedulerConfig, SequenceLimits
+from workers.engines.core.drafts import DraftCounts, accepted
 from workers.engines.core.naming import name_blocks
 from workers.engines.core.queue import Queue
 from workers.engines.core.report import StepReport
@@ -50,6 +53,7 @@ class Scheduler:
     Attributes:
         running: in admission order.
         reservations: blocks for prompts that arrive from other workers.
+        drafts: what was proposed to sequences, and accepted.
         held: blocks of prompts that other workers fetch.
     """
 
@@ -66,12 +70,14 @@ class Scheduler:
         self._by_key: dict[object, Sequence] = {}
         self._block_size = block_size
         self._max_running = config.max_running
-        self._max_batched_tokens = config.max_batched_tokens
+        self.max_batched_tokens = config.max_batched_tokens
         self._report = StepReport()
+        self._no_evict = config.no_evict
         self._admitted = 0
         self._plans = 0  # plans made so far, without empty ones
         self._commits = 0
         self._ending = 0  # sequences that have ended but are in a plan that is not committed
+        self.drafts = DraftCounts()
         self._starved = False  # the last plan lacked a block; the next is made when no step is in flight
 
     # -- between steps ---------------------------------------------------------------------------------------
@@ -125,6 +131,9 @@ class Scheduler:
             preemptions=report.preemptions,
             hit_tokens=report.hit_tokens,
             prompt_tokens=report.prompt_tokens,
+            drafts=self.drafts.drafts,
+            draft_tokens=self.drafts.proposed,
+            accepted_tokens=self.drafts.accepted,
         )
 
     # -- schedule --------------------------------------------------------------------------------------------
@@ -132,7 +141,7 @@ class Scheduler:
     def schedule(self) -> list[Slot]:
         """The plan of the next step, in admission order. Blocks of every slot are allocated."""
         plan: list[Slot] = []
-        budget = self._max_batched_tokens
+        budget = self.max_batched_tokens
         size = self._block_size
         number = self._plans + 1
         overlapped = self._plans > self._commits
@@ -195,7 +204,7 @@ class Scheduler:
 
     def _cover(self, windows: WindowRows, sequence: Sequence, start: int, count: int) -> int:
         """Allocate rows for some of ``count`` tokens, by preempting newer sequences if need be; 0: not now."""
-        while not (now := windows.fit(sequence, start, count)):
+        while not (now := windows.fit(sequence, start, count, fair=self._no_evict)):
             newest = self.running[-1]
             if newest is sequence:  # older ones run, and end
                 return 0
@@ -246,6 +255,21 @@ class Scheduler:
                 return
             budget -= planned
 
+    def draft_room(self, slot: Slot, wanted: int) -> int:
+        """How many proposed tokens may be verified behind a planned slot; allocates their blocks, preempts nobody."""
+        sequence, start, count, samples = slot
+        if count != 1 or not samples or sequence.lockstep:
+            return 0
+        wanted = min(wanted, sequence.limit - start - 2)  # one more token is drawn than proposed
+        size, blocks = self._block_size, sequence.blocks
+        while wanted > 0 and start + 1 + wanted > len(blocks) * size and self.blocks.grow(blocks):
+            pass
+        room = min(wanted, len(blocks) * size - start - 1)
+        if room > 0 and self.windows is not None:
+            room = self.windows.fit(sequence, start, 1 + room, fair=self._no_evict) - 1
+            self.windows.cover(sequence, start + 1 + room)
+        return max(room, 0)
+
     def unplan(self, plan: list[Slot], slots: list[Slot]) -> list[Slot]:
         """Remove slots from the last plan and cancel their sequences."""
         for sequence, start, _, samples in slots:
@@ -284,6 +308,9 @@ class Scheduler:
                     next(draws)
                 self._free_ended(sequence)
                 continue
+            if sequence.draft:
+                ended |= self._commit_drafts(sequence, draws, outputs)
+                continue
             computed = start + count
             if naming and (count > 1 or not computed % size):
                 name_blocks(self.blocks, sequence, computed, size)
@@ -306,6 +333,25 @@ class Scheduler:
         events = self.blocks.take_events()
         held = self.held.take_new()
         return StepResult(outputs, events, started, failures, total, held, scored, measured=measured)
+
+    def _commit_drafts(self, sequence: Sequence, draws: Iterator[Sampled], outputs: list[Output]) -> bool:
+        """Take in the drawn tokens up to the first that was not proposed; True: the sequence has ended."""
+        draft, sequence.draft = sequence.draft, ()
+        drawn = list(islice(draws, len(draft) + 1))
+        right = accepted(draft, [each.token for each in drawn])
+        self.drafts.count(len(draft), right)
+        sequence.computed = len(sequence.tokens) - 1
+        for token, logprob in drawn[: right + 1]:
+            sequence.tokens.append(token)
+            sequence.computed += 1
+            sequence.length = length = len(sequence.tokens)
+            if length >= sequence.limit or (length > sequence.stoppable and token in sequence.stops):
+                outputs.append(self._finish(sequence, token, logprob))
+                return True
+            outputs.append(Output(sequence.key, token, "", logprob))
+        if self.blocks.prefix_cache:
+            name_blocks(self.blocks, sequence, sequence.computed, self._block_size)
+        return False
 
     def _finish(self, sequence: Sequence, token: int, logprob: Logprob | None) -> Output:
         """End a sequence with its last token."""

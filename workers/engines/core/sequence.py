@@ -34,9 +34,11 @@ class Sequence(msgspec.Struct, eq=False):
     step: int = 0  # number of the last plan it is in
     lockstep: bool = False  # what a step needs of it depends on the token that the step before draws
     ended: bool = False  # its blocks are kept until the step that still uses them is done
+    draft: Seq[int] = ()  # proposed tokens behind ``tokens``, in the step that verifies them
     cached: int = 0  # prompt tokens found in the cache at first admission
     named: int = 0  # leading blocks that are in the prefix cache under their digest
     state: object = None  # for the executor: random generator, penalties, ...
+    drafter_state: object = None  # for a ``Drafter``
     arrived: int = 0  # admission order
     started: bool = False  # was admitted before; since then possibly preempted
     stops: frozenset[int] = frozenset()  # EOS and stop ids that end it once more than ``stop.min_tokens`` are out
@@ -58,7 +60,8 @@ class Sequence(msgspec.Struct, eq=False):
 class Slot(NamedTuple):
     """``count`` tokens of ``sequence`` from position ``start`` are computed in this step.
 
-    ``samples``: the last of them is the newest known token, so the next token is drawn from its logits.
+    ``samples``: the last of them is the newest known token, so the next token is drawn from its logits. With
+    ``sequence.draft``, the proposed tokens follow it and are counted, and a token is drawn from the logits of each.
     Blocks for positions up to ``start + count`` are in ``sequence.blocks`` already.
     """
 
@@ -108,7 +111,7 @@ class Executor(Protocol):
     """The model side of an engine: computes a plan, keeps KV in pool blocks 0 .. total_blocks - 1."""
 
     def execute(self, plan: list[Slot], scoring: Seq[Slot] = ()) -> list[Sampled]:
-        """Compute every slot; one ``Sampled`` per slot with ``samples``, in plan order.
+        """Compute every slot; one ``Sampled`` per slot with ``samples``, in plan order, and one per proposed token.
 
         Args:
             scoring: slots of the plan whose sequences get ``scores``, of positions ``score`` .. ``scored_to(slot)``.

@@ -99,13 +99,19 @@ class WindowRows:
             self._holders[block] = self._holders.get(block, 0) + 1
             sequence.rows.append(self._rows[block])
 
-    def fit(self, sequence: Sequence, start: int, count: int) -> int:
-        """How many of ``count`` tokens from ``start`` on can get rows, once those that are passed are released."""
+    def fit(self, sequence: Sequence, start: int, count: int, *, fair: bool = False) -> int:
+        """How many of ``count`` tokens from ``start`` on can get rows, once those that are passed are released.
+
+        Args:
+            fair: no more rows than any sequence needs to decode, so that each that was admitted has its own.
+        """
         first = self.first_block(start)
         for number in range(sequence.first_row, min(first, len(sequence.rows))):
             self._drop(sequence.blocks[number], passed=True)
         sequence.first_row = max(sequence.first_row, first)
         room = self.total_blocks - len(self._holders)
+        if fair:
+            room = min(room, self.most_rows - (len(sequence.rows) - sequence.first_row))
         return max(0, min(count, (len(sequence.rows) + room) * self._size - start))
 
     def cover(self, sequence: Sequence, stop: int) -> None:

@@ -37,6 +37,10 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine:
         kv_memory_fraction=settings.kv_memory_fraction,
         no_evict=settings.scheduler_policy == "guaranteed_no_evict",
         hybrid_kv_cache=settings.hybrid_kv_cache and settings.role == "aggregated",
+        speculative_model=settings.speculative_model,
+        num_speculative_tokens=settings.num_speculative_tokens,
+        prompt_lookup_min=settings.prompt_lookup_min,
+        prompt_lookup_max=settings.prompt_lookup_max,
         warm=True,
     )
     return build(str(path), options, processors=edits)

@@ -19,6 +19,7 @@ from workers.engines.core.scheduler import Scheduler
 from workers.engines.core.sequence import Executor
 from workers.engines.logits import Registry
 from workers.engines.native.attention import Unsupported
+from workers.engines.native.draft import load_draft, make_speculation
 from workers.engines.native.executor import TorchExecutor
 from workers.engines.native.model import Model, ModelError, load, vision_encoder
 from workers.engines.native.options import DEFAULTS, NativeOptions
@@ -55,9 +56,12 @@ def build(model: str, options: NativeOptions = DEFAULTS, *, processors: Registry
     try:
         loaded = reload()
         encoder = vision_encoder(model, loaded.forward, options.embed_slots) if loaded.multimodal else None
+        draft = load_draft(options, loaded)
     except torch.OutOfMemoryError as error:
         raise EngineError(out_of_memory(error)) from error
-    return assemble(loaded, options, encoder=encoder, processors=processors, started=started, reload=reload)
+    return assemble(
+        loaded, options, encoder=encoder, draft=draft, processors=processors, started=started, reload=reload
+    )
 
 
 def assemble(
@@ -65,6 +69,7 @@ def assemble(
     options: NativeOptions = DEFAULTS,
     *,
     encoder: TorchVisionEncoder | None = None,
+    draft: Model | None = None,
     processors: Registry | None = None,
     started: float | None = None,
     reload: Callable[[], Model] | None = None,
@@ -73,17 +78,24 @@ def assemble(
 
     Args:
         options: those of loading (device, dtype, threads, embed_slots) are not used.
+        draft: the draft model that ``options.speculative_model`` names.
         started: when loading began, by ``time.perf_counter``; None: now.
         reload: loads the model again if the CUDA kernels do not suit it.
     """
     started = time.perf_counter() if started is None else started
     try:
         limit = _model_len(options.max_model_len, loaded.max_positions)
+        if draft is not None and draft.max_positions < limit:
+            raise ModelError(f"the draft model takes {draft.max_positions} tokens; lower max_model_len ({limit}) to it")
         rotation = None
         if loaded.device.type == "cuda":
             loaded, rotation = _with_kernels(loaded, reload)
+        if rotation is not None and options.speculative_model:
+            raise ModelError("the CUDA kernels do not verify proposed tokens yet; leave out --speculative-model")
         # The CUDA kernels read one table of blocks per sequence.
-        pools = make_pools(loaded, options, limit, hybrid=options.hybrid_kv_cache and rotation is None)
+        hybrid = options.hybrid_kv_cache and rotation is None and draft is None
+        pools = make_pools(loaded, options, limit, hybrid=hybrid, draft=draft)
+        speculation = make_speculation(options, draft, pools.draft)
     except torch.OutOfMemoryError as error:
         raise EngineError(out_of_memory(error)) from error
     blocks = BlockManager(pools.kv.blocks, prefix_cache=options.prefix_cache, kv_events=options.kv_events)
@@ -113,7 +125,7 @@ def assemble(
         logits_processors=() if processors is None else processors.names,
         max_batched_tokens=options.max_batched_tokens,
     )
-    return ScheduledEngine(info, scheduler, executor, encoder, processors, ahead)
+    return ScheduledEngine(info, scheduler, executor, encoder, processors, ahead, speculation)
 
 
 def _executors(

@@ -2,19 +2,33 @@
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from schemas.transfer import Memory
 from workers.engines.base import EngineError
-from workers.engines.core.sequence import Sampled, Slot, scored_to
+from workers.engines.core.sequence import Sampled, Sequence, Slot, scored_to
 from workers.engines.native.attention import Paged, ReferenceAttention, Span
 from workers.engines.native.model import Embeddings, Model
 from workers.engines.native.pool import Pool, out_of_memory
-from workers.engines.native.sampler import sample, score
+from workers.engines.native.sampler import choose, score
 from workers.engines.native.sliding import HybridAttention, SlidingPool
 from workers.engines.native.vision import TorchVisionEncoder
+
+
+@contextmanager
+def device_errors(device: torch.device) -> Iterator[None]:
+    """Turn failures of a device into ``EngineError``."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise EngineError(out_of_memory(error)) from error
+    except RuntimeError as error:  # torch has no narrower type for a lost device or a full host
+        if "allocate memory" in str(error):
+            raise EngineError(out_of_memory(error)) from error
+        raise EngineError(f"the step failed on {device}: {error}") from error
 
 
 class TorchExecutor:
@@ -39,15 +53,8 @@ class TorchExecutor:
 
     def execute(self, plan: list[Slot], scoring: Seq[Slot] = ()) -> list[Sampled]:
         assert self._model is not None, "closed"
-        try:
-            with torch.inference_mode():
-                return self._execute(plan, scoring)
-        except torch.OutOfMemoryError as error:
-            raise EngineError(out_of_memory(error)) from error
-        except RuntimeError as error:  # torch has no narrower type for a lost device or a full host
-            if "allocate memory" in str(error):
-                raise EngineError(out_of_memory(error)) from error
-            raise EngineError(f"the step failed on {self._model.device}: {error}") from error
+        with device_errors(self._model.device), torch.inference_mode():
+            return self._execute(plan, scoring)
 
     def _execute(self, plan: list[Slot], scoring: Seq[Slot]) -> list[Sampled]:
         assert self._model is not None
@@ -55,6 +62,8 @@ class TorchExecutor:
         tokens: list[int] = []
         positions: list[int] = []
         rows: list[int] = []
+        drawing: list[Sequence] = []  # by row
+        lengths: list[int] = []
         scored: list[int] = []  # rows of prompt tokens to be scored, at most ``Scheduler.max_scored_tokens``
         seen: list[tuple[int, int]] = []
         for slot in plan:
@@ -66,16 +75,19 @@ class TorchExecutor:
                 first = len(tokens) - slot.start - 1
                 scored += range(first + slot.sequence.score, first + scored_to(slot))
             tokens += slot.sequence.tokens[slot.start : end]
+            tokens += slot.sequence.draft
             positions += range(slot.start, end)
             if slot.samples:
-                rows.append(len(tokens) - 1)
+                rows += range(len(tokens) - 1 - len(slot.sequence.draft), len(tokens))
+                drawing += [slot.sequence] * (1 + len(slot.sequence.draft))
+                lengths += range(end - len(slot.sequence.draft), end + 1)
         wanted = rows + scored or [0]
         inputs, places, last = (torch.tensor(n, device=self._model.device) for n in (tokens, positions, wanted))
         logits = self._model.logits(inputs, places, last, self._paged(plan), self._embeddings(seen) if seen else None)
         if scored:
             score_slots(logits[len(rows) :], scoring)
         if rows:  # copies tokens to the host, which waits for the KV writes too
-            return sample(logits[: len(rows)], [slot.sequence for slot in plan if slot.samples])
+            return choose(logits[: len(rows)], drawing, lengths).sampled()
         if self._model.device.type == "cuda":  # blocks are named next, and other processes may read named blocks
             torch.cuda.synchronize(self._model.device)
         return []

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+NGRAM = "ngram"  # instead of a draft model
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeOptions:
@@ -22,6 +24,9 @@ class NativeOptions:
         no_evict: see ``Scheduler``.
         hybrid_kv_cache: keep layers with sliding windows in a pool of their own, and free blocks behind the windows. KV
             cannot be handed over then.
+        speculative_model: proposes tokens: a draft model, as ``model`` of ``build``, or "ngram"; "": none.
+        num_speculative_tokens: proposed per step and sequence, at most.
+        prompt_lookup_min, prompt_lookup_max: tokens that "ngram" must find again.
         warm: compute a short request first, so that no client waits while libraries load and kernels are chosen.
     """
 
@@ -40,6 +45,10 @@ class NativeOptions:
     kv_memory_fraction: float = 0.0
     no_evict: bool = False
     hybrid_kv_cache: bool = True
+    speculative_model: str = ""
+    num_speculative_tokens: int = 4
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
     warm: bool = False
 
 

@@ -17,6 +17,7 @@ class Pools:
 
     kv: Pool
     sliding: SlidingPool | None = None
+    draft: Pool | None = None  # of a draft model, under the block numbers of ``kv``
 
     @property
     def total_blocks(self) -> int:
@@ -32,11 +33,13 @@ class Pools:
         return WindowRows(blocks, pool.blocks, block_size=pool.block_size, window=layers.window, only=not layers.full)
 
 
-def make_pools(model: Model, options: NativeOptions, model_len: int, *, hybrid: bool) -> Pools:
+def make_pools(
+    model: Model, options: NativeOptions, model_len: int, *, hybrid: bool, draft: Model | None = None
+) -> Pools:
     """
     Args:
         model_len: tokens of the longest sequence.
-        hybrid: give layers with sliding windows a pool of their own.
+        hybrid: give layers with sliding windows a pool of their own; not with a draft model.
     Raises:
         EngineError: there is no memory for them.
     """
@@ -45,6 +48,8 @@ def make_pools(model: Model, options: NativeOptions, model_len: int, *, hybrid: 
         raise ValueError(f"block_size must be at least 1, not {size}")
     dtype = DTYPES.get(options.kv_dtype, model.dtype)
     block_bytes = model.shape.block_bytes(size, dtype)
+    if draft is not None:
+        block_bytes += draft.shape.block_bytes(size, draft.dtype)
     blocks = options.kv_blocks or blocks_that_fit(
         block_bytes, -(-model_len // size), model.device, options.kv_memory_fraction
     )
@@ -61,7 +66,8 @@ def make_pools(model: Model, options: NativeOptions, model_len: int, *, hybrid: 
 
     try:
         if layers is None or blocks <= _least(layers, size):
-            return Pools(pool(model.shape.layers, blocks))
+            beside = None if draft is None else Pool(draft.shape, blocks, size, draft.dtype, draft.device)
+            return Pools(pool(model.shape.layers, blocks), draft=beside)
         sizes = pool_sizes(
             layers,
             blocks,

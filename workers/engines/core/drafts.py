@@ -1,0 +1,25 @@
+"""Which proposed tokens are accepted, and how many were. Pure."""
+
+from collections.abc import Sequence as Seq
+
+
+class DraftCounts:
+    """Since start."""
+
+    def __init__(self) -> None:
+        self.drafts = 0  # sequences in steps with proposals
+        self.proposed = 0  # tokens
+        self.accepted = 0
+
+    def count(self, proposed: int, accepted: int) -> None:
+        self.drafts += 1
+        self.proposed += proposed
+        self.accepted += accepted
+
+
+def accepted(draft: Seq[int], drawn: Seq[int]) -> int:
+    """How many leading proposals are what was drawn."""
+    count = 0
+    while count < len(draft) and draft[count] == drawn[count]:
+        count += 1
+    return count

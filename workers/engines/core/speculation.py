@@ -1,0 +1,52 @@
+"""Speculative decoding: proposed tokens are verified several at a time. Pure.
+
+The target computes the last token and ``n`` proposed ones in one step and draws a token behind each, exactly as it
+would have drawn them one by one: a draw depends on (seed, choice, position) and the logits only. Proposals are accepted
+as long as they equal the drawn tokens, so the output is that of the target alone, greedy and seeded.
+"""
+
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+from workers.engines.core.scheduler import Scheduler
+from workers.engines.core.sequence import Slot
+
+
+class Drafter(Protocol):
+    """Proposes tokens that are likely to come next. Called once per step, with all slots of its plan."""
+
+    def propose(self, plan: list[Slot], limits: Seq[int]) -> list[list[int]]:
+        """Up to ``limits[i]`` tokens behind the known ones of ``plan[i]``; their blocks are allocated.
+
+        Raises:
+            EngineError: the device is lost.
+        """
+
+    def close(self) -> None: ...
+
+
+class Speculation:
+    """Adds proposals to plans.
+
+    Args:
+        tokens: proposed per sequence and step, at most.
+    """
+
+    def __init__(self, drafter: Drafter, tokens: int) -> None:
+        if tokens < 1:
+            raise ValueError(f"num_speculative_tokens must be at least 1, not {tokens}")
+        self.drafter = drafter
+        self._tokens = tokens
+
+    def extend(self, plan: list[Slot], scheduler: Scheduler) -> list[Slot]:
+        """The plan with proposed tokens behind single ones; they are in ``sequence.draft`` until it is committed."""
+        budget = scheduler.max_batched_tokens - sum(slot.count for slot in plan)
+        limits = []
+        for slot in plan:
+            limits.append(scheduler.draft_room(slot, min(self._tokens, budget)))
+            budget -= limits[-1]
+        extended = []
+        for slot, draft in zip(plan, self.drafter.propose(plan, limits), strict=True):
+            slot.sequence.draft = draft
+            extended.append(slot._replace(count=slot.count + len(draft)) if draft else slot)
+        return extended
