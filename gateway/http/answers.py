@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import structlog
@@ -51,12 +51,37 @@ class ClientDisconnected(Exception):
     """The client closed the connection."""
 
 
-class Completions:
-    """``POST /v1/chat/completions`` and ``/v1/completions``."""
+class AcceptedRequest(NamedTuple):
+    """A request that is stored, and the client that waits for its answer.
 
-    def __init__(self, gateway: Gateway, endpoint: str) -> None:
+    Attributes:
+        began: when the client's request came, monotonic seconds.
+        owner: the request is cancelled if this client leaves.
+    """
+
+    prepared: PreparedRequest
+    inflight: InflightRequest
+    scope: Scope
+    send: Send
+    began: float
+    owner: bool
+
+
+Answer = Callable[[Gateway, AcceptedRequest], Awaitable[str]]  # sends the answer; returns the code for the metrics
+
+
+class Generations:
+    """The POST endpoints that generate something: read the body, have the request accepted, send its answer.
+
+    Args:
+        endpoint: what ``Gateway.prepare`` makes of the body: "chat", "completion", "image" or "video".
+        answer: sends the answer of an accepted request.
+    """
+
+    def __init__(self, gateway: Gateway, endpoint: str, answer: Answer) -> None:
         self._gateway = gateway
         self._endpoint = endpoint
+        self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self._gateway
@@ -74,7 +99,8 @@ class Completions:
                 accepted = prepared.request.id
                 inflight = await gateway.submit(prepared.request)
             gateway.metrics.prompt.inc(prepared.prompt_tokens)
-            code = await self._answer(scope, prepared, inflight, send, began, owner=not names.key)
+            accepted_request = AcceptedRequest(prepared, inflight, scope, send, began, owner=not names.key)
+            code = await self._answer(gateway, accepted_request)
         except ServingError as error:
             code = error.code.value
             await send_error(send, error, accepted)
@@ -101,23 +127,21 @@ class Completions:
         prepared = with_client_id(await self._gateway.prepare(self._endpoint, body), names)
         return with_trace(prepared, from_http_headers(scope["headers"], self._gateway.settings.tracing))
 
-    async def _answer(
-        self,
-        scope: Scope,
-        prepared: PreparedRequest,
-        inflight: InflightRequest,
-        send: Send,
-        began: float,
-        *,
-        owner: bool,
-    ) -> str:
-        """Send what the request comes to; returns the code for the metrics."""
-        gateway, request = self._gateway, inflight.request
-        answer = Responder(gateway, inflight, scope, send, began, owner)
-        if not prepared.stream:
-            return await answer.whole(AnswerAggregator(request, gateway.model.detokenizer))
-        renderer = StreamRenderer(request, gateway.model.detokenizer, include_usage=prepared.include_usage)
-        return await answer.stream(renderer)
+
+async def answer_text(gateway: Gateway, accepted: AcceptedRequest) -> str:
+    """Send the answer of a chat or text completion; returns the code for the metrics.
+
+    Raises:
+        ServingError: the request failed, or the client disconnected, before anything was sent.
+    """
+    prepared, inflight, scope, send, began, owner = accepted
+    responder = Responder(gateway, inflight, scope, send, began, owner)
+    if not prepared.stream:
+        return await responder.whole(AnswerAggregator(inflight.request, gateway.model.detokenizer))
+    include_usage = prepared.include_usage
+    return await responder.stream(
+        StreamRenderer(inflight.request, gateway.model.detokenizer, include_usage=include_usage)
+    )
 
 
 class Reattach:

@@ -16,9 +16,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.http.answers import INTERNAL, App, Completions, Reattach, Receive, Scope, Send, send_error, strip_id_prefix
+from gateway.http.answers import (
+    INTERNAL,
+    App,
+    Generations,
+    Reattach,
+    Receive,
+    Scope,
+    Send,
+    answer_text,
+    send_error,
+    strip_id_prefix,
+)
 from gateway.http.status import final_state, status_of
-from gateway.images.endpoints import ImageGenerations, ImageReattach, base_url
+from gateway.images.endpoints import ImageReattach, answer_images, base_url
 from gateway.images.files import GeneratedFiles
 from gateway.images.prepare import PATHS
 from gateway.openai.common import CHAT, COMPLETION
@@ -36,9 +47,9 @@ _json = msgspec.json.encode
 def application(gateway: Gateway) -> App:
     """The ASGI application of one gateway."""
     answering: dict[str, App] = {
-        "/v1/chat/completions": Completions(gateway, CHAT),
-        "/v1/completions": Completions(gateway, COMPLETION),
-        **{path: ImageGenerations(gateway, kind) for kind, path in PATHS.items()},
+        "/v1/chat/completions": Generations(gateway, CHAT, answer_text),
+        "/v1/completions": Generations(gateway, COMPLETION, answer_text),
+        **{path: Generations(gateway, kind, answer_images) for kind, path in PATHS.items()},
     }
     others = _others(gateway, answering)
 

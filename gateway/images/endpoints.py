@@ -3,35 +3,27 @@
 import re
 import time
 
-from gateway.http.answers import Completions, Receive, Responder, Scope, Send
+from gateway.http.answers import AcceptedRequest, Receive, Responder, Scope, Send
 from gateway.images.responder import ImageResponder
 from gateway.images.responses import ImageStreamRenderer
-from gateway.log.inflight import InflightRequest
-from gateway.openai.prepare import PreparedRequest
 from gateway.service import Gateway
 from schemas.requests import GenerateRequest
 
 _HOST = re.compile(r"[A-Za-z0-9._:\[\]-]{1,255}")
 
 
-class ImageGenerations(Completions):
-    """``POST /v1/images/generations`` and ``/v1/videos/generations``."""
+async def answer_images(gateway: Gateway, accepted: AcceptedRequest) -> str:
+    """Send the answer of an image or video generation; returns the code for the metrics.
 
-    async def _answer(
-        self,
-        scope: Scope,
-        prepared: PreparedRequest,
-        inflight: InflightRequest,
-        send: Send,
-        began: float,
-        *,
-        owner: bool,
-    ) -> str:
-        base = Responder(self._gateway, inflight, scope, send, began, owner)
-        responder = ImageResponder(self._gateway, inflight, send, base, base_url(scope, self._gateway))
-        if prepared.stream:
-            return await responder.stream(ImageStreamRenderer(inflight.request))
-        return await responder.whole()
+    Raises:
+        ServingError: the request failed, or the client disconnected, before anything was sent.
+    """
+    prepared, inflight, scope, send, began, owner = accepted
+    connection = Responder(gateway, inflight, scope, send, began, owner)
+    responder = ImageResponder(gateway, inflight, send, connection, base_url(scope, gateway))
+    if prepared.stream:
+        return await responder.stream(ImageStreamRenderer(inflight.request))
+    return await responder.whole()
 
 
 class ImageReattach:

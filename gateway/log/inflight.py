@@ -1,8 +1,9 @@
-"""One open answer inside a gateway: its token items, in order, each once, and never more than a bounded number.
+"""One open request inside a gateway: its token items in order, each once, in a bounded buffer.
 
-An ``InflightRequest`` is fed by the log and emptied by whoever answers the client. It holds no task: waiting is a
-future, and the gateway's one sweep ends what is overdue. When its client does not read, it keeps no further items: they
-are in the log, and are read again from there when the client goes on (``gateway.log.catch_up``).
+An ``InflightRequest`` is filled from the log and drained by the code that answers the client. It owns no task: waiting
+uses a future, and the gateway's periodic sweep ends overdue requests. While its client does not read, a full buffer
+takes no further items: they are in the log, and are read from there once the client continues
+(``gateway.log.catch_up``).
 """
 
 import asyncio
@@ -15,8 +16,8 @@ from schemas.tokens import WHOLE_REQUEST, TokenItem
 
 MAX_ITEMS = 2_048  # kept for a client that does not read, of a request with one choice and no log-probabilities
 FEW_ITEMS = 16
-PORTION_BYTES = 4_096  # of token ids taken at once: 1,024 tokens are rendered in about 2 ms
-ITEM_BYTES = 16  # what an item counts at least
+PORTION_BYTES = 4_096  # token ids returned at once: 1,024 tokens are rendered in about 2 ms
+ITEM_BYTES = 16  # size of an item besides its tokens
 
 Behind = Callable[["InflightRequest"], None]
 
@@ -25,11 +26,11 @@ class InflightRequest:
     """Items of one request.
 
     Attributes:
-        cancelling: the client is gone; kept until the terminal event is seen.
-        behind: items are read from the log, as live ones were not kept.
-        seq: while behind, everything up to this sequence of the token stream was fed; 0: not known, nothing was.
-        on_behind: asks for the items that were not kept; set by the feed that it is attached to.
-        abort: ends the client's connection; set by whoever answers it.
+        cancelling: the client has disconnected; the request is kept until its terminal event.
+        behind: items are read from the log, because live ones were dropped.
+        seq: while behind, the sequence in the token stream up to which everything was fed; 0: nothing was.
+        on_behind: requests the dropped items; set by the subscription that it is attached to.
+        abort: closes the client's connection; set by the responder.
     """
 
     __slots__ = (
@@ -56,7 +57,7 @@ class InflightRequest:
     def __init__(self, request: GenerateRequest, *, bounded: bool = True) -> None:
         """
         Args:
-            bounded: False: all items are kept, whoever takes them and when.
+            bounded: False: all items are kept, even if nobody takes them.
         """
         self.request = request
         self.fold = TokenReassembler(request.n)
@@ -68,29 +69,29 @@ class InflightRequest:
         self.abort: Callable[[], None] | None = None
         self._limit = limit_of(request) if bounded else 1 << 62
         self._items: list[TokenItem] = []
-        self._more = False  # the last portion was not all
-        self._held: list[TokenItem] | None = None  # live items, while the last of the past is being read
-        self._paused = False  # nobody reads the log for it, as what is here was not taken yet
+        self._more = False  # the last portion left items
+        self._held: list[TokenItem] | None = None  # live items, while the last past ones are read
+        self._paused = False  # the log is not read for it until the buffered items are taken
         self._waiter: asyncio.Future[None] | None = None
         self._live: asyncio.Future[None] | None = None
         self._error: ServingError | None = None
         self._attempt = 0
-        self._ended: set[int] = set()  # choices whose end came while it was behind
+        self._ended: set[int] = set()  # choices that ended while it was behind
 
     @property
     def ended(self) -> bool:
-        """The log has the end of every choice, whether it was taken or not."""
+        """The log has the end of every choice, whether or not it was taken."""
         return not self.fold.open or len(self._ended) >= self.request.n
 
     @property
     def paused(self) -> bool:
-        """Its client does not read as fast as tokens come."""
+        """The client reads more slowly than tokens arrive, and the buffer is full."""
         return self._paused
 
-    # --- fed by the log ---
+    # --- filled from the log ---
 
     def feed(self, item: TokenItem, seq: int) -> None:
-        """A live item, in stream order. ``seq``: of the stream's entry that it is in."""
+        """Add a live item, in stream order. ``seq``: sequence of the message that it came in."""
         if not self.behind:
             self._push(item, seq)
             return
@@ -102,7 +103,7 @@ class InflightRequest:
                 self._held = None
 
     def feed_past(self, item: TokenItem, seq: int) -> bool:
-        """An item read from the log; False: enough is here, and no more is wanted until it was taken."""
+        """Add an item read from the log; False: the buffer is full, so stop until it is drained."""
         self._push(item, seq)
         return not self._paused
 
@@ -117,7 +118,9 @@ class InflightRequest:
             waiter.set_result(None)
         if len(items) > self._limit and self.fold.open:
             self.behind = self._paused = True
-            self.seq = seq - 1  # this entry again: the rest of it was not seen, and the reassembler skips duplicates
+            self.seq = (
+                seq - 1
+            )  # read this message again: its later items are missing, and the reassembler drops duplicates
             self._held = None
 
     def _note_end(self, item: TokenItem) -> None:
@@ -127,18 +130,18 @@ class InflightRequest:
         if item.attempt == self._attempt:
             self._ended.update(range(self.request.n) if item.choice == WHOLE_REQUEST else (item.choice,))
 
-    # --- behind the live stream, and back ---
+    # --- behind the live stream ---
 
     def fall_behind(self, seq: int = 0) -> None:
-        """From now on everything behind ``seq`` is read from the log."""
+        """From now on, read everything after ``seq`` from the log."""
         self.behind, self._paused, self.seq = True, False, seq
 
     def hold(self) -> None:
-        """Keep live items, from the next one on, until ``join``."""
+        """Keep live items from now on, until ``join``."""
         self._held = []
 
     def join(self) -> bool:
-        """Go on live behind what was read; False: too many live items came meanwhile, and it is still behind."""
+        """Continue with live items; False: too many came meanwhile, so it is still behind."""
         held, self._held = self._held, None
         if held is None:
             return False
@@ -150,7 +153,7 @@ class InflightRequest:
         return True
 
     async def caught_up(self) -> None:
-        """Wait until everything that the log has was fed.
+        """Wait until all items in the log were fed.
 
         Raises:
             ServingError: the log cannot be read.
@@ -162,7 +165,7 @@ class InflightRequest:
             raise self._error
 
     def complete(self, items: Iterable[TokenItem]) -> None:
-        """The items of the request's record (``schemas.done.items``): whatever is missing comes now."""
+        """Add the missing items from the request's record (``schemas.done.items``)."""
         due = self.fold.conclude([part for item in items for part in _parts(item)])
         if due and not self.cancelling:
             self._items += due
@@ -172,27 +175,27 @@ class InflightRequest:
             if waiter is not None and not waiter.done():
                 waiter.set_result(None)
 
-    # --- emptied by whoever answers ---
+    # --- drained by the responder ---
 
     def fail(self, error: ServingError) -> None:
-        """Whoever waits gets this error, after the items that are already here."""
+        """Raise this error in ``take`` once the buffered items are taken."""
         self._error = error
         for waiter in (self._waiter, self._live):
             if waiter is not None and not waiter.done():
                 waiter.set_result(None)
 
     def available(self) -> list[TokenItem]:
-        """What is here already, without waiting."""
+        """The buffered items, without waiting."""
         items, self._items = self._items, []
         return items
 
     async def take(self) -> list[TokenItem]:
-        """The next items, at least one: all since the last call, or as many as are rendered without a stall.
+        """Wait for the next items, at least one: all since the last call, or a portion that renders without a stall.
 
         Raises:
-            ServingError: nothing more will come (deadline, broker).
+            ServingError: no more items will come (deadline, broker).
         """
-        if self._more:  # the loop's other work has its turn between two portions
+        if self._more:  # let other tasks run between two portions
             await asyncio.sleep(0)
         while not self._items:
             if self._error is not None:
@@ -205,7 +208,7 @@ class InflightRequest:
         return self._taken()
 
     async def take_within(self, seconds: float) -> list[TokenItem]:
-        """As ``take``, but nothing if nothing comes in time."""
+        """As ``take``, but return an empty list if no item comes in time."""
         if not self._items and self._error is None:
             loop = asyncio.get_running_loop()
             self._waiter = waiter = loop.create_future()
@@ -234,14 +237,14 @@ class InflightRequest:
 
 
 def limit_of(request: GenerateRequest) -> int:
-    """How many items are kept for a client that does not read: about a megabyte."""
-    wanted = request.sampling.logprobs
-    weight = 1 if wanted is None else 4 + wanted
+    """How many items are buffered for a client that does not read: about 1 MB."""
+    top = request.sampling.logprobs
+    weight = 1 if top is None else 4 + top
     return max(MAX_ITEMS // weight, 64 * request.n)
 
 
 def _parts(item: TokenItem) -> Iterator[TokenItem]:
-    """An item in pieces that are rendered without a stall."""
+    """Split an item into pieces that render without a stall."""
     size = PORTION_BYTES // 4
     tokens, logprobs = item.tokens, item.logprobs
     last = max(0, len(tokens) // 4 - 1) // size if item.choice >= 0 else 0

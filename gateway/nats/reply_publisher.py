@@ -9,18 +9,22 @@ from gateway.nats.messages import AnswerMessage
 from infra.bus.connection import Bus
 from schemas.subjects import HEADER_REQUEST
 
-INTEREST_S = 5.0  # nats-py's clients come back 2 s after the broker
+INTEREST_S = 5.0  # nats-py's clients reconnect within 2 s of the broker's return
 PROBE_S = 0.1
-CHECK_EVERY = 32  # messages; so often, and after CHECK_S, the broker is asked whether anybody is subscribed
+CHECK_EVERY = 32  # messages after which, as after CHECK_S, the broker is asked whether anybody is subscribed
 CHECK_S = 1.0
 
 
 class ReplyPublisher:
     """
     Args:
-        first, until: numbers of the first and last message that are wanted.
-        durable: the subjects outlive a restart of the broker. The broker's own reply subjects do not.
+        first, until: numbers of the first and last message to send.
+        durable: the subjects survive a restart of the broker. The broker's own reply subjects do not.
         check_interest: set ``unread`` once nobody has been subscribed for ``INTEREST_S``; then ``close`` it.
+
+    Attributes:
+        reports_end: the end of an answer is sent also if it lies before ``first``.
+        unread: nobody reads the answer.
     """
 
     def __init__(
@@ -40,7 +44,7 @@ class ReplyPublisher:
         self.first = first
         self.until = until
         self.durable = durable
-        self.reports_end = False  # also to who asks for numbers behind the last
+        self.reports_end = False
         self.check_interest = check_interest
         self.unread = False
         self._checks: Any = None  # subscription to the broker's "no responders"
@@ -49,19 +53,19 @@ class ReplyPublisher:
         self._checked_at = 0.0
 
     def set_request(self, request_id: str) -> None:
-        """The request whose answer this is; known only once it is accepted."""
+        """Set the request that is answered; its id is known only once it is accepted."""
         self._headers = {HEADER_REQUEST: request_id}
 
     def is_last(self, message: AnswerMessage) -> bool:
-        """Whether nothing is wanted behind this message."""
+        """Whether no later message is to be sent."""
         return message.final or (self.until is not None and message.number >= self.until)
 
     def ended_before_first(self, message: AnswerMessage) -> bool:
-        """Whether the answer ends with this message, before the first that is wanted."""
+        """Whether the answer ends with this message, before the first that is to be sent."""
         return self.reports_end and message.final and not message.record and message.number < self.first
 
     def require_subscriber(self) -> None:
-        """The broker was away: a gateway is back long before its clients, and what is sent now may reach nobody."""
+        """Have the next message wait for a subscriber: after a reconnect, a gateway is back before its clients."""
         self._subscriber_required = True
 
     @property
@@ -69,8 +73,8 @@ class ReplyPublisher:
         return self._subscriber_required
 
     async def send(self, message: AnswerMessage) -> None:
-        wanted = message.number >= self.first or message.number < 0 or message.record
-        if not wanted or (self.until is not None and message.number > self.until):
+        in_range = message.number >= self.first or message.number < 0 or message.record
+        if not in_range or (self.until is not None and message.number > self.until):
             return
         headers = message.headers(self._headers)
         if self._subscriber_required:
@@ -87,7 +91,7 @@ class ReplyPublisher:
             await self._checks.unsubscribe()
 
     async def _check_reply(self) -> str:
-        """The reply subject of a message that checks for subscribers; of any other message ""."""
+        """The reply subject of the next message: an inbox if it checks for subscribers, else ""."""
         now = time.monotonic()
         self._unchecked += 1
         if self._checks is not None and self._unchecked < CHECK_EVERY and now - self._checked_at < CHECK_S:
@@ -102,28 +106,28 @@ class ReplyPublisher:
         self._subscriber_required = True
 
     async def _send_until_received(self, body: bytes, headers: dict[str, str]) -> bool:
-        """Send until somebody is subscribed, at most for ``INTEREST_S``; False: nobody was."""
-        inbox, nobody = self._bus.nc.new_inbox(), asyncio.Event()
+        """Send until somebody is subscribed, for at most ``INTEREST_S``; False: nobody was."""
+        inbox, no_responders = self._bus.nc.new_inbox(), asyncio.Event()
 
-        async def note(message: object) -> None:  # the broker's "no responders"
-            nobody.set()
+        async def on_no_responders(message: object) -> None:
+            no_responders.set()
 
         deadline = time.monotonic() + INTEREST_S
-        sub = await self._bus.nc.subscribe(inbox, cb=note)
+        sub = await self._bus.nc.subscribe(inbox, cb=on_no_responders)
         try:
             while self._bus.connected:
                 received = False
                 for subject in self._subjects:
-                    nobody.clear()
+                    no_responders.clear()
                     await self._bus.nc.publish(subject, body, reply=inbox, headers=headers)
                     for _ in range(2):  # nats-py writes the first PING ahead of what is still buffered
                         await self._bus.nc.flush(timeout=2)
                     await asyncio.sleep(0)  # the callback has a task of its own
-                    received |= not nobody.is_set()
+                    received |= not no_responders.is_set()
                 if received or time.monotonic() > deadline:
                     return received
                 await asyncio.sleep(PROBE_S)
-            return True  # not known: the broker is away
+            return True  # unknown: the broker is away
         finally:
             if not self._bus.nc.is_closed:
                 await sub.unsubscribe()

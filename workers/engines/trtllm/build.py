@@ -29,7 +29,7 @@ from workers.engines.trtllm.args import Resolved, Wanted, resolve
 from workers.engines.trtllm.engine import TrtllmEngine
 from workers.engines.trtllm.follower import drained
 from workers.engines.trtllm.image_slots import ImageSlotStore, dtype_of, inputs
-from workers.engines.trtllm.log_watch import Watch
+from workers.engines.trtllm.log_watch import LogWatch
 from workers.engines.trtllm.metrics import NativeMetrics
 from workers.engines.trtllm.prepare import Options
 
@@ -63,7 +63,7 @@ def from_settings(settings: WorkerSettings, path: Path, processors: "TrtllmProce
     if reason := launch.problem(os.environ, resolved.args.gpus):
         raise EngineError(reason)
     with contextlib.ExitStack() as undo:
-        watch = Watch()
+        watch = LogWatch()
         undo.callback(watch.attach())
         loop = LoopThread("trtllm")
         undo.callback(loop.close)

@@ -1,4 +1,4 @@
-"""Which of the engine's exceptions end one request, and which the engine. Pure: classes are given by the caller."""
+"""Which of the engine's exceptions end one request, and which the engine. Pure: the caller passes the classes."""
 
 import re
 
@@ -10,10 +10,14 @@ _TOO_LONG = re.compile(
 _TRANSFER = re.compile(r"transceiver|kv[ _-]?cache transfer|context (?:phase|request)|disagg", re.I)
 
 
-def own_fault(error: BaseException, request_error: type[BaseException] | None, *, at_call: bool) -> bool:
-    """Whether only this request failed. RequestError is a RuntimeError, so it has to be asked for first.
+def is_request_error(error: BaseException, request_error: type[BaseException] | None, *, at_call: bool) -> bool:
+    """Whether only this request failed.
 
-    At the call, values and types are checked; while iterating nothing but a RequestError is the request's own.
+    The call itself validates values and types. While its outputs are iterated, only a RequestError is the request's own.
+
+    Args:
+        request_error: TensorRT-LLM's RequestError; a RuntimeError, so it is checked first.
+        at_call: raised by the call, not while iterating.
     """
     if request_error is not None and isinstance(error, request_error):
         return True
@@ -24,7 +28,7 @@ def code_of(error: BaseException, *, at_call: bool, adopted: bool) -> Code:
     """The code of an error of one request.
 
     Args:
-        adopted: its prompt was computed by another engine; what goes wrong with that can be computed again.
+        adopted: its KV was computed by another engine; if its transfer fails, the prompt can be computed again.
     """
     text = str(error)
     if adopted and _TRANSFER.search(text):

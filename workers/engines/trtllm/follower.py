@@ -137,7 +137,7 @@ class Follower:
             self.abort(sequence)
 
     def _failed(self, sequence: ActiveSequence, error: Exception, *, at_call: bool) -> None:
-        if not errors.own_fault(error, self._api.request_error, at_call=at_call):
+        if not errors.is_request_error(error, self._api.request_error, at_call=at_call):
             self.broken(error)
         elif not sequence.cancelled:
             code = errors.code_of(error, at_call=at_call, adopted=sequence.adopted)

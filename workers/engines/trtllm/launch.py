@@ -1,7 +1,7 @@
-"""How this process was started, among the ranks of one engine. Pure: reads an environment that is given to it.
+"""How this process was launched among the ranks of one engine. Pure: the environment is an argument.
 
-Under MPI or Slurm every rank runs the same command. TensorRT-LLM's launcher lets only the first run ours and makes the
-others its compute processes; without it each rank would register a worker of its own and wait for the others.
+Under MPI or Slurm, every rank runs the same command. TensorRT-LLM's launcher runs our worker on the first rank only and
+makes the others its compute processes. Without it, each rank would register a worker of its own and wait for the others.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,12 @@ _RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 
 class Launch(NamedTuple):
-    """``ranks``: processes that the launcher started, 1 without it; ``leads``: this one serves."""
+    """
+    Attributes:
+        launched: by TensorRT-LLM's launcher.
+        ranks: processes that were started together.
+        leads: this process is the first rank.
+    """
 
     launched: bool
     ranks: int
@@ -21,9 +26,9 @@ class Launch(NamedTuple):
 
 
 def launch_of(environ: Mapping[str, str]) -> Launch:
-    """What the variables say."""
+    """The launch that environment variables describe."""
     if environ.get("TLLM_SPAWN_PROXY_PROCESS") == "1":
-        return Launch(True, _number(environ, ("tllm_mpi_size",), 1), True)  # the launcher takes MPI's variables away
+        return Launch(True, _number(environ, ("tllm_mpi_size",), 1), True)  # the launcher removes MPI's variables
     return Launch(False, _number(environ, _SIZES, 1), _number(environ, _RANKS, 0) == 0)
 
 
@@ -36,7 +41,7 @@ def problem(environ: Mapping[str, str], world: int) -> str:
             "front of 'penstock worker', so that one of them serves and the others compute"
         )
     if launch.launched and launch.ranks not in (1, world):
-        return f"the launcher started {launch.ranks} ranks, the engine's arguments ask for {world}; make them equal"
+        return f"the launcher started {launch.ranks} ranks, but the engine's arguments need {world}; make them equal"
     return ""
 
 

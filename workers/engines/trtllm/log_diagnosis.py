@@ -1,9 +1,9 @@
-"""Lines of the engine's log that announce a dead-lock or a loss, with what to do about it. Pure; ``now`` is given."""
+"""Lines of the engine's log that announce a deadlock or a loss, and the fix for each. Pure; ``now`` is an argument."""
 
 import re
 from typing import NamedTuple
 
-QUIET_S = 60.0  # the same diagnosis is told again after this
+QUIET_S = 60.0  # a diagnosis is repeated only after this
 
 
 class Diagnosis(NamedTuple):
@@ -11,15 +11,15 @@ class Diagnosis(NamedTuple):
     advice: str
 
 
-_ROOM = "too few KV blocks for a prompt that arrives from a prefill worker"
-_SYMPTOMS: tuple[tuple[re.Pattern[str], Diagnosis], ...] = (
+_NO_ROOM = "too few KV blocks for a prompt that arrives from a prefill worker"
+_DIAGNOSES: tuple[tuple[re.Pattern[str], Diagnosis], ...] = (
     (
         re.compile(
             r"num_fitting_reqs\s*=\s*0\b.*fitting_disagg_gen_init_requests(?:\s*=\s*\[\s*\]|\W+is\W+empty)", re.I
         ),
         Diagnosis(
             "disagg_deadlock",
-            f"{_ROOM}: the decode engine starts nothing any more; set cache_transceiver_config.max_tokens_in_buffer to "
+            f"{_NO_ROOM}: the decode engine starts no more requests; set cache_transceiver_config.max_tokens_in_buffer to "
             "the longest prompt or more, raise kv_cache_config.free_gpu_memory_fraction, or lower max_batch_size",
         ),
     ),
@@ -27,7 +27,7 @@ _SYMPTOMS: tuple[tuple[re.Pattern[str], Diagnosis], ...] = (
         re.compile(
             r"num_fitting_reqs\s*=\s*0\b|fitting_disagg_gen_init_requests(?:\s*=\s*\[\s*\]|\W+is\W+empty)", re.I
         ),
-        Diagnosis("no_request_fits", "no waiting request fits into the KV pool; if it stays so, the engine hangs"),
+        Diagnosis("no_request_fits", "no waiting request fits into the KV pool; if this persists, the engine hangs"),
     ),
     (
         re.compile(r"may use dynamic buffer|dynamic buffer.*(?:fail|nixl)", re.I),
@@ -42,13 +42,14 @@ _SYMPTOMS: tuple[tuple[re.Pattern[str], Diagnosis], ...] = (
         ),
         Diagnosis(
             "transfer_timeout",
-            "a KV transfer did not end in time; check the network between the workers and kv_transfer_timeout_ms",
+            "a KV transfer timed out; check the network between the workers and kv_transfer_timeout_ms",
         ),
     ),
     (
         re.compile(r"can ?not find (?:the )?sequence", re.I),
         Diagnosis(
-            "sequence_lost", "a sequence was removed while its KV was under way (TensorRT-LLM issue 12540); restart it"
+            "sequence_lost",
+            "a sequence was removed during its KV transfer (TensorRT-LLM issue 12540); restart the engine",
         ),
     ),
     (
@@ -66,19 +67,19 @@ _SYMPTOMS: tuple[tuple[re.Pattern[str], Diagnosis], ...] = (
 
 
 class Detector:
-    """Feed it every line; it answers once per kind of trouble and minute."""
+    """Feed it every line of the log; it returns each diagnosis at most once per ``quiet_s`` seconds."""
 
     def __init__(self, quiet_s: float = QUIET_S) -> None:
         self._quiet_s = quiet_s
-        self._apply: dict[str, float] = {}
+        self._last: dict[str, float] = {}
 
     def line(self, text: str, now: float) -> Diagnosis | None:
-        """What a line tells; None: nothing, or nothing new."""
-        for pattern, diagnosis in _SYMPTOMS:
+        """The diagnosis of a line; None: it has none, or a recent one."""
+        for pattern, diagnosis in _DIAGNOSES:
             if pattern.search(text):
-                told = self._apply.get(diagnosis.code)
-                if told is not None and now - told < self._quiet_s:
+                last = self._last.get(diagnosis.code)
+                if last is not None and now - last < self._quiet_s:
                     return None
-                self._apply[diagnosis.code] = now
+                self._last[diagnosis.code] = now
                 return diagnosis
         return None

@@ -1,9 +1,9 @@
-"""Reads what TensorRT-LLM logs, and says what it means (``log_diagnosis``).
+"""Watches TensorRT-LLM's log for known problems (``log_diagnosis``).
 
-Its Python code in this process logs through ``logging``. Its ranks are processes of their own, started while the engine
-is made, and log to the standard output that they inherit: they get a pipe instead, and what comes out is handed on. The
-standard error stays as it is, so that the last words of a process that crashes are not in a pipe that it reads itself.
-Ranks that a launcher has started (``launch``) write elsewhere and are not heard.
+Its Python code in this process logs through ``logging``. Its ranks are separate processes, started while the engine is
+constructed, and log to the standard output that they inherit. They get a pipe as standard output; whatever they write
+there is inspected and forwarded. Standard error is not redirected, so that the last message of a crashing process does
+not end in a pipe of this very process. Ranks started by a launcher (``launch``) write elsewhere and are not watched.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ log = structlog.get_logger("engine")
 
 LOGGERS = ("TRT-LLM", "tensorrt_llm")
 STDOUT = 1
-LINE_BYTES = 1 << 16  # of a line without end, so many are looked at together
+LINE_BYTES = 1 << 16  # a longer line is inspected in pieces
 
 
-class Watch(logging.Handler):
-    """One diagnosis event per kind of trouble and minute."""
+class LogWatch(logging.Handler):
+    """Logs a diagnosis event for each known problem, at most once a minute."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(logging.WARNING)
@@ -36,13 +36,13 @@ class Watch(logging.Handler):
         self.inspect(record.getMessage())
 
     def inspect(self, line: str) -> None:
-        """Look at a line of its log."""
+        """Inspect one line of the log."""
         found = self._detector.line(line, self._clock())
         if found is not None:
             log.error("engine_diagnosis", code=found.code, advice=found.advice)
 
     def attach(self) -> Callable[[], None]:
-        """Start with this process; call what it returns to stop."""
+        """Watch the log of this process; the returned function ends that."""
         for name in LOGGERS:
             logging.getLogger(name).addHandler(self)
 
@@ -54,27 +54,27 @@ class Watch(logging.Handler):
 
     @contextlib.contextmanager
     def processes(self) -> Iterator[None]:
-        """Inspect what processes started within write, for as long as they live, and pass it on to our output."""
+        """Inspect the output of processes started within the context, until they end, and forward it to our output."""
         try:
             ours = os.dup(STDOUT)
-        except OSError:  # this process has none
+        except OSError:  # this process has no standard output
             yield
             return
         reads, writes = os.pipe()
         os.dup2(writes, STDOUT)  # inheritable, unlike the pipe's own ends
         os.close(writes)
-        threading.Thread(target=self._hand_on, args=(reads, ours), name="engine output", daemon=True).start()
+        threading.Thread(target=self._forward, args=(reads, ours), name="engine output", daemon=True).start()
         try:
             yield
         finally:
             os.dup2(ours, STDOUT)
 
-    def _hand_on(self, reads: int, ours: int) -> None:
-        """Until everybody who could write has ended."""
+    def _forward(self, reads: int, ours: int) -> None:
+        """Read the pipe until all processes that could write to it have ended."""
         rest = b""
         try:
             while chunk := os.read(reads, LINE_BYTES):
-                with contextlib.suppress(OSError):  # nobody reads it any more; whoever writes must not wait for that
+                with contextlib.suppress(OSError):  # our output is closed; the writers must not block on it
                     _write(ours, chunk)
                 *lines, rest = (rest + chunk).split(b"\n")
                 if len(rest) > LINE_BYTES:

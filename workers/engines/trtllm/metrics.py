@@ -1,4 +1,4 @@
-"""TensorRT-LLM's own metrics beside ours: what its collector keeps per request, and gauges from its statistics."""
+"""TensorRT-LLM's own metrics beside ours: its collector's series, and gauges from its iteration statistics."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -21,7 +21,7 @@ class NativeMetrics(NativeSeries):
     Args:
         kind: TensorRT-LLM's MetricsCollector; None: this release has none.
         labels: of its series.
-        registry: where it registers.
+        registry: where the collector registers.
     """
 
     def __init__(
@@ -38,18 +38,18 @@ class NativeMetrics(NativeSeries):
             return None
         try:
             collector = kind(dict(labels))
-        except Exception as error:  # such as: the series exist already, of another engine in this process
+        except Exception as error:  # for example: another engine of this process has registered the series
             log.warning("native_metrics_off", error=str(error))
             return None
         for name in ("log_request_metrics_dict", "log_metrics_dict"):  # renamed in 1.3
             found = getattr(collector, name, None)
             if callable(found):
                 return found
-        log.warning("native_metrics_off", error="its MetricsCollector has no method that we know")
+        log.warning("native_metrics_off", error="its MetricsCollector has no known logging method")
         return None
 
     def finished(self, metrics: Mapping[str, Any] | None) -> None:
-        """A request has ended; its ``metrics_dict``, which is empty unless performance metrics were asked for."""
+        """A request has ended. ``metrics``: its ``metrics_dict``, empty unless performance metrics were requested."""
         if self._log is None or not metrics:
             return
         try:
@@ -59,13 +59,13 @@ class NativeMetrics(NativeSeries):
             self._log = None
 
     def observe(self, stat: Mapping[str, Any]) -> None:
-        """The engine's newest statistic; each is of one iteration."""
+        """Take in the engine's latest statistic, of one iteration."""
         self._latest = stat
         for name, value in stats.sums(stat):
             self._sums[name] = self._sums.get(name, 0.0) + value
 
     def warmed_up(self, stat: Mapping[str, Any]) -> None:
-        """What came before this statistic was the warm-up, which does not count towards the hit rate."""
+        """Mark the end of the warm-up, which does not count towards the hit rate, with its last statistic."""
         reused, missed = (stats.number(stat, "kvCacheStats", key) for key in ("reusedBlocks", "missedBlocks"))
         self._baseline = (reused or 0.0, missed or 0.0)
 
@@ -82,4 +82,6 @@ class NativeMetrics(NativeSeries):
                 yield CounterMetricFamily(name, stats.COUNTERS[name][2], value)
         rate = stats.hit_rate(stat, self._baseline)
         if rate is not None and "trtllm_kv_cache_hit_rate" not in known:
-            yield GaugeMetricFamily("trtllm_kv_cache_hit_rate", "blocks found in the cache, share since warm-up", rate)
+            yield GaugeMetricFamily(
+                "trtllm_kv_cache_hit_rate", "share of blocks found in the cache, since warm-up", rate
+            )

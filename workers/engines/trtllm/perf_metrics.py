@@ -1,12 +1,12 @@
-"""What TensorRT-LLM measured of one request (``CompletionOutput.request_perf_metrics``) as plain numbers. Pure.
+"""TensorRT-LLM's measurements of one request (``CompletionOutput.request_perf_metrics``) as plain numbers. Pure.
 
-Its times are durations since an epoch of its own, so only differences mean anything; 0 is: did not happen.
+Its times count from an epoch of its own, so only differences are meaningful; 0 means that something did not happen.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
-# our name: the two moments of ``timing_metrics`` between which it lies
+# our name: its start and end in ``timing_metrics``
 _SPANS = {
     "queue_s": ("arrival_time", "first_scheduled_time"),
     "prefill_s": ("first_scheduled_time", "first_token_time"),
@@ -15,7 +15,7 @@ _SPANS = {
     "e2e_s": ("arrival_time", "last_token_time"),
     "kv_transfer_s": ("kv_cache_transfer_start", "kv_cache_transfer_end"),
 }
-# our name: part, field
+# our name: section and field
 _COUNTS = {
     "kv_transfer_bytes": ("timing_metrics", "kv_cache_size"),
     "blocks_new": ("kv_cache_metrics", "num_new_allocated_blocks"),
@@ -27,7 +27,7 @@ _COUNTS = {
 
 
 def measured(metrics: Any) -> dict[str, float]:
-    """Empty without metrics; what this release lacks, or did not happen, is left out."""
+    """Values by name; without those that this release lacks or that did not happen."""
     return dict(_found(metrics)) if metrics is not None else {}
 
 

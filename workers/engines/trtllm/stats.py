@@ -1,4 +1,4 @@
-"""What the engine's iteration statistics say, as far as they say it. Every key may be missing or null."""
+"""Values from the engine's iteration statistics, of which every key may be missing or null. Pure."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -11,43 +11,51 @@ GAUGES: Mapping[str, tuple[str, str, str]] = {
     "trtllm_gpu_memory_used_bytes": ("", "gpuMemUsage", "GPU memory that the engine uses"),
     "trtllm_kv_cache_max_blocks": ("kvCacheStats", "maxNumBlocks", "KV blocks in the pool"),
     "trtllm_kv_cache_used_blocks": ("kvCacheStats", "usedNumBlocks", "KV blocks of running requests"),
-    "trtllm_kv_cache_free_blocks": ("kvCacheStats", "freeNumBlocks", "KV blocks that can be taken"),
+    "trtllm_kv_cache_free_blocks": ("kvCacheStats", "freeNumBlocks", "KV blocks that are free or reusable"),
     "trtllm_kv_cache_reused_blocks": ("kvCacheStats", "reusedBlocks", "KV blocks found in the cache, since start"),
     "trtllm_kv_cache_missed_blocks": ("kvCacheStats", "missedBlocks", "KV blocks not found, since start"),
-    "trtllm_context_requests": ("inflightBatchingStats", "numContextRequests", "requests in their prompt"),
-    "trtllm_generation_requests": ("inflightBatchingStats", "numGenRequests", "requests in their answer"),
-    "trtllm_paused_requests": ("inflightBatchingStats", "numPausedRequests", "requests without room"),
+    "trtllm_context_requests": (
+        "inflightBatchingStats",
+        "numContextRequests",
+        "requests in the context (prefill) phase",
+    ),
+    "trtllm_generation_requests": (
+        "inflightBatchingStats",
+        "numGenRequests",
+        "requests in the generation (decode) phase",
+    ),
+    "trtllm_paused_requests": ("inflightBatchingStats", "numPausedRequests", "paused requests, without KV blocks"),
     "trtllm_context_tokens": ("inflightBatchingStats", "numCtxTokens", "prompt tokens in the last iteration"),
-    "trtllm_draft_tokens": ("specDecodingStats", "numDraftTokens", "tokens proposed in the last iteration"),
-    "trtllm_accepted_tokens": ("specDecodingStats", "numAcceptedTokens", "proposed tokens that were taken"),
+    "trtllm_draft_tokens": ("specDecodingStats", "numDraftTokens", "draft tokens proposed in the last iteration"),
+    "trtllm_accepted_tokens": ("specDecodingStats", "numAcceptedTokens", "draft tokens accepted in the last iteration"),
     "trtllm_acceptance_length": ("specDecodingStats", "acceptanceLength", "tokens per request and iteration"),
 }
 
 
-# Counters: what each statistic has is added up.
+# Counters: the sums of the values of all statistics.
 COUNTERS: Mapping[str, tuple[str, str, str]] = {
-    "trtllm_spec_draft_tokens": ("specDecodingStats", "numDraftTokens", "tokens proposed by speculation"),
-    "trtllm_spec_accepted_tokens": ("specDecodingStats", "numAcceptedTokens", "proposed tokens that were right"),
+    "trtllm_spec_draft_tokens": ("specDecodingStats", "numDraftTokens", "draft tokens proposed, since start"),
+    "trtllm_spec_accepted_tokens": ("specDecodingStats", "numAcceptedTokens", "draft tokens accepted, since start"),
 }
 
 
 class Blocks(NamedTuple):
-    """Of the KV pool."""
+    """Numbers of blocks in the KV pool."""
 
     total: int
     used: int  # by running requests
-    free: int  # reusable content or none
+    free: int  # empty, or with reusable content
 
 
 def number(stat: Mapping[str, Any], section: str, key: str) -> float | None:
-    """One value of a statistic; None: it is not there."""
+    """One value of a statistic; None: it is missing."""
     inner: Any = stat.get(section) if section else stat
     value = inner.get(key) if isinstance(inner, Mapping) else None
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def blocks(stat: Mapping[str, Any]) -> Blocks | None:
-    """The pool as one statistic shows it; None: it does not."""
+    """The pool according to a statistic; None: it does not say."""
     total = number(stat, "kvCacheStats", "maxNumBlocks")
     if total is None:
         return None
@@ -59,13 +67,13 @@ def blocks(stat: Mapping[str, Any]) -> Blocks | None:
 
 
 def gauges(stat: Mapping[str, Any]) -> dict[str, float]:
-    """The values that one statistic has for ``GAUGES``."""
+    """The values of ``GAUGES`` in a statistic."""
     found = {name: number(stat, section, key) for name, (section, key, _) in GAUGES.items()}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def sums(stat: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """What one statistic adds to ``COUNTERS``."""
+    """The increments of ``COUNTERS`` in a statistic."""
     for name, (section, key, _) in COUNTERS.items():
         value = number(stat, section, key)
         if value is not None and value > 0:  # a counter never falls; NaN is not above 0
@@ -73,10 +81,10 @@ def sums(stat: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def hit_rate(stat: Mapping[str, Any], baseline: tuple[float, float]) -> float | None:
-    """Share of blocks found in the cache since ``baseline``; 1.2.1 counts its own warm-up as misses.
+    """Share of blocks found in the cache since ``baseline``; 1.2.1 counts its own warm-up requests as misses.
 
     Args:
-        baseline: (reused, missed) once the warm-up was over.
+        baseline: (reused, missed) blocks at the end of the warm-up.
     """
     reused, missed = (number(stat, "kvCacheStats", key) for key in ("reusedBlocks", "missedBlocks"))
     if reused is None or missed is None:

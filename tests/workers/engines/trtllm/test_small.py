@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from schemas.errors import Code
 from workers.engines.trtllm import stats
 from workers.engines.trtllm.backoff import Backoff
-from workers.engines.trtllm.errors import code_of, own_fault
+from workers.engines.trtllm.errors import code_of, is_request_error
 from workers.engines.trtllm.launch import Launch, launch_of, problem
 from workers.engines.trtllm.log_diagnosis import Detector
 from workers.engines.trtllm.metrics import NativeMetrics
@@ -159,7 +159,7 @@ class Asked(RuntimeError):
     ],
 )
 def test_only_what_is_known_to_be_of_one_request_spares_the_engine(error: Exception, at_call: bool, own: bool) -> None:
-    assert own_fault(error, Asked, at_call=at_call) is own
+    assert is_request_error(error, Asked, at_call=at_call) is own
 
 
 @pytest.mark.parametrize(

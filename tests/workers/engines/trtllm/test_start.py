@@ -21,7 +21,7 @@ from tests import standins
 from tests.workers.engines.trtllm.conftest import BLOCK, LIMIT, MODEL, ask, run, until
 from workers.engines.base import EngineError
 from workers.engines.trtllm import api, build, from_settings
-from workers.engines.trtllm.log_watch import Watch
+from workers.engines.trtllm.log_watch import LogWatch
 from workers.token_backend import build_engine
 
 Make = Callable[..., Any]
@@ -238,7 +238,7 @@ def test_what_its_processes_write_is_heard_and_handed_on(capfd: pytest.CaptureFi
     )
     before = set(threading.enumerate())
     with capture_logs() as lines:
-        watch = Watch()
+        watch = LogWatch()
         with watch.processes():
             process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
         os.write(1, b"of ours: num_fitting_reqs=0, fitting_disagg_gen_init_requests=[]\n")  # not heard
