@@ -258,7 +258,7 @@ async def test_prefill_and_decode_hand_over_by_vllm_s_own_connector(
             assert [stage.role for stage in told.routed[0].decision.route] == ["prefill", "decode"]
             assert done.worker.startswith("decode")
         assert answer.json()["choices"][0]["message"]["content"] == reference
-    assert "handed_state_unusable" not in roles["decode"].log.read_text(errors="replace")
+    assert "handoff_state_unusable" not in roles["decode"].log.read_text(errors="replace")
 
     async def nothing_held() -> bool:
         now = time.time_ns()

@@ -14,6 +14,7 @@ import queue
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import structlog
@@ -42,13 +43,16 @@ from workers.engines.loop import LoopThread
 
 log = structlog.get_logger("engine")
 
-WAIT_S = 0.005  # longest ``step``: commands of the worker wait behind it
+WAIT_S = 0.005  # longest ``step``: the worker's commands wait for it
 CLOSE_S = 5.0
 SILENT_S = 60.0  # log a warning when sequences run and nothing arrives for this long
 
 
 class ActiveSequence:
-    """One sequence. ``started`` is the engine thread's, the rest the loop's; ``cancelled`` is set once, by either."""
+    """One sequence.
+
+    ``started`` belongs to the engine thread, the rest to the loop thread; ``cancelled`` is set once, by either.
+    """
 
     __slots__ = (
         "cancelled",
@@ -72,13 +76,13 @@ class ActiveSequence:
         self.scored_top = request.sampling.prompt_logprobs or 0
         self.hold = request.hold
         self.trace = request.trace
-        self.started = False  # its ``Started`` was returned
+        self.started = False  # its ``Started`` has been returned
         self.responded = False  # the engine has produced a first output
         self.cancelled = False  # its outputs are discarded
         self.task: asyncio.Task[None] | None = None
 
     def scored(self, entries: Seq[Any] | None) -> Scored | None:
-        """The prompt's log-probabilities, once they are there: an entry for each token but the first."""
+        """The prompt's log-probabilities, once: ``entries`` has one for each token but the first."""
         if not self.score or not entries:
             return None
         first, self.score = self.score, 0
@@ -110,6 +114,7 @@ class EngineFailed(NamedTuple):
     error: BaseException
 
 
+A = TypeVar("A", covariant=True)
 L = TypeVar("L", bound=ActiveSequence)
 L_contra = TypeVar("L_contra", bound=ActiveSequence, contravariant=True)
 
@@ -124,34 +129,45 @@ class Follower(Protocol[L_contra]):
         """Abort a sequence."""
 
 
+@dataclass(frozen=True)
+class EngineRuntime(Generic[A]):
+    """A started engine and what it needs to run.
+
+    Attributes:
+        llm: the engine.
+        api: the parts of its package that the adapter uses.
+        loop: where its outputs are followed.
+        resources: closed with the engine, ``loop`` last.
+        inbox: queue of ``SequenceUpdate``, ``EngineFailed`` and events that ``_on_event`` handles.
+    """
+
+    llm: Any
+    api: A
+    loop: LoopThread
+    resources: contextlib.ExitStack
+    inbox: "queue.SimpleQueue[Any]" = field(default_factory=queue.SimpleQueue)
+
+
 class ExternalEngine(Generic[L]):
-    """Base of the adapters; they add ``stats``, ``dump`` and the two abstract methods.
+    """Base of the adapters, which add ``stats``, ``dump`` and the two abstract methods.
+
+    KV moves through the engine's own connector: the hand-over state is ``opaque``.
 
     Args:
         title: name of the package, for error messages.
-        inbox: queue of ``SequenceUpdate``, ``EngineFailed`` and events that ``_on_event`` handles.
-        resources: closed with the engine; ``loop`` is the last of them.
-
-    KV moves through the engine's own connector: its hand-over state is ``opaque``.
+        runtime: closed with the adapter.
     """
 
     _follower: Follower[L]
 
-    def __init__(
-        self,
-        title: str,
-        info: EngineInfo,
-        loop: LoopThread,
-        resources: contextlib.ExitStack,
-        inbox: "queue.SimpleQueue[Any] | None" = None,
-    ) -> None:
+    def __init__(self, title: str, info: EngineInfo, runtime: EngineRuntime[Any]) -> None:
         self.info = info
         self.kv_transfer: KvTransfer | None = None  # the engine moves its KV itself
         self.vision: VisionEngine | None = None
         self._title = title
-        self._loop = loop
-        self._resources = resources
-        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue() if inbox is None else inbox
+        self._loop = runtime.loop
+        self._resources = runtime.resources
+        self._inbox = runtime.inbox
         self._active: dict[object, L] = {}
         self._running = 0  # how many of them have started
         self._held: dict[object, int] = {}  # key -> blocks of its prompt
@@ -226,7 +242,7 @@ class ExternalEngine(Generic[L]):
     # --- results ---
 
     def step(self) -> StepResult:
-        """Return what has arrived; waits up to ``WAIT_S`` for the first event.
+        """Return the results that have arrived; waits up to ``WAIT_S`` for the first event.
 
         Raises:
             EngineError: the engine is broken.
@@ -263,7 +279,7 @@ class ExternalEngine(Generic[L]):
         scores: list[Scored],
         measured: list[Measured],
     ) -> int:
-        """Add an update to the results, unless the sequence is gone; returns the tokens that were computed."""
+        """Add an update to the results, unless its sequence was cancelled; returns the number of computed tokens."""
         sequence, cached, tokens, failure, opaque, scored, values = update
         if self._active.get(sequence.key) is not sequence:
             return 0

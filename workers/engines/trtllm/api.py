@@ -1,4 +1,4 @@
-"""The one place that imports ``tensorrt_llm``: what the installed release has is looked up once and logged."""
+"""The only module that imports ``tensorrt_llm``: the parts of the installed release are looked up once and logged."""
 
 import contextlib
 import dataclasses
@@ -56,11 +56,11 @@ _CALL = (
 
 @dataclasses.dataclass(frozen=True)
 class Api:
-    """The classes that we use, and what this release has.
+    """The classes that the adapter uses, and the capabilities of this release.
 
     Attributes:
-        call: keywords of ``generate_async`` that may be given.
-        arguments: keys of the PyTorch back end's arguments; empty: they cannot be read.
+        call: keyword arguments of ``generate_async``.
+        arguments: keys of the PyTorch backend's arguments; empty: they cannot be read.
         autodeploy: keys of AutoDeploy's arguments; None: they cannot be read.
     """
 
@@ -81,35 +81,36 @@ class Api:
 
     @property
     def capacity(self) -> bool:
-        """It tells its KV capacity (1.3)."""
+        """Whether the engine reports its KV capacity (1.3)."""
         return hasattr(self.llm, "get_kv_cache_capacity")
 
     def construct(self, model: str, tree: Mapping[str, Any]) -> Any:
-        """An engine; blocks until the weights are loaded.
+        """Construct an engine; blocks until the weights are loaded.
 
         Raises:
-            whatever it raises; ValueError for arguments.
+            ValueError: an argument is invalid.
+            Exception: anything else means that it did not start.
         """
         given = dict(tree)
         for key, make in (("speculative_config", self.speculative), ("sparse_attention_config", self.sparse)):
             if isinstance(given.get(key), Mapping) and make is not None:
-                given[key] = make(dict(given[key]))  # a plain mapping has no tag there; ``from_dict`` eats its key
+                given[key] = make(dict(given[key]))  # ``from_dict`` removes the tag from its mapping
         return self.llm(model=model, **given)
 
 
 def set_log_level(level: str) -> None:
-    """Ours as theirs, for this process and its ranks. A variable that is set already wins.
+    """Set our log level for TensorRT-LLM in this process and its ranks, unless its variable is set.
 
-    It is read at import and from then on final: the package's ``set_level`` only complains.
+    The package reads the variable once, at import; its ``set_level`` has no effect afterwards.
     """
     os.environ.setdefault(_LEVEL_VARIABLE, LEVELS[level].upper())
 
 
 def load() -> Api:
-    """Import TensorRT-LLM and look at it.
+    """Import TensorRT-LLM and check its interface.
 
     Raises:
-        EngineError: it is not there, is the stub, or lacks what no release that we know lacks; with the command to run.
+        EngineError: it is not installed, is the empty stub, or lacks a required part; with the command to install it.
     """
     try:
         package = importlib.import_module("tensorrt_llm")
@@ -165,11 +166,11 @@ def load() -> Api:
 
 
 def notes(version: str) -> Iterator[str]:
-    """What is to be said of a release."""
+    """Warnings about a release."""
     if version.startswith("1.2.0"):
         yield "1.2.0 gives wrong output with chunked prefill and block reuse (#12770); use 1.2.1"
     elif not version.startswith("1.2."):
-        yield f"written for 1.2.1; {version} is used as far as its signatures say the same"
+        yield f"written for 1.2.1; {version} is used as far as its signatures agree"
 
 
 def _version(package: Any) -> str:
@@ -192,7 +193,7 @@ def _from_dict(name: str) -> Callable[[dict[str, Any]], Any] | None:
 
 
 def _fields(kind: Any) -> frozenset[str]:
-    """Names of a dataclass's or pydantic model's fields; else of its constructor's keywords."""
+    """Field names of a dataclass or pydantic model, else the parameters of its constructor."""
     if dataclasses.is_dataclass(kind):
         return frozenset(field.name for field in dataclasses.fields(kind))
     model = getattr(kind, "model_fields", None)

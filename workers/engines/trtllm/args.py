@@ -1,7 +1,7 @@
-"""The engine's arguments: ours < the YAML file of ``--extra-engine-args`` < the JSON of ``--override-engine-args``.
+"""The engine's arguments: our defaults, overridden by ``--extra-engine-args`` and then by ``--override-engine-args``.
 
-Pure. Names, values and combinations are checked by ``infra.engine_args``; what is handed to the engine is the plain
-tree, so that everything that nobody mentioned has the default of the installed release.
+Pure. ``infra.engine_args`` checks names, values and combinations. The engine gets the plain tree, so arguments that
+nobody set have the defaults of the installed release.
 """
 
 from collections.abc import Collection, Mapping
@@ -17,10 +17,10 @@ from infra.engine_args.tree import AUTODEPLOY, BadArguments, Tree, decode, merge
 log = structlog.get_logger("engine")
 
 EVENT_BUFFER = 100_000  # events; 8,192 overflowed under load
-FREE_MEMORY = 0.9  # share of what the weights leave
-TRANSFER = "NIXL"  # named, since what DEFAULT means is not the same everywhere
+FREE_MEMORY = 0.9  # share of the memory that the weights leave
+TRANSFER = "NIXL"  # explicit, since DEFAULT differs between releases
 
-# AutoDeploy refuses these unless they have their defaults; of the parallel sizes it takes the product.
+# AutoDeploy refuses these unless they have one of these values; it takes the product of the parallel sizes.
 _AUTODEPLOY_REFUSES: Mapping[str, tuple[Any, ...]] = {
     "tensor_parallel_size": (None, 1),
     "pipeline_parallel_size": (None, 1),
@@ -38,13 +38,13 @@ _AUTODEPLOY_REFUSES: Mapping[str, tuple[Any, ...]] = {
 }
 _SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
 
-# These would take tokens, or the answer's end, out of our hands; they are ours to set.
-_OURS: Mapping[str, str] = {
+# The worker sets these itself: they would change the tokens or their end.
+_RESERVED: Mapping[str, str] = {
     "model": "use --model",
-    "tokenizer": "the gateway tokenises; use --model",
-    "num_postprocess_workers": "text is made in the gateway",
-    "postprocess_tokenizer_dir": "text is made in the gateway",
-    "reasoning_parser": "answers are parsed in the gateway: --reasoning-parser",
+    "tokenizer": "the gateway tokenizes; use --model",
+    "num_postprocess_workers": "the gateway detokenizes",
+    "postprocess_tokenizer_dir": "the gateway detokenizes",
+    "reasoning_parser": "the gateway parses answers; use --reasoning-parser",
     "mm_encoder_only": "use --role encode",
 }
 
@@ -58,20 +58,22 @@ _ENCODER_KEYS = frozenset(
         "gpus_per_node",
         "env_overrides",
     ]
-)  # what a MultimodalEncoder needs; it has neither KV cache nor scheduler
+)  # a MultimodalEncoder has neither KV cache nor scheduler
 
 
-class Wanted(NamedTuple):
-    """What the worker asks of its engine. Sizes in tokens; 0: not said.
+class EngineSettings(NamedTuple):
+    """The worker's settings that become arguments. Sizes are in tokens; 0: not set.
 
     Attributes:
-        kv_blocks: blocks of the pool; 0: from free memory.
-        handoff_s: after this, KV that nobody fetched may go.
-        pictures: the model takes them.
+        backend: "pytorch" or "autodeploy".
+        kv_blocks: blocks of the pool; 0: as many as fit into free memory.
+        handoff_s: KV that nobody has fetched after this may be freed.
+        images: the model takes images.
+        otlp: where the engine exports its own spans; empty: nowhere.
     """
 
     role: str
-    backend: str  # "pytorch" or "autodeploy"
+    backend: str
     block_size: int
     max_running: int
     max_batched_tokens: int
@@ -82,12 +84,17 @@ class Wanted(NamedTuple):
     handoff_s: float = 30.0
     tensor_parallel_size: int = 0
     dtype: str = "auto"
-    pictures: bool = False
-    otlp: str = ""  # where it sends spans of its own; empty: nowhere
+    images: bool = False
+    otlp: str = ""
 
 
 class Resolved(NamedTuple):
-    """``tree``: the keyword arguments of the constructor, without the model. ``args``: them as checked data."""
+    """
+    Attributes:
+        tree: keyword arguments of the constructor, without the model.
+        args: the same, checked.
+        layout: fingerprint of the KV cache.
+    """
 
     tree: Tree
     args: EngineArgs
@@ -95,8 +102,8 @@ class Resolved(NamedTuple):
     layout: str
 
 
-def defaults(wanted: Wanted) -> Tree:
-    """Our arguments, before the user's."""
+def defaults(wanted: EngineSettings) -> Tree:
+    """Our default arguments."""
     block = wanted.block_size
     longest = _up(wanted.max_model_len, block)
     kv: Tree = {
@@ -111,8 +118,8 @@ def defaults(wanted: Wanted) -> Tree:
         "max_batch_size": wanted.max_running,
         "max_num_tokens": _up(wanted.max_batched_tokens, block),
         "max_seq_len": wanted.max_model_len,
-        "enable_chunked_prefill": True,  # without, a prompt longer than one step is refused
-        "skip_tokenizer_init": not wanted.pictures,  # it sees token ids only, except beside pictures
+        "enable_chunked_prefill": True,  # otherwise a prompt longer than one step is refused
+        "skip_tokenizer_init": not wanted.images,  # it sees token ids only, except with images
         "kv_cache_config": kv,
         "scheduler_config": {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT"},
         "enable_iter_perf_stats": wanted.publish,
@@ -121,7 +128,7 @@ def defaults(wanted: Wanted) -> Tree:
         tree["dtype"] = wanted.dtype
     if wanted.tensor_parallel_size:
         tree["tensor_parallel_size"] = wanted.tensor_parallel_size
-    if wanted.otlp:  # its spans are made of the performance metrics
+    if wanted.otlp:  # its spans are made from the performance metrics
         tree |= {"otlp_traces_endpoint": wanted.otlp, "return_perf_metrics": True}
     if wanted.role in ("prefill", "decode"):
         tree["cache_transceiver_config"] = {
@@ -135,7 +142,7 @@ def defaults(wanted: Wanted) -> Tree:
 
 
 def resolve(
-    wanted: Wanted,
+    wanted: EngineSettings,
     extra_yaml: str = "",
     override_json: str = "",
     *,
@@ -146,41 +153,41 @@ def resolve(
     """Merge, prune and check.
 
     Args:
-        newer: keys that the installed release has beyond those of 1.2.1; handed on unchecked.
+        newer: keys that the installed release has beyond those of 1.2.1; passed on unchecked.
         known: keys of the installed AutoDeploy arguments, if they can be read.
-        context: circumstances that the rules judge by.
+        context: circumstances for the rules.
 
     Raises:
-        BadArguments: with one line per problem, each with its fix.
+        BadArguments: one line per problem, each with its fix.
     """
     given = parse_yaml(extra_yaml) if extra_yaml else {}
     if override_json:
         given = merge(given, parse_json(override_json))
     length = given.get("max_seq_len")
-    if isinstance(length, int) and length > 0:  # what follows from it, follows from theirs
+    if isinstance(length, int) and length > 0:  # our defaults follow the user's length
         wanted = wanted._replace(max_model_len=length)
     tree = merge(defaults(wanted), given)
-    tree = _own(tree, wanted)
+    tree = _drop_reserved(tree, wanted)
     if wanted.backend == "autodeploy":
         tree = prune(tree, known)
     else:
-        _not_backend(tree)
-    tree = _named_transport(tree)
+        _drop_default_backend(tree)
+    tree = _explicit_transport(tree)
     checked = {key: value for key, value in tree.items() if key not in newer}
     args = decode(checked)
     context = context or Context(role=_role(wanted.role), router_block_size=wanted.block_size)
-    _judge(check(args, context))
+    _report(check(args, context))
     kv = args.kv_cache_config
     return Resolved(tree, args, bool(kv.enable_block_reuse and kv.event_buffer_max_size), layout(args))
 
 
 def encoder(tree: Mapping[str, Any]) -> Tree:
-    """Of the arguments, what a ``MultimodalEncoder`` needs."""
+    """The arguments that a ``MultimodalEncoder`` takes."""
     return {key: value for key, value in tree.items() if key in _ENCODER_KEYS}
 
 
 def prune(tree: Tree, known: Collection[str] | None = None) -> Tree:
-    """Without what AutoDeploy does not take; one warning for each key that had a value of its own."""
+    """Remove what AutoDeploy does not take; log a warning for each key with a value of its own."""
     kept: Tree = {"backend": AUTODEPLOY}
     world = 1
     for key, value in tree.items():
@@ -200,52 +207,52 @@ def prune(tree: Tree, known: Collection[str] | None = None) -> Tree:
 
 
 def layout(args: EngineArgs) -> str:
-    """A fingerprint of what a KV block holds and which tokens each layer keeps.
+    """A fingerprint of the content of a KV block and the tokens that each layer keeps.
 
-    KV moves only between engines of the same; the weights' revision is compared elsewhere.
+    KV moves only between engines with the same fingerprint. The weights' revision is compared elsewhere.
     """
     kv = args.kv_cache_config
     windows = tuple(kv.max_attention_window or ())
     while len(windows) > 1 and len(set(windows)) == 1:
         windows = windows[:1]
-    what = repr((kv.tokens_per_block, kv.dtype, windows, kv.sink_token_length or 0, args.dtype))
-    return f"trtllm:{kv.tokens_per_block}:{kv.dtype}:{blake3(what.encode()).hexdigest(length=6)}"
+    content = repr((kv.tokens_per_block, kv.dtype, windows, kv.sink_token_length or 0, args.dtype))
+    return f"trtllm:{kv.tokens_per_block}:{kv.dtype}:{blake3(content.encode()).hexdigest(length=6)}"
 
 
-def _own(tree: Tree, wanted: Wanted) -> Tree:
+def _drop_reserved(tree: Tree, wanted: EngineSettings) -> Tree:
     kept = dict(tree)
-    for key, instead in _OURS.items():
+    for key, instead in _RESERVED.items():
         if kept.pop(key, None):
             log.warning("engine_argument_dropped", key=key, reason=instead)
     kv = kept.get("kv_cache_config")
     if isinstance(kv, Mapping) and kv.get("event_buffer_max_size") and not kv.get("enable_block_reuse", True):
-        log.warning("kv_events_off", reason="without kv_cache_config.enable_block_reuse there are none")
+        log.warning("kv_events_off", reason="they need kv_cache_config.enable_block_reuse")
         kept["kv_cache_config"] = {**kv, "event_buffer_max_size": 0}
     if kept.get("guided_decoding_backend"):
         kept["skip_tokenizer_init"] = False
     if kept.get("backend") not in (None, "pytorch", AUTODEPLOY):
-        return kept  # the schema says what there is
+        return kept  # the schema refuses it
     asked = "autodeploy" if kept.get("backend") == AUTODEPLOY else "pytorch"
     if kept.get("backend") is not None and asked != wanted.backend:
         raise BadArguments(
-            [f"backend: the file says {kept['backend']}, the worker {wanted.backend}; use --trtllm-backend"]
+            [f"backend: the file has {kept['backend']}, the worker {wanted.backend}; use --trtllm-backend"]
         )
     return kept
 
 
-def _not_backend(tree: Tree) -> None:
+def _drop_default_backend(tree: Tree) -> None:
     if tree.get("backend") == "pytorch":
         del tree["backend"]
 
 
-def _named_transport(tree: Tree) -> Tree:
+def _explicit_transport(tree: Tree) -> Tree:
     transceiver = tree.get("cache_transceiver_config")
     if isinstance(transceiver, Mapping) and transceiver.get("backend") == "DEFAULT":
         return tree | {"cache_transceiver_config": {**transceiver, "backend": TRANSFER}}
     return tree
 
 
-def _judge(findings: list[Finding]) -> None:
+def _report(findings: list[Finding]) -> None:
     errors = [finding for finding in findings if finding.level == "error"]
     for finding in findings:
         if finding.level != "error":

@@ -1,4 +1,4 @@
-"""From settings to a running TensorRT-LLM engine: arguments, checks, construction, one warm-up request."""
+"""From settings to a running TensorRT-LLM engine: arguments, checks, construction and one warm-up request."""
 
 import contextlib
 import os
@@ -19,13 +19,13 @@ from infra.model import modeldir
 from schemas import blocks
 from schemas.requests import Sampling, Stop
 from workers.engines.base import EngineError, EngineInfo, MediaSpan
-from workers.engines.external import arguments as foreign
-from workers.engines.external.engine import shut_down
+from workers.engines.external import arguments as user_arguments
+from workers.engines.external.engine import EngineRuntime, shut_down
 from workers.engines.loop import LoopThread
 from workers.engines.trtllm import api as apis
 from workers.engines.trtllm import launch, sampling, stats
 from workers.engines.trtllm.api import Api
-from workers.engines.trtllm.args import Resolved, Wanted, resolve
+from workers.engines.trtllm.args import EngineSettings, Resolved, resolve
 from workers.engines.trtllm.engine import TrtllmEngine
 from workers.engines.trtllm.follower import drained
 from workers.engines.trtllm.image_slots import ImageSlotStore, dtype_of, inputs
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 log = structlog.get_logger("engine")
 
 WARM_UP_S = 600.0  # the first request compiles and captures
-WARM_UP_TOKENS = 4  # fewer than a block; a single one looks like an attention-DP dummy
+WARM_UP_TOKENS = 4  # fewer than a block; a single token looks like an attention-DP dummy request
 WARM_UP_SALT = "penstock-warm-up"
 
 
 def from_settings(settings: WorkerSettings, path: Path, processors: "TrtllmProcessors | None" = None) -> TrtllmEngine:
-    """Load the model in ``path`` and make its engine; the first request finds it warm.
+    """Load the model in ``path`` and warm up its engine.
 
     Args:
         processors: logits processors that requests may name.
@@ -58,7 +58,7 @@ def from_settings(settings: WorkerSettings, path: Path, processors: "TrtllmProce
     apis.set_log_level(settings.log_level)
     api = apis.load()
     model = modeldir.load(path)
-    wanted = wanted_of(settings, model.max_model_len, pictures=_sees(model))
+    wanted = wanted_of(settings, model.max_model_len, images=_takes_images(model))
     resolved = arguments(settings, wanted, api, path)
     if reason := launch.problem(os.environ, resolved.args.gpus):
         raise EngineError(reason)
@@ -97,28 +97,29 @@ def from_settings(settings: WorkerSettings, path: Path, processors: "TrtllmProce
             trace_headers=bool(args.otlp_traces_endpoint) and "trace_headers" in api.call,
             abort_hold_s=settings.handoff_lease_s,
             processors=processors,
-            pictures=_pictures(model, image_slots),
+            image_inputs=_image_inputs(model, image_slots),
         )
-        engine = TrtllmEngine(info, llm, api, loop, options, metrics, undo.pop_all(), image_slots)
+        runtime = EngineRuntime(llm, api, loop, undo.pop_all())
+        engine = TrtllmEngine(info, runtime, options, metrics, image_slots)
     log.info("trtllm_ready", layout=resolved.layout, blocks=info.total_blocks, slots=info.slots, ranks=info.dp_size)
     return engine
 
 
 def prompt_limit(args: EngineArgs, model_len: int) -> int:
-    """The longest prompt, tokens. Without chunked prefill it has to fit into one step."""
+    """The longest prompt, tokens. Without chunked prefill, it must fit into one step."""
     return model_len if args.enable_chunked_prefill else min(model_len, args.max_num_tokens or model_len)
 
 
 def info_of(
     resolved: Resolved,
-    wanted: Wanted,
+    wanted: EngineSettings,
     model: modeldir.ModelDir,
     *,
     rank_blocks: int,
     load_seconds: float,
     logits_processors: tuple[str, ...],
 ) -> EngineInfo:
-    """Sizes and abilities of the engine. ``rank_blocks``: KV blocks of one data-parallel rank."""
+    """The engine's sizes and capabilities. ``rank_blocks``: KV blocks of one data-parallel rank."""
     args = resolved.args
     ranks = args.tensor_parallel_size if args.enable_attention_dp else 1
     return EngineInfo(
@@ -138,37 +139,37 @@ def info_of(
     )
 
 
-def wanted_of(settings: WorkerSettings, model_len: int, *, pictures: bool = False) -> Wanted:
-    """What the settings ask of the engine.
+def wanted_of(settings: WorkerSettings, model_len: int, *, images: bool = False) -> EngineSettings:
+    """The worker's settings that become arguments of the engine.
 
     Raises:
-        BadArguments: ``max_model_len`` is longer than the model's limit.
+        BadArguments: ``max_model_len`` is more than the model supports.
     """
-    return Wanted(
+    return EngineSettings(
         role=settings.role,
         backend=settings.trtllm_backend,
         block_size=settings.block_size,
         max_running=settings.max_running,
         max_batched_tokens=settings.max_batched_tokens,
-        max_model_len=foreign.length(settings, model_len),
+        max_model_len=user_arguments.length(settings, model_len),
         kv_blocks=settings.kv_blocks,
         prefix_cache=settings.prefix_cache,
         publish=settings.publish_events_and_metrics,
         handoff_s=settings.handoff_lease_s,
         tensor_parallel_size=settings.tensor_parallel_size,
         dtype=settings.dtype,
-        pictures=pictures,
+        images=images,
         otlp=settings.otlp_endpoint,
     )
 
 
-def arguments(settings: WorkerSettings, wanted: Wanted, api: Api, path: Path) -> Resolved:
+def arguments(settings: WorkerSettings, wanted: EngineSettings, api: Api, path: Path) -> Resolved:
     """The constructor's arguments, checked against the model, the draft model and the installed release.
 
     Raises:
         BadArguments: see ``args.resolve``.
     """
-    extra, given = foreign.extra(settings), foreign.given(settings)
+    extra, given = user_arguments.extra(settings), user_arguments.given(settings)
     speculation = given.get("speculative_config") or {}
     draft = speculation.get("speculative_model") or speculation.get("speculative_model_dir") or ""
     local = draft.startswith(("/", ".", "~")) or draft.count("/") > 1
@@ -185,18 +186,18 @@ def arguments(settings: WorkerSettings, wanted: Wanted, api: Api, path: Path) ->
     return resolve(wanted, extra, settings.override_engine_args, newer=newer, known=api.autodeploy, context=context)
 
 
-def _sees(model: modeldir.ModelDir) -> bool:
+def _takes_images(model: modeldir.ModelDir) -> bool:
     return model.vision is not None and model.vision.hidden > 0
 
 
 def _image_slots(model: modeldir.ModelDir, settings: WorkerSettings) -> ImageSlotStore | None:
     """Embeddings of images until their prompts are computed; None: the model takes no images."""
-    if model.vision is None or not _sees(model):
+    if model.vision is None or not _takes_images(model):
         return None
     return ImageSlotStore(model.vision, settings.embed_slots, dtype_of(settings.dtype, _config(model.path)))
 
 
-def _pictures(
+def _image_inputs(
     model: modeldir.ModelDir, image_slots: ImageSlotStore | None
 ) -> Callable[[Sequence[int], Sequence[MediaSpan]], dict[str, Any]] | None:
     vision = model.vision
@@ -234,16 +235,18 @@ def construct(api: Api, model: str, resolved: Resolved) -> Any:
 def warm_up(llm: Any, api: Api, loop: LoopThread, eos: tuple[int, ...], *, publish: bool) -> dict[str, Any] | None:
     """Compute one short request, so that the first client does not wait for compilation.
 
-    A cache salt keeps it apart from clients' requests and from the dummy requests of attention DP.
+    Its cache salt separates it from clients' requests and from the dummy requests of attention DP.
 
-    Returns: the engine's latest statistics after it, if ``publish`` and there are any.
+    Returns: the engine's latest statistic, if ``publish`` and there is one.
 
     Raises:
-        EngineError: the engine does not answer.
+        EngineError: the request failed.
     """
-    given = sampling.arguments(Sampling(temperature=0.0), Stop(1, ignore_eos=True), eos=eos, max_tokens=1)
+    given = sampling.arguments(
+        Sampling(temperature=0.0), Stop(1, ignore_eos=True), eos=eos, part=sampling.OutputPart(1)
+    )
 
-    async def ask() -> dict[str, Any] | None:
+    async def generate() -> dict[str, Any] | None:
         extra = {"cache_salt": WARM_UP_SALT} if "cache_salt" in api.call else {}
         await llm.generate_async([1] * WARM_UP_TOKENS, api.sampling(**given), **extra).aresult()
         last = None
@@ -253,9 +256,9 @@ def warm_up(llm: Any, api: Api, loop: LoopThread, eos: tuple[int, ...], *, publi
         return last
 
     try:
-        last: dict[str, Any] | None = loop.run(ask(), WARM_UP_S)
+        last: dict[str, Any] | None = loop.run(generate(), WARM_UP_S)
     except Exception as error:
-        raise EngineError(f"TensorRT-LLM started but does not answer: {error!r}") from error
+        raise EngineError(f"TensorRT-LLM started but failed its first request: {error!r}") from error
     return last
 
 

@@ -1,7 +1,7 @@
-"""``DisaggregatedParams`` as data: how the state of a computed prompt travels from one worker's engine to another's.
+"""``DisaggregatedParams`` as data: the state of a prefilled prompt that passes from one worker's engine to another's.
 
-The engines move the KV themselves (NIXL or UCX under their cache transceiver); what they need for it is a few fields,
-one of them opaque bytes. ``encode`` and ``decode`` know no engine types beyond "a dataclass with these fields".
+The engines move the KV themselves (NIXL or UCX under their cache transceiver); for that they need a few fields, one of
+them opaque bytes. ``encode`` and ``decode`` use no engine types, only "a dataclass with these fields".
 """
 
 import base64
@@ -18,7 +18,7 @@ Wire = dict[str, Any]
 
 
 def encode(params: Any) -> Wire | None:
-    """Fields by name, JSON-safe: ``opaque_state`` as base64, the others as they are; None passes through."""
+    """Fields by name, ready for JSON: ``opaque_state`` as base64, the others unchanged. None stays None."""
     if params is None:
         return None
     fields = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
@@ -28,12 +28,12 @@ def encode(params: Any) -> Wire | None:
 
 
 def decode(wire: Wire | None, kind: type[Any]) -> Any:
-    """The opposite, into this engine's own class; None passes through.
+    """The inverse of ``encode``, as this engine's own class. None stays None.
 
-    Fields of another release are left out when they are empty.
+    Empty fields that this engine does not know are left out.
 
     Raises:
-        ValueError: the bytes are no base64, or a field with content is unknown to this engine.
+        ValueError: ``opaque_state`` is not base64, or this engine does not know a field that has a value.
     """
     if wire is None:
         return None
@@ -49,12 +49,12 @@ def decode(wire: Wire | None, kind: type[Any]) -> Any:
         try:
             fields["opaque_state"] = base64.b64decode(state, validate=True)
         except (binascii.Error, TypeError, ValueError) as error:
-            raise ValueError(f"opaque_state is no base64: {error}") from error
+            raise ValueError(f"opaque_state is not base64: {error}") from error
     return kind(**fields)
 
 
 def pack(params: Any, layout: str, context: Seq[int]) -> bytes:
-    """For ``Held.opaque``.
+    """The state for ``Held.opaque``.
 
     Args:
         context: the tokens that were computed.
@@ -65,18 +65,17 @@ def pack(params: Any, layout: str, context: Seq[int]) -> bytes:
 
 
 def unpack(opaque: bytes, kind: type[Any], layout: str, tokens: Seq[int], prompt: int) -> tuple[Any, int]:
-    """Parameters for the engine that goes on, and how many of the last ``tokens`` are its first ones.
+    """Parameters for the engine that continues, and how many of the last ``tokens`` the prefill engine drew.
 
     Args:
-        tokens: all that is known of the sequence, the prefill engine's own included.
-        prompt: how many of them are the client's.
+        tokens: all known tokens of the sequence, including those that the prefill engine drew.
+        prompt: how many of them are the client's prompt.
 
     Raises:
-        ValueError: the state is damaged, from another release, of another prompt or attempt, or from an engine whose
-            KV has another shape.
+        ValueError: the state is damaged, or from another release, prompt, attempt or KV layout.
     """
     state = handoff_state.unpack(opaque, layout)
     params = decode(state.params, kind)
-    own = handoff_state.count_prefilled(state, tokens, prompt)
+    drawn = handoff_state.count_prefilled(state, tokens, prompt)
     params.request_type = GENERATION
-    return params, own
+    return params, drawn

@@ -1,8 +1,6 @@
 """TensorRT-LLM behind our engine protocol; see ``workers.engines.external.engine``."""
 
-import contextlib
 from collections.abc import Sequence as Seq
-from typing import Any
 
 from prometheus_client.registry import Collector
 
@@ -11,9 +9,8 @@ from schemas.kv import KvEvent
 from schemas.transfer import Memory
 from workers.engines.base import EngineInfo, EngineStats, RequestError, SequenceRequest
 from workers.engines.core.embedding_pool import TEXT_ONLY, EmbeddingPool
-from workers.engines.external.engine import ExternalEngine
+from workers.engines.external.engine import EngineRuntime, ExternalEngine
 from workers.engines.external.handoff_state import ConsumedStates
-from workers.engines.loop import LoopThread
 from workers.engines.trtllm import stats
 from workers.engines.trtllm.api import Api
 from workers.engines.trtllm.follower import ActiveSequence, Follower, KvEvents, Stat
@@ -27,7 +24,7 @@ class TrtllmEngine(ExternalEngine[ActiveSequence]):
     """Implements ``workers.engines.base.Engine``.
 
     Args:
-        resources: closed with it: first ``llm``, then ``loop``.
+        runtime: closed with it, first the engine, then its loop.
         image_slots: images of prompts; None: the model takes none.
 
     KV moves through TensorRT-LLM's own cache transceiver: hand-overs are ``opaque``, ``memory`` has embeddings only.
@@ -38,25 +35,22 @@ class TrtllmEngine(ExternalEngine[ActiveSequence]):
     def __init__(
         self,
         info: EngineInfo,
-        llm: Any,
-        api: Api,
-        loop: LoopThread,
+        runtime: EngineRuntime[Api],
         options: Options,
         metrics: NativeMetrics,
-        resources: contextlib.ExitStack,
         image_slots: ImageSlotStore | None = None,
     ) -> None:
-        super().__init__("TensorRT-LLM", info, loop, resources)
+        super().__init__("TensorRT-LLM", info, runtime)
         self._images = None if image_slots is None else EmbeddingPool(image_slots, image_slots.mark_embedded)
         self.vision = self._images
         self._options = options
         self._metrics = metrics
-        self._follower = Follower(llm, api, loop, options, metrics, self._enqueue)
+        self._follower = Follower(runtime, options, metrics, self._enqueue)
         self._roots = Roots(info.block_size, options.root)
         self._translators = [Translator(info.block_size, self._roots) for _ in range(info.dp_size)]
         self._blocks = stats.Blocks(info.total_blocks, 0, info.total_blocks)
         self._consumed = ConsumedStates()
-        self._followed = False
+        self._following = False
 
     def _accept(self, request: SequenceRequest) -> ActiveSequence:
         check(request, self.info, self._options.prompt_limit)
@@ -70,8 +64,8 @@ class TrtllmEngine(ExternalEngine[ActiveSequence]):
 
     def submit(self, request: SequenceRequest) -> None:
         super().submit(request)
-        if not self._followed:
-            self._followed = True
+        if not self._following:
+            self._following = True
             self._loop.post(self._follow)
 
     def _follow(self) -> None:

@@ -13,7 +13,8 @@ _TRANSFER = re.compile(r"transceiver|kv[ _-]?cache transfer|context (?:phase|req
 def is_request_error(error: BaseException, request_error: type[BaseException] | None, *, at_call: bool) -> bool:
     """Whether only this request failed.
 
-    The call itself validates values and types. While its outputs are iterated, only a RequestError is the request's own.
+    The call itself validates values and types. While its outputs are iterated, only a RequestError is the request's
+    own.
 
     Args:
         request_error: TensorRT-LLM's RequestError; a RuntimeError, so it is checked first.

@@ -16,7 +16,6 @@ from workers.engines.base import SequenceRequest
 from workers.engines.external import engine
 from workers.engines.external.engine import EngineFailed, SequenceUpdate
 from workers.engines.external.outputs import SequenceFailure
-from workers.engines.loop import LoopThread
 from workers.engines.trtllm import disagg, errors, perf_metrics
 from workers.engines.trtllm.api import Api
 from workers.engines.trtllm.backoff import Backoff
@@ -57,25 +56,23 @@ EngineEvent = SequenceUpdate | KvEvents | Stat | EngineFailed
 
 
 class Follower:
-    """Follows one ``LLM``; passes events to ``emit``, from the loop thread."""
+    """Follows one ``LLM`` and passes its events to ``emit``, in the loop thread."""
 
     def __init__(
         self,
-        llm: Any,
-        api: Api,
-        loop: LoopThread,
+        runtime: engine.EngineRuntime[Api],
         options: Options,
         metrics: NativeMetrics,
         emit: Callable[[EngineEvent], None],
     ) -> None:
-        self._llm = llm
-        self._api = api
-        self._loop = loop
+        self._llm = runtime.llm
+        self._api = runtime.api
+        self._loop = runtime.loop
         self._options = options
         self._metrics = metrics
         self._emit = emit
         self._broken = False
-        self._repeats: bool | None = None  # whether an adopted answer begins with the prefill engine's tokens
+        self._repeats: bool | None = None  # whether an adopted output begins with the prefill engine's tokens
 
     # --- requests ---
 
@@ -144,7 +141,7 @@ class Follower:
             self._emit(SequenceUpdate(sequence, failure=SequenceFailure(code, str(error) or type(error).__name__)))
 
     def abort(self, sequence: ActiveSequence) -> None:
-        """Abort a sequence. That is unsafe while its prompt's KV is being fetched, so it waits for that, bounded."""
+        """Abort a sequence, after a bounded wait if its prompt's KV is being fetched: aborting then is unsafe."""
         if sequence.result is None or sequence.aborted or sequence.result.finished:
             return
         if sequence.adopted and not sequence.responded:
@@ -201,11 +198,11 @@ class Follower:
         while True:
             await asyncio.sleep(HEALTH_S)
             try:
-                well = check()
+                healthy = check()
             except Exception as error:
                 self.broken(error)
                 return
-            if well is False:
+            if healthy is False:
                 self.broken(RuntimeError("TensorRT-LLM reports that it is unhealthy"))
                 return
 

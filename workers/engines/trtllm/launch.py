@@ -1,7 +1,8 @@
 """How this process was launched among the ranks of one engine. Pure: the environment is an argument.
 
 Under MPI or Slurm, every rank runs the same command. TensorRT-LLM's launcher runs our worker on the first rank only and
-makes the others its compute processes. Without it, each rank would register a worker of its own and wait for the others.
+makes the others its compute processes. Without it, each rank would register a worker of its own and wait for the
+others.
 """
 
 from collections.abc import Mapping

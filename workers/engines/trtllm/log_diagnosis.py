@@ -19,8 +19,8 @@ _DIAGNOSES: tuple[tuple[re.Pattern[str], Diagnosis], ...] = (
         ),
         Diagnosis(
             "disagg_deadlock",
-            f"{_NO_ROOM}: the decode engine starts no more requests; set cache_transceiver_config.max_tokens_in_buffer to "
-            "the longest prompt or more, raise kv_cache_config.free_gpu_memory_fraction, or lower max_batch_size",
+            f"{_NO_ROOM}: the decode engine starts no more requests; set cache_transceiver_config.max_tokens_in_buffer "
+            "to the longest prompt or more, raise kv_cache_config.free_gpu_memory_fraction, or lower max_batch_size",
         ),
     ),
     (

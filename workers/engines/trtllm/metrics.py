@@ -82,6 +82,4 @@ class NativeMetrics(NativeSeries):
                 yield CounterMetricFamily(name, stats.COUNTERS[name][2], value)
         rate = stats.hit_rate(stat, self._baseline)
         if rate is not None and "trtllm_kv_cache_hit_rate" not in known:
-            yield GaugeMetricFamily(
-                "trtllm_kv_cache_hit_rate", "share of blocks found in the cache, since warm-up", rate
-            )
+            yield GaugeMetricFamily("trtllm_kv_cache_hit_rate", "share of KV blocks found in the cache", rate)

@@ -1,7 +1,7 @@
 """Converts the cumulative outputs of one sequence to tokens, each reported once.
 
-TensorRT-LLM returns the same growing list again and again, several tokens at a time, and its last version may be
-shorter (a stop token was trimmed). Our protocol wants every token once, the ending one included and marked.
+TensorRT-LLM returns the same list again and again as it grows by several tokens, and its last version may be shorter (a
+stop token was trimmed). Our protocol reports every token once, including the ending one, which is marked.
 """
 
 from collections.abc import Sequence as Seq
@@ -11,7 +11,7 @@ from schemas.errors import Code
 from schemas.tokens import Logprob
 from workers.engines.external.outputs import MISSING, SequenceFailure, Token, logprob_of
 
-_ENDED = frozenset({"stop", "length", "timeout", "cancelled"})  # "not_finished": a prompt that others go on with
+_ENDED = frozenset({"stop", "length", "timeout", "cancelled"})  # "not_finished": another engine continues
 
 
 class OutputCursor:
@@ -20,7 +20,7 @@ class OutputCursor:
     Args:
         limit: new tokens after which it ends.
         stops: token ids that end it, after at least ``min_tokens`` new tokens.
-        end_id: the token meant by a finish reason "stop" without a token; -1: none.
+        end_id: the token that a finish reason "stop" without a token stands for; -1: none.
         skip: tokens already reported (a prefill worker's) that the engine may repeat at the start.
         top: alternatives per token; None: no log-probabilities.
     """
@@ -89,13 +89,13 @@ class OutputCursor:
     def _engine_ended(
         self, new: list[Token], finish: str, stop_reason: int | str | None
     ) -> tuple[list[Token], SequenceFailure | None]:
-        """The engine reports an end that its tokens did not show."""
+        """Handle an end that the tokens did not show."""
         self.finished = True
         if finish in ("cancelled", "timeout"):
             code = Code.cancelled if finish == "cancelled" else Code.deadline_exceeded
             return new, SequenceFailure(code, f"the engine ended the request: {finish}")
         trimmed = stop_reason if isinstance(stop_reason, int) else self._end_id if stop_reason is None else -1
-        if finish == "stop" and trimmed >= 0:  # here the stop token itself is part of the output
+        if finish == "stop" and trimmed >= 0:  # our protocol includes the stop token
             self.reported += 1
             value = Logprob(MISSING) if self._top is not None else None
             return [*new, Token(trimmed, "stop", value, trimmed)], None
@@ -106,7 +106,7 @@ class OutputCursor:
     def _logprob(self, token: int, at: int, length: int, logprobs: Seq[Any] | None) -> Logprob | None:
         if self._top is None:
             return None
-        # Where there are fewer than tokens, those of a prefill worker's tokens are missing at the front.
+        # With fewer entries than tokens, the entries of a prefill worker's tokens are missing at the front.
         place = at - (length - len(logprobs)) if logprobs else -1
         if not logprobs or not 0 <= place < len(logprobs):
             return Logprob(MISSING)

@@ -1,4 +1,4 @@
-"""From one of our sequences to one call of ``generate_async``, or the reason why it can never run here."""
+"""From one of our sequences to one call of ``generate_async``."""
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
@@ -18,19 +18,19 @@ log = structlog.get_logger("engine")
 
 
 class Options(NamedTuple):
-    """What is fixed besides ``EngineInfo``.
+    """Fixed properties of an engine besides ``EngineInfo``.
 
     Attributes:
-        prompt_limit: tokens of a prompt, at most.
+        prompt_limit: longest prompt, tokens.
         layout: fingerprint of the KV cache, compared at a hand-over.
-        root: of the names of blocks without tenant or adapter; others get a salt of their own.
+        root: parent of the first block's name for prompts without tenant or adapter; other roots become a cache salt.
         disaggregated: TensorRT-LLM's DisaggregatedParams.
         scheduling: its SchedulingParams, for attention DP only.
-        publish: statistics are read, and requests measured.
-        trace_headers: it exports spans, and takes whose children they are.
-        abort_hold_s: an abort of a request whose prompt is still being fetched waits so long for that to end.
-        processors: the logits processors of a request.
-        pictures: what ``generate_async`` takes for tokens with media.
+        publish: read statistics and measure requests.
+        trace_headers: the engine exports spans and takes the headers of their parents.
+        abort_hold_s: how long an abort waits for the fetch of the prompt's KV to end, seconds.
+        processors: from a request to its logits processors.
+        image_inputs: from tokens and media to the ``inputs`` of ``generate_async``.
     """
 
     prompt_limit: int
@@ -42,13 +42,18 @@ class Options(NamedTuple):
     trace_headers: bool = False
     abort_hold_s: float = 30.0
     processors: Callable[[SequenceRequest], Any] | None = None
-    pictures: Callable[[Seq[int], Seq[MediaSpan]], dict[str, Any]] | None = None
+    image_inputs: Callable[[Seq[int], Seq[MediaSpan]], dict[str, Any]] | None = None
 
 
 class Prepared(NamedTuple):
-    """``sampling``: of SamplingParams, made anew for the call, which changes it. ``arguments``: the call's others.
+    """One call of the engine.
 
-    ``tokens``: all that are prompt to the engine. ``adopted``: its prompt's KV is fetched from another engine.
+    Attributes:
+        cursor: position in its output.
+        sampling: arguments of SamplingParams, which the call changes and which is therefore made for each.
+        arguments: the call's other arguments.
+        tokens: the prompt that the engine sees.
+        adopted: the prompt's KV is fetched from another engine.
     """
 
     cursor: OutputCursor
@@ -68,37 +73,39 @@ def check(request: SequenceRequest, info: EngineInfo, prompt_limit: int) -> None
     if known > prompt_limit:
         raise RequestError(
             Code.context_length_exceeded,
-            f"the prompt has {known} tokens; this worker computes {prompt_limit} at once (max_num_tokens; set "
-            "enable_chunked_prefill)",
+            f"the prompt has {known} tokens; this worker takes {prompt_limit} (max_num_tokens); set "
+            "enable_chunked_prefill for longer ones",
         )
 
 
 def prepare(request: SequenceRequest, info: EngineInfo, options: Options, consumed: ConsumedStates) -> Prepared:
     """
     Args:
-        used: states of prefill engines that were taken over here; each can be only once.
+        consumed: states of prefill engines that this engine has taken over; each can be taken over once.
 
     Raises:
-        RequestError: its media cannot be given to the engine.
+        RequestError: the engine cannot take its media.
     """
     stop, eos = request.stop, info.eos_token_ids
-    takes_over = bool(request.opaque) and not request.score  # what is scored is computed here
+    takes_over = bool(request.opaque) and not request.score  # prompts that are scored are computed here
     params, repeated = _take_over(request, options, consumed) if takes_over else (None, 0)
     adopted = params is not None
     if request.hold:
         params = options.disaggregated(request_type=disagg.CONTEXT)
-    before = len(request.generated) - repeated  # generated tokens that are prompt to the engine
+    before = len(request.generated) - repeated  # generated tokens that the engine sees as prompt
     room = info.max_model_len - len(request.prompt)
     limit = 1 if request.hold else min(stop.max_tokens, room) - len(request.generated)
     given = sampling.arguments(
         request.sampling,
         stop,
         eos=eos,
-        max_tokens=limit + repeated,
-        min_tokens=stop.min_tokens - before,
-        prompt_len=len(request.prompt),
-        choice=request.choice,
-        position=len(request.generated),
+        part=sampling.OutputPart(
+            max_tokens=limit + repeated,
+            min_tokens=stop.min_tokens - before,
+            prompt_len=len(request.prompt),
+            choice=request.choice,
+            position=len(request.generated),
+        ),
         perf_metrics=options.publish or request.trace is not None,
         prompt_logprobs=request.sampling.prompt_logprobs if request.score else None,
     )
@@ -108,8 +115,8 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, consum
         given["logits_processor"] = found
     tokens = [*request.prompt, *request.generated[:before]]
     arguments: dict[str, Any] = {"inputs": tokens, "streaming": not request.hold}
-    if request.media and not adopted and options.pictures is not None:
-        arguments["inputs"] = options.pictures(tokens, request.media)
+    if request.media and not adopted and options.image_inputs is not None:
+        arguments["inputs"] = options.image_inputs(tokens, request.media)
     if params is not None:
         arguments["disaggregated_params"] = params
     if request.trace is not None and options.trace_headers:
@@ -117,8 +124,8 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, consum
     if request.root and request.root != options.root:
         arguments["cache_salt"] = request.root.hex()
     if options.scheduling is not None:
-        # Relaxed: where that rank is full, another takes it. Left to its default of None, two waiting requests cannot
-        # be compared and the engine dies of it.
+        # Relaxed: if that rank is full, another takes the request. With the default of None, the engine crashes when it
+        # compares two waiting requests.
         arguments["scheduling_params"] = options.scheduling(
             attention_dp_rank=request.rank % info.dp_size, attention_dp_relax=True
         )
@@ -134,23 +141,26 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, consum
 
 
 def _take_over(request: SequenceRequest, options: Options, consumed: ConsumedStates) -> tuple[Any, int]:
-    """Parameters to take over the KV that another engine computed, and how many of the tokens are that engine's.
+    """Parameters for taking over another engine's KV, and how many of the last tokens that engine drew.
 
-    (None, 0) where it cannot be taken over: then the prompt is computed here. The choices of a request share one state.
+    Returns: (None, 0) if it cannot be taken over: then the prompt is computed here. The choices of a request share one
+    state, which only the first of them takes over.
     """
     try:
         tokens = [*request.prompt, *request.generated]
-        params, own = disagg.unpack(request.opaque, options.disaggregated, options.layout, tokens, len(request.prompt))
+        params, drawn = disagg.unpack(
+            request.opaque, options.disaggregated, options.layout, tokens, len(request.prompt)
+        )
     except (ValueError, TypeError) as error:
-        log.warning("handed_state_unusable", error=str(error), action="computing the prompt here")
+        log.warning("handoff_state_unusable", error=str(error), action="computing the prompt here")
         return None, 0
     if not consumed.claim(params.ctx_request_id, params.opaque_state):
         return None, 0
-    return params, own
+    return params, drawn
 
 
 def bias(values: Mapping[int, float], vocab_size: int) -> Any:
-    """A tensor of (vocab_size,) float32."""
+    """Biases by token id as a tensor of (vocab_size,) float32."""
     import torch
 
     tensor = torch.zeros(vocab_size, dtype=torch.float32)

@@ -1,19 +1,36 @@
 """From our request to the fields of ``tensorrt_llm.SamplingParams``, 1.2.1. Pure: names and values, no engine types.
 
-Strings that stop an answer, and turning tokens into text, are the worker's; the engine sees token ids only. End tokens
-are given with every request, since an engine without tokenizer knows none and one with a tokenizer adds none once
-``end_id`` is set. ``ignore_eos`` is not used together with stop tokens: it would empty those too.
+The worker handles stop strings and detokenization; the engine sees token ids only. Every request names its end tokens:
+an engine without a tokenizer knows none, and one with a tokenizer adds none once ``end_id`` is set. ``ignore_eos`` is
+not used together with stop tokens: it would disable those as well.
 """
 
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, NamedTuple
 
 from schemas.requests import Sampling, Stop
 from workers.engines.external.sampling import seed_of, shape, stop_ids
 
 
+class OutputPart(NamedTuple):
+    """The part of a choice's output that one call generates.
+
+    Attributes:
+        max_tokens, min_tokens: of this part.
+        prompt_len: tokens of the client's prompt, which presence and frequency penalties do not count.
+        choice: number of the choice in its request.
+        position: output position at which the part starts.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    prompt_len: int = 0
+    choice: int = 0
+    position: int = 0
+
+
 def end_id(stop: Stop, eos: Seq[int]) -> int:
-    """The engine's one end token; -1: there is none."""
+    """The single end token that the engine takes; -1: none."""
     return -1 if stop.ignore_eos or not eos else eos[0]
 
 
@@ -22,23 +39,20 @@ def arguments(
     stop: Stop,
     *,
     eos: Seq[int],
-    max_tokens: int,
-    min_tokens: int = 0,
-    prompt_len: int = 0,
-    choice: int = 0,
-    position: int = 0,
+    part: OutputPart,
     perf_metrics: bool = False,
     prompt_logprobs: int | None = None,
 ) -> dict[str, Any]:
-    """Keyword arguments of ``SamplingParams``; what is left out has the engine's default, which means the same.
+    """Keyword arguments of ``SamplingParams``. Those left out have defaults in the engine that mean the same.
 
-    ``embedding_bias`` is here a mapping from token id to bias; the caller makes the tensor.
+    ``embedding_bias`` is a mapping from token id to bias here; the caller makes the tensor.
 
     Args:
-        max_tokens, min_tokens: of what is still to be generated.
-        prompt_len: tokens of the client's prompt, which penalties for repetition in the answer do not count.
-        choice, position: which choice of the request, and the output position at which it goes on.
+        eos: end tokens of the model.
+        perf_metrics: have the engine measure the request.
+        prompt_logprobs: alternatives per prompt token; None: no log-probabilities of the prompt.
     """
+    max_tokens, min_tokens, prompt_len, choice, position = part
     ends = stop_ids(stop, eos)
     end = end_id(stop, eos)
     given: dict[str, Any] = {
@@ -47,13 +61,13 @@ def arguments(
         "pad_id": eos[0] if eos else 0,
         "detokenize": False,
         "add_special_tokens": False,
-        "include_stop_str_in_output": True,  # the ending token is part of the answer; else the list shrinks at its end
+        "include_stop_str_in_output": True,  # otherwise the list of tokens shrinks at its end
         "n": 1,
         "best_of": 1,
         "seed": seed_of(sampling.seed, choice, position),
     }
     others = sorted(ends - {end})
-    if others and min_tokens <= 0:  # the engine heeds min_tokens for its end id only; else the cursor stops the answer
+    if others and min_tokens <= 0:  # min_tokens protects only end_id: the cursor stops the output instead
         given["stop_token_ids"] = others
     if min_tokens > 0:
         given["min_tokens"] = min_tokens

@@ -17,12 +17,12 @@ GAUGES: Mapping[str, tuple[str, str, str]] = {
     "trtllm_context_requests": (
         "inflightBatchingStats",
         "numContextRequests",
-        "requests in the context (prefill) phase",
+        "requests in the prefill phase",
     ),
     "trtllm_generation_requests": (
         "inflightBatchingStats",
         "numGenRequests",
-        "requests in the generation (decode) phase",
+        "requests in the decode phase",
     ),
     "trtllm_paused_requests": ("inflightBatchingStats", "numPausedRequests", "paused requests, without KV blocks"),
     "trtllm_context_tokens": ("inflightBatchingStats", "numCtxTokens", "prompt tokens in the last iteration"),

@@ -1,9 +1,8 @@
-"""TensorRT-LLM's visual generation as an engine of pictures: a prototype of 1.3, looked for at start, not assumed.
+"""TensorRT-LLM's visual generation as a diffusion engine: a prototype of release 1.3, probed at start.
 
-It reports no steps and cannot be stopped between them, so a request's progress goes from nothing to all, and a
-cancelled one is answered at once while the device goes on to the end of it. Whatever of its interface is not there
-is named at start; see section 10 of the notes on its API: pipeline by ``model_index.json``, one ``generate`` at a
-time, errors in a field of the result.
+It selects its pipeline by ``model_index.json``, runs one ``generate`` at a time and returns errors in a field of the
+result. It reports no denoising steps and cannot be interrupted: a request's progress jumps from 0 to 100 %, and a
+cancelled request is answered at once while the device completes it. Missing parts of the interface are named at start.
 """
 
 import importlib
@@ -34,7 +33,7 @@ INSTALL = (
     "visual generation came with TensorRT-LLM 1.3 (release candidates in NVIDIA's index and containers); until then "
     "use --engine native, which runs the same directory with diffusers"
 )
-# What its pipelines take for granted.
+# Defaults of its pipelines.
 VIDEO_SIZE, IMAGE_SIZE = (832, 480), (1024, 1024)
 FRAMES, FRAME_RATE, STEPS = 81, 16.0, 50
 MULTIPLE, FRAME_STEP = 16, 4
@@ -43,7 +42,7 @@ _PARAMETERS = ("height", "width", "num_inference_steps", "guidance_scale", "seed
 
 
 class Api(NamedTuple):
-    """What the installed release has."""
+    """The parts of the installed release that are used."""
 
     version: str
     engine: Callable[..., Any]
@@ -51,10 +50,10 @@ class Api(NamedTuple):
 
 
 def load() -> Api:
-    """Import it and look at it.
+    """Import it and check its interface.
 
     Raises:
-        EngineError: TensorRT-LLM or this part of it is not there, or is another one than we know.
+        EngineError: TensorRT-LLM or its visual generation is missing, or has an unknown interface.
     """
     try:
         package = importlib.import_module("tensorrt_llm")
@@ -82,7 +81,7 @@ def _names(kind: Callable[..., Any]) -> set[str]:
 
 
 class VisualGen:
-    """A diffusion engine."""
+    """Implements ``workers.engines.diffusion.base.DiffusionEngine``."""
 
     name = "trtllm"
     stoppable = False
@@ -109,7 +108,7 @@ class VisualGen:
             "num_inference_steps": ask.steps,
             "seed": (ask.seed + index) & (1 << 63) - 1,
         }
-        if video:  # set and not supported is an error there
+        if video:  # the engine refuses unsupported options
             given |= {"num_frames": ask.frames, "frame_rate": ask.frame_rate}
         if ask.guidance is not None:
             given["guidance_scale"] = ask.guidance
@@ -124,7 +123,7 @@ class VisualGen:
             raise RequestError(Code.engine_error, f"TensorRT-LLM failed: {output.error}"[:500])
         frames = _array(output.video if video else output.image)
         if frames.ndim == (5 if video else 4):
-            frames = frames[0]  # the batch, which videos have since 1.3.0rc9
+            frames = frames[0]  # the batch dimension, which videos have since 1.3.0rc9
         rate = ask.frame_rate if video else 0.0
         return Picture(frames if video else frames[None], rate)
 
@@ -133,16 +132,16 @@ class VisualGen:
 
 
 def _array(value: Any) -> Any:
-    """A tensor or an array, as an array of bytes.
+    """A tensor or an array as a uint8 array.
 
     Raises:
-        RequestError: there is none.
+        RequestError: it is missing, or of another type.
     """
     if value is None:
-        raise RequestError(Code.engine_error, "TensorRT-LLM returned no picture")
+        raise RequestError(Code.engine_error, "TensorRT-LLM returned no image")
     array = np.asarray(value.cpu() if hasattr(value, "cpu") else value)
     if array.dtype != np.uint8:
-        raise RequestError(Code.engine_error, f"TensorRT-LLM returned pictures of {array.dtype}; uint8 is known")
+        raise RequestError(Code.engine_error, f"TensorRT-LLM returned images of {array.dtype}; only uint8 is supported")
     return array
 
 
@@ -150,14 +149,14 @@ def from_settings(settings: WorkerSettings) -> VisualGen:
     """Load a pipeline.
 
     Raises:
-        EngineError: this TensorRT-LLM has no visual generation, or it cannot be started.
-        ModelError: the model is no directory with a pipeline.
+        EngineError: this TensorRT-LLM has no visual generation, or it cannot run the pipeline.
+        ModelError: the model is not a directory with a pipeline.
     """
     api = load()
     path = Path(settings.model).expanduser()
     if not settings.model or not path.is_dir():
-        raise ModelError(f"model {settings.model!r} is not a directory; fetch it first, or use --engine native")
-    diffuser = described(pipeline_name(path), settings)
+        raise ModelError(f"model {settings.model!r} is not a directory; download it first, or use --engine native")
+    diffuser = describe(pipeline_name(path), settings)
     began = time.monotonic()
     try:
         engine = api.engine(str(path))
@@ -166,8 +165,8 @@ def from_settings(settings: WorkerSettings) -> VisualGen:
     return VisualGen(api, engine, diffuser, time.monotonic() - began)
 
 
-def described(pipeline: str, settings: WorkerSettings) -> Diffuser:
-    """What is registered of a pipeline class; nothing of it is told by the engine."""
+def describe(pipeline: str, settings: WorkerSettings) -> Diffuser:
+    """What the worker registers for a pipeline class; the engine itself does not say."""
     video = _VIDEO.search(pipeline) is not None
     width, height = VIDEO_SIZE if video else IMAGE_SIZE
     return Diffuser(

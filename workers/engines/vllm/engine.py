@@ -1,10 +1,8 @@
 """vLLM behind our engine protocol; see ``workers.engines.external.engine``.
 
-A third kind of thread reads KV events, one per rank, into the same queue.
+Besides the engine thread and the loop thread, one thread per rank reads KV events into the same queue.
 """
 
-import contextlib
-import queue
 import time
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -16,28 +14,27 @@ from prometheus_client.registry import Collector
 from schemas.kv import KvEvent
 from workers.engines.base import EngineInfo, EngineStats, SequenceRequest
 from workers.engines.events import wire
-from workers.engines.external.engine import ExternalEngine
+from workers.engines.external.engine import EngineRuntime, ExternalEngine
 from workers.engines.external.handoff_state import ConsumedStates
 from workers.engines.external.metrics import NativeSeries
-from workers.engines.loop import LoopThread
 from workers.engines.vllm.api import Api
-from workers.engines.vllm.follower import ActiveSequence, EngineEvent, Follower, KvPayloads
+from workers.engines.vllm.follower import ActiveSequence, Follower, KvPayloads
 from workers.engines.vllm.kv_events import Translator
-from workers.engines.vllm.metrics import PREFIX, Scheduler
+from workers.engines.vllm.metrics import PREFIX, SchedulerStats
 from workers.engines.vllm.prepare import Options, check, prepare
 
 log = structlog.get_logger("engine")
 
-LINGER_S = 0.1  # KV events of an answer come after it, by another way
+LINGER_S = 0.1  # KV events of a request arrive after its last output, over another channel
 
 
 class VllmEngine(ExternalEngine[ActiveSequence]):
     """Implements ``workers.engines.base.Engine``.
 
     Args:
-        resources: what ends with it: the subscribers, then ``llm``, then ``loop``.
+        runtime: closed with it, first the subscribers, then the engine, then its loop.
 
-    KV moves by vLLM's own NIXL connector: there is no ``memory`` of ours, hand-overs are ``opaque``.
+    KV moves through vLLM's own NIXL connector: ``memory`` is empty, hand-overs are ``opaque``.
     """
 
     _follower: Follower
@@ -45,29 +42,26 @@ class VllmEngine(ExternalEngine[ActiveSequence]):
     def __init__(
         self,
         info: EngineInfo,
-        llm: Any,
-        api: Api,
-        loop: LoopThread,
+        runtime: EngineRuntime[Api],
         options: Options,
-        scheduler: Scheduler,
-        inbox: "queue.SimpleQueue[EngineEvent]",
-        resources: contextlib.ExitStack,
+        scheduler: SchedulerStats,
     ) -> None:
-        super().__init__("vLLM", info, loop, resources, inbox)
+        super().__init__("vLLM", info, runtime)
         self._options = options
         self._scheduler = scheduler
-        self._follower = Follower(llm, api, loop, options.layout, self._enqueue)
+        self._follower = Follower(runtime, options.layout, self._enqueue)
         self._translators = [Translator(info.block_size, options.root) for _ in range(info.dp_size)]
         self._consumed = ConsumedStates()
+        loop = runtime.loop
         loop.post(lambda: loop.task(self._follower.watch(), "health"))
 
     def _accept(self, request: SequenceRequest) -> ActiveSequence:
         check(request, self.info, self._options)
 
-        def again() -> Any:
+        def without_handoff() -> Any:
             return prepare(msgspec.structs.replace(request, opaque=b""), self.info, self._options, self._consumed)
 
-        return ActiveSequence(request, prepare(request, self.info, self._options, self._consumed), again)
+        return ActiveSequence(request, prepare(request, self.info, self._options, self._consumed), without_handoff)
 
     def has_work(self) -> bool:
         return super().has_work() or (self.info.kv_events and time.monotonic() - self._ended_at < LINGER_S)
@@ -92,7 +86,7 @@ class VllmEngine(ExternalEngine[ActiveSequence]):
         total = self.info.total_blocks
         pinned = min(total, sum(self._held.values()))
         used = pinned
-        if self._active:  # what the scheduler last said is old once nothing runs
+        if self._active:  # the scheduler's last statistics are outdated once nothing runs
             used = min(total, max(used, round(self._scheduler.used * total)))
         cached = min(total - used, sum(translator.names for translator in self._translators))
         return EngineStats(

@@ -13,7 +13,6 @@ from workers.engines.base import SequenceRequest
 from workers.engines.external import engine
 from workers.engines.external.engine import EngineFailed, SequenceUpdate
 from workers.engines.external.outputs import SequenceFailure
-from workers.engines.loop import LoopThread
 from workers.engines.vllm import handoff
 from workers.engines.vllm.api import Api
 from workers.engines.vllm.output_cursor import Diverged, OutputCursor
@@ -26,15 +25,17 @@ NO_REASON = "the engine ended the output without a reason"
 
 
 class ActiveSequence(engine.ActiveSequence):
-    """One sequence."""
+    """One sequence. ``prepare_without_handoff`` makes the same call without another engine's KV."""
 
-    __slots__ = ("again", "prepared", "top")
+    __slots__ = ("prepare_without_handoff", "prepared", "top")
 
-    def __init__(self, request: SequenceRequest, prepared: Prepared, again: Callable[[], Prepared]) -> None:
+    def __init__(
+        self, request: SequenceRequest, prepared: Prepared, prepare_without_handoff: Callable[[], Prepared]
+    ) -> None:
         super().__init__(request)
         self.top = request.sampling.logprobs
         self.prepared = prepared
-        self.again = again  # prepares the same call without the hand-over
+        self.prepare_without_handoff = prepare_without_handoff
 
 
 class KvPayloads(NamedTuple):
@@ -49,12 +50,12 @@ EngineEvent = SequenceUpdate | KvPayloads | EngineFailed
 
 
 class Follower:
-    """Follows one ``AsyncLLM``; passes events to ``emit``, from the loop thread."""
+    """Follows one ``AsyncLLM`` and passes its events to ``emit``, in the loop thread."""
 
-    def __init__(self, llm: Any, api: Api, loop: LoopThread, layout: str, emit: Callable[[EngineEvent], None]) -> None:
-        self._llm = llm
-        self._api = api
-        self._loop = loop
+    def __init__(self, runtime: engine.EngineRuntime[Api], layout: str, emit: Callable[[EngineEvent], None]) -> None:
+        self._llm = runtime.llm
+        self._api = runtime.api
+        self._loop = runtime.loop
         self._layout = layout
         self._emit = emit
         self._broken = False
@@ -73,14 +74,14 @@ class Follower:
     async def _follow(self, sequence: ActiveSequence) -> None:
         try:
             try:
-                await self._ask(sequence, sequence.prepared)
+                await self._generate(sequence, sequence.prepared)
             except Diverged:
-                log.info("handed_token_differs", action="continuing after it, from the fetched KV")
-                await self._ask(sequence, sequence.again())
+                log.info("handoff_token_differs", action="continuing after the reported token, from the fetched KV")
+                await self._generate(sequence, sequence.prepare_without_handoff())
         except Exception as error:
             self._failed(sequence, error)
 
-    async def _ask(self, sequence: ActiveSequence, prepared: Prepared) -> None:
+    async def _generate(self, sequence: ActiveSequence, prepared: Prepared) -> None:
         params = self._api.sampling(output_kind=self._api.delta, **prepared.sampling)
         cursor = OutputCursor(known=prepared.known, top=sequence.top, adopted=prepared.adopted)
         name = f"penstock-{next(self._numbers)}"

@@ -1,6 +1,6 @@
-"""How the state of a computed prompt travels from one worker's vLLM to another's: ``kv_transfer_params`` as bytes.
+"""``kv_transfer_params`` as bytes: the state of a prefilled prompt that passes from one worker's vLLM to another's.
 
-vLLM's NIXL connector moves the KV; the params say where it lies. Pure.
+vLLM's NIXL connector moves the KV; the params locate it. Pure.
 """
 
 from collections.abc import Sequence as Seq
@@ -8,7 +8,7 @@ from typing import Any
 
 from workers.engines.external import handoff_state
 
-# What a prefill engine is asked for: compute, keep the blocks, say where they are.
+# Have a prefill engine compute, keep the blocks and return their location.
 PRODUCE: dict[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -17,26 +17,26 @@ PRODUCE: dict[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
-# Would be told as this engine's own hits; the worker knows better.
+# The engine would report these as its own cache hits.
 _OMITTED = frozenset(["remote_prefill_cached_tokens"])
 
 
 def pack(params: dict[str, Any], layout: str, context: Seq[int], token: int) -> bytes:
-    """For ``Held.opaque``.
+    """The state for ``Held.opaque``.
 
     Args:
         context: the tokens that were computed.
-        token: the one that was drawn behind them.
+        token: the one that was drawn after them.
     """
     kept = {name: value for name, value in params.items() if name not in _OMITTED}
     return handoff_state.pack(kept, layout, context, [token])
 
 
 def unpack(opaque: bytes, layout: str, tokens: Seq[int]) -> dict[str, Any]:
-    """The params, for an engine that goes on with ``tokens``, the last of which the prefill engine drew.
+    """The params for an engine that continues ``tokens``, the last of which the prefill engine drew.
 
     Raises:
-        ValueError: the state is damaged, of another prompt or attempt, or of an engine whose KV has another shape.
+        ValueError: the state is damaged, or from another prompt, attempt or KV layout.
     """
     state = handoff_state.unpack(opaque, layout)
     if not state.params.get("do_remote_prefill"):

@@ -1,12 +1,12 @@
-"""The statistics that we keep of vLLM's scheduler, beside its own metrics."""
+"""Statistics of vLLM's scheduler for ``EngineStats``, besides vLLM's own metrics."""
 
 from typing import Any
 
-PREFIX = "vllm:"  # of its own
+PREFIX = "vllm:"  # of vLLM's own metrics
 
 
-class Scheduler:
-    """What the scheduler of each rank last said. Written in the loop's thread, read in the engine's."""
+class SchedulerStats:
+    """The latest statistics of each rank's scheduler. Written in the loop thread, read in the engine thread."""
 
     def __init__(self) -> None:
         self.usage: dict[int, float] = {}  # share of the pool that running requests hold, by rank
@@ -18,14 +18,14 @@ class Scheduler:
 
     @property
     def used(self) -> float:
-        """Share of all pools."""
+        """Used share of all pools."""
         return sum(self.usage.values()) / len(self.usage) if self.usage else 0.0
 
 
 class StatLogger:
-    """One rank's, with the methods of vLLM's ``StatLoggerBase``, whose arguments may grow."""
+    """Receives one rank's statistics, with the methods of vLLM's ``StatLoggerBase``, which may gain arguments."""
 
-    def __init__(self, scheduler: Scheduler, rank: int) -> None:
+    def __init__(self, scheduler: SchedulerStats, rank: int) -> None:
         self._scheduler = scheduler
         self._rank = rank
 
@@ -36,10 +36,10 @@ class StatLogger:
         self._scheduler.preemptions += int(getattr(iteration_stats, "num_preempted_reqs", 0) or 0)
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say."""
+        """Not used."""
 
     def log(self) -> None:
-        """Nothing to say."""
+        """Not used."""
 
     def record_sleep_state(self, is_awake: int = 0, level: int = 0) -> None:
-        """It never sleeps here."""
+        """Not used: the engine never sleeps."""

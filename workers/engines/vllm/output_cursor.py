@@ -1,7 +1,7 @@
 """Converts the deltas of one vLLM output (``RequestOutputKind.DELTA``) to tokens, each reported once. Pure.
 
-Every delta has the new tokens; the ending token is among them. An engine that took over another's KV computes that
-engine's last token again: it must be the same, and is not reported twice.
+Every delta has the new tokens, including the ending one. An engine that took over another's KV draws that engine's last
+token again: it must be the same, and is not reported twice.
 """
 
 from collections.abc import Sequence as Seq
@@ -13,14 +13,14 @@ from workers.engines.external.outputs import MISSING, SequenceFailure, Token, lo
 
 
 class Diverged(Exception):
-    """The engine sampled another token than the one already reported: it must continue after that one."""
+    """The engine drew another token than the one already reported, after which it must continue."""
 
 
 class OutputCursor:
     """Position in the output of one sequence.
 
     Args:
-        known: tokens already reported that the engine computes again.
+        known: tokens already reported that the engine draws again.
         top: alternatives per token; None: no log-probabilities.
         adopted: its prompt's KV was fetched from another engine.
     """

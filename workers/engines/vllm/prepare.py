@@ -1,4 +1,4 @@
-"""From one of our sequences to one call of ``AsyncLLM.generate``, or the reason why it can never run here. Pure."""
+"""From one of our sequences to one call of ``AsyncLLM.generate``. Pure."""
 
 from typing import Any, NamedTuple
 
@@ -14,12 +14,12 @@ log = structlog.get_logger("engine")
 
 
 class Options(NamedTuple):
-    """What is fixed besides ``EngineInfo``.
+    """Fixed properties of an engine besides ``EngineInfo``.
 
     Attributes:
-        root: of the names of blocks without tenant or adapter; others get it as their cache salt.
-        layout: fingerprint of engines that can hand KV to each other; empty: this one cannot.
-        max_logprobs: alternatives per token, at most.
+        root: parent of the first block's name for prompts without tenant or adapter; other roots become a cache salt.
+        layout: fingerprint that engines share to hand KV to each other; empty: this one cannot.
+        max_logprobs: most alternatives per token.
     """
 
     root: bytes
@@ -28,10 +28,14 @@ class Options(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """``sampling``: fields of SamplingParams, without ``output_kind``. ``known``: tokens that it computes again.
+    """One call of the engine.
 
-    ``adopted``: its prompt's KV is fetched from another engine. ``computed``: the tokens of its prompt, if ``hold``.
-    ``rank``: data-parallel, where there are several.
+    Attributes:
+        sampling: arguments of SamplingParams, without ``output_kind``.
+        known: tokens already reported that the engine draws again.
+        adopted: the prompt's KV is fetched from another engine.
+        computed: the tokens of its prompt, if it is held for a hand-over.
+        rank: data-parallel rank, if there are several.
     """
 
     prompt: dict[str, Any]
@@ -49,9 +53,9 @@ def check(request: SequenceRequest, info: EngineInfo, options: Options) -> None:
     """
     requests.check(request, info)
     if max(request.sampling.logprobs or 0, request.sampling.prompt_logprobs or 0) > options.max_logprobs:
-        raise RequestError(Code.invalid_request, f"logprobs and prompt_logprobs: at most {options.max_logprobs}")
+        raise RequestError(Code.invalid_request, f"logprobs and prompt_logprobs are at most {options.max_logprobs}")
     if request.sampling.logits_processors:
-        raise RequestError(Code.unsupported, "this worker's engine runs no logits processors of ours")
+        raise RequestError(Code.unsupported, "this worker's engine (vLLM) runs no logits processors")
     if request.media:
         raise RequestError(Code.unsupported, "this worker's engine takes text only; send the request without images")
     if request.hold and not options.layout:
@@ -59,13 +63,13 @@ def check(request: SequenceRequest, info: EngineInfo, options: Options) -> None:
 
 
 def prepare(request: SequenceRequest, info: EngineInfo, options: Options, consumed: ConsumedStates) -> Prepared:
-    """The call for a sequence that ``check`` let pass.
+    """The call for a sequence that has passed ``check``.
 
     Args:
-        used: states of prefill engines that were taken over here; each can be only once.
+        consumed: states of prefill engines that this engine has taken over; each can be taken over once.
     """
     tokens = [*request.prompt, *request.generated]
-    takes_over = bool(request.opaque) and not request.score  # what is scored is computed here
+    takes_over = bool(request.opaque) and not request.score  # prompts that are scored are computed here
     params = _take_over(request, tokens, options, consumed) if takes_over else None
     known = tuple(tokens[-1:]) if params is not None else ()
     before = request.generated[: len(request.generated) - len(known)]
@@ -96,14 +100,14 @@ def prepare(request: SequenceRequest, info: EngineInfo, options: Options, consum
 def _take_over(
     request: SequenceRequest, tokens: list[int], options: Options, consumed: ConsumedStates
 ) -> dict[str, Any] | None:
-    """None where it cannot be taken over: then the prompt is computed here."""
+    """``kv_transfer_params`` for another engine's KV; None: it cannot be taken over, so the prompt is computed here."""
     try:
         if not options.layout:
             raise ValueError("this worker takes no KV over; start it with --role decode")
         if not request.generated:
-            raise ValueError("no token came with it")
+            raise ValueError("the prefill engine's token is missing")
         params = handoff.unpack(request.opaque, options.layout, tokens)
     except ValueError as error:
-        log.warning("handed_state_unusable", error=str(error), action="computing the prompt here")
+        log.warning("handoff_state_unusable", error=str(error), action="computing the prompt here")
         return None
     return params if consumed.claim(params.get("remote_engine_id"), params.get("remote_request_id")) else None

@@ -1,7 +1,7 @@
 """From our request to the fields of ``vllm.SamplingParams``, 0.33. Pure: names and values, no engine types.
 
-All token ids that end an answer are given as stop ids, with ``ignore_eos``: an engine without tokenizer knows no end
-token of its own, and so the one that ended an answer is always named. Stop strings are the worker's.
+All token ids that end an output are passed as stop ids, with ``ignore_eos``: an engine without a tokenizer knows no end
+token, and this way it always names the one that ended an output. The worker handles stop strings.
 """
 
 from collections import Counter
@@ -23,14 +23,14 @@ def arguments(
     earlier: Seq[int] = (),
     score: bool = False,
 ) -> dict[str, Any]:
-    """Keyword arguments of ``SamplingParams``; what is left out has the engine's default, which means the same.
+    """Keyword arguments of ``SamplingParams``. Those left out have defaults in the engine that mean the same.
 
     Args:
-        max_tokens, min_tokens: of what is still to be generated.
-        earlier: generated tokens that are part of the prompt to the engine; it counts them for ``repetition_penalty``
-            only, so the others come as a bias: exact for ``frequency_penalty``, and for ``presence_penalty`` until
-            one of them is drawn again.
-        score: the prompt's log-probabilities are wanted; the engine then reads no cached blocks by itself.
+        max_tokens, min_tokens: of the tokens that are still to be generated.
+        earlier: generated tokens that the engine sees as prompt. It counts them for ``repetition_penalty`` only, so the
+            other penalties are passed as a bias: exact for ``frequency_penalty``, and for ``presence_penalty`` until
+            one of the tokens is drawn again.
+        score: return the prompt's log-probabilities; the engine then ignores cached blocks.
     """
     given: dict[str, Any] = {
         "n": 1,
@@ -41,7 +41,7 @@ def arguments(
         "seed": seed_of(sampling.seed, choice, len(earlier)),
     }
     if min_tokens > 0:
-        given["min_tokens"] = min(min_tokens, max_tokens)  # more would be refused
+        given["min_tokens"] = min(min_tokens, max_tokens)  # vLLM refuses more
     if greedy(sampling):
         given["temperature"] = 0.0
     given |= shape(sampling)

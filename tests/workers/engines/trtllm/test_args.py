@@ -9,12 +9,12 @@ from structlog.testing import capture_logs
 
 from infra.engine_args import BadArguments
 from infra.engine_args.rules import Context
-from workers.engines.trtllm.args import Wanted, defaults, encoder, layout, prune, resolve
+from workers.engines.trtllm.args import EngineSettings, defaults, encoder, layout, prune, resolve
 
-PLAIN = Wanted("aggregated", "pytorch", 32, 64, 8000, 4096)
+PLAIN = EngineSettings("aggregated", "pytorch", 32, 64, 8000, 4096)
 
 
-def wanted(**changes: Any) -> Wanted:
+def wanted(**changes: Any) -> EngineSettings:
     return PLAIN._replace(**changes)
 
 

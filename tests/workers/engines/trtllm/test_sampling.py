@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from schemas.requests import Sampling, Stop
 from tests import standins
 from workers.engines.external.sampling import seed_of, stop_ids
-from workers.engines.trtllm.sampling import arguments, end_id
+from workers.engines.trtllm.sampling import OutputPart, arguments, end_id
 
 with standins.installed():
     SamplingParams: Any = importlib.import_module("tensorrt_llm.sampling_params").SamplingParams
@@ -20,7 +20,10 @@ EOS = (7, 8)
 
 def asked(sampling: Sampling | None = None, stop: Stop | None = None, **more: Any) -> dict[str, Any]:
     stop = stop or Stop(max_tokens=5)
-    return arguments(sampling or Sampling(), stop, eos=EOS, max_tokens=stop.max_tokens, **more)
+    part = {name: more.pop(name) for name in OutputPart._fields if name in more}
+    return arguments(
+        sampling or Sampling(), stop, eos=EOS, part=OutputPart(**{"max_tokens": stop.max_tokens} | part), **more
+    )
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(top_k=1), Sampling(top_p=0.0)])

@@ -16,7 +16,7 @@ from tests import standins
 from workers.engines import memory_budget
 from workers.engines.base import EngineError
 from workers.engines.external.arguments import given
-from workers.engines.vllm.args import MULTIMODAL, Resolved, Wanted, layout, resolve, transfer
+from workers.engines.vllm.args import MULTIMODAL, EngineSettings, Resolved, layout, resolve, transfer
 from workers.engines.vllm.build import address, channels, cpu_bytes, environ, on_device, side_channel, wanted_of
 
 FIELDS = runpy.run_path(str(standins.FOLDER / "vllm" / "_standin" / "fields.py"))["FIELDS"]
@@ -33,8 +33,8 @@ KVBM = {
 }
 
 
-def wanted(**changes: Any) -> Wanted:
-    base = Wanted("aggregated", 16, 8, 2048, 4096, events="ipc:///e", replay="ipc:///r")
+def wanted(**changes: Any) -> EngineSettings:
+    base = EngineSettings("aggregated", 16, 8, 2048, 4096, events="ipc:///e", replay="ipc:///r")
     return base._replace(**changes)
 
 

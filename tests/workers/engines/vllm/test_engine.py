@@ -23,7 +23,7 @@ from workers.engines.base import EngineError
 from workers.engines.external import handoff_state
 from workers.engines.external.metrics import NativeSeries
 from workers.engines.vllm.build import subscribe
-from workers.engines.vllm.metrics import PREFIX, Scheduler
+from workers.engines.vllm.metrics import PREFIX, SchedulerStats
 
 (SUBJECT,) = (subject for subject in ALL if subject.name == "vllm")
 PROMPT = WORDS[5:105]
@@ -286,7 +286,7 @@ def test_builds_for_cpus_and_gpus_take_blocks_of_other_sizes(make: Make, monkeyp
 
 
 def test_preemptions_and_usage_come_from_the_scheduler() -> None:
-    scheduler = Scheduler()
+    scheduler = SchedulerStats()
     assert scheduler.used == 0.0
     for rank, usage in ((0, 0.25), (1, 0.75)):
         logger = scheduler.factory(None, rank)
