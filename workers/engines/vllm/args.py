@@ -229,7 +229,7 @@ def _contradictions(tree: Tree, wanted: EngineSettings) -> list[str]:
     if tree["block_size"] != wanted.block_size:
         problems.append(f"block_size: {tree['block_size']}, the worker has {wanted.block_size}; use --block-size")
     if wanted.cpu_bytes and tree["block_size"] % CPU_BLOCK:
-        problems.append(f"block_size: {tree['block_size']} is no multiple of {CPU_BLOCK}, as on CPUs; use --block-size")
+        problems.append(f"block_size: {tree['block_size']}: vLLM takes multiples of {CPU_BLOCK} on CPUs; --block-size")
     if tree["max_model_len"] != wanted.max_model_len:
         problems.append(f"max_model_len: {tree['max_model_len']}; use --max-model-len, which the worker registers")
     if not tree.get("enable_chunked_prefill") and tree["max_num_batched_tokens"] < tree["max_model_len"]:

@@ -22,7 +22,7 @@ def test_waits_double_up_to_a_cap_and_start_again_after_something_came() -> None
     assert [backoff.next() for _ in range(6)] == [0.001, 0.002, 0.004, 0.008, 0.01, 0.01]
     backoff.reset()
     assert backoff.next() == 0.001
-    with pytest.raises(ValueError, match="starts above 0"):
+    with pytest.raises(ValueError, match="must be above 0"):
         Backoff(0, 1)
 
 
@@ -211,6 +211,6 @@ def test_ranks_without_the_launcher_do_not_register_workers(rank: int) -> None:
 
 def test_the_launcher_must_have_started_as_many_ranks_as_the_engine_has() -> None:
     assert problem(TRTLLM, 16) == ""
-    assert "ask for 8" in problem(TRTLLM, 8)
+    assert "need 8" in problem(TRTLLM, 8)
     for world in itertools.chain([1, 8]):
         assert problem({}, world) == ""
