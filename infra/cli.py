@@ -77,9 +77,14 @@ COMMANDS = {
         "measure what a hand-over between workers costs", "infra.bench.split:run", "infra.bench.split:Settings"
     ),
     "bench router": Command(
-        "compare routing policies, in simulated time or on mock workers",
+        "compare routing policies in simulated time",
         "infra.bench.router:run",
         "infra.bench.router:Settings",
+    ),
+    "bench replay": Command(
+        "replay a trace, or prompts with common prefixes, on running deployments",
+        "infra.bench.replay:run",
+        "infra.bench.replay:Settings",
     ),
     "bench index": Command("measure the routing index", "infra.bench.index:main", NOTHING),
     "eval demo": Command(

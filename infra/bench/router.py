@@ -1,4 +1,4 @@
-"""``penstock bench router``: routing policies side by side, in simulated time or on a deployment of mock workers."""
+"""``penstock bench router``: routing policies side by side on the same engines, in simulated time."""
 
 import contextlib
 import sys
