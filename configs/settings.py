@@ -178,6 +178,9 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
         bool,
         about("native: free KV blocks behind sliding windows; not with --role prefill or decode, or CUDA kernels"),
     ] = True
+    quantization: Annotated[
+        Literal["none", "fp8"], about("native: weights of linear layers; fp8 takes half the memory of bfloat16")
+    ] = "none"
     speculative_model: Annotated[
         str, about('native: proposes tokens that the model verifies: a draft model\'s directory or id, or "ngram"')
     ] = ""

@@ -25,6 +25,7 @@ from workers.engines.native.model import Model, ModelError, load, vision_encoder
 from workers.engines.native.options import DEFAULTS, NativeOptions
 from workers.engines.native.pool import out_of_memory
 from workers.engines.native.pools import Pools, make_pools
+from workers.engines.native.quantize import quantize
 from workers.engines.native.vision import TorchVisionEncoder
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def build(model: str, options: NativeOptions = DEFAULTS, *, processors: Registry
     started = time.perf_counter()
     device = find_device(options.device)
     set_threads(options.threads, device)
-    reload = functools.partial(load, model, device=device, dtype=options.dtype)
+    reload = functools.partial(_load, model, device, options)
     try:
         loaded = reload()
         encoder = vision_encoder(model, loaded.forward, options.embed_slots) if loaded.multimodal else None
@@ -62,6 +63,21 @@ def build(model: str, options: NativeOptions = DEFAULTS, *, processors: Registry
     return assemble(
         loaded, options, encoder=encoder, draft=draft, processors=processors, started=started, reload=reload
     )
+
+
+def _load(model: str, device: torch.device, options: NativeOptions) -> Model:
+    """Load a model, with the weights that the options ask for.
+
+    Raises:
+        ModelError: as ``load``, or its data type has no fp8 products on this device.
+    """
+    loaded = load(model, device=device, dtype=options.dtype)
+    if options.quantization == "fp8":
+        if device.type == "cuda" and loaded.dtype != torch.bfloat16:
+            raise ModelError(f"fp8 weights need bfloat16 activations on CUDA, not {loaded.dtype}; use --dtype bfloat16")
+        language = loaded.forward.get_decoder() if loaded.multimodal else loaded.forward
+        log.info("weights_quantized", to="fp8", layers=quantize(language))
+    return loaded
 
 
 def assemble(

@@ -13,8 +13,10 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from schemas.requests import Sampling, Stop
@@ -56,6 +58,8 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         num_experts_per_tok=2,
     ),
     "mistral": MistralConfig(**COMMON, sliding_window=12),
+    "mixtral": MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": Qwen3MoeConfig(**COMMON, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48),
 }
 
 
