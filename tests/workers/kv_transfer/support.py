@@ -61,10 +61,11 @@ def until(true: Callable[[], bool], what: str, seconds: float = WAIT_S) -> None:
 
 
 class Worker:
-    """A transport with one pool "kv" in a process of its own."""
+    """A transport with one pool "kv" in a process of its own, whose modules a fork server has loaded (NIXL not)."""
 
     def __init__(self, name: str, environ: Mapping[str, str], **pool: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
         self._pipe, other = context.Pipe()
         self._process = context.Process(target=_serve, args=(other, name, dict(environ), pool), daemon=True)
         self._process.start()
