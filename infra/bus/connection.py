@@ -44,10 +44,14 @@ class _Client(Client):  # type: ignore[misc]  # untyped
     link to a server that accepted it and sent nothing is closed before the next server is tried.
     """
 
-    async def _connect_to_server(self, s: Any) -> None:
+    def drop_link(self) -> None:
+        """Close a link that was not finished; nats-py leaves it open when ``connect`` fails or is cancelled."""
         if self._transport is not None:
             with contextlib.suppress(Exception):
                 self._transport.close()
+
+    async def _connect_to_server(self, s: Any) -> None:
+        self.drop_link()
         await super()._connect_to_server(s)
 
     async def _process_pong(self) -> None:
@@ -237,7 +241,11 @@ async def connect(
             ),
             timeout,
         )
+    except asyncio.CancelledError:
+        client.drop_link()
+        raise
     except Exception as error:
+        client.drop_link()
         where = ", ".join(part.rpartition("@")[2] for part in url.split(","))
         raise ServingError(
             Code.broker_unavailable,

@@ -6,6 +6,7 @@ import io
 import threading
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from configs.settings import WorkerSettings
 from infra.broker.server import EmbeddedNats
 from infra.bus.object_store import get
 from infra.bus.publisher import Publisher
+from infra.model.modeldir import ModelError
 from schemas import control, wire
 from schemas.errors import Code
 from schemas.fleet import Diffuser
@@ -27,7 +29,7 @@ from tests.infra.bus.support import eventually
 from tests.pipeline.support import Process
 from tests.workers.support import Record, dial, ids, request
 from workers import diffusion_backend as module
-from workers.engines.base import RequestError
+from workers.engines.base import EngineError, RequestError
 from workers.engines.diffusion.base import Picture, Progress
 from workers.executor import ServedModel
 from workers.metrics.worker import Metrics
@@ -449,15 +451,19 @@ async def test_a_process_with_a_broken_engine_ends_with_status_70(
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("settings", "says"),
     [
-        (("--model", "/nowhere"), "is not a directory"),
-        (("--engine", "mock", "--model", "x"), "--role diffusion runs with --engine native"),
-        (("--engine", "trtllm", "--model", "x"), "use --engine native, which runs the same directory with diffusers"),
+        ({"model": "/nowhere"}, "is not a directory"),
+        ({"engine": "trtllm", "model": "x"}, "use --engine native, which runs the same directory with diffusers"),
     ],
 )
-def test_what_cannot_be_served_ends_the_process_with_the_fix(tmp_path: Any, flags: tuple[str, ...], says: str) -> None:
-    process = Process(tmp_path / "log", "worker", "--role", "diffusion", "--log-format", "json", *flags)
-    with pytest.raises(AssertionError, match="ended with status 2"):
-        process.wait_for("worker_registered")
-    assert says in (tmp_path / "log").read_text()
+def test_what_cannot_be_served_is_refused_with_the_fix(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises((ValueError, EngineError, ModelError), match=says):
+        module.build_engine(WorkerSettings(role="diffusion", **settings))
+
+
+def test_what_cannot_be_served_ends_the_process_with_the_fix(tmp_path: Path) -> None:
+    flags = ("--role", "diffusion", "--log-format", "json", "--engine", "mock", "--model", "x")
+    process = Process(tmp_path / "log", "worker", *flags)
+    assert process.wait() == 2
+    assert "--role diffusion runs with --engine native" in process.log.read_text()

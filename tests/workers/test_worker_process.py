@@ -8,7 +8,7 @@ import pytest
 
 from configs.settings import WorkerSettings
 from infra.broker.server import EmbeddedNats
-from infra.model.modeldir import TINY
+from infra.model.modeldir import TINY, ModelError
 from schemas import control, fleet, wire
 from schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
@@ -18,6 +18,7 @@ from workers import token_backend as module
 from workers.engines.base import Engine
 from workers.main import check_settings
 from workers.process import EXIT_CONFIG, EXIT_ENGINE, EXIT_OK, WorkerProcess
+from workers.token_backend import build_engine
 
 MODEL = "tiny"
 
@@ -205,30 +206,35 @@ def test_a_worker_whose_transfer_backend_is_broken_does_not_start_and_says_why(
     assert "NIXL" in said
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--role", "decode", "--no-prefix-cache"), "prefix cache"),
-        (("--role", "prefill", "--transfer", "none"), "--transfer auto"),
-        (("--role", "encode", "--transfer", "none"), "--transfer auto"),
-        (("--role", "encode"), "needs no encode worker"),
-        (("--event-plane", "zmq", "--mock-ranks", "3", "--kv-events-port", "65531"), "use 65530 at most"),
-        (("--role", "decode", "--mock-ranks", "2"), "only workers of --role aggregated have ranks"),
-        (("--role", "decode", "--scheduler-policy", "guaranteed_no_evict"), "--role aggregated or prefill"),
-    ],
-    ids=str,
-)
-def test_roles_that_cannot_work_are_refused_with_the_way_out(
-    broker: EmbeddedNats, tmp_path: Path, flags: tuple[str, ...], words: str
+def test_settings_that_contradict_each_other_end_the_process_with_the_way_out(
+    broker: EmbeddedNats, tmp_path: Path
 ) -> None:
+    flags = ("--event-plane", "zmq", "--mock-ranks", "3", "--kv-events-port", "65531")
     status, said = ended(broker, tmp_path, *flags)
     assert status == EXIT_CONFIG
-    assert words in said
+    assert "use 65530 at most" in said
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
+        ({"role": "encode"}, "needs no encode worker"),
+        ({"role": "decode", "mock_ranks": 2}, "only workers of --role aggregated have ranks"),
+    ],
+    ids=str,
+)
+def test_an_engine_is_not_built_for_a_role_that_it_cannot_have(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises((ValueError, ModelError), match=words):
+        build_engine(WorkerSettings(engine="mock", **settings), TINY)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"role": "decode", "prefix_cache": False}, "prefix cache"),
+        ({"role": "prefill", "transfer": "none"}, "--transfer auto"),
+        ({"role": "encode", "transfer": "none"}, "--transfer auto"),
+        ({"role": "decode", "scheduler_policy": "guaranteed_no_evict"}, "--role aggregated or prefill"),
         ({"kv_events_from": ("tcp://a:1",)}, "add --event-plane zmq"),
         ({"event_plane": "zmq", "prefix_cache": False}, "no KV events"),
         ({"event_plane": "zmq", "publish_events_and_metrics": False}, "no KV events"),

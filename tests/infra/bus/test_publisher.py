@@ -146,6 +146,29 @@ async def test_connecting_to_nobody_says_what_to_do() -> None:
     assert "secret" not in str(caught.value)
 
 
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_a_connect_that_is_given_up_leaves_no_link_open(cancelled: bool) -> None:
+    """The server accepts and stays silent, as one that is stopped."""
+    accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    ended: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted.set_result(None)
+        ended.set_result(await reader.read())
+        writer.close()
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    async with server:
+        url = f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        connecting = asyncio.create_task(connect(url, role="operator", name="test", timeout=30 if cancelled else 0.5))
+        await asyncio.wait_for(accepted, 10)
+        if cancelled:
+            connecting.cancel()
+        with pytest.raises(asyncio.CancelledError if cancelled else ServingError):
+            await connecting
+        assert await asyncio.wait_for(ended, 10) == b""
+
+
 async def test_a_connection_closed_for_good_ends_the_process(broker: EmbeddedNats) -> None:
     ended: list[int] = []
     bus = await connect(broker.url("operator"), role="operator", name="x", end_process=ended.append)  # type: ignore[arg-type]
