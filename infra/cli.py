@@ -50,6 +50,10 @@ COMMANDS = {
     "gateway": Command("run a gateway (OpenAI API)", "gateway.main:run", "GatewaySettings"),
     "router": Command("run a router", "router.main:run", "RouterSettings"),
     "worker": Command("run a worker", "workers.main:run", "WorkerSettings"),
+    "requests": Command(
+        "list requests, unfinished or over, by what is known of them", "infra.timeline.list_requests:run"
+    ),
+    "tail": Command("print the last messages of the log, decoded", "infra.timeline.tail:run"),
     "explain": Command("explain what happened to a request, and why", "infra.timeline.explain:run"),
     "trace": Command(
         "show a request as an OpenTelemetry trace, or send all traces to a collector",

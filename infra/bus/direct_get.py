@@ -108,6 +108,31 @@ async def read(
         after = missed.seq
 
 
+async def read_backwards(
+    bus: Bus, stream: str, subject: str, *, before: int = 0, window: int = BATCH
+) -> AsyncGenerator[Entry, None]:
+    """Stored messages of ``subject`` (wildcards allowed), newest first.
+
+    Args:
+        before: start before this sequence; 0: at the end of the stream.
+        window: sequences that are read at a time. They may contain other subjects, and gaps.
+    Raises:
+        ServingError: as for ``read``.
+    """
+    if not before:
+        last = await get_last(bus, stream, subject, newest=True)
+        if last is None:
+            return
+        before = last.seq + 1
+    first = await get_next(bus, stream, subject, 0)
+    while first is not None and before > first.seq:
+        start = max(first.seq, before - window)
+        entries = [each async for each in read(bus, stream, subject, after=start - 1, until_seq=before - 1)]
+        for entry in reversed(entries):
+            yield entry
+        before = start
+
+
 async def get_last(
     bus: Bus, stream: str, subject: str, *, newest: bool = False, within_s: float = LEADER_S
 ) -> Entry | None:

@@ -1,0 +1,134 @@
+"""Requests in the log by what is known of them, newest first, without their ids.
+
+What has ended is read from the records in DONE. What has not is what the consumers of REQUESTS and WORK have not
+acknowledged; a stopped deployment has no consumers, so the last hour of both streams is read instead.
+"""
+
+import time
+from collections.abc import AsyncGenerator, Iterable
+
+import msgspec
+import structlog
+
+from infra.bus.connection import Bus
+from infra.bus.direct_get import Entry, get_last, get_last_of, read, read_backwards
+from schemas import done, jobs, requests
+from schemas.jobs import Job, Revoke
+from schemas.requests import GenerateRequest
+from schemas.streams import LONGEST_DEADLINE_S
+from schemas.subjects import KEPT
+from schemas.summary import RUNNING, WAITING, Criteria, RequestSummary, of_done, of_request
+
+log = structlog.get_logger("timeline")
+
+CHECKED = 200  # requests whose end is looked up at once
+CONSUMERS = 256  # per page of the broker's list
+
+
+class Found(msgspec.Struct, frozen=True):
+    """A request in the log. ``record``: None while it has not ended."""
+
+    summary: RequestSummary
+    request: GenerateRequest | None
+    record: done.Done | None = None
+
+
+async def ended(bus: Bus, criteria: Criteria, *, before: int = 0) -> AsyncGenerator[tuple[int, Found], None]:
+    """Requests that have ended, the last to end first, with the sequences of their records.
+
+    Args:
+        before: begin before this sequence of DONE; 0: with the last.
+    Raises:
+        ServingError: the stream cannot be read.
+    """
+    stream, subjects = bus.subjects.stream("DONE"), bus.subjects.all("done")
+    oldest = criteria.since_ns
+    async for entry in read_backwards(bus, stream, subjects, before=before):
+        if oldest and entry.time_ns < oldest:  # it was accepted even earlier
+            return
+        found = of_entry(entry)
+        if found is not None and criteria.accepts(found.summary):
+            yield entry.seq, found
+
+
+def of_entry(entry: Entry) -> Found | None:
+    """The record in a message of DONE; None: it is none, or of a later release."""
+    try:
+        event = done.decode(entry.data)
+        if not isinstance(event, done.Done):
+            return None
+        return Found(of_done(event), done.request_of(event), event)
+    except msgspec.MsgspecError as error:
+        log.warning("record_unreadable", seq=entry.seq, error=str(error))
+        return None
+
+
+async def unfinished(bus: Bus, criteria: Criteria, *, stopped: bool = False) -> list[Found]:
+    """Requests that have not ended, the last to be accepted first.
+
+    Args:
+        stopped: the deployment does not run; the last hour of its log is read.
+    Raises:
+        ServingError: a stream cannot be read.
+    """
+    found: dict[str, Found] = {}
+    async for entry in _unacknowledged(bus, "REQUESTS", stopped):
+        request = requests.decode(entry.data)
+        found[request.id] = Found(of_request(request, state=WAITING), request)
+    async for entry in _unacknowledged(bus, "WORK", stopped):
+        running = _running(entry)
+        if running is None:
+            continue
+        before = found.get(running.summary.id)
+        if before is None or before.summary.attempts <= running.summary.attempts:
+            found[running.summary.id] = running
+    over = {record.request async for record in _records(bus, [each.summary for each in found.values()])}
+    left = [each for name, each in found.items() if name not in over and criteria.accepts(each.summary)]
+    return sorted(left, key=lambda each: each.summary.created_ns, reverse=True)
+
+
+def _running(entry: Entry) -> Found | None:
+    """The request of a message in WORK; None: a revocation, or a copy of a job that no worker reads."""
+    worker = entry.subject.rpartition(".")[2]
+    if KEPT in entry.subject.split("."):
+        return None
+    message = jobs.decode(entry.data)
+    if isinstance(message, Revoke):
+        return None
+    job = message if isinstance(message, Job) else jobs.decode_job(message.job)
+    request = requests.decode(job.request)
+    state = of_request(request, state=RUNNING, attempt=job.attempt, worker=worker, routed_ns=job.decision.at_ns)
+    return Found(state, request)
+
+
+async def _unacknowledged(bus: Bus, name: str, stopped: bool) -> AsyncGenerator[Entry, None]:
+    stream = bus.subjects.stream(name)
+    if stopped:
+        last = await get_last(bus, stream, f"{bus.subjects.namespace}.>")
+        ended_ns = last.time_ns if last is not None else time.time_ns()
+        since = ended_ns - int(LONGEST_DEADLINE_S * 1e9)
+        async for entry in read(bus, stream, f"{bus.subjects.namespace}.>", since_ns=since):
+            yield entry
+        return
+    offset = 0
+    while page := await bus.js.consumers_info(stream, offset=offset):
+        for info in page:
+            if not info.num_pending and not info.num_ack_pending:
+                continue
+            floor = info.ack_floor.stream_seq if info.ack_floor is not None else 0
+            config = info.config
+            for subject in config.filter_subjects or [config.filter_subject or f"{bus.subjects.namespace}.>"]:
+                async for entry in read(bus, stream, subject, after=floor):
+                    yield entry
+        offset += len(page)
+        if len(page) < CONSUMERS:
+            return
+
+
+async def _records(bus: Bus, wanted: Iterable[RequestSummary]) -> AsyncGenerator[done.Done, None]:
+    subjects = [bus.subjects.done(each.tenant, each.model, each.id) for each in wanted]
+    for start in range(0, len(subjects), CHECKED):
+        for entry in await get_last_of(bus, bus.subjects.stream("DONE"), subjects[start : start + CHECKED]):
+            event = done.decode(entry.data)
+            if isinstance(event, done.Done):
+                yield event

@@ -1,0 +1,53 @@
+"""Moments and durations as people write them at a terminal."""
+
+import datetime
+import re
+
+_AGO = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
+_UNITS = {"ms": 1e6, "s": 1e9, "m": 60e9, "h": 3600e9, "d": 86400e9}
+
+
+def duration_ns(text: str) -> int:
+    """Nanoseconds of "300ms", "90s", "15m", "2h", "7d".
+
+    Raises:
+        ValueError: anything else.
+    """
+    found = _AGO.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"{text!r} is not a duration: write 300ms, 90s, 15m, 2h or 7d")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def moment_ns(text: str, now_ns: int) -> int:
+    """Unix time in ns of a duration before ``now_ns`` ("15m"), or of an ISO 8601 time; without a zone it is local.
+
+    Raises:
+        ValueError: neither of the two.
+    """
+    if _AGO.fullmatch(text.strip()):
+        return now_ns - duration_ns(text)
+    try:
+        at = datetime.datetime.fromisoformat(text.strip())
+    except ValueError:
+        raise ValueError(
+            f"{text!r} is not a time: write how long ago (15m, 2h, 7d) or an ISO 8601 time (2026-11-22T09:30)"
+        ) from None
+    return int(at.timestamp() * 1e9)
+
+
+def clock(at_ns: int, now_ns: int) -> str:
+    """Local time of day with milliseconds; the date in front unless it is today's."""
+    at = datetime.datetime.fromtimestamp(at_ns / 1e9)
+    today = datetime.datetime.fromtimestamp(now_ns / 1e9).date()
+    text = f"{at:%H:%M:%S}.{at.microsecond // 1000:03d}"
+    return text if at.date() == today else f"{at:%Y-%m-%d} {text}"
+
+
+def span(ms: float | None) -> str:
+    """A duration for a column of a table; "" for None."""
+    if ms is None:
+        return ""
+    if ms < 1000:
+        return f"{ms:.1f} ms"
+    return f"{ms / 1e3:.2f} s" if ms < 60_000 else f"{int(ms // 60_000)} min {ms % 60_000 / 1e3:.0f} s"

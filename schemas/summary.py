@@ -1,0 +1,148 @@
+"""One line about a request: what lists of requests show and search. Pure."""
+
+import msgspec
+
+from schemas.done import Done, request_of
+from schemas.requests import GenerateRequest
+from schemas.tokens import FAILURES
+
+WAITING, RUNNING, FINISHED, CANCELLED, FAILED = "waiting", "running", "finished", "cancelled", "failed"
+STATES = (WAITING, RUNNING, FINISHED, CANCELLED, FAILED)
+
+
+class RequestSummary(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A request, unfinished or over. Times are Unix time in ns, 0: not yet, or not recorded.
+
+    Attributes:
+        state: one of ``STATES``; "waiting" until a router has placed it.
+        code: of a failure, as clients get it.
+        reason: why its first choice ended ("stop", "length", ...).
+        attempts: number of the last one; 0: none yet.
+        worker: of the last attempt.
+    """
+
+    id: str
+    model: str
+    state: str
+    created_ns: int
+    tenant: str = ""
+    priority: str = ""
+    endpoint: str = ""
+    user: str = ""
+    client_request_id: str = ""
+    attempts: int = 0
+    worker: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    routed_ns: int = 0
+    first_token_ns: int = 0
+    ended_ns: int = 0
+    reason: str = ""
+    code: str = ""
+    message: str = ""
+
+    @property
+    def ttft_ms(self) -> float | None:
+        """From acceptance to the first token; None: there was none, or it is not recorded yet."""
+        return (self.first_token_ns - self.created_ns) / 1e6 if self.first_token_ns else None
+
+    @property
+    def duration_ms(self) -> float | None:
+        """From acceptance to the end; None: it has not ended."""
+        return (self.ended_ns - self.created_ns) / 1e6 if self.ended_ns else None
+
+
+def of_request(
+    request: GenerateRequest, *, state: str = WAITING, attempt: int = 0, worker: str = "", routed_ns: int = 0
+) -> RequestSummary:
+    """A request that has not ended."""
+    return RequestSummary(
+        request.id,
+        request.model,
+        state,
+        request.created_ns,
+        request.tenant,
+        request.priority.value,
+        request.endpoint,
+        request.user,
+        request.client_request_id,
+        attempt,
+        worker,
+        len(request.prompt) // 4,
+        routed_ns=routed_ns,
+    )
+
+
+def of_done(event: Done) -> RequestSummary:
+    """A request that has ended, from its record.
+
+    Raises:
+        msgspec.MsgspecError: the request in the record is of a version that this one cannot read.
+    """
+    request = request_of(event)
+    times, usage = event.timings, event.usage
+    reason = event.choices[0].reason if event.choices else ""
+    if event.code == "cancelled" or (not event.code and reason == "cancelled"):
+        state = CANCELLED
+    else:
+        state = FAILED if event.code or reason in FAILURES else FINISHED
+    return RequestSummary(
+        event.request,
+        event.model,
+        state,
+        times.created_ns,
+        request.tenant if request is not None else "",
+        request.priority.value if request is not None else "",
+        request.endpoint if request is not None else "",
+        event.user,
+        request.client_request_id if request is not None else "",
+        event.attempt,
+        event.worker,
+        usage.prompt,
+        usage.cached,
+        usage.completion,
+        times.routed_ns,
+        times.first_token_ns,
+        times.ended_ns,
+        reason,
+        event.code,
+        event.message,
+    )
+
+
+class Criteria(msgspec.Struct, frozen=True):
+    """Which requests a list shows; what is empty or 0 is not asked for.
+
+    Attributes:
+        since_ns, until_ns: Unix time between which it was accepted.
+        worker: id of its last worker, or the beginning of it.
+        code: of a failure; "any" for all failures.
+        min_ms, min_ttft_ms: at least so long, from acceptance to the end and to the first token.
+    """
+
+    since_ns: int = 0
+    until_ns: int = 0
+    model: str = ""
+    tenant: str = ""
+    worker: str = ""
+    user: str = ""
+    states: frozenset[str] = frozenset()
+    code: str = ""
+    min_ms: float = 0.0
+    min_ttft_ms: float = 0.0
+
+    def accepts(self, found: RequestSummary) -> bool:
+        """Whether a list with these criteria shows this request."""
+        return (
+            found.created_ns >= self.since_ns
+            and (not self.until_ns or found.created_ns < self.until_ns)
+            and self.model in ("", found.model)
+            and self.tenant in ("", found.tenant)
+            and found.worker.startswith(self.worker)
+            and self.user in ("", found.user)
+            and (not self.states or found.state in self.states)
+            and (not self.code or found.code == self.code or (self.code == "any" and bool(found.code)))
+            and (found.duration_ms or 0.0) >= self.min_ms
+            and (found.ttft_ms or 0.0) >= self.min_ttft_ms
+        )
