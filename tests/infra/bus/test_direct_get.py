@@ -7,7 +7,7 @@ import pytest
 
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
-from infra.bus.direct_get import BATCH, format_time, parse_time, read
+from infra.bus.direct_get import BATCH, format_time, parse_time, read, read_backwards
 from schemas.errors import Code, ServingError
 from schemas.subjects import Subjects
 from tests.infra.bus.support import opened
@@ -106,3 +106,24 @@ def test_times_with_fewer_decimals_are_read() -> None:
     assert parse_time("1970-01-01T00:00:02.5Z") == 2_500_000_000
     assert parse_time("1970-01-01T00:00:02Z") == 2_000_000_000
     assert parse_time("") == 0
+
+
+async def test_reading_backwards_meets_every_message_once_newest_first(bus: Bus) -> None:
+    stream, subject = bus.subjects.stream("TOKENS"), bus.subjects.tokens("gw")
+    for number in range(25):
+        await bus.js.publish(subject if number % 3 else bus.subjects.tokens("other"), b"%d" % number)
+    expected = [number for number in reversed(range(25)) if number % 3]
+    for window in (1, 4, 100):
+        found = [int(entry.data) async for entry in read_backwards(bus, stream, subject, window=window)]
+        assert found == expected
+    earlier = [int(entry.data) async for entry in read_backwards(bus, stream, subject, before=11)]
+    assert earlier == [number for number in expected if number < 10]
+
+
+async def test_reading_backwards_ends_where_the_stream_was_purged(bus: Bus) -> None:
+    stream, subject = bus.subjects.stream("TOKENS"), bus.subjects.tokens("gw")
+    await fill(bus, subject, 10)
+    await bus.js.purge_stream(stream, seq=6)
+    assert [int(entry.data) async for entry in read_backwards(bus, stream, subject, window=2)] == [9, 8, 7, 6, 5]
+    await bus.js.purge_stream(stream)
+    assert [entry async for entry in read_backwards(bus, stream, subject)] == []
