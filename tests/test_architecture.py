@@ -268,8 +268,10 @@ def test_the_http_page_has_every_endpoint() -> None:
 
 
 COMMAND_FLAGS = frozenset(
-    {"--all", "--help", "--models", "--state", "--tokens", "--topology"}
-)  # with their own parsers
+    flag
+    for path in (*(ROOT / "infra").rglob("*.py"), *(ROOT / "tests" / "chaos").rglob("*.py"))
+    for flag in re.findall(r'add_argument\(\s*"(--[a-z0-9-]+)"', path.read_text(encoding="utf-8"))
+) | {"--help", "--topology"}  # of commands with their own parsers
 PEERS_FLAGS = frozenset({"--migration-limit"})
 
 
