@@ -8,6 +8,7 @@ value ends the process with status 2 and a message that names the flag, the valu
 
 import argparse
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -28,6 +29,8 @@ RENAMED = {  # fields, since 0.1.0
     "warm_up": "warm_up_s",
 }
 
+_LIMITS = {"<=": "at most", ">=": "at least", "<": "below", ">": "above"}
+_KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 _METAVARS = {"_s": "SECONDS", "_bytes": "BYTES", "_port": "PORT", "_url": "URL", "_host": "HOST", "_dir": "FOLDER"}
 
 
@@ -217,8 +220,22 @@ def convert(flag: Flag, value: object) -> Any:
     try:
         return msgspec.convert(value, flag.type, strict=False)
     except msgspec.ValidationError as error:
-        reason = str(error).split(" - at ")[0].replace("`", "")
-        raise BadValue(f"{value!r} was given: {reason[0].lower()}{reason[1:]}") from None
+        raise BadValue(_reason(flag, value, str(error))) from None
+
+
+def _reason(flag: Flag, value: object, error: str) -> str:
+    """What msgspec says of a value, in the words of the command line."""
+    if isinstance(value, list) and (at := re.search(r"\$\[(\d+)\]", error)):
+        value = value[int(at[1])]
+    if limit := re.search(r"Expected `(?:int|float)` (<=|>=|<|>) (\S+)", error):
+        return f"must be {_LIMITS[limit[1]]} {limit[2]}, not {value}"
+    if "matching regex" in error:
+        titles = [meta.title for meta in flag.type.__metadata__ if isinstance(meta, msgspec.Meta) and meta.title]
+        return f"{value!r} is not {titles[0] if titles else 'of the expected form'}"
+    if kind := re.search(r"Expected `(int|float|bool)`", error):
+        return f"{value!r} is not {_KINDS[kind[1]]}"
+    reason = error.split(" - at ")[0].replace("`", "")
+    return f"{value!r}: {reason[0].lower()}{reason[1:]}"
 
 
 def to_argv(settings: msgspec.Struct, *, hidden: Iterable[str] = ()) -> list[str]:
@@ -283,7 +300,7 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n(see `{self.prog} --help`)\n")
+        self.exit(2, f"{self.prog}: {_plain(message)}\n(see `{self.prog} --help`)\n")
 
     def _unknown(self, words: Sequence[str]) -> list[str]:
         flags = [word.partition("=")[0] for word in words if word.startswith("-") and word not in ("-", "--")]
@@ -306,4 +323,18 @@ class _SettingsParser(Parser):
     """Raises, so that all problems are reported together."""
 
     def error(self, message: str) -> NoReturn:
-        raise BadFlags(message)
+        raise BadFlags(_plain(message))
+
+
+def _plain(message: str) -> str:
+    """An error of argparse in our words."""
+    if missing := re.fullmatch(r"the following arguments are required: (.*)", message):
+        return f"missing: {missing[1]}"
+    if alone := re.fullmatch(r"argument (\S+): expected (?:one|at least one) argument", message):
+        return f"{alone[1]} needs a value"
+    if found := re.fullmatch(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", message):
+        choices = found[3].replace("'", "").split(", ")
+        near = closest(found[2], choices)
+        where = f"{found[1]}: " if found[1].startswith("-") else ""
+        return f"{where}{found[2]!r} is not one of {', '.join(choices)}" + (f": did you mean {near}?" if near else "")
+    return re.sub(r"^argument (\S+): ", r"\1: ", message)

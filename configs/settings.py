@@ -9,6 +9,7 @@ from typing import Annotated, Literal, NamedTuple
 from msgspec import Meta, Struct
 
 from schemas.parser_names import ReasoningParser, ToolCallParser
+from schemas.subjects import Namespace
 
 Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
@@ -34,7 +35,7 @@ class Common(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of every process."""
 
     nats_url: Annotated[str, about("broker URLs with credentials, comma-separated")] = "nats://127.0.0.1:4222"
-    namespace: Annotated[str, about("prefix of all NATS subjects and streams")] = "ps"
+    namespace: Annotated[Namespace, about("prefix of all NATS subjects and streams")] = "ps"
     log_format: Annotated[Literal["auto", "text", "json"], about("auto: text on a terminal, else JSON lines")] = "auto"
     log_level: Annotated[Literal["debug", "info", "warning", "error"], about("least severe level logged")] = "info"
     name: Annotated[str, about("name of this process in logs and tables; keep it the same across restarts")] = ""
@@ -305,7 +306,7 @@ class NatsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The embedded broker."""
 
     data_dir: Annotated[str, about("folder of the store, passwords and generated configuration")] = ".penstock"
-    namespace: Annotated[str, about("prefix of all NATS subjects and streams")] = "ps"
+    namespace: Annotated[Namespace, about("prefix of all NATS subjects and streams")] = "ps"
     nats_port: Annotated[int, Meta(ge=0, le=65535, description="port on loopback; 0: any free port")] = 4222
     monitor_port: Annotated[int, Meta(ge=0, le=65535, description="port of HTTP monitoring; 0: none")] = 0
     durability: Annotated[

@@ -12,9 +12,12 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
+from schemas.subjects import Namespace
+
 ARGV = "argv"  # instead of settings: the function is called with the arguments as they are
 SOURCE_TREE_ONLY = ("infra.eval", "infra.demo_model")
 START_OBJECTS = 50_000  # new ones between two garbage collections while a command starts
+INTERRUPTED = 130
 NOTHING = ""  # it is called with nothing and reads sys.argv
 
 
@@ -107,7 +110,7 @@ class StreamsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     nats_url: Annotated[str, msgspec.Meta(description="broker, with the operator's credentials")] = (
         "nats://127.0.0.1:4222"
     )
-    namespace: Annotated[str, msgspec.Meta(description="prefix of all subjects and streams")] = "ps"
+    namespace: Annotated[Namespace, msgspec.Meta(description="prefix of all subjects and streams")] = "ps"
     record: Annotated[
         bool, msgspec.Meta(description="keep tokens, jobs and KV events for 7 days, as records are, for replay")
     ] = False
@@ -115,12 +118,18 @@ class StreamsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; the exit status."""
+    """Run a command line; the exit status, 130 after Ctrl-C."""
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:  # while modules are imported, or in a command that has nothing to stop in order
+        return INTERRUPTED
+
+
+def _run(args: list[str]) -> int:
     # What a start loads stays. Collections would be an eighth of the start's CPU time, with torch a fifth.
     gc.set_threshold(START_OBJECTS)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # what is said must be read at once, also in a pipe or a file
-    args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help", "help"):
         print(usage())
         return 0
@@ -160,7 +169,7 @@ def no_command(args: Sequence[str]) -> str:
     from configs.flags import closest
 
     if args[0].startswith("-"):
-        return f"no command before {args[0]!r}\n{usage()}"
+        return f"no command before {args[0]!r} (see `penstock --help`)"
     if usage(args[0]) != usage():  # the first of two words
         wanted = [name.partition(" ")[2] for name in COMMANDS if name.startswith(f"{args[0]} ")]
         if len(args) < 2 or args[1].startswith("-"):
@@ -172,15 +181,17 @@ def no_command(args: Sequence[str]) -> str:
     near = closest(args[0], firsts | set(COMMANDS))
     if near:
         return f"no command {args[0]!r}: did you mean `penstock {near}`?"
-    return f"no command {args[0]!r}\n{usage()}"
+    return f"no command {args[0]!r} (see `penstock --help`)"
 
 
 def usage(first: str = "") -> str:
     """The commands that begin with a word; all if none does."""
-    chosen = {name: command for name, command in COMMANDS.items() if name.startswith(f"{first} ")} or COMMANDS
-    width = max(map(len, chosen))
-    lines = (f"  {name:<{width}}  {command.about}" for name, command in chosen.items())
-    return "usage: penstock COMMAND [FLAGS]\n\n" + "\n".join(lines) + "\n\n`penstock COMMAND --help` lists its flags."
+    within = {name: command for name, command in COMMANDS.items() if name.startswith(f"{first} ")}
+    chosen, prog = (within, f"penstock {first}") if within else (COMMANDS, "penstock")
+    shown = {name.removeprefix(f"{first} "): command.about for name, command in chosen.items()}
+    width = max(map(len, shown))
+    lines = (f"  {name:<{width}}  {about}" for name, about in shown.items())
+    return f"usage: {prog} COMMAND [FLAGS]\n\n" + "\n".join(lines) + f"\n\n`{prog} COMMAND --help` lists its flags."
 
 
 def version(_argv: Sequence[str] = ()) -> int:

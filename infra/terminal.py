@@ -1,4 +1,4 @@
-"""Where commands print their tables."""
+"""What commands print: tables, and errors without their numbers."""
 
 from rich.console import Console
 
@@ -9,3 +9,8 @@ def stdout() -> Console:
     """As wide as the terminal; wide enough for our tables where there is none."""
     console = Console()
     return console if console.is_terminal else Console(width=ELSEWHERE)
+
+
+def reason(error: Exception) -> str:
+    """An error as a user wants to read it: of a file, without "[Errno 2]" and the name, which the caller has."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)

@@ -3,9 +3,18 @@
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Annotated
+
+import msgspec
 
 _TOKEN = re.compile(r"[^A-Za-z0-9_-]+")
 _NAMESPACE = re.compile(r"[a-z][a-z0-9_-]{0,31}")
+Namespace = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=f"^{_NAMESPACE.pattern}$", title="a lower-case word of at most 32 letters, digits, '_' or '-'"
+    ),
+]
 
 HEADER_REPLY_TO = "Penstock-Reply-To"
 HEADER_FINAL = "Penstock-Final"

@@ -39,11 +39,9 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             description="block sizes; 262144 is the demo model's: 8 layers, keys and values, 32 tokens, 2 x 64 float32"
         ),
     ] = (262_144, 2_097_152)
-    blocks: Annotated[int, Meta(ge=1, description="per transfer; 125 blocks of 32 tokens are a 4,000-token prompt")] = (
-        125
-    )
-    rounds: Annotated[int, Meta(ge=1, description="of each kind")] = 30
-    json: Annotated[str, Meta(description="file for the figures")] = ""
+    blocks: Annotated[int, Meta(ge=1, description="blocks per transfer; 125 of 32 tokens are 4,000 tokens")] = 125
+    rounds: Annotated[int, Meta(ge=1, description="transfers of each kind")] = 30
+    json: Annotated[str, Meta(description="file to write the figures to")] = ""
 
 
 class Figures(Struct, frozen=True):

@@ -41,24 +41,26 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     url: Annotated[str, Meta(description="server, with or without /v1; default: the one in --state")] = ""
     model: Annotated[str, Meta(description="model to ask; default: the first of /v1/models")] = ""
-    api_key: Annotated[str, Meta(description="bearer token, if the server wants one")] = ""
-    concurrency: Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(description="connections, one stage each")] = (
+    api_key: Annotated[str, Meta(description="bearer token, if the server requires one")] = ""
+    concurrency: Annotated[
+        tuple[Annotated[int, Meta(ge=1)], ...], Meta(description="connections, one stage for each number")
+    ] = (
         1,
         16,
         64,
     )
-    requests: Annotated[int, Meta(ge=0, description="requests per stage; 0: for --duration-s")] = 0
+    requests: Annotated[int, Meta(ge=0, description="requests per stage; 0: as many as --duration-s allows")] = 0
     duration_s: Annotated[float, Meta(gt=0, description="seconds per stage")] = 10.0
-    warm_up_s: Annotated[float, Meta(ge=0, description="seconds before each stage that do not count")] = 1.0
+    warm_up_s: Annotated[float, Meta(ge=0, description="seconds before each stage that are not measured")] = 1.0
     prompt_words: Annotated[int, Meta(ge=1, description="words per prompt")] = 200
-    shared_prefix: Annotated[float, Meta(ge=0, le=1, description="share of the prompt common to all")] = 0.5
-    output_tokens: Annotated[int, Meta(ge=1, description="tokens per answer; another number is an error")] = 64
-    stream: Annotated[bool, Meta(description="server-sent events")] = True
-    ignore_eos: Annotated[bool, Meta(description="ask for exactly so many tokens (an extension)")] = True
-    seed: Annotated[int, Meta(description="of the words")] = 1
-    state: Annotated[str, Meta(description="state.json of a deployment: its URL, and CPU time per process")] = ""
-    pids: Annotated[tuple[int, ...], Meta(description="more processes to measure")] = ()
-    json: Annotated[str, Meta(description="file for the figures")] = ""
+    shared_prefix: Annotated[float, Meta(ge=0, le=1, description="share of each prompt common to all")] = 0.5
+    output_tokens: Annotated[int, Meta(ge=1, description="tokens per answer; fewer or more count as an error")] = 64
+    stream: Annotated[bool, Meta(description="stream answers as server-sent events")] = True
+    ignore_eos: Annotated[bool, Meta(description="ask for exactly --output-tokens (an extension)")] = True
+    seed: Annotated[int, Meta(description="seed of the words")] = 1
+    state: Annotated[str, Meta(description="state.json of the deployment to load and measure")] = ""
+    pids: Annotated[tuple[int, ...], Meta(description="process ids to measure as well")] = ()
+    json: Annotated[str, Meta(description="file to write the figures to")] = ""
 
 
 class Stage(Struct, frozen=True):
@@ -320,8 +322,11 @@ async def _first_model(target: Target) -> str:
     try:
         return str(json.loads(body)["data"][0]["id"])
     except (ValueError, LookupError, TypeError):
-        said = body[:200].decode(errors="replace") if status else "no answer"
-        raise BenchFailed(f"{target.host}:{target.port}/v1/models: {said}; name the model with --model") from None
+        where = f"http://{target.host}:{target.port}"
+        if not status:
+            raise BenchFailed(f"no server answers at {where}: start one, or correct --url") from None
+        said = body[:200].decode(errors="replace")
+        raise BenchFailed(f"{where}{target.prefix}/v1/models names no model: {said}; name it with --model") from None
 
 
 def figures(concurrency: int, seconds: float, tally: Tally, spent: Mapping[str, float], own_s: float) -> Stage:

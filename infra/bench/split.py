@@ -29,12 +29,14 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     whole: Annotated[str, Meta(description="URL of the deployment whose workers do everything")] = (
         "http://127.0.0.1:8000"
     )
-    split: Annotated[str, Meta(description="URL of the one with --prefill and --decode")] = "http://127.0.0.1:8001"
-    prompt_tokens: Annotated[int, Meta(ge=1, description="of each prompt")] = 4000
+    split: Annotated[str, Meta(description="URL of the deployment with --prefill and --decode")] = (
+        "http://127.0.0.1:8001"
+    )
+    prompt_tokens: Annotated[int, Meta(ge=1, description="tokens per prompt")] = 4000
     vocabulary: Annotated[int, Meta(ge=32, description="token ids are drawn below this")] = 1000
-    rounds: Annotated[int, Meta(ge=1, description="requests to each")] = 20
-    seed: Annotated[int, Meta(description="of the prompts; 0: new ones each time")] = 0
-    json: Annotated[str, Meta(description="file for the figures")] = ""
+    rounds: Annotated[int, Meta(ge=1, description="requests to each deployment")] = 20
+    seed: Annotated[int, Meta(description="seed of the prompts; 0: other prompts each time")] = 0
+    json: Annotated[str, Meta(description="file to write the figures to")] = ""
 
 
 class Times(Struct, frozen=True):
@@ -83,7 +85,8 @@ async def _place(url: str) -> tuple[str, int, str]:
     host, port = parts.hostname or "127.0.0.1", parts.port or 80
     status, body = await get(host, port, "/v1/models")
     if status != 200:
-        raise ValueError(f"{url} does not answer /v1/models (status {status})")
+        said = f"answers /v1/models with status {status}" if status else "does not answer"
+        raise ValueError(f"{url} {said}: start both deployments first, and name them with --whole and --split")
     return host, port, str(msgspec.json.decode(body)["data"][0]["id"])
 
 

@@ -14,6 +14,7 @@ from infra.broker.datadir import DataDirBusy, DataDirUnusable
 from infra.broker.disk import DiskWatch
 from infra.broker.roles import ROLES, inbox_prefix
 from infra.broker.server import EmbeddedNats, ServerFailed
+from infra.bus.connection import why_unreachable
 from infra.cli import StreamsSettings
 from infra.launch.signals import Stop
 from infra.launch.sockets import CannotListen
@@ -114,9 +115,10 @@ async def connect_operator(url: str) -> Client:
                 reconnect_time_wait=0.2,
             )
     except (OSError, TimeoutError, nats.errors.Error) as error:
+        why = why_unreachable(problems[-1] if problems else error)
         raise BrokerProblem(
-            f"no connection to {_without_password(url)} ({problems[-1] if problems else error!r}): "
-            "check the address and the credentials"
+            f"no connection to {_without_password(url)} ({why}): "
+            "start the broker, or check the address and the credentials"
         ) from None
 
 

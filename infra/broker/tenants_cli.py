@@ -1,4 +1,4 @@
-"""``penstock tenants``: who may use the NATS door, and how much.
+"""``penstock tenants``: who may use the NATS API, and how much.
 
 On the broker of a data folder everything is done at once. With ``--nats-url`` (a broker of your own) streams and limits
 are made there, and ``tenants.conf`` is written, for the ``accounts`` block of the server's configuration.
@@ -65,23 +65,36 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="penstock tenants", description="who may use the NATS door, and how much")
-    verbs = parser.add_subparsers(dest="verb", required=True)
+    parser = Parser(prog="penstock tenants", description="manage who may use the NATS API, and how much")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="{add,list,rotate,remove}")
     for verb, about in (
-        ("add", "make a tenant, or change the limits of one, and write its credentials"),
-        ("list", "all tenants but the default one"),
+        ("add", "add a tenant or change its limits, and write its credentials"),
+        ("list", "list all tenants but the default one"),
         ("rotate", "give a tenant a new password; the old one ends at once"),
-        ("remove", "end a tenant's access; its submissions stay until they expire"),
+        ("remove", "end the access of a tenant; its submissions stay until they expire"),
     ):
         one = verbs.add_parser(verb, help=about, description=about)
         if verb != "list":
-            one.add_argument("name", help="lower-case letters, digits and '-'")
+            one.add_argument("name", metavar="NAME", help="lower-case letters, digits and '-'")
         if verb == "add":
-            one.add_argument("--models", default="", help="comma-separated; default: all")
-            one.add_argument("--max-pending", type=_positive, default=MAX_PENDING, help="default: %(default)s")
-        one.add_argument("--data-dir", default=".penstock", help="of 'penstock up' or 'penstock nats'")
-        one.add_argument("--nats-url", default="", help="a broker of your own, with the operator's credentials")
-        one.add_argument("--namespace", default="", help="default: the deployment's, or ps")
+            one.add_argument("--models", default="", metavar="A,B", help="models it may use; default: all")
+            one.add_argument(
+                "--max-pending",
+                type=_positive,
+                default=MAX_PENDING,
+                metavar="N",
+                help="submissions that may wait, beyond which it gets errors (default: %(default)s)",
+            )
+        one.add_argument(
+            "--data-dir",
+            default=".penstock",
+            metavar="FOLDER",
+            help="data folder of `penstock up` or `penstock nats` (default: %(default)s)",
+        )
+        one.add_argument("--nats-url", default="", metavar="URL", help="your own broker, with operator's credentials")
+        one.add_argument(
+            "--namespace", default="", metavar="TEXT", help="prefix of all subjects; default: the deployment's, or ps"
+        )
     return parser
 
 

@@ -8,6 +8,7 @@ starts another.
 import asyncio
 import contextlib
 import os
+import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, NoReturn
@@ -72,6 +73,7 @@ class Bus:
         tasks: the process's background tasks. Components spawn theirs in it, or in a group of it.
         on_reconnect: the hooks. Register one for every request or subscription whose answer a broken link can lose.
         closing: ``close`` was called.
+        last_error: that nats-py reported.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Bus:
         self._opened = False  # until then nats-py's callbacks are about the first connect, which raises by itself
         self._end_process = end_process
         self._recovery: asyncio.Task[None] | None = None
+        self.last_error: Exception | None = None
         self._last_error = ""
         self._last_error_at = 0.0
 
@@ -141,6 +144,7 @@ class Bus:
     # --- what nats-py reports; these run in its read loop, so they must neither block nor raise ---
 
     async def _on_error(self, error: Exception) -> None:
+        self.last_error = error
         text, now = repr(error)[:500], time.monotonic()
         # An absent broker is tried 10 times a second.
         if text != self._last_error or now - self._last_error_at > SAME_ERROR_S:
@@ -182,6 +186,15 @@ async def _bounded(step: Coroutine[Any, Any, None]) -> None:
     elif not task.cancelled() and task.exception() is not None:
         # also uvloop's "handler is closed" when the link is already down
         log.debug("close_failed", error=repr(task.exception()))
+
+
+def why_unreachable(error: Exception) -> str:
+    """Why no connection was made, for people."""
+    if isinstance(error, ConnectionRefusedError):
+        return "connection refused"
+    if isinstance(error, socket.gaierror):
+        return "unknown host"
+    return str(error) or ("timed out" if isinstance(error, TimeoutError) else type(error).__name__)
 
 
 def _login(url: str) -> dict[str, Any]:
@@ -249,7 +262,7 @@ async def connect(
         where = ", ".join(part.rpartition("@")[2] for part in url.split(","))
         raise ServingError(
             Code.broker_unavailable,
-            f"no NATS server answers at {where} within {timeout:g} s ({type(error).__name__}: {error}); "
+            f"no NATS server answers at {where} within {timeout:g} s ({why_unreachable(bus.last_error or error)}); "
             "start one with 'penstock nats', or check --nats-url and its credentials",
         ) from None
     bus._opened = True

@@ -20,7 +20,7 @@ from infra.demo_model import task_mix, vision
 from infra.demo_model.sample import Sample, right, tool_call, valid_json
 from infra.demo_model.template import IMAGE
 from infra.launch.state import read_state
-from infra.terminal import stdout
+from infra.terminal import reason, stdout
 
 _TASKS = (*task_mix.TASKS, *vision.TASKS)
 _WRONG_SHOWN = 3
@@ -30,16 +30,16 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``penstock eval demo``."""
 
     url: Annotated[str, Meta(description="server, with or without /v1; default: the one in --state")] = ""
-    state: Annotated[str, Meta(description="state.json of a deployment: its URL")] = ".penstock/state.json"
+    state: Annotated[str, Meta(description="state.json of the deployment to ask")] = ".penstock/state.json"
     model: Annotated[str, Meta(description="model to ask; default: the first of /v1/models")] = ""
     count: Annotated[int, Meta(ge=1, description="questions per task")] = 200
-    concurrency: Annotated[int, Meta(ge=1, description="requests at a time")] = 16
-    tasks: Annotated[tuple[str, ...], Meta(description="which tasks; default: all that need no pictures")] = ()
-    vision: Annotated[bool, Meta(description="the tasks with pictures too")] = False
-    seed: Annotated[int, Meta(description="of the questions")] = 1
-    timeout_s: Annotated[float, Meta(gt=0, description="for one answer")] = 300.0
-    wrong: Annotated[bool, Meta(description="show some wrong answers")] = False
-    json: Annotated[str, Meta(description="file for the figures")] = ""
+    concurrency: Annotated[int, Meta(ge=1, description="requests at once")] = 16
+    tasks: Annotated[tuple[str, ...], Meta(description="tasks to ask; default: all without images")] = ()
+    vision: Annotated[bool, Meta(description="ask the tasks with images too")] = False
+    seed: Annotated[int, Meta(description="seed of the questions")] = 1
+    timeout_s: Annotated[float, Meta(gt=0, description="seconds for one answer")] = 300.0
+    wrong: Annotated[bool, Meta(description="print some wrong answers")] = False
+    json: Annotated[str, Meta(description="file to write the figures to")] = ""
 
 
 class Score(Struct, frozen=True):
@@ -194,7 +194,9 @@ def _url(settings: Settings) -> str:
     try:
         return read_state(Path(settings.state)).http_url
     except (OSError, msgspec.DecodeError) as error:
-        raise EvalFailed(f"--state {settings.state}: {error}; or name the server with --url") from None
+        raise EvalFailed(
+            f"--state {settings.state}: {reason(error)}; start one with `penstock up`, or name a server with --url"
+        ) from None
 
 
 def _show_wrong(samples: list[Sample], answers: list[str]) -> None:

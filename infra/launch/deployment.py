@@ -281,7 +281,7 @@ class Deployment:
         say = (lambda line: None) if failed else self._board.print
         await self._watches.aclose()
         self._doors.close()  # first: from now on a connection is refused instead of left waiting
-        cut_short = await stop_in_order(self._keepers, self.settings.drain_s, stop.insisted, say)
+        cut_short = await stop_in_order(self._keepers, self.settings.drain_s, stop.insisted, say, serving=self._ready)
         if self._broker is not None:
             await self._broker.stop()
         with contextlib.suppress(OSError):

@@ -13,11 +13,17 @@ STAGES = (("gateway",), ("router", "worker"), ("trace",), ("nats",))
 
 
 async def stop_in_order(
-    keepers: Sequence[Keeper], drain_s: float, insisted: asyncio.Event, say: Callable[[str], None]
+    keepers: Sequence[Keeper],
+    drain_s: float,
+    insisted: asyncio.Event,
+    say: Callable[[str], None],
+    *,
+    serving: bool = True,
 ) -> bool:
     """Stop all processes; whether ``insisted`` cut it short, by killing them.
 
     Args:
+        serving: requests may be open.
         say: takes each line for the user.
     """
     began = time.monotonic()
@@ -29,13 +35,14 @@ async def stop_in_order(
 
     insisting = asyncio.create_task(insisted.wait(), name="second-signal")
     insisting.add_done_callback(kill)
-    say(f"stopping: waiting up to {drain_s:g} s for open requests; Ctrl-C again to stop at once")
+    awaited = f"waiting up to {drain_s:g} s for open requests" if serving else "the start is given up"
+    say(f"stopping: {awaited}; Ctrl-C again to stop at once")
     for roles in STAGES:
         await _stop_together([keeper for keeper in keepers if keeper.child.role in roles], drain_s + GRACE_S, say)
     cut_short = insisted.is_set()
     insisting.cancel()
     say(
-        "stopped at once; open requests were cut off"
+        f"stopped at once{'; open requests were cut off' if serving else ''}"
         if cut_short
         else f"stopped after {time.monotonic() - began:.1f} s"
     )

@@ -19,6 +19,7 @@ from infra.recipes.catalogue import FOLDER, GPUS, Recipe, context_of, header_of,
 from infra.recipes.command import worker_command
 from infra.recipes.model_shape import shape_at
 from infra.recipes.tables import hardware
+from infra.terminal import reason
 from workers.engines.support import matrix
 
 OK, REFUSED, USAGE = 0, 1, 2
@@ -79,9 +80,9 @@ def run_check(argv: Sequence[str]) -> int:
             recipe = _open(name)
             told.append((recipe, _context(recipe, args, role)))
         except (BadArguments, UnknownShape, OSError, UnicodeDecodeError) as error:
-            problems = error.problems if isinstance(error, BadArguments) else (str(error),)
+            problems = error.problems if isinstance(error, BadArguments) else (reason(error),)
             for problem in problems:
-                print(f"{name}: error {problem}", file=sys.stderr)
+                print(f"{name}: {problem}", file=sys.stderr)
             return REFUSED
     refused = False
     for recipe, context in told:

@@ -1,6 +1,7 @@
 """``penstock explain REQUEST_ID``: where a request went and why, from the log alone."""
 
 import asyncio
+import sys
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -14,9 +15,9 @@ from infra.timeline.show_timeline import show
 
 def run(argv: Sequence[str]) -> int:
     """Print the timeline of one request; returns the exit status."""
-    parser = Parser(prog="penstock explain", description="what happened to a request, and why")
-    parser.add_argument("request_id", help="as in the X-Request-Id header or the answer's id")
-    parser.add_argument("--tokens", action="store_true", help="also list the token batches, while TOKENS keeps them")
+    parser = Parser(prog="penstock explain", description="explain what happened to a request, and why")
+    parser.add_argument("request_id", metavar="REQUEST_ID", help="X-Request-Id header, or id, of the answer")
+    parser.add_argument("--tokens", action="store_true", help="list token batches too, while TOKENS keeps them")
     add_flags(parser)
     args = parser.parse_args(argv)
     console = stdout()
@@ -24,7 +25,7 @@ def run(argv: Sequence[str]) -> int:
     try:
         asyncio.run(_explain(request_id, Source.of(args), console, args.tokens))
     except FAILURES as error:
-        console.print(f"[red]{error}[/]")
+        print(f"penstock explain: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -1,6 +1,7 @@
 """``penstock leases``: blocks that one worker holds for another right now, from the hand-off ledger alone."""
 
 import asyncio
+import sys
 import time
 from collections.abc import Sequence
 
@@ -60,16 +61,17 @@ def show(found: dict[str, TicketLease], now_ns: int, console: Console, *, everyt
 def run(argv: Sequence[str]) -> int:
     """List open leases; the exit status is 0 if the ledger could be read."""
     parser = Parser(
-        prog="penstock leases", description="blocks held for other workers right now, or when the deployment stopped"
+        prog="penstock leases",
+        description="KV blocks that workers hold for each other, now or at the stop",
     )
-    parser.add_argument("--all", action="store_true", help="also those that have ended")
+    parser.add_argument("--all", action="store_true", help="list leases that have ended too")
     add_flags(parser)
     args = parser.parse_args(argv)
     console = stdout()
     try:
         asyncio.run(_run(Source.of(args), console, args.all))
     except FAILURES as error:
-        console.print(f"[red]{error}[/]")
+        print(f"penstock leases: {error}", file=sys.stderr)
         return 1
     return 0
 

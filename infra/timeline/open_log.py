@@ -49,9 +49,16 @@ class Source(NamedTuple):
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of every command that reads the log."""
-    parser.add_argument("--data-dir", default=".penstock", help="of the deployment, running or stopped")
-    parser.add_argument("--nats-url", default="", help="a running broker, instead of the data folder's")
-    parser.add_argument("--namespace", default="", help="default: the data folder's, else ps")
+    parser.add_argument(
+        "--data-dir",
+        default=".penstock",
+        metavar="FOLDER",
+        help="data folder of the deployment, running or stopped (default: %(default)s)",
+    )
+    parser.add_argument("--nats-url", default="", metavar="URL", help="a running broker instead of the data folder")
+    parser.add_argument(
+        "--namespace", default="", metavar="TEXT", help="prefix of all subjects; default: the data folder's, else ps"
+    )
 
 
 class Log(NamedTuple):

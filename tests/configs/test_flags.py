@@ -69,18 +69,20 @@ def test_a_repeated_list_flag_adds_and_any_other_holds_the_last(argv: list[str])
 
 def test_a_wrong_item_of_a_repeated_list_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     said = complaint(capsys, "--counts=1", "--counts=0")
-    assert all(word in said for word in ("--counts", "'1'", "'0'", ">= 1")), said
+    assert all(word in said for word in ("--counts", "must be at least 1", "not 0")), said
 
 
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--port", "0"], ["--port", "'0'", ">= 1"]),
-        (["--port", "65536"], ["--port", "'65536'", "<= 65535"]),
-        (["--port", "x"], ["--port", "'x'", "expected int"]),
-        (["--ratio", "0"], ["--ratio", "'0'", "> 0"]),
+        (["--port", "0"], ["--port: must be at least 1, not 0"]),
+        (["--port", "65536"], ["--port: must be at most 65535, not 65536"]),
+        (["--port", "x"], ["--port: 'x' is not a whole number"]),
+        (["--ratio", "0"], ["--ratio: must be above 0", "not 0"]),
         (["--kind", "three"], ["--kind", "'three'", "one, two"]),
-        (["--counts", "1,0"], ["--counts", ">= 1"]),
+        (["--counts", "1,0"], ["--counts: must be at least 1, not 0"]),
+        (["--counts", "1,x"], ["--counts: 'x' is not a whole number"]),
+        (["--port"], ["--port needs a value"]),
         (["--prot", "1"], ["--prot"]),
         (["--po", "1"], ["--po"]),
     ],
@@ -223,7 +225,7 @@ def test_penstock_yaml_in_the_working_directory_is_read_unless_another_file_is_n
         ("http-prt: 1", "unknown setting http-prt: did you mean http-port?"),
         ("config: x", "unknown setting config"),
         ("apply-logits-processors: x", "it is now default-logits-processors"),
-        ("http-port: 70000", "http-port: 70000 was given: expected int <= 65535"),
+        ("http-port: 70000", "http-port: must be at most 65535, not 70000"),
         ("engine: mok", "did you mean mock?"),
         ("- workers", "expected settings such as `http-port: 8000`"),
         ("a: [", "not valid YAML"),

@@ -207,7 +207,7 @@ async def test_connections_that_the_server_closes_are_opened_again() -> None:
 
 
 async def test_a_server_that_is_not_there_is_named() -> None:
-    with pytest.raises(BenchFailed, match="no answer; name the model with --model"):
+    with pytest.raises(BenchFailed, match="no server answers at"):
         await _measure(bench(), Target("127.0.0.1", 1, ""), {})
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from configs import settings
+from infra import cli
 from infra.broker.server import EmbeddedNats
 from infra.cli import ARGV, COMMANDS, NOTHING, main, split, usage
 from schemas.subjects import Subjects
@@ -97,8 +98,56 @@ def test_the_first_of_two_words_tells_of_the_second(
     assert main(argv) == status
     said = capsys.readouterr()
     told = said.err if status else said.out
-    assert "recipe generate" in told
+    assert "penstock recipe COMMAND" in told
+    assert "generate  generate engine arguments" in told
     assert "gateway" not in told
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "said"),
+    [
+        (["polka"], 2, "penstock: no command 'polka' (see `penstock --help`)"),
+        (["explain"], 2, "penstock explain: missing: REQUEST_ID"),
+        (["completion", "csh"], 2, "penstock completion: 'csh' is not one of bash, fish, zsh"),
+        (
+            ["tenants", "ad", "x"],
+            2,
+            "penstock tenants: 'ad' is not one of add, list, rotate, remove: did you mean add?",
+        ),
+        (
+            ["router", "--namespace", "A B"],
+            2,
+            "penstock router: --namespace: 'A B' is not a lower-case word of at most",
+        ),
+        (["recipe", "check", "none.yaml"], 1, "none.yaml: No such file or directory"),
+        (["kubernetes", "render", "none.yaml"], 1, "none.yaml: No such file or directory"),
+        (["bench", "http", "--url", "http://127.0.0.1:1"], 1, "no server answers at http://127.0.0.1:1: start one"),
+        (["bench", "split", "--whole", "http://127.0.0.1:1"], 1, "http://127.0.0.1:1 does not answer"),
+        (
+            ["streams", "apply", "--nats-url", "nats://127.0.0.1:1"],
+            1,
+            "no connection to nats://127.0.0.1:1 (connection",
+        ),
+        (["eval", "demo", "--state", "none"], 2, "--state none: No such file or directory; start one"),
+    ],
+)
+def test_a_command_that_cannot_run_says_why_in_one_line(argv: list[str], status: int, said: str) -> None:
+    run = penstock(*argv)
+    assert run.returncode == status
+    assert said in run.stderr
+    lines = [line for line in run.stderr.splitlines() if not line.startswith("(see `")]
+    assert len(lines) == 1, run.stderr
+
+
+def test_ctrl_c_while_a_command_is_loaded_ends_it_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(path: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "load", interrupted)
+    assert main(["version"]) == 130
+    assert capsys.readouterr().err == ""
 
 
 def test_a_command_of_two_words_keeps_its_arguments() -> None:
@@ -134,7 +183,7 @@ def test_streams_apply_explains_why_it_cannot(broker: EmbeddedNats) -> None:
     assert "check the address and the credentials" in refused.stderr
     assert "wrong" not in refused.stderr
     named = penstock("streams", "apply", "--namespace", "Not.OK")
-    assert "use a lower-case word" in named.stderr
+    assert "is not a lower-case word" in named.stderr
 
 
 def test_the_broker_runs_in_the_foreground_until_sigterm(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from infra.deploy.kubernetes.manifests import Tree, manifests, secrets_needed, t
 from infra.engine_args.tree import BadArguments
 from infra.recipes import catalogue
 from infra.recipes.catalogue import Member
+from infra.terminal import reason
 
 OK, REFUSED = 0, 1
 EXAMPLES = Path(__file__).parent / "examples"
@@ -27,7 +28,7 @@ def run_render(argv: Sequence[str]) -> int:
         given = read(path.read_text(encoding="utf-8"))
         objects = rendered(given)
     except (BadArguments, OSError, UnicodeDecodeError) as error:
-        for problem in error.problems if isinstance(error, BadArguments) else (str(error),):
+        for problem in error.problems if isinstance(error, BadArguments) else (reason(error),):
             print(f"{path.name}: {problem}", file=sys.stderr)
         return REFUSED
     print(to_yaml(objects, secrets_needed(given, objects)), end="")

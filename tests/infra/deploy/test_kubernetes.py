@@ -398,7 +398,7 @@ def describe(text: str) -> Description:
         (NATIVE + "router: {flags: [--mode=best]}\n", "router.flags: --mode: 'best' is not one of"),
         (
             "model: m\nworkers: {aggregated: {flags: [--kv-blocks, abc]}}\n",
-            "workers.aggregated.flags: --kv-blocks: 'abc' was given",
+            "workers.aggregated.flags: --kv-blocks: 'abc' is not a whole number",
         ),
     ],
 )
