@@ -21,7 +21,7 @@ from infra.bus.log_tail import LogTail
 from infra.bus.registry import RegisteredWorker, WorkerRegistry
 from router.approximate import ApproximateIndex
 from router.disconnects import DisconnectWatch
-from router.holders import TargetId
+from router.holders import TargetId, keys_view
 from router.index import PrefixIndex
 from router.index_loader import IndexLoader
 from router.job_message import Positions
@@ -78,7 +78,7 @@ class ClusterState:
         self._settings = settings
         self._listener: ClusterListener
         self.tasks = bus.tasks.group("cluster")
-        self.tracker = LoadTracker()
+        self.tracker = LoadTracker(kv_events=settings.kv_events)
         self.index: PrefixIndex | None = None
         self._approximate = ApproximateIndex(settings.max_index_blocks)  # unused, and empty, with KV events
         self._loader: IndexLoader | None = None
@@ -123,7 +123,7 @@ class ClusterState:
         starts = {}
         if saved is not None and saved[0].taken_ns > past:
             at, state = saved
-            self.tracker = LoadTracker.restore(state)
+            self.tracker.load_state(state)
             starts = {"done": at.done_seq, "returned": at.returned_seq, "work": at.work_seq}
         # Workers before jobs: jobs are counted in blocks of their worker's size.
         if self.index is not None:
@@ -204,6 +204,7 @@ class ClusterState:
                 break
             await asyncio.sleep(0)
         self._approximate.expire(now_ns / 1e9)
+        self.tracker.loads.sweep(SWEEP_BLOCKS)
         if self._kv.position == self._kv_seen != self.check.kv_seq:  # at rest: all routers come to the same sequence
             self._check_index()
         self._kv_seen = self._kv.position
@@ -236,7 +237,7 @@ class ClusterState:
             keys: of the prompt's full blocks.
         """
         first = route[0]
-        self.tracker.admit(request, attempt, first.worker, load, now_ns=now_ns, role=first.role)
+        self.tracker.admit(request, attempt, first.worker, load, now_ns=now_ns, role=first.role, keys=keys)
         if self.index is None:
             for stage in route:
                 if stage.role != ENCODE:
@@ -331,6 +332,13 @@ class ClusterState:
             self._loader.reload(batch.worker)
         if entry.seq % CHECK_EVERY == 0:
             self._check_index()
+        computed = [
+            self.tracker.stored((batch.worker, batch.rank), keys_view(event.digests))
+            for event in batch.events
+            if isinstance(event, kv.Stored) and not event.tier and not event.group
+        ]
+        if any(computed):
+            self._listener.capacity_changed()
 
     # Workers
 

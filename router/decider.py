@@ -7,10 +7,11 @@ import structlog
 
 from configs.settings import RouterSettings
 from router.cluster_state import ClusterState
+from router.job_message import DecisionInputs
 from router.metrics import Metrics
 from router.pending import PendingRequest, required_revision, routing_request
 from router.policy import decide
-from router.routing import RoutingContext, RoutingDecision, Weights
+from router.routing import RoutingContext, RoutingDecision, RoutingRequest, Weights
 
 log = structlog.get_logger("router")
 
@@ -27,14 +28,38 @@ class Decider:
             settings.transfer_weight,
             settings.local_prefill_tokens,
         )
-        self._rng = random.Random(settings.seed or None)
+        self._seeds = random.Random(settings.seed or None)
         self._decisions = 0
 
-    def decide(self, pending: PendingRequest, keys: Sequence[int], now_ns: int) -> RoutingDecision:
+    def decide(
+        self, pending: PendingRequest, keys: Sequence[int], now_ns: int, *, held: int = 0, waited_s: float | None = None
+    ) -> tuple[RoutingDecision, DecisionInputs]:
         """
         Args:
             keys: of the prompt's full blocks.
+            held: number of requests held, for the record.
+            waited_s: since its arrival, if it was held.
         """
+        tracker = self._cluster.tracker
+        request = self.request(pending, keys)
+        self._decisions += 1
+        inputs = DecisionInputs(self._seeds.getrandbits(32), self._decisions, held, tracker.learnt)
+        whole = pending.computes_whole_prompt
+        context = RoutingContext(
+            request,
+            tracker.targets(now_ns, request.model),
+            {} if whole else self._cluster.overlaps(keys),
+            self._mode,
+            self._weights,
+            inputs.seed,
+            inputs.number,
+            {} if whole or self._mode != "kv" else tracker.loads.prefixes(keys),
+            waited_s,
+        )
+        return decide(context), inputs
+
+    def request(self, pending: PendingRequest, keys: Sequence[int]) -> RoutingRequest:
+        """What routing depends on; a request whose revision has no worker may move to another one."""
         request, tracker = pending.request, self._cluster.tracker
         pinned = pending.pinned_revision
         revision = required_revision(pending, tracker.revisions(request.model, request.tokenizer))
@@ -42,15 +67,4 @@ class Decider:
             log.info("request_moved_to_revision", request=request.id, before=pinned, revision=revision)
             self._metrics.revision_moves.inc()
             pending.revision = revision
-        self._decisions += 1
-        return decide(
-            RoutingContext(
-                routing_request(pending, keys, avoid=self._cluster.suspects(), revision=revision),
-                tracker.targets(now_ns, request.model),
-                {} if pending.computes_whole_prompt else self._cluster.overlaps(keys),
-                self._mode,
-                self._weights,
-                self._rng,
-                self._decisions,
-            )
-        )
+        return routing_request(pending, keys, avoid=self._cluster.suspects(), revision=revision)

@@ -11,7 +11,7 @@ from schemas.fleet import Registration, State
 Requirement = Callable[[Registration], str]  # a further filter: returns a reason, or "" if the worker passes
 
 # Reasons that may pass. One of them is enough to let the request wait, whatever is wrong with the other workers.
-_TEMPORARY = ("full", "prefill_full", "draining", "other_revision", "other_tokenizer", "no_encoder")
+_TEMPORARY = ("full", "better_full", "prefill_full", "draining", "other_revision", "other_tokenizer", "no_encoder")
 # Reasons that end the request.
 _PERMANENT = {
     "other_kind": (Code.invalid_request, "the named worker does not produce this kind of output"),

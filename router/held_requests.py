@@ -3,11 +3,11 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from router.pending import PendingRequest, lane
-from router.queue import QueueEntry, RequestQueue
+from router.holders import keys_view
+from router.pending import PendingRequest, lane, routing_request
+from router.placement.held_order import Held, HeldOrder
+from router.queue import QueueEntry
 from schemas.requests import Priority
-
-UNBOUNDED = 1 << 30  # of the queue: classes are bounded before a request is read from the log
 
 
 class HeldRequests:
@@ -16,12 +16,14 @@ class HeldRequests:
         max_pending: requests held per class. Models without a worker may take a quarter of it together, each other
             model half, so that one model's requests leave space for those of others.
         local_prefill_tokens: longer prompts may need a prefill worker, and wait in a lane of their own.
+        order: in which they are tried.
     """
 
-    def __init__(self, max_pending: int, local_prefill_tokens: int) -> None:
+    def __init__(self, max_pending: int, local_prefill_tokens: int, order: HeldOrder[PendingRequest]) -> None:
         self._max_pending = max_pending
         self._local_prefill_tokens = local_prefill_tokens
-        self._queue: RequestQueue[PendingRequest] = RequestQueue(UNBOUNDED)
+        self._order = order
+        self._queue = order.queue
         self._held = dict.fromkeys(Priority, 0)
         self._shares: Counter[tuple[Priority, str]] = Counter()
         self._deferred: dict[str, str] = {}  # request -> reply, of requests that the broker will deliver again
@@ -33,13 +35,13 @@ class HeldRequests:
         return request_id in self._queue
 
     def __iter__(self) -> Iterator[PendingRequest]:
-        return (entry.item for entry in self._queue)
+        return (entry.item.item for entry in self._queue)
 
     def space(self, priority: Priority) -> int:
         """Further requests of a class that may be read from the log."""
         return max(0, self._max_pending - self._held[priority])
 
-    def hold(self, pending: PendingRequest, serving: int, registered: int) -> bool:
+    def hold(self, pending: PendingRequest, serving: int, registered: int, now_ns: int = 0) -> bool:
         """Hold a request; False: its model has its share of the space, and its message must be delivered again later.
 
         A later attempt, which has no message, is always held.
@@ -52,13 +54,15 @@ class HeldRequests:
         if pending.reply and serving != registered and self._share_is_full(pending, serving):
             self._deferred[request.id] = pending.reply
             return False
-        entered = self._queue.push(
+        keys = () if pending.computes_whole_prompt else keys_view(request.digests)
+        entered = self._order.push(
             request.id,
-            pending,
+            Held(pending, routing_request(pending, keys, avoid=frozenset(), revision=None), keys),
             rank=request.priority.rank,
             arrived_ns=request.created_ns,
             deadline_ns=request.deadline_ns,
-            lane=lane(pending, self._local_prefill_tokens),
+            now_ns=now_ns,
+            lane=self._lane(pending),
         )
         if entered:
             self._held[request.priority] += 1
@@ -81,9 +85,18 @@ class HeldRequests:
     def turn(self, lane_name: str) -> int | None:
         return self._queue.turn(lane_name)
 
-    def pop(self, lane_name: str) -> PendingRequest | None:
-        """Remove and return the next request of a lane."""
-        return self._removed(self._queue.pop_best(lane_name))
+    def is_waiting(self, pending: PendingRequest) -> bool:
+        """Whether requests are held that wait for the same workers as ``pending``."""
+        return self._queue.turn(self._lane(pending)) is not None
+
+    def candidates(self, lane_name: str, now_ns: int) -> list[PendingRequest]:
+        """The requests of a lane to decide on, next first; after one was placed, the list is void."""
+        self._order.refresh(now_ns)
+        return [entry.item.item for entry in self._order.candidates(lane_name, now_ns)]
+
+    def take(self, request_id: str) -> PendingRequest | None:
+        """Remove and return a held request to place it."""
+        return self._removed(self._queue.take(request_id) if request_id in self._queue else None)
 
     def unacknowledged(self, *, reading: bool) -> list[tuple[str, str]]:
         """(request, reply) of the requests deferred since the last call, and of held ones.
@@ -105,7 +118,7 @@ class HeldRequests:
     def release(self, request_id: str, reply: str) -> None:
         """Remove a request if it is held with this message; a copy of it was published."""
         entry = self._queue.get(request_id)
-        if entry is not None and entry.item.reply == reply:
+        if entry is not None and entry.item.item.reply == reply:
             self.remove(request_id)
 
     def _share_is_full(self, pending: PendingRequest, serving: int) -> bool:
@@ -113,10 +126,13 @@ class HeldRequests:
         limit = self._max_pending // (2 if serving else 4)
         return self._shares[pending.request.priority, pending.share] >= max(1, limit)
 
-    def _removed(self, entry: QueueEntry[PendingRequest] | None) -> PendingRequest | None:
+    def _lane(self, pending: PendingRequest) -> str:
+        return lane(pending, self._local_prefill_tokens)
+
+    def _removed(self, entry: QueueEntry[Held[PendingRequest]] | None) -> PendingRequest | None:
         if entry is None:
             return None
-        pending = entry.item
+        pending = entry.item.item
         priority = pending.request.priority
         self._held[priority] -= 1
         self._shares[priority, pending.share] -= 1

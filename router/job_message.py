@@ -10,6 +10,15 @@ from schemas.fleet import Registration
 from schemas.jobs import Decision, Job, LoadHeader
 
 
+class DecisionInputs(NamedTuple):
+    """Inputs of a decision besides the folded logs, as in ``Decision``."""
+
+    seed: int = 0
+    number: int = 0
+    held: int = 0
+    learnt: int = 0
+
+
 class Positions(NamedTuple):
     """Stream sequences that a router has folded."""
 
@@ -28,6 +37,7 @@ def build_job(
     prompt_blocks: int,
     positions: Positions,
     now_ns: int,
+    inputs: DecisionInputs,
 ) -> Job:
     """The job, with the record of the decision. ``decision.route`` must not be empty."""
     route, first = decision.route, decision.route[0]
@@ -47,6 +57,10 @@ def build_job(
         route=route if len(route) > 1 else (),
         how=decision.how,
         revision=revision,
+        seed=inputs.seed,
+        number=inputs.number,
+        held=inputs.held,
+        learnt=inputs.learnt,
     )
     return Job(
         request=msgspec.Raw(pending.raw),

@@ -79,7 +79,9 @@ class Load(msgspec.Struct, frozen=True, omit_defaults=True):
     requests: int = 0
     sequences: int = 0
     active_blocks: int = 0  # prompt blocks of its active requests; cached blocks count where they were computed
-    prefill_tokens: float = 0.0  # estimate of the prompt tokens still to compute
+    prefill_tokens: float = 0.0  # prompt tokens still to compute
+    computing: int = 0  # sequences whose prompt is known not to be computed yet
+    slowness: float = 1.0  # time per token, relative to the other targets of the model
 
 
 class RoutingTarget(msgspec.Struct, frozen=True):

@@ -16,6 +16,7 @@ import msgspec
 from infra.bus.revisions import Revisions, revisions
 from router.holders import TargetId
 from router.load import ENCODE, ActiveRequest, Load, LoadState, RoutingTarget, StageLoad, serves
+from router.placement.target_loads import ACTIVE, BACKLOG, COMPUTING, SLOWNESS, Column, Rows, TargetLoads, Task
 from schemas.blocks import DEFAULT_BLOCK_SIZE
 from schemas.fleet import Registration, State
 from schemas.jobs import LoadHeader, Stage
@@ -32,7 +33,7 @@ class _TargetLoad:
     __slots__ = ("at_ns", "backlog", "blocks", "requests", "sequences", "uncached_tokens")
 
     def __init__(self) -> None:
-        self.requests: dict[str, ActiveRequest] = {}
+        self.requests: dict[str, ActiveRequest] = {}  # by id
         self.sequences = self.blocks = self.uncached_tokens = 0
         self.backlog = 0.0
         self.at_ns = 0
@@ -50,19 +51,28 @@ class _TargetLoad:
 class LoadTracker:
     """Workers and their load.
 
-    The log has no message for a first token, so the prefill backlog of a target is an estimate. A request adds its
-    uncached prompt tokens when it is admitted; the backlog drains at ``prefill_tokens_per_s`` and never exceeds the
-    uncached prompt tokens of the active requests.
+    The log has no message for a first token. If this router placed a request, so that it knows the keys of its prompt,
+    and its worker publishes KV events, the prompt counts in the prefill backlog until its last block is stored. The
+    backlog of other requests is an estimate: a request adds its uncached prompt tokens when it is admitted, and the
+    backlog drains at ``prefill_tokens_per_s``, but never exceeds the uncached prompt tokens of the active requests.
+
+    Attributes:
+        loads: the loads of registered targets, column by column.
     """
 
-    def __init__(self, prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S) -> None:
+    def __init__(self, prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S, *, kv_events: bool = True) -> None:
+        self.loads = TargetLoads()
         self._rate = prefill_tokens_per_s
+        self._kv_events = kv_events
+        self._keys: dict[str, Sequence[int]] = {}  # of the prompts of requests that this router placed
         self._registrations: dict[str, Registration] = {}
         self._serving: dict[str, list[Registration]] = {}  # cache: by model, sorted by worker id
         self._revisions: dict[tuple[str, str], Revisions] = {}  # cache: by model and tokenizer
         self._requests: dict[str, ActiveRequest] = {}
         self._stage_loads: dict[str, list[StageLoad]] = {}  # of each request in ``_requests``
         self._targets: dict[TargetId, _TargetLoad] = {}  # only targets with active requests
+        self._estimated: set[TargetId] = set()  # targets with requests whose prompt is not tracked
+        self.learnt = 0
         self._unchecked: list[str] = []  # requests that the present round of ``expire`` has yet to check
         self._closed: dict[str, int] = {}  # request -> highest attempt that has ended, oldest first
 
@@ -73,6 +83,10 @@ class LoadTracker:
         old = self._registrations.get(registration.worker)
         self._registrations[registration.worker] = registration
         self._clear_caches()
+        for rank in range(registration.dp_size, old.dp_size if old is not None else 0):
+            self.loads.remove((registration.worker, rank))
+        for rank in range(registration.dp_size):
+            self._put_target((registration.worker, rank), registration)
         return old is None or old.epoch != registration.epoch
 
     def remove_worker(self, worker: str) -> list[ActiveRequest]:
@@ -80,8 +94,10 @@ class LoadTracker:
 
         They stay active until a later attempt is admitted, they end, or they expire.
         """
-        self._registrations.pop(worker, None)
+        registration = self._registrations.pop(worker, None)
         self._clear_caches()
+        for rank in range(registration.dp_size if registration is not None else 0):
+            self.loads.remove((worker, rank))
         return self.active_at(worker)
 
     def worker(self, worker: str) -> Registration | None:
@@ -103,6 +119,24 @@ class LoadTracker:
                 target_id = (registration.worker, rank)
                 found.append(RoutingTarget(target_id, registration, self.load(target_id, now_ns)))
         return found
+
+    def stored(self, target_id: TargetId, keys: Sequence[int]) -> bool:
+        """KV events: a target now holds these blocks. Returns whether a prompt is thereby computed."""
+        return bool(self.loads.stored(target_id, keys))
+
+    def columns(self, rows: Rows, now_ns: int) -> Column:
+        """The columns of targets, with the estimated part of their backlogs."""
+        columns = self.loads.columns(rows)
+        if self._estimated:
+            for target_id in self._estimated:
+                row, held = self.loads.row(target_id), self._targets.get(target_id)
+                if row is not None and held is not None:
+                    columns[BACKLOG, rows == row] += held.prefill_tokens(now_ns, self._rate)
+        return columns
+
+    def block_size(self, model: str) -> int:
+        """The largest block size among the workers of a model."""
+        return max((each.block_size for each in self.serving(model)), default=DEFAULT_BLOCK_SIZE)
 
     def serving(self, model: str) -> list[Registration]:
         """The workers of a model, by any of its names, sorted by worker id."""
@@ -126,9 +160,22 @@ class LoadTracker:
 
     def load(self, target_id: TargetId, now_ns: int) -> Load:
         held = self._targets.get(target_id)
+        row = self.loads.row(target_id)
+        if row is None:
+            if held is None:
+                return Load()
+            return Load(len(held.requests), held.sequences, held.blocks, held.prefill_tokens(now_ns, self._rate))
+        column = self.loads.load(row)
         if held is None:
-            return Load()
-        return Load(len(held.requests), held.sequences, held.blocks, held.prefill_tokens(now_ns, self._rate))
+            return Load(slowness=column[SLOWNESS])
+        return Load(
+            len(held.requests),
+            held.sequences,
+            int(column[ACTIVE]),
+            column[BACKLOG] + held.prefill_tokens(now_ns, self._rate),
+            int(column[COMPUTING]),
+            column[SLOWNESS],
+        )
 
     def capacity(self, worker: str, rank: int = 0) -> int:
         """Further sequences that a target accepts; 0 if it is unknown or draining. Slots count per rank."""
@@ -160,6 +207,7 @@ class LoadTracker:
         echoed: bool = False,
         seq: int = 0,
         handed: bool = False,
+        keys: Sequence[int] = (),
     ) -> bool:
         """A request was sent to a worker. A later attempt replaces an earlier one, a later stage moves it on.
 
@@ -169,6 +217,7 @@ class LoadTracker:
             echoed: read from the log, which overrules what this router decided.
             seq: of the message in WORK, if read from there.
             handed: the worker receives the prompt's KV and computes none of it.
+            keys: of the full blocks of its prompt; empty: unknown.
 
         Returns: False: nothing changed, since the message repeats what is known, or a later attempt or stage was
             admitted before, or the attempt has ended.
@@ -183,7 +232,10 @@ class LoadTracker:
         if old is not None:
             if not self._replaces(old, attempt, worker, rank, later, echoed=echoed, seq=seq):
                 return False
+            keys = keys or self._keys.get(request, ())
             self._remove(old)
+        if keys:
+            self._keys[request] = keys
         block_size = self._block_size(role, worker, later)
         entry = ActiveRequest(
             request,
@@ -304,13 +356,17 @@ class LoadTracker:
         tracker = cls(prefill_tokens_per_s)
         for registration in registrations:
             tracker.put_worker(registration)
-        tracker._closed.update(state.closed)
-        for entry in state.unfinished:
-            tracker._add(entry, 0)
-        for worker, rank, tokens, at_ns in state.backlogs:
-            if (held := tracker._targets.get((worker, rank))) is not None:
-                held.backlog, held.at_ns = tokens, at_ns
+        tracker.load_state(state)
         return tracker
+
+    def load_state(self, state: LoadState) -> None:
+        """Continue from a snapshot; nothing was folded before."""
+        self._closed.update(state.closed)
+        for entry in state.unfinished:
+            self._add(entry, 0)
+        for worker, rank, tokens, at_ns in state.backlogs:
+            if (held := self._targets.get((worker, rank))) is not None:
+                held.backlog, held.at_ns = tokens, at_ns
 
     def _replaces(
         self,
@@ -345,7 +401,13 @@ class LoadTracker:
 
     def _add(self, entry: ActiveRequest, now_ns: int) -> None:
         self._requests[entry.request] = entry
-        loads = self._stage_loads[entry.request] = entry.stage_loads()
+        loads = self._stage_loads[entry.request] = []
+        computed = entry.handed
+        for stage, load in zip(entry.stages, entry.stage_loads(), strict=True):
+            # Blocks that come from another worker cannot be reused before they are there.
+            keys = () if computed or stage.role == ENCODE else self._keys.get(entry.request, ())
+            loads.append(self._tracked(entry, keys, load))
+            computed = computed or stage.role != ENCODE
         for load in loads:
             held = self._targets.get(load.target_id)
             if held is None:
@@ -354,6 +416,26 @@ class LoadTracker:
             held.backlog, held.at_ns = left + load.uncached_tokens, max(now_ns, held.at_ns)
             held.requests[entry.request] = entry
             held.add(load, +1)
+            if load.uncached_tokens:
+                self._estimated.add(load.target_id)
+
+    def _tracked(self, entry: ActiveRequest, keys: Sequence[int], load: StageLoad) -> StageLoad:
+        """Add a request to the columns of a target; returns what of it is left to estimate."""
+        registration = self._registrations.get(load.target_id[0])
+        events = self._kv_events and registration is not None and registration.kv_events
+        uncached = load.uncached_tokens if events else 0
+        task = Task(entry.request, load.target_id, keys, load.blocks, uncached, load.sequences)
+        return load._replace(uncached_tokens=0) if self.loads.add(task) else load
+
+    def _put_target(self, target_id: TargetId, registration: Registration) -> None:
+        size, blocks = registration.block_size, registration.total_blocks
+        limit = registration.slots + registration.queue
+        held = self._targets.get(target_id)
+        if self.loads.put(target_id, block_size=size, blocks=blocks, limit=limit) and held is not None:
+            for name in held.requests:  # sent there before it was registered, or before its registration was lost
+                for load in self._stage_loads[name]:
+                    if load.target_id == target_id:
+                        self.loads.add(Task(name, target_id, (), load.blocks, 0, load.sequences))
 
     def _update(self, entry: ActiveRequest) -> None:
         """Replace an entry by one with the same cost."""
@@ -363,11 +445,15 @@ class LoadTracker:
 
     def _remove(self, entry: ActiveRequest) -> None:
         del self._requests[entry.request]
+        self._keys.pop(entry.request, None)
         for load in self._stage_loads.pop(entry.request):
+            self.loads.end(entry.request, load.target_id)
             held = self._targets.get(load.target_id)
             if held is not None:  # None: a malformed route named the target twice
                 held.requests.pop(entry.request, None)
                 held.add(load, -1)
+                if not held.uncached_tokens:
+                    self._estimated.discard(load.target_id)
                 if not held.requests:
                     del self._targets[load.target_id]
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from router.load import RoutingTarget
 from schemas.fleet import Registration
 
-NEAR, MEDIUM, FAR = 0.02, 0.1, 0.5  # cost of moving a block, as a share of computing it
+NEAR, MEDIUM, FAR = 0.02, 0.1, 0.5  # cost of moving a token, as a share of computing it
 _PATHS = {NEAR: "on the same host", MEDIUM: "over RDMA", FAR: "over the network"}
 
 TransferKind = tuple[str, str, int, int, str]
@@ -106,7 +106,7 @@ class PrefillPool:
         endpoint, kind = decode.transfer, transfer_kind(decode)
         if endpoint is None or kind is None or (found := self._cheapest.get(kind)) is None:
             return None
-        step = self._weight * blocks
+        step = self._weight * blocks * decode.block_size
         cost = found.any + FAR * step
         if endpoint.rdma:
             cost = min(cost, found.rdma + MEDIUM * step)
@@ -121,7 +121,7 @@ class PrefillPool:
     def partners(self, decode: Registration, blocks: int) -> list[ScoredTarget]:
         """All partners, each with its cost including the transfer of ``blocks``."""
         kind = transfer_kind(decode)
-        step = self._weight * blocks
+        step = self._weight * blocks * decode.block_size
         return [
             ScoredTarget(target, cost + distance(target.registration, decode) * step)
             for target, cost in self.scored

@@ -4,27 +4,22 @@ An aggregated worker runs prefill and decode. A decode worker computes a prompt 
 cached, and is paired with a prefill worker otherwise. If one of these two pools is empty, the other runs both stages.
 Media go through an encode worker first, if there is one.
 
-The score of a target in mode "kv", in blocks of prompt work; the lowest wins:
-
-    single   prefill_weight · max(0, (A + P) / B − overlap_weight · C)  +  D + U
-    pair     the first term and D of the prefill worker, plus transfer · M, then D + U of the decode worker
-
-A: prompt tokens that the worker has yet to compute for others; P: tokens of this prompt; B: block size of the worker;
-C: leading prompt blocks that it caches; D: prompt blocks of its active requests that it had to compute or received;
-U: blocks that this prompt would add to them; M: blocks to move; transfer: see ``pairs``. The first term stands for the
-time to the first token, D + U for the load on batch and cache while the request runs. D of a prefill worker counts
-requests until they are known to have left it.
+In mode "kv" the score of a target is what the request costs there, in prompt tokens of work (``placement.cost``); the
+lowest wins. A pair costs its prefill stage, the transfer of the blocks (``pairs``) and its decode stage. A request that
+is held waits for a better target that is full, for at most ``PATIENCE_S`` per token that it would not have to compute.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
 
 from router import encoders
 from router.filters import Requirement, rejection
+from router.holders import TargetId
 from router.load import ENCODE, RoutingTarget
 from router.pairs import PrefillPool, describe_path
-from router.routing import RoutingContext, RoutingDecision
+from router.routing import PATIENCE_S, RoutingContext, RoutingDecision
 from router.score_table import (
     STORED_CANDIDATES,
     Rejected,
@@ -34,7 +29,7 @@ from router.score_table import (
     refusal,
     table,
 )
-from router.scoring import decode_cost, prefill_cost, score, uncached_tokens, utilization
+from router.scoring import TargetCost, target_costs, uncached_tokens, utilization
 from schemas.fleet import Registration
 from schemas.jobs import Stage
 
@@ -68,7 +63,8 @@ class _Pools(NamedTuple):
 
 def _decide_tokens(context: RoutingContext, requirement: Requirement | None = None) -> RoutingDecision:
     """One target for prefill and decode, or a pair."""
-    pools = _filter(context, requirement)
+    costs = target_costs(context) if context.mode == "kv" else {}
+    pools = _filter(context, requirement, costs)
     has_decode = pools.exists("decode")
     targets = pools.available["aggregated"]
     if has_decode:
@@ -77,10 +73,12 @@ def _decide_tokens(context: RoutingContext, requirement: Requirement | None = No
         targets = targets + pools.available["prefill"]
         prefills = None
     else:
-        prefills = _prefill_pool(context, pools)
-    scored = _score(context, context.without_avoided(targets), prefills, pools.rejected)
+        prefills = _prefill_pool(context, pools, costs)
+    scored = _score(context, context.without_avoided(targets), prefills, pools.rejected, costs)
     if not scored.targets:
         return no_target(context, pools.rejected)
+    if prefills is None and _waits_for_better(context, scored, pools.rejected, costs):
+        return refusal("better_full")
     at = context.pick(scored.scores)
     if scored.transfer_blocks and scored.transfer_blocks[at] >= 0:
         assert prefills is not None
@@ -88,12 +86,14 @@ def _decide_tokens(context: RoutingContext, requirement: Requirement | None = No
     return _single(context, at, scored, prefills, pools)
 
 
-def _filter(context: RoutingContext, requirement: Requirement | None) -> _Pools:
+def _filter(context: RoutingContext, requirement: Requirement | None, costs: Mapping[TargetId, TargetCost]) -> _Pools:
     available: dict[str, list[RoutingTarget]] = {"aggregated": [], "prefill": [], "decode": []}
     rejected: Rejected = []
     request = context.request
     for target in context.targets:
         reason = rejection(request, target, requirement)
+        if not reason and costs and target.registration.role != ENCODE and not costs[target.id].fits:
+            reason = "full"
         pool = available.get(target.registration.role)
         if pool is None:
             if reason == "encode_only":
@@ -105,16 +105,27 @@ def _filter(context: RoutingContext, requirement: Requirement | None) -> _Pools:
     return _Pools(available, rejected)
 
 
-def _prefill_pool(context: RoutingContext, pools: _Pools) -> PrefillPool | None:
+def _waits_for_better(
+    context: RoutingContext, scored: ScoredTargets, rejected: Rejected, costs: Mapping[TargetId, TargetCost]
+) -> bool:
+    """Whether a held request waits for a target that is full now, and cheaper."""
+    if context.waited_s is None or not costs:
+        return False
+    full = [costs[target.id] for target, reason in rejected if reason == "full"]
+    best = min(costs[target.id] for target in scored.targets)
+    better = min(full, default=None)
+    if better is None or better.whole >= best.whole:
+        return False
+    return context.waited_s < PATIENCE_S * (best.uncached_tokens - better.uncached_tokens)
+
+
+def _prefill_pool(context: RoutingContext, pools: _Pools, costs: Mapping[TargetId, TargetCost]) -> PrefillPool | None:
     """None: no prefill worker will ever take the request."""
     if not pools.exists("prefill"):
         return None
 
     def cost(target: RoutingTarget) -> float:
-        if context.mode != "kv":
-            return utilization(target)
-        blocks = prefill_cost(context.request, target, context.overlap(target), context.weights)
-        return blocks + target.load.active_blocks
+        return costs[target.id].prefill if costs else utilization(target)
 
     weight = context.weights.transfer if context.mode == "kv" else 0.0
     available = context.without_avoided(pools.available["prefill"])
@@ -122,28 +133,32 @@ def _prefill_pool(context: RoutingContext, pools: _Pools) -> PrefillPool | None:
 
 
 def _score(
-    context: RoutingContext, targets: list[RoutingTarget], prefills: PrefillPool | None, rejected: Rejected
+    context: RoutingContext,
+    targets: list[RoutingTarget],
+    prefills: PrefillPool | None,
+    rejected: Rejected,
+    costs: Mapping[TargetId, TargetCost],
 ) -> ScoredTargets:
     """Score every target; decode workers whose only partners are full move to ``rejected``."""
-    request, mode, weights, overlaps = context.request, context.mode, context.weights, context.overlaps
+    request = context.request
     if prefills is None:
-        return ScoredTargets(targets, [score(request, t, overlaps.get(t.id, 0), mode, weights) for t in targets], [])
+        return ScoredTargets(targets, [costs[t.id].whole if costs else utilization(t) for t in targets], [])
     scored = ScoredTargets([], [], [])
     for target in targets:
-        overlap, transfer_blocks, cost = overlaps.get(target.id, 0), -1, None
+        overlap, transfer_blocks, cost = context.overlap(target), -1, None
         if (
             target.registration.role == "decode"
-            and uncached_tokens(request, target, overlap) > weights.local_prefill_tokens
+            and uncached_tokens(request, target, overlap) > context.weights.local_prefill_tokens
         ):
-            transfer_blocks = request.prompt_blocks - min(overlap, request.prompt_blocks)
+            transfer_blocks = request.prompt_blocks - overlap
             cost = prefills.cheapest(target.registration, transfer_blocks)
             if cost is None and prefills.has_full_partner(target.registration):
                 rejected.append((target, "prefill_full"))
                 continue
         if cost is None:
-            transfer_blocks, cost = -1, score(request, target, overlap, mode, weights)
+            transfer_blocks, cost = -1, costs[target.id].whole if costs else utilization(target)
         else:
-            cost = cost + decode_cost(request, target, overlap) if mode == "kv" else utilization(target)
+            cost = cost + costs[target.id].decode if costs else utilization(target)
         scored.targets.append(target)
         scored.scores.append(cost)
         scored.transfer_blocks.append(transfer_blocks)
@@ -158,7 +173,7 @@ def _single(
     return RoutingDecision(
         (Stage(role, *target.id),),
         table(context, [candidate(context, target, scored.scores[at])], at, scored, prefills, pools.rejected),
-        min(context.request.prompt_blocks, context.overlap(target)),
+        context.overlap(target),
         how=_explain_single(context, at, scored, pools),
         kind="aggregated" if role == "aggregated" else "local",
     )
@@ -169,7 +184,7 @@ def _pair(
 ) -> RoutingDecision:
     decode, blocks, prompt_blocks = scored.targets[at], scored.transfer_blocks[at], context.request.prompt_blocks
     partners = prefills.partners(decode.registration, blocks)
-    prefill, cost = partners[context.pick([each.cost for each in partners])]
+    prefill, cost = partners[context.pick([each.cost for each in partners], stage=1)]
     lines = [
         candidate(context, prefill, cost, "", "prefill"),
         candidate(context, decode, scored.scores[at], "", "decode"),
@@ -178,7 +193,7 @@ def _pair(
     return RoutingDecision(
         (Stage("prefill", *prefill.id), Stage("decode", *decode.id)),
         table(context, lines, at, scored, prefills, rejected),
-        min(prompt_blocks, context.overlap(prefill)),
+        context.overlap(prefill),
         how=f"split: {blocks} of {prompt_blocks} blocks to compute, worth a transfer {path}",
         kind="split",
     )
@@ -237,7 +252,7 @@ def _pick_encoder(context: RoutingContext, available: list[RoutingTarget]) -> tu
     if context.mode in ("kv", "direct"):
         chosen, preferred = encoders.pick(context.request.medium, available)
         return chosen, "" if preferred else ", since the preferred one is overloaded"
-    return available[context.pick([utilization(target) for target in available])], ""
+    return available[context.pick([utilization(target) for target in available], stage=2)], ""
 
 
 def _prepend_encoder(

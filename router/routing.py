@@ -19,6 +19,7 @@ from schemas.jobs import Candidate, Stage
 
 LOCAL_PREFILL_TOKENS = 256
 TIE = 1e-6  # scores closer than this are equal
+PATIENCE_S = 0.004  # per prompt token that a better target saves: for so long a held request waits for it
 
 RouteKind = Literal["aggregated", "local", "split"]
 
@@ -66,8 +67,10 @@ class RoutingContext(msgspec.Struct, frozen=True):
     Attributes:
         targets: in the order of ``LoadTracker.targets``.
         overlaps: leading prompt blocks cached, by target (``PrefixIndex.match``); absent: none.
-        rng: breaks ties and draws in mode "random" and at a temperature above 0.
+        seed: breaks ties and draws in mode "random" and at a temperature above 0.
         turn: number of decisions before this one; used by mode "round_robin".
+        leading: leading prompt blocks that active requests have, by target; absent: none.
+        waited_s: since its arrival, if the request is held; None: it may be placed without regard to others.
     """
 
     request: RoutingRequest
@@ -75,19 +78,23 @@ class RoutingContext(msgspec.Struct, frozen=True):
     overlaps: Mapping[TargetId, int]
     mode: RouterMode
     weights: Weights
-    rng: Random
+    seed: int
     turn: int = 0
+    leading: Mapping[TargetId, int] = {}
+    waited_s: float | None = None
 
     def overlap(self, target: RoutingTarget) -> int:
-        return self.overlaps.get(target.id, 0)
+        """Leading prompt blocks that ``target`` caches, or will have computed for an active request."""
+        blocks = max(self.overlaps.get(target.id, 0), self.leading.get(target.id, 0))
+        return min(blocks, self.request.prompt_blocks)
 
-    def pick(self, scores: Sequence[float]) -> int:
-        """The position of the score to take."""
+    def pick(self, scores: Sequence[float], stage: int = 0) -> int:
+        """The position of the score to take; each ``stage`` draws anew."""
         if self.mode == "round_robin":
             return self.turn % len(scores)
         if self.mode == "random":
-            return self.rng.randrange(len(scores))
-        return _lowest(scores, self.weights.temperature, self.rng)
+            return Random(self.seed + stage).randrange(len(scores))
+        return lowest(scores, self.weights.temperature, self.seed + stage)
 
     def without_avoided(self, targets: list[RoutingTarget]) -> list[RoutingTarget]:
         """``targets`` without the workers to avoid, unless no other is left."""
@@ -126,12 +133,13 @@ class RoutingDecision(msgspec.Struct, frozen=True):
         return next(stage.worker for stage in self.route if stage.role != ENCODE)
 
 
-def _lowest(scores: Sequence[float], temperature: float, rng: Random) -> int:
+def lowest(scores: Sequence[float], temperature: float, seed: int) -> int:
+    """The position of the lowest score, or of one drawn by softmax at a temperature above 0."""
     best = min(scores)
     if temperature <= 0:
         ties = [at for at, value in enumerate(scores) if value - best <= TIE]
-        return ties[0] if len(ties) == 1 else rng.choice(ties)
+        return ties[0] if len(ties) == 1 else Random(seed).choice(ties)
     scale = (max(scores) - best) * temperature
     if scale <= 0:
-        return rng.randrange(len(scores))
-    return rng.choices(range(len(scores)), [exp((best - value) / scale) for value in scores])[0]
+        return Random(seed).randrange(len(scores))
+    return Random(seed).choices(range(len(scores)), [exp((best - value) / scale) for value in scores])[0]

@@ -29,11 +29,12 @@ from router.decider import Decider
 from router.filters import describe
 from router.held_requests import HeldRequests
 from router.holders import keys_view
-from router.job_message import build_job, build_load
+from router.job_message import DecisionInputs, build_job, build_load
 from router.load import ENCODE
 from router.maintenance import Maintenance
 from router.metrics import Metrics
 from router.pending import PendingRequest
+from router.placement.held_order import HeldOrder
 from router.recovery import Recovery
 from router.routing import RoutingDecision
 from router.terminal_publisher import TerminalPublisher
@@ -66,7 +67,8 @@ class Router:
         self._background = BackgroundTasks(bus, self.tasks)
         self.cluster = ClusterState(bus, settings)
         self._decider = Decider(self.cluster, settings, metrics)
-        self._held = HeldRequests(settings.max_pending, settings.local_prefill_tokens)
+        order = HeldOrder[PendingRequest](self.cluster.tracker, self.cluster.overlaps, by_size=settings.mode == "kv")
+        self._held = HeldRequests(settings.max_pending, settings.local_prefill_tokens, order)
         self._terminal = TerminalPublisher(
             bus, publisher, self.id, cluster=self.cluster, background=self._background, metrics=metrics
         )
@@ -148,17 +150,26 @@ class Router:
         await self.place(PendingRequest(request, message.data, message.reply, time.time_ns()))
         await self._time_slice.yield_if_spent()
 
-    async def place(self, pending: PendingRequest) -> bool:
-        """Give a request to a worker, end it, or hold it; False: it is held. Errors concern this request only."""
+    async def place(self, pending: PendingRequest, *, held: bool = False) -> bool:
+        """Give a request to a worker, end it, or hold it; False: it is held. Errors concern this request only.
+
+        Args:
+            held: it has waited for its turn, and may wait further for a better worker.
+        """
         request = pending.request
         try:
             now_ns = time.time_ns()
             if self._is_over(pending, now_ns):
                 return True
+            if not held and self._settings.mode == "kv" and self._held.is_waiting(pending):
+                self._hold(pending)
+                self._place_held_soon()  # it may be due before those
+                return False
             keys = keys_view(request.digests)
-            decision = self._decider.decide(pending, keys, now_ns)
+            waited_s = max(0, now_ns - request.created_ns) / 1e9 if held else None
+            decision, inputs = self._decider.decide(pending, keys, now_ns, held=len(self._held), waited_s=waited_s)
             if decision.route:
-                await self._publish_job(pending, decision, keys, now_ns)
+                await self._publish_job(pending, decision, inputs, keys, now_ns)
                 return True
             if decision.code is not None:
                 message = f"no worker can ever run this request: {describe(decision.reason)}"
@@ -196,7 +207,12 @@ class Router:
         return False
 
     async def _publish_job(
-        self, pending: PendingRequest, decision: RoutingDecision, keys: Sequence[int], now_ns: int
+        self,
+        pending: PendingRequest,
+        decision: RoutingDecision,
+        inputs: DecisionInputs,
+        keys: Sequence[int],
+        now_ns: int,
     ) -> None:
         """Send the job to its first worker. The request is acknowledged once the job is stored."""
         request, attempt, first = pending.request, pending.attempt, decision.route[0]
@@ -211,6 +227,7 @@ class Router:
             prompt_blocks=len(keys),
             positions=self.cluster.positions(),
             now_ns=now_ns,
+            inputs=inputs,
         )
         load = build_load(pending, decision, prefill)
         self.cluster.admit(request.id, attempt, decision.route, load, keys, now_ns)
@@ -249,7 +266,7 @@ class Router:
 
     def _hold(self, pending: PendingRequest) -> None:
         request, tracker = pending.request, self.cluster.tracker
-        if not self._held.hold(pending, len(tracker.serving(request.model)), tracker.size):
+        if not self._held.hold(pending, len(tracker.serving(request.model)), tracker.size, time.time_ns()):
             delay_ns = min(DEFERRAL_NS, max(1, request.deadline_ns - time.time_ns()))
             self._background.acknowledge(pending.reply, NAK + b' {"delay": %d}' % delay_ns)
 
@@ -262,20 +279,27 @@ class Router:
             self.tasks.spawn(self._place_held(), name="place-held")
 
     async def _place_held(self) -> None:
-        """Place held requests, the next of all lanes first, and from each lane until one has to wait."""
+        """Place held requests, the next of all lanes first, and from each lane until none has a worker."""
         self._placing_held = False
         heads = self._held.heads() if self.cluster.tracker.has_capacity() else []
         heapq.heapify(heads)
         while heads:
             _, lane = heapq.heappop(heads)
-            pending = self._held.pop(lane)
-            if pending is not None and await self.place(pending):
+            if await self._place_next(lane):
                 turn = self._held.turn(lane)
                 if turn is not None:
                     heapq.heappush(heads, (turn, lane))
             await self._time_slice.yield_if_spent()
         for puller in self._pullers:
             await puller.top_up()
+
+    async def _place_next(self, lane: str) -> bool:
+        """Place the next held request of a lane that has a worker; False: none has."""
+        for pending in self._held.candidates(lane, time.time_ns()):
+            if self._held.take(pending.request.id) is not None and await self.place(pending, held=True):
+                return True
+            await self._time_slice.yield_if_spent()
+        return False
 
     async def on_cancel(self, request_id: str, reason: str) -> None:
         """End a cancelled request if it is held here; its worker receives the same message."""
@@ -286,4 +310,4 @@ class Router:
             self._cancels.popitem(last=False)
         pending = self._held.remove(request_id)
         if pending is not None:
-            await self.place(pending)
+            await self.place(pending, held=True)

@@ -51,6 +51,10 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
     route: tuple[Stage, ...] = ()  # all stages, the chosen one first; empty: one worker does everything
     how: str = ""  # why the stages were split or not, as text
     revision: str = ""  # of the model; a worker that continues the job must serve the same
+    seed: int = 0  # of its random choices, such as ties
+    number: int = 0  # of decisions that this router had made, this one included
+    held: int = 0  # requests held at that time
+    learnt: int = 0  # prompts that the learnt costs came from
 
 
 class Job(msgspec.Struct, frozen=True, omit_defaults=True, tag="job"):

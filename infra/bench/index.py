@@ -3,7 +3,6 @@
 import argparse
 import gc
 import os
-import random
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -113,7 +112,7 @@ def sweep_figures(blocks: int) -> None:
 
 
 def decision_figures() -> None:
-    rng, request = random.Random(1), RoutingRequest(model="m", prompt_tokens=4000, max_tokens=200, prompt_blocks=125)
+    request = RoutingRequest(model="m", prompt_tokens=4000, max_tokens=200, prompt_blocks=125)
     for workers in (2, 64):
         targets = [
             RoutingTarget(
@@ -124,7 +123,7 @@ def decision_figures() -> None:
             for w in range(workers)
         ]
         overlaps = {target.id: w for w, target in enumerate(targets)}
-        cost = microseconds(lambda m=targets, o=overlaps: decide(RoutingContext(request, m, o, "kv", Weights(), rng)))  # type: ignore[misc]
+        cost = microseconds(lambda m=targets, o=overlaps: decide(RoutingContext(request, m, o, "kv", Weights(), 1)))  # type: ignore[misc]
         print(f"decide, {workers} workers: {cost:.1f} µs")
 
 

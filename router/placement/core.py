@@ -1,4 +1,4 @@
-"""Which target runs each request, and when: the placement policy of mode "kv". No NATS, clock or tasks.
+"""Which target runs each request, and when. No NATS, clock or tasks.
 
 Everything that happens is a call, with its time as an argument; decisions are return values. The same calls in the
 same order give the same decisions, so that a simulation runs exactly what a router runs:
@@ -7,29 +7,26 @@ same order give the same decisions, so that a simulation runs exactly what a rou
     arrive           a request arrived: a ``Placed``, or None: it is held
     stored           KV events: a target holds further blocks. Call it after the index has folded them. A prompt counts
                      as computed when its last full block is stored, so the first token needs no message of its own
+    moved            the prefill stage of a pair ended: the request leaves its prefill target
     ended            a request ended
     pump             after any of these: the held requests that are placed now, next first
     withdraw         a held request was cancelled or its deadline passed
 
-The prefix index is outside: ``overlaps`` is its ``match``.
+The prefix index is outside: ``overlaps`` is its ``match``. A router itself keeps its workers and requests in a
+``LoadTracker`` that follows the log, and uses ``decide`` and ``HeldOrder`` as this class does.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
+from configs.settings import RouterMode
 from router.holders import TargetId
-from router.placement.cost import Costs, costs
-from router.placement.order import SECOND_NS, WINDOW, DueOrder, due_ns
-from router.placement.target_loads import Column, Rows, TargetLoads, Task
+from router.load_tracker import LoadTracker
+from router.placement.held_order import Held, HeldOrder, Overlaps
+from router.policy import decide
+from router.routing import RoutingContext, RoutingDecision, RoutingRequest, Weights
 from schemas.fleet import Registration
-
-Overlaps = Callable[[Sequence[int]], Mapping[TargetId, int]]
-
-REFRESH_NS = SECOND_NS  # between two looks at what is cached of a held prompt
-PATIENCE_NS = 4_000_000  # per uncached token that the better target saves
-TIE = 1e-6  # costs closer than this are equal
+from schemas.jobs import LoadHeader
 
 
 class Arrival(NamedTuple):
@@ -39,7 +36,7 @@ class Arrival(NamedTuple):
         keys: of the full blocks of its prompt.
         rank: of its priority class; 0 is served first.
         seed: breaks ties.
-        ahead_of_share_s: seconds by which its tenant is ahead of its share.
+        model: "": that of the first worker.
     """
 
     id: str
@@ -50,28 +47,17 @@ class Arrival(NamedTuple):
     sequences: int = 1
     rank: int = 0
     seed: int = 0
-    ahead_of_share_s: float = 0.0
+    model: str = ""
+    max_tokens: int = 1
 
 
 class Placed(NamedTuple):
-    """A decision: ``arrival`` goes to ``target``, which has the leading ``overlap_blocks`` of its prompt or will have
-    computed them by then for another request."""
+    """A decision: ``arrival`` goes to ``target``, and from there to ``decode`` unless that is None."""
 
     arrival: Arrival
     target: TargetId
-    overlap_blocks: int
-    cost: float
-
-
-class _Held:
-    """A held request, and what its targets had of its prompt when it was looked up last."""
-
-    __slots__ = ("arrival", "cached", "looked_ns")
-
-    def __init__(self, arrival: Arrival) -> None:
-        self.arrival = arrival
-        self.cached: Mapping[TargetId, int] = {}
-        self.looked_ns = 0
+    decision: RoutingDecision
+    decode: TargetId | None = None
 
 
 class Placement:
@@ -80,155 +66,132 @@ class Placement:
         overlaps: leading blocks of a prompt that each target caches (``PrefixIndex.match``); absent: none.
     """
 
-    def __init__(self, overlaps: Overlaps) -> None:
+    def __init__(
+        self,
+        overlaps: Overlaps,
+        *,
+        mode: RouterMode = "kv",
+        weights: Weights = Weights(),  # noqa: B008  # frozen
+    ) -> None:
+        self.tracker = LoadTracker()
         self._overlaps = overlaps
-        self._loads = TargetLoads()
-        self._workers: dict[str, list[TargetId]] = {}
-        self._targets: list[TargetId] = []
-        self._rows: Rows = np.zeros(0, np.intp)
-        self._position: dict[TargetId, int] = {}  # in ``_targets``
-        self._placed: dict[str, TargetId] = {}
-        self._held: DueOrder[_Held] = DueOrder()
-        self._changed = True  # since the last ``pump`` that placed nothing
+        self._mode: RouterMode = mode
+        self._weights = weights
+        self._order: HeldOrder[Arrival] = HeldOrder(self.tracker, overlaps, by_size=mode == "kv")
+        self._decisions = 0
+        self._changed = False  # since the last ``pump`` that placed nothing
 
     def __len__(self) -> int:
         """Number of held requests."""
-        return len(self._held)
-
-    # Workers
+        return len(self._order.queue)
 
     def join(self, registration: Registration) -> None:
         """A worker registered, or its registration changed."""
-        worker = registration.worker
-        targets = [(worker, rank) for rank in range(registration.dp_size)]
-        for target in set(self._workers.get(worker, ())) - set(targets):
-            self._loads.remove(target)
-        self._workers[worker] = targets
-        for target in targets:
-            self._loads.put(
-                target,
-                block_size=registration.block_size,
-                blocks=registration.total_blocks,
-                limit=registration.slots + registration.queue,
-            )
-        self._renumber()
+        self.tracker.put_worker(registration)
+        self._changed = True
 
     def leave(self, worker: str) -> list[str]:
         """A worker left. Returns the requests that were placed there: they have to arrive again."""
-        lost = [task.request for target in self._workers.pop(worker, ()) for task in self._loads.remove(target)]
-        for request in lost:
-            del self._placed[request]
-        self._renumber()
-        return lost
-
-    # Requests
+        lost = self.tracker.remove_worker(worker)
+        for entry in lost:
+            self.tracker.release(entry.request, entry.attempt)
+        self._changed = True
+        return [entry.request for entry in lost]
 
     def arrive(self, arrival: Arrival, now_ns: int) -> Placed | None:
         """Place a request at once, if none is held and a target has room; hold it otherwise."""
-        if not len(self._held) and self._targets:
-            cached = self._overlaps(arrival.keys)
-            found = self._costs(arrival, cached)
-            at = self._cheapest(found, arrival.seed)
-            if at is not None:
-                return self._place(arrival, at, found, cached)
-        held = _Held(arrival)
-        self._held.push(arrival.id, held, self._look(held, now_ns))
+        request = self._request(arrival)
+        if not len(self):
+            decision = self._decide(arrival, request, self._overlaps(arrival.keys), now_ns, None)
+            if decision.route:
+                return self._place(arrival, decision, now_ns)
+        held = Held(arrival, request, arrival.keys)
+        self._order.push(
+            arrival.id,
+            held,
+            rank=arrival.rank,
+            arrived_ns=arrival.arrived_ns,
+            deadline_ns=arrival.deadline_ns,
+            now_ns=now_ns,
+        )
         self._changed = True
         return None
 
     def withdraw(self, request: str) -> bool:
         """Remove a held request; False: it is not held."""
-        return self._held.remove(request) is not None
+        return self._order.queue.remove(request) is not None
 
     def stored(self, target: TargetId, keys: Sequence[int]) -> None:
         """KV events: ``target`` now holds these blocks."""
-        if self._loads.stored(target, keys):
+        if self.tracker.loads.stored(target, keys):
+            self._changed = True
+
+    def moved(self, request: str, now_ns: int) -> None:
+        """A request left its prefill target for its decode target."""
+        entry = self.tracker.request(request)
+        if entry is not None and entry.later:
+            load = LoadHeader(entry.prompt_tokens, entry.cached_tokens, "", 1 << 62, "", entry.n, entry.later)
+            first = entry.later[0]
+            self.tracker.admit(request, entry.attempt, first.worker, load, now_ns=now_ns, echoed=True, handed=True)
             self._changed = True
 
     def ended(self, request: str) -> None:
         """A request ended; unknown requests are ignored."""
-        target = self._placed.pop(request, None)
-        if target is not None:
-            self._loads.end(request, target)
+        if self.tracker.finish(request) is not None:
             self._changed = True
 
     def pump(self, now_ns: int) -> Iterator[Placed]:
         """The held requests that have a target now. Each is placed before the next one is considered."""
-        if not len(self._held) or not self._targets:
+        if not len(self):
             return
-        self._refresh(now_ns)
+        self._order.refresh(now_ns)
         while self._changed:
             self._changed = False
-            for held in self._held.first(WINDOW):
-                placed = self._try(held, now_ns)
-                if placed is not None:
+            for entry in self._order.candidates("", now_ns):
+                held = entry.item
+                waited_s = (now_ns - entry.arrived_ns) / 1e9
+                decision = self._decide(held.item, held.request, held.cached, now_ns, waited_s)
+                if decision.route:
+                    self._order.queue.take(entry.id)
                     self._changed = True
-                    yield placed
+                    yield self._place(held.item, decision, now_ns)
+                    break
 
-    def _try(self, held: _Held, now_ns: int) -> Placed | None:
-        arrival = held.arrival
-        found = self._costs(arrival, held.cached)
-        at = self._cheapest(found, arrival.seed)
-        if at is None:
-            return None
-        best = int(found.cost.argmin())
-        saved = float(found.uncached_tokens[at] - found.uncached_tokens[best])
-        if not found.fits[best] and saved > 0 and now_ns - arrival.arrived_ns < PATIENCE_NS * saved:
-            return None
-        self._held.remove(arrival.id)
-        return self._place(arrival, at, found, held.cached)
+    def _request(self, arrival: Arrival) -> RoutingRequest:
+        workers = self.tracker.workers()
+        model = arrival.model or (workers[0].model if workers else "")
+        blocks, n = len(arrival.keys), arrival.sequences
+        return RoutingRequest(model, arrival.prompt_tokens, arrival.max_tokens, prompt_blocks=blocks, n=n)
 
-    def _place(self, arrival: Arrival, at: int, found: Costs, cached: Mapping[TargetId, int]) -> Placed:
-        target = self._targets[at]
-        uncached = int(found.uncached_tokens[at])
-        self._placed[arrival.id] = target
-        self._loads.add(Task(arrival.id, target, arrival.keys, len(arrival.keys), uncached, arrival.sequences))
-        return Placed(arrival, target, cached.get(target, 0), float(found.cost[at]))
-
-    # Costs
-
-    def _costs(self, arrival: Arrival, cached: Mapping[TargetId, int]) -> Costs:
-        return costs(
-            (arrival.prompt_tokens, len(arrival.keys), arrival.sequences),
-            self._column(cached),
-            self._column(self._loads.prefixes(arrival.keys)),
-            self._loads.columns(self._rows),
+    def _decide(
+        self,
+        arrival: Arrival,
+        request: RoutingRequest,
+        cached: Mapping[TargetId, int],
+        now_ns: int,
+        waited_s: float | None,
+    ) -> RoutingDecision:
+        self._decisions += 1
+        context = RoutingContext(
+            request,
+            self.tracker.targets(now_ns, request.model),
+            cached,
+            self._mode,
+            self._weights,
+            arrival.seed,
+            self._decisions,
+            self.tracker.loads.prefixes(arrival.keys),
+            waited_s,
         )
+        return decide(context)
 
-    def _cheapest(self, found: Costs, seed: int) -> int | None:
-        """The position of the cheapest target with room; None: there is none."""
-        if not found.fits.any():
-            return None
-        cost = np.where(found.fits, found.cost, np.inf)
-        ties = np.flatnonzero(cost <= cost.min() + TIE)
-        return int(ties[seed % len(ties)])
-
-    def _column(self, blocks: Mapping[TargetId, int]) -> Column:
-        column = np.zeros(len(self._targets))
-        position = self._position
-        for target, count in blocks.items():
-            at = position.get(target)
-            if at is not None:
-                column[at] = count
-        return column
-
-    def _refresh(self, now_ns: int) -> None:
-        for held in self._held:
-            if now_ns - held.looked_ns >= REFRESH_NS:
-                self._held.move(held.arrival.id, self._look(held, now_ns))
-                self._changed = True
-
-    def _look(self, held: _Held, now_ns: int) -> int:
-        """Look up what is cached of a held prompt; returns when the request is due."""
-        arrival = held.arrival
-        held.cached, held.looked_ns = self._overlaps(arrival.keys), now_ns
-        uncached = float(arrival.prompt_tokens)
-        if self._targets:
-            uncached = float(self._costs(arrival, held.cached).uncached_tokens.min())
-        return due_ns(arrival.arrived_ns, arrival.deadline_ns, arrival.rank, uncached, arrival.ahead_of_share_s)
-
-    def _renumber(self) -> None:
-        self._targets = [target for worker in sorted(self._workers) for target in self._workers[worker]]
-        self._position = {target: at for at, target in enumerate(self._targets)}
-        self._rows = np.array([self._loads.row(target) for target in self._targets], np.intp)
-        self._changed = True
+    def _place(self, arrival: Arrival, decision: RoutingDecision, now_ns: int) -> Placed:
+        route = decision.route
+        first = route[0]
+        size = self.tracker.block_size(arrival.model or self.tracker.workers()[0].model)
+        load = LoadHeader(
+            arrival.prompt_tokens, decision.overlap_blocks * size, "", 1 << 62, "", arrival.sequences, route
+        )
+        self.tracker.admit(arrival.id, 1, first.worker, load, now_ns=now_ns, keys=arrival.keys)
+        decode = (route[-1].worker, route[-1].rank) if len(route) > 1 else None
+        return Placed(arrival, (first.worker, first.rank), decision, decode)

@@ -1,15 +1,18 @@
 """What a request costs at each target, in prompt tokens of work. Pure.
 
-    cost = slowness · (A + 2 u + u · d / 64) + D / 16
+    whole request   slowness · (A + 2 u + u · d / 64  +  D / 16)
+    prefill stage   slowness · (A + 2 u               +  D / 16)
+    decode stage    slowness · (                         D / 16)
 
 u: tokens of the prompt that the target neither caches nor is about to compute for another request, at least 1
 A: tokens that it has yet to compute for other requests, which come first
 d: sequences that it is decoding, each of which u holds up
 D: tokens in the KV blocks of its active requests, with this one; they slow every step down
+slowness: time per token relative to the other targets, learnt
 
-u counts twice: once for this request, once for those that come behind it. ``slowness`` is time per token relative to
-the other targets. A target has room for a request if it is idle, or if the blocks of all its active prompts, one for
-the answer of each sequence included, fill at most ``FILL`` of its KV cache, and it accepts another sequence.
+u counts twice: once for this request, once for those that come behind it. A target has room for a request if it is
+idle, or if the blocks of all its active prompts, one for the answer of each sequence included, fill at most ``FILL`` of
+its KV cache, and it accepts another sequence.
 """
 
 from typing import NamedTuple
@@ -26,7 +29,6 @@ from router.placement.target_loads import (
     LIMIT,
     SEQUENCES,
     SLOWNESS,
-    UNTRACKED,
     Column,
 )
 
@@ -35,34 +37,57 @@ OWN_WORK = 2.0
 HELD_UP = 1 / 64
 OCCUPANCY = 1 / 16
 
-
 Size = float | Column
+
+
+class RequestSize(NamedTuple):
+    """The size of a request, or of several: each field is then a column of shape (requests, 1).
+
+    Attributes:
+        tokens: to be in the cache before the first new token.
+        blocks: full blocks of the prompt, at most so many can be reused.
+    """
+
+    tokens: Size
+    blocks: Size
+    sequences: Size
 
 
 class Costs(NamedTuple):
     """By request and target, or by target alone."""
 
-    cost: Column
+    whole: Column
+    prefill: Column
+    decode: Column
     uncached_tokens: Column
     fits: NDArray[np.bool_]
 
 
-def costs(sizes: tuple[Size, Size, Size], cached: Column, leading: Column, at: Column) -> Costs:
+def costs(
+    size: RequestSize,
+    cached: Column,
+    leading: Column,
+    at: Column,
+    *,
+    overlap_weight: float = 1.0,
+    prefill_weight: float = 1.0,
+) -> Costs:
     """
     Args:
-        sizes: of the request: tokens of the prompt, its full blocks, sequences. For several requests at once each is
-            a column of shape (requests, 1).
         cached: leading blocks cached, by target; for several requests of shape (requests, targets).
         leading: the same for blocks of active requests.
         at: the targets' columns.
+        overlap_weight: of a reused token.
+        prefill_weight: of a token to compute.
     """
-    prompt_tokens, blocks, sequences = sizes
-    size, active = at[BLOCK_SIZE], at[ACTIVE] + at[UNTRACKED]
-    present = np.minimum(np.maximum(cached, leading), blocks)
-    uncached = np.maximum(1.0, prompt_tokens - size * present)
-    occupied = active + at[SEQUENCES] + (blocks - np.minimum(leading, blocks))
-    decoding = at[SEQUENCES] - at[COMPUTING]
-    work = at[BACKLOG] + uncached * (OWN_WORK + HELD_UP * decoding)
-    idle = at[SEQUENCES] == 0
-    fits = (occupied + sequences <= FILL * at[BLOCKS]) & (at[SEQUENCES] + sequences <= at[LIMIT]) | idle
-    return Costs(at[SLOWNESS] * work + OCCUPANCY * size * occupied, uncached, fits)
+    block_size, slowness, running = at[BLOCK_SIZE], at[SLOWNESS], at[SEQUENCES]
+    present = block_size * np.minimum(np.maximum(cached, leading), size.blocks)
+    uncached = np.maximum(1.0, size.tokens - present)
+    work = uncached if overlap_weight == 1.0 else np.maximum(1.0, size.tokens - overlap_weight * present)
+    occupied = at[ACTIVE] + running + (size.tokens // block_size - np.minimum(leading, size.blocks))
+    decode = slowness * OCCUPANCY * block_size * occupied
+    scale = prefill_weight * slowness
+    prefill = scale * (at[BACKLOG] + OWN_WORK * work) + decode
+    whole = prefill + scale * HELD_UP * work * (running - at[COMPUTING])
+    room = (occupied + size.sequences <= FILL * at[BLOCKS]) & (running + size.sequences <= at[LIMIT])
+    return Costs(whole, prefill, decode, uncached, room | (running == 0))

@@ -15,16 +15,15 @@ from router.placement.active_prefixes import ActivePrefixes
 Rows = NDArray[np.intp]
 Column = NDArray[np.float64]
 
-COLUMNS = 9
-BLOCK_SIZE, BLOCKS, LIMIT, SEQUENCES, ACTIVE, BACKLOG, COMPUTING, SLOWNESS, UNTRACKED = range(COLUMNS)
+COLUMNS = 8
+BLOCK_SIZE, BLOCKS, LIMIT, SEQUENCES, ACTIVE, BACKLOG, COMPUTING, SLOWNESS = range(COLUMNS)
 
 
 class Task(NamedTuple):
     """A request at one target, from its placement to its end.
 
     Attributes:
-        keys: of the full blocks of its prompt; empty: unknown, ``blocks`` counts them.
-        blocks: prompt blocks that no other active request of the target has, at the time of the placement.
+        keys: of the full blocks of its prompt; empty: unknown, ``blocks`` is how many count.
         uncached_tokens: prompt tokens that the target has to compute.
         sequences: generated from the prompt.
     """
@@ -42,8 +41,7 @@ class TargetLoads:
 
     Columns: BLOCK_SIZE in tokens; BLOCKS of the KV cache; LIMIT and number of SEQUENCES; ACTIVE, distinct prompt blocks
     of unfinished requests; BACKLOG, uncached prompt tokens that are not computed yet; COMPUTING, sequences whose prompt
-    is not computed yet; SLOWNESS, time per token relative to the model's other targets; UNTRACKED, blocks of requests
-    whose keys are unknown.
+    is not computed yet; SLOWNESS, time per token relative to the model's other targets.
     """
 
     def __init__(self) -> None:
@@ -54,20 +52,26 @@ class TargetLoads:
         self._tasks: dict[tuple[str, TargetId], Task] = {}
         self._computing: dict[TargetId, dict[int, dict[str, Task]]] = {}  # by last key of the prompt and request
 
-    def row(self, target: TargetId) -> int:
-        """
-        Raises:
-            KeyError: the target is unknown.
-        """
-        return self._rows[target]
+    def row(self, target: TargetId) -> int | None:
+        """The column of a target; None: it is unknown."""
+        return self._rows.get(target)
+
+    def block_size(self, target: TargetId) -> int:
+        return int(self._columns[BLOCK_SIZE, self._rows[target]])
 
     def columns(self, rows: Rows) -> Column:
         """(COLUMNS, len(rows)), a copy."""
         return self._columns[:, rows]
 
-    def put(self, target: TargetId, *, block_size: int, blocks: int, limit: int) -> None:
-        """Add a target, or change its capacity."""
+    def load(self, row: int) -> list[float]:
+        """All columns of one target."""
+        values: list[float] = self._columns[:, row].tolist()
+        return values
+
+    def put(self, target: TargetId, *, block_size: int, blocks: int, limit: int) -> bool:
+        """Add a target, or change its capacity; True: it is new."""
         row = self._rows.get(target)
+        new = row is None
         if row is None:
             row = self._rows[target] = self._free.pop() if self._free else len(self._rows)
             if row == self._columns.shape[1]:
@@ -75,6 +79,7 @@ class TargetLoads:
             self._columns[:, row] = 0.0
             self._columns[SLOWNESS, row] = 1.0
         self._columns[[BLOCK_SIZE, BLOCKS, LIMIT], row] = block_size, blocks, limit
+        return new
 
     def remove(self, target: TargetId) -> list[Task]:
         """Remove a target and return its tasks."""
@@ -89,22 +94,27 @@ class TargetLoads:
         self._prefixes.forget(target)
         return lost
 
-    def add(self, task: Task) -> None:
-        """A request was sent to its target; unknown targets are ignored."""
+    def add(self, task: Task) -> bool:
+        """A request was sent to its target; unknown targets are ignored.
+
+        Returns: whether ``stored`` will find when its prompt is computed, so that it counts in BACKLOG until then.
+        """
         row = self._rows.get(task.target)
         if row is None or (task.request, task.target) in self._tasks:
-            return
+            return False
         self._tasks[task.request, task.target] = task
         columns = self._columns
         columns[SEQUENCES, row] += task.sequences
         if task.keys:
             columns[ACTIVE, row] += self._prefixes.add(task.target, task.keys)
         else:
-            columns[UNTRACKED, row] += task.blocks
-        if task.uncached_tokens >= columns[BLOCK_SIZE, row] and task.keys:
-            self._computing.setdefault(task.target, {}).setdefault(task.keys[-1], {})[task.request] = task
-            columns[BACKLOG, row] += task.uncached_tokens
-            columns[COMPUTING, row] += task.sequences
+            columns[ACTIVE, row] += task.blocks
+        if task.uncached_tokens < columns[BLOCK_SIZE, row] or not task.keys:
+            return False
+        self._computing.setdefault(task.target, {}).setdefault(task.keys[-1], {})[task.request] = task
+        columns[BACKLOG, row] += task.uncached_tokens
+        columns[COMPUTING, row] += task.sequences
+        return True
 
     def stored(self, target: TargetId, keys: Sequence[int]) -> list[Task]:
         """KV events: ``target`` now holds these blocks. Returns the tasks whose prompt is thereby computed."""
@@ -127,7 +137,7 @@ class TargetLoads:
         if task.keys:
             columns[ACTIVE, row] -= self._prefixes.remove(target, task.keys)
         else:
-            columns[UNTRACKED, row] -= task.blocks
+            columns[ACTIVE, row] -= task.blocks
         return task
 
     def prefixes(self, keys: Sequence[int]) -> dict[TargetId, int]:

@@ -1,6 +1,5 @@
 """Requests for images and videos go to diffusion workers, and no other request does."""
 
-from random import Random
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ def member(worker: str, made: Diffuser | None = IMAGES, load: Load = IDLE, **mor
 
 
 def pick(ask: RoutingRequest, *members: RoutingTarget, mode: RouterMode = "kv") -> Any:
-    return decide(RoutingContext(ask, members, {}, mode, Weights(), Random(1)))
+    return decide(RoutingContext(ask, members, {}, mode, Weights(), 1))
 
 
 @pytest.mark.parametrize("mode", MODES)

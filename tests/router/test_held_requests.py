@@ -3,7 +3,9 @@
 from typing import Any
 
 from router.held_requests import HeldRequests
+from router.load_tracker import LoadTracker
 from router.pending import PendingRequest
+from router.placement.held_order import HeldOrder
 from schemas.requests import Priority
 from tests.workers.support import MODEL, request
 
@@ -14,13 +16,17 @@ def pending(model: str = MODEL, reply: str = "reply", **options: Any) -> Pending
     return PendingRequest(request(model=model, **options), b"", reply, 0)
 
 
+def made(max_pending: int) -> HeldRequests:
+    return HeldRequests(max_pending, 256, HeldOrder(LoadTracker(), lambda _: {}))
+
+
 def fill(held: HeldRequests, model: str, count: int, serving: int, registered: int) -> int:
     """How many of ``count`` requests are held."""
     return sum(held.hold(pending(model), serving, registered) for _ in range(count))
 
 
 def test_a_model_leaves_space_for_requests_of_others() -> None:
-    held = HeldRequests(16, 256)
+    held = made(16)
     assert fill(held, "missing", 10, serving=0, registered=3) == 4, "a quarter of the class"
     assert fill(held, "absent", 10, serving=0, registered=3) == 0, "which models without workers share"
     assert fill(held, "busy", 10, serving=2, registered=3) == 8, "half of the class"
@@ -29,19 +35,19 @@ def test_a_model_leaves_space_for_requests_of_others() -> None:
 
 
 def test_the_only_model_may_take_all_the_space() -> None:
-    held = HeldRequests(16, 256)
+    held = made(16)
     assert fill(held, MODEL, 16, serving=3, registered=3) == 16
     assert held.space(STANDARD) == 0
 
 
 def test_a_later_attempt_is_held_beyond_the_share_of_its_model() -> None:
-    held = HeldRequests(4, 256)
+    held = made(4)
     assert fill(held, "missing", 2, serving=0, registered=3) == 1
     assert held.hold(pending("missing", reply=""), 0, 3)
 
 
 def test_space_is_free_again_however_a_request_leaves() -> None:
-    held = HeldRequests(16, 256)
+    held = made(16)
     gone = [pending(deadline_s=-1.0), pending(), pending(), pending()]
     for each in gone:
         assert held.hold(each, 1, 2)
@@ -53,13 +59,14 @@ def test_space_is_free_again_however_a_request_leaves() -> None:
     assert gone[2].request.id in held
     held.release(gone[2].request.id, "reply")
     ((_, lane),) = held.heads()
-    assert held.pop(lane) is gone[3]
+    assert held.candidates(lane, now_ns) == []
+    assert held.take(gone[3].request.id) is gone[3]
     assert (held.space(STANDARD), len(held), held.heads()) == (16, 0, [])
     assert fill(held, MODEL, 10, serving=1, registered=2) == 8, "the share of the model, too"
 
 
 def test_deferred_requests_are_named_once_and_held_ones_while_the_router_reads() -> None:
-    held = HeldRequests(4, 256)
+    held = made(4)
     kept, deferred = pending("missing", reply="a"), pending("missing", reply="b")
     assert held.hold(kept, 0, 3)
     assert not held.hold(deferred, 0, 3)

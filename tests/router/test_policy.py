@@ -1,6 +1,5 @@
 """Decisions: a golden score table, and what no decision may ever do."""
 
-from random import Random
 from typing import Any
 
 import pytest
@@ -10,10 +9,11 @@ from hypothesis import strategies as st
 from configs.settings import RouterMode
 from router.filters import rejection
 from router.load import Load, RoutingTarget
+from router.placement.cost import HELD_UP, OCCUPANCY, OWN_WORK
 from router.policy import decide
 from router.routing import RoutingContext, RoutingRequest, Weights
 from router.score_table import STORED_CANDIDATES
-from router.scoring import score
+from router.scoring import target_costs, utilization
 from schemas.errors import Code
 from schemas.fleet import Registration, State
 
@@ -36,7 +36,7 @@ EDITING: dict[str, Any] = {"logits_processors": ("x", "y", "z")}
 
 def test_golden_score_table() -> None:
     members = [
-        member("busy", load=Load(2, 2, 30, 64.0)),
+        member("busy", load=Load(2, 2, 30, 2000.0)),
         member("idle"),
         member("full", load=Load(4, 4)),
         member("leaving", state=State.draining),
@@ -47,12 +47,12 @@ def test_golden_score_table() -> None:
     members[-1] = RoutingTarget(
         ("elsewhere", 0), Registration("e", "x", "aggregated", "mock", 1, 32, 9, 9, 9999), Load()
     )
-    choice = decide(RoutingContext(ASK, members, {("busy", 0): 10, ("idle", 0): 2}, "kv", Weights(), Random(0)))
+    choice = decide(RoutingContext(ASK, members, {("busy", 0): 10, ("idle", 0): 2}, "kv", Weights(), 0))
     assert choice.chosen == ("idle", 0)
     assert choice.overlap_blocks == 2
     assert [(c.worker, c.score, c.excluded) for c in choice.candidates] == [
-        ("idle", 330 / 32 - 2 + 10 - 2, ""),
-        ("busy", (64 + 330) / 32 - 10 + 30, ""),
+        ("idle", OWN_WORK * (330 - 64) + OCCUPANCY * 32 * 10, ""),
+        ("busy", 2000 + (OWN_WORK + 2 * HELD_UP) * (330 - 320) + OCCUPANCY * 32 * (30 + 2 + 10), ""),
         ("full", 0.0, "full"),
         ("leaving", 0.0, "draining"),
         ("small", 0.0, "too_small"),
@@ -61,13 +61,13 @@ def test_golden_score_table() -> None:
 
 
 def test_overlap_wins_until_load_outweighs_it() -> None:
-    def pick(active: int) -> str:
-        members = [member("holder", load=Load(1, 1, active)), member("idle")]
-        chosen = decide(RoutingContext(ASK, members, {("holder", 0): 8}, "kv", Weights(), Random(0))).chosen
+    def pick(backlog: float) -> str:
+        members = [member("holder", load=Load(1, 1, 0, backlog)), member("idle")]
+        chosen = decide(RoutingContext(ASK, members, {("holder", 0): 8}, "kv", Weights(), 0)).chosen
         assert chosen
         return chosen[0]
 
-    assert [pick(active) for active in (0, 15, 17, 40)] == ["holder", "holder", "idle", "idle"]
+    assert [pick(backlog) for backlog in (0, 480, 540, 2000)] == ["holder", "holder", "idle", "idle"]
 
 
 LOADS = st.builds(Load, st.integers(0, 6), st.integers(0, 6), st.integers(0, 200), st.floats(0, 10_000))
@@ -95,15 +95,17 @@ def test_a_decision_is_allowed_repeatable_and_explained(
 ) -> None:
     overlaps = {m.id: held[i] for i, m in enumerate(members) if i in held}
     weights = Weights(temperature=temperature)
-    choice = decide(RoutingContext(ASK, members, overlaps, mode, weights, Random(seed), turn=seed))
-    assert choice == decide(RoutingContext(ASK, members, overlaps, mode, weights, Random(seed), turn=seed))
-    usable = {m.id: m for m in members if not rejection(ASK, m)}
+    choice = decide(RoutingContext(ASK, members, overlaps, mode, weights, seed, turn=seed))
+    assert choice == decide(RoutingContext(ASK, members, overlaps, mode, weights, seed, turn=seed))
+    context = RoutingContext(ASK, members, overlaps, mode, weights, seed, turn=seed)
+    costs = target_costs(context)
+    usable = {m.id: m for m in members if not rejection(ASK, m) and (mode != "kv" or costs[m.id].fits)}
     assert (choice.chosen in usable) == bool(usable)
     assert len(choice.candidates) == min(STORED_CANDIDATES, len(members))
     if choice.chosen is None:
         assert choice.reason
         return
-    scores = {p: score(ASK, m, overlaps.get(p, 0), mode, weights) for p, m in usable.items()}
+    scores = {p: costs[p].whole if mode == "kv" else utilization(m) for p, m in usable.items()}
     first = choice.candidates[0]
     assert (first.worker, first.rank) == choice.chosen
     assert first.score == scores[choice.chosen]
@@ -113,16 +115,16 @@ def test_a_decision_is_allowed_repeatable_and_explained(
 
 
 def test_ties_are_broken_evenly_and_round_robin_takes_turns() -> None:
-    members, rng = [member(f"w{i}") for i in range(4)], Random(3)
-    picks = [decide(RoutingContext(ASK, members, {}, "kv", Weights(), rng)).chosen for _ in range(400)]
+    members = [member(f"w{i}") for i in range(4)]
+    picks = [decide(RoutingContext(ASK, members, {}, "kv", Weights(), seed)).chosen for seed in range(400)]
     assert min(picks.count(m.id) for m in members) > 60
-    turns = [decide(RoutingContext(ASK, members, {}, "round_robin", Weights(), rng, turn=t)).chosen for t in range(8)]
+    turns = [decide(RoutingContext(ASK, members, {}, "round_robin", Weights(), 0, turn=t)).chosen for t in range(8)]
     assert turns == [m.id for m in members] * 2
 
 
 def test_temperature_prefers_the_better_without_always_taking_it() -> None:
-    members, rng = [member("a"), member("b", load=Load(1, 1, 50))], Random(5)
-    picks = [decide(RoutingContext(ASK, members, {}, "kv", Weights(temperature=1.0), rng)).chosen for _ in range(400)]
+    members, weights = [member("a"), member("b", load=Load(1, 1, 50))], Weights(temperature=1.0)
+    picks = [decide(RoutingContext(ASK, members, {}, "kv", weights, seed)).chosen for seed in range(400)]
     assert 50 < picks.count(("b", 0)) < 160  # softmax over 0 and 1: 27 %
 
 
@@ -142,7 +144,7 @@ def test_temperature_prefers_the_better_without_always_taking_it() -> None:
 def test_a_refusal_says_why_and_whether_waiting_helps(
     members: list[RoutingTarget], ask: RoutingRequest, mode: RouterMode, reason: str, code: Code | None
 ) -> None:
-    choice = decide(RoutingContext(ask, members, {}, mode, Weights(), Random(0)))
+    choice = decide(RoutingContext(ask, members, {}, mode, Weights(), 0))
     assert (choice.chosen, choice.reason, choice.code) == (None, reason, code)
 
 
@@ -150,14 +152,14 @@ def test_direct_finds_a_worker_by_id_or_name_and_no_other() -> None:
     members = [member("a"), member("b", name="named")]
     for wanted in ("b", "named"):
         ask = RoutingRequest("m", 1, 1, worker=wanted)
-        assert decide(RoutingContext(ask, members, {}, "direct", Weights(), Random(0))).chosen == ("b", 0)
+        assert decide(RoutingContext(ask, members, {}, "direct", Weights(), 0)).chosen == ("b", 0)
 
 
 def test_only_a_worker_with_all_the_logits_processors_is_taken() -> None:
     busy = member("b", load=Load(3, 3, 500), **EDITING)
     members = [member("a", logits_processors=("x",)), busy, member("c")]
-    assert decide(RoutingContext(EDITED, members, {}, "kv", Weights(), Random(0))).chosen == busy.id
-    assert decide(RoutingContext(ASK, members, {}, "kv", Weights(), Random(0))).chosen != busy.id
+    assert decide(RoutingContext(EDITED, members, {}, "kv", Weights(), 0)).chosen == busy.id
+    assert decide(RoutingContext(ASK, members, {}, "kv", Weights(), 0)).chosen != busy.id
 
 
 def test_an_empty_worker_takes_a_request_wider_than_its_slots_and_a_busy_one_does_not() -> None:
@@ -169,5 +171,5 @@ def test_an_empty_worker_takes_a_request_wider_than_its_slots_and_a_busy_one_doe
 def test_a_worker_that_failed_the_request_is_taken_only_if_it_is_the_last() -> None:
     ask = RoutingRequest("m", 330, 100, 10, avoid=frozenset({"a"}))
     both = [member("a"), member("b", load=Load(1, 1, 500))]
-    assert decide(RoutingContext(ask, both, {("a", 0): 10}, "kv", Weights(), Random(0))).chosen == ("b", 0)
-    assert decide(RoutingContext(ask, both[:1], {}, "kv", Weights(), Random(0))).chosen == ("a", 0)
+    assert decide(RoutingContext(ask, both, {("a", 0): 10}, "kv", Weights(), 0)).chosen == ("b", 0)
+    assert decide(RoutingContext(ask, both[:1], {}, "kv", Weights(), 0)).chosen == ("a", 0)

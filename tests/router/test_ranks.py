@@ -1,7 +1,6 @@
 """Ranks from a worker's engine to a router's decision: each has a cache, a sequence of batches, a dump and a score."""
 
 from array import array
-from random import Random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -104,7 +103,7 @@ def test_a_prompt_goes_to_the_rank_that_holds_it(rank: int, seed: int) -> None:
     overlaps = index.match(keys_view(digests_of(prompt)))
     assert overlaps == {("w", rank): 3}
     ask = RoutingRequest("m", len(prompt), 1, prompt_blocks=3)
-    choice = decide(RoutingContext(ask, fleet.targets(0, "m"), overlaps, "kv", Weights(), Random(seed)))
+    choice = decide(RoutingContext(ask, fleet.targets(0, "m"), overlaps, "kv", Weights(), seed))
     assert choice.chosen == ("w", rank)
     assert choice.overlap_blocks == 3
     assert {candidate.rank for candidate in choice.candidates} == set(range(RANKS))

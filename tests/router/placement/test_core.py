@@ -53,7 +53,7 @@ def test_a_prompt_follows_its_cached_prefix() -> None:
     placed = core.arrive(arrival("r", 12), 0)
     assert target(placed) == "w2"
     assert placed is not None
-    assert placed.overlap_blocks == 10
+    assert placed.decision.overlap_blocks == 10
 
 
 def test_a_prompt_follows_the_same_prefix_of_a_request_that_is_not_computed_yet() -> None:
