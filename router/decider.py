@@ -10,8 +10,8 @@ from router.cluster_state import ClusterState
 from router.job_message import DecisionInputs
 from router.metrics import Metrics
 from router.pending import PendingRequest, required_revision, routing_request
-from router.policy import decide
-from router.routing import RoutingContext, RoutingDecision, RoutingRequest, Weights
+from router.placement.decisions import Decisions
+from router.routing import RoutingDecision, RoutingRequest, Weights
 
 log = structlog.get_logger("router")
 
@@ -20,14 +20,15 @@ class Decider:
     def __init__(self, cluster: ClusterState, settings: RouterSettings, metrics: Metrics) -> None:
         self._cluster = cluster
         self._metrics = metrics
-        self._mode = settings.mode
-        self._weights = Weights(
+        weights = Weights(
             settings.overlap_weight,
             settings.prefill_weight,
             settings.temperature,
             settings.transfer_weight,
             settings.local_prefill_tokens,
         )
+        self._policy = Decisions(cluster.tracker, settings.mode, weights)
+        self.pools = self._policy.pools
         self._seeds = random.Random(settings.seed or None)
         self._decisions = 0
 
@@ -44,19 +45,17 @@ class Decider:
         request = self.request(pending, keys)
         self._decisions += 1
         inputs = DecisionInputs(self._seeds.getrandbits(32), self._decisions, held, tracker.learnt)
-        whole = pending.computes_whole_prompt
-        context = RoutingContext(
+        reusable: Sequence[int] = () if pending.computes_whole_prompt else keys
+        decision = self._policy.decide(
             request,
-            tracker.targets(now_ns, request.model),
-            {} if whole else self._cluster.overlaps(keys),
-            self._mode,
-            self._weights,
-            inputs.seed,
-            inputs.number,
-            {} if whole or self._mode != "kv" else tracker.loads.prefixes(keys),
-            waited_s,
+            reusable,
+            self._cluster.overlaps(reusable),
+            now_ns=now_ns,
+            seed=inputs.seed,
+            turn=inputs.number,
+            waited_s=waited_s,
         )
-        return decide(context), inputs
+        return decision, inputs
 
     def request(self, pending: PendingRequest, keys: Sequence[int]) -> RoutingRequest:
         """What routing depends on; a request whose revision has no worker may move to another one."""

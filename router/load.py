@@ -84,6 +84,27 @@ class Load(msgspec.Struct, frozen=True, omit_defaults=True):
     slowness: float = 1.0  # time per token, relative to the other targets of the model
 
 
+class TargetLoad:
+    """Sums over the active requests of one target, and its prefill backlog as a leaky bucket."""
+
+    __slots__ = ("at_ns", "backlog", "blocks", "requests", "sequences", "uncached_tokens")
+
+    def __init__(self) -> None:
+        self.requests: dict[str, ActiveRequest] = {}  # by id
+        self.sequences = self.blocks = self.uncached_tokens = 0
+        self.backlog = 0.0
+        self.at_ns = 0
+
+    def add(self, load: StageLoad, sign: int) -> None:
+        self.sequences += sign * load.sequences
+        self.blocks += sign * load.blocks
+        self.uncached_tokens += sign * load.uncached_tokens
+
+    def prefill_tokens(self, now_ns: int, tokens_per_s: float) -> float:
+        drained = max(0, now_ns - self.at_ns) * tokens_per_s / 1e9
+        return min(max(0.0, self.backlog - drained), float(self.uncached_tokens))
+
+
 class RoutingTarget(msgspec.Struct, frozen=True):
     """A worker, or one attention data-parallel rank of it, that requests can be sent to."""
 

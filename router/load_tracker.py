@@ -15,7 +15,7 @@ import msgspec
 
 from infra.bus.revisions import Revisions, revisions
 from router.holders import TargetId
-from router.load import ENCODE, ActiveRequest, Load, LoadState, RoutingTarget, StageLoad, serves
+from router.load import ENCODE, ActiveRequest, Load, LoadState, RoutingTarget, StageLoad, TargetLoad, serves
 from router.placement.target_loads import ACTIVE, BACKLOG, COMPUTING, SLOWNESS, Column, Rows, TargetLoads, Task
 from schemas.blocks import DEFAULT_BLOCK_SIZE
 from schemas.fleet import Registration, State
@@ -25,27 +25,6 @@ MODELS_CACHED = 256  # model names whose workers are cached; requests may name a
 CLOSED_REMEMBERED = 65_536  # ended requests, so that a late message in WORK does not revive them
 PREFILL_TOKENS_PER_S = 20_000.0
 _ENDED = 1 << 62  # above every attempt
-
-
-class _TargetLoad:
-    """Sums over the active requests of one target, and its prefill backlog as a leaky bucket."""
-
-    __slots__ = ("at_ns", "backlog", "blocks", "requests", "sequences", "uncached_tokens")
-
-    def __init__(self) -> None:
-        self.requests: dict[str, ActiveRequest] = {}  # by id
-        self.sequences = self.blocks = self.uncached_tokens = 0
-        self.backlog = 0.0
-        self.at_ns = 0
-
-    def add(self, load: StageLoad, sign: int) -> None:
-        self.sequences += sign * load.sequences
-        self.blocks += sign * load.blocks
-        self.uncached_tokens += sign * load.uncached_tokens
-
-    def prefill_tokens(self, now_ns: int, tokens_per_s: float) -> float:
-        drained = max(0, now_ns - self.at_ns) * tokens_per_s / 1e9
-        return min(max(0.0, self.backlog - drained), float(self.uncached_tokens))
 
 
 class LoadTracker:
@@ -70,9 +49,10 @@ class LoadTracker:
         self._revisions: dict[tuple[str, str], Revisions] = {}  # cache: by model and tokenizer
         self._requests: dict[str, ActiveRequest] = {}
         self._stage_loads: dict[str, list[StageLoad]] = {}  # of each request in ``_requests``
-        self._targets: dict[TargetId, _TargetLoad] = {}  # only targets with active requests
+        self._targets: dict[TargetId, TargetLoad] = {}  # only targets with active requests
         self._estimated: set[TargetId] = set()  # targets with requests whose prompt is not tracked
         self.learnt = 0
+        self.version = 0  # of the registrations
         self._unchecked: list[str] = []  # requests that the present round of ``expire`` has yet to check
         self._closed: dict[str, int] = {}  # request -> highest attempt that has ended, oldest first
 
@@ -190,6 +170,7 @@ class LoadTracker:
         return any(self.capacity(name, rank) for name, r in self._registrations.items() for rank in range(r.dp_size))
 
     def _clear_caches(self) -> None:
+        self.version += 1
         self._serving.clear()
         self._revisions.clear()
 
@@ -411,7 +392,7 @@ class LoadTracker:
         for load in loads:
             held = self._targets.get(load.target_id)
             if held is None:
-                held = self._targets[load.target_id] = _TargetLoad()
+                held = self._targets[load.target_id] = TargetLoad()
             left = held.prefill_tokens(now_ns, self._rate)
             held.backlog, held.at_ns = left + load.uncached_tokens, max(now_ns, held.at_ns)
             held.requests[entry.request] = entry

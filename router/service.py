@@ -67,7 +67,9 @@ class Router:
         self._background = BackgroundTasks(bus, self.tasks)
         self.cluster = ClusterState(bus, settings)
         self._decider = Decider(self.cluster, settings, metrics)
-        order = HeldOrder[PendingRequest](self.cluster.tracker, self.cluster.overlaps, by_size=settings.mode == "kv")
+        order = HeldOrder[PendingRequest](
+            self.cluster.tracker, self._decider.pools, self.cluster.overlaps, by_size=settings.mode == "kv"
+        )
         self._held = HeldRequests(settings.max_pending, settings.local_prefill_tokens, order)
         self._terminal = TerminalPublisher(
             bus, publisher, self.id, cluster=self.cluster, background=self._background, metrics=metrics

@@ -13,7 +13,7 @@ same order give the same decisions, so that a simulation runs exactly what a rou
     withdraw         a held request was cancelled or its deadline passed
 
 The prefix index is outside: ``overlaps`` is its ``match``. A router itself keeps its workers and requests in a
-``LoadTracker`` that follows the log, and uses ``decide`` and ``HeldOrder`` as this class does.
+``LoadTracker`` that follows the log, and uses ``Decisions`` and ``HeldOrder`` as this class does.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,9 +22,9 @@ from typing import NamedTuple
 from configs.settings import RouterMode
 from router.holders import TargetId
 from router.load_tracker import LoadTracker
+from router.placement.decisions import Decisions
 from router.placement.held_order import Held, HeldOrder, Overlaps
-from router.policy import decide
-from router.routing import RoutingContext, RoutingDecision, RoutingRequest, Weights
+from router.routing import RoutingDecision, RoutingRequest, Weights
 from schemas.fleet import Registration
 from schemas.jobs import LoadHeader
 
@@ -75,10 +75,9 @@ class Placement:
     ) -> None:
         self.tracker = LoadTracker()
         self._overlaps = overlaps
-        self._mode: RouterMode = mode
-        self._weights = weights
-        self._order: HeldOrder[Arrival] = HeldOrder(self.tracker, overlaps, by_size=mode == "kv")
-        self._decisions = 0
+        self._decisions = Decisions(self.tracker, mode, weights)
+        self._order: HeldOrder[Arrival] = HeldOrder(self.tracker, self._decisions.pools, overlaps, by_size=mode == "kv")
+        self._turn = 0
         self._changed = False  # since the last ``pump`` that placed nothing
 
     def __len__(self) -> int:
@@ -171,19 +170,10 @@ class Placement:
         now_ns: int,
         waited_s: float | None,
     ) -> RoutingDecision:
-        self._decisions += 1
-        context = RoutingContext(
-            request,
-            self.tracker.targets(now_ns, request.model),
-            cached,
-            self._mode,
-            self._weights,
-            arrival.seed,
-            self._decisions,
-            self.tracker.loads.prefixes(arrival.keys),
-            waited_s,
+        self._turn += 1
+        return self._decisions.decide(
+            request, arrival.keys, cached, now_ns=now_ns, seed=arrival.seed, turn=self._turn, waited_s=waited_s
         )
-        return decide(context)
 
     def _place(self, arrival: Arrival, decision: RoutingDecision, now_ns: int) -> Placed:
         route = decision.route

@@ -11,14 +11,13 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from router.filters import rejection
 from router.holders import TargetId
-from router.load import Load, RoutingTarget
 from router.load_tracker import LoadTracker
 from router.placement.cost import RequestSize, costs
-from router.placement.target_loads import Column, Rows
+from router.placement.pool import Pool, Pools
 from router.queue import SECOND_NS, QueueEntry, RequestQueue, delay_ns
 from router.routing import PATIENCE_S, RoutingRequest
+from router.scoring import size_of
 
 T = TypeVar("T")
 
@@ -49,9 +48,10 @@ class HeldOrder(Generic[T]):
         by_size: whether short prompts go first, and requests wait for better targets; False: first come, first served.
     """
 
-    def __init__(self, tracker: LoadTracker, overlaps: Overlaps, *, by_size: bool = True) -> None:
+    def __init__(self, tracker: LoadTracker, pools: Pools, overlaps: Overlaps, *, by_size: bool = True) -> None:
         self.queue: RequestQueue[Held[T]] = RequestQueue(1 << 30)
         self._tracker = tracker
+        self._pools = pools
         self._overlaps = overlaps
         self._by_size = by_size
         self._looked: deque[tuple[int, str]] = deque()  # when each was looked up, oldest first
@@ -92,12 +92,11 @@ class HeldOrder(Generic[T]):
         window = self.queue.window(lane)
         if not window:
             return
-        pool = self._pool(window[0].item.request)
+        pool = self._pools.pool(window[0].item.request)
         if pool is None:
             yield from window[:TRIED]
             return
-        targets, rows = pool
-        for at in self._ready(window, targets, rows, now_ns) if targets else ():
+        for at in self._ready(window, pool, now_ns):
             yield window[at]
 
     def _look(self, id: str, held: Held[T], now_ns: int) -> int:
@@ -112,49 +111,25 @@ class HeldOrder(Generic[T]):
         size = self._tracker.block_size(held.request.model)
         return delay_ns(held.request.prompt_tokens + held.request.resumed_tokens - blocks * size)
 
-    def _pool(self, request: RoutingRequest) -> tuple[list[TargetId], Rows] | None:
-        """The targets of a lane, if one pool of aggregated workers serves it; None: otherwise."""
-        serving = self._tracker.serving(request.model)
-        if request.medium or request.output or any(each.role != "aggregated" for each in serving):
-            return None
-        targets, rows = [], []
-        for registration in serving:
-            if rejection(request, RoutingTarget(("", 0), registration, _IDLE)) in ("", "too_long", "too_small"):
-                for rank in range(registration.dp_size):
-                    row = self._tracker.loads.row((registration.worker, rank))
-                    if row is not None:
-                        targets.append((registration.worker, rank))
-                        rows.append(row)
-        return targets, np.array(rows, np.intp)
-
-    def _ready(
-        self, window: Sequence[QueueEntry[Held[T]]], targets: Sequence[TargetId], rows: Rows, now_ns: int
-    ) -> list[int]:
+    def _ready(self, window: Sequence[QueueEntry[Held[T]]], pool: Pool, now_ns: int) -> list[int]:
         """Positions of the requests that have a target with room and need not wait for a better one."""
-        position = {target: at for at, target in enumerate(targets)}
         sizes = np.zeros((3, len(window), 1))
-        cached, leading = np.zeros((2, len(window), len(targets)))
+        cached, leading = np.zeros((2, len(window), len(pool.ids)))
+        allowed = np.zeros(cached.shape, np.bool_)
         for number, entry in enumerate(window):
             held = entry.item
-            request = held.request
-            sizes[:, number, 0] = request.prompt_tokens + request.resumed_tokens, request.prompt_blocks, request.n
-            _fill(cached[number], held.cached, position)
-            _fill(leading[number], self._tracker.loads.prefixes(held.keys), position)
-        found = costs(RequestSize(*sizes), cached, leading, self._tracker.columns(rows, now_ns))
-        open_cost = np.where(found.fits, found.whole, np.inf)
+            sizes[:, number, 0] = size_of(held.request)
+            pool.fill(cached[number], held.cached)
+            pool.fill(leading[number], self._tracker.loads.prefixes(held.keys))
+            allowed[number] = pool.allowed(held.request)
+        found = costs(RequestSize(*sizes), cached, leading, self._tracker.columns(pool.rows, now_ns))
+        fits = found.fits & allowed
+        open_cost = np.where(fits, found.whole, np.inf)
+        any_cost = np.where(allowed, found.whole, np.inf)
         every = np.arange(len(window))
-        at, best = open_cost.argmin(axis=1), found.whole.argmin(axis=1)
+        at, best = open_cost.argmin(axis=1), any_cost.argmin(axis=1)
         saved = found.uncached_tokens[every, at] - found.uncached_tokens[every, best]
         waited = np.array([now_ns - entry.arrived_ns for entry in window], np.float64) / SECOND_NS
-        waits = ~found.fits[every, best] & (waited < PATIENCE_S * saved)
-        return np.flatnonzero(found.fits.any(axis=1) & ~waits).tolist()
-
-
-_IDLE = Load()
-
-
-def _fill(column: Column, blocks: Mapping[TargetId, int], position: Mapping[TargetId, int]) -> None:
-    for target, count in blocks.items():
-        at = position.get(target)
-        if at is not None:
-            column[at] = count
+        waits = ~fits[every, best] & (waited < PATIENCE_S * saved)
+        # A request that no target ever takes is decided, so that it ends.
+        return np.flatnonzero(fits.any(axis=1) & ~waits | ~allowed.any(axis=1)).tolist()

@@ -6,6 +6,7 @@ from router.held_requests import HeldRequests
 from router.load_tracker import LoadTracker
 from router.pending import PendingRequest
 from router.placement.held_order import HeldOrder
+from router.placement.pool import Pools
 from schemas.requests import Priority
 from tests.workers.support import MODEL, request
 
@@ -17,7 +18,8 @@ def pending(model: str = MODEL, reply: str = "reply", **options: Any) -> Pending
 
 
 def made(max_pending: int) -> HeldRequests:
-    return HeldRequests(max_pending, 256, HeldOrder(LoadTracker(), lambda _: {}))
+    tracker = LoadTracker()
+    return HeldRequests(max_pending, 256, HeldOrder(tracker, Pools(tracker), lambda _: {}))
 
 
 def fill(held: HeldRequests, model: str, count: int, serving: int, registered: int) -> int:
@@ -59,7 +61,7 @@ def test_space_is_free_again_however_a_request_leaves() -> None:
     assert gone[2].request.id in held
     held.release(gone[2].request.id, "reply")
     ((_, lane),) = held.heads()
-    assert held.candidates(lane, now_ns) == []
+    assert held.candidates(lane, now_ns) == [gone[3]]
     assert held.take(gone[3].request.id) is gone[3]
     assert (held.space(STANDARD), len(held), held.heads()) == (16, 0, [])
     assert fill(held, MODEL, 10, serving=1, registered=2) == 8, "the share of the model, too"

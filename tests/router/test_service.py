@@ -11,10 +11,11 @@ from structlog.testing import capture_logs
 
 from infra.broker.server import EmbeddedNats
 from infra.bus.puller import ACK, NAK
-from router import decider
 from router.index import PrefixIndex
 from router.maintenance import CLAIM_S
-from router.routing import RoutingContext, RoutingDecision
+from router.placement import pool
+from router.placement.pool import PoolContext
+from router.routing import RoutingDecision
 from router.service import Router
 from schemas import control, fleet, jobs, kv, wire
 from schemas.blocks import keys_of
@@ -165,14 +166,14 @@ async def test_what_fails_while_a_request_is_placed_fails_for_that_request_only(
     await clients.stub("w1", slots=100)
     await one.knows("w1")
     bad, good = request(), request()
-    decide = decider.decide
+    decide = pool.decide
 
-    def failing(context: RoutingContext) -> RoutingDecision:
+    def failing(context: PoolContext) -> RoutingDecision | None:
         if context.request.prompt_tokens == len(bad.prompt) // 4 and one.router._decider._decisions == 1:
             raise ZeroDivisionError("by a bug")
         return decide(context)
 
-    monkeypatch.setattr(decider, "decide", failing)
+    monkeypatch.setattr(pool, "decide", failing)
     await clients.ask(bad, good)
     message = await is_ended_by_the_router(record, bad, Code.internal)
     assert "ZeroDivisionError" in message
