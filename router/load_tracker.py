@@ -50,7 +50,6 @@ class LoadTracker:
         self._requests: dict[str, ActiveRequest] = {}
         self._stage_loads: dict[str, list[StageLoad]] = {}  # of each request in ``_requests``
         self._targets: dict[TargetId, TargetLoad] = {}  # only targets with active requests
-        self._estimated: set[TargetId] = set()  # targets with requests whose prompt is not tracked
         self.learnt = 0
         self.version = 0  # of the registrations
         self._unchecked: list[str] = []  # requests that the present round of ``expire`` has yet to check
@@ -105,14 +104,8 @@ class LoadTracker:
         return bool(self.loads.stored(target_id, keys))
 
     def columns(self, rows: Rows, now_ns: int) -> Column:
-        """The columns of targets, with the estimated part of their backlogs."""
-        columns = self.loads.columns(rows)
-        if self._estimated:
-            for target_id in self._estimated:
-                row, held = self.loads.row(target_id), self._targets.get(target_id)
-                if row is not None and held is not None:
-                    columns[BACKLOG, rows == row] += held.prefill_tokens(now_ns, self._rate)
-        return columns
+        """The columns of targets, in a copy."""
+        return self.loads.columns(rows, now_ns, self._rate)
 
     def block_size(self, model: str) -> int:
         """The largest block size among the workers of a model."""
@@ -398,7 +391,7 @@ class LoadTracker:
             held.requests[entry.request] = entry
             held.add(load, +1)
             if load.uncached_tokens:
-                self._estimated.add(load.target_id)
+                self.loads.estimate(load.target_id, held.backlog, held.at_ns, held.uncached_tokens)
 
     def _tracked(self, entry: ActiveRequest, keys: Sequence[int], load: StageLoad) -> StageLoad:
         """Add a request to the columns of a target; returns what of it is left to estimate."""
@@ -413,6 +406,7 @@ class LoadTracker:
         limit = registration.slots + registration.queue
         held = self._targets.get(target_id)
         if self.loads.put(target_id, block_size=size, blocks=blocks, limit=limit) and held is not None:
+            self.loads.estimate(target_id, held.backlog, held.at_ns, held.uncached_tokens)
             for name in held.requests:  # sent there before it was registered, or before its registration was lost
                 for load in self._stage_loads[name]:
                     if load.target_id == target_id:
@@ -433,8 +427,8 @@ class LoadTracker:
             if held is not None:  # None: a malformed route named the target twice
                 held.requests.pop(entry.request, None)
                 held.add(load, -1)
-                if not held.uncached_tokens:
-                    self._estimated.discard(load.target_id)
+                if load.uncached_tokens:
+                    self.loads.estimate(load.target_id, held.backlog, held.at_ns, held.uncached_tokens)
                 if not held.requests:
                     del self._targets[load.target_id]
 

@@ -47,11 +47,12 @@ class Pool(NamedTuple):
         """Write what is known of some targets to their places in ``column``."""
         if not blocks:
             return
-        position = self.position
-        found = [(at, count) for target, count in blocks.items() if (at := position.get(target)) is not None]
-        if found:
-            places, counts = zip(*found, strict=True)
-            column[list(places)] = counts
+        places: list[int | None] = list(map(self.position.get, blocks))
+        counts = list(blocks.values())
+        if None in places:
+            counts = [count for at, count in zip(places, counts, strict=True) if at is not None]
+            places = [at for at in places if at is not None]
+        column[places] = counts
 
     def allowed(self, request: RoutingRequest) -> NDArray[np.bool_]:
         """Targets that take the request now or once they have room."""

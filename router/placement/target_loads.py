@@ -17,6 +17,7 @@ Column = NDArray[np.float64]
 
 COLUMNS = 8
 BLOCK_SIZE, BLOCKS, LIMIT, SEQUENCES, ACTIVE, BACKLOG, COMPUTING, SLOWNESS = range(COLUMNS)
+_TOKENS, _AT_NS, _MOST = range(3)  # of the estimates
 
 
 class Task(NamedTuple):
@@ -48,6 +49,8 @@ class TargetLoads:
         self._rows: dict[TargetId, int] = {}
         self._free: list[int] = []
         self._columns = np.zeros((COLUMNS, 8))
+        self._estimates = np.zeros((3, 8))
+        self._estimated: set[int] = set()  # rows
         self._prefixes = ActivePrefixes()
         self._tasks: dict[tuple[str, TargetId], Task] = {}
         self._computing: dict[TargetId, dict[int, dict[str, Task]]] = {}  # by last key of the prompt and request
@@ -59,9 +62,21 @@ class TargetLoads:
     def block_size(self, target: TargetId) -> int:
         return int(self._columns[BLOCK_SIZE, self._rows[target]])
 
-    def columns(self, rows: Rows) -> Column:
-        """(COLUMNS, len(rows)), a copy."""
-        return self._columns[:, rows]
+    def columns(self, rows: Rows, now_ns: int, tokens_per_s: float) -> Column:
+        """(COLUMNS, len(rows)), a copy; BACKLOG with what ``estimate`` added, less what drained since then."""
+        columns = self._columns[:, rows]
+        if self._estimated:
+            tokens, at_ns, most = self._estimates[:, rows]
+            drained = np.maximum(0.0, now_ns - at_ns) * (tokens_per_s / 1e9)
+            columns[BACKLOG] += np.minimum(np.maximum(0.0, tokens - drained), most)
+        return columns
+
+    def estimate(self, target: TargetId, tokens: float, at_ns: int, most: int) -> None:
+        """Prompt tokens of which no event says when they are computed: so many at a time, now at most ``most``."""
+        row = self._rows.get(target)
+        if row is not None:
+            self._estimates[:, row] = tokens, at_ns, most
+            (self._estimated.add if most else self._estimated.discard)(row)
 
     def load(self, row: int) -> list[float]:
         """All columns of one target."""
@@ -76,7 +91,9 @@ class TargetLoads:
             row = self._rows[target] = self._free.pop() if self._free else len(self._rows)
             if row == self._columns.shape[1]:
                 self._columns = np.concatenate([self._columns, np.zeros_like(self._columns)], axis=1)
+                self._estimates = np.concatenate([self._estimates, np.zeros_like(self._estimates)], axis=1)
             self._columns[:, row] = 0.0
+            self._estimates[:, row] = 0.0
             self._columns[SLOWNESS, row] = 1.0
         self._columns[[BLOCK_SIZE, BLOCKS, LIMIT], row] = block_size, blocks, limit
         return new
@@ -87,6 +104,7 @@ class TargetLoads:
         if row is None:
             return []
         self._free.append(row)
+        self._estimated.discard(row)
         lost = [task for (_, at), task in self._tasks.items() if at == target]
         for task in lost:
             del self._tasks[task.request, target]
