@@ -47,12 +47,11 @@ class Pool(NamedTuple):
         """Write what is known of some targets to their places in ``column``."""
         if not blocks:
             return
-        places: list[int | None] = list(map(self.position.get, blocks))
-        counts = list(blocks.values())
-        if None in places:
-            counts = [count for at, count in zip(places, counts, strict=True) if at is not None]
-            places = [at for at in places if at is not None]
-        column[places] = counts
+        known = [at for at in map(self.position.get, blocks) if at is not None]
+        if len(known) == len(blocks):
+            column[known] = list(blocks.values())
+            return
+        column[known] = [count for target, count in blocks.items() if target in self.position]
 
     def allowed(self, request: RoutingRequest) -> NDArray[np.bool_]:
         """Targets that take the request now or once they have room."""
