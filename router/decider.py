@@ -7,11 +7,11 @@ import structlog
 
 from configs.settings import RouterSettings
 from router.cluster_state import ClusterState
-from router.job_message import DecisionInputs
 from router.metrics import Metrics
 from router.pending import PendingRequest, required_revision, routing_request
 from router.placement.decisions import Decisions
 from router.routing import RoutingDecision, RoutingRequest, Weights
+from schemas.jobs import DecisionInputs
 
 log = structlog.get_logger("router")
 

@@ -7,16 +7,7 @@ import msgspec
 from router.pending import PendingRequest
 from router.routing import RoutingDecision
 from schemas.fleet import Registration
-from schemas.jobs import Decision, Job, LoadHeader
-
-
-class DecisionInputs(NamedTuple):
-    """Inputs of a decision besides the folded logs, as in ``Decision``."""
-
-    seed: int = 0
-    number: int = 0
-    held: int = 0
-    learnt: int = 0
+from schemas.jobs import Decision, DecisionInputs, Job, LoadHeader
 
 
 class Positions(NamedTuple):
@@ -57,10 +48,6 @@ def build_job(
         route=route if len(route) > 1 else (),
         how=decision.how,
         revision=revision,
-        seed=inputs.seed,
-        number=inputs.number,
-        held=inputs.held,
-        learnt=inputs.learnt,
     )
     return Job(
         request=msgspec.Raw(pending.raw),
@@ -73,6 +60,7 @@ def build_job(
         scored=pending.scored,
         logprobs=pending.logprobs,
         scores=pending.scores,
+        inputs=inputs,
     )
 
 

@@ -29,7 +29,7 @@ from router.decider import Decider
 from router.filters import describe
 from router.held_requests import HeldRequests
 from router.holders import keys_view
-from router.job_message import DecisionInputs, build_job, build_load
+from router.job_message import build_job, build_load
 from router.load import ENCODE
 from router.maintenance import Maintenance
 from router.metrics import Metrics
@@ -40,6 +40,7 @@ from router.routing import RoutingDecision
 from router.terminal_publisher import TerminalPublisher
 from schemas import jobs, requests, wire
 from schemas.errors import Code, ServingError
+from schemas.jobs import DecisionInputs
 from schemas.requests import Priority
 from schemas.subjects import HEADER_LOAD
 

@@ -51,10 +51,15 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
     route: tuple[Stage, ...] = ()  # all stages, the chosen one first; empty: one worker does everything
     how: str = ""  # why the stages were split or not, as text
     revision: str = ""  # of the model; a worker that continues the job must serve the same
+
+
+class DecisionInputs(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Inputs of a decision besides the request, the clock and the logs that the router had folded by then."""
+
     seed: int = 0  # of its random choices, such as ties
     number: int = 0  # of decisions that this router had made, this one included
     held: int = 0  # requests held at that time
-    learnt: int = 0  # prompts that the learnt costs came from
+    learnt: int = 0  # computed prompts that the learnt costs came from
 
 
 class Job(msgspec.Struct, frozen=True, omit_defaults=True, tag="job"):
@@ -73,6 +78,7 @@ class Job(msgspec.Struct, frozen=True, omit_defaults=True, tag="job"):
     scored: int = 0  # leading prompt tokens whose log-probabilities were streamed; 0: none
     logprobs: tuple[tuple[Logprob, ...], ...] = ()  # of the tokens in ``resume``, for the record; may be left out
     scores: tuple[Logprob, ...] = ()  # of the prompt's tokens 1 .. ``scored``, for the record; may be left out
+    inputs: DecisionInputs | None = None  # of ``decision``; None: an older build, or a later stage
 
 
 class Revoke(msgspec.Struct, frozen=True, tag="revoke"):
@@ -147,6 +153,7 @@ def _stage(text: str) -> Stage:
 __all__ = [
     "Candidate",
     "Decision",
+    "DecisionInputs",
     "Encoded",
     "GenerateRequest",
     "Job",

@@ -144,6 +144,7 @@ TOKENS = tokens.TokenBatch(
 SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
     "request": (REQUEST, requests.decode),
     "job": (JOB, jobs.decode),
+    "job_with_inputs": (msgspec.structs.replace(JOB, inputs=jobs.DecisionInputs(1, 2, 3, 4)), jobs.decode),
     "tenant": (tenants.Limits(("tiny", "other"), 7), tenants.decode),
     "revoke": (jobs.Revoke(REQUEST.id, 2), jobs.decode),
     "encoded": (transfer.Encoded(REQUEST.id, 2, msgspec.Raw(encode(1)), TICKET, 5, STAMPS), jobs.decode),
