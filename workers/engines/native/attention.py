@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 from workers.engines.native.pool import Pool
 
 NAME = "penstock"  # attn_implementation
+SHORT_TOKENS = 16  # spans of up to so many tokens are attended together: decodes, and proposed tokens to be verified
 TILE_SCORES = 1 << 24  # query x key positions whose mask exists at once in a long prefill
 
 
@@ -114,11 +115,11 @@ class Span:
 
 
 class _Group(NamedTuple):
-    """Single-token spans of similar length, attended together."""
+    """Short spans of one number of tokens and of similar length, attended together."""
 
-    rows: Tensor  # (n,) of the packed batch
+    rows: Tensor  # (n * tokens,) of the packed batch
     table: Tensor  # (n, blocks)
-    mask: Tensor  # (n, 1, 1, blocks * block_size), True: seen
+    mask: Tensor  # (n, 1, tokens, blocks * block_size), True: seen
 
 
 class ReferenceAttention:
@@ -127,14 +128,14 @@ class ReferenceAttention:
     def __init__(self, pool: Pool, spans: Iterable[Span]) -> None:
         self._pool = pool
         self._device = pool.data.device
-        self._decodes: list[Span] = []
-        self._prefills: list[Span] = []
+        self._short: list[Span] = []
+        self._long: list[Span] = []
         blocks: list[int] = []
         offsets: list[int] = []
         opened: list[int] = []
         size = pool.block_size
         for span in spans:
-            (self._decodes if span.count == 1 else self._prefills).append(span)
+            (self._short if span.count <= SHORT_TOKENS else self._long).append(span)
             for position in range(span.start, span.end):
                 block, offset = span.blocks[position // size], position % size
                 blocks.append(block)
@@ -162,22 +163,27 @@ class ReferenceAttention:
         if window not in self._groups:
             self._groups[window] = self._group(window)
         for group in self._groups[window]:
-            out[group.rows] = self._decode(layer, query[group.rows], group, scale, softcap, sinks)
-        for span in self._prefills:
+            out[group.rows] = self._attend_group(layer, query[group.rows], group, scale, softcap, sinks)
+        for span in self._long:
             rows = slice(span.row, span.row + span.count)
             out[rows] = self._prefill(layer, query[rows], span, scale, window, softcap, sinks)
         return out
 
-    def _decode(
+    def _attend_group(
         self, layer: int, query: Tensor, group: _Group, scale: float, softcap: float, sinks: Tensor | None
     ) -> Tensor:
-        """One token per sequence: the query heads that share a KV head form the query axis."""
+        """The tokens and the query heads that share a KV head form the query axis."""
         keys, values = self._pool.read(layer, group.table)
-        n, heads, dim = query.shape
-        shared = query.view(n, keys.shape[1], heads // keys.shape[1], dim)
+        n, heads, dim = len(group.table), query.shape[1], query.shape[2]
+        tokens, kv_heads, mask = group.mask.shape[2], keys.shape[1], group.mask
+        shared = heads // kv_heads
+        query = query.view(n, tokens, kv_heads, shared, dim).permute(0, 2, 3, 1, 4).reshape(n, kv_heads, -1, dim)
         if sinks is not None:
-            sinks = sinks.view(keys.shape[1], -1)
-        return _attend(shared, keys, values, group.mask, scale, softcap, sinks).reshape(n, heads, dim)
+            sinks = sinks.view(kv_heads, shared, 1).expand(-1, -1, tokens).reshape(kv_heads, -1)
+        if tokens > 1:
+            mask = mask.unsqueeze(2).expand(-1, -1, shared, -1, -1).reshape(n, 1, shared * tokens, -1)
+        out = _attend(query, keys, values, mask, scale, softcap, sinks)
+        return out.view(n, kv_heads, shared, tokens, dim).permute(0, 3, 1, 2, 4).reshape(n * tokens, heads, dim)
 
     def _prefill(
         self,
@@ -222,22 +228,24 @@ class ReferenceAttention:
         """Group spans into tables of equal width. Lengths of one group have the same power of two, so padding at most
         doubles the work."""
         size = self._pool.block_size
-        by_magnitude: dict[int, list[tuple[Span, int, list[int]]]] = defaultdict(list)
-        for span in self._decodes:
+        alike: dict[tuple[int, int], list[tuple[Span, int, list[int]]]] = defaultdict(list)
+        for span in self._short:
             first = _first_seen(span.start, window) // size
             seen = span.blocks[first : -(-span.end // size)]
-            by_magnitude[len(seen).bit_length()].append((span, first * size, seen))
+            alike[span.count, len(seen).bit_length()].append((span, first * size, seen))
         groups = []
-        for members in by_magnitude.values():
+        for (tokens, _), members in alike.items():
             width = max(len(seen) for _, _, seen in members)
             # Padded with its own blocks, so that nothing another sequence left can reach this one.
             table = self._ints([seen + seen[:1] * (width - len(seen)) for _, _, seen in members])
-            base, last = self._ints([base for _, base, _ in members]), self._ints([m[0].start for m in members])
-            positions = torch.arange(width * size, device=self._device) + base[:, None]
-            mask = positions <= last[:, None]
+            base = self._ints([base for _, base, _ in members])
+            queries = self._ints([[*range(span.start, span.end)] for span, _, _ in members])[:, :, None]
+            positions = (torch.arange(width * size, device=self._device) + base[:, None])[:, None]
+            mask = positions <= queries
             if window is not None:
-                mask &= positions > last[:, None] - window
-            groups.append(_Group(self._ints([m[0].row for m in members]), table, mask[:, None, None]))
+                mask &= positions > queries - window
+            rows = self._ints([span.row + token for span, _, _ in members for token in range(tokens)])
+            groups.append(_Group(rows, table, mask[:, None]))
         return groups
 
     def _ints(self, numbers: list[int] | list[list[int]]) -> Tensor:
