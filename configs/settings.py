@@ -179,6 +179,9 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
         bool,
         about("native: free KV blocks behind sliding windows; not with --role prefill or decode, or CUDA kernels"),
     ] = True
+    kv_offloading_size: Annotated[
+        float, Meta(ge=0, description="native: GiB of host memory for KV blocks that leave the pool; 0: none")
+    ] = 0.0
     quantization: Annotated[
         Literal["none", "fp8"], about("native: weights of linear layers; fp8 takes half the memory of bfloat16")
     ] = "none"

@@ -77,6 +77,8 @@ def check_settings(settings: WorkerSettings) -> None:
                 f"--scheduler-policy {settings.scheduler_policy}: a decode worker takes blocks in before it knows the "
                 "longest answer; use it with --role aggregated or prefill"
             )
+    if settings.kv_offloading_size and (settings.engine != "native" or settings.role != "aggregated"):
+        raise ValueError("--kv-offloading-size is of the native engine in --role aggregated")
     if settings.speculative_model and (settings.engine != "native" or settings.role == "encode"):
         raise ValueError(
             "--speculative-model is of the native engine that generates tokens; others take it from --extra-engine-args"

@@ -240,6 +240,7 @@ def test_an_engine_is_not_built_for_a_role_that_it_cannot_have(settings: dict[st
         ({"event_plane": "zmq", "publish_events_and_metrics": False}, "no KV events"),
         ({"event_plane": "zmq", "role": "encode"}, "no KV events"),
         ({"engine": "trtllm", "scheduler_policy": "guaranteed_no_evict"}, "--extra-engine-args"),
+        ({"role": "decode", "kv_offloading_size": 1.0}, "role aggregated"),
         ({"engine": "vllm", "speculative_model": "ngram"}, "--extra-engine-args"),
     ],
     ids=str,

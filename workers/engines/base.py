@@ -179,6 +179,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     drafts: int = 0  # sequences in steps that verified proposed tokens, since start
     draft_tokens: int = 0  # proposed, since start
     accepted_tokens: int = 0  # of these
+    host_blocks: int = 0  # KV blocks kept in host memory
+    loaded_blocks: int = 0  # copied back from there, since start
     logits_errors: int = 0  # calls of logits processors that failed, since start
 
 

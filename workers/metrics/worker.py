@@ -36,6 +36,10 @@ class Metrics:
         self.accepted_tokens = Gauge(
             "penstock_worker_spec_decode_num_accepted_tokens", "proposed tokens that were accepted", registry=registry
         )
+        self.host_blocks = Gauge("penstock_worker_kv_host_blocks", "KV blocks kept in host memory", registry=registry)
+        self.loaded_blocks = Gauge(
+            "penstock_worker_kv_loaded_blocks", "KV blocks copied back from host memory, since start", registry=registry
+        )
         self.logits_errors = Gauge(
             "penstock_worker_logits_errors", "calls of logits processors that failed, since start", registry=registry
         )
@@ -80,6 +84,8 @@ class Metrics:
         self.drafts.set(stats.drafts)
         self.draft_tokens.set(stats.draft_tokens)
         self.accepted_tokens.set(stats.accepted_tokens)
+        self.host_blocks.set(stats.host_blocks)
+        self.loaded_blocks.set(stats.loaded_blocks)
         self.logits_errors.set(stats.logits_errors)
         self.unsent.set(unsent_bytes)
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from schemas.kv import KvEvent, Removed, Stored
+from workers.engines.core.offload import HostCache
 
 
 class BlockObserver(Protocol):
@@ -32,6 +33,7 @@ class BlockManager:
     Args:
         prefix_cache: False: nothing gets a name, nothing is ever found.
         kv_events: False: ``take_events`` stays empty.
+        host: keeps what is evicted.
 
     Attributes:
         generations: one u32 per block, counted up whenever it is given out anew. Whoever copies a block to elsewhere
@@ -39,7 +41,9 @@ class BlockManager:
         observer: notified of blocks that change their content.
     """
 
-    def __init__(self, total_blocks: int, *, prefix_cache: bool = True, kv_events: bool = True) -> None:
+    def __init__(
+        self, total_blocks: int, *, prefix_cache: bool = True, kv_events: bool = True, host: HostCache | None = None
+    ) -> None:
         if total_blocks < 1:
             raise ValueError(f"a pool needs at least one block, not {total_blocks}")
         self.total_blocks = total_blocks
@@ -55,6 +59,7 @@ class BlockManager:
         self._events: list[KvEvent] = []
         self._removed: list[bytes] = []  # not yet in _events
         self.observer: BlockObserver | None = None
+        self.host = host
 
     @property
     def available(self) -> int:
@@ -135,6 +140,8 @@ class BlockManager:
         self._names[block] = None
         if self.kv_events:
             self._removed.append(name)
+        if self.host is not None:
+            self.host.save(name, self._parents[block], block)
         if self.observer is not None:
             self.observer.discard(block)
         return block
@@ -203,7 +210,7 @@ class BlockManager:
 
     @property
     def has_events(self) -> bool:
-        return bool(self._events or self._removed)
+        return bool(self._events or self._removed or (self.host is not None and self.host.has_events))
 
     def take_events(self) -> list[KvEvent]:
         """Names that entered and left the cache since the last call, in the order in which they did."""
@@ -212,6 +219,8 @@ class BlockManager:
         events = self._events
         if events:
             self._events = []
+        if self.host is not None and self.host.has_events:
+            return events + self.host.take_events()
         return events
 
     def _flush_removed(self) -> None:
@@ -220,7 +229,7 @@ class BlockManager:
             self._removed.clear()
 
     def dump(self) -> list[KvEvent]:
-        """The whole cache as ``Stored`` events, parents before children."""
+        """The whole cache as ``Stored`` events, parents before children; then what the host has."""
         # A name enters the cache after its parent and leaves it before, so the dict is in parents-first order.
         runs: list[tuple[bytes | None, list[bytes]]] = []
         tails: dict[bytes | None, list[bytes]] = {}
@@ -232,4 +241,5 @@ class BlockManager:
                 runs.append((parent, run))
             run.append(digest)
             tails[digest] = run
-        return [Stored(b"".join(run), parent) for parent, run in runs]
+        device: list[KvEvent] = [Stored(b"".join(run), parent) for parent, run in runs]
+        return device if self.host is None else device + self.host.dump()

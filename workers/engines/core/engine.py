@@ -10,6 +10,7 @@ from schemas.transfer import Memory
 from workers.engines.base import EngineInfo, EngineStats, Failure, KvTransfer, RequestError, SequenceRequest, StepResult
 from workers.engines.core.embedding_pool import MISSING_EMBEDDINGS, TEXT_ONLY, EmbeddingPool
 from workers.engines.core.embeddings import VisionEncoder
+from workers.engines.core.offload import BlockCopier
 from workers.engines.core.scheduler import Scheduler
 from workers.engines.core.sequence import Executor, OverlapExecutor, PendingStep, Sampled, Slot
 from workers.engines.core.speculation import Speculation
@@ -36,6 +37,7 @@ class ScheduledEngine:
         ahead: takes the next plan while it computes one. A step's outputs are returned by the next call of ``step``,
             which launches its own step before it waits for them.
         speculation: proposes tokens to ``executor``; not with ``ahead``, where the next plan is made too early.
+        copier: of blocks to and from host memory, if the scheduler's ``blocks.host`` plans copies.
     """
 
     def __init__(
@@ -47,11 +49,14 @@ class ScheduledEngine:
         processors: Registry | None = None,
         ahead: OverlapExecutor | None = None,
         speculation: Speculation | None = None,
+        copier: BlockCopier | None = None,
     ) -> None:
         assert speculation is None or executor is not None
+        assert (copier is None) == (scheduler.blocks.host is None)
         self._speculation = speculation
+        self._copier = copier
         self.info = info
-        self.kv_transfer: KvTransfer | None = scheduler.reservations if scheduler.windows is None else None
+        self.kv_transfer: KvTransfer | None = scheduler.reservations if scheduler.hands_over else None
         self.vision = None if encoder is None else EmbeddingPool(encoder)
         self._scheduler = scheduler
         self._processors = processors or Registry()
@@ -98,6 +103,8 @@ class ScheduledEngine:
             plan = scheduler.unplan(plan, missing)
             scoring = [slot for slot in scoring if slot not in missing]
             failures = [Failure(slot.sequence.key, Code.transfer_failed, MISSING_EMBEDDINGS) for slot in missing]
+        if self._copier is not None and plan:
+            self._copy(self._copier)
         if self._executor is None:
             return self._step_overlapped(plan, scoring, failures)
         if self._speculation is not None and plan:
@@ -105,6 +112,13 @@ class ScheduledEngine:
         sampled: list[Sampled] = self._executor.execute(plan, scoring) if plan else []
         result = scheduler.commit(plan, sampled, scoring)
         return result._replace(failures=result.failures + failures) if failures else result
+
+    def _copy(self, copier: BlockCopier) -> None:
+        """Blocks that this plan reassigns, and those that it reads."""
+        host = self._scheduler.blocks.host
+        copies = None if host is None else host.take_copies()
+        if copies is not None:
+            copier.copy(copies)
 
     def _step_overlapped(self, plan: list[Slot], scoring: list[Slot], failures: list[Failure]) -> StepResult:
         """Launch this plan, then wait for the previous one and commit it."""
@@ -145,6 +159,8 @@ class ScheduledEngine:
         self._owned.close()
         if self._speculation is not None:
             self._speculation.drafter.close()
+        if self._copier is not None:
+            self._copier.close()
         if self.vision is not None:
             self.vision.close()
 

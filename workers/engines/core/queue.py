@@ -37,6 +37,7 @@ class _BlockNeed(NamedTuple):
     tail: list[int]  # the prompt's last one, not full, as it was handed over
     fresh: int  # blocks besides
     named: int
+    offloaded: list[bytes]  # names of the first fresh ones that the host has
 
 
 class Queue:
@@ -138,10 +139,18 @@ class Queue:
         need = self._need(sequence)
         if self._no_evict and sequence.reservation is None and not self._fits_to_end(sequence, need, running):
             return None
+        host = self._blocks.host
+        if host is not None:
+            host.pin(need.offloaded)  # taking blocks evicts others, which are saved in its slots
         table = self._blocks.take(need.hits, need.fresh)
         if table is None:
+            if host is not None:
+                host.unpin(need.offloaded)
             return None
-        computed = len(need.hits) * self._block_size
+        hits = len(need.hits)
+        computed = (hits + len(need.offloaded)) * self._block_size
+        if host is not None:
+            host.load(need.offloaded, table[hits : hits + len(need.offloaded)])
         if need.tail:
             assert sequence.reservation is not None
             table[len(need.hits) : len(need.hits)] = need.tail
@@ -158,6 +167,7 @@ class Queue:
         # Never all that is known: the last token must be computed, for its logits; so must be what is scored.
         most = ((known if scored else sequence.score) - 1) // size
         reservation, tail = sequence.reservation, []
+        offloaded: list[bytes] = []
         if reservation is not None and reservation.filled:
             # Not by their names: another copy may have had those, and be gone.
             hits = reservation.blocks[:most]
@@ -169,7 +179,9 @@ class Queue:
             if self._windows is not None:
                 del hits[self._windows.usable(hits) :]
             named = len(hits)
-        return _BlockNeed(hits, tail, -(-known // size) - len(hits) - len(tail), named)
+            if self._blocks.host is not None:
+                offloaded = self._blocks.host.match(sequence.digests, named, most)
+        return _BlockNeed(hits, tail, -(-known // size) - len(hits) - len(tail), named, offloaded)
 
     def _fits_to_end(self, sequence: Sequence, need: _BlockNeed, running: Seq[Sequence]) -> bool:
         """Whether the longest output of a sequence fits beside those of all running ones."""

@@ -35,7 +35,7 @@ from workers.engines.core.windows import WindowRows
 if TYPE_CHECKING:
     from workers.engines.logits.apply import Chain
 
-NO_HANDOVER = "this worker frees blocks behind sliding windows and hands no KV over; use --hybrid-kv-cache off"
+NO_HANDOVER = "KV in two pools or in host memory is not handed over; use --hybrid-kv-cache off --kv-offloading-size 0"
 
 _tuple = tuple.__new__  # a named tuple's own __new__ costs twice as much, and these are made per token
 
@@ -80,6 +80,11 @@ class Scheduler:
         self.drafts = DraftCounts()
         self._starved = False  # the last plan lacked a block; the next is made when no step is in flight
 
+    @property
+    def hands_over(self) -> bool:
+        """Whether other workers may write and read blocks: all KV of a block is in one pool, and only there."""
+        return self.windows is None and self.blocks.host is None
+
     # -- between steps ---------------------------------------------------------------------------------------
 
     def submit(self, request: SequenceRequest, processors: "Chain | None" = None) -> None:
@@ -90,7 +95,7 @@ class Scheduler:
         """
         if request.key in self._by_key:
             raise RequestError(Code.invalid_request, f"sequence {request.key!r} was submitted already")
-        if self.windows is not None and (request.hold or request.reservation is not None):
+        if not self.hands_over and (request.hold or request.reservation is not None):
             raise RequestError(Code.unsupported, NO_HANDOVER)
         sequence = new_sequence(request, self.limits, processors, prefix_cache=self.blocks.prefix_cache)
         self._by_key[request.key] = sequence
@@ -133,6 +138,8 @@ class Scheduler:
             prompt_tokens=report.prompt_tokens,
             drafts=self.drafts.drafts,
             draft_tokens=self.drafts.proposed,
+            host_blocks=0 if self.blocks.host is None else self.blocks.host.used_slots,
+            loaded_blocks=0 if self.blocks.host is None else self.blocks.host.loaded_blocks,
             accepted_tokens=self.drafts.accepted,
         )
 

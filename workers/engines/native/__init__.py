@@ -37,6 +37,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine:
         kv_memory_fraction=settings.kv_memory_fraction,
         no_evict=settings.scheduler_policy == "guaranteed_no_evict",
         hybrid_kv_cache=settings.hybrid_kv_cache and settings.role == "aggregated",
+        kv_offloading_size=settings.kv_offloading_size,
         quantization="" if settings.quantization == "none" else settings.quantization,
         speculative_model=settings.speculative_model,
         num_speculative_tokens=settings.num_speculative_tokens,

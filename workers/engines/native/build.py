@@ -15,12 +15,14 @@ from workers.engines.base import EngineError, EngineInfo, SequenceRequest
 from workers.engines.core.blocks import BlockManager
 from workers.engines.core.config import SchedulerConfig
 from workers.engines.core.engine import ScheduledEngine
+from workers.engines.core.offload import HostCache
 from workers.engines.core.scheduler import Scheduler
 from workers.engines.core.sequence import Executor
 from workers.engines.logits import Registry
 from workers.engines.native.attention import Unsupported
 from workers.engines.native.draft import load_draft, make_speculation
 from workers.engines.native.executor import TorchExecutor
+from workers.engines.native.host_pool import HostPool
 from workers.engines.native.model import Model, ModelError, load, vision_encoder
 from workers.engines.native.options import DEFAULTS, NativeOptions
 from workers.engines.native.pool import out_of_memory
@@ -109,12 +111,13 @@ def assemble(
         if rotation is not None and options.speculative_model:
             raise ModelError("the CUDA kernels do not verify proposed tokens yet; leave out --speculative-model")
         # The CUDA kernels read one table of blocks per sequence.
-        hybrid = options.hybrid_kv_cache and rotation is None and draft is None
+        hybrid = options.hybrid_kv_cache and rotation is None and draft is None and not options.kv_offloading_size
         pools = make_pools(loaded, options, limit, hybrid=hybrid, draft=draft)
         speculation = make_speculation(options, draft, pools.draft)
     except torch.OutOfMemoryError as error:
         raise EngineError(out_of_memory(error)) from error
-    blocks = BlockManager(pools.kv.blocks, prefix_cache=options.prefix_cache, kv_events=options.kv_events)
+    host, copier = _offload(pools, options)
+    blocks = BlockManager(pools.kv.blocks, prefix_cache=options.prefix_cache, kv_events=options.kv_events, host=host)
     scheduler = Scheduler(
         blocks,
         SchedulerConfig(
@@ -141,7 +144,21 @@ def assemble(
         logits_processors=() if processors is None else processors.names,
         max_batched_tokens=options.max_batched_tokens,
     )
-    return ScheduledEngine(info, scheduler, executor, encoder, processors, ahead, speculation)
+    return ScheduledEngine(info, scheduler, executor, encoder, processors, ahead, speculation, copier)
+
+
+def _offload(pools: Pools, options: NativeOptions) -> tuple[HostCache | None, HostPool | None]:
+    """Where evicted blocks go, if the options have host memory for them.
+
+    Raises:
+        EngineError: the memory does not hold a block, or there is not so much.
+    """
+    slots = int(options.kv_offloading_size * (1 << 30)) // pools.kv.block_bytes
+    if not options.kv_offloading_size or not options.prefix_cache:
+        return None, None
+    if slots < 1:
+        raise EngineError(f"a KV block has {pools.kv.block_bytes} bytes; raise kv_offloading_size (GiB)")
+    return HostCache(slots, kv_events=options.kv_events), HostPool(pools.kv, slots)
 
 
 def _executors(

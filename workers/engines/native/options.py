@@ -24,6 +24,8 @@ class NativeOptions:
         no_evict: see ``Scheduler``.
         hybrid_kv_cache: keep layers with sliding windows in a pool of their own, and free blocks behind the windows. KV
             cannot be handed over then.
+        kv_offloading_size: GiB of host memory for KV blocks that leave the pool; 0: none. KV cannot be handed over
+            then, and all layers are in one pool.
         quantization: of the weights; "fp8": 8-bit floats with a scale per row, "": as loaded. Experts stay.
         speculative_model: proposes tokens: a draft model, as ``model`` of ``build``, or "ngram"; "": none.
         num_speculative_tokens: proposed per step and sequence, at most.
@@ -46,6 +48,7 @@ class NativeOptions:
     kv_memory_fraction: float = 0.0
     no_evict: bool = False
     hybrid_kv_cache: bool = True
+    kv_offloading_size: float = 0.0
     quantization: str = ""
     speculative_model: str = ""
     num_speculative_tokens: int = 4

@@ -1,0 +1,45 @@
+"""KV blocks in host memory, on real models."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.workers.engines.native.models import drain, expected, prompt, request, run, tokens
+from workers.engines.base import EngineError
+from workers.engines.native.build import build
+from workers.engines.native.options import NativeOptions
+
+MIB = 1 / 1024  # GiB
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_prompts_that_left_the_pool_are_found_again_with_their_kv(name: str, model_dir: Callable[[str], Path]) -> None:
+    directory = model_dir(name)
+    options = NativeOptions(device="cpu", block_size=8, kv_blocks=14, kv_offloading_size=4 * MIB)
+    native = build(str(directory), options)
+    for salt in range(3):
+        requests = [request(salt, prompt(60, salt), 20)]
+        assert tokens(run(native, requests))[salt] == expected(directory, prompt(60, salt), 20)
+    native.submit(request("again", prompt(60, 0), 20))
+    results = drain(native)
+    assert [start.cached_tokens for result in results for start in result.started] == [56]
+    answer = [output.token for result in results for output in result.outputs]
+    assert answer == expected(directory, prompt(60, 0), 20)
+    assert native.stats().loaded_blocks > 0
+
+
+def test_kv_as_fp8_is_copied_as_it_is(model_dir: Callable[[str], Path]) -> None:
+    answers = []
+    for size in (0.0, 4 * MIB):
+        options = NativeOptions(
+            device="cpu", block_size=8, kv_blocks=14, kv_offloading_size=size, kv_dtype="fp8", max_batched_tokens=8
+        )
+        native = build(str(model_dir("llama")), options)
+        answers.append([tokens(run(native, [request(n, prompt(60, n % 2), 20)]))[n] for n in range(4)])
+    assert answers[0] == answers[1]
+
+
+def test_a_size_below_one_block_is_refused(model_dir: Callable[[str], Path]) -> None:
+    with pytest.raises(EngineError, match="raise kv_offloading_size"):
+        build(str(model_dir("llama")), NativeOptions(device="cpu", kv_blocks=14, kv_offloading_size=1e-9))
