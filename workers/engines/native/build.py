@@ -153,9 +153,9 @@ def _offload(pools: Pools, options: NativeOptions) -> tuple[HostCache | None, Ho
     Raises:
         EngineError: the memory does not hold a block, or there is not so much.
     """
-    slots = int(options.kv_offloading_size * (1 << 30)) // pools.kv.block_bytes
     if not options.kv_offloading_size or not options.prefix_cache:
         return None, None
+    slots = int(options.kv_offloading_size * (1 << 30)) // pools.kv.block_bytes
     if slots < 1:
         raise EngineError(f"a KV block has {pools.kv.block_bytes} bytes; raise kv_offloading_size (GiB)")
     return HostCache(slots, kv_events=options.kv_events), HostPool(pools.kv, slots)
