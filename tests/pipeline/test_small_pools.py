@@ -12,8 +12,8 @@ from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import MODEL, Deployment, Oracle, Process, stopped, token_prompt, until
 from tests.pipeline.test_disaggregated import nothing_held, stages
 
-AT_ONCE = 12
-REQUESTS = 16
+AT_ONCE = 10
+REQUESTS = 12
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -30,7 +30,7 @@ async def pools_bus(pools: Deployment) -> AsyncIterator[Bus]:
     await bus.close()
 
 
-@pytest.mark.parametrize(("prefill", "decode", "speedup"), [(2000, 40, 8), (40, 2000, 0), (36, 36, 0), (300, 100, 0)])
+@pytest.mark.parametrize(("prefill", "decode", "speedup"), [(2000, 40, 8), (40, 2000, 0), (36, 36, 0)])
 async def test_every_request_ends_whatever_the_ratio_of_the_pools(
     pools: Deployment, pools_bus: Bus, oracle: Oracle, prefill: int, decode: int, speedup: float
 ) -> None:
