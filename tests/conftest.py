@@ -50,6 +50,11 @@ def pytest_collection(session: pytest.Session) -> None:
     gc.disable()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Deployments first: their files are the longest, and short ones at the end keep all cores busy until then."""
+    items.sort(key=lambda item: not item.nodeid.startswith(("tests/pipeline/", "tests/chaos/")))
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
     gc.enable()

@@ -1,6 +1,6 @@
 """Deployments of the real processes on a real nats-server.
 
-Shared by the whole run: ``fast`` (two workers without step times, two gateways), ``slow`` (one worker at a part of a
+Shared by all modules: ``fast`` (two workers without step times, two gateways), ``slow`` (one worker at a part of a
 GPU's speed, two gateways), ``empty`` (no workers). ``new_deployment`` starts others, for a module. Whoever changes one
 of them puts it back.
 """
@@ -35,16 +35,16 @@ def _deployments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NewDeploy
 
 # A module's own deployments end with it: dozens of processes that idle, and that end all at once, are load too.
 new_deployment = pytest.fixture(scope="module", name="new_deployment")(_deployments)
-shared_deployment = pytest.fixture(scope="session", name="shared_deployment")(_deployments)
+shared_deployment = pytest.fixture(scope="package", name="shared_deployment")(_deployments)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def fast(shared_deployment: NewDeployment) -> Deployment:
     flags = ("--mock-speedup", "0", "--workers", "2", "--gateways", "2", "--served-model-name", f"{MODEL_NAME},other")
     return shared_deployment(*flags)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A chat template that is not the model's own."""
     path: Path = tmp_path_factory.mktemp("template") / "own.jinja"
@@ -52,7 +52,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def slow(shared_deployment: NewDeployment, template: Path) -> Deployment:
     """About 25 ms per token, 4 sequences at once."""
     return shared_deployment(
@@ -61,12 +61,12 @@ def slow(shared_deployment: NewDeployment, template: Path) -> Deployment:
     )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def empty(shared_deployment: NewDeployment) -> Deployment:
     return shared_deployment("--workers", "0", "--max-queue", "4")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def oracle() -> Oracle:
     return Oracle()
 

@@ -1,8 +1,9 @@
-"""Workers on TensorRT-LLM's stand-in in the real pipeline: prefill and decode apart, KV moved by the engine itself."""
+"""`penstock up` with TensorRT-LLM's stand-in: prefill and decode apart, KV moved by the engine itself."""
 
-import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -13,7 +14,7 @@ from infra.timeline.leases import leases
 from infra.timeline.request_timeline import RequestTimeline
 from infra.timeline.tracing.spans import spans
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import ROOT, Deployment, ending, idle_workers, stopped, until
+from tests.pipeline.support import ROOT, Deployment, ending, idle_workers, metrics, until
 from tests.standins import FOLDER, VARIANT
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -21,15 +22,31 @@ pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(scope="module")
-def broker_and_gateway(new_deployment: NewDeployment) -> Deployment:
-    return new_deployment("--engine", "native", "--workers", "0", "--local-prefill-tokens", "16")
+def deployment(new_deployment: NewDeployment, tmp_path_factory: pytest.TempPathFactory) -> Deployment:
+    """A prefill and a decode worker, each with its engine arguments and two GPUs."""
+    home = tmp_path_factory.mktemp("arguments")
+    for role, batch in (("prefill", 4), ("decode", 8)):
+        (home / f"{role}.yaml").write_text(f"max_batch_size: {batch}\ntensor_parallel_size: 2\n")
+    return new_deployment(
+        *("--engine", "trtllm", "--model", str(DEMO), "--max-model-len", "2048", "--max-running", "8"),
+        *("--prefill", "1", "--decode", "1", "--local-prefill-tokens", "16", "--gpus", "4,5,6,7"),
+        *("--prefill-engine-args", f"{home}/prefill.yaml", "--decode-engine-args", f"{home}/decode.yaml"),
+        **{"PYTHONPATH": f"{FOLDER}:{ROOT}", VARIANT: "1.2.1", "TENSORRT_LLM_STANDIN_QUIRKS": json.dumps({"gpus": 2})},
+    )
 
 
 @pytest.fixture
-async def bus(broker_and_gateway: Deployment) -> AsyncIterator[Bus]:
-    made = await connect(broker_and_gateway.state.nats_url, role="client", name="test")
+async def bus(deployment: Deployment) -> AsyncIterator[Bus]:
+    made = await connect(deployment.state.nats_url, role="client", name="test")
     yield made
     await made.close()
+
+
+def environ_of(deployment: Deployment, name: str) -> dict[str, str]:
+    """Of a running child."""
+    pid = next(process.pid for process in deployment.state.processes if process.name == name)
+    pairs = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 
 
 def check_measurements(timeline: RequestTimeline) -> None:
@@ -46,18 +63,9 @@ def check_measurements(timeline: RequestTimeline) -> None:
     assert "penstock.engine.kv_transfer.duration" not in prefill
 
 
-async def test_prefill_and_decode_on_tensorrt_llm_hand_over_under_our_leases(
-    broker_and_gateway: Deployment, bus: Bus
-) -> None:
-    standin = {"PYTHONPATH": f"{FOLDER}:{ROOT}", VARIANT: "1.2.1"}
-    flags = ("--engine", "trtllm", "--model", str(DEMO), "--max-model-len", "2048", "--max-running", "8")
-    workers = [
-        broker_and_gateway.also("worker", *flags, "--role", role, "--name", role, **standin)
-        for role in ("prefill", "decode")
-    ]
-    await asyncio.gather(*(asyncio.to_thread(worker.wait_for, "worker_registered") for worker in workers))
+async def test_prefill_and_decode_on_tensorrt_llm_hand_over_under_our_leases(deployment: Deployment, bus: Bus) -> None:
     question = "The code of the red door is 4711. The code of the blue door is 1234. " * 3 + "What is 347 + 586?"
-    async with httpx.AsyncClient(base_url=broker_and_gateway.urls[0], trust_env=False, timeout=60) as http:
+    async with httpx.AsyncClient(base_url=deployment.urls[0], trust_env=False, timeout=60) as http:
         body = {"model": "demo", "messages": [{"role": "user", "content": question}], "temperature": 0}
         for path in ("split", "again"):
             answer = await http.post("/v1/chat/completions", json=body, headers={"traceparent": PARENT})
@@ -69,13 +77,23 @@ async def test_prefill_and_decode_on_tensorrt_llm_hand_over_under_our_leases(
                 assert done.worker.startswith("decode")
                 check_measurements(timeline)
                 first = answer.json()["choices"][0]["message"]["content"]
+                assert "933" in first
             assert answer.json()["choices"][0]["message"]["content"] == first
 
     async def nothing_held() -> bool:
         now = time.time_ns()
         return await idle_workers(bus) and not any(each.is_open(now) for each in (await leases(bus, now)).values())
 
-    await until(nothing_held, "all is let go of")
+    await until(nothing_held, "all blocks are free and all leases closed")
     found = await leases(bus, time.time_ns())
     assert {lease.last.state for lease in found.values()} == {"released"}
-    assert await stopped(workers) == [0, 0]
+
+
+async def test_each_worker_has_its_own_gpus_and_is_measured(deployment: Deployment) -> None:
+    assert environ_of(deployment, "prefill-0")["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert environ_of(deployment, "decode-0")["CUDA_VISIBLE_DEVICES"] == "6,7"
+    pages = {process.name: process.metrics_url for process in deployment.state.processes if process.metrics_url}
+    assert set(pages) == {"prefill-0", "decode-0", "router-0"}
+    counted = {name: await metrics(url.removesuffix("/metrics")) for name, url in pages.items()}
+    assert counted["decode-0"]["penstock_worker_tokens_total"] > 1
+    assert counted["router-0"]["penstock_router_workers"] == 2

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import sys
 from pathlib import Path
@@ -10,12 +9,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from infra.bus.connection import connect
 from infra.launch.deathsig import die_with_parent
 from infra.launch.http import get
 from infra.model.modeldir import DEMO
 from tests.pipeline.conftest import NewDeployment
-from tests.pipeline.support import ROOT, START_S, Deployment, Process, ending, free_port, samples, until
+from tests.pipeline.support import ROOT, START_S, Deployment, Process, free_port, samples, until
 from tests.standins import FOLDER, VARIANT, real
 from tests.workers.engines.diffusion import pipelines
 
@@ -23,29 +21,6 @@ pytestmark = pytest.mark.timeout(180)
 
 STANDINS = {"PYTHONPATH": f"{FOLDER}:{ROOT}", VARIANT: "1.2.1"}
 SMALL = ("--model", str(DEMO), "--max-model-len", "2048", "--max-running", "8")
-LONG = "The code of the red door is 4711. The code of the blue door is 1234. " * 3 + "What is the code of the red door?"
-
-
-def environ_of(deployment: Deployment, name: str) -> dict[str, str]:
-    """Of a running child."""
-    pid = next(process.pid for process in deployment.state.processes if process.name == name)
-    pairs = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-
-
-async def ask(deployment: Deployment, question: str) -> tuple[str, str, list[str]]:
-    """The answer, and the worker that ended it, and the roles of its route."""
-    body = {"model": "demo", "messages": [{"role": "user", "content": question}], "temperature": 0}
-    async with httpx.AsyncClient(base_url=deployment.urls[0], trust_env=False, timeout=60) as http:
-        answer = await http.post("/v1/chat/completions", json=body)
-    assert answer.status_code == 200, answer.text
-    bus = await connect(deployment.state.nats_url, role="operator", name="test")
-    try:
-        told, done = await ending(bus, answer.headers["x-request-id"])
-    finally:
-        await bus.close()
-    roles = [stage.role for stage in told.routed[0].decision.route]
-    return answer.json()["choices"][0]["message"]["content"], done.worker, roles
 
 
 async def measured(deployment: Deployment) -> dict[str, dict[str, float]]:
@@ -56,39 +31,6 @@ async def measured(deployment: Deployment) -> dict[str, dict[str, float]]:
             if process.metrics_url:
                 found[process.name] = samples((await http.get(process.metrics_url)).text)
     return found
-
-
-async def test_tensorrt_llm_with_prefill_and_decode_apart_each_with_its_file_and_gpus(
-    new_deployment: NewDeployment, tmp_path: Path
-) -> None:
-    files = {}
-    for role, batch in (("prefill", 4), ("decode", 8)):
-        files[role] = tmp_path / f"{role}.yaml"
-        files[role].write_text(f"max_batch_size: {batch}\ntensor_parallel_size: 2\n")
-    deployment = new_deployment(
-        *("--engine", "trtllm", *SMALL, "--prefill", "1", "--decode", "1", "--local-prefill-tokens", "16"),
-        *("--prefill-engine-args", str(files["prefill"]), "--decode-engine-args", str(files["decode"])),
-        *("--gpus", "4,5,6,7"),
-        **STANDINS,
-        TENSORRT_LLM_STANDIN_QUIRKS=json.dumps({"gpus": 2}),
-    )
-    text, worker, route = await ask(deployment, LONG)
-    assert "4711" in text
-    assert worker.startswith("decode-0")
-    assert route == ["prefill", "decode"]
-    assert environ_of(deployment, "prefill-0")["CUDA_VISIBLE_DEVICES"] == "4,5"
-    assert environ_of(deployment, "decode-0")["CUDA_VISIBLE_DEVICES"] == "6,7"
-    counted = await measured(deployment)
-    assert set(counted) == {"prefill-0", "decode-0", "router-0"}
-    assert counted["decode-0"]["penstock_worker_tokens_total"] > 1
-    assert counted["router-0"]["penstock_router_workers"] == 2
-
-
-async def test_vllm_serves(new_deployment: NewDeployment) -> None:
-    deployment = new_deployment("--engine", "vllm", *SMALL, "--gpus", "none", **STANDINS)
-    text, worker, route = await ask(deployment, "What is 347 + 586?")
-    assert (text, route) == ("347 + 586 = 933", [])  # one stage: no route slip
-    assert worker.startswith("worker-0")
 
 
 @pytest.mark.parametrize(
