@@ -64,7 +64,8 @@ def check_measurements(timeline: RequestTimeline) -> None:
 
 
 async def test_prefill_and_decode_on_tensorrt_llm_hand_over_under_our_leases(deployment: Deployment, bus: Bus) -> None:
-    question = "The code of the red door is 4711. The code of the blue door is 1234. " * 3 + "What is 347 + 586?"
+    codes = "The code of the red door is 4711. The code of the blue door is 1234. "
+    question = codes * 3 + "What is the code of the red door?"
     async with httpx.AsyncClient(base_url=deployment.urls[0], trust_env=False, timeout=60) as http:
         body = {"model": "demo", "messages": [{"role": "user", "content": question}], "temperature": 0}
         for path in ("split", "again"):
@@ -77,7 +78,7 @@ async def test_prefill_and_decode_on_tensorrt_llm_hand_over_under_our_leases(dep
                 assert done.worker.startswith("decode")
                 check_measurements(timeline)
                 first = answer.json()["choices"][0]["message"]["content"]
-                assert "933" in first
+                assert "4711" in first
             assert answer.json()["choices"][0]["message"]["content"] == first
 
     async def nothing_held() -> bool:
