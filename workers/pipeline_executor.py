@@ -25,7 +25,7 @@ from schemas.kv import KvDump
 from schemas.requests import Diffusion
 from schemas.tokens import File, Finish, TokenItem
 from workers.engines.base import RequestError
-from workers.engines.diffusion.base import DiffusionEngine, Stopped
+from workers.engines.diffusion.base import DiffusionEngine, Interrupted
 from workers.engines.diffusion.encode import encode, media_type
 from workers.executor import SessionContext, StageInput
 from workers.pipeline_thread import PipelineThread
@@ -157,7 +157,7 @@ class PipelineExecutor:
         progress = self._context.tasks.spawn(self._publish_progress(run), name="progress", on_failure=_progress_failed)
         try:
             outputs = await asyncio.wrap_future(self._thread.call(lambda: self._generate(run)))
-        except Stopped:
+        except Interrupted:
             await self._terminal.end_cancelled(running)
             return
         except RequestError as error:
@@ -186,21 +186,21 @@ class PipelineExecutor:
         """In the thread.
 
         Raises:
-            Stopped: the request was cancelled.
+            Interrupted: the request was cancelled.
             RequestError: the output cannot be encoded.
         """
 
         def progress(done_steps: int, total: int) -> None:
             if run.stop.is_set():
-                raise Stopped
+                raise Interrupted
             self._loop.call_soon_threadsafe(run.advance, done_steps, total, time.monotonic())
 
         if run.stop.is_set():
-            raise Stopped
+            raise Interrupted
         outputs = []
         for picture in self._engine.generate(run.diffusion, progress):
             if run.stop.is_set():
-                raise Stopped
+                raise Interrupted
             frames, height, width, _ = picture.frames.shape
             file_format = run.diffusion.format
             try:
@@ -254,7 +254,7 @@ class PipelineExecutor:
         run = self._current
         if run is not None and run.running is running:
             run.stop.set()
-            if self._engine.stoppable:
+            if self._engine.interruptible:
                 return  # it ends at the next step
         self._terminal.spawn(self._terminal.end_cancelled(running))
 

@@ -19,7 +19,7 @@ from configs.settings import WorkerSettings
 from schemas.requests import Diffusion
 from tests.workers.engines.diffusion import pipelines
 from workers.engines.base import RequestError
-from workers.engines.diffusion.diffusers_engine import Pipeline, from_settings
+from workers.engines.diffusion.diffusers_engine import DiffusersEngine, from_settings
 
 SMALL = Diffusion("image", "a red cube on the sea", 32, 32, steps=4, format="png", seed=5)
 CLIP = Diffusion("video", "a blue wave", 32, 32, steps=3, format="gif", frames=5, frame_rate=8.0, seed=5)
@@ -41,7 +41,7 @@ def large(folder: Path) -> Path:
     return folder / "large"
 
 
-def timed(engine: Pipeline, ask: Diffusion) -> float:
+def timed(engine: DiffusersEngine, ask: Diffusion) -> float:
     began = time.perf_counter()
     engine.generate(ask, lambda done, total: None)
     return time.perf_counter() - began

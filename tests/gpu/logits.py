@@ -18,7 +18,7 @@ from infra.model import modeldir
 from schemas.requests import LogitsProcessor, Sampling, Stop
 from workers.engines.base import SequenceRequest
 from workers.engines.logits.apply import Chain
-from workers.engines.logits.error_counter import Faults
+from workers.engines.logits.error_counter import ErrorCounter
 from workers.engines.logits.trtllm_processors import TrtllmProcessor
 from workers.engines.native import from_settings
 
@@ -41,7 +41,7 @@ def drawn(in_its_stream: bool) -> int:
         torch.cuda._sleep(BUSY_CYCLES)
         logits[0, 0, 3].fill_(10.0)  # written late: the edit has to come after it
         logits[0, 0, 7].fill_(5.0)
-    processor = TrtllmProcessor(Chain(("only seven",), (only_seven,), Faults()))
+    processor = TrtllmProcessor(Chain(("only seven",), (only_seven,), ErrorCounter()))
     processor(1, logits, [[1, 2]], engine.cuda_stream if in_its_stream else None)
     torch.cuda.synchronize()
     return int(logits.argmax())

@@ -30,7 +30,7 @@ from tests.pipeline.support import Process
 from tests.workers.support import Record, dial, ids, request
 from workers import diffusion_backend as module
 from workers.engines.base import EngineError, RequestError
-from workers.engines.diffusion.base import Picture, Progress
+from workers.engines.diffusion.base import GeneratedMedia, Progress
 from workers.executor import ServedModel
 from workers.metrics.worker import Metrics
 from workers.pipeline_executor import PipelineExecutor
@@ -48,8 +48,8 @@ class ControlledPipeline:
     name = "painter"
     load_seconds = 0.0
 
-    def __init__(self, *, stoppable: bool = True) -> None:
-        self.stoppable = stoppable
+    def __init__(self, *, interruptible: bool = True) -> None:
+        self.interruptible = interruptible
         self.diffuser = MADE
         self.asked: list[Diffusion] = []
         self.steps = 0
@@ -73,7 +73,7 @@ class ControlledPipeline:
         self._free.set()
         self._go.release()
 
-    def generate(self, ask: Diffusion, progress: Progress) -> list[Picture]:
+    def generate(self, ask: Diffusion, progress: Progress) -> list[GeneratedMedia]:
         self._inside += 1
         self.most_at_once = max(self.most_at_once, self._inside)
         try:
@@ -84,10 +84,10 @@ class ControlledPipeline:
                 if self.fails is not None:
                     raise self.fails
                 self.steps += 1
-                if self.stoppable:
+                if self.interruptible:
                     progress(step, ask.steps)
             pixels = np.full((1, ask.height, ask.width, 3), ask.seed % 256, np.uint8)
-            return [Picture(pixels)] * ask.images
+            return [GeneratedMedia(pixels)] * ask.images
         finally:
             self._inside -= 1
 
@@ -248,7 +248,7 @@ async def test_a_request_that_waits_is_cancelled_at_once(record: Record, worker:
 async def test_a_request_that_cannot_be_stopped_is_ended_all_the_same(
     broker: EmbeddedNats, pipeline: Subjects, record: Record
 ) -> None:
-    async with run_worker(broker, pipeline, ControlledPipeline(stoppable=False)) as worker:
+    async with run_worker(broker, pipeline, ControlledPipeline(interruptible=False)) as worker:
         worker.painter.hold()
         asked, after = picture(deadline_s=0.5), picture(2)
         await give(record, worker.id, asked)
@@ -276,7 +276,7 @@ async def test_a_request_that_the_engine_refuses_ends_alone(record: Record, work
 async def test_a_picture_that_no_file_can_hold_ends_its_request_alone(
     record: Record, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wide = Picture(np.zeros((1, 1, 16_384, 3), dtype=np.uint8))
+    wide = GeneratedMedia(np.zeros((1, 1, 16_384, 3), dtype=np.uint8))
     monkeypatch.setattr(worker.painter, "generate", lambda ask, progress: [wide])
     asked = picture()
     assert asked.diffusion is not None

@@ -135,7 +135,7 @@ class ScheduledEngine:
         return result._replace(failures=result.failures + failures) if failures else result
 
     def stats(self) -> EngineStats:
-        return msgspec.structs.replace(self._scheduler.stats(), logits_errors=self._processors.faults.count)
+        return msgspec.structs.replace(self._scheduler.stats(), logits_errors=self._processors.errors.count)
 
     def dump(self, rank: int = 0) -> list[KvEvent]:
         return self._scheduler.blocks.dump()

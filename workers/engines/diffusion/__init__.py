@@ -1,1 +1,1 @@
-"""Pictures from text: the engines of diffusion workers."""
+"""Images and videos from text: the engines of diffusion workers."""

@@ -1,6 +1,6 @@
-"""What a diffusion worker asks of anything that turns a text into pictures. No NATS, no diffusers, no torch.
+"""The protocol of diffusion engines: from a text to images or videos. No NATS, no diffusers, no torch.
 
-Everything is synchronous and called from one thread, one request at a time: no engine of this kind is thread-safe.
+Everything is synchronous and called from one thread, one request at a time: engines of this kind are not thread-safe.
 """
 
 from collections.abc import Callable
@@ -9,17 +9,22 @@ from typing import Any, NamedTuple, Protocol
 from schemas.fleet import Diffuser
 from schemas.requests import Diffusion
 
-Progress = Callable[[int, int], None]  # denoising steps done, of how many
+Progress = Callable[[int, int], None]  # (denoising steps done, steps in total)
 
 
-class Stopped(Exception):
-    """Raised by a ``Progress``, and let through by ``generate``: nobody wants the pictures any more."""
+class Interrupted(Exception):
+    """Raised by a ``Progress`` callback and passed on by ``generate``: the request was cancelled."""
 
 
-class Picture(NamedTuple):
-    """One image, or one video."""
+class GeneratedMedia(NamedTuple):
+    """One image or video.
 
-    frames: Any  # uint8 array (frames, height, width, 3), RGB; an image has one frame
+    Attributes:
+        frames: uint8 array (frames, height, width, 3), RGB; an image has one frame.
+        frame_rate: frames per second; 0 for an image.
+    """
+
+    frames: Any
     frame_rate: float = 0.0
 
 
@@ -28,22 +33,22 @@ class DiffusionEngine(Protocol):
 
     Attributes:
         name: "diffusers", "trtllm".
-        diffuser: what it makes, and its limits.
+        diffuser: kind of output, defaults and limits.
         load_seconds: how long loading took.
-        stoppable: ``progress`` is called after each step; else a request cannot be ended while it is computed.
+        interruptible: ``progress`` is called after each step; otherwise a request cannot be cancelled while it runs.
     """
 
     name: str
     diffuser: Diffuser
     load_seconds: float
-    stoppable: bool
+    interruptible: bool
 
-    def generate(self, ask: Diffusion, progress: Progress) -> list[Picture]:
-        """``ask.images`` pictures, a function of ``ask`` alone.
+    def generate(self, request: Diffusion, progress: Progress) -> list[GeneratedMedia]:
+        """``request.images`` outputs, which depend on ``request`` alone.
 
         Raises:
-            RequestError: this request cannot be served; the engine goes on.
-            Stopped: ``progress`` raised it.
+            RequestError: this request cannot be served; the engine can serve others.
+            Interrupted: ``progress`` raised it.
             Exception: anything else means that the engine is broken.
         """
 

@@ -1,12 +1,10 @@
-"""Pipelines of the ``diffusers`` library as a diffusion engine: what one makes is read from its signature and parts."""
+"""Pipelines of the ``diffusers`` library as diffusion engines: limits come from their signature and components."""
 
 import gc
-import inspect
 import math
-import re
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import structlog
@@ -18,141 +16,83 @@ from schemas.errors import Code
 from schemas.fleet import Diffuser
 from schemas.requests import Diffusion
 from workers.engines.base import RequestError
-from workers.engines.diffusion.base import Picture, Progress, Stopped
+from workers.engines.diffusion.base import GeneratedMedia, Interrupted, Progress
 from workers.engines.diffusion.encode import IMAGE_FORMATS, video_formats
 from workers.engines.diffusion.model_index import INDEX, pipeline_name
+from workers.engines.diffusion.signature import PipelineSignature, pipeline_class
 
 log = structlog.get_logger("engine")
 
-FRAMES = ("num_frames", "video_length", "frames")  # how pipelines call the number of frames
-RATES = ("frame_rate", "fps")
-FRAME_RATE = 16.0  # where neither the pipeline nor a flag says
+FRAME_RATE = 16.0  # if neither the pipeline nor a flag sets it
 STEPS = 50
-_NEEDED = ("callback_on_step_end", "generator", "output_type", "num_inference_steps", "width", "height")
-# Pipelines that start from a picture take it as an optional parameter, and fail without.
-_FROM_PICTURES = re.compile(
-    "Img2Img|Inpaint|ImageToVideo|VideoToVideo|Control|Upscale|2Img|2Pix|Edit|Fill|Refine|I2V|V2V|Prior|VideoToWorld"
-)
-
-Kind = Literal["image", "video"]
 
 
-class Shape:
-    """What a pipeline's ``__call__`` takes.
-
-    Raises:
-        ModelError: it is not one that makes images or videos of a text, step by step.
-    """
-
-    def __init__(self, pipeline: type) -> None:
-        name = pipeline.__name__
-        self.parameters = dict(inspect.signature(pipeline.__call__).parameters)
-        self.parameters.pop("self", None)
-        bare = {p.name for p in self.parameters.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
-        if bare - {"prompt"} or "prompt" not in self.parameters or _FROM_PICTURES.search(name):
-            raise ModelError(f"pipeline {name} does not start from a text alone; only such pipelines are served")
-        if lacking := [parameter for parameter in _NEEDED if parameter not in self.parameters]:
-            raise ModelError(
-                f"pipeline {name} has no parameter {lacking[0]}: a request could not be sized, repeated on another "
-                "worker or stopped between steps; it is not served"
-            )
-        self.frames = self._first(FRAMES)
-        self.rate = self._first(RATES)
-        self.kind: Kind = "video" if self.frames else "image"
-
-    def _first(self, names: tuple[str, ...]) -> str:
-        return next((name for name in names if name in self.parameters), "")
-
-    def default(self, name: str) -> Any:
-        """Of a parameter; None: there is none."""
-        parameter = self.parameters.get(name)
-        return None if parameter is None or parameter.default is inspect.Parameter.empty else parameter.default
-
-
-def pipeline_class(name: str) -> type:
-    """The class in the installed diffusers.
-
-    Raises:
-        ModelError: it has none of this name, or one whose parts are not installed.
-    """
-    try:
-        import diffusers
-    except ImportError as error:
-        raise ModelError(f"--role diffusion needs diffusers: pip install 'penstock[diffusion]' ({error})") from None
-    found = getattr(diffusers, name, None)
-    if not isinstance(found, type) or not issubclass(found, diffusers.DiffusionPipeline):
-        raise ModelError(
-            f"{INDEX} names {name!r}, which is no pipeline of diffusers {diffusers.__version__}; install a version "
-            "that has it, or check the directory"
-        )
-    return found
-
-
-class Pipeline:
-    """A diffusion engine on one device."""
+class DiffusersEngine:
+    """Implements ``workers.engines.diffusion.base.DiffusionEngine`` on one device."""
 
     name = "diffusers"
-    stoppable = True
+    interruptible = True
 
     def __init__(self, pipeline: Any, settings: WorkerSettings, load_seconds: float = 0.0) -> None:
         self._pipeline = pipeline
-        self._shape = Shape(type(pipeline))
-        self.diffuser = described(pipeline, self._shape, settings)
+        self._signature = PipelineSignature(type(pipeline))
+        self.diffuser = describe(pipeline, self._signature, settings)
         self.load_seconds = load_seconds
 
-    def generate(self, ask: Diffusion, progress: Progress) -> list[Picture]:
-        """One after another: what one picture looks like does not depend on how many are asked for, memory neither."""
-        made = []
-        for index in range(ask.images):
+    def generate(self, request: Diffusion, progress: Progress) -> list[GeneratedMedia]:
+        """Generate one after another, so that neither the result nor the memory depends on how many are requested."""
+        outputs = []
+        for index in range(request.images):
 
-            def advanced(done: int, total: int, before: int = index) -> None:
-                progress(before * total + done, ask.images * total)
+            def on_step(done: int, total: int, before: int = index) -> None:
+                progress(before * total + done, request.images * total)
 
-            made.append(self._one(ask, ask.seed + index, advanced))
-        return made
+            outputs.append(self._generate_one(request, request.seed + index, on_step))
+        return outputs
 
-    def _one(self, ask: Diffusion, seed: int, progress: Progress) -> Picture:
-        def stepped(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-            progress(step + 1, max(step + 1, getattr(pipeline, "num_timesteps", None) or ask.steps))
+    def _generate_one(self, request: Diffusion, seed: int, progress: Progress) -> GeneratedMedia:
+        def on_step_end(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            progress(step + 1, max(step + 1, getattr(pipeline, "num_timesteps", None) or request.steps))
             return tensors
 
-        shape = self._shape
+        signature = self._signature
         options: dict[str, Any] = {
-            "prompt": ask.prompt,
-            "num_inference_steps": ask.steps,
-            # On the CPU, so that the noise is the same whatever the device.
+            "prompt": request.prompt,
+            "num_inference_steps": request.steps,
+            # On the CPU, so that the noise is the same on every device.
             "generator": torch.Generator("cpu").manual_seed(seed & (1 << 63) - 1),
             "output_type": "np",
-            "callback_on_step_end": stepped,
-            "width": ask.width,
-            "height": ask.height,
+            "callback_on_step_end": on_step_end,
+            "width": request.width,
+            "height": request.height,
         }
-        if shape.frames:
-            options[shape.frames] = ask.frames
-        if shape.rate:
-            options[shape.rate] = ask.frame_rate
-        if ask.negative:
-            options["negative_prompt"] = ask.negative
-        if ask.guidance is not None:
-            options["guidance_scale"] = ask.guidance
+        if signature.frames:
+            options[signature.frames] = request.frames
+        if signature.rate:
+            options[signature.rate] = request.frame_rate
+        if request.negative:
+            options["negative_prompt"] = request.negative
+        if request.guidance is not None:
+            options["guidance_scale"] = request.guidance
         try:
             with torch.inference_mode():
                 output = self._pipeline(**options)
-        except Stopped:
+        except Interrupted:
             self._pipeline.maybe_free_model_hooks()
             raise
         except torch.OutOfMemoryError as error:
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            what = f"{ask.frames} frames of " if shape.frames else ""
+            what = f"{request.frames} frames of " if signature.frames else ""
             raise RequestError(
-                Code.engine_error, f"{what}{ask.width}x{ask.height} do not fit into the device's memory: {error}"[:500]
+                Code.engine_error,
+                f"{what}{request.width}x{request.height} do not fit into the device's memory: {error}"[:500],
             ) from error
         except (ValueError, TypeError) as error:  # the pipeline's own checks
             raise RequestError(Code.invalid_request, f"the pipeline refuses this request: {error}"[:500]) from error
-        frames = output.frames[0] if shape.frames else output.images[:1]
-        return Picture(_pixels(np.asarray(frames)), ask.frame_rate)
+        frames = output.frames[0] if signature.frames else output.images[:1]
+        return GeneratedMedia(_pixels(np.asarray(frames)), request.frame_rate)
 
     def close(self) -> None:
         self._pipeline = None
@@ -168,19 +108,19 @@ def _pixels(frames: Any) -> Any:
     return (np.nan_to_num(frames).clip(0.0, 1.0) * 255.0).round().astype(np.uint8)
 
 
-def described(pipeline: Any, shape: Shape, settings: WorkerSettings) -> Diffuser:
-    """What is registered: defaults from the pipeline's signature and configuration, limits from the settings."""
-    video = shape.kind == "video"
-    width, height = _size(pipeline, shape)
+def describe(pipeline: Any, signature: PipelineSignature, settings: WorkerSettings) -> Diffuser:
+    """What the worker registers: defaults from the pipeline's signature and configuration, limits from the settings."""
+    video = signature.kind == "video"
+    width, height = _size(pipeline, signature)
     step = _attribute(pipeline, "vae_scale_factor_temporal", "vae_temporal_compression_ratio") or 1
-    frames = int(shape.default(shape.frames) or 16) if video else 1
-    rate = settings.frame_rate or float(shape.default(shape.rate) or FRAME_RATE)
+    frames = int(signature.default(signature.frames) or 16) if video else 1
+    rate = settings.frame_rate or float(signature.default(signature.rate) or FRAME_RATE)
     return Diffuser(
-        kind=shape.kind,
+        kind=signature.kind,
         pipeline=type(pipeline).__name__,
         width=width,
         height=height,
-        steps=min(int(shape.default("num_inference_steps") or STEPS), settings.max_steps),
+        steps=min(int(signature.default("num_inference_steps") or STEPS), settings.max_steps),
         formats=video_formats() if video else IMAGE_FORMATS,
         max_pixels=max(settings.max_pixels, width * height),
         max_steps=settings.max_steps,
@@ -190,8 +130,8 @@ def described(pipeline: Any, shape: Shape, settings: WorkerSettings) -> Diffuser
         max_frames=max(frames, settings.max_frames) if video else 1,
         frame_step=step if video else 1,
         frame_rate=rate if video else 0.0,
-        negative="negative_prompt" in shape.parameters,
-        guidance="guidance_scale" in shape.parameters,
+        negative="negative_prompt" in signature.parameters,
+        guidance="guidance_scale" in signature.parameters,
     )
 
 
@@ -210,7 +150,7 @@ def _denoiser(pipeline: Any) -> Any:
 
 
 def _multiple(pipeline: Any) -> int:
-    """Width and height have to be multiples of this: of the latents, of the patches of latents, and of 8."""
+    """Width and height must be multiples of this: of a latent's pixels, of a patch of latents, and of 8."""
     patch = getattr(_denoiser(pipeline), "patch_size", None) or 1
     scale = _scale(pipeline) * (max(patch[-2:]) if isinstance(patch, list | tuple) else patch)
     processor = getattr(pipeline, "video_processor", None) or getattr(pipeline, "image_processor", None)
@@ -218,9 +158,9 @@ def _multiple(pipeline: Any) -> int:
     return math.lcm(8, scale, own)
 
 
-def _size(pipeline: Any, shape: Shape) -> tuple[int, int]:
-    """Width and height when nobody says."""
-    width, height = shape.default("width"), shape.default("height")
+def _size(pipeline: Any, signature: PipelineSignature) -> tuple[int, int]:
+    """The default width and height."""
+    width, height = signature.default("width"), signature.default("height")
     if not (width and height):
         config = _denoiser(pipeline)
         sample = getattr(pipeline, "default_sample_size", None) or getattr(config, "sample_size", None)
@@ -233,37 +173,37 @@ def _size(pipeline: Any, shape: Shape) -> tuple[int, int]:
 
 
 def resolve(model: str) -> Path:
-    """The directory of a pipeline; a Hugging Face id is fetched once its pipeline is known to be served.
+    """The directory of a pipeline. A Hugging Face id is downloaded, after a check that its pipeline is supported.
 
     Raises:
-        ModelError: there is none, or one that is not served.
+        ModelError: it has no pipeline, or an unsupported one.
     """
     path = Path(model).expanduser()
     if model and path.is_dir():
-        Shape(pipeline_class(pipeline_name(path)))
+        PipelineSignature(pipeline_class(pipeline_name(path)))
         return path
     if not model or model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise ModelError(f"model {model!r} is not a directory; name a directory or a Hugging Face id 'owner/name'")
+        raise ModelError(f"model {model!r} is not a directory; give a directory or a Hugging Face id 'owner/name'")
     from huggingface_hub import hf_hub_download
 
     try:
         index = Path(hf_hub_download(model, INDEX))
         found = pipeline_class(pipeline_name(index.parent))
-        Shape(found)
+        PipelineSignature(found)
         return Path(found.download(model, use_safetensors=True))  # type: ignore[attr-defined]
     except ModelError:
         raise
     except Exception as error:
         raise ModelError(
-            f"model {model!r} is neither a directory nor could it be fetched from the Hugging Face hub: {error}"
+            f"model {model!r} is not a directory, and its download from the Hugging Face Hub failed: {error}"
         ) from error
 
 
-def from_settings(settings: WorkerSettings, path: Path) -> Pipeline:
+def from_settings(settings: WorkerSettings, path: Path) -> DiffusersEngine:
     """Load a pipeline onto its device.
 
     Raises:
-        ModelError: the directory holds none, or parts of it cannot be read.
+        ModelError: the directory has no pipeline, or it cannot be loaded.
     """
     began = time.monotonic()
     if settings.threads:
@@ -273,20 +213,20 @@ def from_settings(settings: WorkerSettings, path: Path) -> Pipeline:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     name = settings.dtype if settings.dtype != "auto" else ("float32" if device == "cpu" else "bfloat16")
     kind = pipeline_class(pipeline_name(path))
-    _without_bars()
+    _disable_progress_bars()
     try:
         pipeline = kind.from_pretrained(path, dtype=getattr(torch, name), local_files_only=True)  # type: ignore[attr-defined]
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"the pipeline in {path} cannot be loaded: {error}") from error
     pipeline.to(device)
     pipeline.set_progress_bar_config(disable=True)
-    return Pipeline(pipeline, settings, time.monotonic() - began)
+    return DiffusersEngine(pipeline, settings, time.monotonic() - began)
 
 
-def _without_bars() -> None:
-    """Progress bars are for terminals, not for logs."""
-    from diffusers.utils import logging as ours
-    from transformers.utils import logging as theirs
+def _disable_progress_bars() -> None:
+    """Keep progress bars out of the log."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
 
-    ours.disable_progress_bar()
-    theirs.disable_progress_bar()
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()

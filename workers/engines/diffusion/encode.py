@@ -1,4 +1,4 @@
-"""Pictures as files: PNG, JPEG and WebP by Pillow, videos as WebP or GIF by Pillow, as MP4 by PyAV where it is."""
+"""Image and video files: PNG, JPEG, WebP and GIF with Pillow, MP4 with PyAV if it is installed."""
 
 import io
 import tempfile
@@ -10,38 +10,38 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from workers.engines.diffusion.base import Picture
+from workers.engines.diffusion.base import GeneratedMedia
 
 IMAGE_FORMATS = ("png", "jpeg", "webp")
-QUALITY = 90
+DEFAULT_QUALITY = 90
 
 
 def video_formats() -> tuple[str, ...]:
-    """What videos can be written as here, the most useful first."""
+    """Formats in which videos can be written here, preferred first."""
     return (*(("mp4",) if find_spec("av") is not None else ()), "webp", "gif")
 
 
 def media_type(name: str) -> str:
-    """Of a format."""
+    """The media type of a format."""
     return "video/mp4" if name == "mp4" else f"image/{name}"
 
 
-def encode(picture: Picture, name: str, quality: int = 0) -> bytes:
-    """The file.
+def encode(media: GeneratedMedia, name: str, quality: int = 0) -> bytes:
+    """Encode a file.
 
     Args:
-        name: a format.
-        quality: 1 .. 100 of lossy formats; 0: 90.
+        name: the format.
+        quality: 1 to 100, of lossy formats; 0: 90.
     """
     if name == "mp4":
-        return _mp4(picture, quality or QUALITY)
-    images = [Image.fromarray(frame, "RGB") for frame in picture.frames]
+        return _mp4(media, quality or DEFAULT_QUALITY)
+    images = [Image.fromarray(frame, "RGB") for frame in media.frames]
     options: dict[str, Any] = {}
     if name in ("jpeg", "webp"):
-        options["quality"] = quality or QUALITY
+        options["quality"] = quality or DEFAULT_QUALITY
     if len(images) > 1:
-        # Durations are whole milliseconds (of GIF: hundredths of a second): right on the whole, not frame by frame.
-        ends = [round(1000 * (i + 1) / picture.frame_rate) for i in range(len(images))]
+        # Durations are whole milliseconds (GIF: hundredths of a second), so round the ends and not each frame.
+        ends = [round(1000 * (i + 1) / media.frame_rate) for i in range(len(images))]
         durations = [end - start for start, end in zip([0, *ends], ends, strict=False)]
         options |= {"save_all": True, "append_images": images[1:], "duration": durations, "loop": 0}
     out = io.BytesIO()
@@ -49,16 +49,16 @@ def encode(picture: Picture, name: str, quality: int = 0) -> bytes:
     return out.getvalue()
 
 
-def _mp4(picture: Picture, quality: int) -> bytes:
-    """H.264 in yuv420p, which every browser plays; an odd last row or column is cut off."""
+def _mp4(media: GeneratedMedia, quality: int) -> bytes:
+    """H.264 in yuv420p, which every browser plays; needs even sizes, so an odd last row or column is cut off."""
     import av
 
-    frames = picture.frames
+    frames = media.frames
     height, width = frames.shape[1] // 2 * 2, frames.shape[2] // 2 * 2
-    with tempfile.TemporaryDirectory() as folder:  # to put the index in front, the file is read again
+    with tempfile.TemporaryDirectory() as folder:  # the index is moved to the front by rewriting the file
         path = Path(folder) / "video.mp4"
         with av.open(str(path), "w", options={"movflags": "faststart"}) as file:
-            stream = file.add_stream("libx264", rate=Fraction(picture.frame_rate).limit_denominator(1001))
+            stream = file.add_stream("libx264", rate=Fraction(media.frame_rate).limit_denominator(1001))
             stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
             stream.options = {"crf": str(round(51 * (1 - quality / 100) ** 0.5))}
             for frame in frames:

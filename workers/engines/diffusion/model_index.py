@@ -1,4 +1,4 @@
-"""Which pipeline a model directory holds, by its ``model_index.json`` alone."""
+"""The pipeline of a model directory, from its ``model_index.json`` alone."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ def pipeline_name(folder: Path) -> str:
     """The class name of the pipeline.
 
     Raises:
-        ModelError: there is no pipeline, or one that brings code of its own.
+        ModelError: the directory has no pipeline, or one with its own code.
     """
     path = folder / INDEX
     try:
@@ -26,7 +26,7 @@ def pipeline_name(folder: Path) -> str:
         raise ModelError(f"{path} is not JSON: {error}") from None
     name = index.get("_class_name") if isinstance(index, dict) else None
     if isinstance(name, list):
-        raise ModelError(f"{path} names a pipeline with code of its own ({name}), which is never run")
+        raise ModelError(f"{path} names a pipeline with custom code ({name}), which is never run")
     if not isinstance(name, str) or not name.isidentifier():
         raise ModelError(f"{path} names no pipeline (_class_name is {name!r})")
     return name

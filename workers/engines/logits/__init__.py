@@ -23,6 +23,6 @@ import torch.
 """
 
 from workers.engines.logits.base import BaseLogitsProcessor
-from workers.engines.logits.registry import Facts, ProcessorError, Registry
+from workers.engines.logits.registry import ModelInfo, ProcessorError, Registry
 
-__all__ = ["BaseLogitsProcessor", "Facts", "ProcessorError", "Registry"]
+__all__ = ["BaseLogitsProcessor", "ModelInfo", "ProcessorError", "Registry"]

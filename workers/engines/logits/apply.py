@@ -1,4 +1,4 @@
-"""How processors are run: one after another on a row of logits, each wholly or not at all."""
+"""Runs logits processors one after another on a row of logits; each takes effect completely or not at all."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, overload
@@ -7,29 +7,29 @@ import torch
 from torch import Tensor
 
 from workers.engines.logits.base import BaseLogitsProcessor
-from workers.engines.logits.error_counter import Faults
+from workers.engines.logits.error_counter import ErrorCounter
 
-NOTHING_LEFT = "it left no token to draw: the largest logit is not a finite number"
+NO_TOKEN_LEFT = "it left no token to draw: the largest logit is not a finite number"
 
 
 class Chain(NamedTuple):
-    """The processors of one sequence, in their order."""
+    """The processors of one sequence, in order."""
 
     names: tuple[str, ...]
     processors: tuple[BaseLogitsProcessor, ...]
-    faults: Faults
+    errors: ErrorCounter
 
 
 class Edit(NamedTuple):
-    """A processor has run. ``usable``: () bool on the logits' device; False: it was undone."""
+    """The edit of one processor. ``usable``: bool of shape () on the logits' device; False: it was undone."""
 
     name: str
-    faults: Faults
+    errors: ErrorCounter
     usable: Tensor
 
 
 class ReadOnly(Sequence[int]):
-    """Token ids that a processor cannot change: the engine names KV blocks by them."""
+    """Token ids that a processor cannot change: the names of KV blocks depend on them."""
 
     __slots__ = ("_tokens",)
 
@@ -51,31 +51,31 @@ class ReadOnly(Sequence[int]):
 
 
 def run(chain: Chain, input_ids: Sequence[int], logits: Tensor) -> list[Edit]:
-    """Let a chain edit (vocab,) logits in place, without waiting for the device.
+    """Edit (vocab,) logits in place, without waiting for the device.
 
-    Returns: one for each processor that did not raise.
+    Returns: an edit for each processor that did not raise.
     """
     edits = []
     for name, processor in zip(chain.names, chain.processors, strict=True):
         before = logits.clone()
         try:
             processor(input_ids, logits)
-        except Exception as error:  # of one sequence: its neighbours in the batch have no part in it
+        except Exception as error:  # must not fail the other sequences of the batch
             logits.copy_(before)
-            chain.faults.add(name, type(error).__name__, repr(error)[:500])
+            chain.errors.add(name, type(error).__name__, repr(error)[:500])
             continue
-        # The maximum of a row with a NaN is NaN, of a row of nothing but minus infinity that.
+        # The maximum is NaN if a logit is NaN, and minus infinity if all are.
         usable = logits.max().isfinite()
         logits.copy_(torch.where(usable, logits, before))
-        edits.append(Edit(name, chain.faults, usable))
+        edits.append(Edit(name, chain.errors, usable))
     return edits
 
 
 def account(edits: Iterable[Edit]) -> None:
     """Count the edits that were undone; waits for the device once."""
-    known = list(edits)
-    if not known:
+    listed = list(edits)
+    if not listed:
         return
-    for edit, usable in zip(known, torch.stack([edit.usable for edit in known]).tolist(), strict=True):
+    for edit, usable in zip(listed, torch.stack([edit.usable for edit in listed]).tolist(), strict=True):
         if not usable:
-            edit.faults.add(edit.name, NOTHING_LEFT, NOTHING_LEFT)
+            edit.errors.add(edit.name, NO_TOKEN_LEFT, NO_TOKEN_LEFT)

@@ -1,4 +1,4 @@
-"""The registry that a worker's flags ask for."""
+"""The registry of logits processors from a worker's flags."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ import msgspec
 from configs.settings import WorkerSettings
 from infra.model import modeldir
 from schemas.requests import LogitsProcessor
-from workers.engines.logits.registry import Facts, ProcessorError, Registry
+from workers.engines.logits.registry import ModelInfo, ProcessorError, Registry
 
 _EXAMPLES = "workers.engines.logits.examples"
 EXAMPLES = (
@@ -18,28 +18,28 @@ EXAMPLES = (
 )
 
 
-class Given(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One processor in ``--default-logits-processors``, written as in a request."""
+class ProcessorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One processor in ``--default-logits-processors``, in the form of a request's."""
 
     name: str
     args: dict[str, Any] = {}
 
 
 def from_settings(settings: WorkerSettings, path: Path) -> Registry:
-    """The examples, and what the flags name, for the model in ``path``.
+    """The examples and the processors in the flags, for the model in ``path``.
 
     Raises:
         ProcessorError: see ``Registry``.
         modeldir.ModelError: the directory cannot be used.
     """
     model = modeldir.load(path)
-    facts = Facts(model.vocab_size, model.eos_token_ids, model.tokenizer)
-    return Registry((*EXAMPLES, *settings.logits_processor), facts, _always(settings.default_logits_processors))
+    facts = ModelInfo(model.vocab_size, model.eos_token_ids, model.tokenizer)
+    return Registry((*EXAMPLES, *settings.logits_processor), facts, _defaults(settings.default_logits_processors))
 
 
-def _always(text: str) -> tuple[LogitsProcessor, ...]:
+def _defaults(text: str) -> tuple[LogitsProcessor, ...]:
     try:
-        given = msgspec.json.decode(text, type=list[Given]) if text else []
+        given = msgspec.json.decode(text, type=list[ProcessorSpec]) if text else []
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ProcessorError(
             f'--default-logits-processors: {error}; write [{{"name": "temperature", "args": {{"temperature": 0.7}}}}]'

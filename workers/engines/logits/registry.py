@@ -1,6 +1,6 @@
-"""Which processors a worker has, and what a request's choice of them becomes. Imports code the worker's flags name.
+"""The logits processors of a worker by name, and their instances for a request. Imports the classes in the flags.
 
-Does without torch: an engine without processors has an empty registry.
+Does not import torch: an engine without processors has an empty registry.
 """
 
 import importlib
@@ -15,7 +15,7 @@ from schemas.errors import Code
 from schemas.requests import LogitsProcessor
 from workers.engines.base import RequestError, SequenceRequest
 from workers.engines.logits.base import BaseLogitsProcessor
-from workers.engines.logits.error_counter import Faults
+from workers.engines.logits.error_counter import ErrorCounter
 
 if TYPE_CHECKING:
     from workers.engines.logits.apply import Chain
@@ -25,18 +25,18 @@ _ARGS: Callable[[bytes], dict[str, Any]] = msgspec.json.Decoder(dict[str, Any]).
 
 
 class ProcessorError(ValueError):
-    """The worker's flags name a processor that cannot be used; the text says what to change."""
+    """A processor in the worker's flags cannot be used; the message says what to change."""
 
 
-class Facts(NamedTuple):
-    """Of the model; what a constructor names of these it gets."""
+class ModelInfo(NamedTuple):
+    """Properties of the model; a constructor gets those that it has as parameters."""
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     tokenizer: Any = None  # tokenizers.Tokenizer
 
 
-_NO_MODEL = Facts(0, ())
+_NO_MODEL = ModelInfo(0, ())
 
 
 class _Entry(NamedTuple):
@@ -45,37 +45,38 @@ class _Entry(NamedTuple):
     wants: frozenset[str]
 
 
-_GIVEN = frozenset({*Facts._fields, "prompt_len"})
+_GIVEN = frozenset({*ModelInfo._fields, "prompt_len"})
 
 
 class Registry:
     """Processors by name.
 
     Args:
-        specs: "name=module:Class" or "module:Class", which is then called by its class.
-        always: for every request, in front of those that it chooses.
+        specs: "name=module:Class", or "module:Class" with the class as its name.
+        defaults: processors of every request, before those that it selects.
 
     Raises:
-        ProcessorError: a class cannot be imported, is no processor, or needs what is not there; a name is taken.
+        ProcessorError: a class cannot be imported, is not a processor, or needs a tokenizer that is missing; or a name
+            is used twice.
     """
 
     def __init__(
         self,
         specs: Iterable[str] = (),
-        facts: Facts = _NO_MODEL,
-        always: Sequence[LogitsProcessor] = (),
+        model: ModelInfo = _NO_MODEL,
+        defaults: Sequence[LogitsProcessor] = (),
     ) -> None:
-        self.faults = Faults()
-        self._facts = facts
+        self.errors = ErrorCounter()
+        self._model = model
         self._entries: dict[str, _Entry] = {}
         for spec in specs:
-            name, entry = _entry(spec, facts)
+            name, entry = _entry(spec, model)
             if name in self._entries:
-                raise ProcessorError(f"--logits-processor {spec}: there is another {name!r}; choose another name")
+                raise ProcessorError(f"--logits-processor {spec}: the name {name!r} is used twice; choose another")
             self._entries[name] = entry
-        self._always = tuple(always)
-        try:  # what is wrong with it is wrong with every request
-            self._made(self._always, prompt_len=1)
+        self._defaults = tuple(defaults)
+        try:  # an invalid default would fail every request
+            self._instances(self._defaults, prompt_len=1)
         except RequestError as error:
             raise ProcessorError(f"--default-logits-processors: {error.message}") from error
 
@@ -84,21 +85,21 @@ class Registry:
         return tuple(sorted(self._entries))
 
     def chain(self, request: SequenceRequest) -> "Chain | None":
-        """New processors for one sequence; None: it has none.
+        """New instances for one sequence; None: it has no processors.
 
         Raises:
             RequestError: a name is not registered, or a constructor refuses its arguments.
         """
-        chosen = self._always + request.sampling.logits_processors
-        if not chosen:
+        selected = self._defaults + request.sampling.logits_processors
+        if not selected:
             return None
         from workers.engines.logits.apply import Chain
 
-        made = self._made(chosen, prompt_len=len(request.prompt))
-        return Chain(tuple(each.name for each in chosen), tuple(made), self.faults)
+        instances = self._instances(selected, prompt_len=len(request.prompt))
+        return Chain(tuple(each.name for each in selected), tuple(instances), self.errors)
 
-    def _made(self, chosen: Sequence[LogitsProcessor], *, prompt_len: int) -> list[BaseLogitsProcessor]:
-        given = self._facts._asdict() | {"prompt_len": prompt_len}
+    def _instances(self, chosen: Sequence[LogitsProcessor], *, prompt_len: int) -> list[BaseLogitsProcessor]:
+        given = self._model._asdict() | {"prompt_len": prompt_len}
         return [self._make(each, given) for each in chosen]
 
     def _make(self, chosen: LogitsProcessor, given: Mapping[str, Any]) -> BaseLogitsProcessor:
@@ -121,17 +122,19 @@ class Registry:
             raise _refusal(f"{chosen.name}: {text[:300]}") from error
 
 
-def _entry(spec: str, facts: Facts) -> tuple[str, _Entry]:
+def _entry(spec: str, model: ModelInfo) -> tuple[str, _Entry]:
     name, _, where = spec.rpartition("=")
     module, _, attribute = where.partition(":")
     name = name or attribute
     if not (module and attribute and _NAME.fullmatch(name)):
-        raise ProcessorError(f"--logits-processor {spec}: write name=module:Class, name of letters, digits and _ . -")
+        raise ProcessorError(
+            f"--logits-processor {spec}: write name=module:Class, with letters, digits and _.- as name"
+        )
     try:
         made = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # somebody else's code
+    except Exception as error:  # arbitrary user code
         raise ProcessorError(
-            f"--logits-processor {spec}: cannot be imported ({error!r}); is its folder in PYTHONPATH?"
+            f"--logits-processor {spec}: cannot be imported ({error!r}); check that its folder is in PYTHONPATH"
         ) from error
     if not isinstance(made, type) or not _takes_two(made):
         raise ProcessorError(
@@ -143,8 +146,8 @@ def _entry(spec: str, facts: Facts) -> tuple[str, _Entry]:
         for name, parameter in signature.parameters.items()
         if name in _GIVEN and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     )
-    if "tokenizer" in wants and facts.tokenizer is None:
-        raise ProcessorError(f"--logits-processor {spec}: it needs the model's tokenizer, and there is none here")
+    if "tokenizer" in wants and model.tokenizer is None:
+        raise ProcessorError(f"--logits-processor {spec}: it needs the model's tokenizer, which is not available")
     return name, _Entry(made, signature, wants)
 
 

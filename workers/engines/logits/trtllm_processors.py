@@ -1,7 +1,7 @@
-"""The same processors as TensorRT-LLM calls them: ``SamplingParams.logits_processor``, signature of its 1.x releases.
+"""The same processors for TensorRT-LLM: ``SamplingParams.logits_processor``, as releases 1.x call it.
 
-Names no TensorRT-LLM: its calls are told apart by their arguments. The instance is pickled into the engine's processes,
-so faults are told in their logs, once for each kind and request; nothing there waits for the device.
+Does not import TensorRT-LLM. Instances are pickled into the engine's processes, which log errors once per kind and
+request; nothing there waits for the device.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from workers.engines.logits.registry import ProcessorError, Registry
 
 
 class TrtllmProcessor:
-    """A chain as one processor of TensorRT-LLM; for one request with one beam."""
+    """A chain as a single processor of TensorRT-LLM, for one request with one beam."""
 
     def __init__(self, chain: Chain) -> None:
         self._chain = chain
@@ -32,63 +32,63 @@ class TrtllmProcessor:
         stream_ptr: int | None,
         client_id: int | None = None,
     ) -> None:
-        """Edit in place, in the engine's stream.
+        """Edit the logits in place, in the engine's CUDA stream.
 
         Args:
             logits: (beams, 1, vocab) on the engine's device.
-            token_ids: of each beam prompt, then everything generated.
+            token_ids: prompt and generated tokens of each beam.
             stream_ptr: of the CUDA stream that computes the logits; None: the current one.
         """
         shape = tuple(logits.shape)
         if isinstance(req_id, Sequence) and len(req_id) != 1:
-            self._tell(f"a call for {len(req_id)} requests; one at a time is supported")
+            self._log_error(f"a call for {len(req_id)} requests; one at a time is supported")
         elif len(shape) != 3 or shape[1] != 1:
-            self._tell(f"logits of shape {shape}; (1, 1, vocab) is supported")
+            self._log_error(f"logits of shape {shape}; (1, 1, vocab) is supported")
         elif shape[0] != 1 or len(token_ids) != 1:
-            self._tell(f"{max(shape[0], len(token_ids))} beams; beam width 1 is supported")
+            self._log_error(f"{max(shape[0], len(token_ids))} beams; beam width 1 is supported")
         else:
             with _stream(stream_ptr):
                 run(self._chain, ReadOnly(token_ids[0]), logits[0, 0])
 
-    def _tell(self, what: str) -> None:
+    def _log_error(self, message: str) -> None:
         for name in self._chain.names:
-            self._chain.faults.add(name, what, what)
+            self._chain.errors.add(name, message, message)
 
 
 def _stream(pointer: int | None) -> contextlib.AbstractContextManager[object]:
-    """Inside, torch computes in this CUDA stream."""
+    """Have torch compute in this CUDA stream within the context."""
     if pointer is None:
         return contextlib.nullcontext()
     return torch.cuda.stream(torch.cuda.ExternalStream(pointer))  # type: ignore[no-untyped-call]
 
 
 class TrtllmProcessors:
-    """The ``processors`` of ``trtllm.from_settings``: from one of our sequences to what goes into SamplingParams.
+    """The ``processors`` of ``trtllm.from_settings``: from one of our sequences to its argument of SamplingParams.
 
     Args:
-        asked: the worker's flags name some, besides the examples.
+        configured: the worker's flags name processors, besides the examples.
     """
 
-    def __init__(self, registry: Registry, *, asked: bool = False) -> None:
+    def __init__(self, registry: Registry, *, configured: bool = False) -> None:
         self._registry = registry
-        self._asked = asked
+        self._configured = configured
         self.names = registry.names  # for EngineInfo.logits_processors
 
-    def none(self, where: str) -> "TrtllmProcessors":
-        """For an engine that runs in a way in which TensorRT-LLM has none: requests for any are refused.
+    def without(self, where: str) -> "TrtllmProcessors":
+        """For an engine in a mode without logits processors: requests for any are refused.
 
         Raises:
-            ProcessorError: the operator had asked for some.
+            ProcessorError: the worker's flags name some.
         """
-        if self._asked:
+        if self._configured:
             raise ProcessorError(
-                f"TensorRT-LLM has no logits processors {where}; leave out --logits-processor and "
+                f"TensorRT-LLM runs no logits processors {where}; remove --logits-processor and "
                 "--default-logits-processors"
             )
         return TrtllmProcessors(Registry())
 
     def __call__(self, request: SequenceRequest) -> TrtllmProcessor | None:
-        """What goes into the request's SamplingParams.
+        """The ``logits_processor`` of the request's SamplingParams.
 
         Raises:
             RequestError: a name is not registered, or a constructor refuses its arguments.
@@ -98,16 +98,15 @@ class TrtllmProcessors:
 
 
 def from_settings(settings: WorkerSettings, path: Path) -> TrtllmProcessors:
-    """What the flags of a TensorRT-LLM worker ask for. In disaggregated serving it has none, and requests for any are
-    refused.
+    """The processors in the flags of a TensorRT-LLM worker; with disaggregated serving, requests for any are refused.
 
     Raises:
-        ProcessorError: see ``Registry``; or there are some in disaggregated serving.
+        ProcessorError: see ``Registry``; or the flags name some in disaggregated serving.
         modeldir.ModelError: the directory cannot be used.
     """
-    made = TrtllmProcessors(flags.from_settings(settings, path), asked=_asked(settings))
-    return made if settings.role == "aggregated" else made.none("in disaggregated serving")
+    made = TrtllmProcessors(flags.from_settings(settings, path), configured=_configured(settings))
+    return made if settings.role == "aggregated" else made.without("in disaggregated serving")
 
 
-def _asked(settings: WorkerSettings) -> bool:
+def _configured(settings: WorkerSettings) -> bool:
     return bool(settings.logits_processor or settings.default_logits_processors)

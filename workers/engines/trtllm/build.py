@@ -77,7 +77,7 @@ def from_settings(settings: WorkerSettings, path: Path, processors: "TrtllmProce
             metrics.warmed_up(stat)
         args = resolved.args
         if processors is not None and args.speculative_config is not None:
-            processors = processors.none("with speculative decoding")
+            processors = processors.without("with speculative decoding")
         info = info_of(
             resolved,
             wanted,

@@ -22,7 +22,7 @@ from schemas.errors import Code
 from schemas.fleet import Diffuser
 from schemas.requests import Diffusion
 from workers.engines.base import EngineError, RequestError
-from workers.engines.diffusion.base import Picture, Progress
+from workers.engines.diffusion.base import GeneratedMedia, Progress
 from workers.engines.diffusion.encode import IMAGE_FORMATS, video_formats
 from workers.engines.diffusion.model_index import pipeline_name
 
@@ -84,7 +84,7 @@ class VisualGen:
     """Implements ``workers.engines.diffusion.base.DiffusionEngine``."""
 
     name = "trtllm"
-    stoppable = False
+    interruptible = False
 
     def __init__(self, api: Api, engine: Any, diffuser: Diffuser, load_seconds: float) -> None:
         self._api = api
@@ -92,30 +92,30 @@ class VisualGen:
         self.diffuser = diffuser
         self.load_seconds = load_seconds
 
-    def generate(self, ask: Diffusion, progress: Progress) -> list[Picture]:
-        made = []
-        for index in range(ask.images):
-            progress(index, ask.images)
-            made.append(self._one(ask, index))
-        progress(ask.images, ask.images)
-        return made
+    def generate(self, request: Diffusion, progress: Progress) -> list[GeneratedMedia]:
+        outputs = []
+        for index in range(request.images):
+            progress(index, request.images)
+            outputs.append(self._generate_one(request, index))
+        progress(request.images, request.images)
+        return outputs
 
-    def _one(self, ask: Diffusion, index: int) -> Picture:
-        video = ask.kind == "video"
+    def _generate_one(self, request: Diffusion, index: int) -> GeneratedMedia:
+        video = request.kind == "video"
         given: dict[str, Any] = {
-            "width": ask.width,
-            "height": ask.height,
-            "num_inference_steps": ask.steps,
-            "seed": (ask.seed + index) & (1 << 63) - 1,
+            "width": request.width,
+            "height": request.height,
+            "num_inference_steps": request.steps,
+            "seed": (request.seed + index) & (1 << 63) - 1,
         }
         if video:  # the engine refuses unsupported options
-            given |= {"num_frames": ask.frames, "frame_rate": ask.frame_rate}
-        if ask.guidance is not None:
-            given["guidance_scale"] = ask.guidance
-        if ask.negative:
-            given["negative_prompt"] = ask.negative
+            given |= {"num_frames": request.frames, "frame_rate": request.frame_rate}
+        if request.guidance is not None:
+            given["guidance_scale"] = request.guidance
+        if request.negative:
+            given["negative_prompt"] = request.negative
         try:
-            output = self._engine.generate(ask.prompt, self._api.parameters(**given))
+            output = self._engine.generate(request.prompt, self._api.parameters(**given))
         except (ValueError, TypeError) as error:
             raise RequestError(Code.invalid_request, f"TensorRT-LLM refuses this request: {error}"[:500]) from error
         output = output[0] if isinstance(output, list) else output
@@ -124,8 +124,8 @@ class VisualGen:
         frames = _array(output.video if video else output.image)
         if frames.ndim == (5 if video else 4):
             frames = frames[0]  # the batch dimension, which videos have since 1.3.0rc9
-        rate = ask.frame_rate if video else 0.0
-        return Picture(frames if video else frames[None], rate)
+        rate = request.frame_rate if video else 0.0
+        return GeneratedMedia(frames if video else frames[None], rate)
 
     def close(self) -> None:
         self._engine.shutdown()

@@ -14,9 +14,10 @@ from infra.model.modeldir import ModelError
 from schemas.errors import Code
 from schemas.requests import Diffusion
 from workers.engines.base import RequestError
-from workers.engines.diffusion.base import Stopped
-from workers.engines.diffusion.diffusers_engine import Pipeline, Shape, from_settings, pipeline_class, resolve
+from workers.engines.diffusion.base import Interrupted
+from workers.engines.diffusion.diffusers_engine import DiffusersEngine, from_settings, resolve
 from workers.engines.diffusion.model_index import pipeline_name
+from workers.engines.diffusion.signature import PipelineSignature, pipeline_class
 
 SETTINGS = WorkerSettings(role="diffusion", threads=1, dtype="float32", device="cpu", max_frames=9)
 IMAGE = Diffusion("image", "a red cube on the sea", 32, 24, 3, "png", seed=5)
@@ -24,16 +25,16 @@ VIDEO = Diffusion("video", "a blue wave", 32, 16, 3, "webp", frames=5, frame_rat
 
 
 @pytest.fixture(scope="module")
-def painter(image_folder: Path) -> Pipeline:
+def painter(image_folder: Path) -> DiffusersEngine:
     return from_settings(SETTINGS, resolve(str(image_folder)))
 
 
 @pytest.fixture(scope="module")
-def filmer(video_folder: Path) -> Pipeline:
+def filmer(video_folder: Path) -> DiffusersEngine:
     return from_settings(SETTINGS, resolve(str(video_folder)))
 
 
-def made(engine: Pipeline, ask: Diffusion) -> list[Any]:
+def made(engine: DiffusersEngine, ask: Diffusion) -> list[Any]:
     return [picture.frames for picture in engine.generate(ask, lambda done, total: None)]
 
 
@@ -47,9 +48,9 @@ def index(folder: Path, content: object) -> Path:
 
 def test_the_pipeline_is_named_by_model_index_json(image_folder: Path, video_folder: Path) -> None:
     assert pipeline_name(image_folder) == "StableDiffusionPipeline"
-    assert Shape(pipeline_class(pipeline_name(image_folder))).kind == "image"
+    assert PipelineSignature(pipeline_class(pipeline_name(image_folder))).kind == "image"
     assert pipeline_name(video_folder) == "WanPipeline"
-    assert Shape(pipeline_class(pipeline_name(video_folder))).kind == "video"
+    assert PipelineSignature(pipeline_class(pipeline_name(video_folder))).kind == "video"
 
 
 @pytest.mark.parametrize(
@@ -104,14 +105,14 @@ def test_missing_weights_are_named(tmp_path: Path, image_folder: Path) -> None:
     ],
 )
 def test_what_a_pipeline_makes_is_read_from_its_signature(name: str, kind: str) -> None:
-    assert Shape(pipeline_class(name)).kind == kind
+    assert PipelineSignature(pipeline_class(name)).kind == kind
 
 
 # -- what they tell of themselves ----------------------------------------------------------------------------------
 
 
 def test_sizes_and_defaults_come_from_the_pipeline_and_limits_from_the_flags(
-    painter: Pipeline, filmer: Pipeline
+    painter: DiffusersEngine, filmer: DiffusersEngine
 ) -> None:
     image, video = painter.diffuser, filmer.diffuser
     assert (image.kind, image.width, image.height, image.multiple, image.steps) == ("image", 32, 32, 8, 50)
@@ -121,14 +122,14 @@ def test_sizes_and_defaults_come_from_the_pipeline_and_limits_from_the_flags(
     assert (video.frames, video.max_frames, video.frame_step, video.frame_rate) == (81, 81, 4, 16.0)
     assert video.formats[-2:] == ("webp", "gif")
     few = msgspec.structs.replace(SETTINGS, max_steps=7, max_pictures=2, frame_rate=24.0)
-    limited = Pipeline(filmer._pipeline, few).diffuser
+    limited = DiffusersEngine(filmer._pipeline, few).diffuser
     assert (limited.steps, limited.max_steps, limited.max_images, limited.frame_rate) == (7, 7, 2, 24.0)
 
 
 # -- what they make ------------------------------------------------------------------------------------------------
 
 
-def test_an_image_has_the_size_and_follows_prompt_and_seed(painter: Pipeline) -> None:
+def test_an_image_has_the_size_and_follows_prompt_and_seed(painter: DiffusersEngine) -> None:
     (first,) = made(painter, IMAGE)
     assert (first.shape, first.dtype) == ((1, 24, 32, 3), np.uint8)
     assert first.std() > 5, "not one colour"
@@ -140,20 +141,20 @@ def test_an_image_has_the_size_and_follows_prompt_and_seed(painter: Pipeline) ->
     assert not np.array_equal(made(painter, change(IMAGE, negative="blur"))[0], first)
 
 
-def test_several_images_are_the_ones_that_their_seeds_make_alone(painter: Pipeline) -> None:
+def test_several_images_are_the_ones_that_their_seeds_make_alone(painter: DiffusersEngine) -> None:
     two = made(painter, msgspec.structs.replace(IMAGE, images=2))
     assert np.array_equal(two[0], made(painter, IMAGE)[0])
     assert np.array_equal(two[1], made(painter, msgspec.structs.replace(IMAGE, seed=6))[0])
 
 
-def test_a_video_has_its_frames_and_is_repeatable(filmer: Pipeline) -> None:
+def test_a_video_has_its_frames_and_is_repeatable(filmer: DiffusersEngine) -> None:
     (film,) = made(filmer, VIDEO)
     assert (film.shape, film.dtype) == ((5, 16, 32, 3), np.uint8)
     assert np.array_equal(made(filmer, VIDEO)[0], film)
     assert made(filmer, msgspec.structs.replace(VIDEO, frames=9))[0].shape[0] == 9
 
 
-def test_each_step_is_told_once_in_order(painter: Pipeline, filmer: Pipeline) -> None:
+def test_each_step_is_told_once_in_order(painter: DiffusersEngine, filmer: DiffusersEngine) -> None:
     for engine, ask in ((painter, msgspec.structs.replace(IMAGE, images=2)), (filmer, VIDEO)):
         told: list[tuple[int, int]] = []
         engine.generate(ask, lambda done, total, told=told: told.append((done, total)))
@@ -162,29 +163,31 @@ def test_each_step_is_told_once_in_order(painter: Pipeline, filmer: Pipeline) ->
 
 
 @pytest.mark.parametrize("at", [1, 2])
-def test_a_request_can_be_stopped_between_two_steps_and_the_next_one_is_whole(painter: Pipeline, at: int) -> None:
+def test_a_request_can_be_interrupted_between_two_steps_and_the_next_one_is_whole(
+    painter: DiffusersEngine, at: int
+) -> None:
     told = []
 
     def stop(done: int, total: int) -> None:
         told.append(done)
         if done == at:
-            raise Stopped
+            raise Interrupted
 
     before = made(painter, IMAGE)[0]
-    with pytest.raises(Stopped):
+    with pytest.raises(Interrupted):
         painter.generate(IMAGE, stop)
     assert told == list(range(1, at + 1))
     assert np.array_equal(made(painter, IMAGE)[0], before)
 
 
-def test_what_the_pipeline_refuses_is_the_requests_fault(painter: Pipeline) -> None:
+def test_what_the_pipeline_refuses_is_the_requests_fault(painter: DiffusersEngine) -> None:
     with pytest.raises(RequestError, match="divisible by 8") as caught:
         made(painter, msgspec.structs.replace(IMAGE, width=33))
     assert caught.value.code == Code.invalid_request
 
 
 def test_what_does_not_fit_into_memory_is_the_requests_fault(
-    painter: Pipeline, monkeypatch: pytest.MonkeyPatch
+    painter: DiffusersEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*args: Any, **options: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -197,7 +200,7 @@ def test_what_does_not_fit_into_memory_is_the_requests_fault(
     assert made(painter, IMAGE)
 
 
-def test_any_other_failure_is_the_engines(painter: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_other_failure_is_the_engines(painter: DiffusersEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(*args: Any, **options: Any) -> None:
         raise RuntimeError("device-side assert triggered")
 

@@ -5,23 +5,23 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from workers.engines.diffusion.base import Picture
+from workers.engines.diffusion.base import GeneratedMedia
 from workers.engines.diffusion.encode import IMAGE_FORMATS, encode, media_type, video_formats
 
 RATE = 24.0
 
 
-def film(frames: int = 7, height: int = 18, width: int = 22) -> Picture:
+def film(frames: int = 7, height: int = 18, width: int = 22) -> GeneratedMedia:
     """A bar that moves."""
     pixels = np.zeros((frames, height, width, 3), np.uint8)
     for i in range(frames):
         pixels[i, :, 2 * i : 2 * i + 4] = (250, 30 * i, 10)
-    return Picture(pixels, RATE)
+    return GeneratedMedia(pixels, RATE)
 
 
 @pytest.mark.parametrize("name", IMAGE_FORMATS)
 def test_an_image_is_read_back_in_its_format(name: str) -> None:
-    picture = Picture(film().frames[:1])
+    picture = GeneratedMedia(film().frames[:1])
     image = Image.open(io.BytesIO(encode(picture, name)))
     assert (image.format, image.size, Image.MIME[image.format or ""]) == (name.upper(), (22, 18), media_type(name))
     error = np.abs(np.asarray(image.convert("RGB"), int) - picture.frames[0]).mean()
@@ -46,7 +46,7 @@ def test_a_video_keeps_its_frames_its_length_and_repeats(name: str) -> None:
 
 
 def test_lower_quality_is_smaller() -> None:
-    noise = Picture(np.random.default_rng(0).integers(0, 255, (1, 64, 64, 3), np.uint8))
+    noise = GeneratedMedia(np.random.default_rng(0).integers(0, 255, (1, 64, 64, 3), np.uint8))
     for name in ("jpeg", "webp"):
         assert len(encode(noise, name, 10)) < len(encode(noise, name)) < len(encode(noise, name, 100))
 

@@ -15,7 +15,7 @@ from infra.model.modeldir import ModelError
 from schemas.errors import Code
 from schemas.requests import Diffusion
 from workers.engines.base import EngineError, RequestError
-from workers.engines.diffusion.base import Picture, Stopped
+from workers.engines.diffusion.base import GeneratedMedia, Interrupted
 from workers.engines.trtllm import visual_gen
 
 SETTINGS = WorkerSettings(role="diffusion", engine="trtllm")
@@ -95,7 +95,7 @@ def loaded(tmp_path: Path, pipeline: str) -> visual_gen.VisualGen:
     return visual_gen.from_settings(WorkerSettings(role="diffusion", engine="trtllm", model=str(tmp_path)))
 
 
-def generate(engine: visual_gen.VisualGen, ask: Diffusion) -> tuple[list[Picture], list[tuple[int, int]]]:
+def generate(engine: visual_gen.VisualGen, ask: Diffusion) -> tuple[list[GeneratedMedia], list[tuple[int, int]]]:
     told: list[tuple[int, int]] = []
     return engine.generate(ask, lambda done, total: told.append((done, total))), told
 
@@ -157,12 +157,12 @@ def test_a_request_is_not_begun_once_it_was_stopped(package: types.ModuleType, t
 
     def stop(done: int, total: int) -> None:
         if done:
-            raise Stopped
+            raise Interrupted
 
-    with pytest.raises(Stopped):
+    with pytest.raises(Interrupted):
         engine.generate(IMAGE, stop)
     assert len(VisualGen.made[0].asked) == 1
-    assert not engine.stoppable
+    assert not engine.interruptible
 
 
 def test_errors_are_the_requests(package: types.ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,19 +5,19 @@ from typing import Any
 
 from schemas.requests import LogitsProcessor, Sampling, Stop
 from workers.engines.base import SequenceRequest
-from workers.engines.logits import Facts, Registry
+from workers.engines.logits import ModelInfo, Registry
 from workers.engines.logits.apply import Chain
 
 OWN = "tests.workers.engines.logits.own"
 VOCAB = 32
-FACTS = Facts(VOCAB, ())
+FACTS = ModelInfo(VOCAB, ())
 
 
 def chosen(name: str, **args: Any) -> LogitsProcessor:
     return LogitsProcessor(name, json.dumps(args).encode())
 
 
-def own(*classes: str, facts: Facts = FACTS) -> Registry:
+def own(*classes: str, facts: ModelInfo = FACTS) -> Registry:
     """The named classes of ``own`` under their own names."""
     return Registry([f"{OWN}:{name}" for name in classes], facts)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.workers.engines.logits.support import VOCAB, chain, chosen, own
-from workers.engines.logits.apply import NOTHING_LEFT, ReadOnly, account, run
+from workers.engines.logits.apply import NO_TOKEN_LEFT, ReadOnly, account, run
 
 
 def noise() -> Tensor:
@@ -30,7 +30,7 @@ def test_processors_run_in_order_on_prompt_and_output() -> None:
     assert logits[4] == before[4] + 100
     assert torch.isinf(logits).sum() == VOCAB - 1
     assert made.processors[0].seen == [[1, 2, 3]]  # type: ignore[attr-defined]
-    assert made.faults.count == 0
+    assert made.errors.count == 0
 
 
 def test_what_is_returned_is_ignored() -> None:
@@ -51,7 +51,7 @@ def test_an_error_leaves_what_was_before_it_and_the_others_go_on(logged: list[An
     expected[2] += 3
     account(run(made, [1], logits))
     assert torch.equal(logits, expected)
-    assert made.faults.count == 1
+    assert made.errors.count == 1
     assert [(line["event"], line["processor"]) for line in logged] == [("logits_processor_failed", "RaisesHalfway")]
     assert "KeyError" in logged[0]["error"]
 
@@ -61,7 +61,7 @@ def test_errors_are_all_counted_and_each_kind_is_logged_once(logged: list[Any]) 
     for length in range(1, 20):  # another text each time
         account(run(chain(registry, chosen("RaisesHalfway")), [0] * length, noise()))
     account(run(chain(registry, chosen("Meddles")), ReadOnly([1]), noise()))
-    assert registry.faults.count == 20
+    assert registry.errors.count == 20
     assert [line["processor"] for line in logged] == ["RaisesHalfway", "Meddles"]
 
 
@@ -72,8 +72,8 @@ def test_what_cannot_be_drawn_from_is_undone(value: str, logged: list[Any]) -> N
     expected[1] += 1
     account(run(made, [1], logits))
     assert torch.equal(logits, expected)
-    assert made.faults.count == 1
-    assert logged[0]["error"] == NOTHING_LEFT
+    assert made.errors.count == 1
+    assert logged[0]["error"] == NO_TOKEN_LEFT
 
 
 def test_the_tokens_cannot_be_changed() -> None:
@@ -81,7 +81,7 @@ def test_the_tokens_cannot_be_changed() -> None:
     made = chain(own("Meddles"), chosen("Meddles"))
     logits = noise()
     run(made, ReadOnly(tokens), logits)
-    assert (tokens, made.faults.count) == ([5, 6, 7], 1)
+    assert (tokens, made.errors.count) == ([5, 6, 7], 1)
     assert torch.equal(logits, noise())
     view = ReadOnly(tokens)
     assert (len(view), view[-1], list(view[1:]), list(view), 6 in view) == (3, 7, [6, 7], tokens, True)

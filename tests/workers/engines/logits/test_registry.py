@@ -16,7 +16,7 @@ from schemas.requests import LogitsProcessor
 from tests.workers.engines.logits.own import Curious
 from tests.workers.engines.logits.support import OWN, asking, chain, chosen, own
 from workers.engines.base import RequestError
-from workers.engines.logits import BaseLogitsProcessor, Facts, ProcessorError, Registry
+from workers.engines.logits import BaseLogitsProcessor, ModelInfo, ProcessorError, Registry
 from workers.engines.logits.flags import from_settings
 
 EXAMPLES = ("allowed_tokens", "forced_text", "temperature")
@@ -69,13 +69,13 @@ def test_two_of_one_name_are_refused() -> None:
 
 def test_a_constructor_gets_its_arguments_and_what_it_names_of_the_model() -> None:
     tokenizer = object()
-    registry = own("Curious", facts=Facts(99, (7, 8), tokenizer))
+    registry = own("Curious", model=ModelInfo(99, (7, 8), tokenizer))
     chain(registry, chosen("Curious", mine="m"))
     assert Curious.last.given == ("m", tokenizer, 3, 99, (7, 8))
 
 
 def test_no_request_can_set_what_comes_from_the_model() -> None:
-    registry = own("Curious", facts=Facts(99, (), object()))
+    registry = own("Curious", model=ModelInfo(99, (), object()))
     assert "cannot set prompt_len, tokenizer" in refusal(
         registry, chosen("Curious", mine="m", tokenizer=1, prompt_len=0)
     )
@@ -114,7 +114,7 @@ def test_each_sequence_has_instances_of_its_own_and_none_where_none_are_asked_fo
 
 
 def test_the_workers_own_come_first_and_are_part_of_every_sequence() -> None:
-    registry = Registry([f"{OWN}:Plus", f"{OWN}:TopK"], Facts(9, ()), [chosen("TopK", k=2)])
+    registry = Registry([f"{OWN}:Plus", f"{OWN}:TopK"], ModelInfo(9, ()), [chosen("TopK", k=2)])
     assert chain(registry).names == ("TopK",)
     assert chain(registry, chosen("Plus", token=0), chosen("TopK", k=1)).names == ("TopK", "Plus", "TopK")
 

@@ -145,4 +145,4 @@ def test_where_tensorrt_llm_has_none_the_flags_are_refused_and_so_are_requests(r
     whole = msgspec.structs.replace(apart, role="aggregated", logits_processor=(f"{OWN}:Plus",))
     made = from_settings(whole, modeldir.DEMO)
     with pytest.raises(ProcessorError, match="speculative"):
-        made.none("with speculative decoding")
+        made.without("with speculative decoding")
