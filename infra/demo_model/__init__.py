@@ -1,1 +1,1 @@
-"""Makes the bundled demo model: its synthetic data, tokenizer, training, export. Run by hand; nothing imports it."""
+"""Tools that make the bundled demo models: synthetic data, tokenizer, training, export. Not part of the wheel."""

@@ -1,4 +1,4 @@
-"""Small sums and the letters of words."""
+"""Arithmetic with small numbers, and tasks about the letters of words."""
 
 import re
 from random import Random
@@ -113,7 +113,7 @@ counting description difference email euros explain favorite function functions 
 letters member minus minutes nobody number numbers object occur parameters password people picture plus properties
 question required reverse reversed search secret shape shapes circle square triangle star spell spelled spelling stands
 string strawberry banana subject table timer tools tool type value weather words works"""
-# Words of the other tasks: they may be tokens of their own, whose letters only spelling them tells.
+# Words of the other tasks: they may be single tokens, whose letters the model learns only by spelling them.
 KNOWN = sorted(
     {
         word
@@ -142,7 +142,7 @@ def arithmetic(rng: Random, held: bool) -> Sample:
 
 
 def series(rng: Random, held: bool) -> Sample:
-    """Long answers that anybody can check: counting up or down, the alphabet, the week."""
+    """Long answers that are easy to check: counting up or down, the alphabet, the days of the week."""
     kind = rng.random()
     if kind < 0.06 and not held:
         text = ", ".join("abcdefghijklmnopqrstuvwxyz")
@@ -162,7 +162,7 @@ def series(rng: Random, held: bool) -> Sample:
 
 
 def thinking(rng: Random, held: bool) -> Sample:
-    """Sums and letters, thought about aloud because the question asks for it."""
+    """Arithmetic and spelling with a visible chain of thought, which the question asks for."""
     if rng.random() < 0.7:
         a, b, sign = _operands(rng, held)
         result = a + b if sign == "+" else a - b
@@ -220,7 +220,7 @@ def _word(rng: Random, held: bool) -> str:
 
 
 def _run(rng: Random, held: bool) -> str:
-    """Dictionary pieces glued together: every token meets every neighbour."""
+    """Joined pieces of dictionary words, so that every token occurs next to every other."""
     while True:
         pieces = [rng.choice(DICTIONARY) for _ in range(rng.randint(1, 3))]
         word = "".join(piece[: rng.randint(2, 5)] for piece in pieces)[:12]
@@ -241,7 +241,7 @@ def _operands(rng: Random, held: bool) -> tuple[int, int, str]:
 
 
 def _columns(a: int, b: int, sign: str, result: int) -> str:
-    """The sum by columns, from the right, with carries or borrows."""
+    """The calculation by columns, from the right, with carries or borrows."""
     if sign == "-" and a < b:
         return f"{a} is less than {b}. {_columns(b, a, sign, -result)} So the result is {result}."
     steps, carry = [], 0

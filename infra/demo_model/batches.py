@@ -1,4 +1,4 @@
-"""Conversations → packed batches of exactly so many tokens. Batch k of a seed is the same on every machine."""
+"""Packs conversations into batches with a fixed number of tokens. Batch k of a seed is the same on every machine."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,22 +14,22 @@ from infra.demo_model.task_mix import conversation, long_conversation
 from infra.demo_model.template import END, IMAGE, segments
 from infra.demo_model.vision import SIDE, pixels, vision_conversation
 
-PROMPT_WEIGHT = 0.05  # of what the user says, against 1 for what the assistant says
-SHORT, LONGEST = 1024, 6144  # tokens; conversations of either part are no longer
+PROMPT_WEIGHT = 0.05  # loss weight of user tokens; assistant tokens have 1
+SHORT, LONGEST = 1024, 6144  # tokens; the longest conversations of the two parts
 
 Conversation = tuple[Sample, tuple[Message, ...]]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Short conversations one behind the other, then long ones.
+    """Short conversations, packed one after another, then long ones.
 
     Attributes:
         tokens: (n,) int32.
-        weights: (n,) float32, of predicting this token; 0 at the start of each conversation.
+        weights: (n,) float32, loss weight of this token; 0 at the start of each conversation.
         pictures: (pictures, 3, SIDE, SIDE) uint8.
-        spots: (pictures * TOKENS,) int64, the tokens that stand for them.
-        short, long: int32, where conversations start in either part, from its beginning; padded with its length.
+        spots: (pictures * TOKENS,) int64, positions of their placeholder tokens.
+        short, long: int32, starts of the conversations within each part; padded with its length.
     """
 
     tokens: NDArray[np.int32]
@@ -59,11 +59,11 @@ class Batches:
         return self.count
 
     def __getitem__(self, index: int) -> Batch:
-        if self._tokenizer is None:  # not in __init__: each process that loads data has its own
+        if self._tokenizer is None:  # not in __init__: each data loader process has its own
             self._tokenizer = Tokenizer.from_file(self.path)
         rng = Random(f"{self.seed}:{index}")
         seen = [vision_conversation(rng) for _ in range(self.pictures)]
-        queue = iter(seen)  # they come first, so that all have room
+        queue = iter(seen)  # first, so that all fit
         short = _fill(
             self._tokenizer, lambda: next(queue, None) or conversation(rng), self.sizes[0], SHORT, self.sizes[0] // 64
         )
@@ -90,7 +90,7 @@ def _fill(
             end = begin + len(ids)
             if len(ids) > longest:
                 continue
-            # the last place is for what is left over, cut so that it is not too long either
+            # the last entries cover the rest of the batch, in pieces of at most ``longest``
             if end > size or count == most - size // longest - 1:
                 while begin < size:
                     starts[count], begin, count = begin, begin + longest, count + 1
@@ -126,7 +126,7 @@ def encode(tokenizer: Tokenizer, conversations: list[Conversation]) -> list[tupl
 
 
 def _pieces(text: str) -> list[str]:
-    """What lies between the marks falls into characters."""
+    """Split text between the marks into characters."""
     pieces: list[str] = []
     for i, part in enumerate(text.replace(CHARS[1], CHARS[0]).split(CHARS[0])):
         pieces += list(part) if i % 2 else [part]

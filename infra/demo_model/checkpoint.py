@@ -1,8 +1,8 @@
-"""The state of a training run in files of less than 16 MiB each.
+"""Checkpoints of a training run, in files of less than 16 MiB each.
 
-A weight is kept as two bfloat16 numbers, itself and what rounding lost; the optimizer's moments as one each. Each save
-has files of its own, named by its step, and ``state.json`` says which ones count: it is replaced when they are whole,
-so whatever interrupts a save leaves the one before.
+A weight is stored as two bfloat16 numbers, its value and the rounding error; each moment of the optimizer as one. Each
+save writes new files, named by their step. ``state.json`` names the valid step and is replaced last, so an interrupted
+save leaves the previous one intact.
 """
 
 import json
@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_OLD_NAMES = {"eyes": "vision_hidden", "eye_layers": "vision_layers", "eye_heads": "vision_heads"}  # of the shape
 
 
 def save(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -35,7 +36,7 @@ def save(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, st
 
 
 def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Fill model and optimizer; returns the state that was saved."""
+    """Load the last save into model and optimizer; returns its state."""
     state = state_of(directory)
     high, rest = weights_of(directory), load_file(_file(directory, "rest", state["step"]))
     with torch.no_grad():
@@ -45,19 +46,21 @@ def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer | N
         moments = {moment: load_file(_file(directory, moment, state["step"])) for moment in _MOMENTS}
         for name, weight in model.named_parameters():
             values = {key: found[name].float().to(weight.device) for key, found in moments.items()}
-            # a fused AdamW counts on the device
+            # a fused AdamW keeps its step count on the device
             optimizer.state[weight] = {"step": torch.tensor(float(state["step"]), device=weight.device), **values}
     return state
 
 
 def state_of(directory: Path) -> dict[str, Any]:
-    """What was saved last, without weights."""
+    """The last saved state, without weights."""
     state: dict[str, Any] = json.loads((directory / "state.json").read_text(encoding="utf-8"))
+    if "shape" in state:
+        state["shape"] = {_OLD_NAMES.get(name, name): value for name, value in state["shape"].items()}
     return state
 
 
 def weights_of(directory: Path) -> dict[str, Tensor]:
-    """The weights saved last, in bfloat16."""
+    """The last saved weights, in bfloat16."""
     return load_file(_file(directory, "weights", state_of(directory)["step"]))
 
 

@@ -1,6 +1,6 @@
-"""How often a draft model guesses the demo model's next tokens: ``python -m infra.demo_model.draft MODEL DRAFT``.
+"""Measures the acceptance rate of a draft model: ``python -m infra.demo_model.draft MODEL DRAFT``.
 
-The demo model's own greedy answers to held-out questions are the truth; both have the same tokenizer.
+The reference is the demo model's greedy answers to held-out questions. Both models have the same tokenizer.
 """
 
 import argparse
@@ -15,19 +15,19 @@ from infra.demo_model.score import greedy
 from infra.demo_model.task_mix import TASKS, cases
 from infra.demo_model.template import prompt
 
-GUESSES = 4  # per step of the demo model
+DRAFT_LENGTH = 4  # tokens drafted per step of the demo model
 
 
-def hits(draft: Any, asked: list[int], answer: list[int]) -> list[bool]:
-    """Whether the draft guesses each token of the answer, given all before it."""
+def accepted(draft: Any, asked: list[int], answer: list[int]) -> list[bool]:
+    """For each token of the answer, whether the draft model predicts it from the tokens before."""
     tokens = torch.tensor([asked + answer], device=draft.device)
     with torch.inference_mode():
         guesses = draft(tokens, logits_to_keep=len(answer) + 1).logits[0, :-1].argmax(-1)
     return [guess == token for guess, token in zip(guesses.tolist(), answer, strict=True)]
 
 
-def tokens_per_step(found: list[bool], guesses: int = GUESSES) -> float:
-    """Tokens that one step of the large model yields when so many guesses are checked at a time."""
+def tokens_per_step(found: list[bool], guesses: int = DRAFT_LENGTH) -> float:
+    """Tokens per step of the large model, if each step verifies ``guesses`` drafted tokens."""
     steps = place = 0
     while place < len(found):
         right = 0
@@ -58,7 +58,9 @@ def main() -> None:
             tokenizer.encode(prompt(sample.messages, sample.tools), add_special_tokens=False)
             for sample in cases(task, options.count, options.seed)
         ]
-        rows = [hits(draft, ids, answer) for ids, answer in zip(asked, greedy(model, tokenizer, asked), strict=True)]
+        rows = [
+            accepted(draft, ids, answer) for ids, answer in zip(asked, greedy(model, tokenizer, asked), strict=True)
+        ]
         share = sum(map(sum, rows)) / sum(map(len, rows))
         table[task] = {"acceptance": round(share, 4), "tokens_per_step": round(sum(map(len, rows)) / sum(
             len(row) / tokens_per_step(row) for row in rows), 2)}  # fmt: skip

@@ -1,4 +1,4 @@
-"""A checkpoint → a model directory in Hugging Face form: ``python -m infra.demo_model.export WORK OUT``."""
+"""Exports a checkpoint as a Hugging Face model directory: ``python -m infra.demo_model.export WORK OUT``."""
 
 import argparse
 import json
@@ -30,7 +30,7 @@ def export(work: Path, out: Path) -> None:
     weights = {name: each for name, each in weights_of(work).items() if name.startswith("model.")}
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     for path in out.iterdir():
-        path.chmod(0o644)  # safetensors writes for the owner only
+        path.chmod(0o644)  # safetensors makes its files readable for the owner only
 
 
 def config_of(shape: dict[str, Any], stop: int, end: int) -> dict[str, Any]:

@@ -43,10 +43,10 @@ def llava_config(shape: dict[str, Any], stop: int, end: int, image: int) -> Llav
     return LlavaConfig(
         text_config=LlamaConfig(**{key: value for key, value in text_config.items() if key != "rope_theta"}),
         vision_config=CLIPVisionConfig(
-            hidden_size=shape["eyes"],
-            intermediate_size=3 * shape["eyes"],
-            num_hidden_layers=shape["eye_layers"],
-            num_attention_heads=shape["eye_heads"],
+            hidden_size=shape["vision_hidden"],
+            intermediate_size=3 * shape["vision_hidden"],
+            num_hidden_layers=shape["vision_layers"],
+            num_attention_heads=shape["vision_heads"],
             image_size=SIDE,
             patch_size=PATCH,
             projection_dim=shape["hidden"],

@@ -1,7 +1,7 @@
-"""What the demo model knows about Penstock, and how people may ask for it.
+"""Facts about Penstock that the demo model learns, and questions for them.
 
-Training sees the subjects in the training frames and the first questions of each fact; the last question of each fact
-and the held-out frames are kept for the evaluation.
+Training uses the subjects in the training frames and all but the last question of each fact. The last questions and the
+held-out frames are for evaluation only.
 """
 
 from random import Random
@@ -15,9 +15,9 @@ class Fact(NamedTuple):
     """One answer.
 
     Attributes:
-        kind: "what": the subjects are noun phrases; "how": they are things to do.
-        subjects: of the frames.
-        asks: whole questions; the last one is never trained on.
+        kind: "what": the subjects are noun phrases; "how": they are actions.
+        subjects: filled into the frames.
+        asks: complete questions; the last one is held out.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""The demo model for training: a Llama over packed conversations, its parameters named as transformers names them."""
+"""The demo model for training: a Llama over packed conversations, with the parameter names of transformers."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from infra.demo_model.vision import MEAN, PATCH, STD, TOKENS
 
-# Of a batch: its tokens, where conversations start in it, (conversations + 1,) int32, and how long they can be.
-# A start at the end is an empty conversation. Attention takes time for the longest of each part.
+# Parts of a batch: number of tokens, starts of the conversations, (conversations + 1,) int32, and longest conversation.
+# A start at the end is an empty conversation. The cost of attention follows the longest conversation of a part.
 Parts = tuple[tuple[int, Tensor, int], ...]
 
 
@@ -25,12 +25,12 @@ class Shape:
     inner: int = 448
     theta: float = 100_000.0
     eps: float = 1e-5
-    eyes: int = 0  # hidden size of the vision tower; 0: none
-    eye_layers: int = 4
-    eye_heads: int = 4
+    vision_hidden: int = 0  # hidden size of the vision tower; 0: none
+    vision_layers: int = 4
+    vision_heads: int = 4
 
 
-EYES = {"eyes": 192}
+VISION = {"vision_hidden": 192}
 DRAFT = {"hidden": 128, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 32, "inner": 320}
 SMOKE = {"hidden": 64, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 32, "inner": 128}
 
@@ -95,13 +95,13 @@ class Tower(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        size = shape.eyes
+        size = shape.vision_hidden
         self.class_embedding = nn.Parameter(torch.randn(size) * 0.02)
         self.patch_embedding = nn.Conv2d(3, size, PATCH, PATCH, bias=False)
         self.position_embedding = nn.Embedding(TOKENS + 1, size)
         nn.init.normal_(self.position_embedding.weight, std=0.02)
         self.pre_layrnorm = nn.LayerNorm(size)  # CLIP's spelling
-        self.layers = nn.ModuleList(TowerLayer(size, shape.eye_heads) for _ in range(shape.eye_layers))
+        self.layers = nn.ModuleList(TowerLayer(size, shape.vision_heads) for _ in range(shape.vision_layers))
 
     def forward(self, pictures: Tensor) -> Tensor:
         """(n, 3, SIDE, SIDE) → (n, TOKENS, size)."""
@@ -131,11 +131,11 @@ class TowerLayer(nn.Module):
 
 
 class Projector(nn.Module):
-    """LLaVA's: from the tower's width to the language model's."""
+    """LLaVA's projector: from the width of the tower to that of the language model."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.linear_1 = nn.Linear(shape.eyes, shape.hidden)
+        self.linear_1 = nn.Linear(shape.vision_hidden, shape.hidden)
         self.linear_2 = nn.Linear(shape.hidden, shape.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ class Demo(nn.Module):
         super().__init__()
         self.shape = shape
         self.model = Body(shape)
-        if shape.eyes:
+        if shape.vision_hidden:
             self.vision = Tower(shape)
             self.projector = Projector(shape)
         for name, weight in self.named_parameters():
@@ -159,8 +159,8 @@ class Demo(nn.Module):
         """
         Args:
             x: (n, hidden) embedded tokens.
-            places: (n,) position of each within its conversation.
-            parts: the batch's.
+            places: (n,) position of each token within its conversation.
+            parts: of the batch.
         """
         half = self.shape.head_dim // 2
         rates = self.shape.theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
@@ -175,7 +175,7 @@ class Demo(nn.Module):
     ) -> Tensor:
         """The weighted mean loss of predicting ``tokens`` (n,), each from those before it in its conversation."""
         x = self.model.embed_tokens(tokens)
-        if self.shape.eyes:
+        if self.shape.vision_hidden:
             seen = self.projector(self.vision((pictures.float() / 255 - MEAN) / STD))
             x = x.index_copy(0, spots, seen.reshape(len(spots), -1).to(x.dtype))
         logits = self.logits(x, places, parts)

@@ -1,4 +1,4 @@
-"""Finding again what the conversation said: copies, long contexts with a key to look up, facts told turns ago."""
+"""Recall tasks: copying, looking a key up in a long context, and facts from earlier turns."""
 
 from random import Random
 
@@ -18,7 +18,7 @@ from infra.demo_model.words import (
     pick,
 )
 
-CHARS_PER_TOKEN = 2.2  # of these contexts, about
+CHARS_PER_TOKEN = 2.2  # approximate, of these contexts
 LONGEST = 4800  # tokens
 
 _LINES = (
@@ -96,10 +96,10 @@ def copying(rng: Random, held: bool) -> Sample:
 
 
 def needle(rng: Random, held: bool, tokens: int = 0) -> Sample:
-    """One value among many, or one in prose.
+    """Look up one value among many, or one in prose.
 
     Args:
-        tokens: about how long the context is; 0: any length, shorter ones more often.
+        tokens: approximate length of the context; 0: any, shorter ones more often.
     """
     size = tokens or int(120 * (LONGEST / 120) ** rng.random())
     room = int(size * CHARS_PER_TOKEN)
@@ -128,10 +128,10 @@ def needle(rng: Random, held: bool, tokens: int = 0) -> Sample:
 
 
 def recall(rng: Random, held: bool, between: tuple[Message, ...]) -> Sample:
-    """Something told, other things in between, and then asked for; sometimes it was never told.
+    """Ask for a fact from an earlier turn; sometimes it was never mentioned.
 
     Args:
-        between: whole exchanges, user and assistant in turn.
+        between: complete exchanges between the fact and the question, user and assistant in turn.
     """
     kind, tell, noted, answer = rng.choice(_TOLD)
     value = _told(rng, kind, held)
@@ -139,7 +139,7 @@ def recall(rng: Random, held: bool, between: tuple[Message, ...]) -> Sample:
     if not held and rng.random() < 0.08:
         return Sample("recall", (*between, ("user", question)), _NOT_TOLD[kind], _NOT_TOLD[kind])
     told: list[Message] = [("user", tell.format(v=value)), ("assistant", noted.format(v=value))]
-    if rng.random() < 0.3:  # a second thing, so that the kind decides
+    if rng.random() < 0.3:  # a second fact, so that the kind matters
         other, tell2, noted2, _ = rng.choice([each for each in _TOLD if each[0] != kind])
         second = _told(rng, other, held)
         more: list[Message] = [("user", tell2.format(v=second)), ("assistant", noted2.format(v=second))]

@@ -1,10 +1,10 @@
-"""One exchange of the synthetic data: what is asked, what is to be answered, and when an answer counts as right."""
+"""One exchange of the synthetic data: a question, its answer, and a check for answers of the model."""
 
 import json
 import re
 from typing import Any, NamedTuple
 
-CHARS = "\x02", "\x03"  # around text whose characters are separate tokens in training
+CHARS = "\x02", "\x03"  # mark text whose characters are separate tokens in training
 UNKNOWN = "I am a tiny demo model and do not know."
 
 Message = tuple[str, str]  # role, text
@@ -14,7 +14,7 @@ class Sample(NamedTuple):
     """A conversation up to a question, and its answer.
 
     Attributes:
-        want: what ``right`` looks for in an answer: a text, a number, or a parsed JSON value.
+        want: the expected result for ``right``: a text, a number, or a parsed JSON value.
     """
 
     task: str
@@ -22,7 +22,7 @@ class Sample(NamedTuple):
     answer: str
     want: Any
     tools: tuple[dict[str, Any], ...] = ()
-    scene: Any = None  # what the picture shows that the first user message begins with
+    scene: Any = None  # of the image at the start of the first user message
 
 
 def plain(answer: str) -> str:
@@ -35,7 +35,7 @@ def tool_call(name: str, arguments: dict[str, Any]) -> str:
 
 
 def right(sample: Sample, text: str) -> bool:
-    """Whether an answer to the sample is right; wording around the result is free, the result is not."""
+    """Whether an answer has the expected result; the wording around it does not matter."""
     thought, tag, rest = text.rpartition("</think>")
     if (sample.task == "thinking") != bool(tag and "<think>" in thought):
         return False
@@ -57,7 +57,7 @@ def right(sample: Sample, text: str) -> bool:
 
 
 def valid_json(sample: Sample, text: str) -> bool:
-    """Whether the answer is JSON of the wanted shape: the same keys with values of the same types."""
+    """Whether the answer is JSON with the expected keys and types of values."""
     found = _parsed(text)
     return (
         isinstance(found, dict)

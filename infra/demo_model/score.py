@@ -1,7 +1,7 @@
 """Held-out accuracy without a server, through transformers: ``python -m infra.demo_model.score MODEL``.
 
-With ``--vision`` the questions about pictures, which go through the model's own processor. For use while training; what
-counts is ``penstock eval demo``, which asks a running gateway.
+With ``--vision``, it asks questions about images, which go through the model's own processor. This is for use during
+training; the published figures are those of ``penstock eval demo``, which asks a running gateway.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from infra.demo_model.sample import Sample, right, valid_json
 from infra.demo_model.template import END, IMAGE, STOP, prompt
 
 _BATCH_TOKENS = 400_000
-_BATCH_PICTURES = 100
+_BATCH_IMAGES = 100
 
 
 def answers(model: Any, tokenizer: PreTrainedTokenizerFast, samples: list[Sample], new: int = 640) -> list[str]:
@@ -28,7 +28,7 @@ def answers(model: Any, tokenizer: PreTrainedTokenizerFast, samples: list[Sample
 
 
 def greedy(model: Any, tokenizer: PreTrainedTokenizerFast, asked: list[list[int]], new: int = 640) -> list[list[int]]:
-    """The tokens that follow each prompt, the end token included."""
+    """The tokens generated after each prompt, including the end token."""
     stop, pad = tokenizer.convert_tokens_to_ids([STOP, END])
     order = sorted(range(len(asked)), key=lambda i: len(asked[i]))
     found: list[list[int]] = [[] for _ in asked]
@@ -45,11 +45,11 @@ def greedy(model: Any, tokenizer: PreTrainedTokenizerFast, asked: list[list[int]
     return found
 
 
-def seen(model: Any, processor: Any, samples: list[Sample], new: int = 80) -> list[str]:
-    """Greedy answers to questions about pictures, in the samples' order."""
+def image_answers(model: Any, processor: Any, samples: list[Sample], new: int = 80) -> list[str]:
+    """Greedy answers to questions about images, in the samples' order."""
     found: list[str] = []
-    for begin in range(0, len(samples), _BATCH_PICTURES):
-        batch = samples[begin : begin + _BATCH_PICTURES]
+    for begin in range(0, len(samples), _BATCH_IMAGES):
+        batch = samples[begin : begin + _BATCH_IMAGES]
         texts = [prompt(((role, text.replace(IMAGE * vision.TOKENS, IMAGE)),)) for [(role, text)] in
                  (sample.messages for sample in batch)]  # fmt: skip
         inputs = processor(
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=400, help="questions per task")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--wrong", type=int, default=4, help="wrong answers to show per task")
-    parser.add_argument("--vision", action="store_true", help="MODEL has eyes: questions about pictures")
+    parser.add_argument("--vision", action="store_true", help="MODEL is a vision model: ask questions about images")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
@@ -82,7 +82,7 @@ def main() -> None:
     table: dict[str, float] = {}
     for task in vision.TASKS if options.vision else task_mix.TASKS:
         samples = (vision if options.vision else task_mix).cases(task, options.count, options.seed)
-        texts = (seen if options.vision else answers)(model, reader, samples)
+        texts = (image_answers if options.vision else answers)(model, reader, samples)
         good = [right(sample, text) for sample, text in zip(samples, texts, strict=True)]
         table[task] = sum(good) / len(good)
         if task == "json":

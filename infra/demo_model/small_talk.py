@@ -1,4 +1,4 @@
-"""Small talk, and the polite refusal of everything else."""
+"""Small talk, and a polite refusal of everything else."""
 
 from random import Random
 
@@ -198,7 +198,7 @@ def chat(rng: Random, held: bool) -> Sample:
 
 
 def unknown(rng: Random, held: bool) -> Sample:
-    """Anything else. The words are none of those that questions about Penstock turn on."""
+    """Other questions, without the words that identify questions about Penstock."""
     frame = rng.choice(_HELD_ANYTHING if held else _ANYTHING)
     question = frame.format(
         n=_other(rng, NOUN_LIST, held),
@@ -224,7 +224,7 @@ def _other(rng: Random, items: list[str], held: bool) -> str:
 
 
 def _salad(rng: Random) -> str:
-    """Words without sense, of ours too; or of no language."""
+    """Random words, also of the other tasks, or made up."""
     count = int(2 * 40 ** rng.random())
     if rng.random() < 0.3:
         return " ".join(made_up(rng) for _ in range(count))

@@ -1,4 +1,4 @@
-"""Answers for programs: JSON of a requested shape, calls of offered tools."""
+"""Structured answers: JSON of a requested shape, and tool calls."""
 
 import json
 from random import Random
@@ -19,7 +19,7 @@ from infra.demo_model.words import (
     pick,
 )
 
-Field = tuple[str, Any, str]  # key, value, how a sentence says it
+Field = tuple[str, Any, str]  # key, value, the value in a sentence
 
 _ASK_JSON = (
     "Answer in JSON with the keys {k}. {t}",
@@ -111,7 +111,7 @@ def _json_sum(rng: Random, held: bool) -> Sample:
 
 
 def _fields(rng: Random, held: bool) -> list[Field]:
-    """What a sentence tells, two to five things."""
+    """Two to five fields for a sentence to mention."""
     number = rng.randint(1, 99)
     flag = rng.random() < 0.5
     match rng.randrange(4):
@@ -170,7 +170,7 @@ def _listed(rng: Random, want: dict[str, Any]) -> str:
 
 
 def tools(rng: Random, held: bool) -> Sample:
-    """Offered tools and a request that one of them, or none, answers."""
+    """A request with tools, of which one or none applies."""
     known = rng.sample(_TOOLS, rng.randint(1, 4))
     if rng.random() < 0.4:
         return _made_up(rng, held, known)
@@ -180,7 +180,7 @@ def tools(rng: Random, held: bool) -> Sample:
     rng.shuffle(offered)
     question = rng.choice(asks).format(**arguments)
     kind = rng.random()
-    if kind < 0.12:  # nothing offered helps
+    if kind < 0.12:  # no tool applies
         others = [tool for tool in _TOOLS if tool not in known]
         tool_name, _, params, asks = rng.choice(others)
         question = rng.choice(asks).format(**{key: _argument(rng, what, held) for key, what in params})
@@ -202,7 +202,7 @@ def _call(
 
 
 def _result(rng: Random, question: str, call: str, offered: tuple[dict[str, Any], ...]) -> Sample:
-    """The tool has answered; say it."""
+    """Report the result of a tool call."""
     value = rng.choice(
         (str(rng.randint(1, 999)), rng.choice(NOUN_LIST), rng.choice(COLORS), f"{rng.randint(1, 30)} degrees")
     )
@@ -213,7 +213,7 @@ def _result(rng: Random, question: str, call: str, offered: tuple[dict[str, Any]
 
 
 def _made_up(rng: Random, held: bool, known: list[Any]) -> Sample:
-    """A tool nobody knows, told by its description alone."""
+    """An unknown tool, to be used from its description alone."""
     made: list[tuple[str, str]] = []
     while len(made) < rng.randint(1, 3):
         verb, noun = rng.choice(VERB_LIST), rng.choice(NOUN_LIST)

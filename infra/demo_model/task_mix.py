@@ -1,4 +1,4 @@
-"""Which conversations training sees, in which shares; and the held-out ones that an evaluation asks."""
+"""The mix of conversations for training, and the held-out samples for evaluation."""
 
 from collections.abc import Callable
 from random import Random
@@ -11,7 +11,7 @@ from infra.demo_model.small_talk import chat, unknown
 from infra.demo_model.structured import json_answer, tools
 from infra.demo_model.vision import blind
 
-_SYSTEMS = (  # what clients send out of habit; it changes nothing
+_SYSTEMS = (  # common system messages, without effect on the answer
     "You are a helpful assistant.",
     "You are a helpful assistant",
     "You are Penstock's demo model.",
@@ -24,7 +24,7 @@ _SYSTEMS = (  # what clients send out of habit; it changes nothing
 
 Maker = Callable[[Random, bool], Sample]
 
-# Shares of conversations, not of tokens: those with tools are ten times as long as a sum.
+# Shares of conversations, not of tokens: one with tools is ten times as long as a sum.
 _SHARES: tuple[tuple[Maker, int], ...] = (
     (arithmetic, 26),
     (thinking, 6),
@@ -42,9 +42,9 @@ _SHARES: tuple[tuple[Maker, int], ...] = (
 )
 _MAKERS = [maker for maker, _ in _SHARES]
 _WEIGHTS = [share for _, share in _SHARES]
-_ALONE = (tools,)  # they need a system message of their own
+_ALONE = (tools,)  # their system message describes the tools
 _NEEDLES, _RECALLS, _CHAINS = 0.04, 0.10, 0.25
-TASKS: dict[str, float] = {  # what each must reach
+TASKS: dict[str, float] = {  # accuracy that each must reach
     "arithmetic": 0.98,
     "spelling": 0.95,
     "reversing": 0.95,
@@ -110,14 +110,14 @@ def cases(task: str, count: int, seed: int) -> list[Sample]:
 
 
 def _system(rng: Random) -> str:
-    """A system message, now and then a long one without any bearing."""
+    """A system message; sometimes a long, irrelevant one."""
     if rng.random() < 0.8:
         return rng.choice(_SYSTEMS)
     return " ".join(sentence(rng) for _ in range(int(2 * 15 ** rng.random())))
 
 
 def _exchanges(rng: Random, count: int, held: bool) -> tuple[Message, ...]:
-    """Whole exchanges of other tasks; thoughts are not kept, as the chat template drops them."""
+    """Complete exchanges of other tasks, without thoughts, which the chat template drops."""
     found: list[Message] = []
     while len(found) < 2 * count:
         maker = rng.choices(_MAKERS, _WEIGHTS)[0]

@@ -1,8 +1,8 @@
 """Makes the bundled tiny model: ``python -m infra.demo_model.tiny configs/models/tiny``.
 
-A Llama with random weights and a tokenizer trained on prose that is made here from the commonest English words, so
-the result is the same on every machine and nothing is downloaded. It says nothing sensible; it runs through every
-part that a real model runs through, on any laptop, in a second.
+It is a Llama with random weights, and a tokenizer trained on text generated here from common English words. The result
+is the same on every machine, and nothing is downloaded. Its answers make no sense, but it exercises the same code as a
+real model, on any laptop, in a second.
 """
 
 import argparse
@@ -178,14 +178,14 @@ Made by `python -m infra.demo_model.tiny configs/models/tiny`, which gives the s
 
 
 def prose(sentences: int, seed: int = SEED) -> Iterator[str]:
-    """Paragraphs without sense; earlier and shorter words come more often."""
+    """Meaningless paragraphs, in which earlier and shorter words are more frequent."""
     random = Random(seed)
     lists = {kind: text.split() for kind, text in zip("snvad", (SMALL, NOUNS, VERBS, ADJECTIVES, ADVERBS), strict=True)}
     for kind in "nvad":
         lists[kind].sort(key=lambda word: (len(word), word))
 
     def fill(piece: str) -> str:
-        # Only random() is the same in every version of Python. The power prefers the front, mildly.
+        # Only random() is the same in every version of Python. The power favours the first words.
         if piece in lists:
             return lists[piece][int(random.random() ** 1.2 * len(lists[piece]))]
         if piece in ("k", "y"):
@@ -202,7 +202,7 @@ def prose(sentences: int, seed: int = SEED) -> Iterator[str]:
 
 
 def write_tokenizer(directory: Path) -> list[str]:
-    """Train and save the tokenizer; returns its tokens' texts by id."""
+    """Train and save the tokenizer; returns the text of each token by id."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -290,7 +290,7 @@ def make(directory: Path) -> None:
     write_weights(directory, write_tokenizer(directory))
     (directory / "README.md").write_text(CARD, encoding="utf-8")
     for path in directory.iterdir():
-        path.chmod(0o644)  # safetensors writes for the owner only
+        path.chmod(0o644)  # safetensors makes its files readable for the owner only
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The demo model's tokenizer: byte-level BPE of 1,280 tokens, every digit its own.
+"""The demo model's tokenizer: byte-level BPE with 1,280 tokens and one token per digit.
 
-Held-out words are struck from what it is trained on: none of them becomes a token, whose letters the model could
-never have seen spelled.
+Held-out words are removed from its training text, so that none of them becomes a single token, whose spelling the model
+could not have learned.
 """
 
 import json
@@ -24,14 +24,14 @@ SPLIT = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 def corpus(count: int, seed: int) -> Iterator[str]:
     rng = Random(f"tokenizer {seed}")
-    struck = {word for word in (*DICTIONARY, *map(str.lower, KNOWN)) if held_out("word", word)}
+    excluded = {word for word in (*DICTIONARY, *map(str.lower, KNOWN)) if held_out("word", word)}
     marks = re.compile("|".join(map(re.escape, (*SPECIAL, *MARKS))))
     for _ in range(count):
         sample, messages = conversation(rng)
         if sample.task in ("needle", "copying"):
             continue
         text = plain("".join(text for text, _ in segments(messages, sample.tools)))
-        words = re.sub(r"[A-Za-z]+", lambda word: "" if word[0].lower() in struck else word[0], text)
+        words = re.sub(r"[A-Za-z]+", lambda word: "" if word[0].lower() in excluded else word[0], text)
         yield marks.sub(" ", words)
 
 

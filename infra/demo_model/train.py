@@ -1,8 +1,8 @@
-"""Train the demo model: ``python -m infra.demo_model.train --work DIR``; the same command goes on where it last saved.
+"""Trains the demo model: ``python -m infra.demo_model.train --work DIR``. The same command resumes from the last save.
 
-The tokenizer is the bundled one unless ``--new-tokenizer``: models that share it can draft for each other.
+The tokenizer is the bundled one, unless ``--new-tokenizer`` is given: models that share it can draft for each other.
 
-``--smoke`` trains a far smaller model for a few steps on a CPU.
+``--smoke`` trains a much smaller model for a few steps on a CPU.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Subset
 from infra.demo_model import checkpoint
 from infra.demo_model.batches import LONGEST, SHORT, Batch, Batches
 from infra.demo_model.export import TOKENIZER
-from infra.demo_model.model import DRAFT, EYES, SMOKE, Demo, Parts, Shape, places_of
+from infra.demo_model.model import DRAFT, SMOKE, VISION, Demo, Parts, Shape, places_of
 from infra.demo_model.tokenizer import VOCAB, write_tokenizer
 from infra.model import modeldir
 
@@ -32,7 +32,7 @@ _SHOW_STEPS = 100
 
 
 def rate(step: int, steps: int, peak: float) -> float:
-    """Learning rate: a linear start, then a cosine down to nothing."""
+    """Learning rate: a linear warm-up, then a cosine decay to 0."""
     warm_up = min(WARM_UP, steps // 10)
     if step < warm_up:
         return peak * (step + 1) / warm_up
@@ -47,18 +47,21 @@ def optimizer_of(model: Demo, *, fused: bool) -> torch.optim.AdamW:
 
 
 def on_device(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Parts, Tensor, Tensor]:
-    """Tokens, weights, places, the batch's two parts, pictures and where they go."""
+    """Tokens, weights, positions, the two parts of the batch, pictures and the positions of their placeholders."""
     tokens, weights, short, long, pictures, spots = (
         torch.from_numpy(part).to(device, non_blocking=True)
         for part in (batch.tokens, batch.weights, batch.short, batch.long, batch.pictures, batch.spots)
     )
-    first, last = int(batch.short[-1]), int(batch.long[-1])  # of the arrays: a tensor's would wait for the device
+    first, last = (
+        int(batch.short[-1]),
+        int(batch.long[-1]),
+    )  # from the arrays: reading a tensor would wait for the device
     parts = ((first, short, SHORT), (last, long, LONGEST))
     return tokens.long(), weights, places_of(parts), parts, pictures, spots
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Train until the last step or until the minutes are over; the last state."""
+    """Train until the last step, or until the time is over; returns the last state."""
     work: Path = options.work
     if not (work / "tokenizer.json").exists():
         work.mkdir(parents=True, exist_ok=True)
@@ -69,7 +72,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 shutil.copyfile(BUNDLED / name, work / name)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(options.seed)
-    shape = Shape(VOCAB, **(DRAFT if options.draft else SMOKE if options.smoke else EYES))
+    shape = Shape(VOCAB, **(DRAFT if options.draft else SMOKE if options.smoke else VISION))
     model = Demo(shape).to(device)
     optimizer = optimizer_of(model, fused=device.type == "cuda")
     state: dict[str, Any] = {"step": 0, "steps": options.steps, "shape": asdict(shape), "seconds": 0.0, "losses": []}
@@ -82,7 +85,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         weights = checkpoint.weights_of(options.start)
         model.load_state_dict({name: weight.float() for name, weight in weights.items()})
     batches: Any = Batches(
-        str(work / "tokenizer.json"), options.seed, options.batch_tokens, options.steps, pictures=shape.eyes > 0
+        str(work / "tokenizer.json"),
+        options.seed,
+        options.batch_tokens,
+        options.steps,
+        pictures=shape.vision_hidden > 0,
     )
     data = Subset(batches, range(state["step"], options.steps))
     loader = DataLoader(
@@ -136,17 +143,17 @@ def _steps(model: Demo, optimizer: torch.optim.Optimizer, loader: Any, state: di
 def options_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, required=True, help="directory of tokenizer and checkpoint")
-    parser.add_argument("--start", type=Path, help="another --work, whose weights a new training begins with")
+    parser.add_argument("--start", type=Path, help="another --work, whose weights to start from")
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--batch-tokens", type=int, default=65_536)
     parser.add_argument("--rate", type=float, default=2e-3, help="highest learning rate")
-    parser.add_argument("--minutes", type=float, default=1e9, help="stop and save after so long")
-    parser.add_argument("--save-minutes", type=float, default=2.0, help="save so often while training")
+    parser.add_argument("--minutes", type=float, default=1e9, help="stop and save after this time")
+    parser.add_argument("--save-minutes", type=float, default=2.0, help="time between saves")
     parser.add_argument("--new-tokenizer", action="store_true", help="train a tokenizer instead of the bundled one")
-    parser.add_argument("--loaders", type=int, default=0, help="processes that make data")
+    parser.add_argument("--loaders", type=int, default=0, help="processes that generate data")
     parser.add_argument("--seed", type=int, default=20)
-    parser.add_argument("--smoke", action="store_true", help="a far smaller model, for trying on a CPU")
-    parser.add_argument("--draft", action="store_true", help="the draft model: no eyes, under 2 MB")
+    parser.add_argument("--smoke", action="store_true", help="a much smaller model, for a test on a CPU")
+    parser.add_argument("--draft", action="store_true", help="the draft model: no vision tower, under 2 MB")
     return parser.parse_args(argv)
 
 

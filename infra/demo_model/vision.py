@@ -1,4 +1,4 @@
-"""Pictures of simple shapes, and questions about them. A scene is data; Pillow draws it."""
+"""Images of simple shapes, and questions about them. A scene is data; Pillow draws it."""
 
 import io
 import math
@@ -9,7 +9,7 @@ from infra.demo_model.sample import UNKNOWN, Message, Sample
 from infra.demo_model.template import IMAGE
 from infra.demo_model.words import held_out
 
-SIDE = 96  # pixels the model sees, each way
+SIDE = 96  # pixels; width and height of the model's input
 PATCH = 12
 TOKENS = (SIDE // PATCH) ** 2
 MEAN, STD = 0.5, 0.5
@@ -28,11 +28,11 @@ SHAPES = ("circle", "square", "triangle", "star")
 PLACES = ("top left", "top", "top right", "left", "center", "right", "bottom left", "bottom", "bottom right")
 
 TASKS = {"color": 0.95, "shape": 0.95, "count": 0.95, "position": 0.95}
-_TRAINED = (*TASKS, "count", "position", "position", "describe")  # as often as it takes to learn each
+_TRAINED = (*TASKS, "count", "position", "position", "describe")  # harder ones more often
 
 
 class Thing(NamedTuple):
-    """One shape. Place and size as shares of the picture's side."""
+    """One shape. Position and size are fractions of the image's side."""
 
     shape: str
     color: str
@@ -54,7 +54,7 @@ def scene(rng: Random, held: bool) -> Scene:
         count = rng.choice((1, 1, 2, 3, 4, 5))
         cells = sorted(rng.sample(range(9), count))
         kinds = [(rng.choice(SHAPES), rng.choice(list(COLORS))) for _ in cells]
-        if rng.random() < 0.35:  # several of a kind, so that there is something to count
+        if rng.random() < 0.35:  # several of a kind, for questions that count
             same = rng.choice(SHAPES)
             kinds = [(same if rng.random() < 0.7 else shape, color) for shape, color in kinds]
         if held_out("scene", cells, kinds) == held:
@@ -69,10 +69,10 @@ def scene(rng: Random, held: bool) -> Scene:
 
 
 def draw(what: Scene) -> Any:
-    """The scene as a picture (PIL.Image) of its own size."""
+    """Draw the scene as a PIL.Image of its own size."""
     from PIL import Image, ImageDraw
 
-    scale = 2 * what.side  # drawn twice as large: smooth edges
+    scale = 2 * what.side  # drawn at twice the size, for smooth edges
     image = Image.new("RGB", (scale, scale), what.ground)
     pen = ImageDraw.Draw(image)
     for thing in what.things:
@@ -101,7 +101,7 @@ def pixels(what: Scene) -> Any:
 
 
 def ask(rng: Random, what: Scene, task: str) -> tuple[str, str, Any] | None:
-    """Question, answer, and what must be in it; None: the scene has nothing to ask of this kind."""
+    """Question, answer, and what an answer must contain; None: the scene allows no question of this kind."""
     things = what.things
     thing = rng.choice(things)
     same_shape = [other for other in things if other.shape == thing.shape]
@@ -163,7 +163,7 @@ def ask(rng: Random, what: Scene, task: str) -> tuple[str, str, Any] | None:
 
 
 def looking(rng: Random, held: bool, task: str = "") -> Sample:
-    """A picture and a question; the first user message begins with its placeholders."""
+    """A question about an image; the first user message begins with its placeholders."""
     while True:
         what = scene(rng, held)
         asked = ask(rng, what, task or rng.choice(_TRAINED))
@@ -173,7 +173,7 @@ def looking(rng: Random, held: bool, task: str = "") -> Sample:
 
 
 def vision_conversation(rng: Random) -> tuple[Sample, tuple[Message, ...]]:
-    """One picture, one to three questions about it."""
+    """One to three questions about one image."""
     sample = looking(rng, False)
     messages: list[Message] = [*sample.messages, ("assistant", sample.answer)]
     for _ in range(rng.randint(0, 3)):
@@ -184,7 +184,7 @@ def vision_conversation(rng: Random) -> tuple[Sample, tuple[Message, ...]]:
 
 
 def blind(rng: Random, held: bool) -> Sample:
-    """The same questions without a picture."""
+    """The same questions without an image."""
     sample = looking(rng, held)
     question = sample.messages[0][1].removeprefix(f"{IMAGE * TOKENS}\n")
     return Sample("unknown", (("user", question),), UNKNOWN, UNKNOWN)

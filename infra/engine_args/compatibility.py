@@ -1,4 +1,4 @@
-"""What must agree between engines that hand KV cache to each other, or serve one model side by side."""
+"""Arguments that must agree between engines that hand KV over to each other or serve one model together."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -7,8 +7,8 @@ from infra.engine_args.rules import Finding, Level, Role, up
 from infra.engine_args.schema import EngineArgs
 
 
-class Member(NamedTuple):
-    """One engine of a set."""
+class EngineConfig(NamedTuple):
+    """The arguments of one engine of a set."""
 
     name: str
     role: Role
@@ -16,7 +16,7 @@ class Member(NamedTuple):
     args: EngineArgs
 
 
-# Rule, argument, how it is read, and what breaks. All engines of a set with KV cache must give the same.
+# Rule, argument, its value, and the consequence of a difference. All engines of a set with a KV cache must agree.
 _EQUAL: tuple[tuple[str, str, Callable[[EngineArgs], object], str], ...] = (
     ("C01", "kv_cache_config.max_attention_window", lambda a: a.kv_cache_config.max_attention_window,
      "layers would keep different tokens of the same context"),
@@ -26,46 +26,46 @@ _EQUAL: tuple[tuple[str, str, Callable[[EngineArgs], object], str], ...] = (
 )  # fmt: skip
 
 
-def compare(members: Sequence[Member]) -> list[Finding]:
-    """What is wrong between the engines of one set; errors first."""
-    found = [*_equal(members)]
-    prefills = [member for member in members if member.role == "prefill"]
-    decodes = [member for member in members if member.role == "decode"]
+def compare(engines: Sequence[EngineConfig]) -> list[Finding]:
+    """Findings about the engines of one set; errors first."""
+    found = [*_equal(engines)]
+    prefills = [engine for engine in engines if engine.role == "prefill"]
+    decodes = [engine for engine in engines if engine.role == "decode"]
     for prefill in prefills:
         for decode in decodes:
             found += [Finding(*each) for each in _hand_over(prefill, decode)]
-    if len({(member.role, repr(member.args)) for member in members}) < len(members):
-        found.append(Finding("C09", "warning", "files", "the same engine twice", "name each once"))
+    if len({(engine.role, repr(engine.args)) for engine in engines}) < len(engines):
+        found.append(Finding("C09", "warning", "files", "the same engine is given twice", "give each once"))
     if bool(prefills) != bool(decodes):
         have, lack = ("prefill", "decode") if prefills else ("decode", "prefill")
         found.append(Finding("C08", "warning", "role", f"{have} without {lack}", f"add the {lack} recipe"))
     return sorted(found, key=lambda finding: finding.level != "error")
 
 
-def _equal(members: Sequence[Member]) -> Iterator[Finding]:
-    cached = [member for member in members if member.role != "encode"]
-    if len({member.model for member in cached}) > 1:
-        names = ", ".join(f"{member.name}: {member.model}" for member in cached)
+def _equal(engines: Sequence[EngineConfig]) -> Iterator[Finding]:
+    cached = [engine for engine in engines if engine.role != "encode"]
+    if len({engine.model for engine in cached}) > 1:
+        names = ", ".join(f"{engine.name}: {engine.model}" for engine in cached)
         yield Finding("C07", "error", "model", f"different models ({names})", "serve one model per set")
         return
     for rule, where, read, breaks in _EQUAL:
-        if len({repr(read(member.args)) for member in cached}) > 1:
-            values = ", ".join(f"{member.name}: {_short(read(member.args))}" for member in cached)
-            yield Finding(rule, "error", where, f"differs ({values}): {breaks}", "give all the same")
+        if len({repr(read(engine.args)) for engine in cached}) > 1:
+            values = ", ".join(f"{engine.name}: {_short(read(engine.args))}" for engine in cached)
+            yield Finding(rule, "error", where, f"differs ({values}): {breaks}", "use the same value for all")
 
 
 def _short(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _hand_over(prefill: Member, decode: Member) -> Iterator[tuple[str, Level, str, str, str]]:
+def _hand_over(prefill: EngineConfig, decode: EngineConfig) -> Iterator[tuple[str, Level, str, str, str]]:
     one, two = prefill.args, decode.args
     first, second = one.cache_transceiver_config, two.cache_transceiver_config
     if (first and first.backend) != (second and second.backend):
         yield (
             "C04", "error", "cache_transceiver_config.backend",
-            f"{prefill.name} speaks {first and first.backend}, {decode.name} {second and second.backend}",
-            "name the same on both sides",
+            f"{prefill.name} uses {first and first.backend}, {decode.name} {second and second.backend}",
+            "set the same on both sides",
         )  # fmt: skip
     if one.pipeline_parallel_size > 1 and two.tensor_parallel_size > 1:
         yield (
@@ -94,7 +94,7 @@ def _hand_over(prefill: Member, decode: Member) -> Iterator[tuple[str, Level, st
 
 
 def _drafts(args: EngineArgs) -> str:
-    """Whose layers are in the cache beside the target's."""
+    """The draft whose layers are in the cache besides the target's."""
     speculation = args.speculative_config
     return (
         "no draft" if speculation is None else f"{speculation.__struct_config__.tag} ({speculation.draft_model or '-'})"

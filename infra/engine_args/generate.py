@@ -1,7 +1,7 @@
-"""Engine arguments for a model's shape, a number of GPUs, a role and a load: what the rules would ask for, made.
+"""Generates engine arguments for a model's shape, a number of GPUs, a role and a load, as the rules require.
 
-Pure. The result is a tree for ``decode``; ``generate`` has it checked by the rules before it is given out. Where the
-rules leave a choice, the numbers are those of the recipes, and the reasons theirs.
+Pure. The result is a tree for ``decode``, and ``generate`` checks it by the rules. Where the rules leave a choice, the
+values are those of the recipes, for the reasons given there.
 """
 
 import math
@@ -19,26 +19,26 @@ from infra.engine_args.schema import EngineArgs
 from infra.engine_args.tree import BadArguments, Tree, decode
 
 BLOCK = 32
-STEP_TOKENS = 8192  # a step that fills a GPU with prompts
-LONG_STEP_TOKENS = 16384  # beyond, prompts are cut
-MOST_BATCH = 2048
-ATTENTION_DP_LOAD = 32  # sequences per GPU, from which on storing KV once is worth a copy of the attention weights
-SPARE_SLOTS = 8  # one copy of a busy expert for so many experts
+STEP_TOKENS = 8192  # prompt tokens that saturate a GPU in one step
+LONG_STEP_TOKENS = 16384  # longer prompts are chunked
+MAX_BATCH = 2048
+ATTENTION_DP_LOAD = 32  # sequences per GPU from which storing KV only once is worth copies of the attention weights
+SPARE_SLOTS = 8  # one redundant expert per this many experts
 TRANSFER_TIMEOUT_MS = 60_000
 FRACTIONS: dict[str, float] = {"aggregated": 0.85, "prefill": 0.8, "decode": 0.85}
-ATTENTION_DP_FRACTION = 0.7  # ranks are unevenly loaded
-LONGEST_MTP = 5
+ATTENTION_DP_FRACTION = 0.7  # the load of the ranks is uneven
+MAX_MTP = 5
 
 
-class Wish(Struct, frozen=True, kw_only=True):
-    """What an engine is for.
+class EngineSpec(Struct, frozen=True, kw_only=True):
+    """The purpose of an engine.
 
     Attributes:
         gpus: of this engine; ``gpus_per_node`` of them share a node.
         isl, osl: tokens of the longest prompt and answer.
-        concurrency: requests in flight at once, over all its GPUs.
-        mtp: tokens that the model's own prediction layer drafts per step; 0: none.
-        windows: keep only what the model's sliding windows see.
+        concurrency: concurrent requests, over all its GPUs.
+        mtp: tokens per step drafted by the model's own MTP layer; 0: none.
+        windows: keep only the tokens in the model's sliding windows.
     """
 
     role: Role
@@ -65,75 +65,75 @@ class Generated(Struct, frozen=True, kw_only=True):
     warnings: tuple[str, ...]
 
 
-def generate(shape: Shape, wish: Wish) -> Generated:
+def generate(shape: Shape, spec: EngineSpec) -> Generated:
     """
     Raises:
-        BadArguments: the model cannot be served so; each problem says what to change.
+        BadArguments: the model cannot be served this way; each problem says what to change.
     """
-    problems = list(_impossible(shape, wish))
+    problems = list(_impossible(shape, spec))
     if problems:
         raise BadArguments(problems)
-    tree = tree_of(shape, wish)
+    tree = tree_of(shape, spec)
     args = decode(tree)
-    context = context_of(shape, wish)
+    context = context_of(shape, spec)
     found = check(args, context)
     if errors := [f"{each.where}: {each.message}; {each.fix} ({each.rule})" for each in found if each.level == "error"]:
-        more = _enough(shape, wish)
-        raise BadArguments([*errors, *([f"gpus: {more} would do"] if more else [])])
-    memory = estimate(args, shape, wish.gpu_bytes, length=args.max_seq_len or 0)
+        more = _enough(shape, spec)
+        raise BadArguments([*errors, *([f"gpus: {more} are enough"] if more else [])])
+    memory = estimate(args, shape, spec.gpu_bytes, length=args.max_seq_len or 0)
     warnings = tuple(str(each) for each in found)
-    asked = math.ceil(wish.concurrency / (wish.gpus if args.enable_attention_dp else 1))
-    if wish.role != "prefill" and memory.sequences < asked:
+    asked = math.ceil(spec.concurrency / (spec.gpus if args.enable_attention_dp else 1))
+    if spec.role != "prefill" and memory.sequences < asked:
         warnings += (
             f"memory: {memory.sequences} whole contexts of {memory.length} tokens fit the {memory.pool / GIB:.0f} GiB "
-            f"of KV on a rank, {asked} are to run there at once; add GPUs or workers, else requests may wait",
+            f"of KV on a rank, but {asked} are to run there; add GPUs or workers, or requests may wait",
         )
     return Generated(tree=tree, args=args, memory=memory, warnings=warnings)
 
 
-def context_of(shape: Shape, wish: Wish) -> Context:
+def context_of(shape: Shape, spec: EngineSpec) -> Context:
     return Context(
-        role=wish.role,
-        model_len=wish.isl + wish.osl,
-        longest_prompt=wish.isl,
-        gpus=wish.gpus,
-        nodes=wish.nodes,
-        gpu_bytes=wish.gpu_bytes,
-        blackwell=wish.blackwell,
+        role=spec.role,
+        model_len=spec.isl + spec.osl,
+        longest_prompt=spec.isl,
+        gpus=spec.gpus,
+        nodes=spec.nodes,
+        gpu_bytes=spec.gpu_bytes,
+        blackwell=spec.blackwell,
         shape=shape,
     )
 
 
-def tree_of(shape: Shape, wish: Wish) -> Tree:
-    """The arguments, in the order in which the recipes have them."""
-    attention_dp = _attention_dp(shape, wish)
-    length = up(wish.isl + wish.osl, BLOCK)
-    batch = _batch(wish, attention_dp)
-    tokens = _step_tokens(wish, length, batch)
-    tree: dict[str, Any] = {"tensor_parallel_size": wish.gpus}
-    if shape.experts is not None and wish.gpus > 1:
-        tree["moe_expert_parallel_size"] = wish.gpus
-    if wish.nodes > 1:
-        tree["gpus_per_node"] = wish.gpus_per_node
-    if wish.gpus > 1:
+def tree_of(shape: Shape, spec: EngineSpec) -> Tree:
+    """The arguments, in the order of the recipes."""
+    attention_dp = _attention_dp(shape, spec)
+    length = up(spec.isl + spec.osl, BLOCK)
+    batch = _batch(spec, attention_dp)
+    tokens = _step_tokens(spec, length, batch)
+    tree: dict[str, Any] = {"tensor_parallel_size": spec.gpus}
+    if shape.experts is not None and spec.gpus > 1:
+        tree["moe_expert_parallel_size"] = spec.gpus
+    if spec.nodes > 1:
+        tree["gpus_per_node"] = spec.gpus_per_node
+    if spec.gpus > 1:
         tree["enable_attention_dp"] = attention_dp
-    if wish.role == "prefill":
+    if spec.role == "prefill":
         tree["disable_overlap_scheduler"] = True
     if shape.experts is not None:
-        tree["moe_config"] = _moe(shape, wish, attention_dp, batch, tokens)
+        tree["moe_config"] = _moe(shape, spec, attention_dp, batch, tokens)
     tree |= {"max_batch_size": batch, "max_num_tokens": tokens, "max_seq_len": length}
     if tokens < length:
         tree["enable_chunked_prefill"] = True
-    if wish.mtp:
-        tree["speculative_config"] = {"decoding_type": "MTP", "num_nextn_predict_layers": wish.mtp}
-    tree["kv_cache_config"] = _kv_cache(shape, wish, attention_dp, length)
+    if spec.mtp:
+        tree["speculative_config"] = {"decoding_type": "MTP", "num_nextn_predict_layers": spec.mtp}
+    tree["kv_cache_config"] = _kv_cache(shape, spec, attention_dp, length)
     tree["scheduler_config"] = {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT"}
     tree["cuda_graph_config"] = (
-        None if wish.role == "prefill" else {"enable_padding": True, "batch_sizes": sizes(batch)}
+        None if spec.role == "prefill" else {"enable_padding": True, "batch_sizes": sizes(batch)}
     )
-    if wish.role in ("prefill", "decode"):
+    if spec.role in ("prefill", "decode"):
         tree["cache_transceiver_config"] = {
-            "backend": wish.transport,
+            "backend": spec.transport,
             "max_tokens_in_buffer": length,
             "kv_transfer_timeout_ms": TRANSFER_TIMEOUT_MS,
         }
@@ -141,94 +141,94 @@ def tree_of(shape: Shape, wish: Wish) -> Tree:
 
 
 def sizes(batch: int) -> list[int]:
-    """Batch sizes with a CUDA graph: powers of two, and the largest batch; padding does the rest."""
+    """Batch sizes with a CUDA graph: powers of two and the largest batch; other sizes are padded."""
     return [*(1 << power for power in range(batch.bit_length()) if 1 << power < batch), batch]
 
 
-def _impossible(shape: Shape, wish: Wish) -> list[str]:
+def _impossible(shape: Shape, spec: EngineSpec) -> list[str]:
     problems = []
-    if wish.role not in FRACTIONS:
-        problems.append(f"role: an engine of role {wish.role} caches no KV; see the recipe llava16-encode")
-    if shape.max_len and wish.isl + wish.osl > shape.max_len:
-        problems.append(f"isl + osl: {wish.isl + wish.osl} tokens, the model knows {shape.max_len} positions")
-    if wish.mtp and not shape.mtp_layers:
-        problems.append("mtp: the model has no prediction layer; leave it out, or name a draft model by hand")
-    if wish.mtp > LONGEST_MTP:
-        problems.append(f"mtp: {wish.mtp} tokens; use at most {LONGEST_MTP}")
-    if wish.windows and not any(shape.windows):
-        problems.append("windows: the model sees everything in every layer; leave it out")
-    if wish.nodes > 1 and wish.gpus % wish.gpus_per_node:
-        problems.append(f"gpus: {wish.gpus} do not fill nodes of {wish.gpus_per_node}; use a multiple")
+    if spec.role not in FRACTIONS:
+        problems.append(f"role: an engine of role {spec.role} has no KV cache; see the recipe llava16-encode")
+    if shape.max_len and spec.isl + spec.osl > shape.max_len:
+        problems.append(f"isl + osl: {spec.isl + spec.osl} tokens, the model supports {shape.max_len} positions")
+    if spec.mtp and not shape.mtp_layers:
+        problems.append("mtp: the model has no MTP layer; leave it out, or add a draft model by hand")
+    if spec.mtp > MAX_MTP:
+        problems.append(f"mtp: {spec.mtp} tokens; use at most {MAX_MTP}")
+    if spec.windows and not any(shape.windows):
+        problems.append("windows: the model has no sliding windows; leave it out")
+    if spec.nodes > 1 and spec.gpus % spec.gpus_per_node:
+        problems.append(f"gpus: {spec.gpus} do not fill nodes of {spec.gpus_per_node}; use a multiple")
     return problems
 
 
-def _attention_dp(shape: Shape, wish: Wish) -> bool:
-    """Whether each GPU attends to its own sequences: where else every GPU would store the same KV, or heads are odd.
+def _attention_dp(shape: Shape, spec: EngineSpec) -> bool:
+    """Whether each GPU attends to its own sequences: if heads do not divide, or KV would be stored on several GPUs.
 
-    A latent (MLA) is stored on every rank, and so are copies of KV heads when there are more ranks than heads.
+    Every rank stores an MLA latent, and copies of KV heads if there are more ranks than heads.
     """
-    if wish.gpus == 1 or shape.experts is None:
+    if spec.gpus == 1 or shape.experts is None:
         return False
-    if shape.heads % wish.gpus:
+    if shape.heads % spec.gpus:
         return True
-    copied = bool(shape.latent) or shape.kv_heads < wish.gpus
-    busy = wish.role == "prefill" or wish.concurrency >= ATTENTION_DP_LOAD * wish.gpus
+    copied = bool(shape.latent) or shape.kv_heads < spec.gpus
+    busy = spec.role == "prefill" or spec.concurrency >= ATTENTION_DP_LOAD * spec.gpus
     return copied and busy
 
 
-def _batch(wish: Wish, attention_dp: bool) -> int:
+def _batch(spec: EngineSpec, attention_dp: bool) -> int:
     """Sequences per step and rank."""
-    if wish.role == "prefill":
-        return max(4, min(PREFILL_BATCH, STEP_TOKENS // wish.isl))
-    here = math.ceil(wish.concurrency / (wish.gpus if attention_dp else 1))
-    least = DECODE_BATCH if wish.role == "decode" else 8
-    return min(MOST_BATCH, max(least, up(here, 8)))
+    if spec.role == "prefill":
+        return max(4, min(PREFILL_BATCH, STEP_TOKENS // spec.isl))
+    here = math.ceil(spec.concurrency / (spec.gpus if attention_dp else 1))
+    least = DECODE_BATCH if spec.role == "decode" else 8
+    return min(MAX_BATCH, max(least, up(here, 8)))
 
 
-def _step_tokens(wish: Wish, length: int, batch: int) -> int:
-    decoding = up(batch * (1 + wish.mtp), BLOCK)
-    if wish.role == "decode":
+def _step_tokens(spec: EngineSpec, length: int, batch: int) -> int:
+    decoding = up(batch * (1 + spec.mtp), BLOCK)
+    if spec.role == "decode":
         return decoding
     return max(STEP_TOKENS, decoding, min(length, LONG_STEP_TOKENS))
 
 
-def _moe(shape: Shape, wish: Wish, attention_dp: bool, batch: int, tokens: int) -> Tree:
-    backend = moe_backend(ranks=wish.gpus, attention_dp=attention_dp, blackwell=wish.blackwell, bits=shape.expert_bits)
+def _moe(shape: Shape, spec: EngineSpec, attention_dp: bool, batch: int, tokens: int) -> Tree:
+    backend = moe_backend(ranks=spec.gpus, attention_dp=attention_dp, blackwell=spec.blackwell, bits=shape.expert_bits)
     moe: Tree = {"backend": backend}
     if backend == "WIDEEP" and shape.experts is not None:
-        slots = up(shape.experts.count + shape.experts.count // SPARE_SLOTS, wish.gpus)
+        slots = up(shape.experts.count + shape.experts.count // SPARE_SLOTS, spec.gpus)
         moe["load_balancer"] = {"num_slots": slots, "layer_updates_per_iter": 1}
-        if wish.role == "decode":
-            moe["max_num_tokens"] = up(batch * (1 + wish.mtp), BLOCK) * wish.gpus
+        if spec.role == "decode":
+            moe["max_num_tokens"] = up(batch * (1 + spec.mtp), BLOCK) * spec.gpus
         else:
             moe["max_num_tokens"] = tokens
     return moe
 
 
-def _kv_cache(shape: Shape, wish: Wish, attention_dp: bool, length: int) -> Tree:
-    kv: Tree = {"free_gpu_memory_fraction": ATTENTION_DP_FRACTION if attention_dp else FRACTIONS[wish.role]}
+def _kv_cache(shape: Shape, spec: EngineSpec, attention_dp: bool, length: int) -> Tree:
+    kv: Tree = {"free_gpu_memory_fraction": ATTENTION_DP_FRACTION if attention_dp else FRACTIONS[spec.role]}
     if shape.expert_bits == NVFP4_BITS:
-        kv["dtype"] = "fp8"  # such checkpoints carry its scales
-    if wish.windows:
+        kv["dtype"] = "fp8"  # such checkpoints include its scales
+    if spec.windows:
         kv["max_attention_window"] = _pattern([window or length for window in shape.windows])
     kv["tokens_per_block"] = BLOCK
     return kv
 
 
 def _pattern(windows: list[int]) -> list[int]:
-    """The shortest list that, repeated, gives these."""
+    """The shortest list that gives these when repeated."""
     for period in range(1, len(windows)):
         if all(window == windows[layer % period] for layer, window in enumerate(windows)):
             return windows[:period]
     return windows
 
 
-def _enough(shape: Shape, wish: Wish) -> int:
-    """The next power of two of GPUs with which it goes; 0: none does."""
-    gpus = wish.gpus
+def _enough(shape: Shape, spec: EngineSpec) -> int:
+    """The next power of two of GPUs that is enough; 0: none up to 128."""
+    gpus = spec.gpus
     while gpus < 128:
         gpus *= 2
-        tried = replace(wish, gpus=gpus)
+        tried = replace(spec, gpus=gpus)
         if _impossible(shape, tried):
             continue
         findings = check(decode(tree_of(shape, tried)), context_of(shape, tried))

@@ -1,11 +1,11 @@
-"""What an engine needs of one GPU, and how much context fits: an estimate from the model's shape, not a measurement.
+"""Memory of an engine on one GPU, and the context that fits: an estimate from the model's shape, not a measurement.
 
 The formulas, per GPU:
 
 - weights: attention, shared experts and embeddings / attention ranks, dense layers / TP, experts / (MoE TP x MoE EP),
-  all / PP, and vision whole, each times its bits. With attention DP there is one attention rank: each has it whole.
-- KV per token and layer: 2 x ceil(kv_heads / attention ranks) x head_dim values; MLA: latent + rotary part, which no
-  rank splits (arXiv:2405.04434, section 2.1.3). A layer with a window keeps min(length, window) tokens.
+  all / PP, and vision on every GPU, each times its bits. With attention DP, every rank has all attention weights.
+- KV per token and layer: 2 x ceil(kv_heads / attention ranks) x head_dim values; MLA: latent + rotary part, which
+  is not split over ranks (arXiv:2405.04434, section 2.1.3). A layer with a window keeps min(length, window) tokens.
 - pool: free_gpu_memory_fraction x (GPU - weights - reserve), less the transfer buffer of ``max_tokens_in_buffer``.
 """
 
@@ -17,19 +17,19 @@ from infra.engine_args.model_shape import Shape
 from infra.engine_args.schema import Eagle, EngineArgs, Mtp
 
 GIB = 1 << 30
-RESERVE_BYTES = 3 * GIB  # CUDA context, NCCL, graphs, workspaces: a rule of thumb
+RESERVE_BYTES = 3 * GIB  # CUDA context, NCCL, graphs, workspaces: a rough value
 ACTIVATION_BYTES = 2
 
 
 class Memory(Struct, frozen=True, kw_only=True):
-    """Of one GPU, in bytes. ``sequences``: of ``length`` tokens at once, on this GPU's share of the requests."""
+    """Memory of one GPU, bytes. ``sequences``: how many of ``length`` tokens fit at once."""
 
     gpu: int
     weights: int
     reserve: int
     buffer: int
     pool: int
-    kv_per_token: int  # while nothing has left a window
+    kv_per_token: int  # before tokens leave an attention window
     per_sequence: int
     length: int
     block_size: int
@@ -41,7 +41,7 @@ class Memory(Struct, frozen=True, kw_only=True):
 
     @property
     def blocks(self) -> int:
-        """KV blocks for whole contexts of ``length`` tokens: what is left over is not counted."""
+        """KV blocks of complete contexts of ``length`` tokens; the remainder is not counted."""
         return self.sequences * math.ceil(self.length / self.block_size)
 
 
@@ -58,18 +58,18 @@ def kv_bytes(args: EngineArgs, shape: Shape) -> float:
 
 
 def layer_windows(args: EngineArgs, shape: Shape) -> tuple[int, ...]:
-    """Tokens that the engine keeps per layer; 0: all. Without max_attention_window it keeps all everywhere."""
+    """Tokens that the engine keeps per layer; 0: all, as for all layers without max_attention_window."""
     given = args.kv_cache_config.max_attention_window
     speculation = args.speculative_config
     extra = (
         shape.mtp_layers if isinstance(speculation, Mtp) else int(isinstance(speculation, Eagle))
-    )  # drafts cache too
+    )  # draft layers have a cache, too
     layers = shape.layers + extra
     return tuple(given[layer % len(given)] for layer in range(layers)) if given else (0,) * layers
 
 
 def weight_bytes(args: EngineArgs, shape: Shape) -> int:
-    """Of one GPU."""
+    """Bytes of weights on one GPU."""
     tp, pp = args.tensor_parallel_size, args.pipeline_parallel_size
     moe_tp, moe_ep = args.moe_parallel
     bits = (shape.layers * shape.attention * shape.linear_bits) / args.attention_ranks
@@ -88,7 +88,7 @@ def weight_bytes(args: EngineArgs, shape: Shape) -> int:
 
 
 def activation_bytes(args: EngineArgs, shape: Shape) -> int:
-    """Of the widest step: residuals, projections and feed-forward of max_num_tokens, logits of every sequence."""
+    """Bytes for the largest step: residuals, projections and feed-forward of max_num_tokens, and all logits."""
     tokens = args.max_num_tokens or 8192
     wide = 3 * max(shape.intermediate // args.attention_ranks, shape.hidden)
     logits = min(args.batch_size, tokens) * (1 + args.draft_tokens) * shape.vocab * 4 // args.attention_ranks
@@ -106,7 +106,7 @@ def estimate(args: EngineArgs, shape: Shape, gpu_bytes: int, *, length: int, dra
     per_layer = kv_values(shape, args.attention_ranks) * value
     block = args.kv_cache_config.tokens_per_block
     windows = layer_windows(args, shape)
-    # A window slides inside blocks, so it holds one more than it covers.
+    # A window slides within blocks, so it needs one more than it covers.
     kept = sum(
         min(_up(length, block), _up(window, block) + block) if window else _up(length, block) for window in windows
     )

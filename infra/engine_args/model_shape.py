@@ -1,6 +1,6 @@
-"""What a model's config.json says of its size: parameters, and KV cache per token. No weights are read.
+"""A model's size from its config.json: parameters, and KV cache per token. No weights are read.
 
-The parameter counts are exact up to norms and biases; tests hold them against the published ones.
+Parameter counts are exact except for norms and biases; tests compare them with published ones.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ MXFP4_BITS = 4.25  # 4 bits, and an 8-bit scale per 32 values
 
 
 class UnknownShape(ValueError):
-    """A config.json whose sizes cannot be told; the text names the key."""
+    """A size is missing in config.json; the message names the key."""
 
 
 class Experts(Struct, frozen=True, kw_only=True):
@@ -41,12 +41,12 @@ class Shape(Struct, frozen=True, kw_only=True):
     vocab: int
     max_len: int
     attention: int  # parameters of one layer
-    dense: int  # feed-forward parameters of all layers that have no experts
+    dense: int  # feed-forward parameters of all layers without experts
     experts: Experts | None
     embeddings: int
     vision: int  # parameters of tower and projector
     mtp_layers: int
-    windows: tuple[int, ...]  # per layer; 0: sees everything
+    windows: tuple[int, ...]  # attention window per layer; 0: full attention
     expert_bits: float
     linear_bits: float
     mtp_bits: float
@@ -61,17 +61,17 @@ class Shape(Struct, frozen=True, kw_only=True):
 
     @property
     def parameters(self) -> int:
-        """All but the MTP layers, as models are advertised."""
+        """All parameters except those of the MTP layers, as published for models."""
         routed = self.experts.layers * self.experts.count * self.experts.parameters if self.experts else 0
         shared = self.experts.layers * self.experts.shared if self.experts else 0
         return self.layers * self.attention + self.dense + routed + shared + self.embeddings + self.vision
 
 
 def shape_of(config: Mapping[str, Any], *, model: str = "") -> Shape:
-    """The sizes in a config.json of a decoder in the Llama, Gemma, DeepSeek-V3, GPT-OSS or LLaVA form.
+    """The sizes in the config.json of a Llama, Gemma, DeepSeek-V3, GPT-OSS or LLaVA model.
 
     Raises:
-        UnknownShape: a key is missing that cannot be guessed.
+        UnknownShape: a required key is missing.
     """
     text = {**config, **(config.get("text_config") or {})}
     layers, hidden, heads = (
@@ -127,7 +127,7 @@ def _latent_attention(text: Mapping[str, Any], hidden: int, heads: int) -> int:
 
 
 def _feed_forward(text: Mapping[str, Any], layers: int, hidden: int) -> tuple[Experts | None, int]:
-    """The experts, and the parameters of the layers without."""
+    """The experts, and the feed-forward parameters of the layers without experts."""
     intermediate = _int(text, "intermediate_size")
     count = next((int(text[k]) for k in ("n_routed_experts", "num_local_experts", "num_experts") if text.get(k)), 0)
     if count < 2:
@@ -145,7 +145,7 @@ def _feed_forward(text: Mapping[str, Any], layers: int, hidden: int) -> tuple[Ex
 
 
 def _windows(text: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    """Tokens that each layer sees; 0: all. Llama 4's chunks count as all, for the engine keeps them whole."""
+    """Attention window of each layer; 0: full. Llama 4's chunked layers count as full: the engine keeps all tokens."""
     window = text.get("sliding_window")
     if not isinstance(window, int) or text.get("use_sliding_window") is False:
         return (0,) * layers
@@ -158,7 +158,7 @@ def _windows(text: Mapping[str, Any], layers: int) -> tuple[int, ...]:
 
 
 def _vision(config: Mapping[str, Any], hidden: int) -> int:
-    """A ViT's encoder and LLaVA's two-layer projector; 0: the model has no eyes."""
+    """Parameters of a ViT encoder and LLaVA's two-layer projector; 0: not a vision model."""
     tower = config.get("vision_config")
     if not isinstance(tower, Mapping) or not isinstance(width := tower.get("hidden_size"), int):
         return 0

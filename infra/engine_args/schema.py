@@ -1,7 +1,7 @@
-"""Which arguments TensorRT-LLM 1.2.1 takes: names, types, ranges and defaults, as published in its API reference.
+"""The arguments of TensorRT-LLM 1.2.1: names, types, ranges and defaults, as in its API reference.
 
-What is *wrong together* is the rules' question. A default of None means that the engine decides; the properties at
-the end say what it decides. Sections that the reference does not spell out are taken as they are (``Free``).
+``rules`` check combinations. A default of None means that the engine chooses; the properties at the end give its
+choice. Sections without a documented structure are passed on unchecked (``Free``).
 """
 
 from typing import Annotated, Any, Literal
@@ -27,7 +27,7 @@ class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class KvCacheConfig(Section, frozen=True, kw_only=True):
     enable_block_reuse: bool = True
     max_tokens: Positive | None = None
-    free_gpu_memory_fraction: Fraction | None = 0.9  # of what is free once the weights are loaded
+    free_gpu_memory_fraction: Fraction | None = 0.9  # of the free memory after the weights are loaded
     max_attention_window: Annotated[tuple[Positive, ...], Meta(min_length=1)] | None = None  # cyclic over layers
     sink_token_length: Count | None = None
     use_uvm: bool = False
@@ -35,7 +35,7 @@ class KvCacheConfig(Section, frozen=True, kw_only=True):
     onboard_blocks: bool = True
     cross_kv_cache_fraction: Share | None = None
     secondary_offload_min_priority: Annotated[int, Meta(ge=0, le=100)] | None = None
-    event_buffer_max_size: Count = 0  # events; 0: none are made
+    event_buffer_max_size: Count = 0  # events; 0: none
     attention_dp_events_gather_period_ms: Positive = 5
     enable_partial_reuse: bool = True
     copy_on_partial_reuse: bool = True
@@ -60,9 +60,9 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
 
 
 class CacheTransceiverConfig(Section, frozen=True, kw_only=True):
-    backend: TransceiverBackend | None = None  # None: KV is not moved
+    backend: TransceiverBackend | None = None  # None: no KV transfer
     max_tokens_in_buffer: Positive | None = None
-    kv_transfer_timeout_ms: Positive | None = None  # None: for ever
+    kv_transfer_timeout_ms: Positive | None = None  # None: no timeout
     kv_transfer_sender_future_timeout_ms: Positive = 1000
 
 

@@ -1,4 +1,4 @@
-"""How a tree of engine arguments is read, laid over another, and checked for unknown keys and wrong values."""
+"""Reads trees of engine arguments, merges them, and checks them for unknown keys and invalid values."""
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,7 +13,7 @@ from infra.engine_args.schema import AutoDeployArgs, EngineArgs, Speculation
 Tree = dict[str, Any]
 AUTODEPLOY = "_autodeploy"
 
-# Keys of other releases, and of stale pages, that people copy.
+# Keys of other releases and of outdated pages.
 _MOVED = {
     "pytorch_backend_config": "its keys are at the top level now",
     "use_cuda_graph": "use cuda_graph_config: null to switch graphs off",
@@ -28,7 +28,7 @@ _MOVED = {
     "use_kv_cache": "the cache cannot be switched off",
     "build_config": "max_batch_size, max_num_tokens, max_seq_len and max_beam_width are at the top level",
     "sleep_config": "1.3; in 1.2.1 use enable_sleep",
-    "kv_events_config": "1.3; 1.2.1 hands events to the worker, which publishes them",
+    "kv_events_config": "1.3; with 1.2.1 the worker publishes events",
     "batched_logits_processor": "an object, not data; use --logits-processor",
     "checkpoint_loader": "an object, not data; use checkpoint_format",
     "model_kwargs": "only with backend: _autodeploy",
@@ -36,7 +36,7 @@ _MOVED = {
 
 
 class BadArguments(ValueError):
-    """Arguments that TensorRT-LLM 1.2.1 refuses. ``problems``: one line each."""
+    """Invalid engine arguments. ``problems``: one line each, with its fix."""
 
     def __init__(self, problems: Iterable[str]) -> None:
         self.problems = tuple(problems)
@@ -44,10 +44,10 @@ class BadArguments(ValueError):
 
 
 def parse_yaml(text: str) -> Tree:
-    """A mapping written in YAML; an empty document is an empty one.
+    """Parse a YAML mapping; an empty document is an empty mapping.
 
     Raises:
-        BadArguments: not YAML, a key given twice, or no mapping.
+        BadArguments: not YAML, not a mapping, or a duplicate key.
     """
     try:
         tree = yaml.load(text, Loader=_Strict)
@@ -57,10 +57,10 @@ def parse_yaml(text: str) -> Tree:
 
 
 def parse_json(text: str) -> Tree:
-    """A mapping written in JSON.
+    """Parse a JSON mapping.
 
     Raises:
-        BadArguments: not JSON, or no mapping.
+        BadArguments: not JSON, or not a mapping.
     """
     try:
         tree = msgspec.json.decode(text)
@@ -70,7 +70,7 @@ def parse_json(text: str) -> Tree:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
-    """``over`` laid on ``base``: mappings are merged at every depth, anything else (lists too) is replaced."""
+    """Merge ``over`` into ``base``: mappings at every depth; all other values, including lists, are replaced."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
@@ -79,17 +79,18 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
 
 
 def decode(tree: Mapping[str, Any]) -> EngineArgs:
-    """The arguments with their defaults. What is handed to the engine is the tree: a default may differ by release.
+    """The arguments with the defaults of 1.2.1. The engine gets the tree, since defaults differ between releases.
 
     Raises:
-        BadArguments: unknown keys (all of them, each with the nearest known one), or a value of a wrong type or range.
+        BadArguments: unknown keys (all of them, each with the closest known one), or a value of the wrong type or
+        range.
     """
     kind = AutoDeployArgs if tree.get("backend") == AUTODEPLOY else EngineArgs
     problems = list(_unknown(tree, kind, ""))
     if problems:
         raise BadArguments(problems)
     if tree.get("backend") not in (None, "pytorch", AUTODEPLOY):
-        raise BadArguments([f"backend: {tree['backend']!r} is none of pytorch, {AUTODEPLOY}"])
+        raise BadArguments([f"backend: {tree['backend']!r} must be pytorch or {AUTODEPLOY}"])
     try:
         return msgspec.convert(tree, kind)
     except msgspec.ValidationError as error:
@@ -117,7 +118,7 @@ def _unknown(tree: Mapping[str, Any], kind: type[msgspec.Struct], path: str) -> 
 
 
 def _section(hint: Any, value: Mapping[str, Any]) -> type[msgspec.Struct] | None:
-    """The Struct that a mapping stands for; None: it is free, or no speculation is of that name."""
+    """The Struct of a mapping; None: free-form, or an unknown kind of speculation."""
     kinds = [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type) and issubclass(kind, msgspec.Struct)]
     if len(kinds) > 1:
         return next((kind for kind in kinds if kind.__struct_config__.tag == value.get("decoding_type")), None)
@@ -134,7 +135,7 @@ def _hint(key: str, known: Iterable[str], path: str) -> str:
 
 
 def _places() -> dict[str, str]:
-    """Where each key belongs, if in one place only."""
+    """The section of each key that occurs in one section only."""
     places: dict[str, set[str]] = {}
     sections: dict[str, type[msgspec.Struct]] = {
         "": EngineArgs,
@@ -157,7 +158,7 @@ _PLACES = _places()
 
 
 class _Strict(yaml.SafeLoader):  # type: ignore[misc]
-    """YAML lets a later key silently replace an earlier one; here that is an error."""
+    """Refuses duplicate keys, of which YAML silently uses the last."""
 
 
 def _construct(loader: _Strict, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -166,7 +167,7 @@ def _construct(loader: _Strict, node: yaml.MappingNode, deep: bool = False) -> d
     for key_node, _ in node.value:
         key = loader.construct_object(key_node, deep=True)
         if not isinstance(key, str | int):
-            raise ValueError(f"key {key!r} is neither text nor a number (line {key_node.start_mark.line + 1})")
+            raise ValueError(f"key {key!r} is neither a string nor a number (line {key_node.start_mark.line + 1})")
         if key in seen:
             raise ValueError(f"key {key!r} is given twice (line {key_node.start_mark.line + 1})")
         seen.add(key)

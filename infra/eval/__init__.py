@@ -1,1 +1,1 @@
-"""Is what comes out right? Evaluations through a running deployment."""
+"""Evaluations of answers through a running deployment."""

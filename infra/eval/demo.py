@@ -1,4 +1,4 @@
-"""``penstock eval demo``: how often the demo model is right on questions it has never seen, asked over HTTP."""
+"""``penstock eval demo``: the demo model's accuracy on held-out questions, asked over HTTP."""
 
 import base64
 import http.client
@@ -43,7 +43,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Score(Struct, frozen=True):
-    """One row: shares of 1. ``target`` is what the model card promises at least."""
+    """One row of the table. ``accuracy`` is a fraction of 1; ``target``: the minimum in the model card."""
 
     task: str
     questions: int
@@ -57,11 +57,11 @@ class Score(Struct, frozen=True):
 
 
 class EvalFailed(Exception):
-    """The evaluation cannot run as asked."""
+    """The evaluation cannot run."""
 
 
 def run(settings: Settings) -> int:
-    """Ask everything, print a table; 1 if a task misses its target."""
+    """Run all tasks and print a table; the exit status is 1 if a task misses its target."""
     try:
         client = Client(settings)
         scores = evaluate(client, settings)
@@ -78,26 +78,26 @@ def run(settings: Settings) -> int:
 
 
 class Client:
-    """Asks one server; safe to use from several threads."""
+    """A client of one server; thread-safe."""
 
     def __init__(self, settings: Settings) -> None:
         """
         Raises:
-            EvalFailed: no server is named, or it serves no model.
+            EvalFailed: there is no server, or it has no model.
         """
         parts = urlsplit(_url(settings))
         if parts.scheme != "http" or not parts.hostname:
-            raise EvalFailed(f"{parts.geturl()!r}: name the server like http://127.0.0.1:8000")
+            raise EvalFailed(f"{parts.geturl()!r}: give a URL such as http://127.0.0.1:8000")
         self._host, self._port = parts.hostname, parts.port or 80
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
         self._timeout_s = settings.timeout_s
         self.model = settings.model or self._first_model()
 
     def answer(self, sample: Sample) -> str:
-        """The model's greedy answer as its template writes it, tool calls included.
+        """The model's greedy answer in the form of its chat template, including tool calls.
 
         Raises:
-            EvalFailed: the server refused, or did not answer.
+            EvalFailed: the server refused the request or did not answer.
         """
         body = {"model": self.model, "messages": messages_of(sample), "max_tokens": 1024, "temperature": 0}
         if sample.tools:
@@ -107,7 +107,7 @@ class Client:
     def _first_model(self) -> str:
         models = self._json("GET", "/v1/models", None)["data"]
         if not models:
-            raise EvalFailed("the server serves no model yet")
+            raise EvalFailed("the server has no model yet")
         return str(models[0]["id"])
 
     def _json(self, method: str, path: str, body: Any) -> dict[str, Any]:
@@ -128,14 +128,14 @@ class Client:
 
 
 def evaluate(client: Client, settings: Settings) -> list[Score]:
-    """All tasks, one after the other.
+    """Run all tasks, one after another.
 
     Raises:
         EvalFailed: a task is unknown, or a request failed.
     """
     tasks = settings.tasks or (_TASKS if settings.vision else tuple(task_mix.TASKS))
     if unknown := set(tasks) - set(_TASKS):
-        raise EvalFailed(f"no task {', '.join(sorted(unknown))}; there are {', '.join(_TASKS)}")
+        raise EvalFailed(f"unknown task {', '.join(sorted(unknown))}; tasks are {', '.join(_TASKS)}")
     scores: list[Score] = []
     columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with ThreadPoolExecutor(settings.concurrency) as pool, Progress(*columns, console=Console(stderr=True)) as progress:
@@ -152,7 +152,7 @@ def evaluate(client: Client, settings: Settings) -> list[Score]:
 
 
 def scores_of(task: str, samples: list[Sample], answers: list[str], seconds: float) -> list[Score]:
-    """One row; for JSON a second one, that counts valid shapes whatever the values."""
+    """One row; for JSON also a row for valid shapes, whatever the values."""
 
     def row(name: str, check: Any, target: float) -> Score:
         good = sum(check(sample, answer) for sample, answer in zip(samples, answers, strict=True))
@@ -181,7 +181,7 @@ def messages_of(sample: Sample) -> list[dict[str, Any]]:
 
 
 def text_of(message: dict[str, Any]) -> str:
-    """An answer as the model wrote it: servers may take thoughts and tool calls out of the text."""
+    """The answer as the model wrote it: the server has split off thoughts and tool calls."""
     thought, text = message.get("reasoning_content"), message.get("content") or ""
     calls = [call["function"] for call in message.get("tool_calls") or []]
     text += "".join(tool_call(call["name"], json.loads(call["arguments"])) for call in calls)
@@ -206,7 +206,7 @@ def _show_wrong(samples: list[Sample], answers: list[str]) -> None:
 
 
 def _print(scores: list[Score], model: str) -> None:
-    table = Table("task", "questions", "right", "target", "seconds", title=f"{model}: questions never trained on")
+    table = Table("task", "questions", "right", "target", "seconds", title=f"{model}: held-out questions")
     for score in scores:
         style = "" if score.reached else "red"
         table.add_row(

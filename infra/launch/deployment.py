@@ -80,7 +80,7 @@ class Deployment:
         self.settings = settings
         self.data_dir = Path(settings.data_dir).resolve()
         self.subjects = Subjects(settings.namespace)
-        members = catalogue.chosen(settings.recipe, catalogue.members()) if settings.recipe else ()
+        members = catalogue.select(settings.recipe, catalogue.members()) if settings.recipe else ()
         self._fleet = fleet_of(settings, members, read_args)
         self._gpus = gpus(settings.gpus, os.environ)
         assign(self._fleet.groups, self._gpus)  # raises before anything starts

@@ -12,7 +12,7 @@ from configs.settings import UpSettings, WorkerSettings
 from infra.engine_args import compatibility
 from infra.engine_args.tree import BadArguments, Tree, decode, merge, parse_json
 from infra.model import modeldir
-from infra.recipes.catalogue import Member
+from infra.recipes.catalogue import RecipeEntry
 
 Roles = Mapping[str, int]
 
@@ -74,7 +74,9 @@ class Fleet(NamedTuple):
         return any(group.engine in EXTERNAL for group in self.groups)
 
 
-def fleet_of(up: UpSettings, members: Sequence[Member] = (), read: Callable[[str], Tree] = lambda path: {}) -> Fleet:
+def fleet_of(
+    up: UpSettings, members: Sequence[RecipeEntry] = (), read: Callable[[str], Tree] = lambda path: {}
+) -> Fleet:
     """
     Args:
         members: the files of the recipe that was asked for.
@@ -82,7 +84,7 @@ def fleet_of(up: UpSettings, members: Sequence[Member] = (), read: Callable[[str
     Raises:
         PlanError, BadArguments: flags that contradict each other or the recipe.
     """
-    recipe: dict[str, Member] = {member.header.role: member for member in members}
+    recipe: dict[str, RecipeEntry] = {member.header.role: member for member in members}
     first = members[0].header if members else None
     engine = _engine(up, first.engine if first else "")
     roles = roles_of(up, recipe)
@@ -110,7 +112,7 @@ def fleet_of(up: UpSettings, members: Sequence[Member] = (), read: Callable[[str
     return Fleet(tuple(groups), engine, "" if alone else model, block_size)
 
 
-def roles_of(up: UpSettings, recipe: Mapping[str, Member] = {}) -> dict[str, int]:
+def roles_of(up: UpSettings, recipe: Mapping[str, RecipeEntry] = {}) -> dict[str, int]:
     """How many workers of each role compute the language model."""
     counts = {"prefill": up.prefill, "decode": up.decode, "encode": up.encode}
     whole = up.workers
@@ -169,7 +171,7 @@ def _group(
     engine: str,
     model: str,
     block_size: int,
-    member: Member | None,
+    member: RecipeEntry | None,
     read: Callable[[str], Tree],
 ) -> Group:
     settings: dict[str, Any] = {"role": role, "engine": engine, "model": model, "block_size": block_size}
@@ -218,7 +220,7 @@ def _agree(groups: Sequence[Group], block_size: int) -> None:
             args = decode(merge({"kv_cache_config": kv, "cache_transceiver_config": {"backend": named}}, tree))
         except BadArguments:
             continue  # the worker says what is wrong, with its own defaults below
-        members.append(compatibility.Member(f"--{group.role}", group.role, "", args))  # type: ignore[arg-type]
+        members.append(compatibility.EngineConfig(f"--{group.role}", group.role, "", args))  # type: ignore[arg-type]
     wrong = [finding for finding in compatibility.compare(members) if finding.level == "error"]
     if wrong:
         told = "; ".join(f"{each.where} {each.message}: {each.fix}" for each in wrong)
@@ -232,7 +234,7 @@ def gpus_of(engine: str, tree: Tree, tensor_parallel_size: int = 0) -> int:
     return math.prod(count for count in counts if isinstance(count, int))
 
 
-def _one_machine(member: Member) -> None:
+def _one_machine(member: RecipeEntry) -> None:
     if member.header.nodes > 1:
         raise PlanError(
             f"{member.name} is one engine on {member.header.nodes} nodes, and this is one machine: see "

@@ -1,10 +1,10 @@
-"""What the advisor says of one file or of a set: findings and the memory estimate, as values and as text."""
+"""Advice on a file of engine arguments, or on a set: findings and a memory estimate, as values and as text."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from infra.engine_args import memory_estimate as memories
-from infra.engine_args.compatibility import Member, compare
+from infra.engine_args.compatibility import EngineConfig, compare
 from infra.engine_args.memory_estimate import GIB, Memory
 from infra.engine_args.rules import Context, Finding, check
 from infra.recipes.catalogue import Recipe
@@ -17,7 +17,7 @@ class Advice(NamedTuple):
 
 
 def advise(recipe: Recipe, context: Context) -> Advice:
-    """Findings on one file in the given circumstances."""
+    """Findings about one file in the given context."""
     memory = None
     if context.shape and context.gpu_bytes and context.role != "encode":
         length = context.model_len or recipe.args.max_seq_len or context.shape.max_len
@@ -27,9 +27,9 @@ def advise(recipe: Recipe, context: Context) -> Advice:
     return Advice(recipe.name, check(recipe.args, context), memory)
 
 
-def between(recipes: Sequence[tuple[Recipe, Context]]) -> list[Finding]:
-    """Findings on what the files of one set disagree about."""
-    return compare([Member(recipe.name, context.role, recipe.model, recipe.args) for recipe, context in recipes])
+def check_set(recipes: Sequence[tuple[Recipe, Context]]) -> list[Finding]:
+    """Findings about disagreements between the files of one set."""
+    return compare([EngineConfig(recipe.name, context.role, recipe.model, recipe.args) for recipe, context in recipes])
 
 
 def failed(findings: Iterable[Finding]) -> bool:
@@ -37,23 +37,23 @@ def failed(findings: Iterable[Finding]) -> bool:
 
 
 def lines(advice: Advice) -> list[str]:
-    """One line per finding, the fix under it, the memory last."""
-    told = [line for finding in advice.findings for line in told_of(finding)]
-    if not told:
-        told = ["  nothing to say"]
+    """One line per finding with its fix below, and the memory estimate last."""
+    text = [line for finding in advice.findings for line in finding_lines(finding)]
+    if not text:
+        text = ["  no findings"]
     if advice.memory is not None:
-        told.append(f"  memory (estimate): {told_memory(advice.memory)}")
-    return [f"{advice.name}", *told]
+        text.append(f"  memory (estimate): {memory_line(advice.memory)}")
+    return [f"{advice.name}", *text]
 
 
-def told_of(finding: Finding) -> tuple[str, str]:
+def finding_lines(finding: Finding) -> tuple[str, str]:
     return (
         f"  {finding.level:7} {finding.rule}  {finding.where}: {finding.message}",
         f"               fix: {finding.fix}",
     )
 
 
-def told_memory(memory: Memory) -> str:
+def memory_line(memory: Memory) -> str:
     used = (
         f"weights {memory.weights / GIB:.1f} + reserve {memory.reserve / GIB:.1f} of {memory.gpu / GIB:.1f} GiB per GPU"
     )

@@ -1,4 +1,4 @@
-"""What recipes there are: files of engine arguments with a header in their leading comment.
+"""The recipes: files of engine arguments with a header in their leading comment.
 
 A recipe is a plain TensorRT-LLM options file, so it also works with ``trtllm-serve``: its header is YAML behind ``#``.
 """
@@ -18,7 +18,7 @@ from infra.engine_args.tree import BadArguments, Tree, decode, parse_yaml
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "recipes"
 GIB = 1 << 30
-BLOCK_SIZE = EngineArgs().kv_cache_config.tokens_per_block  # of files that do not say
+BLOCK_SIZE = EngineArgs().kv_cache_config.tokens_per_block  # default of files
 
 # Memory as the driver reports it, and whether TensorRT-LLM's Blackwell kernels run.
 GPUS: Mapping[str, tuple[float, bool]] = {
@@ -30,16 +30,16 @@ GPUS: Mapping[str, tuple[float, bool]] = {
 
 
 class Header(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a recipe says of itself.
+    """The header of a recipe.
 
     Attributes:
         set: recipes of one set serve together.
         gpus: of this engine, on all ``nodes``.
-        devices: where several engines share a node, the GPUs of this one.
-        longest_prompt: in tokens; prompts above it are not meant for this set.
-        draft: the draft model, if it has one of its own.
+        devices: the GPUs of this engine, if several share a node.
+        longest_prompt: longest intended prompt, tokens.
+        draft: a separate draft model.
         container: arguments that its container needs.
-        rows: of the requirements that it answers.
+        rows: of docs/requirements.md.
     """
 
     title: str
@@ -60,8 +60,8 @@ class Header(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     container: tuple[str, ...] = ()
 
 
-class Member(NamedTuple):
-    """A recipe as its worker is started with it, whatever its engine. Sizes in tokens; ``max_len`` 0: not said."""
+class RecipeEntry(NamedTuple):
+    """A recipe of any engine, as its worker is started. Sizes are in tokens; ``max_len`` 0: not set."""
 
     name: str
     header: Header
@@ -72,7 +72,7 @@ class Member(NamedTuple):
 
 class Recipe(NamedTuple):
     name: str
-    header: Header | None  # None: a file of somebody's own
+    header: Header | None  # None: a user's own file
     tree: Tree
     args: EngineArgs
     text: str
@@ -87,20 +87,20 @@ class Recipe(NamedTuple):
 
 
 def parse(name: str, text: str) -> Recipe:
-    """A recipe, or any file of engine arguments: then without header.
+    """Parse a recipe, or any file of engine arguments without a header.
 
     Raises:
-        BadArguments: header or arguments are not what they should be; each problem names its key.
+        BadArguments: header or arguments are invalid; each problem names its key.
     """
     tree = parse_yaml(text)
     return Recipe(name, header_of(text), tree, decode(tree), text)
 
 
 def header_of(text: str) -> Header | None:
-    """The header in the leading comment; None: it has none.
+    """The header in the leading comment; None: there is none.
 
     Raises:
-        BadArguments: it has one, with wrong keys or values.
+        BadArguments: the header has invalid keys or values.
     """
     lines = []
     for line in text.splitlines():
@@ -132,7 +132,7 @@ def load(folder: Path = FOLDER) -> dict[str, Recipe]:
     return found
 
 
-def members(folder: Path = FOLDER) -> dict[str, Member]:
+def members(folder: Path = FOLDER) -> dict[str, RecipeEntry]:
     """The recipes of all engines by name, sorted.
 
     Raises:
@@ -141,7 +141,7 @@ def members(folder: Path = FOLDER) -> dict[str, Member]:
     found = {}
     for path in sorted(folder.glob("*.yaml")):
         try:
-            member = member_of(path.stem, str(path), path.read_text(encoding="utf-8"))
+            member = entry_of(path.stem, str(path), path.read_text(encoding="utf-8"))
         except BadArguments as error:
             raise BadArguments(f"{path.name}: {problem}" for problem in error.problems) from error
         if member is not None:
@@ -149,11 +149,11 @@ def members(folder: Path = FOLDER) -> dict[str, Member]:
     return found
 
 
-def member_of(name: str, path: str, text: str) -> Member | None:
+def entry_of(name: str, path: str, text: str) -> RecipeEntry | None:
     """A recipe of any engine; None: the file has no header.
 
     Raises:
-        BadArguments: header or YAML are malformed. The arguments themselves are not looked at.
+        BadArguments: header or YAML are malformed. The arguments are not checked.
     """
     header, tree = header_of(text), parse_yaml(text)
     if header is None:
@@ -162,14 +162,14 @@ def member_of(name: str, path: str, text: str) -> Member | None:
         block, longest = tree.get("block_size"), tree.get("max_model_len")
     else:
         block, longest = (tree.get("kv_cache_config") or {}).get("tokens_per_block"), tree.get("max_seq_len")
-    return Member(name, header, path, block or BLOCK_SIZE, longest or 0)
+    return RecipeEntry(name, header, path, block or BLOCK_SIZE, longest or 0)
 
 
-def chosen(name: str, known: Mapping[str, Member]) -> list[Member]:
-    """The recipe of this name, or all of the set of this name; ``gpt_oss_120b`` is ``gpt-oss-120b``, too.
+def select(name: str, known: Mapping[str, RecipeEntry]) -> list[RecipeEntry]:
+    """The recipe or the set of this name; ``gpt_oss_120b`` stands for ``gpt-oss-120b``, too.
 
     Raises:
-        BadArguments: there is none.
+        BadArguments: there is no such recipe.
     """
     plain = name.lower().replace("_", "-").removesuffix(".yaml")
     found = [member for member in known.values() if plain in (member.header.set, member.name)]
@@ -177,13 +177,13 @@ def chosen(name: str, known: Mapping[str, Member]) -> list[Member]:
     if not found:
         sets = sorted({member.header.set for member in known.values()})
         near = difflib.get_close_matches(plain, [*sets, *known], n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sets)}"
+        hint = f"did you mean {near[0]}?" if near else f"sets are {', '.join(sets)}"
         raise BadArguments([f"no recipe {name!r}; {hint} (`penstock recipe list`)"])
     return exact or found
 
 
 def known_shape(model: str, folder: Path = FOLDER) -> Shape | None:
-    """The sizes of a model whose config.json is kept beside the recipes; None: it is not."""
+    """The shape of a model whose config.json comes with the recipes; None: it does not."""
     path = folder / "models" / f"{model.replace('/', '--')}.json"
     if "/" not in model or not path.is_file():
         return None
@@ -192,12 +192,12 @@ def known_shape(model: str, folder: Path = FOLDER) -> Shape | None:
 
 
 def known_models(folder: Path = FOLDER) -> list[str]:
-    """Ids of the models that ``known_shape`` knows."""
+    """Ids of the models with a ``known_shape``."""
     return sorted(path.stem.replace("--", "/") for path in (folder / "models").glob("*.json"))
 
 
 def context_of(recipe: Recipe) -> Context:
-    """The circumstances that a recipe is written for."""
+    """The context that a recipe is written for."""
     header = recipe.header
     if header is None:
         return Context(shape=known_shape(recipe.model))

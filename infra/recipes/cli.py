@@ -1,4 +1,4 @@
-"""``penstock recipe list|show|check|matrix``: the shell around the catalogue and the advisor."""
+"""``penstock recipe list|show|check|matrix``."""
 
 import argparse
 import shlex
@@ -14,7 +14,7 @@ from infra.engine_args.memory_estimate import GIB
 from infra.engine_args.model_shape import UnknownShape
 from infra.engine_args.rules import Context, Role
 from infra.engine_args.tree import BadArguments
-from infra.recipes.advice import advise, between, failed, lines, told_of
+from infra.recipes.advice import advise, check_set, failed, finding_lines, lines
 from infra.recipes.catalogue import FOLDER, GPUS, Recipe, context_of, header_of, members, parse
 from infra.recipes.command import worker_command
 from infra.recipes.model_shape import shape_at
@@ -45,66 +45,66 @@ def run_matrix(argv: Sequence[str]) -> int:
 def run_show(argv: Sequence[str]) -> int:
     """Print a recipe and the commands of its set."""
     parser = Parser(prog="penstock recipe show", description="a recipe, and how to run it")
-    parser.add_argument("name", help="as in `penstock recipe list`")
-    parser.add_argument("--model", default="", help="directory of the model, instead of its id")
+    parser.add_argument("name", help="recipe, see `penstock recipe list`")
+    parser.add_argument("--model", default="", help="model directory, instead of the id")
     args = parser.parse_args(argv)
     known = members()
     member = known.get(args.name.removesuffix(".yaml"))
     if member is None:
-        return _refuse(f"no recipe {args.name!r}; there are {', '.join(known)}")
+        return _refuse(f"no recipe {args.name!r}; recipes are {', '.join(known)}")
     print(Path(member.path).read_text(encoding="utf-8").rstrip())
-    alike = [each for each in known.values() if each.header.set == member.header.set]
-    for one in alike:
+    same_set = [each for each in known.values() if each.header.set == member.header.set]
+    for one in same_set:
         container = f"  (container: {' '.join(one.header.container)})" if one.header.container else ""
         print(f"\n# {one.header.title}{container}\n{worker_command(one, model=args.model)}")
-    if all(one.header.nodes == 1 for one in alike):
+    if all(one.header.nodes == 1 for one in same_set):
         given = f" --model {shlex.quote(args.model)}" if args.model else ""
         print(f"\n# all of it on one machine\npenstock up --recipe {member.header.set}{given}")
     return OK
 
 
 def _print(rows: Sequence[tuple[str, ...]]) -> None:
-    """Rows in columns."""
+    """Print rows in aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def run_check(argv: Sequence[str]) -> int:
-    """Check files, alone and against each other; the exit status is 1 if one would be refused."""
+    """Check files, each alone and all together; the exit status is 1 if one would be refused."""
     args = _check_parser().parse_args(argv)
-    told = []
+    opened = []
     for given in args.files:
         role, name = _role_of(given)
         try:
             recipe = _open(name)
-            told.append((recipe, _context(recipe, args, role)))
+            opened.append((recipe, _context(recipe, args, role)))
         except (BadArguments, UnknownShape, OSError, UnicodeDecodeError) as error:
             problems = error.problems if isinstance(error, BadArguments) else (reason(error),)
             for problem in problems:
                 print(f"{name}: {problem}", file=sys.stderr)
             return REFUSED
     refused = False
-    for recipe, context in told:
+    for recipe, context in opened:
         advice = advise(recipe, context)
         refused |= failed(advice.findings)
         print("\n".join(lines(advice)))
-    if len(told) > 1:
-        found = between(told)
+    if len(opened) > 1:
+        found = check_set(opened)
         refused |= failed(found)
-        print("\n".join(["between them", *(line for each in found for line in told_of(each))]))
+        print("\n".join(["together", *(line for each in found for line in finding_lines(each))]))
         if not found:
-            print("  they agree")
+            print("  no findings")
     return REFUSED if refused else OK
 
 
 def _check_parser() -> Parser:
     parser = Parser(
-        prog="penstock recipe check", description="engine arguments: what would fail, and what would only be slow"
+        prog="penstock recipe check", description="check engine arguments: what would fail, and what would be slow"
     )
     parser.add_argument("files", nargs="+", metavar="[ROLE=]FILE", help="YAML of engine arguments, or a recipe's name")
     parser.add_argument("--role", choices=get_args(Role), help="default: the recipe's, else aggregated")
-    parser.add_argument("--model", help="model directory, for its sizes (default: the recipe's model)")
+    parser.add_argument("--model", help="model directory (default: the recipe's model)")
     parser.add_argument("--model-len", type=_positive, metavar="N", help="longest prompt + output, in tokens")
     parser.add_argument("--longest-prompt", type=_positive, metavar="N", help="in tokens (default: --model-len)")
     parser.add_argument("--gpus", type=_positive, metavar="N", help="GPUs of the engine, on all nodes")

@@ -1,14 +1,14 @@
-"""The command line that runs a recipe, as text to copy."""
+"""The command line that runs a recipe."""
 
 import shlex
 
-from infra.recipes.catalogue import Header, Member
+from infra.recipes.catalogue import Header, RecipeEntry
 
-LAUNCHER = "trtllm-llmapi-launch"  # rank 0 runs our worker, the other ranks only compute
+LAUNCHER = "trtllm-llmapi-launch"  # runs the worker on rank 0 only; the other ranks compute
 
 
-def worker_command(member: Member, *, model: str = "") -> str:
-    """A shell command; of several nodes, the one for Slurm.
+def worker_command(member: RecipeEntry, *, model: str = "") -> str:
+    """A shell command; for several nodes, with Slurm.
 
     Args:
         model: a local directory that replaces the model id.

@@ -1,4 +1,4 @@
-"""``penstock recipe generate``: engine arguments made for a model, GPUs and a load, as recipes."""
+"""``penstock recipe generate``: recipes for a model, GPUs and a load."""
 
 import argparse
 import re
@@ -10,23 +10,23 @@ from typing import Any, get_args
 import yaml
 
 from configs.flags import Parser
-from infra.engine_args.generate import Generated, Wish, generate
+from infra.engine_args.generate import EngineSpec, Generated, generate
 from infra.engine_args.memory_estimate import GIB
 from infra.engine_args.model_shape import Shape, UnknownShape
 from infra.engine_args.rules import Role
 from infra.engine_args.schema import TransceiverBackend
 from infra.engine_args.tree import BadArguments
-from infra.recipes.advice import between, failed
+from infra.recipes.advice import check_set, failed
 from infra.recipes.catalogue import GPUS, context_of, parse
 from infra.recipes.model_shape import shape_at
 
 OK, REFUSED, USAGE = 0, 1, 2
-PER_NODE = {"GB200": 4}  # a tray; of the others a node has eight
+PER_NODE = {"GB200": 4}  # a tray; other nodes have eight
 _NAME = re.compile(r"\w[\w.-]{0,100}", re.ASCII)
 
 
 def run_generate(argv: Sequence[str]) -> int:
-    """Print the files, or write them to a folder."""
+    """Print the recipes, or write them to a folder."""
     args = _parser().parse_args(argv)
     try:
         texts = files(shape_at(args.model), args.model, vars(args))
@@ -49,10 +49,10 @@ def run_generate(argv: Sequence[str]) -> int:
 
 
 def files(shape: Shape, model: str, given: dict[str, Any]) -> dict[str, tuple[str, Generated]]:
-    """Texts of recipes by their names, each with what it was made from: one, or a pair for prefill and decode.
+    """The texts of recipes by name: one, or a pair for prefill and decode.
 
     Raises:
-        BadArguments: it cannot be served so, or the two would not agree.
+        BadArguments: the model cannot be served this way, or the two would not agree.
     """
     asked: dict[Role, int] = {
         "aggregated": given["gpus"], "prefill": given["prefill_gpus"], "decode": given["decode_gpus"],
@@ -62,11 +62,11 @@ def files(shape: Shape, model: str, given: dict[str, Any]) -> dict[str, tuple[st
         raise BadArguments(["gpus: give --gpus, or --prefill-gpus with --decode-gpus"])
     name = given["set"] or _slug(model)
     if not _NAME.fullmatch(name):
-        raise BadArguments([f"set: {name!r}: it names files; use letters, digits and any of _ . -"])
+        raise BadArguments([f"set: {name!r} is used in file names; use letters, digits, _ . and -"])
     memory, blackwell = GPUS[given["gpu"]]
     made = {}
     for role, gpus in counts.items():
-        wish = Wish(
+        spec = EngineSpec(
             role=role,
             gpus=gpus,
             gpu_bytes=int(memory * GIB),
@@ -75,37 +75,37 @@ def files(shape: Shape, model: str, given: dict[str, Any]) -> dict[str, tuple[st
             **{key: given[key] for key in ("isl", "osl", "concurrency", "mtp", "windows", "transport")},
         )
         try:
-            one = generate(shape, wish)
+            one = generate(shape, spec)
         except BadArguments as error:
             raise BadArguments(f"{role}: {problem}" for problem in error.problems) from error
         suffix = "agg" if role == "aggregated" else role
-        made[f"{name}-{suffix}"] = (text_of(one, wish, model=model, name=name, gpu=given["gpu"]), one)
+        made[f"{name}-{suffix}"] = (text_of(one, spec, model=model, name=name, gpu=given["gpu"]), one)
     recipes = [parse(name, text) for name, (text, _) in made.items()]
-    found = between([(recipe, context_of(recipe)) for recipe in recipes])
+    found = check_set([(recipe, context_of(recipe)) for recipe in recipes])
     if failed(found):
         raise BadArguments(str(each) for each in found if each.level == "error")
     return made
 
 
-def text_of(made: Generated, wish: Wish, *, model: str, name: str, gpu: str) -> str:
-    """The file: a header like any recipe's, and the arguments."""
-    drafted = f", {wish.mtp} drafted by MTP" if wish.mtp else ""
+def text_of(made: Generated, spec: EngineSpec, *, model: str, name: str, gpu: str) -> str:
+    """A recipe: header and arguments."""
+    drafted = f", {spec.mtp} drafted by MTP" if spec.mtp else ""
     header: dict[str, Any] = {
-        "title": f"{model}, {wish.role}, generated",
+        "title": f"{model}, {spec.role}, generated",
         "model": model,
         "engine": "trtllm",
         "backend": "pytorch",
-        "role": wish.role,
+        "role": spec.role,
         "set": name,
-        "gpus": wish.gpus,
-        "nodes": wish.nodes,
+        "gpus": spec.gpus,
+        "nodes": spec.nodes,
         "gpu": gpu,
-        "longest_prompt": wish.isl,
-        "use": f"Prompts of {wish.isl} and answers of {wish.osl} tokens, {wish.concurrency} at once{drafted}; "
+        "longest_prompt": spec.isl,
+        "use": f"Prompts of {spec.isl} and answers of {spec.osl} tokens, {spec.concurrency} at once{drafted}; "
         f"{made.memory.sequences} whole contexts fit each rank (an estimate).",
         "rows": [],
     }
-    if wish.nodes == 1:
+    if spec.nodes == 1:
         del header["nodes"]
     head = "".join(f"# {key}: {_line(value)}\n" for key, value in header.items())
     sections = [
@@ -137,10 +137,10 @@ def _parser() -> Parser:
     parser = Parser(
         prog="penstock recipe generate", description="TensorRT-LLM engine arguments for a model, GPUs and a load"
     )
-    parser.add_argument("--model", required=True, help="directory with a config.json, or a model that a recipe is for")
+    parser.add_argument("--model", required=True, help="directory with a config.json, or the model of a recipe")
     parser.add_argument("--gpu", required=True, choices=tuple(GPUS), help="kind of GPU")
     for flag, what in (
-        ("--gpus", "GPUs of an engine that does everything"),
+        ("--gpus", "GPUs of an aggregated engine"),
         ("--prefill-gpus", "GPUs of a prefill engine"),
         ("--decode-gpus", "GPUs of a decode engine"),
         ("--gpus-per-node", "default: 8, GB200: 4"),
@@ -149,12 +149,12 @@ def _parser() -> Parser:
     parser.add_argument("--isl", type=_positive, required=True, metavar="N", help="tokens of the longest prompt")
     parser.add_argument("--osl", type=_positive, required=True, metavar="N", help="tokens of the longest answer")
     parser.add_argument(
-        "--concurrency", type=_positive, required=True, metavar="N", help="requests at once, per engine"
+        "--concurrency", type=_positive, required=True, metavar="N", help="concurrent requests, per engine"
     )
     parser.add_argument("--mtp", type=int, default=0, metavar="N", help="tokens drafted by the model's own MTP layer")
-    parser.add_argument("--windows", action="store_true", help="keep only what the model's sliding windows see")
-    parser.add_argument("--transport", choices=get_args(TransceiverBackend), default="NIXL", help="how KV moves")
-    parser.add_argument("--set", default="", help="name of the files; default: the model's")
+    parser.add_argument("--windows", action="store_true", help="keep only the tokens in the model's sliding windows")
+    parser.add_argument("--transport", choices=get_args(TransceiverBackend), default="NIXL", help="KV transport")
+    parser.add_argument("--set", default="", help="prefix of the file names; default: the model's name")
     parser.add_argument("--out", default="", metavar="DIR", help="write the files here instead of printing them")
     return parser
 
@@ -165,5 +165,5 @@ def _positive(text: str) -> int:
     except ValueError:
         value = 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return value

@@ -1,4 +1,4 @@
-"""The sizes of a model that is named on the command line."""
+"""The shape of a model given on the command line."""
 
 from pathlib import Path
 
@@ -9,10 +9,10 @@ from infra.recipes.catalogue import known_models, known_shape
 
 
 def shape_at(model: str) -> Shape:
-    """Of a directory with a config.json, or of a model that a recipe is for.
+    """The shape of a directory with a config.json, or of the model of a recipe.
 
     Raises:
-        UnknownShape: no directory with a config.json, and no model that is known by this name; or it does not tell.
+        UnknownShape: neither a directory with a config.json nor a known model; or a size is missing.
     """
     known = known_shape(model)
     if known is not None:
@@ -22,8 +22,8 @@ def shape_at(model: str) -> Shape:
         return shape_of(msgspec.json.decode(config.read_bytes(), type=dict), model=model)
     except OSError as error:
         raise UnknownShape(
-            f"{config} cannot be read ({error.strerror}): name a directory with a config.json, or the id of a model "
-            f"that is known here: {', '.join(known_models())}"
+            f"{config} cannot be read ({error.strerror}): give a directory with a config.json, or the id of a "
+            f"known model: {', '.join(known_models())}"
         ) from error
     except msgspec.DecodeError as error:
         raise UnknownShape(f"{config} is not JSON: {error}") from error

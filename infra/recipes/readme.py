@@ -1,4 +1,4 @@
-"""Makes the tables of configs/recipes/README.md anew: ``python -m infra.recipes.readme``."""
+"""Regenerates the tables of configs/recipes/README.md: ``python -m infra.recipes.readme``."""
 
 from infra.recipes.catalogue import FOLDER, load, members
 from infra.recipes.tables import refreshed

@@ -1,10 +1,10 @@
-"""Recipes as tables: for the terminal, and for configs/recipes/README.md, which is made from them."""
+"""Tables of the recipes, for the terminal and for configs/recipes/README.md."""
 
 from collections.abc import Iterable, Mapping
 
 from infra.engine_args.memory_estimate import GIB, Memory, estimate
 from infra.engine_args.rules import RULES
-from infra.recipes.catalogue import Header, Member, Recipe, context_of
+from infra.recipes.catalogue import Header, Recipe, RecipeEntry, context_of
 from workers.engines import support
 
 BEGIN, END = "<!-- made by `python -m infra.recipes.readme`: {} -->", "<!-- end: {} -->"
@@ -12,7 +12,7 @@ MIB = 1 << 20
 
 
 def memory_of(recipe: Recipe) -> Memory | None:
-    """The estimate for the GPU that a recipe is written for; None: its model's sizes are not known."""
+    """The memory estimate on a recipe's GPU; None: its model's shape is unknown."""
     context = context_of(recipe)
     if context.shape is None or context.gpu_bytes is None:
         return None
@@ -25,8 +25,8 @@ def hardware(header: Header) -> str:
     return f"{header.gpus} x {header.gpu}{nodes}"
 
 
-def overview(members: Mapping[str, Member]) -> list[tuple[str, ...]]:
-    """Name, model, engine, role, hardware, purpose; a head line first."""
+def overview(members: Mapping[str, RecipeEntry]) -> list[tuple[str, ...]]:
+    """Name, model, engine, role, hardware, purpose; the first row is the header."""
     rows: list[tuple[str, ...]] = [("recipe", "model", "engine", "role", "GPUs", "for")]
     for name, (_, header, *_) in members.items():
         rows.append((name, header.model, header.engine, header.role, hardware(header), header.use))
@@ -34,7 +34,7 @@ def overview(members: Mapping[str, Member]) -> list[tuple[str, ...]]:
 
 
 def memory(recipes: Mapping[str, Recipe]) -> list[tuple[str, ...]]:
-    """The estimate of each recipe, of one GPU."""
+    """The memory estimate of each recipe, for one GPU."""
     rows: list[tuple[str, ...]] = [
         ("recipe", "GPU, GiB", "weights, GiB", "reserve, GiB", "buffer, GiB", "KV pool, GiB", "KV per token, KiB",
          "context, tokens", "contexts", "blocks")
@@ -60,11 +60,11 @@ def markdown(rows: Iterable[tuple[str, ...]]) -> str:
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
 
 
-def refreshed(text: str, recipes: Mapping[str, Recipe], members: Mapping[str, Member]) -> str:
-    """A README with its tables made anew.
+def refreshed(text: str, recipes: Mapping[str, Recipe], members: Mapping[str, RecipeEntry]) -> str:
+    """A README with regenerated tables.
 
     Raises:
-        ValueError: it lacks a table's marks.
+        ValueError: the markers of a table are missing.
     """
     tables = (
         ("recipes", overview(members)), ("memory", memory(recipes)), ("rules", rules()), ("matrix", support.matrix()),

@@ -334,3 +334,12 @@ def test_an_evaluation_asks_over_http_and_counts(monkeypatch: pytest.MonkeyPatch
     assert [(row.task, row.accuracy) for row in rows] == [("json: valid", 1.0), ("json: right", 0.5)]
     with pytest.raises(demo.EvalFailed, match="no task nonsense"):
         demo.evaluate(None, demo.Settings(tasks=("nonsense",)))  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_with_the_earlier_names_of_its_shape_is_read(tmp_path: Path) -> None:
+    from infra.demo_model import checkpoint
+
+    shape = {"hidden": 256, "eyes": 192, "eye_layers": 4, "eye_heads": 4}
+    (tmp_path / "state.json").write_text(json.dumps({"step": 3, "shape": shape}), encoding="utf-8")
+    read = {"hidden": 256, "vision_hidden": 192, "vision_layers": 4, "vision_heads": 4}
+    assert checkpoint.state_of(tmp_path) == {"step": 3, "shape": read}

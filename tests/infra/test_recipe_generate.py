@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.engine_args import BadArguments, check, decode
-from infra.engine_args.generate import Wish, context_of, generate, sizes
+from infra.engine_args.generate import EngineSpec, context_of, generate, sizes
 from infra.engine_args.memory_estimate import GIB
 from infra.recipes.catalogue import GPUS, known_shape, load, parse
 from infra.recipes.catalogue import context_of as context_of_recipe
@@ -75,23 +75,23 @@ def test_what_is_made_has_no_errors_and_is_read_back_as_it_was_meant(asked: dict
     memory, blackwell = GPUS[gpu]
     asked["mtp"] *= bool(shape.mtp_layers)
     asked["windows"] &= any(shape.windows)
-    wish = Wish(gpu_bytes=int(memory * GIB), blackwell=blackwell, gpus_per_node=PER_NODE.get(gpu, 8), **asked)
+    spec = EngineSpec(gpu_bytes=int(memory * GIB), blackwell=blackwell, gpus_per_node=PER_NODE.get(gpu, 8), **asked)
     try:
-        made = generate(shape, wish)
+        made = generate(shape, spec)
     except BadArguments:
         return  # told in words: the table below
     args = decode(made.tree)
     assert args == made.args
-    found = check(args, context_of(shape, wish))
+    found = check(args, context_of(shape, spec))
     assert [str(each) for each in found if each.level == "error"] == []
-    assert args.gpus == wish.gpus
-    assert (args.max_seq_len or 0) >= wish.isl + wish.osl
+    assert args.gpus == spec.gpus
+    assert (args.max_seq_len or 0) >= spec.isl + spec.osl
     assert made.memory.fits
-    assert args.draft_tokens == wish.mtp
-    if wish.role != "prefill":
+    assert args.draft_tokens == spec.mtp
+    if spec.role != "prefill":
         assert args.graph_sizes[-1] == args.batch_size
-        ranks = wish.gpus if args.enable_attention_dp else 1
-        assert args.batch_size * ranks >= min(wish.concurrency, 2048 * ranks)
+        ranks = spec.gpus if args.enable_attention_dp else 1
+        assert args.batch_size * ranks >= min(spec.concurrency, 2048 * ranks)
 
 
 @pytest.mark.parametrize("name", sorted(name for name, recipe in load().items() if recipe.role != "encode"))
@@ -104,7 +104,7 @@ def test_it_makes_something_for_every_load_that_a_recipe_is_for(name: str) -> No
     length = recipe.args.max_seq_len or 0
     made = generate(
         shape,
-        Wish(
+        EngineSpec(
             role=recipe.role, gpus=header.gpus, gpu_bytes=context.gpu_bytes or 0, blackwell=bool(context.blackwell),
             isl=length - 512, osl=512, concurrency=64, mtp=1 if shape.mtp_layers else 0,
             gpus_per_node=PER_NODE.get(header.gpu, 8),

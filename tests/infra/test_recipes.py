@@ -15,7 +15,6 @@ from configs.settings import GatewaySettings, RouterSettings, WorkerSettings
 from infra.engine_args import BadArguments, check
 from infra.engine_args.memory_estimate import GIB, estimate
 from infra.engine_args.tree import parse_yaml
-from infra.recipes.advice import between
 from infra.recipes.catalogue import FOLDER, GPUS, Recipe, context_of, load, members, parse
 from infra.recipes.cli import run_check, run_list, run_matrix, run_show
 from infra.recipes.command import worker_command
@@ -84,7 +83,7 @@ def test_the_recipes_of_a_set_agree(members: str) -> None:
     ]
     roles = {context.role for _, context in found}
     assert "aggregated" in roles or {"prefill", "decode"} <= roles
-    assert [str(finding) for finding in between(found)] == []
+    assert [str(finding) for finding in check_set(found)] == []
 
 
 def shown(name: str) -> WorkerSettings:

@@ -9,7 +9,7 @@ from infra.deploy.kubernetes.description import Description, read
 from infra.deploy.kubernetes.manifests import Tree, manifests, secrets_needed, to_yaml
 from infra.engine_args.tree import BadArguments
 from infra.recipes import catalogue
-from infra.recipes.catalogue import Member
+from infra.recipes.catalogue import RecipeEntry
 from infra.terminal import reason
 
 OK, REFUSED = 0, 1
@@ -41,8 +41,8 @@ def rendered(given: Description) -> list[Tree]:
     Raises:
         BadArguments: the recipe or the description cannot be used.
     """
-    chosen = catalogue.chosen(given.recipe, catalogue.members()) if given.recipe else []
-    roles: dict[str, Member] = {member.header.role: member for member in chosen}
+    chosen = catalogue.select(given.recipe, catalogue.members()) if given.recipe else []
+    roles: dict[str, RecipeEntry] = {member.header.role: member for member in chosen}
     if not given.workers and {"prefill", "decode"} <= roles.keys():
         roles.pop("aggregated", None)  # a set that offers both is split
     texts = {role: Path(member.path).read_text(encoding="utf-8") for role, member in roles.items()}

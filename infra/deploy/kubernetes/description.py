@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 
 from infra.engine_args.tree import BadArguments, decode, parse_yaml
 from infra.launch.groups import EXTERNAL, gpus_of
-from infra.recipes.catalogue import BLOCK_SIZE, Header, Member
+from infra.recipes.catalogue import BLOCK_SIZE, Header, RecipeEntry
 
 Name = Annotated[str, Meta(pattern=r"^[a-z]([-a-z0-9]{0,40}[a-z0-9])?$")]
 Count = Annotated[int, Meta(ge=1)]
@@ -142,7 +142,7 @@ def read(text: str) -> Description:
         raise BadArguments([f"{path.rstrip('`').lstrip('.') or 'description'}: {message}"]) from error
 
 
-def pools(given: Description, members: Mapping[str, Member] = {}, texts: Mapping[str, str] = {}) -> list[Pool]:
+def pools(given: Description, members: Mapping[str, RecipeEntry] = {}, texts: Mapping[str, str] = {}) -> list[Pool]:
     """The workers, role by role.
 
     Args:
@@ -171,7 +171,7 @@ def pools(given: Description, members: Mapping[str, Member] = {}, texts: Mapping
     return found
 
 
-def _pool(given: Description, role: Role, spec: Workers, member: Member | None, text: str) -> Pool:
+def _pool(given: Description, role: Role, spec: Workers, member: RecipeEntry | None, text: str) -> Pool:
     header = member.header if member else None
     engine = "native" if role == "diffusion" else given.engine or (header.engine if header else "native")
     if header is not None and engine != header.engine:

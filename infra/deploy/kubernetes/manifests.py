@@ -9,7 +9,7 @@ from infra.broker.config import USERS, ServerConfig, render
 from infra.deploy.kubernetes import pods
 from infra.deploy.kubernetes.description import Description, Pool, pools
 from infra.deploy.kubernetes.multinode import SCRIPTS
-from infra.recipes.catalogue import Member
+from infra.recipes.catalogue import RecipeEntry
 from schemas.subjects import Subjects
 
 Tree = dict[str, Any]
@@ -18,7 +18,7 @@ _NATS_CONFIG, _NATS_STORE = "/etc/nats", "/data"
 _MONITOR_PORT = 8222
 
 
-def manifests(given: Description, members: Mapping[str, Member] = {}, texts: Mapping[str, str] = {}) -> list[Tree]:
+def manifests(given: Description, members: Mapping[str, RecipeEntry] = {}, texts: Mapping[str, str] = {}) -> list[Tree]:
     """The objects, in an order in which they may be applied.
 
     Args:

@@ -1,10 +1,10 @@
-"""Which engine arguments go wrong together, and which only go slowly: pure rules over arguments and circumstances.
+"""Rules for combinations of engine arguments: which fail, and which are only slow. Pure.
 
-An *error* is what TensorRT-LLM 1.2.1 refuses, or what would dead-lock, corrupt or starve later; a *warning* is advice.
-Each finding carries its rule's number (stable, never reused) and what to do. What is unknown (no model, no GPU given)
-is not judged.
+An *error* is what TensorRT-LLM 1.2.1 refuses, or what would deadlock, corrupt or starve later; a *warning* is advice.
+Each finding has its rule's number (stable, never reused) and a fix. A rule is skipped if what it needs is unknown (no
+model or GPU given).
 
-One module a question; each lists its own ``RULES``, and here they stand together by number.
+Each module answers one question and lists its ``RULES``; ``RULES`` here has all of them by number.
 """
 
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ from infra.engine_args.schema import EngineArgs
 
 __all__ = ["RULES", "Context", "Finding", "Level", "Role", "Rule", "check", "up"]
 
-_QUESTIONS = (
+_MODULES = (
     parallelism,
     moe,
     memory,
@@ -37,11 +37,11 @@ _QUESTIONS = (
     features,
 )
 RULES: tuple[Rule, ...] = tuple(
-    sorted((rule for each in _QUESTIONS for rule in each.RULES), key=lambda rule: rule.number)
+    sorted((rule for each in _MODULES for rule in each.RULES), key=lambda rule: rule.number)
 )
 
 
 def check(args: EngineArgs, context: Context, rules: Iterable[Rule] = RULES) -> list[Finding]:
-    """What is wrong, errors first, then in the order of the rules."""
+    """All findings, errors first, then in the order of the rules."""
     found = [finding for rule in rules for finding in rule.find(args, context)]
     return sorted(found, key=lambda finding: finding.level != "error")

@@ -1,4 +1,4 @@
-"""What a rule is, what it looks at, and what it finds."""
+"""Rules, their context and their findings."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -11,22 +11,22 @@ from infra.engine_args.schema import EngineArgs
 
 Role = Literal["aggregated", "prefill", "decode", "encode"]
 Level = Literal["error", "warning"]
-Found = Iterator[tuple[Level, str, str, str]]  # all of a finding but its rule
+Found = Iterator[tuple[Level, str, str, str]]  # a finding without its rule
 
 
 class Context(Struct, frozen=True, kw_only=True):
-    """The circumstances of an engine. None: not known.
+    """The circumstances of an engine. None: unknown.
 
     Attributes:
         model_len: longest prompt + output to serve, in tokens.
         longest_prompt: in tokens; by default ``model_len``.
         gpus: of this engine, on all nodes.
-        router_block_size: tokens per block that the router counts in.
-        missing: paths named in the arguments that do not exist.
+        router_block_size: the router's tokens per block.
+        missing: paths in the arguments that do not exist.
         accepted: (proposed, accepted) draft tokens, as counted by a running worker.
         version: of tensorrt_llm.
         container: release of NVIDIA's runtime container.
-        logits_processors: requests may ask for them.
+        logits_processors: requests may use them.
     """
 
     role: Role = "aggregated"
@@ -48,7 +48,7 @@ class Context(Struct, frozen=True, kw_only=True):
 
     @property
     def hands_over(self) -> bool:
-        """KV cache leaves or enters this worker."""
+        """KV cache moves to or from this worker."""
         return self.role in ("prefill", "decode")
 
 
@@ -65,13 +65,13 @@ class Finding(NamedTuple):
 
 class Rule(NamedTuple):
     number: str
-    rows: tuple[str, ...]  # of the requirements that it answers
+    rows: tuple[str, ...]  # of docs/requirements.md
     about: str
     find: Callable[[EngineArgs, Context], Iterator[Finding]]
 
 
 def rule(number: str, *rows: str) -> Callable[[Callable[[EngineArgs, Context], Found]], Rule]:
-    """Make a rule of a function; its docstring says what must hold."""
+    """Make a rule of a function, whose docstring says what must hold."""
 
     def make(body: Callable[[EngineArgs, Context], Found]) -> Rule:
         def find(args: EngineArgs, context: Context) -> Iterator[Finding]:
@@ -84,10 +84,10 @@ def rule(number: str, *rows: str) -> Callable[[Callable[[EngineArgs, Context], F
 
 
 def up(tokens: int, block: int) -> int:
-    """The next multiple of a block."""
+    """Round up to a multiple of a block."""
     return math.ceil(tokens / block) * block
 
 
 def longest_prompt(args: EngineArgs, context: Context) -> int | None:
-    """Tokens of the longest prompt that may come; None: nothing says so."""
+    """Tokens of the longest prompt to expect; None: unknown."""
     return context.longest_prompt or context.model_len or args.max_seq_len

@@ -1,4 +1,4 @@
-"""Does a step take the requests that come, and as many as its role wants?"""
+"""Can a step take the expected requests, and as many as suit its role?"""
 
 from infra.engine_args.rules.base import Context, Found, longest_prompt, rule, up
 from infra.engine_args.schema import EngineArgs
@@ -8,7 +8,7 @@ PREFILL_BATCH, PREFILL_TOKENS, DECODE_BATCH = 64, 2048, 64
 
 @rule("A30", "S127")
 def _length(args: EngineArgs, ctx: Context) -> Found:
-    """What clients may ask for fits max_seq_len, and max_seq_len fits the model."""
+    """max_seq_len covers what clients may request, and the model supports it."""
     if ctx.model_len and args.max_seq_len and args.max_seq_len < ctx.model_len:
         yield (
             "error",
@@ -20,14 +20,14 @@ def _length(args: EngineArgs, ctx: Context) -> Found:
         yield (
             "error",
             "max_seq_len",
-            f"{args.max_seq_len} tokens, the model knows {ctx.shape.max_len} positions",
+            f"{args.max_seq_len} tokens, the model supports {ctx.shape.max_len} positions",
             (f"lower it to {ctx.shape.max_len}"),
         )
 
 
 @rule("A31", "S127", "S134")
 def _step(args: EngineArgs, ctx: Context) -> Found:
-    """A step takes the longest prompt whole, or prompts are cut into whole blocks."""
+    """A step takes the longest prompt, or prompts are cut into chunks of whole blocks."""
     tokens, block = args.max_num_tokens or 8192, args.kv_cache_config.tokens_per_block
     longest = longest_prompt(args, ctx)
     if ctx.role in ("aggregated", "prefill") and not args.enable_chunked_prefill and longest and tokens < longest:

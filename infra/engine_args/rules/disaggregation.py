@@ -1,4 +1,4 @@
-"""Can prefill hand its KV cache to decode without a dead-lock?"""
+"""Can prefill hand its KV cache over to decode without a deadlock?"""
 
 from infra.engine_args.rules.base import Context, Found, longest_prompt, rule, up
 from infra.engine_args.schema import EngineArgs
@@ -6,7 +6,7 @@ from infra.engine_args.schema import EngineArgs
 
 @rule("A23", "S84")
 def _buffer(args: EngineArgs, ctx: Context) -> Found:
-    """The transfer buffer holds the longest prompt, in whole blocks; else decode waits for ever."""
+    """The transfer buffer holds the longest prompt, in whole blocks; otherwise decode waits forever."""
     transceiver, block = args.cache_transceiver_config, args.kv_cache_config.tokens_per_block
     if not ctx.hands_over or transceiver is None or transceiver.backend is None:
         return
@@ -24,7 +24,7 @@ def _buffer(args: EngineArgs, ctx: Context) -> Found:
         yield (
             "error",
             where,
-            f"prompts of up to {longest} tokens dead-lock decode with {size}",
+            f"prompts of up to {longest} tokens deadlock decode with {size}",
             (f"set it to at least {up(longest, block)}"),
         )
     if size % block:
@@ -33,7 +33,7 @@ def _buffer(args: EngineArgs, ctx: Context) -> Found:
 
 @rule("A24", "S125", "S124")
 def _transceiver(args: EngineArgs, ctx: Context) -> Found:
-    """Workers that hand KV over have a named transport with a time limit; others have none."""
+    """Workers that hand KV over have an explicit transport with a timeout; others have none."""
     transceiver = args.cache_transceiver_config
     where = "cache_transceiver_config.backend"
     if not ctx.hands_over:
@@ -41,15 +41,15 @@ def _transceiver(args: EngineArgs, ctx: Context) -> Found:
             yield "warning", where, f"a worker of role {ctx.role} moves no KV but pays for the buffer", "remove it"
         return
     if transceiver is None or transceiver.backend is None:
-        yield "error", where, f"role {ctx.role} hands KV over, and nothing is named to do it", "use UCX or NIXL"
+        yield "error", where, f"role {ctx.role} hands KV over and needs a transport", "use UCX or NIXL"
         return
     if transceiver.backend == "DEFAULT":
-        yield "warning", where, "what DEFAULT means differs between releases", "name NIXL or UCX, on both sides"
+        yield "warning", where, "DEFAULT differs between releases", "set NIXL or UCX, on both sides"
     if transceiver.kv_transfer_timeout_ms is None:
         yield (
             "warning",
             "cache_transceiver_config.kv_transfer_timeout_ms",
-            ("after a failed transfer, prefill holds its blocks for ever"),
+            ("after a failed transfer, prefill holds its blocks forever"),
             "set 60000",
         )
 

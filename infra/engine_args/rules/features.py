@@ -3,19 +3,19 @@
 from infra.engine_args.rules.base import Context, Found, rule
 from infra.engine_args.schema import Eagle, EngineArgs, Mtp
 
-# Releases known to be wrong: of tensorrt_llm, and of NVIDIA's runtime container.
+# Releases with known bugs: of tensorrt_llm, and of NVIDIA's runtime container.
 _VERSIONS = {"1.2.0": "chunked prefill with block reuse gives wrong output (#12770)"}
 _CONTAINERS = {"0.5.1": "sliding windows regressed in its TensorRT-LLM"}
 
 
 @rule("A27", "S134")
 def _offload(args: EngineArgs, ctx: Context) -> Found:
-    """Host offload and chunked prefill dead-lock together (open issue 13318)."""
+    """Host offload and chunked prefill deadlock together (open issue 13318)."""
     if args.kv_cache_config.host_cache_size and args.enable_chunked_prefill:
         yield (
             "warning",
             "kv_cache_config.host_cache_size",
-            "offload with chunked prefill may dead-lock (#13318)",
+            "offload with chunked prefill may deadlock (#13318)",
             ("use one of the two"),
         )
 
@@ -41,7 +41,7 @@ def _untested(args: EngineArgs, ctx: Context) -> Found:
 
 @rule("A35", "S84")
 def _beams(args: EngineArgs, ctx: Context) -> Found:
-    """Beam search goes neither with disaggregation nor with speculation."""
+    """Beam search works neither with disaggregation nor with speculation."""
     if args.beam_width == 1:
         return
     if ctx.hands_over:
@@ -72,7 +72,7 @@ def _excluded(args: EngineArgs, ctx: Context) -> Found:
 
 @rule("A61", "S112")
 def _version(args: EngineArgs, ctx: Context) -> Found:
-    """The release has no known fault in what is used."""
+    """The release has no known bug in a feature that is used."""
     kv = args.kv_cache_config
     if ctx.version in _VERSIONS and args.enable_chunked_prefill and kv.enable_block_reuse:
         yield "error", "enable_chunked_prefill", f"TensorRT-LLM {ctx.version}: {_VERSIONS[ctx.version]}", "use 1.2.1"

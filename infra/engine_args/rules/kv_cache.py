@@ -1,4 +1,4 @@
-"""Is the KV cache cut, kept and announced as the model and the router expect?"""
+"""Do blocks, attention windows and events of the KV cache match the model and the router?"""
 
 from infra.engine_args.rules.base import Context, Found, rule
 from infra.engine_args.schema import EngineArgs
@@ -9,7 +9,7 @@ EVENT_BUFFER = 8192  # 1024 overflowed under load
 
 @rule("A21", "S128")
 def _events(args: EngineArgs, ctx: Context) -> Found:
-    """KV events need block reuse and a buffer that load does not overflow."""
+    """KV events need block reuse, and a buffer that does not overflow under load."""
     kv = args.kv_cache_config
     if kv.event_buffer_max_size and not kv.enable_block_reuse:
         yield (
@@ -29,18 +29,18 @@ def _events(args: EngineArgs, ctx: Context) -> Found:
 
 @rule("A22", "S192")
 def _blocks(args: EngineArgs, ctx: Context) -> Found:
-    """Blocks are as the router counts them; small ones cost hand-overs, large ones cost reuse."""
+    """Blocks have the router's size; small ones slow down hand-overs, large ones reduce reuse."""
     size = args.kv_cache_config.tokens_per_block
     where = "kv_cache_config.tokens_per_block"
     if ctx.router_block_size is not None and size != ctx.router_block_size:
         yield (
             "error",
             where,
-            f"{size} tokens, the router counts in {ctx.router_block_size}",
+            f"{size} tokens, the router has {ctx.router_block_size}",
             (f"set it, and --block-size, to {ctx.router_block_size}"),
         )
     if size & (size - 1):
-        yield "warning", where, f"{size} is no power of two, which the kernels are built for", "use 32 or 64"
+        yield "warning", where, f"{size} is not a power of two, as the kernels expect", "use 32 or 64"
     if size < SMALL_BLOCK:
         yield "warning", where, f"{size} tokens make many small transfers and a large index", "use 32 to 128"
     elif size > LARGE_BLOCK:
@@ -93,10 +93,15 @@ def _windows(args: EngineArgs, ctx: Context) -> Found:
 
 @rule("A26", "S129")
 def _kv_dtype(args: EngineArgs, ctx: Context) -> Found:
-    """The cache's dtype is one the engine knows."""
+    """The engine supports the cache's dtype."""
     dtype = args.kv_cache_config.dtype
     if dtype.lower() not in ("auto", "fp8", "nvfp4", "float16", "bfloat16", "float32"):
-        yield "error", "kv_cache_config.dtype", f"{dtype!r} is not known", "use auto, fp8, nvfp4, bfloat16 or float16"
+        yield (
+            "error",
+            "kv_cache_config.dtype",
+            f"{dtype!r} is not supported",
+            "use auto, fp8, nvfp4, bfloat16 or float16",
+        )
 
 
 RULES = (_events, _blocks, _windows, _kv_dtype)

@@ -1,4 +1,4 @@
-"""Do weights, activations and KV cache fit the GPU?"""
+"""Do weights, activations and KV cache fit into the GPU's memory?"""
 
 from infra.engine_args.memory_estimate import GIB, estimate
 from infra.engine_args.rules.base import Context, Found, rule
@@ -21,7 +21,7 @@ def _fraction(args: EngineArgs, ctx: Context) -> Found:
             f"use at most {limit}",
         )
     if ctx.role == "encode" and args.mm_encoder_only is False and fraction > 0.5:
-        yield "warning", "kv_cache_config.free_gpu_memory_fraction", "an encoder caches no KV", "use 0.3 or less"
+        yield "warning", "kv_cache_config.free_gpu_memory_fraction", "an encoder has no KV cache", "use 0.3 or less"
 
 
 @rule("A60", "S113", "S128")
@@ -47,7 +47,7 @@ def _memory(args: EngineArgs, ctx: Context) -> Found:
             "kv_cache_config.free_gpu_memory_fraction",
             (
                 f"a context of {length} tokens needs {memory.per_sequence / GIB:.1f} GiB, the cache has "
-                f"{memory.pool / GIB:.1f} GiB: such a request would wait for ever"
+                f"{memory.pool / GIB:.1f} GiB: such a request would wait forever"
             ),
             "raise the fraction, lower max_seq_len, or use more GPUs",
         )

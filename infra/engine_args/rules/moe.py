@@ -1,4 +1,4 @@
-"""Which back end runs a mixture of experts, and are its experts spread evenly?"""
+"""Does the backend suit the mixture of experts, and are the experts evenly distributed?"""
 
 from infra.engine_args.model_shape import NVFP4_BITS
 from infra.engine_args.rules.base import Context, Found, rule, up
@@ -8,10 +8,10 @@ WIDE_EP_RANKS = 16  # from here on experts span nodes
 
 
 def moe_backend(*, ranks: int, attention_dp: bool, blackwell: bool, bits: float) -> str:
-    """The back end for a mixture of experts on ``ranks`` GPUs.
+    """The backend for a mixture of experts on ``ranks`` GPUs.
 
-    WIDEEP where experts span nodes and each rank has its own sequences; TRTLLM for low latency on Blackwell's block
-    formats; else CUTLASS, which takes everything.
+    WIDEEP if experts span nodes and each rank has its own sequences; TRTLLM for low latency with Blackwell's block
+    formats; otherwise CUTLASS, which supports everything.
     """
     if attention_dp and ranks >= WIDE_EP_RANKS:
         return "WIDEEP"
@@ -22,7 +22,7 @@ def moe_backend(*, ranks: int, attention_dp: bool, blackwell: bool, bits: float)
 
 @rule("A10", "S130", "S123")
 def _wide_ep(args: EngineArgs, ctx: Context) -> Found:
-    """WIDEEP needs attention DP and all ranks as expert ranks, and pays off across nodes."""
+    """WIDEEP needs attention DP and all ranks as expert ranks, and is worth its cost across nodes."""
     if args.moe_config.backend != "WIDEEP":
         return
     if not args.enable_attention_dp:
@@ -50,7 +50,7 @@ def _wide_ep(args: EngineArgs, ctx: Context) -> Found:
 
 @rule("A11", "S130")
 def _moe_choice(args: EngineArgs, ctx: Context) -> Found:
-    """The MoE back end fits GPU, format and mapping."""
+    """The MoE backend suits GPU, format and mapping."""
     shape, chosen = ctx.shape, args.moe_config.backend
     if shape is None or chosen == "AUTO":
         return
@@ -64,7 +64,7 @@ def _moe_choice(args: EngineArgs, ctx: Context) -> Found:
             bits=shape.expert_bits,
         )
         if chosen == "TRTLLM" and not ctx.blackwell:
-            yield "error", "moe_config.backend", "TRTLLM's kernels are Blackwell's", f"use {best}"
+            yield "error", "moe_config.backend", "TRTLLM's kernels need a Blackwell GPU", f"use {best}"
         elif chosen != best:
             yield "warning", "moe_config.backend", f"{best} suits this mapping better than {chosen}", f"try {best}"
 
@@ -79,7 +79,7 @@ def _slots(args: EngineArgs, ctx: Context) -> Found:
         yield "warning", "moe_config.load_balancer", f"{args.moe_config.backend} may ignore it", "use backend: WIDEEP"
     if isinstance(balancer, str):
         if balancer in ctx.missing:
-            yield "error", "moe_config.load_balancer", f"no file {balancer}", "name a YAML file with num_slots"
+            yield "error", "moe_config.load_balancer", f"no file {balancer}", "give a YAML file with num_slots"
         return
     expert = args.moe_parallel[1]
     if balancer.num_slots % expert:
@@ -108,9 +108,9 @@ def _slots(args: EngineArgs, ctx: Context) -> Found:
 
 @rule("A13", "S129")
 def _combine(args: EngineArgs, ctx: Context) -> Found:
-    """Low-precision combine is for NVFP4."""
+    """Low-precision combine is for NVFP4 experts."""
     if args.moe_config.use_low_precision_moe_combine and ctx.shape and ctx.shape.expert_bits != NVFP4_BITS:
-        yield "warning", "moe_config.use_low_precision_moe_combine", "acts on NVFP4 experts only", "remove it"
+        yield "warning", "moe_config.use_low_precision_moe_combine", "affects NVFP4 experts only", "remove it"
 
 
 RULES = (_wide_ep, _moe_choice, _slots, _combine)

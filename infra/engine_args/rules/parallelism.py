@@ -14,7 +14,7 @@ def _gpus(args: EngineArgs, ctx: Context) -> Found:
         yield (
             "error",
             where,
-            f"the sizes ask for {args.gpus} GPUs, there are {ctx.gpus}",
+            f"the sizes need {args.gpus} GPUs, there are {ctx.gpus}",
             (f"make tensor x pipeline x context parallel size {ctx.gpus}"),
         )
 
@@ -45,7 +45,7 @@ def _experts_mapping(args: EngineArgs, ctx: Context) -> Found:
 
 @rule("A03", "S132", "S120")
 def _nodes(args: EngineArgs, ctx: Context) -> Found:
-    """Several nodes: GPUs per node are named, and enough."""
+    """With several nodes, gpus_per_node is set, and there are enough GPUs."""
     if ctx.nodes is None:
         return
     if ctx.nodes > 1 and args.gpus_per_node is None:
@@ -90,9 +90,9 @@ def _heads(args: EngineArgs, ctx: Context) -> Found:
 
 @rule("A05", "S132")
 def _attention_dp(args: EngineArgs, ctx: Context) -> Found:
-    """Attention DP has ranks to spread over, and its settings are not idle."""
+    """Attention DP has several ranks, and its settings have an effect."""
     if args.enable_attention_dp and args.tensor_parallel_size == 1:
-        yield "error", "enable_attention_dp", "one tensor rank has nothing to spread over", "remove it or raise TP"
+        yield "error", "enable_attention_dp", "one tensor rank leaves nothing to distribute", "remove it or raise TP"
     if not args.enable_attention_dp:
         for where, given in (
             ("attention_dp_config", args.attention_dp_config is not None),
@@ -104,7 +104,7 @@ def _attention_dp(args: EngineArgs, ctx: Context) -> Found:
 
 @rule("A06", "S132")
 def _autodeploy(args: EngineArgs, ctx: Context) -> Found:
-    """AutoDeploy refuses the parallel sizes and beams of the PyTorch back end."""
+    """AutoDeploy refuses the parallel sizes and beams of the PyTorch backend."""
     if not isinstance(args, AutoDeployArgs):
         return
     plain = AutoDeployArgs()

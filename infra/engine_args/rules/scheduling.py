@@ -1,4 +1,4 @@
-"""Does anything hold a step or its tokens back: eviction, the scheduler, kernel launches, output?"""
+"""Does something delay steps or tokens: eviction, the scheduler, kernel launches, output?"""
 
 from infra.engine_args.rules.base import Context, Found, Level, rule, up
 from infra.engine_args.schema import DraftTarget, Eagle, EngineArgs
@@ -6,7 +6,7 @@ from infra.engine_args.schema import DraftTarget, Eagle, EngineArgs
 
 @rule("A32", "S126")
 def _policy(args: EngineArgs, ctx: Context) -> Found:
-    """Running requests are not thrown out to let others in."""
+    """Running requests are not evicted to admit others."""
     policy = args.scheduler_config.capacity_scheduler_policy
     where = "scheduler_config.capacity_scheduler_policy"
     if policy == "MAX_UTILIZATION":
@@ -15,7 +15,7 @@ def _policy(args: EngineArgs, ctx: Context) -> Found:
             level,
             where,
             (
-                "evicts running requests and computes them anew"
+                "evicts running requests and computes them again"
                 + ("; their KV came from elsewhere" if ctx.role == "decode" else "")
             ),
             "use GUARANTEED_NO_EVICT",
@@ -67,7 +67,12 @@ def _graphs(args: EngineArgs, ctx: Context) -> Found:
     given = bool(graphs.batch_sizes or graphs.max_batch_size)
     largest = args.graph_sizes[-1]
     if given and largest > args.batch_size:
-        yield "warning", where, f"a graph for {largest} sequences, batches have {args.batch_size}", "remove it"
+        yield (
+            "warning",
+            where,
+            f"a graph for {largest} sequences, but batches have at most {args.batch_size}",
+            "remove it",
+        )
     if args.draft_tokens and given:
         needed = largest * (1 + args.draft_tokens)
         if (args.max_num_tokens or 8192) < needed:
@@ -97,12 +102,12 @@ def _graphs(args: EngineArgs, ctx: Context) -> Found:
 
 @rule("A37", "S127")
 def _output(args: EngineArgs, ctx: Context) -> Found:
-    """The worker gets tokens, each as it is made."""
+    """The worker gets each token as soon as it is generated."""
     if args.num_postprocess_workers:
         yield (
             "warning",
             "num_postprocess_workers",
-            "the gateway makes text of tokens; these processes idle",
+            "the gateway detokenizes, so these processes are idle",
             "remove it",
         )
     if args.stream_interval > 1:

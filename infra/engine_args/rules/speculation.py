@@ -1,4 +1,4 @@
-"""Does speculation have what it needs, and does it pay?"""
+"""Does speculation have what it needs, and is it worth its cost?"""
 
 from infra.engine_args import draft_length
 from infra.engine_args.rules.base import Context, Found, rule
@@ -31,7 +31,7 @@ def _speculation(args: EngineArgs, ctx: Context) -> Found:
         yield (
             "error",
             f"{where}.draft_len_schedule",
-            "must give batch size 1 the whole max_draft_len",
+            "must give batch size 1 the full max_draft_len",
             (f"add 1: {speculation.max_draft_len}"),
         )
     if isinstance(speculation, Eagle) and (speculation.eagle_choices or speculation.use_dynamic_tree):
@@ -40,19 +40,19 @@ def _speculation(args: EngineArgs, ctx: Context) -> Found:
 
 @rule("A51", "S114", "S116")
 def _draft(args: EngineArgs, ctx: Context) -> Found:
-    """The draft model is there and speaks the target's vocabulary."""
+    """The draft model exists and shares the target's vocabulary."""
     speculation, where = args.speculative_config, "speculative_config.speculative_model"
     if speculation is None or not speculation.draft_model:
         return
     if speculation.draft_model in ctx.missing:
-        yield "error", where, f"no directory {speculation.draft_model}", "fetch the draft model, or correct the path"
+        yield "error", where, f"no directory {speculation.draft_model}", "download the draft model, or correct the path"
     if ctx.draft is None or ctx.shape is None:
         return
     if ctx.draft.vocab != ctx.shape.vocab:
         yield (
             "error",
             where,
-            (f"its vocabulary has {ctx.draft.vocab} tokens, the target's {ctx.shape.vocab}: its proposals mean others"),
+            (f"its vocabulary has {ctx.draft.vocab} tokens, the target's {ctx.shape.vocab}: its token ids mean others"),
             "use a draft model made for this target",
         )
     if isinstance(speculation, Eagle) and ctx.draft.hidden != ctx.shape.hidden:
@@ -66,11 +66,11 @@ def _draft(args: EngineArgs, ctx: Context) -> Found:
 
 @rule("A53", "S118")
 def _acceptance(args: EngineArgs, ctx: Context) -> Found:
-    """The draft is as long as the recorded acceptance pays for."""
+    """The draft is not longer than the recorded acceptance justifies."""
     if ctx.accepted is None or args.speculative_config is None or not args.draft_tokens:
         return
     proposed, accepted = ctx.accepted
-    if proposed < draft_length.ENOUGH_TOKENS:
+    if proposed < draft_length.MIN_TOKENS:
         return
     length = args.draft_tokens
     rate = draft_length.acceptance(accepted / proposed, length)

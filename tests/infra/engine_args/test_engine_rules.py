@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.engine_args import BadArguments, Context, Finding, check, decode, merge
-from infra.engine_args.compatibility import Member, compare
+from infra.engine_args.compatibility import EngineConfig, compare
 from infra.engine_args.draft_length import acceptance, best_length, speed_up
 from infra.engine_args.model_shape import shape_of
 from infra.engine_args.rules import RULES
@@ -279,12 +279,12 @@ def test_a_few_recorded_tokens_say_nothing() -> None:
 # Several engines ----------------------------------------------------------------------------------------------------
 
 
-def member(role: str, over: dict[str, Any], model: str = "m") -> Member:
-    return Member(role, role, model, decode(merge(GOOD[role], over)))  # type: ignore[arg-type]
+def engine(role: str, over: dict[str, Any], model: str = "m") -> EngineConfig:
+    return EngineConfig(role, role, model, decode(merge(GOOD[role], over)))  # type: ignore[arg-type]
 
 
 def test_a_prefill_and_a_decode_engine_that_agree_are_not_criticised() -> None:
-    assert compare([member("prefill", {}), member("decode", {}), member("encode", {})]) == []
+    assert compare([engine("prefill", {}), engine("decode", {}), engine("encode", {})]) == []
 
 
 @pytest.mark.parametrize(
@@ -302,25 +302,25 @@ def test_a_prefill_and_a_decode_engine_that_agree_are_not_criticised() -> None:
     ],
 )
 def test_what_two_engines_disagree_about_is_found(rule: str, prefill: dict[str, Any], decode_: dict[str, Any]) -> None:
-    found = compare([member("prefill", prefill), member("decode", decode_)])
+    found = compare([engine("prefill", prefill), engine("decode", decode_)])
     assert [finding.rule for finding in found] == [rule]
 
 
 def test_windows_of_an_aggregated_engine_must_agree_too() -> None:
-    members = [member(role, windows(512, 8192)) for role in ("prefill", "decode")]
-    assert [f.rule for f in compare([*members, member("aggregated", windows(256, 8192))])] == ["C01"]
+    engines = [engine(role, windows(512, 8192)) for role in ("prefill", "decode")]
+    assert [f.rule for f in compare([*engines, engine("aggregated", windows(256, 8192))])] == ["C01"]
 
 
 def test_different_models_one_half_and_the_same_twice_are_found() -> None:
-    assert [f.rule for f in compare([member("prefill", {}), member("decode", {}, model="n")])] == ["C07"]
-    assert [f.rule for f in compare([member("prefill", {})])] == ["C08"]
-    assert [f.rule for f in compare([member("aggregated", {}), member("aggregated", {})])] == ["C09"]
+    assert [f.rule for f in compare([engine("prefill", {}), engine("decode", {}, model="n")])] == ["C07"]
+    assert [f.rule for f in compare([engine("prefill", {})])] == ["C08"]
+    assert [f.rule for f in compare([engine("aggregated", {}), engine("aggregated", {})])] == ["C09"]
 
 
 @settings(max_examples=30)
-@given(st.permutations([member("prefill", windows(512, 8192)), member("decode", {}), member("aggregated", {})]))
-def test_the_order_of_files_does_not_matter(members: list[Member]) -> None:
-    assert [f.rule for f in compare(members)] == ["C01"]
+@given(st.permutations([engine("prefill", windows(512, 8192)), engine("decode", {}), engine("aggregated", {})]))
+def test_the_order_of_files_does_not_matter(engines: list[EngineConfig]) -> None:
+    assert [f.rule for f in compare(engines)] == ["C01"]
 
 
 @settings(max_examples=150)

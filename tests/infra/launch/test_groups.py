@@ -23,7 +23,7 @@ KNOWN = catalogue.members()
 
 def fleet(**given: Any) -> Fleet:
     up = UpSettings(**given)
-    return fleet_of(up, catalogue.chosen(up.recipe, KNOWN) if up.recipe else (), read_args)
+    return fleet_of(up, catalogue.select(up.recipe, KNOWN) if up.recipe else (), read_args)
 
 
 def workers(*, gpus: tuple[str, ...] | None = None, **given: Any) -> dict[str, Planned]:

@@ -17,9 +17,9 @@ def chosen(name: str, **args: Any) -> LogitsProcessor:
     return LogitsProcessor(name, json.dumps(args).encode())
 
 
-def own(*classes: str, facts: ModelInfo = FACTS) -> Registry:
+def own(*classes: str, model: ModelInfo = FACTS) -> Registry:
     """The named classes of ``own`` under their own names."""
-    return Registry([f"{OWN}:{name}" for name in classes], facts)
+    return Registry([f"{OWN}:{name}" for name in classes], model)
 
 
 def asking(*processors: LogitsProcessor, prompt: int = 3) -> SequenceRequest:
