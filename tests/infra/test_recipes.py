@@ -15,6 +15,7 @@ from configs.settings import GatewaySettings, RouterSettings, WorkerSettings
 from infra.engine_args import BadArguments, check
 from infra.engine_args.memory_estimate import GIB, estimate
 from infra.engine_args.tree import parse_yaml
+from infra.recipes.advice import check_set
 from infra.recipes.catalogue import FOLDER, GPUS, Recipe, context_of, load, members, parse
 from infra.recipes.cli import run_check, run_list, run_matrix, run_show
 from infra.recipes.command import worker_command
