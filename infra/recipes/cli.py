@@ -94,7 +94,7 @@ def run_check(argv: Sequence[str]) -> int:
         refused |= failed(found)
         print("\n".join(["together", *(line for each in found for line in finding_lines(each))]))
         if not found:
-            print("  no findings")
+            print("  they agree")
     return REFUSED if refused else OK
 
 

@@ -332,7 +332,7 @@ def test_an_evaluation_asks_over_http_and_counts(monkeypatch: pytest.MonkeyPatch
     assert right(Sample("thinking", (), "", 12), thought)
     rows = demo.scores_of("json", [Sample("json", (), "", {"a": 1})] * 2, ['{"a": 1}', '{"a": 2}'], 1.0)
     assert [(row.task, row.accuracy) for row in rows] == [("json: valid", 1.0), ("json: right", 0.5)]
-    with pytest.raises(demo.EvalFailed, match="no task nonsense"):
+    with pytest.raises(demo.EvalFailed, match="unknown task nonsense"):
         demo.evaluate(None, demo.Settings(tasks=("nonsense",)))  # type: ignore[arg-type]
 
 

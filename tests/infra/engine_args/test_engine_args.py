@@ -102,7 +102,7 @@ def test_a_speculation_is_known_by_its_decoding_type() -> None:
         ("a:\n  b: 1\n  b: 2", "given twice"),
         ("- 1", "must be a mapping"),
         ("1: 2", "must be a mapping"),
-        ("? [1]\n: 2", "neither text nor a number"),
+        ("? [1]\n: 2", "neither a string nor a number"),
         ("a: !!python/object/apply:os.getcwd []", "not YAML"),
     ],
 )

@@ -101,7 +101,7 @@ WINDOWS = "kv_cache_config: {max_attention_window: [%s, 8192]}"
 @pytest.mark.parametrize(
     ("prefill", "decode", "says"),
     [
-        (WINDOWS % 512, WINDOWS % 1024, "kv_cache_config.max_attention_window differs.*give all the same"),
+        (WINDOWS % 512, WINDOWS % 1024, "kv_cache_config.max_attention_window differs.*use the same value for all"),
         (WINDOWS % 512, "{}", "max_attention_window differs.*512,8192.*None"),
         ("{}", "kv_cache_config: {dtype: fp8}", "kv_cache_config.dtype differs"),
         ("cache_transceiver_config: {backend: UCX}", "{}", "cache_transceiver_config.backend.*UCX.*NIXL"),

@@ -47,7 +47,7 @@ def test_any_class_that_can_be_called_with_ids_and_logits_is_a_processor() -> No
         ("Plus", "name=module:Class"),
         ("x=nothing", "name=module:Class"),
         (":Plus", "name=module:Class"),
-        ("two words=a:b", "name of letters"),
+        ("two words=a:b", "with letters"),
         ("x=no_such_module:Class", "PYTHONPATH"),
         (f"{OWN}:NoSuchClass", "NoSuchClass"),
         (f"{OWN}:CannotBeCalled", "input_ids, logits"),
@@ -63,7 +63,7 @@ def test_a_flag_that_cannot_be_used_ends_the_start_and_says_why(spec: str, words
 
 
 def test_two_of_one_name_are_refused() -> None:
-    assert "another name" in complaint(f"a={OWN}:Plus", f"a={OWN}:TopK")
+    assert "is used twice" in complaint(f"a={OWN}:Plus", f"a={OWN}:TopK")
     assert Registry([f"a={OWN}:Plus", f"b={OWN}:Plus"]).names == ("a", "b")
 
 
