@@ -28,9 +28,12 @@ def time_of(request_id: str) -> int:
     Raises:
         ValueError: not a UUIDv7, or its time is beyond the year 9999.
     """
-    uuid = UUID(request_id)
+    try:
+        uuid = UUID(request_id)
+    except ValueError:
+        uuid = UUID(int=0)
     if uuid.version != 7:
-        raise ValueError(f"{request_id!r} is not a UUIDv7")
+        raise ValueError(f"{request_id!r} is not a request id, which is a UUIDv7 as in the X-Request-Id header")
     if (ms := uuid.int >> 80) > _LAST_MS:
         raise ValueError(f"{request_id!r} has a time beyond the year 9999")
     return ms * 1_000_000

@@ -2,6 +2,8 @@
 
 import itertools
 
+import pytest
+
 from schemas.ids import new_request_id, time_of
 
 
@@ -22,3 +24,9 @@ def test_ids_of_the_same_millisecond_differ_in_about_half_of_their_random_bits()
     assert len(set(ids)) == 200
     changed = [(a ^ b).bit_count() for a, b in itertools.pairwise(ids)]
     assert 34 < sum(changed) / len(changed) < 40
+
+
+@pytest.mark.parametrize("text", ["", "x", "01a202c8-4c32-494a-8917-357ea3fdacde", "0" * 32])
+def test_what_is_no_request_id_is_refused_with_where_to_find_one(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a request id, which is a UUIDv7 as in the X-Request-Id header"):
+        time_of(text)
