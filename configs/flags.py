@@ -212,15 +212,22 @@ def convert(flag: Flag, value: object) -> Any:
         BadValue: it is not allowed; the text names the value and what is allowed.
     """
     if flag.choices and value not in flag.choices:
-        near = closest(str(value), flag.choices)
-        hint = f": did you mean {near}?" if near else ""
-        raise BadValue(f"{value!r} is not one of {', '.join(flag.choices)}{hint}")
+        raise BadValue(_not_one_of(value, flag.choices))
     if flag.is_list and isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
+        item = get_args(flag.kind)[0]
+        choices = get_args(item) if get_origin(item) is Literal else ()
+        if wrong := [part for part in value if choices and part not in choices]:
+            raise BadValue(_not_one_of(wrong[0], choices))
     try:
         return msgspec.convert(value, flag.type, strict=False)
     except msgspec.ValidationError as error:
         raise BadValue(_reason(flag, value, str(error))) from None
+
+
+def _not_one_of(value: object, choices: Sequence[str]) -> str:
+    near = closest(str(value), choices)
+    return f"{value!r} is not one of {', '.join(choices)}" + (f": did you mean {near}?" if near else "")
 
 
 def _reason(flag: Flag, value: object, error: str) -> str:
@@ -333,8 +340,6 @@ def _plain(message: str) -> str:
     if alone := re.fullmatch(r"argument (\S+): expected (?:one|at least one) argument", message):
         return f"{alone[1]} needs a value"
     if found := re.fullmatch(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", message):
-        choices = found[3].replace("'", "").split(", ")
-        near = closest(found[2], choices)
         where = f"{found[1]}: " if found[1].startswith("-") else ""
-        return f"{where}{found[2]!r} is not one of {', '.join(choices)}" + (f": did you mean {near}?" if near else "")
+        return where + _not_one_of(found[2], found[3].replace("'", "").split(", "))
     return re.sub(r"^argument (\S+): ", r"\1: ", message)

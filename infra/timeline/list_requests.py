@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import re
+import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Literal, NamedTuple
@@ -55,7 +56,7 @@ def run(argv: Sequence[str]) -> int:
     try:
         asyncio.run(_run(Source.of(args), _options(args), console))
     except FAILURES as error:
-        console.print(f"[red]{escape(str(error))}[/]")
+        print(f"penstock requests: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # how --follow ends
         pass

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -61,7 +62,7 @@ def run(argv: Sequence[str]) -> int:
     try:
         asyncio.run(_run(Source.of(args), args, console))
     except FAILURES as error:
-        console.print(f"[red]{escape(str(error))}[/]")
+        print(f"penstock tail: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # how --follow ends
         pass
@@ -112,6 +113,9 @@ def _options(args: argparse.Namespace, bus: Bus) -> Options:
         )
     if args.lines < 0:
         raise ValueError(f"--lines {args.lines}: give a number of messages")
+    request = args.request.removeprefix("chatcmpl-").removeprefix("cmpl-")
+    if request:
+        time_of(request)  # raises before anything is read
     return Options(
         subjects,
         args.lines,
@@ -119,7 +123,7 @@ def _options(args: argparse.Namespace, bus: Bus) -> Options:
         moment_ns(args.since, now_ns) if args.since else 0,
         moment_ns(args.until, now_ns) if args.until else 0,
         args.worker,
-        args.request.removeprefix("chatcmpl-").removeprefix("cmpl-"),
+        request,
         args.follow,
         args.json,
     )

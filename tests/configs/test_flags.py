@@ -27,6 +27,7 @@ class Example(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cache: bool = True
     text: str = ""
     counts: tuple[Annotated[int, Meta(ge=1)], ...] = (1, 2)
+    sizes: tuple[Literal["small", "large"], ...] = ()
 
 
 class Needy(Struct, frozen=True):
@@ -82,6 +83,7 @@ def test_a_wrong_item_of_a_repeated_list_is_told(capsys: pytest.CaptureFixture[s
         (["--kind", "three"], ["--kind", "'three'", "one, two"]),
         (["--counts", "1,0"], ["--counts: must be at least 1, not 0"]),
         (["--counts", "1,x"], ["--counts: 'x' is not a whole number"]),
+        (["--sizes", "small,lage"], ["--sizes: 'lage' is not one of small, large: did you mean large?"]),
         (["--port"], ["--port needs a value"]),
         (["--prot", "1"], ["--prot"]),
         (["--po", "1"], ["--po"]),

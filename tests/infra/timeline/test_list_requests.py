@@ -147,7 +147,7 @@ async def test_the_log_of_a_stopped_deployment_lists_what_it_left_unfinished(
     expected = [(waiting.id, "waiting"), (running.id, "running"), (over.id, "finished")]
     assert [(line["id"], line["state"]) for line in lines] == expected
     assert await asyncio.to_thread(run, ["--data-dir", str(server.data_dir), "--follow"]) == 1
-    assert "nothing to follow" in capsys.readouterr().out
+    assert "nothing to follow" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -163,4 +163,4 @@ def test_a_flag_that_cannot_be_read_is_named_with_an_example(
     flags: tuple[str, str], hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(list(flags)) == 1
-    assert hint in capsys.readouterr().out
+    assert hint in capsys.readouterr().err

@@ -27,7 +27,8 @@ def tail(bus: Bus, broker: EmbeddedNats, capsys: pytest.CaptureFixture[str]):  #
     async def lines(*flags: str, status: int = 0) -> list[str]:
         argv = [*flags, "--nats-url", broker.url(), "--namespace", bus.subjects.namespace]
         assert await asyncio.to_thread(run, argv) == status
-        return capsys.readouterr().out.splitlines()
+        said = capsys.readouterr()
+        return (said.err if status else said.out).splitlines()
 
     return lines
 
@@ -79,6 +80,11 @@ async def test_a_message_that_cannot_be_read_is_shown_as_such(bus: Bus, tail) ->
     await bus.js.publish(bus.subjects.work("aggregated", "w-1"), b"\xc1 garbage")
     (line,) = await tail("work")
     assert "9 bytes that cannot be read" in line
+
+
+async def test_what_is_no_request_id_is_an_error_also_where_nothing_is_stored(tail) -> None:  # type: ignore[no-untyped-def]
+    (line,) = await tail("--request", "x", status=1)
+    assert line.startswith("penstock tail: 'x' is not a request id")
 
 
 async def test_a_misspelt_kind_gets_a_suggestion(tail) -> None:  # type: ignore[no-untyped-def]
