@@ -37,8 +37,8 @@ from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, HEADER_RETURNED
 log = structlog.get_logger("router")
 
 SETTLE_S = fleet.LEASE_S + 0.5  # after a (re)connect, for workers to renew their leases
-SWEEP_BLOCKS = 2_000  # of the index, at once: 2 ms
-SWEEP_STEPS = 5
+SWEEP_BLOCKS = 1_000  # of the index, at once: 1 ms
+SWEEP_STEPS = 10
 INDEX_SNAPSHOT_S = 60.0  # between two: each has 8 bytes a block
 CHECK_EVERY = 4096  # messages of the KV stream: where all routers note the index's checksum
 EXPIRE_REQUESTS = 2_000

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from blake3 import blake3
 
 from router.radix_tree import KEY_MASK, NOTHING, SLOT, RadixTree
-from schemas.blocks import DIGEST_BYTES, keys_of
+from schemas.blocks import DIGEST_BYTES, key_of, keys_of
 
 TargetId = tuple[str, int]  # worker id, attention data-parallel rank
 
 _CHECKSUM = (1 << 48) - 1  # whole numbers that a metric, which is a float, can have
+_LOW_BITS = bytes(byte & 15 for byte in range(256))
 _MOST_NAMED = 1 << 18  # targets, in all remembered masks
 
 
@@ -25,6 +26,17 @@ def keys_view(digests: bytes) -> Sequence[int]:
     if surplus := len(digests) % DIGEST_BYTES:
         digests = digests[:-surplus]
     return memoryview(digests).cast("q")[::2]
+
+
+def names_of(digests: bytes) -> list[int]:
+    """The keys that a tree has: the low 60 bits of ``keys_of``. Clearing the bits in the bytes is four times faster."""
+    if sys.byteorder == "big" or len(digests) % DIGEST_BYTES:
+        return [key & KEY_MASK for key in keys_of(digests)]
+    if len(digests) == DIGEST_BYTES:
+        return [key_of(digests) & KEY_MASK]
+    packed = bytearray(digests)
+    packed[7::DIGEST_BYTES] = packed[7::DIGEST_BYTES].translate(_LOW_BITS)
+    return memoryview(packed).cast("q")[::2].tolist()
 
 
 class Holding:
@@ -130,19 +142,25 @@ class Holders:
 
     def store(self, holding: Holding, keys: Sequence[int], parent: int | None) -> None:
         """Add ``keys``, each the child of the one before, the first a child of ``parent``."""
-        if not keys:
-            return
+        if keys:
+            self.store_names(holding, [key & KEY_MASK for key in keys], parent)
+
+    def store_names(self, holding: Holding, names: list[int], parent: int | None) -> None:
+        """``store`` of one or more keys as of ``names_of``."""
         tree, bit = self.tree, holding.bit
         node, before = NOTHING, 0
         if parent is not None:
             before = parent & KEY_MASK
             node = tree.find(before)
-            if not self._holds(bit, node, before):
+            if node >= 0 and len(names) == 1 and tree.grow(node, before, names[0], bit):
+                holding.blocks += 1
+                holding.key_sum += names[0]
+                names = []
+            elif not self._holds(bit, node, before):
                 if holding.cut:
-                    self.refused += len(keys)
+                    self.refused += len(names)
                     return
                 self._ragged |= bit
-        names = [key & KEY_MASK for key in keys]
         tree.clock += len(names)
         while names:
             found = tree.find(names[0])
@@ -150,6 +168,8 @@ class Holders:
                 node, count = tree.insert(names, node, before, bit)
                 holding.blocks += count
                 holding.key_sum += sum(names) if count == len(names) else sum(names[:count])
+                if count == len(names):
+                    break
             else:
                 node, count = found, self._join(holding, found, names)
                 tree.touch(node)
@@ -160,12 +180,17 @@ class Holders:
 
     def remove(self, holding: Holding, keys: Sequence[int]) -> None:
         """Remove ``keys``, in any order; those that are not held are ignored."""
-        names = [key & KEY_MASK for key in keys]
+        self.remove_names(holding, [key & KEY_MASK for key in keys])
+
+    def remove_names(self, holding: Holding, names: list[int]) -> None:
+        """``remove`` of keys as of ``names_of``."""
         tree, bit = self.tree, holding.bit
         while names:
             count, node = 1, tree.find(names[0])
             if node >= 0 and (held := tree.held(node, bit)):
                 count = self._leave(holding, node, held, names)
+            if count == len(names):
+                return
             names = names[count:]
 
     def match(self, keys: Sequence[int]) -> dict[TargetId, int]:

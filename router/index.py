@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from router.holders import Holders, Holding, TargetId, keys_view
+from router.holders import Holders, Holding, TargetId, names_of
 from schemas.blocks import DIGEST_BYTES, key_of
 from schemas.kv import Cleared, KvBatch, KvDump, KvEvent, Stored
 
@@ -214,9 +214,10 @@ class PrefixIndex:
             self._ignored += len(event.digests) // DIGEST_BYTES
         elif isinstance(event, Stored):
             parent = None if event.parent is None else key_of(event.parent)
-            self.holders.store(holding, keys_view(event.digests), parent)
+            if names := names_of(event.digests):
+                self.holders.store_names(holding, names, parent)
         else:
-            self.holders.remove(holding, keys_view(event.digests))
+            self.holders.remove_names(holding, names_of(event.digests))
         return holding
 
 

@@ -14,10 +14,12 @@ after it were. Leaves go first. It never depends on matches.
 
 from array import array
 from collections.abc import Iterator
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 KEY_MASK = (1 << 60) - 1  # ints below 2^60 take 32 bytes, larger ones 48
 NODE_BLOCKS = 1024  # at most, which bounds what a split moves
+GROWN_BLOCKS = 128  # at most, if they come one by one: each time, all of them are copied
 NOTHING = -1
 _SETTLED_AT_ONCE = 2
 _MOST_NODES = 1 << 24  # in a snapshot
@@ -78,6 +80,8 @@ class RadixTree:
         self._per_age = max(1, max_blocks // _AGES)
         self._free: list[int] = []
         self._leaves: dict[int, dict[int, None]] = {}  # by age
+        self._ages: list[int] = []  # a heap of those in ``_leaves``, and of some that are not any more
+        self._queued: set[int] = set()  # the same
         self._victims: list[int] = []  # leaves of this age, the next one last
         self._victims_age = NOTHING
         self._shared: dict[int, int] = {}  # one int object per mask, not per node
@@ -116,6 +120,24 @@ class RadixTree:
         if count:
             self._own(node)[bit] = count
 
+    def grow(self, node: int, last: int, name: int, bit: int) -> bool:
+        """Add one block to ``node``, as a decoding worker does; False: only ``insert`` can add it, or it is there.
+
+        Args:
+            last: what it has to follow.
+        """
+        chunk, shard = self.chunks[node], self.shards[name & SLOT]
+        grows = self.masks[node] == bit and chunk[-1] == last and not self.children[node]
+        if not grows or len(chunk) >= GROWN_BLOCKS or name in shard:
+            return False
+        shard[name] = node
+        self.chunks[node] += (name,)
+        self.blocks += 1
+        self.clock += 1
+        if self.ages[node] != self.clock // self._per_age:
+            self.touch(node)
+        return True
+
     def insert(self, names: list[int], node: int, before: int, bit: int) -> tuple[int, int]:
         """Add blocks that ``bit`` holds: those of ``names`` up to the first known one, and at most a node full.
 
@@ -130,7 +152,7 @@ class RadixTree:
             if chunk[-1] != before:
                 node = self.split(node, chunk.index(before) + 1)
                 chunk = ()
-            elif self.masks[node] != bit or self.children[node] or len(chunk) >= NODE_BLOCKS:
+            elif self.masks[node] != bit or self.children[node] or len(chunk) >= NODE_BLOCKS or len(names) == 1:
                 chunk = ()
         if chunk:
             self.touch(node)
@@ -139,11 +161,6 @@ class RadixTree:
         if len(names) > NODE_BLOCKS - len(chunk):
             names = names[: NODE_BLOCKS - len(chunk)]
         shards = self.shards
-        if len(names) == 1:
-            shards[names[0] & SLOT][names[0]] = node
-            self.chunks[node] = (*chunk, names[0])
-            self.blocks += 1
-            return node, 1
         found = [shards[name & SLOT].setdefault(name, node) for name in names]
         count = found.count(node)
         if count < len(names):
@@ -152,7 +169,7 @@ class RadixTree:
                 if other == node:
                     shards[name & SLOT].pop(name, None)
             names = names[:count]
-        self.chunks[node] = (*chunk, *names)
+        self.chunks[node] = chunk + tuple(names)
         self.blocks += count
         return node, count
 
@@ -241,8 +258,9 @@ class RadixTree:
         while self._victims and self._victims[-1] not in self._leaves.get(self._victims_age, ()):
             self._victims.pop()
         if not self._victims:
-            if self._victims_age not in self._leaves:
-                self._victims_age = min(self._leaves, default=NOTHING)
+            while self._ages and self._ages[0] not in self._leaves:
+                self._queued.remove(heappop(self._ages))
+            self._victims_age = self._ages[0] if self._ages else NOTHING
             chunks = self.chunks
             self._victims = sorted(self._leaves.get(self._victims_age, ()), key=lambda node: chunks[node][0])
         return self._victims[-1] if self._victims else NOTHING
@@ -368,7 +386,17 @@ class RadixTree:
         return parent
 
     def _add_leaf(self, node: int, age: int) -> None:
-        self._leaves.setdefault(age, {})[node] = None
+        leaves = self._leaves.get(age)
+        if leaves is not None:
+            leaves[node] = None
+        else:
+            self._leaves[age] = {node: None}
+            if age not in self._queued:
+                self._queued.add(age)
+                heappush(self._ages, age)
+                if len(self._ages) > 2 * len(self._leaves) + _AGES:  # most have no leaves any more
+                    self._ages = sorted(self._leaves)
+                    self._queued = set(self._ages)
         if age <= self._victims_age:
             self._victims_age, self._victims = age, []
 
