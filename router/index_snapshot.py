@@ -1,7 +1,7 @@
 """The prefix index as bytes and back, and the index as it was at a sequence of the KV stream. Pure.
 
-A snapshot is taken at once, by copying references, and encoded in steps, while the index goes on changing. It has the
-order of eviction too, so an index that was restored and one that was not stay equal.
+A snapshot is of one moment, and is encoded in steps while the index goes on changing. It has the order of eviction
+too, so an index that was restored and one that was not stay equal.
 """
 
 import sys
@@ -12,11 +12,13 @@ import msgspec
 
 from router.holders import Holding, bits_of
 from router.index import PrefixIndex
-from router.radix_tree import Frozen
+from router.radix_tree import Node
 from schemas import kv, wire
 
 PART_BLOCKS = 8192  # encoded at once, in 1 ms
 _LOADED_BLOCKS = 4096  # at once
+_NODE_BLOCKS = 16  # what a node costs beside its blocks
+_MASKS = 500  # summed up at once
 
 
 class HeldBy(msgspec.Struct, frozen=True, array_like=True):
@@ -71,7 +73,7 @@ _decode_part = wire.decoder(IndexPart)
 
 
 def encoding(index: PrefixIndex, kv_seq: int, taken_ns: int) -> Iterator[bytes]:
-    """The head and the parts of a snapshot of ``index`` at the moment of the first step, which takes longest."""
+    """The head and the parts of a snapshot of ``index`` at the moment of the first step. One at a time."""
     holders = index.holders
     live, ragged = 0, set(holders.ragged)
     held_by = []
@@ -86,16 +88,16 @@ def encoding(index: PrefixIndex, kv_seq: int, taken_ns: int) -> Iterator[bytes]:
     frozen = holders.tree.freeze()
     try:
         yield wire.encode(head)
-        nodes, blocks = [], 0
-        for node, chunk in enumerate(frozen.chunks):
-            if chunk:
-                nodes.append(node)
-                blocks += len(chunk) + 8
-                if blocks >= PART_BLOCKS:
-                    yield wire.encode(_part(frozen, nodes, live))
-                    nodes, blocks = [], 0
+        nodes: list[tuple[int, Node]] = []
+        blocks = 0
+        for number, node in frozen:
+            nodes.append((number, node))
+            blocks += len(node.chunk) + _NODE_BLOCKS
+            if blocks >= PART_BLOCKS:
+                yield wire.encode(_part(nodes, live))
+                nodes, blocks = [], 0
         if nodes:
-            yield wire.encode(_part(frozen, nodes, live))
+            yield wire.encode(_part(nodes, live))
     finally:
         holders.tree.thaw()
 
@@ -123,7 +125,9 @@ def restoring(index: PrefixIndex, head: IndexHead, parts: Iterable[bytes]) -> Ge
         yield from _load(index, _decode_part(data), totals)
     yield from tree.link()
     index.holders.link()
-    for mask, (blocks, key_sum) in totals.items():
+    for number, (mask, (blocks, key_sum)) in enumerate(totals.items()):
+        if number % _MASKS == 0:
+            yield
         for bit in bits_of(mask):
             holding = by_slot[bit.bit_length() - 1]
             holding.blocks += blocks
@@ -177,22 +181,22 @@ def _finish(steps: Generator[None, None, bool]) -> bool:
             return bool(end.value)
 
 
-def _part(frozen: Frozen, nodes: Sequence[int], live: int) -> IndexPart:
+def _part(nodes: Sequence[tuple[int, Node]], live: int) -> IndexPart:
     keys = array("q")
     masks: dict[int, int] = {}
     mask_at, partial = array("q"), []
-    for node in nodes:
-        keys.extend(frozen.chunks[node])
-        mask_at.append(masks.setdefault(frozen.masks[node] & live, len(masks)))
-        for bit, count in frozen.partial.get(node, {}).items():
+    for number, node in nodes:
+        keys.extend(node.chunk)
+        mask_at.append(masks.setdefault(node.mask & live, len(masks)))
+        for bit, count in node.partial.items():
             if bit & live:
-                partial.append((node, bit.bit_length() - 1, count))
+                partial.append((number, bit.bit_length() - 1, count))
     width = max(mask.bit_length() for mask in masks) // 8 + 1
     return IndexPart(
-        _packed(array("q", nodes)),
-        _packed(array("q", [len(frozen.chunks[node]) for node in nodes])),
-        _packed(array("q", [frozen.parents[node] for node in nodes])),
-        _packed(array("q", [frozen.ages[node] for node in nodes])),
+        _packed(array("q", [number for number, _ in nodes])),
+        _packed(array("q", [len(node.chunk) for _, node in nodes])),
+        _packed(array("q", [node.parent for _, node in nodes])),
+        _packed(array("q", [node.age for _, node in nodes])),
         _packed(mask_at),
         tuple(mask.to_bytes(width, "little") for mask in masks),
         _packed(keys),
@@ -212,7 +216,7 @@ def _load(index: PrefixIndex, part: IndexPart, totals: dict[int, tuple[int, int]
         tree.load(node, chunk, mask, parent, age)
         blocks, key_sum = totals.get(mask, (0, 0))
         totals[mask] = (blocks + size, key_sum + sum(chunk))
-        loaded += size + 8
+        loaded += size + _NODE_BLOCKS
         if loaded >= _LOADED_BLOCKS:
             yield
             loaded = 0

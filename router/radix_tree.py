@@ -43,14 +43,14 @@ def _shards() -> list[dict[int, int]]:
     return shards
 
 
-class Frozen(NamedTuple):
-    """A tree's contents at one moment, by node; see ``RadixTree`` for their meaning. Nothing in here changes."""
+class Node(NamedTuple):
+    """A node at one moment; see ``RadixTree``."""
 
-    chunks: list[tuple[int, ...]]
-    masks: list[int]
-    parents: "array[int]"
-    ages: "array[int]"
-    partial: dict[int, dict[int, int]]
+    chunk: tuple[int, ...]
+    mask: int
+    partial: dict[int, int]
+    parent: int
+    age: int
 
 
 class RadixTree:
@@ -89,7 +89,8 @@ class RadixTree:
         self._shards_left = 0
         self._unsettled: list[int] = []
         self._unswept: list[int] = []
-        self._private: set[int] | None = None  # nodes whose ``partial`` no frozen copy has; None: there is no copy
+        self._frozen_from = self._frozen_to = 0
+        self._frozen: dict[int, Node] | None = None  # nodes as they were, of those that changed meanwhile
 
     def __len__(self) -> int:
         """The number of nodes."""
@@ -108,17 +109,18 @@ class RadixTree:
 
     def set_held(self, node: int, bit: int, count: int) -> None:
         """``bit`` holds the first ``count`` blocks of ``node``. Call ``settle`` when blocks were lost."""
-        if node in self.partial:
-            partial = self._own(node)
-            if partial.pop(bit, 0) and not partial:
-                del self.partial[node]
+        if self._frozen is not None:
+            self._keep(node)
+        partial = self.partial.get(node)
+        if partial is not None and partial.pop(bit, 0) and not partial:
+            del self.partial[node]
         if count == len(self.chunks[node]):
             self.masks[node] = self._share(self.masks[node] | bit)
             return
         if self.masks[node] & bit:
             self.masks[node] = self._share(self.masks[node] ^ bit)
         if count:
-            self._own(node)[bit] = count
+            self.partial.setdefault(node, {})[bit] = count
 
     def grow(self, node: int, last: int, name: int, bit: int) -> bool:
         """Add one block to ``node``, as a decoding worker does; False: only ``insert`` can add it, or it is there.
@@ -130,6 +132,8 @@ class RadixTree:
         grows = self.masks[node] == bit and chunk[-1] == last and not self.children[node]
         if not grows or len(chunk) >= GROWN_BLOCKS or name in shard:
             return False
+        if self._frozen is not None:
+            self._keep(node)
         shard[name] = node
         self.chunks[node] += (name,)
         self.blocks += 1
@@ -155,6 +159,8 @@ class RadixTree:
             elif self.masks[node] != bit or self.children[node] or len(chunk) >= NODE_BLOCKS or len(names) == 1:
                 chunk = ()
         if chunk:
+            if self._frozen is not None:
+                self._keep(node)
             self.touch(node)
         else:
             node = self._new(node, bit)
@@ -183,6 +189,8 @@ class RadixTree:
 
     def split(self, node: int, at: int) -> int:
         """Give the first ``at`` blocks to a new node, the parent of ``node``; at least one on either side."""
+        if self._frozen is not None:
+            self._keep(node)
         chunk, mask = self.chunks[node], self.masks[node]
         front = self._number()
         parent = self.parents[node]
@@ -206,6 +214,8 @@ class RadixTree:
         """``node`` is used now."""
         age = self.clock // self._per_age
         if self.ages[node] != age:
+            if self._frozen is not None:
+                self._keep(node)
             if not self.children[node]:
                 self._remove_leaf(node)
                 self._add_leaf(node, age)
@@ -233,6 +243,8 @@ class RadixTree:
         chunk = self.chunks[node]
         if keep == len(chunk):
             return
+        if self._frozen is not None:
+            self._keep(node)
         for name in chunk[keep:]:
             self.shards[name & SLOT].pop(name, None)
         self.blocks -= len(chunk) - keep
@@ -295,14 +307,22 @@ class RadixTree:
         self._sweeping = 0
         return True
 
-    def freeze(self) -> Frozen:
-        """A copy of everything, in time proportional to the nodes: 0.6 ms for 100,000. ``thaw`` it soon."""
-        self._private = set()
-        return Frozen(self.chunks[:], self.masks[:], self.parents[:], self.ages[:], self.partial.copy())
+    def freeze(self) -> Iterator[tuple[int, Node]]:
+        """All nodes as they are now, with their numbers; what changes is kept as it was until ``thaw``."""
+        self._frozen = {}
+        self._frozen_from, self._frozen_to = 0, len(self.chunks)
+        return self._frozen_nodes(self._frozen)
+
+    def _frozen_nodes(self, kept: dict[int, Node]) -> Iterator[tuple[int, Node]]:
+        for node in range(self._frozen_to):
+            found = kept.pop(node, None) or self._node(node)
+            self._frozen_from = node + 1
+            if found.chunk:
+                yield node, found
 
     def thaw(self) -> None:
-        """The last frozen copy is not needed any more."""
-        self._private = None
+        """The nodes of the last ``freeze`` were read, or are not needed."""
+        self._frozen = None
 
     def load(self, node: int, chunk: tuple[int, ...], mask: int, parent: int, age: int) -> None:
         """Add a node of another tree under its number. ``link`` when all are there.
@@ -337,14 +357,14 @@ class RadixTree:
             if node % _STEP == 0:
                 yield
 
-    def _own(self, node: int) -> dict[int, int]:
-        """``partial`` of a node, to be changed."""
-        private, partial = self._private, self.partial.get(node)
-        if partial is None or (private is not None and node not in private):
-            partial = self.partial[node] = dict(partial or ())
-            if private is not None:
-                private.add(node)
-        return partial
+    def _keep(self, node: int) -> None:
+        """Before a change: keep a node as it is, if ``freeze`` has yet to come to it."""
+        if self._frozen is not None and self._frozen_from <= node < self._frozen_to and node not in self._frozen:
+            self._frozen[node] = self._node(node)
+
+    def _node(self, node: int) -> Node:
+        partial = dict(self.partial.get(node, {}))
+        return Node(self.chunks[node], self.masks[node], partial, self.parents[node], self.ages[node])
 
     def _share(self, mask: int) -> int:
         if len(self._shared) >= _SHARED_MASKS:
@@ -363,7 +383,11 @@ class RadixTree:
         return node
 
     def _number(self) -> int:
-        return self._free.pop() if self._free else self._number_at_end()
+        if not self._free:
+            return self._number_at_end()
+        if self._frozen is not None:
+            self._keep(self._free[-1])
+        return self._free.pop()
 
     def _number_at_end(self) -> int:
         self.chunks.append(())
@@ -379,6 +403,8 @@ class RadixTree:
         self.masks[node], parent, age = 0, self.parents[node], self.ages[node]
         self._free.append(node)
         if parent >= 0:
+            if self._frozen is not None:
+                self._keep(parent)
             self.children[parent] -= 1
             self.ages[parent] = age = max(age, self.ages[parent])
             if not self.children[parent]:
@@ -409,11 +435,12 @@ class RadixTree:
 
     def _clear(self, node: int, bits: int) -> None:
         """Remove the holders ``bits`` from a node, which may be free by now."""
+        if self._frozen is not None:
+            self._keep(node)
         mask, partial = self.masks[node], self.partial.get(node)
         if mask & bits:
             self.masks[node] = self._share(mask & ~bits)
         if partial and any(bit & bits for bit in partial):
-            partial = self._own(node)
             for bit in [bit for bit in partial if bit & bits]:
                 del partial[bit]
             if not partial:
