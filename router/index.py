@@ -183,7 +183,8 @@ class PrefixIndex:
         """48 bits, equal for two replicas that know the same blocks of the same targets; 0.3 ms with 1,000 targets.
 
         Replicas that have folded the KV stream to the same sequence know the same, with the same workers registered.
-        At the cap they may differ for a while after a worker left: until as many blocks as it had were stored.
+        At the cap they may differ for a while after a worker left or cleared its cache, since what is not swept yet
+        takes room: until as many blocks were stored.
         """
         return self.holders.checksum()
 
