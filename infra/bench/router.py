@@ -47,6 +47,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     encode: Annotated[int, Meta(ge=0, description="encode workers for images")] = 0
     ranks: Annotated[int, Meta(ge=1, description="attention data-parallel ranks of each worker")] = 1
     slow_workers: Annotated[int, Meta(ge=0, description="of the workers, how many run at half speed")] = 0
+    replicas: Annotated[int, Meta(ge=1, description="routers of policy kv; each sees the others' decisions 5 ms late")] = 1
     blocks: Annotated[int, Meta(ge=1, description="KV blocks per rank")] = 16384
     block_size: Annotated[int, Meta(ge=2, description="tokens per block")] = 64
     transfer_us_per_token: Annotated[float, Meta(ge=0, description="hand-over from prefill to decode")] = 0.0
@@ -109,9 +110,13 @@ def _cells(settings: Settings) -> list[Cell]:
     if settings.trace:
         trace = _trace(settings)
         trace.requests(settings.block_size)  # fails before the first run, not in it
-        return [Cell(engines, load, trace.name, trace) for load in settings.load]
+        return [Cell(engines, load, trace.name, trace, replicas=settings.replicas) for load in settings.load]
     requests = settings.requests or _REQUESTS_PER_WORKER * len(engines.targets)
-    return [Cell(engines, load, name, None, requests) for name in settings.workload for load in settings.load]
+    return [
+        Cell(engines, load, name, None, requests, settings.replicas)
+        for name in settings.workload
+        for load in settings.load
+    ]
 
 
 def _trace(settings: Settings) -> Trace:

@@ -44,6 +44,7 @@ class Cell:
     workload: str
     trace: Trace | None = None
     requests: int = 0
+    replicas: int = 1  # of the routers of policy "kv"
 
     def arrivals(self, seed: int) -> tuple[Trace, float]:
         """The trace of a seed, and its speed-up."""
@@ -65,7 +66,8 @@ def run(cell: Cell, policy: str, seed: int) -> Run:
     """Simulate one policy under one seed."""
     trace, speed = cell.arrivals(seed)
     requests = trace.requests(cell.fleet.block_size, speed)
-    result = simulate(cell.fleet, requests, POLICIES[policy](seed))
+    made = PlacementPolicy(seed, cell.replicas) if policy == "kv" else POLICIES[policy](seed)
+    result = simulate(cell.fleet, requests, made)
     return Run(cell.workload, cell.load, policy, seed, figures(cell.fleet, result))
 
 

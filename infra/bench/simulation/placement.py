@@ -1,88 +1,158 @@
-"""The router's own placement policy behind a simulated fleet: the code that a live router runs, unchanged."""
+"""The router's own policy behind a simulated fleet: the code that a live router runs, unchanged.
 
+Several replicas each have every other request, hold what they cannot place, and read each other's decisions late, as
+from the log. All of them fold the same KV events, so they share one index here.
+"""
+
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 from infra.bench.simulation.cache import StoredRun
 from infra.bench.simulation.policy import Fleet, Placement, Target
 from infra.bench.simulation.trace import Request
+from router import encoders
 from router.holders import Holders, Holding
+from router.load import ENCODE, Load, RoutingTarget
 from router.placement import core
 from schemas.fleet import Registration
+from schemas.jobs import LoadHeader
+from schemas.transfer import Endpoint
 
 _INDEX_BLOCKS = 1 << 26
 _WAKE_NS = 250_000_000  # between two looks at held requests without an event
+_MODEL = "simulated"
+LAG_NS = 5_000_000  # from a decision to its arrival at another replica
 
 
 class PlacementPolicy:
     """
     Args:
         seed: breaks ties.
+        replicas: routers that share the requests.
     """
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, replicas: int = 1) -> None:
         self._seed = seed
+        self._replicas = replicas
 
     def start(self, fleet: Fleet, requests: Sequence[Request]) -> None:
         self._requests = requests
         self._index = Holders(_INDEX_BLOCKS)
         self._holdings: dict[Target, Holding] = {}
-        self._core = core.Placement(self._index.match)
+        self._cores = [core.Placement(self._index.match) for _ in range(self._replicas)]
+        self._late: deque[tuple[int, core.Placement, core.Placed]] = deque()
+        self._encoders = _Encoders(fleet)
         self._now = 0
         for number, worker in enumerate(fleet.workers):
             for rank in range(worker.ranks):
                 self._holdings[number, rank] = self._index.open((name(number), rank))
-            self._core.join(registration(number, fleet))
+            for each in self._cores:
+                each.join(registration(number, fleet))
 
     def arrive(self, request: Request, now_ns: int) -> Placement | None:
-        self._now = now_ns
-        arrival = core.Arrival(
-            str(request.index),
-            request.keys,
-            request.prompt_tokens,
-            now_ns,
-            seed=hash((self._seed, request.index)) & 0xFFFFFFFF,
+        self._learn(now_ns)
+        router = self._cores[request.index % len(self._cores)]
+        seed = hash((self._seed, request.index)) & 0xFFFFFFFF
+        placed = router.arrive(
+            core.Arrival(str(request.index), request.keys, request.prompt_tokens, now_ns, seed=seed), now_ns
         )
-        placed = self._core.arrive(arrival, now_ns)
-        return None if placed is None else Placement(target(placed.target))
+        return None if placed is None else self._placement(router, placed, now_ns)
 
     def decode(self, request: Request, now_ns: int) -> Target:
-        raise NotImplementedError
+        raise AssertionError("decode workers are chosen with the prefill worker")
 
     def pump(self, now_ns: int) -> Iterator[tuple[Request, Placement]]:
-        self._now = now_ns
-        for placed in self._core.pump(now_ns):
-            yield self._requests[int(placed.arrival.id)], Placement(target(placed.target))
+        self._learn(now_ns)
+        for router in self._cores:
+            for placed in router.pump(now_ns):
+                yield self._requests[int(placed.arrival.id)], self._placement(router, placed, now_ns)
 
     def wake(self) -> int | None:
         return self._now + _WAKE_NS
 
     def events(self, target: Target, stored: Sequence[StoredRun], removed: Sequence[int], now_ns: int) -> None:
+        self._learn(now_ns)
         holding = self._holdings[target]
         self._index.remove(holding, removed)
         for keys, parent in stored:
             self._index.store(holding, keys, parent)
-            self._core.stored((name(target[0]), target[1]), keys)
+            for router in self._cores:
+                router.stored((name(target[0]), target[1]), keys)
 
     def prefilled(self, request: Request, now_ns: int) -> None:
-        pass
+        for router in self._cores:
+            router.moved(str(request.index), now_ns)
 
     def finished(self, request: Request, now_ns: int) -> None:
-        self._core.ended(str(request.index))
+        self._encoders.finished(request)
+        for router in self._cores:
+            router.ended(str(request.index))
+
+    def _placement(self, router: core.Placement, placed: core.Placed, now_ns: int) -> Placement:
+        if len(self._cores) > 1:
+            self._late.append((now_ns + LAG_NS, router, placed))
+        request = self._requests[int(placed.arrival.id)]
+        decode = None if placed.decode is None else _target(placed.decode)
+        return Placement(_target(placed.target), decode, self._encoders.pick(request))
+
+    def _learn(self, now_ns: int) -> None:
+        """Let the replicas read decisions that the others made some time ago."""
+        self._now = now_ns
+        while self._late and self._late[0][0] <= now_ns:
+            _, router, (arrival, target, decision, _decode) = self._late.popleft()
+            overlap = decision.overlap_blocks * router.tracker.block_size(_MODEL)
+            load = LoadHeader(
+                arrival.prompt_tokens, overlap, "", arrival.deadline_ns, "", arrival.sequences, decision.route
+            )
+            for other in self._cores:
+                if other is not router:
+                    other.tracker.admit(arrival.id, 1, target[0], load, now_ns=now_ns, keys=arrival.keys, echoed=True)
+
+
+class _Encoders:
+    """The encode worker of each medium, and how many requests each of them has."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._registrations = [
+            Registration(name(number), _MODEL, ENCODE, "mock", 1, fleet.block_size, 0, 1, 1)
+            for number in range(fleet.encoders)
+        ]
+        self._loads = [0] * fleet.encoders
+        self._at: dict[int, int] = {}
+
+    def pick(self, request: Request) -> int | None:
+        if not request.media or not self._registrations:
+            return None
+        targets = [
+            RoutingTarget((each.worker, 0), each, Load(load))
+            for each, load in zip(self._registrations, self._loads, strict=True)
+        ]
+        chosen, _preferred = encoders.pick(request.media.to_bytes(8, "little"), targets)
+        number = self._at[request.index] = _target(chosen.id)[0]
+        self._loads[number] += 1
+        return number
+
+    def finished(self, request: Request) -> None:
+        number = self._at.pop(request.index, None)
+        if number is not None:
+            self._loads[number] -= 1
 
 
 def name(number: int) -> str:
     return f"w{number:05}"
 
 
-def target(target_id: tuple[str, int]) -> Target:
+def _target(target_id: tuple[str, int]) -> Target:
     return int(target_id[0][1:]), target_id[1]
 
 
 def registration(number: int, fleet: Fleet) -> Registration:
+    """What a worker of the fleet would register."""
     worker = fleet.workers[number]
+    transfer = Endpoint(name(number), "simulated", rdma=True) if worker.role in ("prefill", "decode") else None
     return Registration(
         name(number),
-        "simulated",
+        _MODEL,
         worker.role,
         "mock",
         1,
@@ -91,4 +161,6 @@ def registration(number: int, fleet: Fleet) -> Registration:
         worker.max_sequences,
         1 << 20,
         dp_size=worker.ranks,
+        queue=worker.max_sequences // 4,  # as workers register
+        transfer=transfer,
     )

@@ -55,11 +55,16 @@ def test_round_robin_takes_turns_and_least_loaded_avoids_the_busy_one() -> None:
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize(
     "fleet",
-    [FOUR, Fleet((WorkerSpec(blocks=4096, ranks=2),) * 2)],
-    ids=["workers", "ranks"],
+    [
+        FOUR,
+        Fleet((WorkerSpec(blocks=4096, ranks=2),) * 2),
+        Fleet((WorkerSpec("prefill", 4096),) * 2 + (WorkerSpec("decode", 4096),) * 2),
+        Fleet((WorkerSpec(blocks=4096),) * 2, encoders=2),
+    ],
+    ids=["workers", "ranks", "pairs", "encoders"],
 )
 def test_a_policy_serves_every_request_of_a_workload(policy: str, fleet: Fleet) -> None:
-    for name in ("agents", "hot"):
+    for name in ("images", "hot"):
         found = run(Cell(fleet, 1.0, name, None, 60), policy, 1)
         assert (found.figures.requests, found.figures.unfinished) == (60, 0)
 
@@ -104,6 +109,13 @@ def test_the_others_are_compared_with_the_first_policy() -> None:
     against = second.against_first["ttft_mean"]
     assert against.low <= against.mean <= against.high
     assert against.mean < 0
+
+
+def test_replicas_decide_nearly_as_well_as_one_router() -> None:
+    one, two = (run(Cell(FOUR, 1.0, "agents", None, 300, replicas), "kv", 0).figures for replicas in (1, 2))
+    assert two.unfinished == 0
+    assert two.hit_rate > 0.9 * one.hit_rate
+    assert two.ttft_mean < 1.3 * one.ttft_mean
 
 
 def test_a_held_request_is_placed_once_there_is_room() -> None:
