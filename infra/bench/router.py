@@ -47,7 +47,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     encode: Annotated[int, Meta(ge=0, description="encode workers for images")] = 0
     ranks: Annotated[int, Meta(ge=1, description="attention data-parallel ranks of each worker")] = 1
     slow_workers: Annotated[int, Meta(ge=0, description="of the workers, how many run at half speed")] = 0
-    replicas: Annotated[int, Meta(ge=1, description="routers of policy kv; each sees the others' decisions 5 ms late")] = 1
+    replicas: Annotated[int, Meta(ge=1, description="routers of policy kv; they see each other 5 ms late")] = 1
     blocks: Annotated[int, Meta(ge=1, description="KV blocks per rank")] = 16384
     block_size: Annotated[int, Meta(ge=2, description="tokens per block")] = 64
     transfer_us_per_token: Annotated[float, Meta(ge=0, description="hand-over from prefill to decode")] = 0.0
