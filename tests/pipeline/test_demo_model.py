@@ -119,8 +119,8 @@ async def test_a_long_context_asked_again_comes_from_the_cache_and_answers_alike
     assert first.usage.prompt_tokens > 1000
     assert text_of(first) == text_of(second)
     assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens - 64
-    told, _ = await ending(demo_bus, second.id.removeprefix("chatcmpl-"))
-    decision = told.routed[0].decision
+    timeline, _ = await ending(demo_bus, second.id.removeprefix("chatcmpl-"))
+    decision = timeline.routed[0].decision
     [chosen] = [candidate for candidate in decision.candidates if candidate.worker == decision.chosen]
     assert chosen.overlap_blocks >= decision.prompt_blocks - 1
 
@@ -249,11 +249,11 @@ async def test_of_workers_that_disagree_the_older_decides_and_gateways_say_so_on
 ) -> None:
     [other] = await demo.also_workers("--model", "demo", "--tool-call-parser", "mistral")
 
-    async def told() -> bool:
+    async def warned() -> bool:
         return demo.logs("gateway").count("workers_name_different_parsers") >= 2
 
     try:
-        await until(told, "both gateways warn")
+        await until(warned, "both gateways warn")
         bus = await connect(demo.state.nats_url, role="client", name="test")
         with contextlib.suppress(openai.APIError):  # the other worker's engine answers anything
             await asking.chat.completions.create(**{**BODY, "max_tokens": 2}, user="after the warning")

@@ -72,11 +72,11 @@ async def test_an_image_is_made_stored_and_fetched(studio: httpx.AsyncClient, bu
     body = {"model": "painter", "prompt": "a red cube", "size": "40x24", "num_inference_steps": 3, "seed": 7}
     answer = await studio.post(IMAGES, json=body)
     assert answer.status_code == 200, answer.text
-    told = answer.json()
-    (picture,) = told["data"]
-    assert (told["object"], told["model"], told["size"]) == ("image", "painter", "40x24")
-    assert (told["seed"], told["steps"]) == (7, 3)
-    assert 0 < told["inference_time_s"] < 30
+    result = answer.json()
+    (picture,) = result["data"]
+    assert (result["object"], result["model"], result["size"]) == ("image", "painter", "40x24")
+    assert (result["seed"], result["steps"]) == (7, 3)
+    assert 0 < result["inference_time_s"] < 30
     assert picture["url"].startswith(str(studio.base_url).rstrip("/") + "/v1/files/")
     image = await fetched(studio, picture)
     assert (image.format, image.size) == ("PNG", (40, 24)) == ("PNG", (picture["width"], picture["height"]))
@@ -84,10 +84,10 @@ async def test_an_image_is_made_stored_and_fetched(studio: httpx.AsyncClient, bu
     other = (await studio.post(IMAGES, json=body | {"seed": 8})).json()
     same, different = await fetched(studio, again["data"][0]), await fetched(studio, other["data"][0])
     assert same.tobytes() == image.tobytes() != different.tobytes()
-    told_story, end = await ending(bus, told["id"])
+    timeline, end = await ending(bus, result["id"])
     assert end.choices[0].files[0].name == picture["url"].rpartition("/")[2]
     assert end.usage.completion == 3
-    assert told_story.stages[0].role == "diffusion"
+    assert timeline.stages[0].role == "diffusion"
 
 
 async def test_the_stock_client_gets_images_in_the_answer(studio: httpx.AsyncClient, fast: Deployment) -> None:
@@ -112,10 +112,10 @@ async def test_the_stock_client_gets_images_in_the_answer(studio: httpx.AsyncCli
 
 async def test_a_video_has_the_frames_that_were_asked_for(studio: httpx.AsyncClient) -> None:
     body = {"model": "filmer", "prompt": "a wave", "size": "32x16", "seconds": 0.5, "fps": 8, "num_inference_steps": 2}
-    told = (await studio.post(VIDEOS, json=body)).json()
-    (picture,) = told["data"]
-    assert (told["object"], told["status"]) == ("video", "completed")
-    assert told["inference_time_s"] > 0
+    result = (await studio.post(VIDEOS, json=body)).json()
+    (picture,) = result["data"]
+    assert (result["object"], result["status"]) == ("video", "completed")
+    assert result["inference_time_s"] > 0
     assert (picture["frames"], picture["frame_rate"]) == (5, 8.0), "0.5 s at 8 fps, as 1 + 4k"
     film = await fetched(studio, picture)
     assert (film.format, film.size, getattr(film, "n_frames", 1)) == ("WEBP", (32, 16), 5)
@@ -199,13 +199,13 @@ async def test_the_nats_door_says_that_pictures_are_not_for_it(studio: httpx.Asy
 
 
 async def test_what_happened_to_a_picture_can_be_explained(studio: httpx.AsyncClient, bus: Bus) -> None:
-    told = (await studio.post(IMAGES, json={"model": "painter", "prompt": "a", "num_inference_steps": 2})).json()
-    shown, _ = await ending(bus, told["id"])
+    result = (await studio.post(IMAGES, json={"model": "painter", "prompt": "a", "num_inference_steps": 2})).json()
+    shown, _ = await ending(bus, result["id"])
     console = Console(file=io.StringIO(), width=200)
     show(shown, console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "2 denoising steps" in text
-    assert told["data"][0]["url"].rpartition("/")[2] in text
+    assert result["data"][0]["url"].rpartition("/")[2] in text
 
 
 LONG = {"model": "painter", "prompt": "a sea", "size": "128x128", "num_inference_steps": 100, "n": 4}
@@ -219,8 +219,8 @@ async def begun(bus: Bus, http: httpx.AsyncClient, user: str) -> tuple[str, str]
         for request in await accepted(bus, user):
             status = (await http.get(f"/v1/requests/{request.id}")).json()
             if status.get("output_tokens", 0) > 2:
-                told = await read_timeline(bus, request.id)
-                found["id"], found["worker"] = request.id, told.stages[-1].worker
+                timeline = await read_timeline(bus, request.id)
+                found["id"], found["worker"] = request.id, timeline.stages[-1].worker
         return bool(found)
 
     await until(running, "the request has begun")
@@ -253,10 +253,10 @@ async def test_a_killed_workers_request_is_made_by_another_one(studio: httpx.Asy
     os.kill(fleet.decode(stored.data or b"").pid, signal.SIGKILL)
     answer = await asking
     assert answer.status_code == 200, answer.text
-    told, end = await ending(bus, request_id, within_s=30)
+    timeline, end = await ending(bus, request_id, within_s=30)
     assert (end.attempt, end.usage.completion) == (2, 50)
     assert end.worker != worker
-    assert [stage.worker for stage in told.stages] == [worker, end.worker]
+    assert [stage.worker for stage in timeline.stages] == [worker, end.worker]
     image = await fetched(studio, answer.json()["data"][0])
     direct = await studio.post(IMAGES, json=short | {"user": ""})
     assert (await fetched(studio, direct.json()["data"][0])).tobytes() == image.tobytes()

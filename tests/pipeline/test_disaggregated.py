@@ -218,13 +218,13 @@ async def test_only_blocks_that_the_decode_worker_lacks_are_read(
 ) -> None:
     prompt = token_prompt(640, 81)
     first = await ask(split_http, body(prompt[:320]))
-    told, _ = await ending(split_bus, request_id(first))
-    decode = told.routed[0].decision.route[-1].worker
+    timeline, _ = await ending(split_bus, request_id(first))
+    decode = timeline.routed[0].decision.route[-1].worker
 
     async def partly() -> bool:
         longer = await ask(split_http, body(prompt + token_prompt(64, int(time.time_ns() % 1_000_000))))
-        told, _ = await ending(split_bus, request_id(longer))
-        if not told.routed[0].decision.route or told.routed[0].decision.route[-1].worker != decode:
+        timeline, _ = await ending(split_bus, request_id(longer))
+        if not timeline.routed[0].decision.route or timeline.routed[0].decision.route[-1].worker != decode:
             return False
         lease = await read_ticket(split_bus, request_id(longer))
         assert lease.last.state == "released"

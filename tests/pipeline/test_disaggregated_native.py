@@ -77,8 +77,8 @@ async def both(http: httpx.AsyncClient, bus: Bus, asked: dict[str, Any], *, salt
     """The answer of one worker, that of several, and their roles. The salt keeps the two from sharing a cache."""
     _, whole = await ask(http, {**asked, "worker": "prefill-0", "cache_salt": salt + "w"})
     request, split = await ask(http, {**asked, "cache_salt": salt})
-    told, _ = await ending(bus, request)
-    return whole, split, roles(told.routed[0].decision.route)
+    timeline, _ = await ending(bus, request)
+    return whole, split, roles(timeline.routed[0].decision.route)
 
 
 def shown(answer: Any) -> Any:
@@ -267,8 +267,8 @@ async def test_a_forced_text_comes_out_verbatim_whole_and_streamed_by_one_stage_
         request, answer = await ask(http, edited(forced, question=question, n=2))
         assert texts(answer) == [TEXT, TEXT]
         assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop", "stop"]
-        told, _ = await ending(apart_bus, request)
-        assert [stage.role for stage in told.routed[0].decision.route] == roles
+        timeline, _ = await ending(apart_bus, request)
+        assert [stage.role for stage in timeline.routed[0].decision.route] == roles
     streamed = await http.post("/v1/chat/completions", json=edited(forced, stream=True))
     assert joined(parse_sse(streamed.content)) == TEXT
 
@@ -312,17 +312,17 @@ async def test_a_worker_with_more_gets_the_requests_for_it_and_can_force_a_text_
 ) -> None:
     for number in range(3):
         request, answer = await ask(http, edited(processor("best", k=1), question=f"{LONG} {number}"))
-        told, _ = await ending(apart_bus, request)
-        assert told.routed[0].decision.chosen.startswith("own-")
+        timeline, _ = await ending(apart_bus, request)
+        assert timeline.routed[0].decision.chosen.startswith("own-")
         assert texts(answer) == ["Hello world!"]
     elsewhere = await http.post("/v1/chat/completions", json=edited(processor("best", k=1), worker="decode-0"))
     assert elsewhere.status_code == 400
     assert "no_processor" in elsewhere.json()["error"]["message"]
     _, plain = await ask(http, edited(worker="decode-0"))
     assert "933" in texts(plain)[0]
-    told_of = {each.name: each.logits_processors for each in (await registrations(apart_bus)).values()}
-    assert told_of["own"] == ("allowed_tokens", "best", "forced_text", "temperature")
-    assert told_of["decode-0"] == ("allowed_tokens", "forced_text", "temperature")
+    processors_of = {each.name: each.logits_processors for each in (await registrations(apart_bus)).values()}
+    assert processors_of["own"] == ("allowed_tokens", "best", "forced_text", "temperature")
+    assert processors_of["decode-0"] == ("allowed_tokens", "forced_text", "temperature")
 
 
 def test_a_flag_that_cannot_be_used_ends_the_start(apart: Deployment) -> None:

@@ -33,7 +33,7 @@ async def test_a_finished_request_is_told_with_its_decision_table(
 ) -> None:
     await http.post("/v1/completions", json=TEXT)
     answer = await http.post("/v1/completions", json={**TEXT, "priority": "interactive"})
-    told, end = await ending(bus, answer.headers["x-request-id"])
+    timeline, end = await ending(bus, answer.headers["x-request-id"])
     status, said = await explain(answer.json()["id"], fast.data_dir, "--tokens")
     assert status == 0, said
     assert f"attempt 1: {end.worker} choice 0: " in said
@@ -41,7 +41,7 @@ async def test_a_finished_request_is_told_with_its_decision_table(
     assert "class interactive" in said
     assert "in mode kv" in said
     assert "at most 9 out" in said
-    [routed] = told.routed
+    [routed] = timeline.routed
     assert len(routed.decision.candidates) == 2
     rows = [line for line in said.splitlines() if line.startswith("│")]
     assert len(rows) == 2

@@ -80,10 +80,10 @@ async def test_a_client_that_leaves_ends_its_request_and_frees_everything(
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
-    told, end = await ending(slow_bus, request.id)
+    timeline, end = await ending(slow_bus, request.id)
     assert end.code == "cancelled"
     assert end.timings.ended_ns - left_ns < 1_000_000_000
-    assert end.worker == told.routed[-1].decision.chosen
+    assert end.worker == timeline.routed[-1].decision.chosen
     assert end.usage.completion < 2000
     await until(lambda: idle_workers(slow_bus), "the worker's blocks are free")
     await gauge_is(slow.urls[0], "penstock_gateway_open_requests", 0)
@@ -118,11 +118,11 @@ async def test_a_missed_deadline_is_an_error_of_its_own(slow_http: httpx.AsyncCl
     assert answer.status_code == 504
     assert answer.json()["error"]["code"] == "deadline_exceeded"
     assert answer.json()["error"]["type"] == "server_error"
-    told, end = await ending(slow_bus, answer.headers["x-request-id"])
+    timeline, end = await ending(slow_bus, answer.headers["x-request-id"])
     assert end.code == "deadline_exceeded"
-    assert told.request.deadline_ns - told.request.created_ns == 400_000_000
-    assert 0 <= end.timings.ended_ns - told.request.deadline_ns < 2_000_000_000
-    status = (await slow_http.get(f"/v1/requests/{told.request.id}")).json()
+    assert timeline.request.deadline_ns - timeline.request.created_ns == 400_000_000
+    assert 0 <= end.timings.ended_ns - timeline.request.deadline_ns < 2_000_000_000
+    status = (await slow_http.get(f"/v1/requests/{timeline.request.id}")).json()
     assert (status["state"], status["error"]["code"]) == ("failed", "deadline_exceeded")
     await until(lambda: idle_workers(slow_bus), "the worker's blocks are free")
 
@@ -160,8 +160,8 @@ async def test_when_the_fleet_is_full_classes_go_in_their_order(slow_http: httpx
     assert {answer.status_code for answer in answers} == {200}
     placed = []
     for answer in answers[6:]:
-        told, _ = await ending(slow_bus, answer.headers["x-request-id"])
-        placed.append((told.routed[0].decision.at_ns, told.request.user))
+        timeline, _ = await ending(slow_bus, answer.headers["x-request-id"])
+        placed.append((timeline.routed[0].decision.at_ns, timeline.request.user))
     assert [user for _, user in sorted(placed)] == ["urgent"] * 3 + ["normal"] * 3 + ["batch"] * 3
 
 

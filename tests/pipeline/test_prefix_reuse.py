@@ -27,8 +27,8 @@ def cached(answer: httpx.Response) -> int:
 
 
 async def decision_of(bus: Bus, answer: httpx.Response) -> Decision:
-    told, _ = await ending(bus, answer.headers["x-request-id"])
-    return told.routed[-1].decision
+    timeline, _ = await ending(bus, answer.headers["x-request-id"])
+    return timeline.routed[-1].decision
 
 
 def chosen(decision: Decision) -> Candidate:
@@ -54,9 +54,9 @@ async def published(bus: Bus, digests: bytes) -> None:
 async def ask_and_settle(http: httpx.AsyncClient, bus: Bus, body: dict[str, Any]) -> Decision:
     """Send a request; returns where it went, once the log says what the worker holds now."""
     answer = await http.post("/v1/completions", json=body)
-    told, _ = await ending(bus, answer.headers["x-request-id"])
-    await published(bus, told.request.digests)
-    return told.routed[-1].decision
+    timeline, _ = await ending(bus, answer.headers["x-request-id"])
+    await published(bus, timeline.request.digests)
+    return timeline.routed[-1].decision
 
 
 @pytest.mark.parametrize("seed", [201, 202, 203, 204])
@@ -93,7 +93,7 @@ async def test_the_next_turn_of_a_conversation_reuses_the_answer_too(http: httpx
     prompt = token_prompt(3 * BLOCK, 220)
     body = text_body(prompt, max_tokens=5 * BLOCK, logprobs=0)
     answer = await http.post("/v1/completions", json=body)
-    told, end = await ending(bus, answer.headers["x-request-id"])
+    timeline, end = await ending(bus, answer.headers["x-request-id"])
     said = [int.from_bytes(end.choices[0].tokens[i : i + 4], "little") for i in range(0, 20 * BLOCK, 4)]
     follow_up = text_body(prompt + said + token_prompt(BLOCK, 221))
 
@@ -101,7 +101,7 @@ async def test_the_next_turn_of_a_conversation_reuses_the_answer_too(http: httpx
         return cached(await http.post("/v1/completions", json=follow_up)) >= 7 * BLOCK
 
     await until(reused, "the blocks of prompt and answer are reused")
-    assert told.routed[0].decision.chosen
+    assert timeline.routed[0].decision.chosen
 
 
 async def test_another_cache_salt_shares_nothing(http: httpx.AsyncClient, bus: Bus) -> None:

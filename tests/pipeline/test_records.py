@@ -298,11 +298,11 @@ async def test_a_running_request_is_found_in_its_shard_and_told_by_the_gateway_t
         stream = slow_bus.subjects.stream("REQUESTS")
         assert request_id in [e.headers[HEADER_MSG_ID] async for e in read(slow_bus, stream, shard)]
 
-        async def told() -> bool:
+        async def in_progress() -> bool:
             status = (await other.get(f"/v1/requests/{request_id}")).json()
             return bool(status["state"] == "running" and status.get("output_tokens", 0) >= 2 and status["attempt"] == 1)
 
-        await until(told, "progress")
+        await until(in_progress, "progress")
         await other.delete(f"/v1/requests/{request_id}")
 
 

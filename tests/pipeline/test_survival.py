@@ -214,9 +214,9 @@ async def test_scoring_a_prompt_goes_on_elsewhere_behind_what_was_told(
             assert found[at - 1] == oracle.vocabulary.score(state, prompt[at], 1)
 
     await asyncio.to_thread(compare)  # seconds, in which the broker's pings must be answered
-    told = await scored()
-    assert set(told) == {1, 2}
-    assert told[1] + told[2] == len(prompt) - 1, "the second worker began behind the first"
+    scores = await scored()
+    assert set(scores) == {1, 2}
+    assert scores[1] + scores[2] == len(prompt) - 1, "the second worker began behind the first"
     (end,) = await ended_once(fleet, fleet_bus, {request.id})
     assert end.attempt == 2
 

@@ -166,9 +166,9 @@ async def test_the_router_learns_of_blocks_from_the_engine_s_events(
     decisions = []
     for round in range(2):
         answer = await http.post("/v1/completions", json={**body, "temperature": 0, "ignore_eos": True})
-        told, _ = await ending(bus, answer.headers["x-request-id"])
-        await published(bus, told.request.digests)
-        decisions.append(told.routed[-1].decision)
+        timeline, _ = await ending(bus, answer.headers["x-request-id"])
+        await published(bus, timeline.request.digests)
+        decisions.append(timeline.routed[-1].decision)
         assert cached(answer) == (6 * BLOCK if round else 0)
     first, second = decisions
     assert second.chosen == first.chosen
@@ -252,10 +252,10 @@ async def test_prefill_and_decode_hand_over_by_vllm_s_own_connector(
     for round in range(2):
         answer = await http.post("/v1/chat/completions", json=chat(QUESTION))
         assert answer.status_code == 200, answer.text
-        told, done = await ending(bus, answer.headers["x-request-id"])
+        timeline, done = await ending(bus, answer.headers["x-request-id"])
         assert not done.code
         if not round:
-            assert [stage.role for stage in told.routed[0].decision.route] == ["prefill", "decode"]
+            assert [stage.role for stage in timeline.routed[0].decision.route] == ["prefill", "decode"]
             assert done.worker.startswith("decode")
         assert answer.json()["choices"][0]["message"]["content"] == reference
     assert "handoff_state_unusable" not in roles["decode"].log.read_text(errors="replace")

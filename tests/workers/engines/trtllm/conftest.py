@@ -84,7 +84,7 @@ def make(standin: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     assert not left, "threads outlive their engine"
 
 
-class Told:
+class Results:
     """Everything that steps brought, by key."""
 
     def __init__(self) -> None:
@@ -118,21 +118,21 @@ class Told:
         return [output.logprob for output in self.outputs[key]]
 
 
-def until(engine: Engine, done: Callable[[Told], bool], told: Told | None = None) -> Told:
+def until(engine: Engine, done: Callable[[Results], bool], results: Results | None = None) -> Results:
     """Step until that is so."""
-    told = told or Told()
+    results = results or Results()
     deadline = time.monotonic() + BOUND_S
-    while not done(told):
+    while not done(results):
         assert time.monotonic() < deadline, "it does not come"
-        told.add(engine.step())
-    return told
+        results.add(engine.step())
+    return results
 
 
-def run(engine: Engine, *requests: SequenceRequest) -> Told:
+def run(engine: Engine, *requests: SequenceRequest) -> Results:
     """Submit and step until all have ended."""
     for request in requests:
         engine.submit(request)
-    return until(engine, lambda told: all(told.ended(request.key) for request in requests))
+    return until(engine, lambda results: all(results.ended(request.key) for request in requests))
 
 
 def ask(key: object, prompt: Any, max_tokens: int = 8, sampling: Sampling = GREEDY, **more: Any) -> SequenceRequest:

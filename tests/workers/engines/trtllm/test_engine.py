@@ -12,7 +12,7 @@ from schemas import blocks, wire
 from schemas.errors import Code
 from schemas.kv import Cleared, Removed, Stored
 from schemas.requests import Sampling
-from tests.workers.engines.trtllm.conftest import BLOCK, LIMIT, MODEL, Told, ask, run, until
+from tests.workers.engines.trtllm.conftest import BLOCK, LIMIT, MODEL, Results, ask, run, until
 from workers.engines.base import Engine, EngineError, RequestError
 from workers.engines.external import engine as shell
 from workers.engines.native.build import build as native_engine
@@ -35,9 +35,9 @@ def prompt(vocabulary: modeldir.ModelDir) -> list[int]:
 def expected(prompt: list[int]) -> list[int]:
     """What our own engine goes on with, greedily."""
     engine = native_engine(str(MODEL), NativeOptions(device="cpu", dtype="float32", max_model_len=LIMIT, kv_blocks=64))
-    told = run(engine, ask("a", prompt, 24, ignore_eos=True))
+    results = run(engine, ask("a", prompt, 24, ignore_eos=True))
     engine.close()
-    return told.tokens("a")
+    return results.tokens("a")
 
 
 def names(vocabulary: modeldir.ModelDir, tokens: Sequence[int], salt: str = "") -> list[bytes]:
@@ -50,10 +50,10 @@ def names(vocabulary: modeldir.ModelDir, tokens: Sequence[int], salt: str = "") 
 
 def test_it_answers_what_our_own_engine_answers(make: Make, prompt: list[int], expected: list[int]) -> None:
     engine = make()
-    told = run(engine, ask("a", prompt, 24, ignore_eos=True), ask("b", prompt[:40], 5))
-    assert told.tokens("a") == expected
-    assert told.finish("a") == "length"
-    assert len(told.tokens("b")) <= 5
+    results = run(engine, ask("a", prompt, 24, ignore_eos=True), ask("b", prompt[:40], 5))
+    assert results.tokens("a") == expected
+    assert results.finish("a") == "length"
+    assert len(results.tokens("b")) <= 5
     assert not engine.has_work() or not engine.step().outputs
 
 
@@ -61,9 +61,9 @@ def test_several_tokens_at_once_and_few_at_the_end_are_each_told_once(
     make: Make, prompt: list[int], expected: list[int]
 ) -> None:
     engine = make(override_engine_args='{"stream_interval": 7}')
-    told = run(engine, ask("a", prompt, 24, ignore_eos=True))
-    assert told.tokens("a") == expected
-    assert max(len(step.outputs) for step in told.steps) > 1
+    results = run(engine, ask("a", prompt, 24, ignore_eos=True))
+    assert results.tokens("a") == expected
+    assert max(len(step.outputs) for step in results.steps) > 1
 
 
 @pytest.mark.parametrize("shown", [True, False])
@@ -73,10 +73,10 @@ def test_the_stop_token_is_told_and_ends_it(
     quirks.eos_in_token_ids = shown
     engine = make()
     stop = expected[3]
-    told = run(engine, ask("a", prompt, 24, token_ids=(stop,), ignore_eos=True))
+    results = run(engine, ask("a", prompt, 24, token_ids=(stop,), ignore_eos=True))
     end = expected.index(stop) + 1
-    assert told.tokens("a") == expected[:end]
-    assert (told.finish("a"), told.outputs["a"][-1].stop_token) == ("stop", stop)
+    assert results.tokens("a") == expected[:end]
+    assert (results.finish("a"), results.outputs["a"][-1].stop_token) == ("stop", stop)
 
 
 @pytest.mark.parametrize("shown", [True, False])
@@ -85,38 +85,38 @@ def test_so_is_the_end_token(make: Make, quirks: Any, prompt: list[int], shown: 
     quirks.eos_in_token_ids = shown
     engine = make()
     eos = engine.info.eos_token_ids[0]
-    told = run(engine, ask("a", prompt, 9, Sampling(temperature=0.0, logit_bias={eos: 100.0})))
-    assert (told.tokens("a"), told.finish("a"), told.outputs["a"][-1].stop_token) == ([eos], "stop", eos)
+    results = run(engine, ask("a", prompt, 9, Sampling(temperature=0.0, logit_bias={eos: 100.0})))
+    assert (results.tokens("a"), results.finish("a"), results.outputs["a"][-1].stop_token) == ([eos], "stop", eos)
 
 
 def test_an_answer_that_began_elsewhere_goes_on_where_it_stopped(
     make: Make, prompt: list[int], expected: list[int]
 ) -> None:
     engine = make()
-    told = run(engine, ask("a", prompt, 24, ignore_eos=True, generated=expected[:10]))
-    assert told.tokens("a") == expected[10:]
+    results = run(engine, ask("a", prompt, 24, ignore_eos=True, generated=expected[:10]))
+    assert results.tokens("a") == expected[10:]
 
 
 def test_it_ends_where_the_model_does(make: Make, prompt: list[int]) -> None:
     engine = make(max_model_len=len(prompt) + 4)
-    told = run(engine, ask("a", prompt, 100, ignore_eos=True))
-    assert len(told.tokens("a")) == 4
-    assert told.finish("a") == "length"
+    results = run(engine, ask("a", prompt, 100, ignore_eos=True))
+    assert len(results.tokens("a")) == 4
+    assert results.finish("a") == "length"
 
 
 def test_every_token_comes_with_its_logarithm_and_the_best(make: Make, prompt: list[int]) -> None:
     engine = make()
-    told = run(
+    results = run(
         engine,
         ask("a", prompt, 6, Sampling(temperature=0.0, logprobs=3), ignore_eos=True),
         ask("b", prompt, 6, Sampling(temperature=0.0, logprobs=0), ignore_eos=True),
     )
-    for output in told.outputs["a"]:
+    for output in results.outputs["a"]:
         assert output.logprob is not None
         assert len(output.logprob.top) == 3
         assert output.logprob.top[0] == (output.token, output.logprob.logprob)
-    assert [value.top for value in told.logprobs("b") if value] == [()] * 6
-    values = [[value.logprob for value in told.logprobs(key) if value] for key in "ab"]
+    assert [value.top for value in results.logprobs("b") if value] == [()] * 6
+    values = [[value.logprob for value in results.logprobs(key) if value] for key in "ab"]
     assert values[0] == pytest.approx(values[1], abs=1e-3)
 
 
@@ -127,11 +127,11 @@ def test_samples_follow_their_seed(make: Make, prompt: list[int]) -> None:
         for seed in (1, 2)
         for n in range(4)
     ]
-    told = run(engine, *asked)
+    results = run(engine, *asked)
     for seed in (1, 2):
-        assert told.tokens((seed, 0)) == told.tokens((seed, 2))
-        assert told.tokens((seed, 1)) == told.tokens((seed, 3))
-    assert len({tuple(told.tokens(request.key)) for request in asked}) == 4
+        assert results.tokens((seed, 0)) == results.tokens((seed, 2))
+        assert results.tokens((seed, 1)) == results.tokens((seed, 3))
+    assert len({tuple(results.tokens(request.key)) for request in asked}) == 4
 
 
 def test_a_second_prompt_finds_the_first_ones_blocks_and_tenants_find_nothing(make: Make, prompt: list[int]) -> None:
@@ -188,13 +188,13 @@ def test_a_request_error_fails_its_request_and_no_other(make: Make, prompt: list
         return real(inputs, **more)
 
     monkeypatch.setattr(engine._follower._llm, "generate_async", generate_async)
-    told = run(engine, ask("a", prompt, 4), *(ask(n, prompt[:n], 4) for n in errors))
-    assert {key: failure.code for key, failure in told.failures.items()} == {
+    results = run(engine, ask("a", prompt, 4), *(ask(n, prompt[:n], 4) for n in errors))
+    assert {key: failure.code for key, failure in results.failures.items()} == {
         5: Code.context_length_exceeded,
         6: Code.invalid_request,
         7: Code.unsupported,
     }
-    assert told.tokens("a")
+    assert results.tokens("a")
     assert run(engine, ask("b", prompt, 2)).tokens("b")
 
 
@@ -210,11 +210,11 @@ def test_a_request_error_on_the_way_fails_its_request_and_no_other(make: Make, p
     while sequence.result is None:
         engine.step()
     sequence.result._inbox.put(ErrorResponse("this one cannot go on"))
-    told = until(engine, lambda told: told.ended("a"))
+    results = until(engine, lambda results: results.ended("a"))
     hooks.free(engine._follower._llm)
-    until(engine, lambda told: told.ended("b"), told)
-    assert told.failures["a"].code == Code.engine_error
-    assert len(told.tokens("b")) == 8
+    until(engine, lambda results: results.ended("b"), results)
+    assert results.failures["a"].code == Code.engine_error
+    assert len(results.tokens("b")) == 8
 
 
 def test_any_other_error_is_the_engines_end(make: Make, prompt: list[int]) -> None:
@@ -228,7 +228,7 @@ def test_any_other_error_is_the_engines_end(make: Make, prompt: list[int]) -> No
     hooks.die(engine._follower._llm)
     hooks.free(engine._follower._llm)
     with pytest.raises(EngineError, match="illegal memory access"):
-        until(engine, lambda told: False)
+        until(engine, lambda results: False)
     with pytest.raises(EngineError):
         engine.submit(ask("b", prompt, 2))
 
@@ -268,12 +268,12 @@ def test_a_cancelled_sequence_says_nothing_more_and_is_aborted(make: Make, promp
     llm = engine._follower._llm
     engine.submit(ask("a", prompt, 400, ignore_eos=True))
     engine.submit(ask("b", prompt, 20, ignore_eos=True))
-    told = until(engine, lambda told: len(told.tokens("a")) > 2)
+    results = until(engine, lambda results: len(results.tokens("a")) > 2)
     assert engine.cancel("a")
-    before = len(told.tokens("a"))
-    until(engine, lambda told: told.ended("b"), told)
-    assert len(told.tokens("a")) == before
-    assert len(told.tokens("b")) == 20
+    before = len(results.tokens("a"))
+    until(engine, lambda results: results.ended("b"), results)
+    assert len(results.tokens("a")) == before
+    assert len(results.tokens("b")) == 20
     idle(llm)
     assert not engine.cancel("a")
     assert engine.stats().running == engine.stats().waiting == 0
@@ -301,7 +301,7 @@ def test_an_abort_that_is_not_answered_leaves_nothing_behind(
     monkeypatch.setattr(follower, "ABORT_S", 0.05)
     engine = make()
     engine.submit(ask("a", prompt, 400, ignore_eos=True))
-    until(engine, lambda told: bool(told.tokens("a")))
+    until(engine, lambda results: bool(results.tokens("a")))
     task = engine._active["a"].task
     engine.cancel("a")
     deadline = time.monotonic() + 10
@@ -327,7 +327,7 @@ def test_a_step_waits_but_not_long_and_never_spins(make: Make, prompt: list[int]
     assert steps * shell.WAIT_S * 0.9 <= spent < 20 * steps * shell.WAIT_S
     assert time.thread_time() - cpu < spent / 2
     hooks.free(llm)
-    until(engine, lambda told: told.ended("a"))
+    until(engine, lambda results: results.ended("a"))
 
 
 def test_a_long_silence_is_said(make: Make, prompt: list[int], monkeypatch: Any) -> None:
@@ -351,16 +351,16 @@ def test_a_long_silence_is_said(make: Make, prompt: list[int], monkeypatch: Any)
 def test_blocks_are_told_under_our_names(make: Make, prompt: list[int], vocabulary: modeldir.ModelDir) -> None:
     engine = make()
     wanted = names(vocabulary, prompt)
-    told = run(engine, ask("a", prompt, 1))
-    until(engine, lambda told: len(stored(told)) >= len(wanted), told)
-    assert stored(told) == wanted
+    results = run(engine, ask("a", prompt, 1))
+    until(engine, lambda results: len(stored(results)) >= len(wanted), results)
+    assert stored(results) == wanted
     dumped = [event for event in engine.dump() if isinstance(event, Stored)]
     assert [name for event in dumped for name in blocks.split(event.digests)] == wanted
     assert engine.stats().cached_blocks == len(wanted)
 
 
-def stored(told: Told) -> list[bytes]:
-    return [name for event in told.events if isinstance(event, Stored) for name in blocks.split(event.digests)]
+def stored(results: Results) -> list[bytes]:
+    return [name for event in results.events if isinstance(event, Stored) for name in blocks.split(event.digests)]
 
 
 def test_attention_dp_ranks_are_chosen_and_told_apart(
@@ -369,17 +369,17 @@ def test_attention_dp_ranks_are_chosen_and_told_apart(
     quirks.gpus = 2
     engine = make(tensor_parallel_size=2, override_engine_args='{"enable_attention_dp": true}')
     wanted = names(vocabulary, prompt)
-    told = run(engine, ask("a", prompt, 1, rank=1))
-    until(engine, lambda told: len(of_rank(told, 1)) >= len(wanted), told)
-    assert (stored(told), of_rank(told, 1)) == ([], wanted)
+    results = run(engine, ask("a", prompt, 1, rank=1))
+    until(engine, lambda results: len(of_rank(results, 1)) >= len(wanted), results)
+    assert (stored(results), of_rank(results, 1)) == ([], wanted)
     assert (engine.dump(0), of_rank_dump(engine, 1)) == ([], wanted)
-    told = run(engine, ask("b", prompt, 1, rank=0), ask("c", prompt, 1, rank=1))
-    assert told.cached["b"] == 0
-    assert told.cached["c"] > 0
+    results = run(engine, ask("b", prompt, 1, rank=0), ask("c", prompt, 1, rank=1))
+    assert results.cached["b"] == 0
+    assert results.cached["c"] > 0
 
 
-def of_rank(told: Told, rank: int) -> list[bytes]:
-    events = [event for step in told.steps for event in step.others.get(rank, ())]
+def of_rank(results: Results, rank: int) -> list[bytes]:
+    events = [event for step in results.steps for event in step.others.get(rank, ())]
     return [name for event in events if isinstance(event, Stored) for name in blocks.split(event.digests)]
 
 
@@ -389,26 +389,26 @@ def of_rank_dump(engine: Any, rank: int) -> list[bytes]:
 
 def test_what_is_evicted_is_told(make: Make, prompt: list[int], vocabulary: modeldir.ModelDir) -> None:
     engine = make(kv_blocks=0, override_engine_args=f'{{"kv_cache_config": {{"max_tokens": {BLOCK * 12}}}}}')
-    told = run(engine, ask("a", prompt, 1))
+    results = run(engine, ask("a", prompt, 1))
     others = [[token % 900 + 20 for token in range(n, n + 9 * BLOCK)] for n in range(0, 600, 100)]
     for n, other in enumerate(others):
         engine.submit(ask(n, other, 1))
-        until(engine, lambda told, n=n: told.ended(n), told)  # type: ignore[misc]
-    until(engine, lambda told: names(vocabulary, prompt)[0] in removed(told), told)
+        until(engine, lambda results, n=n: results.ended(n), results)  # type: ignore[misc]
+    until(engine, lambda results: names(vocabulary, prompt)[0] in removed(results), results)
 
 
-def removed(told: Told) -> list[bytes]:
-    return [name for event in told.events if isinstance(event, Removed) for name in blocks.split(event.digests)]
+def removed(results: Results) -> list[bytes]:
+    return [name for event in results.events if isinstance(event, Removed) for name in blocks.split(event.digests)]
 
 
 def test_lost_events_clear_what_routers_know(make: Make, prompt: list[int]) -> None:
     from tensorrt_llm._standin import hooks
 
     engine = make()
-    told = run(engine, ask("a", prompt, 1))
-    until(engine, lambda told: bool(stored(told)), told)
+    results = run(engine, ask("a", prompt, 1))
+    until(engine, lambda results: bool(stored(results)), results)
     hooks.tell(engine._follower._llm, {"type": "removed", "block_hashes": []}, skip=2)
-    until(engine, lambda told: Cleared() in told.events, told)
+    until(engine, lambda results: Cleared() in results.events, results)
     assert engine.dump() == []
 
 
@@ -427,11 +427,11 @@ def test_nothing_is_read_before_the_first_request_and_each_queue_by_one_reader_a
     monkeypatch.setattr(llm, "get_kv_cache_events_async", counted)
     engine._loop.run(nothing(), 5)
     assert asked == []
-    told = run(engine, ask("a", prompt, 1))
+    results = run(engine, ask("a", prompt, 1))
     assert [task.get_name() for task in engine._loop._tasks].count("kv events") == 1
     run(engine, ask("b", prompt, 1))
     assert [task.get_name() for task in engine._loop._tasks].count("kv events") == 1
-    until(engine, lambda told: bool(asked), told)
+    until(engine, lambda results: bool(asked), results)
     assert set(asked) == {"trtllm"}
 
 
@@ -441,8 +441,8 @@ async def nothing() -> None:
 
 def test_switched_off_it_reads_and_tells_nothing(make: Make, prompt: list[int]) -> None:
     engine = make(publish_events_and_metrics=False)
-    told = run(engine, ask("a", prompt, 8, ignore_eos=True))
-    assert told.events == []
+    results = run(engine, ask("a", prompt, 8, ignore_eos=True))
+    assert results.events == []
     assert not engine.info.kv_events
     assert not {task.get_name() for task in engine._loop._tasks} & {"kv events", "statistics"}
 
@@ -461,7 +461,7 @@ def test_the_engines_own_metrics_come_beside_ours(make: Make, prompt: list[int])
     while b"trtllm_request_success_total{" not in (text := generate_latest(registry)):
         assert time.monotonic() < deadline, text.decode()
         engine.step()
-    until(engine, lambda told: b"trtllm_kv_cache_max_blocks" in generate_latest(registry))
+    until(engine, lambda results: b"trtllm_kv_cache_max_blocks" in generate_latest(registry))
     assert b"python_info" not in text
 
 
@@ -472,7 +472,7 @@ def test_closing_ends_what_runs_and_may_be_done_twice(make: Make, prompt: list[i
     engine: Engine = make()
     for n in range(4):
         engine.submit(ask(n, prompt, 400, ignore_eos=True))
-    until(engine, lambda told: bool(told.outputs))
+    until(engine, lambda results: bool(results.outputs))
     began = time.monotonic()
     engine.close()
     engine.close()

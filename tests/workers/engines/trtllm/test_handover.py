@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from schemas.requests import Sampling
-from tests.workers.engines.trtllm.conftest import BLOCK, GREEDY, Told, ask, run, until
+from tests.workers.engines.trtllm.conftest import BLOCK, GREEDY, Results, ask, run, until
 from workers.engines.base import SequenceRequest
 from workers.engines.trtllm import follower
 
@@ -17,14 +17,14 @@ PROMPT = [100 + (7 * n) % 300 for n in range(3 * BLOCK + 5)]
 def prefilled(engine: Any, key: str = "p", sampling: Sampling = GREEDY, **more: Any) -> tuple[list[int], bytes]:
     """First token and state."""
     generated = more.get("generated", ())
-    told = run(engine, ask(key, PROMPT, len(generated) + 1, sampling, hold=True, ignore_eos=True, **more))
-    assert told.finish(key) == "length"
-    held = told.held[key]
+    results = run(engine, ask(key, PROMPT, len(generated) + 1, sampling, hold=True, ignore_eos=True, **more))
+    assert results.finish(key) == "length"
+    held = results.held[key]
     assert (held.blocks, held.generations) == ([], [])
-    return told.tokens(key), held.opaque
+    return results.tokens(key), held.opaque
 
 
-def went_on(engine: Any, first: list[int], opaque: bytes, **more: Any) -> Told:
+def went_on(engine: Any, first: list[int], opaque: bytes, **more: Any) -> Results:
     before = [*more.pop("generated", ()), *first]
     return run(engine, ask("d", PROMPT, 12, generated=before, opaque=opaque, ignore_eos=True, **more))
 
@@ -41,9 +41,9 @@ def test_the_answer_is_that_of_one_engine(make: Make, quirks: Any, whole: list[i
     prefill, decode = make(role="prefill"), make(role="decode")
     assert prefill.info.handover == decode.info.handover != ""
     first, opaque = prefilled(prefill)
-    told = went_on(decode, first, opaque)
-    assert first + told.tokens("d") == whole
-    assert told.cached["d"] > 0  # it computed nothing of the prompt
+    results = went_on(decode, first, opaque)
+    assert first + results.tokens("d") == whole
+    assert results.cached["d"] > 0  # it computed nothing of the prompt
     again = run(decode, ask("e", PROMPT, 12, ignore_eos=True, generated=first, opaque=prefilled(prefill, "q")[1]))
     assert first + again.tokens("e") == whole
 
@@ -67,11 +67,11 @@ def test_the_blocks_of_a_held_prompt_are_counted_until_it_is_dropped(make: Make)
 def test_only_one_choice_takes_the_state_over_and_the_others_compute(make: Make, whole: list[int]) -> None:
     prefill, decode = make(role="prefill"), make(role="decode")
     first, opaque = prefilled(prefill)
-    told = run(
+    results = run(
         decode,
         *(ask(n, PROMPT, 12, ignore_eos=True, generated=first, opaque=opaque, choice=n) for n in range(3)),
     )
-    assert [first + told.tokens(n) for n in range(3)] == [whole] * 3
+    assert [first + results.tokens(n) for n in range(3)] == [whole] * 3
 
 
 @pytest.mark.parametrize("damage", ["bytes", "tokens", "layout"])
@@ -85,8 +85,8 @@ def test_a_state_that_cannot_be_used_costs_a_prompt_not_a_request(make: Make, wh
     else:
         first = whole[:3]  # of another attempt, which had more (and ends with the same token)
         assert first[-1] == first[0]
-    told = went_on(decode, first, opaque)
-    assert first + told.tokens("d") == whole
+    results = went_on(decode, first, opaque)
+    assert first + results.tokens("d") == whole
 
 
 def test_a_transfer_that_fails_is_told_as_such(make: Make, tmp_path: Any) -> None:
@@ -94,8 +94,8 @@ def test_a_transfer_that_fails_is_told_as_such(make: Make, tmp_path: Any) -> Non
     first, opaque = prefilled(prefill)
     for file in tmp_path.iterdir():
         file.unlink()
-    told = went_on(decode, first, opaque)
-    assert told.failures["d"].code in ("transfer_failed", "engine_error")
+    results = went_on(decode, first, opaque)
+    assert results.failures["d"].code in ("transfer_failed", "engine_error")
 
 
 def test_a_cancel_while_kv_is_fetched_waits_for_that(make: Make, monkeypatch: Any) -> None:
@@ -118,18 +118,18 @@ def test_a_cancel_while_kv_is_fetched_waits_for_that(make: Make, monkeypatch: An
         decode.step()
     assert aborted == []
     hooks.free(llm)
-    until(decode, lambda told: bool(aborted))
+    until(decode, lambda results: bool(aborted))
     assert aborted == [1]
 
 
 def test_an_answer_that_ends_with_its_first_token_is_over(make: Make, whole: list[int]) -> None:
     prefill = make(role="prefill")
-    told = run(prefill, ask("p", PROMPT, 1, hold=True, token_ids=(whole[0],), ignore_eos=True))
-    assert (told.tokens("p"), told.finish("p")) == (whole[:1], "stop")
+    results = run(prefill, ask("p", PROMPT, 1, hold=True, token_ids=(whole[0],), ignore_eos=True))
+    assert (results.tokens("p"), results.finish("p")) == (whole[:1], "stop")
 
 
 def test_choices_that_hold_nothing_get_their_first_token_the_ordinary_way(make: Make, whole: list[int]) -> None:
     prefill = make(role="prefill")
-    told = run(prefill, ask("h", PROMPT, 1, hold=True), ask("o", PROMPT, 1))
-    assert told.tokens("h") == told.tokens("o") == whole[:1]
-    assert set(told.held) == {"h"}
+    results = run(prefill, ask("h", PROMPT, 1, hold=True), ask("o", PROMPT, 1))
+    assert results.tokens("h") == results.tokens("o") == whole[:1]
+    assert set(results.held) == {"h"}

@@ -59,16 +59,16 @@ def native_answer(tokens: list[int], colors: list[str], places: list[int]) -> li
     engine = native_engine(
         str(VISION), NativeOptions(device="cpu", dtype="float32", max_model_len=512, kv_blocks=64, embed_slots=4)
     )
-    told = run(engine, ask("a", tokens, 8, ignore_eos=True, media=seen(engine, colors, places)))
+    results = run(engine, ask("a", tokens, 8, ignore_eos=True, media=seen(engine, colors, places)))
     engine.close()
-    return told.tokens("a")
+    return results.tokens("a")
 
 
 @pytest.mark.parametrize("colors", [["red"], ["blue", "red"]])
 def test_a_prompt_with_pictures_is_answered_as_by_our_own_engine(engine: Any, colors: list[str]) -> None:
     tokens, places = prompt("user: ", *["\nand " for _ in colors[1:]], "\nWhat colour is this?")
-    told = run(engine, ask("a", tokens, 8, ignore_eos=True, media=seen(engine, colors, places)))
-    assert told.tokens("a") == native_answer(tokens, colors, places)
+    results = run(engine, ask("a", tokens, 8, ignore_eos=True, media=seen(engine, colors, places)))
+    assert results.tokens("a") == native_answer(tokens, colors, places)
 
 
 def test_embeddings_from_an_encode_worker_serve_as_well(engine: Any) -> None:
@@ -87,10 +87,10 @@ def test_embeddings_from_an_encode_worker_serve_as_well(engine: Any) -> None:
         engine.vision.adopt(ours)
     finally:
         encoder.close()
-    told = run(
+    results = run(
         engine, ask("b", tokens, 8, ignore_eos=True, media=[MediaSpan(places[0], EACH, b"x" * 32, ours.slots[0])])
     )
-    assert told.tokens("b") == picture
+    assert results.tokens("b") == picture
 
 
 def test_a_slot_that_gets_embeddings_forgets_the_picture_before(engine: Any) -> None:

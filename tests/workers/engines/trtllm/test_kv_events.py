@@ -97,7 +97,7 @@ class Index:
                 parent = event.parent
                 for digest in digests:
                     assert parent is None or parent in self.parents, "a name without its parent"
-                    assert digest not in self.parents, "a name told twice"
+                    assert digest not in self.parents, "a name comes twice"
                     self.parents[digest] = parent
                     parent = digest
             else:
@@ -138,7 +138,7 @@ def test_windows_other_than_the_largest_are_dropped_once_it_is_known() -> None:
     early = ours.feed([source.stored([1], TOKENS[:SIZE], window=SLIDING)])
     assert early == [Stored(names(TOKENS)[0])]
     assert ours.feed([source.created(SLIDING)]) == []
-    assert ours.feed([source.created(GLOBAL)]) == [Cleared()]  # what was told was of a window that forgets
+    assert ours.feed([source.created(GLOBAL)]) == [Cleared()]  # the events were of a window that forgets
     assert ours.window == GLOBAL
     assert ours.feed([source.stored([1], TOKENS[:SIZE], window=SLIDING), source.removed(1, window=SLIDING)]) == []
     assert ours.feed([source.stored([1], TOKENS[:SIZE])]) == [Stored(names(TOKENS)[0])]

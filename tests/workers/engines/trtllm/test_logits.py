@@ -47,8 +47,8 @@ def model() -> modeldir.ModelDir:
 
 
 def answers(engine: Engine, *asked: Any) -> dict[object, list[int]]:
-    told = run(engine, *asked)
-    return {each.key: told.tokens(each.key) for each in asked}
+    results = run(engine, *asked)
+    return {each.key: results.tokens(each.key) for each in asked}
 
 
 def test_the_same_processors_give_what_they_give_in_the_native_engine(engine: Engine, model: modeldir.ModelDir) -> None:

@@ -31,13 +31,13 @@ def ids(tokens: Sequence[Token]) -> list[int]:
 
 @given(st.lists(st.integers(10, 99), min_size=1, max_size=30), st.lists(st.integers(0, 30), max_size=8))
 def test_every_token_is_told_once_and_in_order_however_the_output_is_cut(tokens: list[int], cuts: list[int]) -> None:
-    cursor, told = OutputCursor(limit=len(tokens)), list[Token]()
+    cursor, results = OutputCursor(limit=len(tokens)), list[Token]()
     for version in versions(tokens, cuts) * 2:
         new, failure = cursor.advance(version)
         assert failure is None
-        told += new
-    assert ids(told) == tokens
-    assert [token.finish for token in told] == [""] * (len(tokens) - 1) + ["length"]
+        results += new
+    assert ids(results) == tokens
+    assert [token.finish for token in results] == [""] * (len(tokens) - 1) + ["length"]
 
 
 @given(
@@ -52,23 +52,23 @@ def test_the_ending_token_is_told_whether_the_engine_shows_trims_or_never_had_it
 ) -> None:
     """Trimmed: the last version is shorter than one before."""
     cursor = OutputCursor(limit=100, stops=frozenset({EOS, STOP}), end_id=EOS)
-    told: list[Token] = []
+    results: list[Token] = []
     for version in versions([*tokens, last] if shown_before else tokens, cuts):
-        told += cursor.advance(version)[0]
+        results += cursor.advance(version)[0]
     final = [*tokens, last] if shown_at_end else tokens
     new, failure = cursor.advance(final, None, "stop", None if last == EOS else STOP)
-    told += new
+    results += new
     assert failure is None
-    assert ids(told) == [*tokens, last]
-    assert told[-1] == Token(last, "stop", None, last)
+    assert ids(results) == [*tokens, last]
+    assert results[-1] == Token(last, "stop", None, last)
     assert cursor.finished
     assert cursor.advance([*final, 50], None, "length") == ([], None)
 
 
 def test_a_stop_token_counts_only_once_enough_tokens_are_out() -> None:
     cursor = OutputCursor(limit=10, stops=frozenset({EOS}), min_tokens=2)
-    told, _ = cursor.advance([EOS, EOS, EOS, 50])
-    assert told == [Token(EOS), Token(EOS), Token(EOS, "stop", None, EOS)]
+    results, _ = cursor.advance([EOS, EOS, EOS, 50])
+    assert results == [Token(EOS), Token(EOS), Token(EOS, "stop", None, EOS)]
 
 
 def test_tokens_behind_the_limit_are_not_told() -> None:
@@ -81,10 +81,10 @@ def test_tokens_behind_the_limit_are_not_told() -> None:
     st.lists(st.integers(1, 12), max_size=5),
 )
 def test_what_a_prefill_worker_told_is_not_told_again(skip: list[int], tokens: list[int], cuts: list[int]) -> None:
-    cursor, told = OutputCursor(limit=len(tokens), skip=skip), list[Token]()
+    cursor, results = OutputCursor(limit=len(tokens), skip=skip), list[Token]()
     for version in versions([*skip, *tokens], cuts):
-        told += cursor.advance(version)[0]
-    assert ids(told) == tokens
+        results += cursor.advance(version)[0]
+    assert ids(results) == tokens
     assert cursor.repeats
 
 

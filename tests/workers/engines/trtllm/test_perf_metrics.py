@@ -9,7 +9,7 @@ import pytest
 
 from infra.timeline.tracing.attributes import of_stamps
 from schemas.trace import Stamps
-from tests.workers.engines.trtllm.conftest import Told, ask, run
+from tests.workers.engines.trtllm.conftest import Results, ask, run
 from workers.engines.trtllm import perf_metrics
 
 Make = Callable[..., Any]
@@ -67,21 +67,21 @@ def test_what_a_release_lacks_or_calls_otherwise_is_left_out(odd: Any) -> None:
     assert perf_metrics.measured(odd) == {}
 
 
-def measured(told: Told, key: object) -> dict[str, float]:
-    found = [each for step in told.steps for each in step.measured if each.key == key]
+def measured(results: Results, key: object) -> dict[str, float]:
+    found = [each for step in results.steps for each in step.measured if each.key == key]
     assert len(found) <= 1
     return dict(found[0].values) if found else {}
 
 
 def test_a_traced_requests_measurements_become_attributes_of_its_span(make: Make) -> None:
     engine = make()
-    told = run(engine, ask("a", PROMPT, 8, ignore_eos=True, trace=TRACE), ask("b", PROMPT[::-1], 8, ignore_eos=True))
-    found = measured(told, "a")
+    results = run(engine, ask("a", PROMPT, 8, ignore_eos=True, trace=TRACE), ask("b", PROMPT[::-1], 8, ignore_eos=True))
+    found = measured(results, "a")
     assert 0 < found["prefill_s"] <= found["ttft_s"] <= found["e2e_s"]
     assert found["blocks_new"] == found["blocks_missed"] == 4
     assert "kv_transfer_s" not in found
-    assert measured(told, "b") == {}
-    last = next(step for step in told.steps if step.measured)
+    assert measured(results, "b") == {}
+    last = next(step for step in results.steps if step.measured)
     assert any(output.key == "a" and output.finish for output in last.outputs), "it comes no later than the end"
     attributes = of_stamps(Stamps(engine=found))
     assert attributes["gen_ai.latency.time_in_model_prefill"] == found["prefill_s"]
@@ -90,8 +90,8 @@ def test_a_traced_requests_measurements_become_attributes_of_its_span(make: Make
 
 
 def test_it_is_measured_also_where_nothing_is_published(make: Make) -> None:
-    told = run(make(publish_events_and_metrics=False), ask("a", PROMPT, 4, ignore_eos=True, trace=TRACE))
-    assert measured(told, "a")["e2e_s"] > 0
+    results = run(make(publish_events_and_metrics=False), ask("a", PROMPT, 4, ignore_eos=True, trace=TRACE))
+    assert measured(results, "a")["e2e_s"] > 0
 
 
 def test_the_decode_engine_tells_of_the_transfer(make: Make) -> None:

@@ -68,10 +68,10 @@ def test_proposed_and_accepted_tokens_are_added_up() -> None:
     for proposed, accepted in ((6, 4), (None, None), (3, 0)):
         found = None if proposed is None else {"numDraftTokens": proposed, "numAcceptedTokens": accepted}
         metrics.observe(STAT | {"specDecodingStats": found})
-    told = {sample.name: sample.value for metric in metrics.collect() for sample in metric.samples}
-    assert told["trtllm_spec_draft_tokens_total"] == 9
-    assert told["trtllm_spec_accepted_tokens_total"] == 4
-    assert told["trtllm_draft_tokens"] == 3  # of the last iteration
+    results = {sample.name: sample.value for metric in metrics.collect() for sample in metric.samples}
+    assert results["trtllm_spec_draft_tokens_total"] == 9
+    assert results["trtllm_spec_accepted_tokens_total"] == 4
+    assert results["trtllm_draft_tokens"] == 3  # of the last iteration
 
 
 values = st.none() | st.booleans() | st.floats() | st.text()
@@ -131,8 +131,8 @@ def test_ordinary_lines_are_not(line: str) -> None:
 
 def test_the_same_trouble_is_told_once_a_minute() -> None:
     detector = Detector(60.0)
-    told = [detector.line("num_fitting_reqs=0", now) is not None for now in (0.0, 1.0, 59.0, 60.0, 61.0)]
-    assert told == [True, False, False, True, False]
+    results = [detector.line("num_fitting_reqs=0", now) is not None for now in (0.0, 1.0, 59.0, 60.0, 61.0)]
+    assert results == [True, False, False, True, False]
     assert detector.line("Can not find sequence 1", 61.0) is not None
 
 

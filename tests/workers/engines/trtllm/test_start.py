@@ -60,8 +60,8 @@ def test_attention_dp_makes_ranks_with_slots_of_their_own(make: Make, quirks: An
     quirks.gpus = 2
     engine = make(tensor_parallel_size=2, override_engine_args='{"enable_attention_dp": true}')
     assert (engine.info.dp_size, engine.info.slots) == (2, 16)
-    told = run(engine, *(ask(n, PROMPT, 3, ignore_eos=True) for n in range(6)))
-    assert all(len(told.tokens(n)) == 3 for n in range(6))
+    results = run(engine, *(ask(n, PROMPT, 3, ignore_eos=True) for n in range(6)))
+    assert all(len(results.tokens(n)) == 3 for n in range(6))
 
 
 @pytest.mark.parametrize("backend", ["pytorch", "autodeploy"])
@@ -92,9 +92,9 @@ def test_speculation_changes_no_token_and_its_acceptance_is_counted(make: Make) 
     plain = run(make(), *asked)
     speculation = '{"speculative_config": {"decoding_type": "NGram", "max_draft_len": 3, "max_matching_ngram_size": 2}}'
     engine = make(override_engine_args=speculation)
-    told = run(engine, *asked)
+    results = run(engine, *asked)
     for key in ("greedy", "drawn"):
-        assert told.tokens(key) == plain.tokens(key)
+        assert results.tokens(key) == plain.tokens(key)
     registry = CollectorRegistry()
     for collector in engine.collectors():
         registry.register(collector)
@@ -102,8 +102,8 @@ def test_speculation_changes_no_token_and_its_acceptance_is_counted(make: Make) 
     def count(name: str) -> float:
         return registry.get_sample_value(f"trtllm_spec_{name}_tokens_total") or 0.0
 
-    steps = [len([o for o in step.outputs if o.key == "greedy"]) for step in told.steps]
-    told = until(engine, lambda _: count("draft") >= count("accepted") > 0)
+    steps = [len([o for o in step.outputs if o.key == "greedy"]) for step in results.steps]
+    results = until(engine, lambda _: count("draft") >= count("accepted") > 0)
     assert max(steps) > 1  # right ones come together
 
 
@@ -248,12 +248,12 @@ def test_what_its_processes_write_is_heard_and_handed_on(capfd: pytest.CaptureFi
         for thread in threads:
             thread.join(20)
             assert not thread.is_alive()  # nobody can write any more
-    told = capfd.readouterr()
+    results = capfd.readouterr()
     assert sorted(line["code"] for line in lines) == ["disagg_deadlock", "sequence_lost"]
-    assert told.out.count(words) == 1
-    assert "of ours" in told.out
-    assert told.out.endswith("x" * 200_000 + "\nCan not find sequence 5")
-    assert told.err == "last words\n"
+    assert results.out.count(words) == 1
+    assert "of ours" in results.out
+    assert results.out.endswith("x" * 200_000 + "\nCan not find sequence 5")
+    assert results.err == "last words\n"
 
 
 def test_lines_of_its_log_become_diagnoses_while_it_lives(make: Make) -> None:
@@ -300,6 +300,6 @@ class TestLater:
             assert len(run(engine, ask("a", PROMPT, 3, ignore_eos=True)).tokens("a")) == 3
             well[0] = False
             with pytest.raises(EngineError, match="is unhealthy"):
-                until(engine, lambda told: False)
+                until(engine, lambda results: False)
         finally:
             engine.close()
