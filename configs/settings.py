@@ -143,6 +143,9 @@ class RouterSettings(Common, frozen=True, kw_only=True):
     seed: Annotated[int, about("seed of random choices; 0: from the clock")] = 0
 
 
+Quantization = Literal["none", "fp8"]
+
+
 class WorkerSettings(Common, frozen=True, kw_only=True):
     role: Annotated[
         Literal["aggregated", "prefill", "decode", "encode", "diffusion"],
@@ -183,7 +186,7 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
         float, Meta(ge=0, description="native: GiB of host memory for KV blocks that leave the pool; 0: none")
     ] = 0.0
     quantization: Annotated[
-        Literal["none", "fp8"], about("native: weights of linear layers; fp8 takes half the memory of bfloat16")
+        Quantization, about("native: weights of linear layers; fp8 takes half the memory of bfloat16")
     ] = "none"
     speculative_model: Annotated[
         str, about('native: proposes tokens that the model verifies: a draft model\'s directory or id, or "ngram"')
@@ -400,6 +403,9 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tool_call_parser: Annotated[ToolCallParser, _OF_WORKER] = _WORKER.tool_call_parser
     block_size: Annotated[int, _OF_WORKER] = _WORKER.block_size
     kv_blocks: Annotated[int, _OF_WORKER] = _WORKER.kv_blocks
+    quantization: Annotated[Quantization, _OF_WORKER] = _WORKER.quantization
+    speculative_model: Annotated[str, _OF_WORKER] = _WORKER.speculative_model
+    num_speculative_tokens: Annotated[int, _OF_WORKER] = _WORKER.num_speculative_tokens
     max_running: Annotated[int, _OF_WORKER] = _WORKER.max_running
     max_queue: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_queue
     max_media_bytes: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_media_bytes

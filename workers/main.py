@@ -79,10 +79,8 @@ def check_settings(settings: WorkerSettings) -> None:
             )
     if settings.kv_offloading_size and (settings.engine != "native" or settings.role != "aggregated"):
         raise ValueError("--kv-offloading-size is of the native engine in --role aggregated")
-    if settings.speculative_model and (settings.engine != "native" or settings.role == "encode"):
-        raise ValueError(
-            "--speculative-model is of the native engine that generates tokens; others take it from --extra-engine-args"
-        )
+    if settings.speculative_model and settings.engine != "native":
+        raise ValueError("--speculative-model is of the native engine; others take it from --extra-engine-args")
     support = SUPPORT[settings.engine]
     if settings.role == "encode" and not support.encode:
         raise ValueError(
