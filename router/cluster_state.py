@@ -195,8 +195,8 @@ class ClusterState:
             self._removing_stale_keys = self.tasks.spawn(
                 self._remove_stale_keys(), name="stale-keys", on_failure=_stale_keys_not_read
             )
-        for connection in self._disconnects.expired(time.monotonic()):
-            self._drop_connection(connection)
+        if expired := self._disconnects.expired(time.monotonic()):
+            self._drop_connections(frozenset(expired))
         self.tracker.expire(now_ns, OVERDUE_NS, EXPIRE_REQUESTS)
         index = self.index or self._approximate
         for _ in range(SWEEP_STEPS):
@@ -372,10 +372,10 @@ class ClusterState:
         self._approximate.forget(name)
         self._listener.worker_lost(name, why, requests)
 
-    def _drop_connection(self, connection: str) -> None:
-        """A connection did not come back: its worker is dead. Removing its key stops a worker that is not."""
+    def _drop_connections(self, connections: frozenset[str]) -> None:
+        """Connections did not come back: their workers are dead. Removing a key stops a worker that is not."""
         for name, worker in list(self._registry.members.items()):
-            if worker.registration.connection == connection:
+            if worker.registration.connection in connections:
                 self.tasks.spawn(self._remove_key(name, worker.revision), name=f"remove-{name}")
                 self._registry.drop(name, "its connection broke")
 

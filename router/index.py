@@ -52,6 +52,7 @@ class PrefixIndex:
     def __init__(self, max_blocks: int) -> None:
         self.holders = Holders(max_blocks)
         self._feeds: dict[TargetId, _Feed] = {}
+        self._ranks: dict[str, list[int]] = {}  # by worker, of those in ``_feeds``
         self._ignored = 0
 
     def feeds(self) -> Iterator[tuple[Holding, int, int]]:
@@ -63,11 +64,11 @@ class PrefixIndex:
     def restore(self, holding: Holding, epoch: int, seq: int) -> None:
         """Add a holding whose blocks are in ``holders``, as of just after batch ``seq`` of its target."""
         self.holders.restore(holding)
-        self._feeds[holding.target_id] = _Feed(epoch, seq, holding)
+        self._put(holding.target_id, _Feed(epoch, seq, holding))
 
     def workers(self) -> set[str]:
         """Everyone who has sent anything, until ``forget``."""
-        return {worker for worker, _ in self._feeds}
+        return set(self._ranks)
 
     def is_complete(self, worker: str, ranks: int) -> bool:
         """Whether the caches of all ``ranks`` of a worker are known."""
@@ -129,7 +130,7 @@ class PrefixIndex:
             return known.holding is not None
         if known is not None and known.holding is not None and (head.epoch, head.seq) < (known.epoch, known.seq):
             return True
-        feed = self._feeds[target_id] = _Feed(head.epoch, head.seq, None)
+        feed = self._put(target_id, _Feed(head.epoch, head.seq, None))
         if known is not None:
             feed.pending.extend(known.pending)
         holding = self.holders.open(target_id)
@@ -149,9 +150,9 @@ class PrefixIndex:
 
     def forget(self, worker: str) -> None:
         """Forget all ranks of ``worker`` at once; ``sweep`` removes their blocks."""
-        for target_id in [target_id for target_id in self._feeds if target_id[0] == worker]:
-            del self._feeds[target_id]
-            self.holders.retire(target_id)
+        for rank in self._ranks.pop(worker, ()):
+            del self._feeds[worker, rank]
+            self.holders.retire((worker, rank))
 
     def sweep(self, limit: int) -> bool:
         """Remove blocks of forgotten targets, visiting at most ``limit``; True: nothing is left to do."""
@@ -205,7 +206,13 @@ class PrefixIndex:
     def _begin(self, target_id: TargetId, epoch: int) -> _Feed:
         """The first batch of a target's epoch; nothing is missing if its number is 0."""
         self.holders.retire(target_id)
-        feed = self._feeds[target_id] = _Feed(epoch, -1, self.holders.open(target_id))
+        return self._put(target_id, _Feed(epoch, -1, self.holders.open(target_id)))
+
+    def _put(self, target_id: TargetId, feed: _Feed) -> _Feed:
+        if target_id not in self._feeds:
+            worker, rank = target_id
+            self._ranks.setdefault(worker, []).append(rank)
+        self._feeds[target_id] = feed
         return feed
 
     def _fold(self, holding: Holding, event: KvEvent) -> Holding:
