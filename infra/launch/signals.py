@@ -1,7 +1,10 @@
 """Ctrl-C and SIGTERM as events: the first asks to stop in order, the second insists."""
 
 import asyncio
+import contextlib
+import os
 import signal
+import stat
 from types import TracebackType
 
 _ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -26,4 +29,15 @@ class Stop:
             loop.remove_signal_handler(number)
 
     def _on_signal(self) -> None:
+        leave_closed_terminal()
         (self.insisted if self.asked.is_set() else self.asked).set()
+
+
+def leave_closed_terminal() -> None:
+    """If our terminal was closed, write to nowhere: each line would raise, and end the stop half done."""
+    for fd in (1, 2):
+        with contextlib.suppress(OSError):
+            if stat.S_ISCHR(os.fstat(fd).st_mode) and not os.isatty(fd):  # a device, but no terminal any more
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, fd)
+                os.close(nowhere)
