@@ -333,7 +333,7 @@ class ClusterState:
         if entry.seq % CHECK_EVERY == 0:
             self._check_index()
         computed = [
-            self.tracker.stored((batch.worker, batch.rank), keys_view(event.digests))
+            self.tracker.stored((batch.worker, batch.rank), keys_view(event.digests), time.time_ns())
             for event in batch.events
             if isinstance(event, kv.Stored) and not event.tier and not event.group
         ]

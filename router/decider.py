@@ -44,7 +44,7 @@ class Decider:
         tracker = self._cluster.tracker
         request = self.request(pending, keys)
         self._decisions += 1
-        inputs = DecisionInputs(self._seeds.getrandbits(32), self._decisions, held, tracker.learnt)
+        inputs = DecisionInputs(self._seeds.getrandbits(32), self._decisions, held, tracker.loads.learned.samples)
         reusable: Sequence[int] = () if pending.computes_whole_prompt else keys
         decision = self._policy.decide(
             request,

@@ -50,7 +50,6 @@ class LoadTracker:
         self._requests: dict[str, ActiveRequest] = {}
         self._stage_loads: dict[str, list[StageLoad]] = {}  # of each request in ``_requests``
         self._targets: dict[TargetId, TargetLoad] = {}  # only targets with active requests
-        self.learnt = 0
         self.version = 0  # of the registrations
         self._unchecked: list[str] = []  # requests that the present round of ``expire`` has yet to check
         self._closed: dict[str, int] = {}  # request -> highest attempt that has ended, oldest first
@@ -99,9 +98,9 @@ class LoadTracker:
                 found.append(RoutingTarget(target_id, registration, self.load(target_id, now_ns)))
         return found
 
-    def stored(self, target_id: TargetId, keys: Sequence[int]) -> bool:
+    def stored(self, target_id: TargetId, keys: Sequence[int], now_ns: int) -> bool:
         """KV events: a target now holds these blocks. Returns whether a prompt is thereby computed."""
-        return bool(self.loads.stored(target_id, keys))
+        return bool(self.loads.stored(target_id, keys, now_ns))
 
     def columns(self, rows: Rows, now_ns: int) -> Column:
         """The columns of targets, in a copy."""
@@ -380,7 +379,7 @@ class LoadTracker:
         for stage, load in zip(entry.stages, entry.stage_loads(), strict=True):
             # Blocks that come from another worker cannot be reused before they are there.
             keys = () if computed or stage.role == ENCODE else self._keys.get(entry.request, ())
-            loads.append(self._tracked(entry, keys, load))
+            loads.append(self._tracked(entry, keys, load, now_ns))
             computed = computed or stage.role != ENCODE
         for load in loads:
             held = self._targets.get(load.target_id)
@@ -393,19 +392,24 @@ class LoadTracker:
             if load.uncached_tokens:
                 self.loads.estimate(load.target_id, held.backlog, held.at_ns, held.uncached_tokens)
 
-    def _tracked(self, entry: ActiveRequest, keys: Sequence[int], load: StageLoad) -> StageLoad:
+    def _tracked(self, entry: ActiveRequest, keys: Sequence[int], load: StageLoad, now_ns: int) -> StageLoad:
         """Add a request to the columns of a target; returns what of it is left to estimate."""
         registration = self._registrations.get(load.target_id[0])
         events = self._kv_events and registration is not None and registration.kv_events
         uncached = load.uncached_tokens if events else 0
-        task = Task(entry.request, load.target_id, keys, load.blocks, uncached, load.sequences)
+        # A prompt behind an encode worker does not begin now.
+        at_ns = 0 if entry.role == ENCODE else now_ns
+        task = Task(entry.request, load.target_id, keys, load.blocks, uncached, load.sequences, at_ns)
         return load._replace(uncached_tokens=0) if self.loads.add(task) else load
 
     def _put_target(self, target_id: TargetId, registration: Registration) -> None:
         size, blocks = registration.block_size, registration.total_blocks
         limit = registration.slots + registration.queue
         held = self._targets.get(target_id)
-        if self.loads.put(target_id, block_size=size, blocks=blocks, limit=limit) and held is not None:
+        if (
+            self.loads.put(target_id, block_size=size, blocks=blocks, limit=limit, model=registration.model)
+            and held is not None
+        ):
             self.loads.estimate(target_id, held.backlog, held.at_ns, held.uncached_tokens)
             for name in held.requests:  # sent there before it was registered, or before its registration was lost
                 for load in self._stage_loads[name]:

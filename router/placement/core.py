@@ -120,9 +120,9 @@ class Placement:
         """Remove a held request; False: it is not held."""
         return self._order.queue.remove(request) is not None
 
-    def stored(self, target: TargetId, keys: Sequence[int]) -> None:
-        """KV events: ``target`` now holds these blocks."""
-        if self.tracker.loads.stored(target, keys):
+    def stored(self, target: TargetId, keys: Sequence[int], now_ns: int = 0) -> None:
+        """KV events: ``target`` now holds these blocks; ``now_ns`` 0: unknown, no costs are learnt."""
+        if self.tracker.stored(target, keys, now_ns):
             self._changed = True
 
     def moved(self, request: str, now_ns: int) -> None:

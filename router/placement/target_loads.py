@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from router.holders import TargetId
 from router.placement.active_prefixes import ActivePrefixes
+from router.placement.learned_costs import LearnedCosts
 
 Rows = NDArray[np.intp]
 Column = NDArray[np.float64]
@@ -27,6 +28,7 @@ class Task(NamedTuple):
         keys: of the full blocks of its prompt; empty: unknown, ``blocks`` is how many count.
         uncached_tokens: prompt tokens that the target has to compute.
         sequences: generated from the prompt.
+        at_ns: when it was placed; 0: unknown, nothing is learnt from it.
     """
 
     request: str
@@ -35,6 +37,7 @@ class Task(NamedTuple):
     blocks: int
     uncached_tokens: int
     sequences: int = 1
+    at_ns: int = 0
 
 
 class TargetLoads:
@@ -53,6 +56,9 @@ class TargetLoads:
         self._estimated: set[int] = set()  # rows
         self._prefixes = ActivePrefixes()
         self._tasks: dict[tuple[str, TargetId], Task] = {}
+        self.learned = LearnedCosts()
+        self._models: dict[TargetId, str] = {}
+        self._computed_ns: dict[TargetId, int] = {}  # when the last prompt was computed
         self._computing: dict[TargetId, dict[int, dict[str, Task]]] = {}  # by last key of the prompt and request
 
     def row(self, target: TargetId) -> int | None:
@@ -83,7 +89,7 @@ class TargetLoads:
         values: list[float] = self._columns[:, row].tolist()
         return values
 
-    def put(self, target: TargetId, *, block_size: int, blocks: int, limit: int) -> bool:
+    def put(self, target: TargetId, *, block_size: int, blocks: int, limit: int, model: str = "") -> bool:
         """Add a target, or change its capacity; True: it is new."""
         row = self._rows.get(target)
         new = row is None
@@ -96,6 +102,7 @@ class TargetLoads:
             self._estimates[:, row] = 0.0
             self._columns[SLOWNESS, row] = 1.0
         self._columns[[BLOCK_SIZE, BLOCKS, LIMIT], row] = block_size, blocks, limit
+        self._models[target] = model
         return new
 
     def remove(self, target: TargetId) -> list[Task]:
@@ -109,6 +116,9 @@ class TargetLoads:
         for task in lost:
             del self._tasks[task.request, target]
         self._computing.pop(target, None)
+        self._models.pop(target, None)
+        self._computed_ns.pop(target, None)
+        self.learned.forget(target)
         self._prefixes.forget(target)
         return lost
 
@@ -134,14 +144,24 @@ class TargetLoads:
         columns[COMPUTING, row] += task.sequences
         return True
 
-    def stored(self, target: TargetId, keys: Sequence[int]) -> list[Task]:
-        """KV events: ``target`` now holds these blocks. Returns the tasks whose prompt is thereby computed."""
+    def stored(self, target: TargetId, keys: Sequence[int], now_ns: int = 0) -> list[Task]:
+        """KV events: ``target`` now holds these blocks. Returns the tasks whose prompt is thereby computed.
+
+        Args:
+            now_ns: 0: unknown, nothing is learnt from it.
+        """
         computing = self._computing.get(target)
         if not computing or computing.keys().isdisjoint(keys):
             return []
         done = [task for key in computing.keys() & set(keys) for task in computing[key].values()]
         for task in done:
             self._computed(task)
+        began_ns = max(min(task.at_ns for task in done), self._computed_ns.get(target, 0))
+        if 0 < began_ns < now_ns:
+            tokens = sum(task.uncached_tokens for task in done)
+            slowness = self.learned.computed(self._models[target], target, tokens, (now_ns - began_ns) / 1e9)
+            self._columns[SLOWNESS, self._rows[target]] = slowness
+        self._computed_ns[target] = now_ns
         return done
 
     def end(self, request: str, target: TargetId) -> Task | None:

@@ -77,7 +77,7 @@ class PlacementPolicy:
         for keys, parent in stored:
             self._index.store(holding, keys, parent)
             for router in self._cores:
-                router.stored((name(target[0]), target[1]), keys)
+                router.stored((name(target[0]), target[1]), keys, now_ns)
 
     def prefilled(self, request: Request, now_ns: int) -> None:
         for router in self._cores:

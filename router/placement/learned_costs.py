@@ -1,0 +1,71 @@
+"""How slow each target computes prompts, learnt from how long they took. No clock, no NATS.
+
+All targets of a model together give the time of a prompt as ``a + b · tokens``, by least squares over recent prompts.
+A target's slowness is the time that its prompts took over the time that they should have taken. It begins at 1, moves
+with ``PRIOR`` prompts, forgets after ``MEMORY`` prompts, and counts as 1 while it is within ``NOISE`` of it: targets
+that are equally fast must not look different because of what else they had to do.
+"""
+
+from router.holders import TargetId
+
+MEMORY = 200
+PRIOR = 20
+NOISE = 0.2
+SLOWEST, FASTEST = 8.0, 0.125
+_FADE = 1 - 1 / MEMORY
+_FIT_FADE = 1 - 1 / (10 * MEMORY)
+
+
+class _Fit:
+    """Sums for a least squares line through (tokens, seconds), where old points fade."""
+
+    __slots__ = ("count", "products", "seconds", "squares", "tokens")
+
+    def __init__(self) -> None:
+        self.count = self.tokens = self.seconds = self.squares = self.products = 0.0
+
+    def add(self, tokens: float, seconds: float) -> None:
+        self.count = self.count * _FIT_FADE + 1
+        self.tokens = self.tokens * _FIT_FADE + tokens
+        self.seconds = self.seconds * _FIT_FADE + seconds
+        self.squares = self.squares * _FIT_FADE + tokens * tokens
+        self.products = self.products * _FIT_FADE + tokens * seconds
+
+    def expected(self, tokens: float) -> float:
+        """Seconds for a prompt with so many tokens to compute, by the mean of all targets."""
+        spread = self.count * self.squares - self.tokens * self.tokens
+        mean = self.seconds / self.count
+        if spread <= 1e-9 * self.squares * self.count:
+            return mean
+        slope = max(0.0, (self.count * self.products - self.tokens * self.seconds) / spread)
+        return max(mean + slope * (tokens - self.tokens / self.count), 0.05 * mean)
+
+
+class LearnedCosts:
+    """Slowness by target.
+
+    Attributes:
+        samples: prompts that were learnt from.
+    """
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self._fits: dict[str, _Fit] = {}  # by model
+        self._targets: dict[TargetId, tuple[float, float]] = {}  # seconds that prompts took, and should have taken
+
+    def computed(self, model: str, target: TargetId, tokens: int, seconds: float) -> float:
+        """A target computed ``tokens`` of prompts in ``seconds``; returns its slowness from now on."""
+        fit = self._fits.setdefault(model, _Fit())
+        fit.add(tokens, seconds)
+        self.samples += 1
+        took, expected = self._targets.get(target, (0.0, 0.0))
+        took, expected = took * _FADE + seconds, expected * _FADE + fit.expected(tokens)
+        self._targets[target] = took, expected
+        prior = PRIOR * fit.seconds / fit.count
+        if prior <= 0:
+            return 1.0
+        slowness = min(max((took + prior) / (expected + prior), FASTEST), SLOWEST)
+        return 1.0 if abs(slowness - 1) < NOISE else slowness
+
+    def forget(self, target: TargetId) -> None:
+        self._targets.pop(target, None)
