@@ -1,16 +1,19 @@
 """How slow each target computes prompts, learnt from how long they took. No clock, no NATS.
 
 All targets of a model together give the time of a prompt as ``a + b · tokens``, by least squares over recent prompts.
-A target's slowness is the time that its prompts took over the time that they should have taken. It begins at 1, moves
-with ``PRIOR`` prompts, forgets after ``MEMORY`` prompts, and counts as 1 while it is within ``NOISE`` of it: targets
-that are equally fast must not look different because of what else they had to do.
+A target's slowness is the time that its prompts took over the time that they should have taken, relative to the median
+of the model's targets. It begins at 1, moves with ``PRIOR`` prompts, forgets after ``MEMORY`` prompts, and counts as 1
+while it is within ``NOISE`` of it: equally fast targets must not look different because of what else they had to do.
 """
+
+from statistics import median
 
 from router.holders import TargetId
 
 MEMORY = 200
 PRIOR = 20
 NOISE = 0.2
+MEDIAN_EVERY = 32  # prompts of a model
 SLOWEST, FASTEST = 8.0, 0.125
 _FADE = 1 - 1 / MEMORY
 _FIT_FADE = 1 - 1 / (10 * MEMORY)
@@ -51,6 +54,8 @@ class LearnedCosts:
     def __init__(self) -> None:
         self.samples = 0
         self._fits: dict[str, _Fit] = {}  # by model
+        self._ratios: dict[str, dict[TargetId, float]] = {}  # by model: time over expected time
+        self._medians: dict[str, float] = {}
         self._targets: dict[TargetId, tuple[float, float]] = {}  # seconds that prompts took, and should have taken
 
     def computed(self, model: str, target: TargetId, tokens: int, seconds: float) -> float:
@@ -64,8 +69,14 @@ class LearnedCosts:
         prior = PRIOR * fit.seconds / fit.count
         if prior <= 0:
             return 1.0
-        slowness = min(max((took + prior) / (expected + prior), FASTEST), SLOWEST)
+        ratios = self._ratios.setdefault(model, {})
+        ratios[target] = (took + prior) / (expected + prior)
+        if self.samples % MEDIAN_EVERY == 0 or model not in self._medians:
+            self._medians[model] = median(ratios.values())
+        slowness = min(max(ratios[target] / self._medians[model], FASTEST), SLOWEST)
         return 1.0 if abs(slowness - 1) < NOISE else slowness
 
     def forget(self, target: TargetId) -> None:
         self._targets.pop(target, None)
+        for ratios in self._ratios.values():
+            ratios.pop(target, None)

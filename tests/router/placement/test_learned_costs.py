@@ -27,9 +27,10 @@ def test_a_target_at_half_speed_is_found_whatever_the_lengths_of_its_prompts() -
 def test_models_are_compared_with_themselves_and_a_new_worker_begins_anew() -> None:
     learned = LearnedCosts()
     for _ in range(300):
-        assert learned.computed("small", ("s", 0), 1000, 0.01) == 1.0
+        for rank in range(3):
+            assert learned.computed("small", ("s", rank), 1000, 0.01) == 1.0
         assert learned.computed("large", ("l", 0), 1000, 1.0) == 1.0
         slow = learned.computed("small", ("slow", 0), 1000, 0.04)
-    assert slow > 1.3
+    assert slow > 3
     learned.forget(("slow", 0))
-    assert learned.computed("small", ("slow", 0), 1000, 0.02) == 1.0
+    assert learned.computed("small", ("slow", 0), 1000, 0.02) < 1.5
