@@ -111,14 +111,16 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
 class RouterSettings(Common, frozen=True, kw_only=True):
     mode: Annotated[RouterMode, about("how a worker is chosen; kv: by cached blocks and load")] = "kv"
     overlap_weight: Annotated[
-        float, Meta(ge=0, description="score of one cached block, in queued blocks; 0: ignore caches")
+        float, Meta(ge=0, description="work that one cached token saves, in prompt tokens; 0: ignore caches")
     ] = 1.0
-    prefill_weight: Annotated[float, Meta(ge=0, description="cost of one block that must still be computed")] = 1.0
+    prefill_weight: Annotated[float, Meta(ge=0, description="cost of one prompt token that must still be computed")] = (
+        1.0
+    )
     temperature: Annotated[
         float, Meta(ge=0, description="0: the best score wins; above 0: sample from a softmax over the scores")
     ] = 0.0
     transfer_weight: Annotated[
-        float, Meta(ge=0, description="cost of moving one block between workers; 0: moving is free")
+        float, Meta(ge=0, description="cost of moving KV between workers; 0: moving is free")
     ] = 1.0
     local_prefill_tokens: Annotated[
         int, Meta(ge=0, description="uncached prompt tokens up to which a decode worker computes the prompt itself")
