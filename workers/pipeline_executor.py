@@ -243,7 +243,7 @@ class PipelineExecutor:
         request = running.request
         item = TokenItem(request.id, running.attempt, 0, run.sent, tokens[run.sent : count].tobytes(), finish)
         await self._reporter.items(request.gateway, (item,))
-        run.sent = count  # not before: a step that was not sent would be missing for ever; one sent twice counts once
+        run.sent = count  # only now: a step that was not sent would stay missing, while one sent twice counts once
 
     # --- early ends ---
 

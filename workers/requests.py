@@ -282,8 +282,8 @@ def _with_logprobs(
     running: RunningRequest, outcomes: tuple[done.Outcome, ...]
 ) -> tuple[tuple[done.Outcome, ...], tuple[str, ...]]:
     """Outcomes with their log-probabilities; if some are missing, without, and the name of the field left out."""
-    told = [sequence.sent_logprobs for sequence in running.sequences]
-    if any(len(said) != len(outcome.tokens) // 4 for said, outcome in zip(told, outcomes, strict=True)):
+    sent = [sequence.sent_logprobs for sequence in running.sequences]
+    if any(len(values) != len(outcome.tokens) // 4 for values, outcome in zip(sent, outcomes, strict=True)):
         return outcomes, ("logprobs",)
-    with_them = [msgspec.structs.replace(o, logprobs=tuple(said)) for o, said in zip(outcomes, told, strict=True)]
+    with_them = [msgspec.structs.replace(o, logprobs=tuple(values)) for o, values in zip(outcomes, sent, strict=True)]
     return tuple(with_them), ()

@@ -17,7 +17,7 @@ CLOSE_S = 5.0
 
 
 class Connection:
-    """Reconnects for ever; ``changed`` of every open reader is called when it did, and when it is closed for good."""
+    """Reconnects forever; calls ``changed`` of every open reader after a reconnect, and once it is closed for good."""
 
     def __init__(self, nc: NatsClient, namespace: str, listeners: set[Callable[[], None]]) -> None:
         self.nc = nc

@@ -22,7 +22,7 @@ class ToolFormat:
             commits what it has read; after each call it sets a new checkpoint.
         openers: marks in front of calls, anywhere in the text.
         starts: characters that also begin a call, but only as the first of an answer. ``calls`` reads them itself.
-        special: marks that may be special tokens, which have no text unless the detokenizer is told to show them.
+        special: marks that may be special tokens, which have no text unless the detokenizer keeps them.
         needs_texts: the format does not distinguish text from numbers, so ``calls`` needs the tools' schemas.
         id_chars: length of a call's id; 0: "call_" and 24 characters.
     """

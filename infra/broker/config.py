@@ -72,7 +72,7 @@ def render(config: ServerConfig) -> str:
     jetstream = ""
     if config.jetstream:
         # A stream that falls behind drops silently beyond its queue; the default of 100,000 messages is one
-        # burst of a large fleet. max_consumers -1 means 1,000 unless told otherwise.
+        # burst of a large fleet. max_consumers -1 means 1,000 by default.
         jetstream = f"""
 jetstream {{
   store_dir: {_quote(config.store_dir)}

@@ -96,7 +96,7 @@ class DiskWatch:
         self._warned = scarce
 
     def _met_the_end(self) -> bool:
-        """Whether the server's log has told of a full disk since the last look."""
+        """Whether the server's log has reported a full disk since the last call."""
         with self._server.log_path.open("rb") as file:
             file.seek(self._read)
             new = file.read(1 << 20)

@@ -1,7 +1,7 @@
 """Publishing with acknowledgement: many messages at once over one inbox, each resent until it is stored.
 
 Every message carries a ``Nats-Msg-Id``, so resending is safe within the stream's duplicate window. A message that is
-tried for longer needs a subject of its own: with ``once`` the stream refuses a second message on it for ever.
+tried for longer needs a subject of its own: with ``once`` the stream refuses any second message on it.
 nats-py's acknowledged publish costs a future, a timer and a task per message. This is the same protocol with one sweep
 for all messages.
 """

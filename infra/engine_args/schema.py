@@ -191,7 +191,7 @@ AnySpeculation = Eagle | Mtp | NGram | DraftTarget | Auto | Medusa | Lookahead
 
 
 class EngineArgs(Section, frozen=True, kw_only=True):
-    """Keyword arguments of ``tensorrt_llm.LLM`` on the PyTorch back end."""
+    """Keyword arguments of ``tensorrt_llm.LLM`` of the PyTorch backend."""
 
     model: str | None = None
     tokenizer: str | None = None
@@ -336,7 +336,7 @@ class EngineArgs(Section, frozen=True, kw_only=True):
 
 
 class AutoDeployArgs(EngineArgs, frozen=True, kw_only=True):
-    """Keyword arguments on the AutoDeploy back end (``backend: _autodeploy``)."""
+    """Keyword arguments of the AutoDeploy backend (``backend: _autodeploy``)."""
 
     model_factory: str = "AutoModelForCausalLM"
     model_kwargs: Free = {}

@@ -1,4 +1,4 @@
-"""Which workers a deployment has: how many of each role, what they are told, and which GPUs each one sees.
+"""Which workers a deployment has: how many of each role, their settings, and the GPUs that each one sees.
 
 Pure: what a recipe and a file of engine arguments say comes in as values.
 """
@@ -223,8 +223,8 @@ def _agree(groups: Sequence[Group], block_size: int) -> None:
         members.append(compatibility.EngineConfig(f"--{group.role}", group.role, "", args))  # type: ignore[arg-type]
     wrong = [finding for finding in compatibility.compare(members) if finding.level == "error"]
     if wrong:
-        told = "; ".join(f"{each.where} {each.message}: {each.fix}" for each in wrong)
-        raise PlanError(f"the workers' engine arguments do not go together: {told}")
+        problems = "; ".join(f"{each.where} {each.message}: {each.fix}" for each in wrong)
+        raise PlanError(f"the workers' engine arguments do not go together: {problems}")
 
 
 def gpus_of(engine: str, tree: Tree, tensor_parallel_size: int = 0) -> int:

@@ -139,7 +139,7 @@ class AttemptReturned(msgspec.Struct, frozen=True, tag="returned"):
 
 
 class AttemptRevoked(msgspec.Struct, frozen=True, tag="revoked"):
-    """A router told a worker to stop this attempt and those before it (broker clock)."""
+    """A router ordered a worker to stop this attempt and those before it (broker clock)."""
 
     at_ns: int
     attempt: int

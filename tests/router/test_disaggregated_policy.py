@@ -379,10 +379,10 @@ def test_who_takes_an_image(members: list[RoutingTarget], route: list[str], reas
 
 
 def test_a_named_worker_without_vision_gets_an_encode_worker_in_front() -> None:
-    blind, sighted, encode = A, member("v", "aggregated", vision=True), member("e", "encode")
+    blind, visions, encode = A, member("v", "aggregated", vision=True), member("e", "encode")
     for named, route in (("a", ["encode e", "aggregated a"]), ("v", ["aggregated v"])):
         ask = RoutingRequest("m", 400, 10, 12, worker=named, medium=b"i" * 32)
-        assert names(decided(blind, sighted, encode, ask=ask, mode="direct")) == route
+        assert names(decided(blind, visions, encode, ask=ask, mode="direct")) == route
 
 
 def test_the_same_image_meets_the_same_worker_and_few_move_when_one_leaves() -> None:

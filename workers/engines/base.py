@@ -1,6 +1,6 @@
-"""The engine protocol: what a worker asks of anything that turns token sequences into more tokens.
+"""The engine protocol: the interface between a worker and anything that generates tokens.
 
-Everything here is synchronous and used from one thread, the engine's. No NATS, no torch.
+Everything here is synchronous and used from one thread, the engine thread. No NATS, no torch.
 """
 
 from collections.abc import Mapping
@@ -25,11 +25,11 @@ class RequestError(Exception):
 
 
 class EngineError(Exception):
-    """The engine is broken; the worker gives its requests back and exits."""
+    """The engine is broken; the worker requeues its requests and exits."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """Fixed facts, known when the engine is built. Counts of tokens or blocks.
+    """Fixed properties of an engine. Sizes are in tokens or blocks.
 
     An engine with attention data parallelism has ``dp_size`` ranks, each with an equal share of blocks and slots and a
     prefix cache of its own: a sequence lives on one of them.
@@ -45,9 +45,9 @@ class EngineInfo(msgspec.Struct, frozen=True):
     kv_events: bool
     load_seconds: float = 0.0
     dp_size: int = 1
-    handover: str = ""  # of engines that move KV between workers by themselves: who can, has the same text here
+    handover: str = ""  # of engines that move KV themselves: only engines with the same text can exchange KV
     logits_processors: tuple[str, ...] = ()  # names that ``Sampling.logits_processors`` may have
-    max_batched_tokens: int = 0  # computed per step, on each rank; 0: not known
+    max_batched_tokens: int = 0  # computed per step, on each rank; 0: unknown
 
 
 class MediaSpan(NamedTuple):
@@ -57,14 +57,15 @@ class MediaSpan(NamedTuple):
     tokens: int
     digest: bytes  # blake3 of the raw bytes
     slots: Seq[int] = ()  # of the embedding pool, see VisionEngine; held by the caller until the sequence has ended
-    # Without slots, the sequence lives on KV from elsewhere (``reservation``) and fails if it loses that.
+    # Without slots, the sequence needs KV from elsewhere (``reservation``) and fails if it loses that.
 
 
 class Reservation(msgspec.Struct, eq=False):
     """Blocks held for a prompt whose KV comes from elsewhere; shared by the sequences of its choices.
 
-    ``blocks[:have]`` were in the cache, the others and ``tails`` are to be filled. Once all ``users`` have started
-    (or were dropped) it is let go of; sooner if what runs needs the blocks, and the prompt is computed after all.
+    ``blocks[:have]`` were in the cache, the others and ``tails`` are to be filled. It is released once all
+    ``users`` have started or were cancelled, or earlier if running sequences need the blocks: then the prompt is
+    computed here after all.
     """
 
     digests: list[bytes]  # of the prompt's full blocks
@@ -73,11 +74,11 @@ class Reservation(msgspec.Struct, eq=False):
     tails: list[int]  # for the prompt's last block, if it is not full: one copy for each choice, which goes on in it
     users: int = 1
     filled: bool = False  # adopted
-    named: int = 0  # leading ``blocks`` that the cache knows by their names; of the others it has other copies
+    named: int = 0  # leading ``blocks`` that are in the cache under their names; of the others it has other copies
 
 
 class SequenceRequest(msgspec.Struct):
-    """One choice of one request. ``key`` identifies it to the caller; the engine only hands it back."""
+    """One choice of one request. ``key`` identifies it to the caller; the engine only returns it."""
 
     key: object
     prompt: Seq[int]
@@ -92,9 +93,9 @@ class SequenceRequest(msgspec.Struct):
     hold: bool = False  # when it has ended, its prompt's blocks stay held until ``release_held``: see ``Held``
     reservation: Reservation | None = None  # adopted: nothing of its prompt is computed here
     opaque: bytes = b""  # from the ``Held`` of the engine that computed the prompt; this one fetches the KV by itself
-    score: int = 0  # log-probabilities of its prompt's tokens from this position (at least 1) on are wanted; 0: of none
-    rank: int = 0  # where it is to run; without ranks of no meaning
-    trace: Mapping[str, str] | None = None  # W3C headers for spans of the engine's own; None: it is not traced
+    score: int = 0  # report log-probabilities of prompt tokens from this position (at least 1) on; 0: of none
+    rank: int = 0  # data-parallel rank to run on; ignored without ranks
+    trace: Mapping[str, str] | None = None  # W3C headers for the engine's own spans; None: it is not traced
 
 
 class Output(NamedTuple):
@@ -137,8 +138,8 @@ class Held(NamedTuple):
 class Scored(NamedTuple):
     """Log-probabilities of a sequence's prompt tokens ``first`` .., with the ``sampling.prompt_logprobs`` best.
 
-    Each position is told once, in order, and all of them no later than the sequence's first output. A position that was
-    taken from the prefix cache has none: of a sequence with ``score`` the cache is not used from there on.
+    Each position is reported once, in order, and all of them no later than the sequence's first output. A position that
+    was taken from the prefix cache has none: of a sequence with ``score`` the cache is not used from there on.
     """
 
     key: object
@@ -147,7 +148,7 @@ class Scored(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What the engine measured of a sequence, not after its end: see ``schemas.trace.Stamps``."""
+    """Measurements of a sequence, reported before or with its end: see ``schemas.trace.Stamps``."""
 
     key: object
     values: Mapping[str, float]

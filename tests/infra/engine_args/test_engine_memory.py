@@ -132,13 +132,13 @@ def test_a_config_without_sizes_is_refused_and_the_key_named(key: str) -> None:
 
 def test_a_long_answer_fits_where_encode_prefill_and_decode_are_apart_and_not_where_one_gpu_does_all() -> None:
     shape = shape_of(config("llava-v1.6-mistral-7b-hf"))
-    without_eyes = msgspec.structs.replace(shape, vision=0)
+    without_vision = msgspec.structs.replace(shape, vision=0)
     gpu, prompt, answer = 20 * GIB, 8192, 14_000
 
     def fits(wide: int, length: int, shape: Any) -> bool:
         return estimate(decode({"max_num_tokens": wide, "max_batch_size": 16}), shape, gpu, length=length).fits
 
     assert not fits(prompt, prompt + answer, shape)  # vision, wide steps and the whole context at once
-    assert fits(prompt, prompt, without_eyes)  # prefill: its KV goes on before the answer grows
-    assert fits(16, prompt + answer, without_eyes)  # decode: a token per sequence and step
-    assert not fits(prompt, prompt + answer, without_eyes)  # the eyes alone do not make the difference
+    assert fits(prompt, prompt, without_vision)  # prefill: its KV goes on before the answer grows
+    assert fits(16, prompt + answer, without_vision)  # decode: a token per sequence and step
+    assert not fits(prompt, prompt + answer, without_vision)  # the vision tower alone does not make the difference

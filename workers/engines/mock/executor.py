@@ -67,7 +67,7 @@ class Vocabulary:
         return Logprob(-math.log(2), ranked, 1)
 
     def score(self, state: int, token: int, wanted: int) -> Logprob:
-        """As ``logprob`` of the token that ``state`` stands for, but told of ``token``."""
+        """As ``logprob`` of the token that ``state`` stands for, but reported for ``token``."""
         best = self.token(state)
         rank = 1 if token == best else self._rank(best, token)
         return Logprob(-math.log(2) * min(rank, LOWEST_RANK), self.logprob(best, wanted).top, rank)

@@ -303,7 +303,7 @@ def test_what_is_no_medium_is_refused(raw: bytes, kind: str) -> None:
     assert caught.value.code == Code.invalid_request
 
 
-def test_settings_decide_who_has_memory_and_eyes() -> None:
+def test_settings_decide_which_engines_have_memory_and_take_images() -> None:
     def made(role: Any, path: Path) -> ScheduledEngine:
         return from_settings(WorkerSettings(engine="mock", role=role, kv_blocks=50, embed_slots=7), path)
 
@@ -316,7 +316,7 @@ def test_settings_decide_who_has_memory_and_eyes() -> None:
     assert made("aggregated", modeldir.TINY).vision is None
 
 
-def test_the_mock_of_an_encode_worker_is_of_a_model_that_sees() -> None:
+def test_the_mock_of_an_encode_worker_needs_a_vision_model() -> None:
     settings = WorkerSettings(engine="mock", role="encode", embed_slots=7, block_size=16)
     encoder = encoder_from_settings(settings, VISION)
     info = encoder.info

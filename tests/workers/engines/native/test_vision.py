@@ -259,22 +259,22 @@ def changed(path: Path, name: str, **values: Any) -> str:
         ("preprocessor_config.json", {"image_processor_type": "Nothing"}, "cannot be used.*preprocessor_config.json"),
     ],
 )
-def test_models_that_see_in_another_way_are_refused(
+def test_unsupported_vision_models_are_refused(
     tmp_path: Path, make: Any, file: str, values: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ModelError, match=message):
         make(changed(tmp_path, file, **values), NativeOptions(device="cpu"))
 
 
-def test_a_whole_model_and_an_encoder_are_engines_that_see(seeing: ScheduledEngine) -> None:
+def test_a_whole_model_and_an_encoder_are_vision_engines(seeing: ScheduledEngine) -> None:
     encoder = build_encoder(str(DIRECTORY), NativeOptions(device="cpu", embed_slots=1))
     engines: list[Engine] = [seeing, encoder]
-    sighted: list[VisionEngine | None] = [seeing.vision, encoder.vision]
+    visions: list[VisionEngine | None] = [seeing.vision, encoder.vision]
     assert [one.info.name for one in engines] == ["native", "native"]
-    assert [one.slot_tokens for one in sighted] == [TOKENS, TOKENS]
+    assert [one.slot_tokens for one in visions] == [TOKENS, TOKENS]
 
 
-def test_a_text_model_has_no_eyes() -> None:
+def test_a_text_model_refuses_images() -> None:
     native = build(str(DIRECTORY.parent / "demo"), NativeOptions(kv_blocks=4, device="cpu"))
     assert native.vision is None
     assert set(native.memory()) == {"kv"}

@@ -230,7 +230,7 @@ def test_its_log_has_the_workers_level(monkeypatch: pytest.MonkeyPatch, level: A
     assert said == []  # it was not asked for what it refuses
 
 
-def test_what_its_processes_write_is_heard_and_handed_on(capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_its_processes_write_is_watched_and_forwarded(capfd: pytest.CaptureFixture[str]) -> None:
     words = "num_fitting_reqs=0 and fitting_disagg_gen_init_requests is empty, may not have enough kvCache"
     code = (
         f"import sys; print('ready', flush=True); sys.stdin.read(1); print({words!r}); "

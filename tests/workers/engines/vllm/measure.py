@@ -40,10 +40,10 @@ def bare(engine: Any, count: int, round: int) -> float:
         params = api.sampling(
             max_tokens=TOKENS, temperature=0.0, ignore_eos=True, detokenize=False, output_kind=api.delta
         )
-        told = 0
+        results = 0
         async for output in llm.generate({"prompt_token_ids": prompt}, params, f"bare-{count}-{round}-{number}"):
-            told += len(output.outputs[0].token_ids)
-        assert told == TOKENS
+            results += len(output.outputs[0].token_ids)
+        assert results == TOKENS
 
     async def every() -> float:
         began = time.perf_counter()
@@ -70,11 +70,11 @@ def pipeline(url: str, count: int, round: int) -> float:
         body = {"model": "demo", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
         usage = {"stream": True, "stream_options": {"include_usage": True}}
         async with client.stream("POST", "/v1/completions", json=body | usage) as stream:
-            told = 0
+            results = 0
             async for line in stream.aiter_lines():
                 if '"usage":{' in line:
-                    told = json.loads(line.removeprefix("data: "))["usage"]["completion_tokens"]
-        assert told == TOKENS
+                    results = json.loads(line.removeprefix("data: "))["usage"]["completion_tokens"]
+        assert results == TOKENS
 
     async def every() -> float:
         async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=300) as client:

@@ -78,7 +78,7 @@ def test_what_cannot_be_named_for_certain_is_left_out_with_what_hangs_below(more
     assert translator.feed([removed(1, 2)]) == []
 
 
-def test_blocks_of_another_size_are_remembered_and_their_removal_is_not_told() -> None:
+def test_blocks_of_another_size_are_remembered_and_their_removal_is_not_announced() -> None:
     translator = Translator(SIZE, ROOT)
     translator.feed([stored([1], TOKENS[:4])])
     assert translator.feed([stored([2], TOKENS[4:6], parent=1, block_size=2)]) == []
@@ -100,7 +100,7 @@ def test_of_several_attention_windows_the_largest_is_followed() -> None:
     assert translator.feed([full]) == [Stored(names(TOKENS[:4])[0])]  # no window: it sees all
 
 
-def test_a_host_copy_is_told_with_its_tier() -> None:
+def test_a_host_copy_is_announced_with_its_tier() -> None:
     translator = Translator(SIZE, ROOT)
     (name,) = names(TOKENS[:4])
     translator.feed([stored([1], TOKENS[:4])])
@@ -151,6 +151,6 @@ def test_the_stand_in_s_encoding_is_read() -> None:
         )
         payload = msgspec.msgpack.encode(batch)
     (name,) = names(TOKENS[:4])
-    told = Translator(SIZE, ROOT).feed(wire.decode_raw(payload))
-    assert told == [Stored(name), Removed(name)]
-    assert fold(told) == {}
+    results = Translator(SIZE, ROOT).feed(wire.decode_raw(payload))
+    assert results == [Stored(name), Removed(name)]
+    assert fold(results) == {}

@@ -96,19 +96,19 @@ def test_seeds_fit_and_differ_by_choice_and_position(seed: int) -> None:
 def test_however_pieces_are_cut_tokens_come_once(tokens: list[int], data: st.DataObject) -> None:
     known = data.draw(st.integers(0, len(tokens) - 1))
     finish = data.draw(st.sampled_from(["length", "stop"]))
-    answer, told, at = OutputCursor(known=tokens[:known]), list[Token](), 0
+    answer, results, at = OutputCursor(known=tokens[:known]), list[Token](), 0
     while at < len(tokens):
         end = data.draw(st.integers(at + 1, len(tokens)))
         last = end == len(tokens)
         reason = tokens[-1] if last and finish == "stop" else None
         new, failure = answer.take(tokens[at:end], None, finish if last else None, reason)
         assert failure is None
-        told += new
+        results += new
         at = end
-    assert [token.token for token in told] == tokens[known:]
-    assert [token.finish for token in told[:-1]] == [""] * (len(told) - 1)
-    assert told[-1].finish == finish
-    assert told[-1].stop_token == (tokens[-1] if finish == "stop" else None)
+    assert [token.token for token in results] == tokens[known:]
+    assert [token.finish for token in results[:-1]] == [""] * (len(results) - 1)
+    assert results[-1].finish == finish
+    assert results[-1].stop_token == (tokens[-1] if finish == "stop" else None)
     assert answer.take([5], None, "length") == ([], None)
 
 
