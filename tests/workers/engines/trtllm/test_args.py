@@ -101,7 +101,7 @@ def test_kv_events_are_on_with_the_prefix_cache_and_can_be_switched_off() -> Non
         ("aggregated", "speculative_config: {decoding_type: Medusa}", "TensorRT engines only"),
         ("aggregated", "pytorch_backend_config: {}", "top level"),
         ("aggregated", "backend: _autodeploy", "--trtllm-backend"),
-        ("aggregated", "backend: tensorrt", "none of pytorch"),
+        ("aggregated", "backend: tensorrt", "must be pytorch"),
         ("aggregated", "- 1", "mapping"),
         ("aggregated", "a: [", "YAML"),
         ("decode", "max_num_tokens: 100", "multiple"),
@@ -115,7 +115,7 @@ def test_what_would_dead_lock_or_fail_later_is_refused_with_its_fix(role: str, y
 
 def test_a_draft_model_that_is_not_there_is_refused() -> None:
     speculation = "speculative_config: {decoding_type: Eagle, max_draft_len: 3, speculative_model: ./gone}"
-    with pytest.raises(BadArguments, match=r"no directory \./gone.*fetch"):
+    with pytest.raises(BadArguments, match=r"no directory \./gone.*download"):
         resolved(speculation, context=Context(missing=frozenset({"./gone"})))
 
 
