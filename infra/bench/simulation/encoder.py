@@ -15,7 +15,6 @@ class Encoder:
         self._capacity = cache
         self._ready: OrderedDict[int, int] = OrderedDict()  # medium -> when its embeddings are there, in ns
         self._free_ns = 0
-        self.encoded = 0
 
     def encode(self, medium: int, now_ns: int) -> int:
         """Encode a medium behind those before it; when its embeddings are there, in ns."""
@@ -23,7 +22,6 @@ class Encoder:
             self._ready.move_to_end(medium)
             return max(now_ns, self._ready[medium])
         self._free_ns = max(self._free_ns, now_ns) + self._encode_ns
-        self.encoded += 1
         self._ready[medium] = self._free_ns
         if len(self._ready) > self._capacity:
             self._ready.popitem(last=False)

@@ -49,7 +49,6 @@ class EngineSequence:
     running: bool = False
     admissions: int = 0
     cached_tokens: int = 0
-    reused_tokens: int = 0
     blocks: list[int] = field(default_factory=list)  # copies of full blocks
     private: int = 0  # blocks that are not full
 
@@ -99,7 +98,6 @@ class Engine:
         self.cache = BlockCache(blocks)
         self.block_size = block_size
         self.preemptions = 0
-        self.computed_tokens = 0
         self._max_sequences = max_sequences
         self._max_batched_tokens = max_batched_tokens
         self._holds = holds
@@ -124,10 +122,6 @@ class Engine:
     @property
     def running(self) -> int:
         return len(self._decoding) + (self._partial is not None)
-
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting) + len(self._handing)
 
     @property
     def takes_more(self) -> bool:
@@ -257,7 +251,6 @@ class Engine:
         sequence.computed = after
         if not sequence.handed:
             work.add(min(before, sequence.prompt_tokens), min(after, sequence.prompt_tokens))
-        self.computed_tokens += after - before
         if after < sequence.known_tokens:
             self._partial = sequence
             sequence.running = True
@@ -294,7 +287,6 @@ class Engine:
             admitted = True
             if not sequence.admissions and not sequence.handed:
                 sequence.cached_tokens = cached * self.block_size
-            sequence.reused_tokens += cached * self.block_size
             sequence.admissions += 1
         return admitted
 

@@ -8,7 +8,7 @@ their next pass.
 import heapq
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, count
 
@@ -46,25 +46,20 @@ class Served:
 
 @dataclass(slots=True)
 class Result:
-    """Of one run; lists by worker or by target in the order of the fleet."""
-
     served: list[Served]
     preemptions: int
-    computed_tokens: list[int] = field(default_factory=list)
-    busy_ns: list[int] = field(default_factory=list)
 
 
 class _Worker:
     """The ranks of a worker: their passes begin and end together."""
 
-    __slots__ = ("busy", "busy_ns", "ends", "number", "ranks", "spec", "version")
+    __slots__ = ("busy", "ends", "number", "ranks", "spec", "version")
 
     def __init__(self, number: int, spec: WorkerSpec, block_size: int) -> None:
         self.number = number
         self.spec = spec
         self.busy = False
         self.version = 0
-        self.busy_ns = 0
         self.ends: list[int] = []  # of the passes under way, in ns
         self.ranks = [
             Engine(
@@ -88,7 +83,6 @@ class _Worker:
             return False
         self.ends = list(accumulate(durations, initial=now))
         del self.ends[0]
-        self.busy_ns += self.ends[-1] - now
         self.busy = True
         return True
 
@@ -97,7 +91,6 @@ class _Worker:
         at = bisect_left(self.ends, now)
         if at + 1 >= len(self.ends):
             return False
-        self.busy_ns -= self.ends[-1] - self.ends[at]
         del self.ends[at + 1 :]
         return True
 
@@ -143,12 +136,7 @@ class Simulation:
             for number in sorted(self._idle):
                 self._form(self._workers[number], now)
             self._idle.clear()
-        return Result(
-            self._served,
-            sum(engine.preemptions for worker in self._workers for engine in worker.ranks),
-            [engine.computed_tokens for worker in self._workers for engine in worker.ranks],
-            [worker.busy_ns for worker in self._workers],
-        )
+        return Result(self._served, sum(engine.preemptions for worker in self._workers for engine in worker.ranks))
 
     def _finish_passes(self, now: int) -> None:
         heap = self._heap
