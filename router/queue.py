@@ -156,26 +156,6 @@ class RequestQueue(Generic[T]):
         classes = self._lanes.get(lane)
         return min(_turn(rank, each) for rank, each in classes.items())[0] if classes else None
 
-    def peek(self, lane: str = "") -> QueueEntry[T] | None:
-        """The next request of a lane."""
-        classes = self._lanes.get(lane)
-        if not classes:
-            return None
-        heap = classes[min(_turn(rank, each) for rank, each in classes.items())[1]].heap
-        while self._waiting.get(heap[0].id) is not heap[0]:
-            heapq.heappop(heap)
-        return heap[0]
-
-    def pop_best(self, lane: str = "") -> QueueEntry[T] | None:
-        """Remove and return the next request of a lane."""
-        entry = self.peek(lane)
-        if entry is not None:
-            among = self._lanes[lane][entry.rank]
-            heapq.heappop(among.heap)
-            del self._waiting[entry.id], among.turns[0]
-            self._delete_empty(entry)
-        return entry
-
     def remove(self, id: str) -> QueueEntry[T] | None:
         """Remove and return one request, wherever it stands."""
         entry = self._waiting.pop(id, None)

@@ -1,11 +1,14 @@
 """The order in which held requests are tried."""
 
 from random import Random
+from typing import TypeVar
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.queue import HANDICAP_NS, SECOND_NS, URGENT_NS, RequestQueue
+from router.queue import HANDICAP_NS, PATIENCE_NS, SECOND_NS, URGENT_NS, QueueEntry, RequestQueue, delay_ns
+
+T = TypeVar("T")
 
 LATER = 3600 * SECOND_NS
 
@@ -18,9 +21,19 @@ def room(*entries: tuple[str, int, float]) -> RequestQueue[str]:
     return made
 
 
+def peek(waiting: RequestQueue[T], lane: str = "") -> QueueEntry[T] | None:
+    """The next request of a lane."""
+    return next(iter(waiting.window(lane, 1)), None)
+
+
+def pop(waiting: RequestQueue[T], lane: str = "") -> QueueEntry[T] | None:
+    entry = peek(waiting, lane)
+    return waiting.take(entry.id) if entry is not None else None
+
+
 def drain(waiting: RequestQueue[str]) -> str:
     out = ""
-    while entry := waiting.pop_best():
+    while entry := pop(waiting):
         out += entry.id
     return out
 
@@ -47,7 +60,7 @@ def test_lanes_do_not_hold_each_other_up() -> None:
     for i, lane in enumerate("mnm"):
         waiting.push(str(i), i, rank=0, arrived_ns=i, deadline_ns=LATER, lane=lane)
     assert sorted(waiting.lanes) == ["m", "n"]
-    assert [e.item for e in iter(lambda: waiting.pop_best("m"), None)] == [0, 2]
+    assert [e.item for e in iter(lambda: pop(waiting, "m"), None)] == [0, 2]
     assert waiting.lanes == ["n"]
 
 
@@ -109,7 +122,7 @@ def test_the_queue_equals_a_plain_model_of_its_definition(steps: list[tuple[str,
             if took:
                 plain.push(order, id, rank, arrived_ns, deadline_ns)
         elif kind == "pop":
-            entry, first = waiting.pop_best(), plain.first()
+            entry, first = pop(waiting), plain.first()
             assert (entry.id if entry else None) == first
             if first is not None:
                 plain.take(first)
@@ -124,7 +137,7 @@ def test_the_queue_equals_a_plain_model_of_its_definition(steps: list[tuple[str,
                 plain.leave(each[2])
         assert len(waiting) == len(plain.waiting)
         assert {e.id for e in waiting} == {m[2] for m in plain.waiting}
-        peeked = waiting.peek()
+        peeked = peek(waiting)
         assert (peeked.id if peeked else None) == plain.first()
         assert (waiting.turn() is None) == (not plain.waiting)
 
@@ -147,7 +160,7 @@ def test_deadlines_never_change_which_class_is_next(arrivals: list[tuple[int, in
             now += pause
             deadline = now + (life if honest else rng.randint(1, 3600))
             waiting.push(str(number), rank, rank=rank, arrived_ns=now * SECOND_NS, deadline_ns=deadline * SECOND_NS)
-            ranks += [entry.item for _ in range(pops) if (entry := waiting.pop_best()) is not None]
+            ranks += [entry.item for _ in range(pops) if (entry := pop(waiting)) is not None]
         served.append(ranks)
     assert served[0] == served[1]
 
@@ -161,7 +174,7 @@ def test_no_request_is_overtaken_for_longer_than_the_bound(arrivals: list[tuple[
         now += pause
         waiting.push(str(number), rank, rank=rank, arrived_ns=now * SECOND_NS, deadline_ns=(now + life) * SECOND_NS)
         for _ in range(pops):
-            taken = waiting.pop_best()
+            taken = pop(waiting)
             for left in waiting if taken is not None else ():
                 assert taken.arrived_ns <= left.arrived_ns + HANDICAP_NS[left.rank] + 2 * URGENT_NS
 
@@ -178,5 +191,48 @@ def test_removed_requests_leave_nothing_behind() -> None:
         waiting.push(str(i), None, rank=0, arrived_ns=i, deadline_ns=LATER)
         waiting.remove(str(i))
     assert len(waiting._lanes[""][0].heap) <= 100
-    assert waiting.pop_best() is not None
-    assert waiting.pop_best() is None
+    assert pop(waiting) is not None
+    assert pop(waiting) is None
+
+
+def test_short_prompts_go_first_and_long_ones_first_come_first_served() -> None:
+    waiting: RequestQueue[int] = RequestQueue(10)
+    for number, tokens in enumerate((100_000, 90_000, 3000, 100, 3000)):
+        waiting.push(
+            str(number), number, rank=1, arrived_ns=number, deadline_ns=LATER, delay_ns=delay_ns(float(tokens))
+        )
+    assert [entry.item for entry in waiting.window()] == [3, 2, 4, 0, 1]
+    waiting.delay("0", delay_ns(0))  # its prompt is cached by now
+    assert [entry.item for entry in waiting.window(size=3)] == [0, 3, 2]
+    assert waiting.take("3").item == 3
+    assert [entry.item for entry in waiting.window()] == [0, 2, 4, 1]
+    assert delay_ns(1e9) == PATIENCE_NS
+
+
+DELAYS = st.lists(
+    st.tuples(st.sampled_from(["push", "push", "delay", "take", "remove"]), st.integers(0, 9), st.integers(0, 40_000)),
+    max_size=60,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(DELAYS)
+def test_the_window_is_the_queue_sorted_by_class_and_due_time(steps: list[tuple[str, int, int]]) -> None:
+    waiting: RequestQueue[int] = RequestQueue(100)
+    due: dict[str, tuple[int, int]] = {}  # due time, order of entry
+    for order, (kind, who, tokens) in enumerate(steps):
+        id, arrived_ns = str(who), order * SECOND_NS
+        if kind == "push" and id not in due:
+            waiting.push(id, who, rank=0, arrived_ns=arrived_ns, deadline_ns=LATER, delay_ns=delay_ns(tokens))
+            due[id] = (min(arrived_ns + delay_ns(tokens), LATER - URGENT_NS), order)
+        elif id in due and kind == "delay":
+            entry = waiting.get(id)
+            assert entry is not None
+            waiting.delay(id, delay_ns(tokens))
+            due[id] = (min(entry.arrived_ns + delay_ns(tokens), LATER - URGENT_NS), due[id][1])
+        elif id in due and kind in ("take", "remove"):
+            (waiting.take if kind == "take" else waiting.remove)(id)
+            del due[id]
+        found = [entry.id for entry in waiting.window(size=4)]
+        assert found == sorted(due, key=due.__getitem__)[:4]
+        assert len(waiting) == len(due)
