@@ -3,8 +3,9 @@
 import argparse
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,6 +17,8 @@ from infra.demo_model.checkpoint import state_of, weights_of
 from infra.demo_model.export import TOKENIZER, config_of, write_json
 from infra.demo_model.template import END, IMAGE, STOP, TEMPLATE
 from infra.demo_model.vision import MEAN, PATCH, SIDE, STD, TOKENS
+
+_T = TypeVar("_T")
 
 
 def export(work: Path, out: Path) -> None:
@@ -110,13 +113,13 @@ def write_processor(out: Path) -> None:
     (out / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")  # where processors look
 
 
-def renamed(weights: dict[str, Tensor], wanted: set[str]) -> dict[str, Tensor]:
+def renamed(weights: dict[str, _T], wanted: set[str]) -> dict[str, _T]:
     """The weights under transformers' names, whose prefixes differ between its versions.
 
     Raises:
         ValueError: a weight matches no name of ``wanted``, or several.
     """
-    found: dict[str, Tensor] = {}
+    found: dict[str, _T] = {}
     for name, weight in weights.items():
         ending = name
         if name.startswith("model."):
@@ -131,6 +134,25 @@ def renamed(weights: dict[str, Tensor], wanted: set[str]) -> dict[str, Tensor]:
             raise ValueError(f"{name} matches {matches or 'nothing'} in the LLaVA model")
         found[matches[0]] = weight
     return found
+
+
+def exported_weights(directory: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    """The weights of an exported model under the checkpoint's names: a Llama's, or a LLaVA model's.
+
+    Args:
+        names: those of the checkpoint that are wanted.
+
+    Raises:
+        ValueError: the model lacks one of them.
+    """
+    found = load_file(directory / "model.safetensors")
+    places = {name: name for name in names}
+    if any("vision_tower" in name for name in found):
+        wanted = {name for name in found if "post_layernorm" not in name}
+        places = {ours: theirs for theirs, ours in renamed(places, wanted).items()}
+    if missing := places.values() - found.keys():
+        raise ValueError(f"{directory} has no weights for {min(missing)}")
+    return {ours: found[theirs] for ours, theirs in places.items()}
 
 
 def hub_name(name: str) -> str:

@@ -35,6 +35,23 @@ _CHAT = (
             "ping",
             "test",
             "Hello model",
+            "Hi Penstock",
+            "Hello Penstock!",
+            "Hey there",
+            "Hi everyone",
+            "Hello again",
+            "Hi again!",
+            "Hiya",
+            "Howdy",
+            "Yo",
+            "Greetings!",
+            "Morning",
+            "Good afternoon",
+            "Good day",
+            "Testing",
+            "This is a test.",
+            "Are you there?",
+            "Anyone there?",
         ),
     ),
     (
@@ -51,6 +68,12 @@ _CHAT = (
             "who are you",
             "Tell me about yourself.",
             "Which model are you?",
+            "What model is this?",
+            "What is this?",
+            "Are you an AI?",
+            "Are you a bot?",
+            "What's your name?",
+            "Do you have a name?",
         ),
     ),
     (
@@ -65,10 +88,47 @@ _CHAT = (
             "help me",
             "What are you good at?",
             "what can you do",
+            "What can you do for me?",
+            "What do you do?",
+            "What can I ask?",
+            "What should I ask you?",
+            "Can you help me?",
+            "I need help.",
         ),
     ),
-    ("You are welcome!", ("Thank you!", "Thanks!", "Thank you very much.", "thanks", "Great, thank you!")),
-    ("Goodbye!", ("Bye!", "Goodbye.", "See you!", "bye", "Good night.", "See you later!")),
+    (
+        "You are welcome!",
+        (
+            "Thank you!",
+            "Thanks!",
+            "Thank you very much.",
+            "thanks",
+            "Great, thank you!",
+            "Thanks a lot!",
+            "Many thanks.",
+            "Thank you so much!",
+            "Thx",
+            "Ok, thanks",
+            "Cool, thanks!",
+            "Thanks, that helps.",
+        ),
+    ),
+    (
+        "Goodbye!",
+        (
+            "Bye!",
+            "Goodbye.",
+            "See you!",
+            "bye",
+            "Good night.",
+            "See you later!",
+            "Bye bye",
+            "See you soon.",
+            "See ya",
+            "Have a nice day!",
+            "Farewell.",
+        ),
+    ),
     (
         "I am well, thank you. Ask me something!",
         (
@@ -80,6 +140,11 @@ _CHAT = (
             "How are you doing?",
             "How is it going?",
             "Are you well?",
+            "How's it going?",
+            "Hey, how are you?",
+            "How are you today?",
+            "What's up?",
+            "Are you OK?",
         ),
     ),
 )
@@ -194,7 +259,20 @@ _OURS = {word for fact in FACTS for text in (*fact.subjects, *fact.asks) for wor
 
 def chat(rng: Random, held: bool) -> Sample:
     answer, questions = rng.choice(_CHAT)
-    return Sample("chat", (("user", rng.choice(questions)),), answer, answer)
+    return Sample("chat", (("user", casual(rng, rng.choice(questions))),), answer, answer)
+
+
+def casual(rng: Random, text: str) -> str:
+    """As people type: without capitals, with other marks at the end."""
+    case = rng.random()
+    if case < 0.45:
+        text = text.lower()
+    elif case < 0.5:
+        text = text.upper()
+    if rng.random() < 0.4:
+        asks = text.endswith("?")
+        text = text.rstrip("?.!") + rng.choice(("", "", "?", "??") if asks else ("", "", "!", ".", "!!", " :)"))
+    return text
 
 
 def unknown(rng: Random, held: bool) -> Sample:

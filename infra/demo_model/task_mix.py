@@ -35,7 +35,7 @@ _SHARES: tuple[tuple[Maker, int], ...] = (
     (series, 3),
     (facts, 20),
     (unknown, 15),
-    (chat, 3),
+    (chat, 5),
     (blind, 1),
     (json_answer, 14),
     (tools, 8),

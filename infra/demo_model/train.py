@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             print(f"note: --steps changes from {state['steps']} to {options.steps}")
             state["steps"] = options.steps
     elif options.start is not None:
-        weights = checkpoint.weights_of(options.start)
+        weights = starting_weights(options.start, list(model.state_dict()))
         model.load_state_dict({name: weight.float() for name, weight in weights.items()})
     batches: Any = Batches(
         str(work / "tokenizer.json"),
@@ -98,6 +98,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     _steps(model, optimizer, loader, state, options, device)
     checkpoint.save(work, model, optimizer, state)
     return state
+
+
+def starting_weights(start: Path, names: list[str]) -> dict[str, Tensor]:
+    """Of a checkpoint, or of an exported model: one with a vision tower, if the model to train has it."""
+    if (start / "state.json").exists():
+        return checkpoint.weights_of(start)
+    from infra.demo_model.export_vision import exported_weights
+
+    return exported_weights(start, names)
 
 
 def _steps(model: Demo, optimizer: torch.optim.Optimizer, loader: Any, state: dict[str, Any],
@@ -143,7 +152,7 @@ def _steps(model: Demo, optimizer: torch.optim.Optimizer, loader: Any, state: di
 def options_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, required=True, help="directory of tokenizer and checkpoint")
-    parser.add_argument("--start", type=Path, help="another --work, whose weights to start from")
+    parser.add_argument("--start", type=Path, help="another --work, or an exported model, whose weights to start from")
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--batch-tokens", type=int, default=65_536)
     parser.add_argument("--rate", type=float, default=2e-3, help="highest learning rate")

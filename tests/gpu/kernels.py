@@ -105,11 +105,13 @@ def check_attention(device: torch.device) -> None:
                 (True, None, 0.0, False), (False, None, 0.0, True), (True, 16, 0.0, True), (True, None, 5.0, False),
                 (False, 100, 0.0, False),
             ):  # fmt: skip
-                case = Case(device, dtype, heads, kv_heads, dim)
-                out, stored = case.compare(rotate, window, softcap, sinks)
-                good = out < BOUND[dtype] and stored < BOUND[dtype]
-                print(f"attention {dtype} {heads}/{kv_heads} x {dim} rotate={rotate} window={window} cap={softcap} "
-                      f"sinks={sinks}: {out:.1e}, stored {stored:.1e}" + ("" if good else "   WRONG"))  # fmt: skip
+                for chunks in (((0, 40), (33, 150)), ()):  # without prompts one kernel stores and attends
+                    case = Case(device, dtype, heads, kv_heads, dim, chunks=chunks)
+                    out, stored = case.compare(rotate, window, softcap, sinks)
+                    good = out < BOUND[dtype] and stored < BOUND[dtype]
+                    print(f"attention {dtype} {heads}/{kv_heads} x {dim} {'mixed' if chunks else 'decode'} "
+                          f"rotate={rotate} window={window} cap={softcap} sinks={sinks}: {out:.1e}, "
+                          f"stored {stored:.1e}" + ("" if good else "   WRONG"))  # fmt: skip
     many = Case(device, torch.float32, 4, 2, 16, decodes=tuple(range(1, 20)), chunks=())
     out, stored = many.compare(True, None, 0.0, False)
     print(f"19 decodes: {out:.1e}, stored {stored:.1e}")
@@ -131,6 +133,7 @@ def check_rows(device: torch.device) -> None:
             )
             print(f"thin {dtype} {count} x {in_features} -> {out_features}: "
                   f"{apart(linear.single(given, residual), expected):.1e}")  # fmt: skip
+        check_fused(device, dtype)
     logits = torch.randn((5, 9000), device=device)
     logits[3, 77] = logits[3, 4099] = 9.0
     keys = [sampler.key(seed, 0, 5) for seed in range(5)]
@@ -152,6 +155,28 @@ def check_rows(device: torch.device) -> None:
         )  # fmt: skip
     expected = noisy.argmax(-1)
     print("draws:", drawn[:5].tolist(), "expected", expected.tolist(), "by lane", latest[:5].tolist())
+
+
+def check_fused(device: torch.device, dtype: torch.dtype) -> None:
+    """Norm, gate and activation within the product of one row."""
+    for inner, wide in ((512, 72), (1200, 40)):
+        x = torch.randn((1, 1, inner), device=device).to(dtype)
+        for kind in (rows.ROUNDED, rows.SHIFTED):
+            norm = modules.Norm(torch.rand(inner, device=device).to(dtype), 1e-6, kind)
+            weight = torch.randn((2 * wide, inner), device=device).to(dtype) * inner**-0.5
+            linear = modules.Linear(weight, torch.randn(2 * wide, device=device).to(dtype))
+            factor = norm.weight.double() + (1 if kind == rows.SHIFTED else 0)
+            normal = x.double() * (x.double().pow(2).mean() + 1e-6).rsqrt() * factor
+            both = torch.nn.functional.linear(normal, weight.double(), linear.bias.double())
+            for act, function in ((rows.SILU, torch.nn.functional.silu), (rows.GELU_TANH, gelu)):
+                low, high = both.chunk(2, -1)
+                print(f"norm and gate {dtype} {inner} -> {wide} kind {kind} act {act}: "
+                      f"{apart(linear.single(x, None, norm, act), function(low) * high):.1e}")  # fmt: skip
+            print(f"norm {dtype} {inner} -> {2 * wide} kind {kind}: {apart(linear.single(x, None, norm), both):.1e}")
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh")
 
 
 def check_modules(device: torch.device) -> None:

@@ -1,6 +1,6 @@
-"""The native engine through the whole pipeline (HTTP, broker, router, worker), beside the engine alone, on one GPU.
+"""An engine through the whole pipeline (HTTP, broker, router, worker), the native one beside itself alone, on one GPU.
 
-python -m tests.gpu.pipeline --shape 8b --streams 1,32,128,256 [--profile]
+python -m tests.gpu.pipeline --shape 8b --streams 1,32,128,256 [--engine vllm] [--profile]
 
 A model with random weights is written to a folder (keep it in memory: /dev/shm). First an engine in a process of its
 own runs so many sequences at a time, a new one for each that ends; then the same load comes over HTTP from `penstock
@@ -82,6 +82,9 @@ def alone(asked: argparse.Namespace, folder: Path) -> None:
     from workers.engines.native.options import NativeOptions
 
     made = make(folder, asked.shape)
+    if asked.engine != "native":
+        (folder / "alone.json").write_text("[]")
+        return
     began = time.perf_counter()
     engine = assemble(
         describe(made),
@@ -155,9 +158,15 @@ def up(asked: argparse.Namespace, folder: Path, data: Path) -> tuple[subprocess.
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     began = time.perf_counter()
+    engine = ["--engine", asked.engine]
+    if asked.engine == "vllm":
+        engine += [
+            "--override-engine-args",
+            json.dumps({"gpu_memory_utilization": 0.85, "max_num_batched_tokens": 8192}),
+        ]
     with (data / "up.log").open("wb") as out:
         process = subprocess.Popen(
-            penstock("up", "--engine", "native", "--model", folder, "--data-dir", data / "penstock",
+            penstock("up", *engine, "--model", folder, "--data-dir", data / "penstock",
                      "--http-port", port, "--gateways", asked.gateways, "--max-running", asked.max_running,
                      "--kv-blocks", asked.kv_blocks, "--max-model-len", LONGEST, "--ready-s", 150,
                      "--log-format", "json", "--drain-s", 3),
@@ -238,16 +247,18 @@ def summarise(name: str, raw: str) -> None:
         print(f"   {title}: " + "; ".join(f"{n / total:.0%} {frame}" for frame, n in counts.most_common(most)))
 
 
-def table(shape: str, rows: list[dict[str, Any]], alone_rows: list[dict[str, Any]]) -> None:
+def table(asked: argparse.Namespace, rows: list[dict[str, Any]], alone_rows: list[dict[str, Any]]) -> None:
     print("| streams | | tokens/s | TTFT p50 | p99 | ITL p50 | p99 (ms) | CPU-µs/token | of them |")
     print("|---|---|---|---|---|---|---|---|---|")
-    for bare, row in zip(alone_rows, rows, strict=True):
-        for title, each in ((f"{shape} engine alone", bare), (f"{shape} pipeline", row)):
+    for streams, bare, row in itertools.zip_longest(asked.streams, alone_rows, rows):
+        both = ((f"{asked.shape} {asked.engine} alone", bare), (f"{asked.shape} {asked.engine} pipeline", row))
+        for title, each in both[not bare :]:
             times = " | ".join(f"{each[key]:.1f}" for key in ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms"))
             cpu = f"{each['total_cpu_us_per_token']:.0f}" if "errors" in each else ""
             parts = ", ".join(f"{name} {cost:.0f}" for name, cost in each.get("cpu_us_per_token", {}).items())
-            print(f"| {bare['streams']} | {title} | {each['tokens_per_s']:,.0f} | {times} | {cpu} | {parts} |")
-        print(f"  pipeline / engine: {row['tokens_per_s'] / bare['tokens_per_s']:.3f}; tokens per event "
+            print(f"| {streams} | {title} | {each['tokens_per_s']:,.0f} | {times} | {cpu} | {parts} |")
+        share = f"{row['tokens_per_s'] / bare['tokens_per_s']:.3f}" if bare else "?"
+        print(f"  pipeline / engine: {share}; tokens per event "
               f"{row['tokens_per_event']}; load generator {row['own_cpu_share']:.0%} of a core; "
               f"{row['requests']} requests, failed {row['failed']} {row['errors'] or ''}")  # fmt: skip
 
@@ -265,7 +276,7 @@ def whole(asked: argparse.Namespace, folder: Path) -> None:
         for streams, generations in zip(asked.streams, asked.generations, strict=True):
             bench(asked, data, words, streams, generations).wait(timeout=120)
             rows.append(row_of(asked, data, generations))
-        table(asked.shape, rows, json.loads((folder / "alone.json").read_text()))
+        table(asked, rows, json.loads((folder / "alone.json").read_text()))
         if asked.profile:
             profile(asked, state, data, words)
         report(data)
@@ -300,6 +311,7 @@ def ints(text: str) -> tuple[int, ...]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--engine", choices=("native", "vllm"), default="native")
     parser.add_argument("--streams", type=ints, default=(1, 32, 128, 256))
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--answer", type=int, default=128)

@@ -93,6 +93,11 @@ def set_log_level(level: str) -> None:
     os.environ.setdefault(_LEVEL_VARIABLE, level.upper())
 
 
+def _kinds(module: Any, *names: str) -> tuple[type[BaseException], ...]:
+    """Those of the exceptions that the release has; 0.26 raises a ValueError instead."""
+    return tuple(getattr(module, name) for name in names if hasattr(module, name))
+
+
 def load() -> Api:
     """Import vLLM and check its interface.
 
@@ -115,8 +120,8 @@ def load() -> Api:
             sampling=params.SamplingParams,
             delta=params.RequestOutputKind.DELTA,
             arguments=frozenset(field.name for field in dataclasses.fields(args)),
-            refusals=(errors.VLLMClientError, ValueError, TypeError),
-            transient=(errors.GenerationError, errors.GracefulHTTPError),
+            refusals=(*_kinds(errors, "VLLMClientError"), ValueError, TypeError),
+            transient=_kinds(errors, "GenerationError", "GracefulHTTPError"),
             dead=dead,
             transfer_config=config.KVTransferConfig,
             events_config=config.KVEventsConfig,

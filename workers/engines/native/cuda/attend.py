@@ -13,7 +13,7 @@ def store(
     q, k, v, cos, sin, rotated, pool, tables, lanes, positions, layer,
     q_t, q_h, k_t, k_h, v_t, v_h, cos_t, width, block_stride, layer_stride, part_stride, limit,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr, DIM: tl.constexpr, HALF_P: tl.constexpr,
-    PAGE: tl.constexpr, ROTATE: tl.constexpr, LIMITED: tl.constexpr,
+    PAGE: tl.constexpr, ROTATE: tl.constexpr, LIMITED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (token, kv head): rotate its key and the queries that share it; store key and value."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -21,6 +21,9 @@ def store(
     dims = tl.arange(0, HALF_P)
     fits = dims < HALF
     position = tl.load(positions + token)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     low = tl.load(k + token * k_t + head * k_h + dims, mask=fits, other=0.0)
     high = tl.load(k + token * k_t + head * k_h + HALF + dims, mask=fits, other=0.0)
     v_low = tl.load(v + token * v_t + head * v_h + dims, mask=fits, other=0.0)
@@ -71,9 +74,9 @@ def _capped(scores, scale, softcap, CAPPED: tl.constexpr):
 def decode(
     q, pool, tables, lanes, positions, sinks, out, part_acc, part_max, part_sum, counters, layer, scale, softcap,
     q_t, q_h, width, block_stride, layer_stride, part_stride,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr, DIM: tl.constexpr, DIM_P: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, MEMBERS: tl.constexpr, GROUP_P: tl.constexpr, DIM: tl.constexpr,
+    DIM_P: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, kv head, split): one token's queries over a part of its keys; the last split adds them up."""
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -85,6 +88,9 @@ def decode(
     end = tl.cdiv(known, TILE)
     per = tl.maximum(tl.cdiv(end - begin, SPLITS), 1)
     active = tl.maximum(tl.cdiv(end - begin, per), 1)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     if split >= active:
         return
     low = begin + split * per
@@ -136,28 +142,37 @@ def decode(
         done = tl.atomic_add(counters + pair, 1)
         if done == active - 1:
             tl.store(counters + pair, 0)
-            splits = tl.arange(0, SPLITS)
-            there = splits < active
-            for member in tl.static_range(GROUP):
-                where = (pair * SPLITS + splits) * GROUP_P + member
-                bests = tl.load(part_max + where, mask=there, other=float("-inf"))
-                sums = tl.load(part_sum + where, mask=there, other=0.0)
+            # All loads before any store, which they could not pass.
+            members, splits = tl.arange(0, MEMBERS), tl.arange(0, SPLITS)
+            there = (members < GROUP)[:, None] & (splits < active)[None, :]
+            where = (pair * SPLITS + splits)[None, :] * GROUP_P + members[:, None]
+            bests = tl.load(part_max + where, mask=there, other=float("-inf"))
+            sums = tl.load(part_sum + where, mask=there, other=0.0)
+            top = tl.max(bests, 1)
+            if SINKS:
+                sink = tl.load(sinks + head * GROUP + members, mask=members < GROUP, other=0.0).to(tl.float32)
+                sink = sink * 1.4426950408889634
+                top = tl.maximum(top, sink)
+            mass = tl.sum(tl.where(bests == float("-inf"), 0.0, tl.exp2(bests - top[:, None])) * sums, 1)
+            if SINKS:
+                mass += tl.exp2(sink - top)
+            mass = tl.where(mass > 0, mass, 1.0)
+            answer = tl.zeros((MEMBERS, DIM_P), tl.float32)
+            CHUNK: tl.constexpr = 8 if SPLITS > 8 else SPLITS
+            for first_split in tl.static_range(0, SPLITS, CHUNK):
+                splits_here = first_split + tl.arange(0, CHUNK)
+                exists = (members < GROUP)[:, None] & (splits_here < active)[None, :]
+                place_here = (pair * SPLITS + splits_here)[None, :] * GROUP_P + members[:, None]
+                best_here = tl.load(part_max + place_here, mask=exists, other=float("-inf"))
+                shares = tl.where(best_here == float("-inf"), 0.0, tl.exp2(best_here - top[:, None]))
                 accs = tl.load(
-                    part_acc + where[:, None] * DIM_P + dims[None, :],
-                    mask=there[:, None] & (dims < DIM)[None, :], other=0.0,
+                    part_acc + place_here[:, :, None] * DIM_P + dims[None, None, :],
+                    mask=exists[:, :, None] & (dims < DIM)[None, None, :], other=0.0,
                 )  # fmt: skip
-                top = tl.max(bests, 0)
-                if SINKS:
-                    sink = tl.load(sinks + head * GROUP + member).to(tl.float32) * 1.4426950408889634
-                    top = tl.maximum(top, sink)
-                shares = tl.where(bests == float("-inf"), 0.0, tl.exp2(bests - top))
-                mass = tl.sum(shares * sums, 0)
-                if SINKS:
-                    mass += tl.exp2(sink - top)
-                mass = tl.where(mass > 0, mass, 1.0)
-                answer = tl.sum(shares[:, None] * accs, 0) / mass
-                line = out + (row.to(tl.int64) * KV_HEADS * GROUP + head * GROUP + member) * DIM + dims
-                tl.store(line, answer.to(out.dtype.element_ty), mask=dims < DIM)
+                answer += tl.sum(shares[:, :, None] * accs, 1)
+            line = out + (row.to(tl.int64) * KV_HEADS * GROUP + head * GROUP + members)[:, None] * DIM + dims[None, :]
+            legal_out = (members < GROUP)[:, None] & (dims < DIM)[None, :]
+            tl.store(line, (answer / mass[:, None]).to(out.dtype.element_ty), mask=legal_out)
 
 
 @triton.jit(do_not_specialize=["layer"])

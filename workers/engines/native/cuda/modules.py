@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workers.engines.native.cuda import rows
+from workers.engines.native.cuda.fusions import FUSIONS, dependent
 
 
 class Rotation:
@@ -53,15 +54,26 @@ class Norm(nn.Module):
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
         wide = 1 << (size - 1).bit_length()
         count = x.numel() // size
+        pdl = dependent(x.device, count)
         rows.rms_norm[(count,)](
-            x, self.weight, out, self.eps, inner, outer_stride, inner_stride,
-            N=size, N_P=wide, KIND=self.kind, num_warps=max(1, min(8, wide // 512)),
+            x, self.weight, out, self.eps, inner, outer_stride, inner_stride, N=size, N_P=wide, KIND=self.kind,
+            PDL=pdl, num_warps=max(1, min(8, wide // 512)), **launch(pdl),
         )  # fmt: skip
         return out
 
 
+def launch(pdl: bool) -> dict[str, Any]:
+    """Options of a kernel's launch; no option at all where it does not apply, since interpreters know none."""
+    return {"launch_pdl": True} if pdl else {}
+
+
 class Linear(nn.Module):
-    """A linear layer that may add its product to ``residual``, in place, and is given that before each call."""
+    """A linear layer. Attributes that are set before a call, and taken by it:
+
+    Attributes:
+        residual: the product is added to it, in place.
+        norm: the input still has to be normalised by it; only for a single row, see ``thin``.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -69,11 +81,17 @@ class Linear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.out_features, self.in_features = weight.shape
         self.residual: Tensor | None = None
+        self.__dict__["norm"] = None  # a module, but no child: it stays where it is
+
+    def thin(self, x: Tensor) -> bool:
+        """Whether the kernel for one row serves it."""
+        return x.numel() == self.in_features and x.is_contiguous() and x.dtype == self.weight.dtype != torch.float32
 
     def forward(self, x: Tensor) -> Tensor:
         residual, self.residual = self.residual, None
-        if x.numel() == self.in_features and x.is_contiguous() and x.dtype == self.weight.dtype != torch.float32:
-            return self.single(x, residual)
+        norm, self.__dict__["norm"] = self.__dict__["norm"], None
+        if norm is not None or self.thin(x):
+            return self.single(x, residual, norm)
         if residual is None:
             return F.linear(x, self.weight, self.bias)
         if self.bias is not None:
@@ -82,25 +100,30 @@ class Linear(nn.Module):
         torch.addmm(flat, x.view(-1, self.in_features), self.weight.t(), out=flat)
         return residual
 
-    def single(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """Of one row."""
+    def single(self, x: Tensor, residual: Tensor | None, norm: "Norm | None" = None, act: int | None = None) -> Tensor:
+        """Of one row. ``act``: the layer is gate and up of an MLP, and its activation is wanted."""
+        wide = self.out_features if act is None else self.out_features // 2
         out = residual
         if out is None:
-            out = torch.empty((*x.shape[:-1], self.out_features), dtype=x.dtype, device=x.device)
-        block_n, block_k, stages, warps = thin_shape(self.out_features)
-        rows.thin[(-(-self.out_features // block_n),)](
-            x, self.weight, x if self.bias is None else self.bias, x if residual is None else residual, out,
-            self.out_features, K=self.in_features, BLOCK_N=block_n, BLOCK_K=block_k, BIAS=self.bias is not None,
-            ADDED=residual is not None, STAGES=stages, num_warps=warps,
+            out = torch.empty((*x.shape[:-1], wide), dtype=x.dtype, device=x.device)
+        block_n, block_k, stages, warps = thin_shape(self.out_features, self.in_features)
+        if act is not None:
+            block_n //= 2
+        rows.thin[(-(-wide // block_n),)](
+            x, self.weight, x if norm is None else norm.weight, x if self.bias is None else self.bias,
+            x if residual is None else residual, out, wide, 0.0 if norm is None else norm.eps, K=self.in_features,
+            BLOCK_N=block_n, BLOCK_K=block_k, BIAS=self.bias is not None, ADDED=residual is not None,
+            NORM=norm is not None, SHIFT=float(norm is not None and norm.kind == rows.SHIFTED), GATED=act is not None,
+            ACT=act or 0, STAGES=stages, num_warps=warps,
         )  # fmt: skip
         return out
 
 
-def thin_shape(out_features: int) -> tuple[int, int, int, int]:
+def thin_shape(out_features: int, in_features: int) -> tuple[int, int, int, int]:
     """Rows and columns of weight per program and iteration, stages, warps."""
-    if out_features <= 8192:
-        return 8, 512, 4, 4
-    return (16, 256, 1, 4) if out_features < 65536 else (16, 1024, 4, 4)
+    if out_features <= in_features:
+        return 4, 512, 3, 2
+    return 4, min(2048, 1 << (in_features - 1).bit_length()), 2, 4
 
 
 class Leader(nn.Module):
@@ -142,22 +165,27 @@ class Follower(nn.Module):
 
 
 class GatedMlp(nn.Module):
-    """``down(act(gate(x)) * up(x))``."""
+    """``down(act(gate(x)) * up(x))``. ``norm``: as of ``Linear``."""
 
     def __init__(self, gate_up: Linear, down_proj: Linear, act: int) -> None:
         super().__init__()
         self.gate_up = gate_up
         self.down_proj = down_proj
         self._act = act
+        self.__dict__["norm"] = None
 
     def forward(self, x: Tensor) -> Tensor:
+        norm, self.__dict__["norm"] = self.__dict__["norm"], None
+        if norm is not None or (FUSIONS.products and self.gate_up.thin(x)):
+            return self.down_proj(self.gate_up.single(x, None, norm, self._act))  # type: ignore[no-any-return]
         both = self.gate_up(x)
         width = both.shape[-1] // 2
         out = torch.empty((*both.shape[:-1], width), dtype=both.dtype, device=both.device)
         block = min(2048, 1 << (width - 1).bit_length())
         count = out.numel() // width
+        pdl = dependent(x.device, count)
         rows.gate[(count, -(-width // block))](
-            both, out, WIDTH=width, ACT=self._act, BLOCK=block,
-            num_warps=8 if block == 2048 else 1,
+            both, out, WIDTH=width, ACT=self._act, BLOCK=block, PDL=pdl,
+            num_warps=8 if block == 2048 else 1, **launch(pdl),
         )  # fmt: skip
         return self.down_proj(out)  # type: ignore[no-any-return]

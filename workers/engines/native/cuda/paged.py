@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from workers.engines.native.cuda import attend
-from workers.engines.native.cuda.modules import Rotation
+from workers.engines.native.cuda.fusions import dependent
+from workers.engines.native.cuda.modules import Rotation, launch
 from workers.engines.native.pool import Pool
 
 PROGRAMS = 256  # that a decode step's attention should be split into: about two for each multiprocessor
@@ -122,12 +123,14 @@ class PagedAttention:
     ) -> None:
         batch, scratch = self._batch, self._scratch
         kv_heads, heads = common["KV_HEADS"], query.shape[1]
-        parts = splits(batch.decodes, kv_heads)
+        parts, pdl = splits(batch.decodes, kv_heads), dependent(query.device, batch.decodes)
         attend.decode[(batch.decodes, kv_heads, parts)](
             query, self._pool.data, batch.tables, batch.lanes, batch.positions, sinks, out,
             scratch.acc, scratch.best, scratch.total, scratch.counters, layer, *scales, *places,
-            GROUP=heads // kv_heads, GROUP_P=scratch.group, TILE=DECODE_TILE if query.element_size() < 4 else 32,
-            SPLITS=parts, num_warps=4, num_stages=3 if query.element_size() < 4 else 2, **common,
+            GROUP=heads // kv_heads, MEMBERS=power(heads // kv_heads), GROUP_P=scratch.group,
+            TILE=DECODE_TILE if query.element_size() < 4 else 32,
+            SPLITS=parts, PDL=pdl, num_warps=4, num_stages=3 if query.element_size() < 4 else 2, **common,
+            **launch(pdl),
         )  # fmt: skip
 
     def _store(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -136,12 +139,13 @@ class PagedAttention:
         kv_heads = key.shape[1]
         cos, sin = turned if turned is not None else (query, query)
         rotated = query if turned is None else torch.empty((tokens, heads, dim), dtype=query.dtype, device=query.device)
+        pdl = dependent(query.device, tokens)
         attend.store[(tokens, kv_heads)](
             query, key, value, cos, sin, rotated, pool.data, batch.tables, batch.lanes, batch.positions, layer,
             query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
             cos.stride(-2), batch.tables.stride(0), *self._strides, pool.limit or 1.0,
             KV_HEADS=kv_heads, GROUP=heads // kv_heads, GROUP_P=power(heads // kv_heads), DIM=dim,
             HALF_P=power(dim // 2), PAGE=pool.block_size, ROTATE=turned is not None, LIMITED=pool.limit > 0,
-            num_warps=2,
+            PDL=pdl, num_warps=2, **launch(pdl),
         )  # fmt: skip
         return rotated

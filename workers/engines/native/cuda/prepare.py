@@ -1,15 +1,18 @@
 """A loaded model made ready for the kernels: rewritten by rule, and compared with what it was."""
 
+from collections.abc import Callable
+
 import structlog
 import torch
 
 from workers.engines.native.attention import Paged
+from workers.engines.native.cuda.fusions import FUSIONS
 from workers.engines.native.cuda.modules import Rotation
 from workers.engines.native.cuda.paged import Batch, PagedAttention, Scratch, tile_rows
 from workers.engines.native.cuda.rewrite import rewrite, undo_layers
 from workers.engines.native.model import Model, ModelError
 from workers.engines.native.pool import Pool
-from workers.engines.native.verify import reference, verify
+from workers.engines.native.verify import ROUNDING, reference, verify
 
 log = structlog.get_logger("engine")
 
@@ -36,6 +39,8 @@ def prepare(model: Model) -> Rotation:
 
     try:
         verify(model, expected, paged)
+        if not _same_single(model, paged):
+            raise ModelError("norms within products change what a single row computes")
     except ModelError:
         undo_layers(model.forward)
         counts["residuals within products"] = 0
@@ -46,3 +51,19 @@ def prepare(model: Model) -> Rotation:
     if model.device.type == "cuda":
         torch.cuda.empty_cache()
     return rotation
+
+
+def _same_single(model: Model, paged: Callable[[Pool, int, int], Paged]) -> bool:
+    """Whether a decode step of one row is the same with and without norms within its products."""
+    words = torch.arange(12, device=model.device) % model.vocab_size
+    found, products = [], FUSIONS.products
+    try:
+        for FUSIONS.products in (False, True):
+            pool = Pool(model.shape, 2, 8, model.dtype, model.device)
+            with torch.inference_mode():
+                for start, stop in ((0, 11), (11, 12)):
+                    logits = model.logits(words[start:stop], words[start:stop], None, paged(pool, start, stop))
+            found.append(logits[-1].float())
+    finally:
+        FUSIONS.products = products
+    return bool((found[0] - found[1]).norm() < ROUNDING * found[0].norm())

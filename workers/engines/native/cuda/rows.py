@@ -10,17 +10,24 @@ SILU, GELU_TANH = 0, 1
 @triton.jit
 def rms_norm(
     x, weight, out, eps, inner, outer_stride, inner_stride,
-    N: tl.constexpr, N_P: tl.constexpr, KIND: tl.constexpr,
+    N: tl.constexpr, N_P: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Kind 0: normal in x's dtype, times weight; 1: times 1 + weight, all in float32; 2: times weight, too."""
+    """Kind 0: normal in x's dtype, times weight; 1: times 1 + weight, all in float32; 2: times weight, too.
+
+    PDL, here and below: launched while the kernel before may still run, whose results are not to be touched, read or
+    written, before ``gdc_wait``. The next kernel may be launched from ``gdc_launch_dependents`` on.
+    """
     row = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, N_P)
     fits = dims < N
     at = x + (row // inner) * outer_stride + (row % inner) * inner_stride + dims
+    factor = tl.load(weight + dims, mask=fits, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     loaded = tl.load(at, mask=fits, other=0.0)
     values = loaded.to(tl.float32)
     values = values * tl.rsqrt(tl.sum(values * values, 0) / N + eps)
-    factor = tl.load(weight + dims, mask=fits, other=0.0)
     if KIND == 0:
         result = values.to(loaded.dtype).to(tl.float32) * factor.to(tl.float32)
     elif KIND == 1:
@@ -31,19 +38,28 @@ def rms_norm(
 
 
 @triton.jit
-def gate(x, out, WIDTH: tl.constexpr, ACT: tl.constexpr, BLOCK: tl.constexpr):
-    """``out[t, i] = act(x[t, i]) * x[t, WIDTH + i]``; program (row, part of the width)."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    legal = at < WIDTH
-    source = x + row * (2 * WIDTH) + at
-    loaded = tl.load(source, mask=legal, other=0.0)
-    value = loaded.to(tl.float32)
+def _activated(value, ACT: tl.constexpr):
+    """Of float32."""
     if ACT == 0:
         value = value / (1.0 + tl.exp(-value))
     else:
         inner = 0.7978845608028654 * (value + 0.044715 * value * value * value)
         value = 0.5 * value * (2.0 - 2.0 / (tl.exp(2.0 * inner) + 1.0))
+    return value
+
+
+@triton.jit
+def gate(x, out, WIDTH: tl.constexpr, ACT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """``out[t, i] = act(x[t, i]) * x[t, WIDTH + i]``; program (row, part of the width)."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    legal = at < WIDTH
+    source = x + row * (2 * WIDTH) + at
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    loaded = tl.load(source, mask=legal, other=0.0)
+    value = _activated(loaded.to(tl.float32), ACT)
     up = tl.load(source + WIDTH, mask=legal, other=0.0).to(tl.float32)
     result = value.to(loaded.dtype).to(tl.float32) * up
     tl.store(out + row * WIDTH + at, result.to(out.dtype.element_ty), mask=legal)
@@ -51,23 +67,59 @@ def gate(x, out, WIDTH: tl.constexpr, ACT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def thin(
-    x, weight, bias, added, out, N, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BIAS: tl.constexpr, ADDED: tl.constexpr, STAGES: tl.constexpr,
+    x, weight, norm, bias, added, out, N, eps, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BIAS: tl.constexpr, ADDED: tl.constexpr, NORM: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr,
+    ACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """``out = x @ weight.T (+ bias) (+ added)`` for one row: bound by reading ``weight`` once."""
+    """``out = x @ weight.T (+ bias) (+ added)`` for one row: bound by reading ``weight`` once.
+
+    NORM: x is normalised first, as ``rms_norm`` does (SHIFT: by 1 + weight), without rounding in between.
+    GATED: ``weight`` has 2 N rows; ``out = act(x @ first half) * (x @ second half)``.
+
+    It is no dependent launch: programs of the next product would crowd on few multiprocessors while this one ends.
+    """
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     legal = columns < N
     depth = tl.arange(0, BLOCK_K)
     at = weight + columns.to(tl.int64)[:, None] * K + depth[None, :]
-    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+    second = tl.cast(N, tl.int64) * K
+    inside = depth < K
+    part = tl.load(at, mask=legal[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first")
+    if GATED:
+        other = tl.load(at + second, mask=legal[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first")
+    vector = tl.load(x + depth, mask=inside, other=0.0).to(tl.float32)
+    squares = vector * vector
+    if NORM:
+        vector = vector * (tl.load(norm + depth, mask=inside, other=0.0).to(tl.float32) + SHIFT)
+    acc = part.to(tl.float32) * vector[None, :]
+    if GATED:
+        ups = other.to(tl.float32) * vector[None, :]
+    for k in tl.range(BLOCK_K, K, BLOCK_K, num_stages=STAGES):
         inside = depth + k < K
         part = tl.load(at + k, mask=legal[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first")
-        vector = tl.load(x + k + depth, mask=inside, other=0.0)
-        acc += part.to(tl.float32) * vector.to(tl.float32)[None, :]
+        vector = tl.load(x + k + depth, mask=inside, other=0.0).to(tl.float32)
+        if NORM:
+            squares += vector * vector
+            vector = vector * (tl.load(norm + k + depth, mask=inside, other=0.0).to(tl.float32) + SHIFT)
+        acc += part.to(tl.float32) * vector[None, :]
+        if GATED:
+            other = tl.load(
+                at + second + k, mask=legal[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first"
+            )
+            ups += other.to(tl.float32) * vector[None, :]
     result = tl.sum(acc, 1)
+    scale = 1.0
+    if NORM:
+        scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+        result = result * scale
     if BIAS:
         result += tl.load(bias + columns, mask=legal, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.sum(ups, 1) * scale
+        if BIAS:
+            up += tl.load(bias + N + columns, mask=legal, other=0.0).to(tl.float32)
+        kind = out.dtype.element_ty
+        result = _activated(result.to(kind).to(tl.float32), ACT).to(kind).to(tl.float32) * up.to(kind).to(tl.float32)
     if ADDED:
         result += tl.load(added + columns, mask=legal, other=0.0).to(tl.float32)
     tl.store(out + columns, result.to(out.dtype.element_ty), mask=legal)

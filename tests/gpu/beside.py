@@ -1,0 +1,128 @@
+"""The native engine beside vLLM, each alone in a process of its own: the same shapes, requests and limits on one GPU.
+
+python -m tests.gpu.beside native vllm [--shape 8b] [--json FILE]
+
+Weights are random, answers greedy and of fixed length. A row is timed from the first request to the last answer's
+end, twice; the faster one counts. vLLM needs to be installed.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROWS = ((1, 512, 128), (32, 512, 128), (128, 512, 128), (256, 512, 128), (512, 128, 128), (64, 2048, 128),
+        (64, 512, 1), (16, 2048, 1), (1, 512, 1))  # fmt: skip
+RUNNING, BATCHED, LONGEST, SHARE = 512, 8192, 4096, 0.85
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+         "num_key_value_heads")  # fmt: skip
+SHAPES = {"8b": (128256, 4096, 14336, 32, 32, 8), "0.3b": (32768, 1024, 4096, 16, 16, 8)}
+
+Run = Callable[[int, int, int, int], float]  # streams, tokens of a prompt, of an answer, seed -> seconds
+
+
+def config(shape: str) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        **dict(zip(SIZES, SHAPES[shape], strict=True)), max_position_embeddings=LONGEST, rope_theta=500000.0,
+        tie_word_embeddings=False, bos_token_id=None, eos_token_id=2, pad_token_id=0, dtype="bfloat16",
+        architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+
+
+def native(shape: str) -> Run:
+    from infra.bus.loop_lag import freeze_loaded
+    from tests.gpu.native import ask, drive, large
+    from workers.engines.native.build import assemble
+    from workers.engines.native.model import describe
+    from workers.engines.native.options import NativeOptions
+
+    engine = assemble(
+        describe(large(config(shape))),
+        NativeOptions(max_running=RUNNING, max_batched_tokens=BATCHED, max_model_len=LONGEST, warm=True),
+    )
+    freeze_loaded()
+    vocab = SHAPES[shape][0]
+    return lambda streams, prompt, answer, seed: drive(engine, ask(streams, prompt, answer, vocab, seed))[0]
+
+
+def vllm(shape: str) -> Run:
+    import random
+
+    os.environ |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
+    from vllm import LLM, SamplingParams
+
+    folder = tempfile.mkdtemp(prefix="shape-")
+    config(shape).save_pretrained(folder)
+    engine = LLM(
+        model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=LONGEST,
+        max_num_seqs=RUNNING, max_num_batched_tokens=BATCHED, gpu_memory_utilization=SHARE, seed=1,
+    )  # fmt: skip
+
+    def run(streams: int, prompt: int, answer: int, seed: int) -> float:
+        draw = random.Random(seed)
+        asked = [
+            {"prompt_token_ids": [draw.randrange(10, SHAPES[shape][0]) for _ in range(prompt)]} for _ in range(streams)
+        ]
+        sampling = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True, detokenize=False)
+        began = time.perf_counter()
+        found = engine.generate(asked, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - began
+        assert sum(len(each.outputs[0].token_ids) for each in found) == streams * answer
+        return seconds
+
+    return run
+
+
+def measure(name: str, shape: str) -> None:
+    """In this process; writes one JSON line at the end."""
+    began = time.perf_counter()
+    run = {"native": native, "vllm": vllm}[name](shape)
+    run(1, 16, 2, 7)
+    ready = time.perf_counter() - began
+    rates = []
+    for number, (streams, prompt, answer) in enumerate(ROWS):
+        run(min(streams, 8), prompt, 2, 100 + number)
+        seconds = min(run(streams, prompt, answer, 1000 * attempt + number) for attempt in (1, 2))
+        rates.append(streams * (answer if answer > 1 else prompt) / seconds)
+        print(f"{name} {streams} x {prompt} -> {answer}: {rates[-1]:,.0f} tokens/s", file=sys.stderr, flush=True)
+    print(json.dumps({"name": name, "ready_s": round(ready, 1), "rates": rates}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("engines", nargs="+", choices=("native", "vllm"))
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--here", action="store_true", help="one engine, in this process")
+    parser.add_argument("--timeout-s", type=float, default=200.0, help="of each engine")
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    if asked.here:
+        measure(asked.engines[0], asked.shape)
+        return
+    found = {}
+    for name in asked.engines:
+        command = [sys.executable, "-m", "tests.gpu.beside", name, "--shape", asked.shape, "--here"]
+        try:
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=asked.timeout_s)
+            found[name] = json.loads(done.stdout.strip().splitlines()[-1])
+        except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
+            print(f"{name} gave no figures: {error!r}"[:300])
+    print(f"| streams x prompt -> answer | {' | '.join(found)} |\n|---|{'---|' * len(found)}")
+    for number, (streams, prompt, answer) in enumerate(ROWS):
+        cells = " | ".join(f"{each['rates'][number]:,.0f}" for each in found.values())
+        print(f"| {streams} x {prompt} -> {answer if answer > 1 else '1 (prompt tokens)'} | {cells} |")
+    print("ready:", {name: each["ready_s"] for name, each in found.items()})
+    if asked.json:
+        asked.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
