@@ -1,6 +1,6 @@
 """The native engine beside vLLM, each alone in a process of its own: the same shapes, requests and limits on one GPU.
 
-python -m tests.gpu.beside native vllm [--shape 8b] [--json FILE]
+python -m tests.gpu.beside native vllm [--shape 8b] [--fp8] [--rows 3] [--json FILE]
 
 Weights are random, answers greedy and of fixed length. A row is timed from the first request to the last answer's
 end, twice; the faster one counts. vLLM needs to be installed.
@@ -19,33 +19,46 @@ from typing import Any
 
 ROWS = ((1, 512, 128), (32, 512, 128), (128, 512, 128), (256, 512, 128), (512, 128, 128), (64, 2048, 128),
         (64, 512, 1), (16, 2048, 1), (1, 512, 1))  # fmt: skip
-RUNNING, BATCHED, LONGEST, SHARE = 512, 8192, 4096, 0.85
+RUNNING, BATCHED, LONGEST, SHARE = 512, 8192, 4096, 0.7
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
          "num_key_value_heads")  # fmt: skip
-SHAPES = {"8b": (128256, 4096, 14336, 32, 32, 8), "0.3b": (32768, 1024, 4096, 16, 16, 8)}
+SHAPES = {
+    "8b": (128256, 4096, 14336, 32, 32, 8),
+    "0.3b": (32768, 1024, 4096, 16, 16, 8),
+    "moe": (151936, 2048, 768, 24, 32, 4),
+}  # half of the layers of Qwen3-30B-A3B
 
 Run = Callable[[int, int, int, int], float]  # streams, tokens of a prompt, of an answer, seed -> seconds
 
 
 def config(shape: str) -> Any:
-    from transformers import LlamaConfig
+    from transformers import LlamaConfig, Qwen3MoeConfig
 
-    return LlamaConfig(
-        **dict(zip(SIZES, SHAPES[shape], strict=True)), max_position_embeddings=LONGEST, rope_theta=500000.0,
-        tie_word_embeddings=False, bos_token_id=None, eos_token_id=2, pad_token_id=0, dtype="bfloat16",
-        architectures=["LlamaForCausalLM"],
-    )  # fmt: skip
+    common: dict[str, Any] = dict(zip(SIZES, SHAPES[shape], strict=True)) | {
+        "max_position_embeddings": LONGEST, "rope_theta": 500000.0, "tie_word_embeddings": False,
+        "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0, "dtype": "bfloat16",
+    }  # fmt: skip
+    if shape == "moe":
+        return Qwen3MoeConfig(
+            **common, head_dim=128, moe_intermediate_size=common["intermediate_size"], num_experts=128,
+            num_experts_per_tok=8, norm_topk_prob=True, decoder_sparse_step=1, architectures=["Qwen3MoeForCausalLM"],
+        )  # fmt: skip
+    return LlamaConfig(**common, architectures=["LlamaForCausalLM"])
 
 
-def native(shape: str) -> Run:
+def native(shape: str, fp8: bool) -> Run:
     from infra.bus.loop_lag import freeze_loaded
     from tests.gpu.native import ask, drive, large
     from workers.engines.native.build import assemble
     from workers.engines.native.model import describe
     from workers.engines.native.options import NativeOptions
+    from workers.engines.native.quantize import quantize
 
+    made = large(config(shape))
+    if fp8:
+        quantize(made)
     engine = assemble(
-        describe(large(config(shape))),
+        describe(made),
         NativeOptions(max_running=RUNNING, max_batched_tokens=BATCHED, max_model_len=LONGEST, warm=True),
     )
     freeze_loaded()
@@ -53,7 +66,7 @@ def native(shape: str) -> Run:
     return lambda streams, prompt, answer, seed: drive(engine, ask(streams, prompt, answer, vocab, seed))[0]
 
 
-def vllm(shape: str) -> Run:
+def vllm(shape: str, fp8: bool) -> Run:
     import random
 
     os.environ |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
@@ -64,6 +77,7 @@ def vllm(shape: str) -> Run:
     engine = LLM(
         model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=LONGEST,
         max_num_seqs=RUNNING, max_num_batched_tokens=BATCHED, gpu_memory_utilization=SHARE, seed=1,
+        quantization="fp8" if fp8 else None,
     )  # fmt: skip
 
     def run(streams: int, prompt: int, answer: int, seed: int) -> float:
@@ -81,14 +95,14 @@ def vllm(shape: str) -> Run:
     return run
 
 
-def measure(name: str, shape: str) -> None:
+def measure(name: str, shape: str, rows: int, fp8: bool) -> None:
     """In this process; writes one JSON line at the end."""
     began = time.perf_counter()
-    run = {"native": native, "vllm": vllm}[name](shape)
+    run = {"native": native, "vllm": vllm}[name](shape, fp8)
     run(1, 16, 2, 7)
     ready = time.perf_counter() - began
     rates = []
-    for number, (streams, prompt, answer) in enumerate(ROWS):
+    for number, (streams, prompt, answer) in enumerate(ROWS[:rows]):
         run(min(streams, 8), prompt, 2, 100 + number)
         seconds = min(run(streams, prompt, answer, 1000 * attempt + number) for attempt in (1, 2))
         rates.append(streams * (answer if answer > 1 else prompt) / seconds)
@@ -100,23 +114,26 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("engines", nargs="+", choices=("native", "vllm"))
     parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--rows", type=int, default=len(ROWS), help="how many of the table")
+    parser.add_argument("--fp8", action="store_true", help="weights of 8-bit floats")
     parser.add_argument("--here", action="store_true", help="one engine, in this process")
     parser.add_argument("--timeout-s", type=float, default=200.0, help="of each engine")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     if asked.here:
-        measure(asked.engines[0], asked.shape)
+        measure(asked.engines[0], asked.shape, asked.rows, asked.fp8)
         return
     found = {}
     for name in asked.engines:
-        command = [sys.executable, "-m", "tests.gpu.beside", name, "--shape", asked.shape, "--here"]
+        command = [sys.executable, "-m", "tests.gpu.beside", name, "--shape", asked.shape, "--rows", str(asked.rows),
+                   "--here", *(["--fp8"] if asked.fp8 else [])]  # fmt: skip
         try:
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=asked.timeout_s)
             found[name] = json.loads(done.stdout.strip().splitlines()[-1])
         except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
             print(f"{name} gave no figures: {error!r}"[:300])
     print(f"| streams x prompt -> answer | {' | '.join(found)} |\n|---|{'---|' * len(found)}")
-    for number, (streams, prompt, answer) in enumerate(ROWS):
+    for number, (streams, prompt, answer) in enumerate(ROWS[: asked.rows]):
         cells = " | ".join(f"{each['rates'][number]:,.0f}" for each in found.values())
         print(f"| {streams} x {prompt} -> {answer if answer > 1 else '1 (prompt tokens)'} | {cells} |")
     print("ready:", {name: each["ready_s"] for name, each in found.items()})

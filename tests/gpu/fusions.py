@@ -1,6 +1,6 @@
 """What fused kernels, dependent launches and shapes of kernels do to a decode step of an 8B Llama with random weights.
 
-python -m tests.gpu.fusions [sweep]
+python -m tests.gpu.fusions [sweep] [fp8]
 
 The time is that of a captured graph, replayed: nothing of the host is in it.
 """
@@ -18,6 +18,7 @@ from workers.engines.native.cuda import modules, paged
 from workers.engines.native.cuda.fusions import FUSIONS
 from workers.engines.native.model import describe
 from workers.engines.native.options import NativeOptions
+from workers.engines.native.quantize import quantize
 
 VARIANTS: dict[str, tuple[bool, bool]] = {  # products, dependent
     "none": (False, False),
@@ -83,11 +84,11 @@ KINDS = {
 }  # fmt: skip
 SMALL = (
     (8, 512, 4, 4), (4, 1024, 2, 4), (4, 1024, 3, 4), (4, 512, 3, 2), (4, 2048, 2, 4), (8, 1024, 2, 8), (2, 2048, 2, 4),
-    (4, 1024, 4, 8), (8, 512, 2, 4),
+    (4, 1024, 4, 8), (8, 512, 2, 4), (4, 1024, 3, 2), (4, 4096, 2, 4),
 )  # fmt: skip
 LARGE = (
     (8, 1024, 2, 4), (8, 512, 2, 2), (8, 512, 3, 4), (8, 1024, 3, 4), (8, 1024, 2, 8), (4, 1024, 2, 4), (8, 2048, 2, 8),
-    (8, 1024, 1, 4), (4, 2048, 2, 4), (8, 1024, 4, 8),
+    (8, 1024, 1, 4), (4, 2048, 2, 4), (8, 1024, 4, 8), (4, 4096, 2, 4), (8, 2048, 2, 4),
 )  # fmt: skip
 
 
@@ -96,7 +97,7 @@ def sweep(engine: Any) -> None:
     drive(engine, ask(1, 512, 64, 128256, 41))
     usual = modules.thin_shape
     best: dict[tuple[int, int], tuple[int, int, int, int]] = {}
-    modules.thin_shape = lambda *size: best.get(size) or usual(*size)
+    modules.thin_shape = lambda *size: best.get(size[:2]) or usual(*size)
     for kind, size in KINDS.items():
         found = {}
         for shape in SMALL if size[0] < 8192 else LARGE:
@@ -111,7 +112,10 @@ def sweep(engine: Any) -> None:
 def main() -> None:
     print(torch.cuda.get_device_name(), torch.__version__)
     random.seed(1)
-    engine = assemble(describe(large()), NativeOptions(max_running=256, max_model_len=4096, warm=False, kv_blocks=8192))
+    made = large()
+    if "fp8" in sys.argv:
+        print("layers of 8-bit floats:", quantize(made))
+    engine = assemble(describe(made), NativeOptions(max_running=256, max_model_len=4096, warm=False, kv_blocks=8192))
     for measure in (compare, tiles, sweep) if "sweep" in sys.argv else (compare, tiles):
         try:
             measure(engine)

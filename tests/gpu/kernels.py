@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from workers.engines.native import sampler
+from workers.engines.native import quantize, sampler
 from workers.engines.native.attention import ReferenceAttention, Span
 from workers.engines.native.cuda import modules, rewrite, rows
 from workers.engines.native.cuda.paged import Batch, PagedAttention, Scratch, tile_rows
@@ -175,6 +175,22 @@ def check_fused(device: torch.device, dtype: torch.dtype) -> None:
             print(f"norm {dtype} {inner} -> {2 * wide} kind {kind}: {apart(linear.single(x, None, norm), both):.1e}")
 
 
+def check_narrow(device: torch.device) -> None:
+    """Layers of 8-bit floats: one row by our kernel, which leaves the input as it is; more by torch's product."""
+    inner, wide = 1024, 208
+    layer = torch.nn.Linear(inner, 2 * wide, bias=True, device=device, dtype=torch.bfloat16).requires_grad_(False)
+    narrow = quantize.Fp8Linear(layer)
+    linear = modules.Linear(narrow.weight, narrow.bias, narrow.scale)
+    weight = narrow.weight.double() * narrow.scale.double()
+    for count in (1, 5, 64):
+        x = torch.randn((1, count, inner), device=device, dtype=torch.bfloat16)
+        expected = torch.nn.functional.linear(x.double(), weight, narrow.bias.double())
+        print(f"8-bit {count} rows: {apart(linear(x), expected):.1e}, as before {apart(narrow(x), expected):.1e}")
+    low, high = torch.nn.functional.linear(x[:, :1].double(), weight, narrow.bias.double()).chunk(2, -1)
+    found = linear.single(x[:, :1].contiguous(), None, None, rows.SILU)
+    print(f"8-bit gate: {apart(found, torch.nn.functional.silu(low) * high):.1e}")
+
+
 def gelu(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.gelu(x, approximate="tanh")
 
@@ -195,7 +211,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cuda")
     device = torch.device(parser.parse_args().device)
-    for check in (check_rows, check_attention, check_modules):
+    for check in (check_rows, check_narrow, check_attention, check_modules):
         try:
             check(device)
         except Exception:

@@ -68,30 +68,42 @@ def launch(pdl: bool) -> dict[str, Any]:
 
 
 class Linear(nn.Module):
-    """A linear layer. Attributes that are set before a call, and taken by it:
+    """A linear layer; with ``scale``, (out, 1) float32, of 8-bit floats. Attributes set before a call and taken by it:
 
     Attributes:
         residual: the product is added to it, in place.
         norm: the input still has to be normalised by it; only for a single row, see ``thin``.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.scale = None if scale is None else nn.Parameter(scale, requires_grad=False)
         self.out_features, self.in_features = weight.shape
         self.residual: Tensor | None = None
         self.__dict__["norm"] = None  # a module, but no child: it stays where it is
 
+    def part(self, start: int, stop: int) -> "Linear":
+        """The layer of some of the outputs."""
+        values = (self.weight, self.bias, self.scale)
+        weight, bias, scale = (None if each is None else each.data[start:stop] for each in values)
+        assert weight is not None
+        return Linear(weight, bias, scale)
+
     def thin(self, x: Tensor) -> bool:
         """Whether the kernel for one row serves it."""
-        return x.numel() == self.in_features and x.is_contiguous() and x.dtype == self.weight.dtype != torch.float32
+        wide = x.dtype if self.scale is not None else self.weight.dtype
+        return x.numel() == self.in_features and x.is_contiguous() and x.dtype == wide != torch.float32
 
     def forward(self, x: Tensor) -> Tensor:
         residual, self.residual = self.residual, None
         norm, self.__dict__["norm"] = self.__dict__["norm"], None
         if norm is not None or self.thin(x):
             return self.single(x, residual, norm)
+        if self.scale is not None:
+            out = self.narrow(x, self.scale)
+            return out if residual is None else residual.add_(out)
         if residual is None:
             return F.linear(x, self.weight, self.bias)
         if self.bias is not None:
@@ -100,30 +112,49 @@ class Linear(nn.Module):
         torch.addmm(flat, x.view(-1, self.in_features), self.weight.t(), out=flat)
         return residual
 
+    def narrow(self, x: Tensor, scale: Tensor) -> Tensor:
+        """Of 8-bit floats, as ``workers.engines.native.quantize.Fp8Linear`` does it."""
+        if not x.is_cuda or x.dtype != torch.bfloat16:
+            return F.linear(x, (self.weight.float() * scale).to(x.dtype), self.bias)
+        flat = x.reshape(-1, self.in_features)
+        count = len(flat)
+        small = torch.empty(flat.shape, dtype=self.weight.dtype, device=x.device)
+        scales = torch.empty((count, 1), dtype=torch.float32, device=x.device)
+        pdl, wide = dependent(x.device, count), 1 << (self.in_features - 1).bit_length()
+        rows.narrow[(count,)](
+            flat, small, scales, flat.stride(0), N=self.in_features, N_P=wide,
+            LARGEST=torch.finfo(self.weight.dtype).max, PDL=pdl, num_warps=max(1, min(8, wide // 512)), **launch(pdl),
+        )  # fmt: skip
+        out = torch._scaled_mm(small, self.weight.t(), scales, scale.t(), out_dtype=x.dtype, use_fast_accum=True)
+        if self.bias is not None:
+            out += self.bias
+        return out.view(*x.shape[:-1], self.out_features)
+
     def single(self, x: Tensor, residual: Tensor | None, norm: "Norm | None" = None, act: int | None = None) -> Tensor:
         """Of one row. ``act``: the layer is gate and up of an MLP, and its activation is wanted."""
         wide = self.out_features if act is None else self.out_features // 2
         out = residual
         if out is None:
             out = torch.empty((*x.shape[:-1], wide), dtype=x.dtype, device=x.device)
-        block_n, block_k, stages, warps = thin_shape(self.out_features, self.in_features)
+        block_n, block_k, stages, warps = thin_shape(self.out_features, self.in_features, self.weight.itemsize)
         if act is not None:
             block_n //= 2
         rows.thin[(-(-wide // block_n),)](
-            x, self.weight, x if norm is None else norm.weight, x if self.bias is None else self.bias,
-            x if residual is None else residual, out, wide, 0.0 if norm is None else norm.eps, K=self.in_features,
-            BLOCK_N=block_n, BLOCK_K=block_k, BIAS=self.bias is not None, ADDED=residual is not None,
-            NORM=norm is not None, SHIFT=float(norm is not None and norm.kind == rows.SHIFTED), GATED=act is not None,
-            ACT=act or 0, STAGES=stages, num_warps=warps,
+            x, self.weight, x if self.scale is None else self.scale, x if norm is None else norm.weight,
+            x if self.bias is None else self.bias, x if residual is None else residual, out, wide,
+            0.0 if norm is None else norm.eps, K=self.in_features, BLOCK_N=block_n, BLOCK_K=block_k,
+            BIAS=self.bias is not None, ADDED=residual is not None, NORM=norm is not None,
+            SHIFT=float(norm is not None and norm.kind == rows.SHIFTED), GATED=act is not None, ACT=act or 0,
+            SCALED=self.scale is not None, STAGES=stages, num_warps=warps,
         )  # fmt: skip
         return out
 
 
-def thin_shape(out_features: int, in_features: int) -> tuple[int, int, int, int]:
+def thin_shape(out_features: int, in_features: int, itemsize: int) -> tuple[int, int, int, int]:
     """Rows and columns of weight per program and iteration, stages, warps."""
     if out_features <= in_features:
-        return 4, 512, 3, 2
-    return 4, min(2048, 1 << (in_features - 1).bit_length()), 2, 4
+        return 4, 1024 // itemsize, 3, 2
+    return 4, min(4096 // itemsize, 1 << (in_features - 1).bit_length()), 2, 4
 
 
 class Leader(nn.Module):
@@ -145,9 +176,7 @@ class Leader(nn.Module):
         """Of this input, once; nothing is kept longer than that."""
         if self._source is not x or (found := self._parts[number]) is None:
             start = sum(self._sizes[:number])
-            bias = self.linear.bias
-            stop = start + self._sizes[number]
-            return F.linear(x, self.linear.weight[start:stop], None if bias is None else bias[start:stop])
+            return self.linear.part(start, start + self._sizes[number])(x)  # type: ignore[no-any-return]
         self._parts[number] = None
         if not any(part is not None for part in self._parts):
             self._source = None

@@ -16,8 +16,11 @@ from torch import Tensor, nn
 from workers.engines.native.cuda import rows
 from workers.engines.native.cuda.fusions import FUSIONS
 from workers.engines.native.cuda.modules import Follower, GatedMlp, Leader, Linear, Norm, Rotation
+from workers.engines.native.quantize import Fp8Linear
+from workers.engines.native.verify import ROUNDING
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # relative, of a module's output
+LINEAR = (nn.Linear, Fp8Linear)
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 
 
@@ -35,8 +38,8 @@ def rewrite(model: Any) -> tuple[Rotation, Counter[str]]:
             counts["merged linear layers"] += _merge(child)
     for path in [name for name, _ in model.named_modules() if name]:
         parent, name, child = _find(model, path)
-        if type(child) is nn.Linear:
-            setattr(parent, name, Linear(child.weight, child.bias))
+        if type(child) in LINEAR:
+            setattr(parent, name, Linear(child.weight.data, child.bias, getattr(child, "scale", None)))
     for layer in model.modules():
         counts["residuals within products"] += _layer(layer)
     rotation = Rotation()
@@ -57,13 +60,14 @@ def _replace(parent: nn.Module, name: str, new: nn.Module | None, counts: Counte
         counts[rule] += 1
 
 
-def _same(new: Callable[[Tensor], Tensor], old: Callable[[Tensor], Tensor], x: Tensor) -> bool:
+def _same(new: Callable[[Tensor], Tensor], old: Callable[[Tensor], Tensor], x: Tensor, bound: float = 0.0) -> bool:
+    """``bound``: relative, that is allowed; 0: the one of the data type."""
     with torch.inference_mode():
         expected = old(x.clone())
         found = new(x.clone())
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False
-    bound = TOLERANCE[torch.bfloat16 if x.dtype == torch.bfloat16 else x.dtype]
+    bound = bound or TOLERANCE[x.dtype]
     return bool((found.float() - expected.float()).norm() <= bound * expected.float().norm())
 
 
@@ -89,28 +93,37 @@ def _mlp(mlp: Any, dtype: torch.dtype, generator: torch.Generator) -> GatedMlp |
     linears = [children.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
     if not set(children) <= {"gate_proj", "up_proj", "down_proj", "act_fn"} or dtype not in TOLERANCE:
         return None
-    if any(type(linear) is not nn.Linear for linear in linears):
+    if len({type(linear) for linear in linears}) != 1 or type(linears[0]) not in LINEAR:
         return None
     gate_proj, up_proj, down_proj = linears
-    assert isinstance(gate_proj, nn.Linear)
-    assert isinstance(up_proj, nn.Linear)
-    assert isinstance(down_proj, nn.Linear)
-    gate_up, down = _joined([gate_proj, up_proj]), Linear(down_proj.weight, down_proj.bias)
+    assert gate_proj is not None
+    gate_up, down = _joined([gate_proj, up_proj]), _joined([down_proj])
+    bound = ROUNDING if down.scale is not None else 0.0
     x = torch.randn((1, 3, gate_proj.in_features), generator=generator, device=gate_proj.weight.device).to(dtype)
     for act in (rows.SILU, rows.GELU_TANH):
         new = GatedMlp(gate_up, down, act)
-        if _same(new, mlp, x) and _same(new, mlp, x[:, :1]):  # one row has kernels of its own
+        if _same(new, mlp, x, bound) and _same(new, mlp, x[:, :1], bound):  # one row has kernels of its own
             return new
     return None
 
 
-def _joined(linears: list[nn.Linear]) -> Linear:
-    weight = torch.cat([linear.weight.data for linear in linears])
+def _joined(linears: list[Any]) -> Linear:
+    """One layer with the outputs of several, which are of one of the types of ``LINEAR``."""
+    weight = _cat([linear.weight.data for linear in linears])
+    scale = torch.cat([linear.scale for linear in linears]) if isinstance(linears[0], Fp8Linear) else None
     biases = [linear.bias for linear in linears]
     if all(bias is None for bias in biases):
-        return Linear(weight, None)
-    filled = [weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.data for linear in linears]
-    return Linear(weight, torch.cat(filled))
+        return Linear(weight, None, scale)
+    like = next(bias.data for bias in biases if bias is not None)
+    filled = [like.new_zeros(linear.out_features) if linear.bias is None else linear.bias.data for linear in linears]
+    return Linear(weight, torch.cat(filled), scale)
+
+
+def _cat(weights: list[Tensor]) -> Tensor:
+    """8-bit floats are joined as bytes: not every torch can join them."""
+    if weights[0].itemsize > 1:
+        return torch.cat(weights)
+    return torch.cat([weight.view(torch.uint8) for weight in weights]).view(weights[0].dtype)
 
 
 def _find(model: nn.Module, path: str) -> tuple[nn.Module, str, Any]:
@@ -127,7 +140,7 @@ def _merge(parent: nn.Module | None) -> int:
     """Whether linear layers with one input, known by their names, became one."""
     names = ("q_proj", "k_proj", "v_proj")
     found: list[Any] = [getattr(parent, name, None) for name in names]
-    if parent is None or any(type(linear) is not nn.Linear for linear in found):
+    if parent is None or len({type(linear) for linear in found}) != 1 or type(found[0]) not in LINEAR:
         return 0
     if len({(linear.in_features, linear.weight.dtype) for linear in found}) != 1:
         return 0

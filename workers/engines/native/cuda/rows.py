@@ -67,13 +67,14 @@ def gate(x, out, WIDTH: tl.constexpr, ACT: tl.constexpr, BLOCK: tl.constexpr, PD
 
 @triton.jit
 def thin(
-    x, weight, norm, bias, added, out, N, eps, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, weight, scales, norm, bias, added, out, N, eps, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr, ADDED: tl.constexpr, NORM: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr,
-    ACT: tl.constexpr, STAGES: tl.constexpr,
+    ACT: tl.constexpr, SCALED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """``out = x @ weight.T (+ bias) (+ added)`` for one row: bound by reading ``weight`` once.
 
     NORM: x is normalised first, as ``rms_norm`` does (SHIFT: by 1 + weight), without rounding in between.
+    SCALED: a row of ``weight`` is multiplied by its number in ``scales``.
     GATED: ``weight`` has 2 N rows; ``out = act(x @ first half) * (x @ second half)``.
 
     It is no dependent launch: programs of the next product would crowd on few multiprocessors while this one ends.
@@ -112,10 +113,14 @@ def thin(
     if NORM:
         scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
         result = result * scale
+    if SCALED:
+        result = result * tl.load(scales + columns, mask=legal, other=0.0)
     if BIAS:
         result += tl.load(bias + columns, mask=legal, other=0.0).to(tl.float32)
     if GATED:
         up = tl.sum(ups, 1) * scale
+        if SCALED:
+            up = up * tl.load(scales + N + columns, mask=legal, other=0.0)
         if BIAS:
             up += tl.load(bias + N + columns, mask=legal, other=0.0).to(tl.float32)
         kind = out.dtype.element_ty
@@ -123,6 +128,22 @@ def thin(
     if ADDED:
         result += tl.load(added + columns, mask=legal, other=0.0).to(tl.float32)
     tl.store(out + columns, result.to(out.dtype.element_ty), mask=legal)
+
+
+@triton.jit
+def narrow(x, out, scales, stride, N: tl.constexpr, N_P: tl.constexpr, LARGEST: tl.constexpr, PDL: tl.constexpr):
+    """Program (row): the row in an 8-bit float, whose largest number is LARGEST, and its scale."""
+    row = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, N_P)
+    fits = dims < N
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    values = tl.load(x + row * stride + dims, mask=fits, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(values), 0) / LARGEST, 1e-12)
+    values = tl.minimum(tl.maximum(values / scale, -LARGEST), LARGEST)
+    tl.store(out + row * N + dims, values.to(out.dtype.element_ty), mask=fits)
+    tl.store(scales + row, scale)
 
 
 @triton.jit(do_not_specialize=["count"])
