@@ -12,7 +12,8 @@ from workers.engines.native.cuda.paged import Batch, PagedAttention, Scratch, ti
 from workers.engines.native.cuda.rewrite import rewrite, undo_layers
 from workers.engines.native.model import Model, ModelError
 from workers.engines.native.pool import Pool
-from workers.engines.native.verify import ROUNDING, reference, verify
+from workers.engines.native.quantize import Fp8Linear
+from workers.engines.native.verify import ROUNDING, ROUNDING_FP8, reference, verify
 
 log = structlog.get_logger("engine")
 
@@ -23,6 +24,8 @@ def prepare(model: Model) -> Rotation:
     Raises:
         ModelError: it no longer computes what it did; load it again.
     """
+    narrow = any(isinstance(module, Fp8Linear) for module in model.forward.modules())
+    rounding = ROUNDING_FP8 if narrow else ROUNDING
     expected = reference(model)
     rotation, counts = rewrite(model.forward)
     scratch = Scratch(1, model.shape.kv_heads, model.heads, model.shape.head_dim, model.device)
@@ -38,13 +41,13 @@ def prepare(model: Model) -> Rotation:
         return PagedAttention(pool, scratch, rotation, batch)
 
     try:
-        verify(model, expected, paged)
-        if not _same_single(model, paged):
+        verify(model, expected, paged, rounding)
+        if not _same_single(model, paged, rounding):
             raise ModelError("norms within products change what a single row computes")
     except ModelError:
         undo_layers(model.forward)
         counts["residuals within products"] = 0
-        verify(model, expected, paged)
+        verify(model, expected, paged, rounding)
     log.info(
         "rewritten", model=type(model.forward).__name__, **{name.replace(" ", "_"): n for name, n in counts.items()}
     )
@@ -53,7 +56,7 @@ def prepare(model: Model) -> Rotation:
     return rotation
 
 
-def _same_single(model: Model, paged: Callable[[Pool, int, int], Paged]) -> bool:
+def _same_single(model: Model, paged: Callable[[Pool, int, int], Paged], rounding: float) -> bool:
     """Whether a decode step of one row is the same with and without norms within its products."""
     words = torch.arange(12, device=model.device) % model.vocab_size
     found, products = [], FUSIONS.products
@@ -66,4 +69,4 @@ def _same_single(model: Model, paged: Callable[[Pool, int, int], Paged]) -> bool
             found.append(logits[-1].float())
     finally:
         FUSIONS.products = products
-    return bool((found[0] - found[1]).norm() < ROUNDING * found[0].norm())
+    return bool((found[0] - found[1]).norm() < rounding * found[0].norm())
