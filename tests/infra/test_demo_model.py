@@ -274,6 +274,39 @@ def test_a_new_training_begins_with_anothers_weights(trained: tuple[Path, dict[s
     assert all(before[name].equal(weight) for name, weight in after.items())
 
 
+def test_the_bundled_models_are_one_and_a_training_can_begin_with_their_weights() -> None:
+    import torch
+
+    from infra.demo_model import train
+    from infra.demo_model.model import VISION, Demo, Shape
+    from infra.demo_model.tokenizer import VOCAB
+    from infra.model import modeldir
+
+    names = list(Demo(Shape(VOCAB, **VISION)).state_dict())
+    seeing = train.starting_weights(modeldir.MODELS / "demo-vision", names)
+    text = train.starting_weights(modeldir.MODELS / "demo", [name for name in names if name.startswith("model.")])
+    assert len(text) < len(seeing) == len(names)
+    assert all(torch.equal(weight, seeing[name]) for name, weight in text.items())
+    with pytest.raises(ValueError, match=r"no weights for vision"):
+        train.starting_weights(modeldir.MODELS / "demo", [name for name in names if name.startswith("vision.")][:1])
+
+
+def test_models_are_averaged_weight_by_weight(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from infra.demo_model.average import average
+
+    for name, value in (("old", 1.0), ("new", 2.0)):
+        (tmp_path / name).mkdir()
+        save_file({"w": torch.full((2, 3), value)}, tmp_path / name / "model.safetensors")
+    average(tmp_path / "old", tmp_path / "new", tmp_path / "out", 0.75)
+    assert load_file(tmp_path / "out" / "model.safetensors")["w"].unique().tolist() == [1.75]
+    save_file({"w": torch.ones(3)}, tmp_path / "new" / "model.safetensors")
+    with pytest.raises(ValueError, match="different weights"):
+        average(tmp_path / "old", tmp_path / "new", tmp_path / "out", 0.75)
+
+
 def test_training_saves_while_it_runs(short_contexts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from infra.demo_model import checkpoint, train
 
