@@ -55,10 +55,10 @@ async def fleet_bus(fleet: Deployment) -> AsyncIterator[Bus]:
 
 
 def body(number: int) -> dict[str, Any]:
-    # Shared beginnings, so that prefix caches and steering take part.
+    # Some share their beginnings, so that prefix caches and steering take part; not all, or one worker may have all.
     return {
         "model": "tiny",
-        "messages": [{"role": "user", "content": words(40) + f" question {number}"}],
+        "messages": [{"role": "user", "content": f"{number % 4} " + words(40) + f" question {number}"}],
         "temperature": 0,
         "max_tokens": TOKENS,
         "stream": True,
