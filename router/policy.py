@@ -19,6 +19,7 @@ from router.filters import Requirement, rejection
 from router.holders import TargetId
 from router.load import ENCODE, RoutingTarget
 from router.pairs import PrefillPool, describe_path
+from router.placement.cost import TargetCost
 from router.routing import PATIENCE_S, RoutingContext, RoutingDecision
 from router.score_table import (
     STORED_CANDIDATES,
@@ -29,7 +30,7 @@ from router.score_table import (
     refusal,
     table,
 )
-from router.scoring import TargetCost, target_costs, uncached_tokens, utilization
+from router.scoring import target_costs, uncached_tokens, utilization
 from schemas.fleet import Registration
 from schemas.jobs import Stage
 

@@ -90,11 +90,12 @@ class RoutingContext(msgspec.Struct, frozen=True):
 
     def pick(self, scores: Sequence[float], stage: int = 0) -> int:
         """The position of the score to take; each ``stage`` draws anew."""
+        seed = draw(self.seed, stage)
         if self.mode == "round_robin":
             return self.turn % len(scores)
         if self.mode == "random":
-            return Random(self.seed + stage).randrange(len(scores))
-        return lowest(scores, self.weights.temperature, self.seed + stage)
+            return seed % len(scores)
+        return lowest(scores, self.weights.temperature, seed)
 
     def without_avoided(self, targets: list[RoutingTarget]) -> list[RoutingTarget]:
         """``targets`` without the workers to avoid, unless no other is left."""
@@ -133,12 +134,17 @@ class RoutingDecision(msgspec.Struct, frozen=True):
         return next(stage.worker for stage in self.route if stage.role != ENCODE)
 
 
+def draw(seed: int, stage: int = 0) -> int:
+    """20 bits of a seed, others for each stage: multiplicative hashing by odd constants without a pattern in bits."""
+    return ((seed + 1) * (0x85EBCA6B if stage else 0x9E3779B1) & 0xFFFFFFFF) >> 12
+
+
 def lowest(scores: Sequence[float], temperature: float, seed: int) -> int:
     """The position of the lowest score, or of one drawn by softmax at a temperature above 0."""
     best = min(scores)
     if temperature <= 0:
         ties = [at for at, value in enumerate(scores) if value - best <= TIE]
-        return ties[0] if len(ties) == 1 else Random(seed).choice(ties)
+        return ties[seed % len(ties)]  # seeding a generator would cost as much as the rest of a decision
     scale = (max(scores) - best) * temperature
     if scale <= 0:
         return Random(seed).randrange(len(scores))

@@ -15,7 +15,8 @@ idle, or if the blocks of all its active prompts, one for the answer of each seq
 its KV cache, and it accepts another sequence.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +64,16 @@ class Costs(NamedTuple):
     fits: NDArray[np.bool_]
 
 
+class TargetCost(NamedTuple):
+    """``Costs`` at one target. ``fits``: it has room for the request now."""
+
+    whole: float
+    prefill: float
+    decode: float
+    uncached_tokens: float
+    fits: bool
+
+
 def costs(
     size: RequestSize,
     cached: Column,
@@ -72,7 +83,8 @@ def costs(
     overlap_weight: float = 1.0,
     prefill_weight: float = 1.0,
 ) -> Costs:
-    """
+    """The costs at many targets by array operations.
+
     Args:
         cached: leading blocks cached, by target; for several requests of shape (requests, targets).
         leading: the same for blocks of active requests.
@@ -80,14 +92,41 @@ def costs(
         overlap_weight: of a reused token.
         prefill_weight: of a token to compute.
     """
+    return Costs(*_terms(size, cached, leading, at, overlap_weight, prefill_weight, np.minimum, np.maximum))
+
+
+def target_cost(
+    size: RequestSize,
+    cached: float,
+    leading: float,
+    at: Sequence[float],
+    *,
+    overlap_weight: float = 1.0,
+    prefill_weight: float = 1.0,
+) -> TargetCost:
+    """The costs at one target, whose columns are ``at``: for few targets cheaper than array operations."""
+    return TargetCost(*_terms(size, cached, leading, at, overlap_weight, prefill_weight, min, max))
+
+
+def _terms(
+    size: RequestSize,
+    cached: Any,
+    leading: Any,
+    at: Any,
+    overlap_weight: float,
+    prefill_weight: float,
+    lower: Callable[[Any, Any], Any],
+    higher: Callable[[Any, Any], Any],
+) -> tuple[Any, Any, Any, Any, Any]:
+    """The formula, for numbers (with ``min``, ``max``) and for arrays."""
     block_size, slowness, running = at[BLOCK_SIZE], at[SLOWNESS], at[SEQUENCES]
-    present = block_size * np.minimum(np.maximum(cached, leading), size.blocks)
-    uncached = np.maximum(1.0, size.tokens - present)
-    work = uncached if overlap_weight == 1.0 else np.maximum(1.0, size.tokens - overlap_weight * present)
-    occupied = at[ACTIVE] + running + (size.tokens // block_size - np.minimum(leading, size.blocks))
+    present = block_size * lower(higher(cached, leading), size.blocks)
+    uncached = higher(1.0, size.tokens - present)
+    work = uncached if overlap_weight == 1.0 else higher(1.0, size.tokens - overlap_weight * present)
+    occupied = at[ACTIVE] + running + (size.tokens // block_size - lower(leading, size.blocks))
     decode = slowness * OCCUPANCY * block_size * occupied
     scale = prefill_weight * slowness
     prefill = scale * (at[BACKLOG] + OWN_WORK * work) + decode
     whole = prefill + scale * HELD_UP * work * (running - at[COMPUTING])
     room = (occupied + size.sequences <= FILL * at[BLOCKS]) & (running + size.sequences <= at[LIMIT])
-    return Costs(whole, prefill, decode, uncached, room | (running == 0))
+    return whole, prefill, decode, uncached, room | (running == 0)

@@ -10,6 +10,8 @@ from router.placement.pool import PoolContext, Pools
 from router.policy import decide
 from router.routing import RoutingContext, RoutingDecision, RoutingRequest, Weights
 
+FEW = 12  # targets, up to which a loop over them is cheaper than array operations
+
 
 class Decisions:
     """A decision is a function of the tracker's state and of the arguments of ``decide``."""
@@ -39,7 +41,7 @@ class Decisions:
         tracker, weights = self._tracker, self._weights
         leading = tracker.loads.prefixes(keys) if self._mode == "kv" else {}
         among = self.pools.pool(request) if self._mode == "kv" else None
-        if among is not None:
+        if among is not None and len(among.ids) > FEW:
             columns = tracker.columns(among.rows, now_ns)
             found = pool.decide(PoolContext(request, among, columns, overlaps, leading, weights, seed, waited_s))
             if found is not None:

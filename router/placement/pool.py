@@ -5,7 +5,6 @@ needs the general way, because of other roles, a named worker, a temperature, or
 """
 
 from collections.abc import Mapping, Sequence
-from random import Random
 from typing import NamedTuple
 
 import msgspec
@@ -18,7 +17,7 @@ from router.load import Load, RoutingTarget
 from router.load_tracker import LoadTracker
 from router.placement.cost import Costs, costs
 from router.placement.target_loads import ACTIVE, BACKLOG, SEQUENCES, Column, Rows
-from router.routing import PATIENCE_S, TIE, RoutingDecision, RoutingRequest, Weights
+from router.routing import PATIENCE_S, TIE, RoutingDecision, RoutingRequest, Weights, draw
 from router.score_table import STORED_CANDIDATES
 from router.scoring import size_of
 from schemas.fleet import Registration
@@ -133,7 +132,7 @@ def decide(context: PoolContext) -> RoutingDecision | None:
         return None
     scores = found.whole[free]
     ties = np.flatnonzero(scores - scores.min() <= TIE)
-    at = int(ties[0]) if len(ties) == 1 else int(Random(context.seed).choice(ties))
+    at = int(ties[draw(context.seed) % len(ties)])
     if context.waited_s is not None and _waits(found, allowed, int(free[int(scores.argmin())]), context.waited_s):
         return None
     chosen = int(free[at])

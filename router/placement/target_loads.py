@@ -51,7 +51,9 @@ class TargetLoads:
     def __init__(self) -> None:
         self._rows: dict[TargetId, int] = {}
         self._free: list[int] = []
-        self._columns = np.zeros((COLUMNS, 8))
+        self._values: list[list[float]] = []  # by row: changing a list is several times cheaper than an array's element
+        self._columns = np.zeros((COLUMNS, 8))  # the same for array operations, but for the rows in ``_changed``
+        self._changed: set[int] = set()
         self._estimates = np.zeros((3, 8))
         self._estimated: set[int] = set()  # rows
         self._prefixes = ActivePrefixes()
@@ -66,10 +68,13 @@ class TargetLoads:
         return self._rows.get(target)
 
     def block_size(self, target: TargetId) -> int:
-        return int(self._columns[BLOCK_SIZE, self._rows[target]])
+        return int(self._values[self._rows[target]][BLOCK_SIZE])
 
     def columns(self, rows: Rows, now_ns: int, tokens_per_s: float) -> Column:
         """(COLUMNS, len(rows)), a copy; BACKLOG with what ``estimate`` added, less what drained since then."""
+        for row in self._changed:
+            self._columns[:, row] = self._values[row]
+        self._changed.clear()
         columns = self._columns[:, rows]
         if self._estimated:
             tokens, at_ns, most = self._estimates[:, rows]
@@ -86,8 +91,7 @@ class TargetLoads:
 
     def load(self, row: int) -> list[float]:
         """All columns of one target."""
-        values: list[float] = self._columns[:, row].tolist()
-        return values
+        return self._values[row]
 
     def put(self, target: TargetId, *, block_size: int, blocks: int, limit: int, model: str = "") -> bool:
         """Add a target, or change its capacity; True: it is new."""
@@ -98,10 +102,14 @@ class TargetLoads:
             if row == self._columns.shape[1]:
                 self._columns = np.concatenate([self._columns, np.zeros_like(self._columns)], axis=1)
                 self._estimates = np.concatenate([self._estimates, np.zeros_like(self._estimates)], axis=1)
-            self._columns[:, row] = 0.0
+            if row == len(self._values):
+                self._values.append([])
+            self._values[row] = [0.0] * COLUMNS
             self._estimates[:, row] = 0.0
-            self._columns[SLOWNESS, row] = 1.0
-        self._columns[[BLOCK_SIZE, BLOCKS, LIMIT], row] = block_size, blocks, limit
+            self._values[row][SLOWNESS] = 1.0
+        values = self._values[row]
+        values[BLOCK_SIZE], values[BLOCKS], values[LIMIT] = block_size, blocks, limit
+        self._changed.add(row)
         self._models[target] = model
         return new
 
@@ -131,17 +139,15 @@ class TargetLoads:
         if row is None or (task.request, task.target) in self._tasks:
             return False
         self._tasks[task.request, task.target] = task
-        columns = self._columns
-        columns[SEQUENCES, row] += task.sequences
-        if task.keys:
-            columns[ACTIVE, row] += self._prefixes.add(task.target, task.keys)
-        else:
-            columns[ACTIVE, row] += task.blocks
-        if task.uncached_tokens < columns[BLOCK_SIZE, row] or not task.keys:
+        values = self._values[row]
+        self._changed.add(row)
+        values[SEQUENCES] += task.sequences
+        values[ACTIVE] += self._prefixes.add(task.target, task.keys) if task.keys else task.blocks
+        if task.uncached_tokens < values[BLOCK_SIZE] or not task.keys:
             return False
         self._computing.setdefault(task.target, {}).setdefault(task.keys[-1], {})[task.request] = task
-        columns[BACKLOG, row] += task.uncached_tokens
-        columns[COMPUTING, row] += task.sequences
+        values[BACKLOG] += task.uncached_tokens
+        values[COMPUTING] += task.sequences
         return True
 
     def stored(self, target: TargetId, keys: Sequence[int], now_ns: int = 0) -> list[Task]:
@@ -160,7 +166,9 @@ class TargetLoads:
         if 0 < began_ns < now_ns:
             tokens = sum(task.uncached_tokens for task in done)
             slowness = self.learned.computed(self._models[target], target, tokens, (now_ns - began_ns) / 1e9)
-            self._columns[SLOWNESS, self._rows[target]] = slowness
+            row = self._rows[target]
+            self._values[row][SLOWNESS] = slowness
+            self._changed.add(row)
         self._computed_ns[target] = now_ns
         return done
 
@@ -170,12 +178,11 @@ class TargetLoads:
         if task is None:
             return None
         self._computed(task)
-        row, columns = self._rows[target], self._columns
-        columns[SEQUENCES, row] -= task.sequences
-        if task.keys:
-            columns[ACTIVE, row] -= self._prefixes.remove(target, task.keys)
-        else:
-            columns[ACTIVE, row] -= task.blocks
+        row = self._rows[target]
+        values = self._values[row]
+        values[SEQUENCES] -= task.sequences
+        values[ACTIVE] -= self._prefixes.remove(target, task.keys) if task.keys else task.blocks
+        self._changed.add(row)
         return task
 
     def prefixes(self, keys: Sequence[int]) -> dict[TargetId, int]:
@@ -194,5 +201,7 @@ class TargetLoads:
         if not waiting:
             del among[task.keys[-1]]
         row = self._rows[task.target]
-        self._columns[BACKLOG, row] -= task.uncached_tokens
-        self._columns[COMPUTING, row] -= task.sequences
+        values = self._values[row]
+        values[BACKLOG] -= task.uncached_tokens
+        values[COMPUTING] -= task.sequences
+        self._changed.add(row)

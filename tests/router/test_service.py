@@ -13,9 +13,8 @@ from infra.broker.server import EmbeddedNats
 from infra.bus.puller import ACK, NAK
 from router.index import PrefixIndex
 from router.maintenance import CLAIM_S
-from router.placement import pool
-from router.placement.pool import PoolContext
-from router.routing import RoutingDecision
+from router.placement import decisions
+from router.routing import RoutingContext, RoutingDecision
 from router.service import Router
 from schemas import control, fleet, jobs, kv, wire
 from schemas.blocks import keys_of
@@ -166,14 +165,14 @@ async def test_what_fails_while_a_request_is_placed_fails_for_that_request_only(
     await clients.stub("w1", slots=100)
     await one.knows("w1")
     bad, good = request(), request()
-    decide = pool.decide
+    decide = decisions.decide
 
-    def failing(context: PoolContext) -> RoutingDecision | None:
+    def failing(context: RoutingContext) -> RoutingDecision:
         if context.request.prompt_tokens == len(bad.prompt) // 4 and one.router._decider._decisions == 1:
             raise ZeroDivisionError("by a bug")
         return decide(context)
 
-    monkeypatch.setattr(pool, "decide", failing)
+    monkeypatch.setattr(decisions, "decide", failing)
     await clients.ask(bad, good)
     message = await is_ended_by_the_router(record, bad, Code.internal)
     assert "ZeroDivisionError" in message
