@@ -82,6 +82,7 @@ class Load(msgspec.Struct, frozen=True, omit_defaults=True):
     prefill_tokens: float = 0.0  # prompt tokens still to compute
     computing: int = 0  # sequences whose prompt is known not to be computed yet
     slowness: float = 1.0  # time per token, relative to the other targets of the model
+    context_blocks: int = 0  # prompt blocks of its active sequences, shared ones counted for each
 
 
 class TargetLoad:

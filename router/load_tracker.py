@@ -16,7 +16,7 @@ import msgspec
 from infra.bus.revisions import Revisions, revisions
 from router.holders import TargetId
 from router.load import ENCODE, ActiveRequest, Load, LoadState, RoutingTarget, StageLoad, TargetLoad, serves
-from router.placement.target_loads import ACTIVE, BACKLOG, COMPUTING, SLOWNESS, Column, Rows, TargetLoads, Task
+from router.placement.target_loads import ACTIVE, BACKLOG, COMPUTING, CONTEXT, SLOWNESS, Column, Rows, TargetLoads, Task
 from schemas.blocks import DEFAULT_BLOCK_SIZE
 from schemas.fleet import Registration, State
 from schemas.jobs import LoadHeader, Stage
@@ -147,6 +147,7 @@ class LoadTracker:
             column[BACKLOG] + held.prefill_tokens(now_ns, self._rate),
             int(column[COMPUTING]),
             column[SLOWNESS],
+            int(column[CONTEXT]),
         )
 
     def capacity(self, worker: str, rank: int = 0) -> int:
@@ -379,7 +380,7 @@ class LoadTracker:
         for stage, load in zip(entry.stages, entry.stage_loads(), strict=True):
             # Blocks that come from another worker cannot be reused before they are there.
             keys = () if computed or stage.role == ENCODE else self._keys.get(entry.request, ())
-            loads.append(self._tracked(entry, keys, load, now_ns))
+            loads.append(self._tracked(entry, stage.role, keys, load, now_ns))
             computed = computed or stage.role != ENCODE
         for load in loads:
             held = self._targets.get(load.target_id)
@@ -392,29 +393,31 @@ class LoadTracker:
             if load.uncached_tokens:
                 self.loads.estimate(load.target_id, held.backlog, held.at_ns, held.uncached_tokens)
 
-    def _tracked(self, entry: ActiveRequest, keys: Sequence[int], load: StageLoad, now_ns: int) -> StageLoad:
+    def _tracked(self, entry: ActiveRequest, role: str, keys: Sequence[int], load: StageLoad, now_ns: int) -> StageLoad:
         """Add a request to the columns of a target; returns what of it is left to estimate."""
         registration = self._registrations.get(load.target_id[0])
         events = self._kv_events and registration is not None and registration.kv_events
         uncached = load.uncached_tokens if events else 0
         # A prompt behind an encode worker does not begin now.
         at_ns = 0 if entry.role == ENCODE else now_ns
-        task = Task(entry.request, load.target_id, keys, load.blocks, uncached, load.sequences, at_ns)
+        context = 0 if role == ENCODE else entry.prompt_blocks
+        task = Task(entry.request, load.target_id, keys, load.blocks, uncached, load.sequences, context, at_ns)
         return load._replace(uncached_tokens=0) if self.loads.add(task) else load
 
     def _put_target(self, target_id: TargetId, registration: Registration) -> None:
         size, blocks = registration.block_size, registration.total_blocks
-        limit = registration.slots + registration.queue
+        slots, limit = registration.slots, registration.slots + registration.queue
         held = self._targets.get(target_id)
-        if (
-            self.loads.put(target_id, block_size=size, blocks=blocks, limit=limit, model=registration.model)
-            and held is not None
-        ):
+        model = registration.model
+        new = self.loads.put(target_id, block_size=size, blocks=blocks, slots=slots, limit=limit, model=model)
+        if new and held is not None:
             self.loads.estimate(target_id, held.backlog, held.at_ns, held.uncached_tokens)
-            for name in held.requests:  # sent there before it was registered, or before its registration was lost
+            # Sent there before it was registered, or before its registration was lost.
+            for name, entry in held.requests.items():
                 for load in self._stage_loads[name]:
                     if load.target_id == target_id:
-                        self.loads.add(Task(name, target_id, (), load.blocks, 0, load.sequences))
+                        context = entry.prompt_blocks if registration.role != ENCODE else 0
+                        self.loads.add(Task(name, target_id, (), load.blocks, 0, load.sequences, context))
 
     def _update(self, entry: ActiveRequest) -> None:
         """Replace an entry by one with the same cost."""

@@ -45,9 +45,11 @@ def _columns(target: RoutingTarget) -> Sequence[float]:
     return (
         registration.block_size,
         registration.total_blocks,
+        registration.slots,
         registration.slots + registration.queue,
         load.sequences,
         load.active_blocks,
+        load.context_blocks,
         load.prefill_tokens,
         load.computing,
         load.slowness,

@@ -4,7 +4,6 @@ EXTRAS = {
     "torch": "native",
     "transformers": "native",
     "safetensors": "native",
-    "numpy": "native",
     "PIL": "native",
     "triton": "native",
     "diffusers": "diffusion",
@@ -18,8 +17,16 @@ def install_hint(error: ModuleNotFoundError, engine: str, role: str) -> str:
     Raises:
         ModuleNotFoundError: ``error`` itself, if no extra brings the module: that is a defect, not a missing extra.
     """
-    missing = (error.name or "").partition(".")[0]
-    extra = EXTRAS.get(missing)
-    if extra is None:
+    if not is_of_an_extra(error):
         raise error
-    return f"--engine {engine} --role {role} needs {missing}: pip install 'penstock[{extra}]'"
+    missing = _package(error)
+    return f"--engine {engine} --role {role} needs {missing}: pip install 'penstock[{EXTRAS[missing]}]'"
+
+
+def is_of_an_extra(error: ModuleNotFoundError) -> bool:
+    """Whether the missing module is of a package that an extra brings."""
+    return _package(error) in EXTRAS
+
+
+def _package(error: ModuleNotFoundError) -> str:
+    return (error.name or "").partition(".")[0]

@@ -20,8 +20,8 @@ from infra.terminal import stdout
 from infra.timeline.find_requests import Found, ended, of_entry, unfinished
 from infra.timeline.moments import clock, duration_ns, moment_ns, span
 from infra.timeline.open_log import FAILURES, Log, Source, add_flags, open_log
+from infra.timeline.summary import STATES, WAITING, Criteria, RequestSummary
 from infra.timeline.texts import Texts
-from schemas.summary import STATES, WAITING, Criteria, RequestSummary
 
 POLL_S = 0.5
 SNIPPET = 60  # characters around what --grep found

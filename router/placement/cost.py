@@ -1,13 +1,14 @@
 """What a request costs at each target, in prompt tokens of work. Pure.
 
-    whole request   slowness · (A + 2 u + u · d / 64  +  D / 16)
-    prefill stage   slowness · (A + 2 u               +  D / 16)
-    decode stage    slowness · (                         D / 16)
+    whole request   slowness · (A + 2 u + u · d / 64  +  D / 16 + 3000 w)
+    prefill stage   slowness · (A + 2 u               +  D / 16 + 3000 w)
+    decode stage    slowness · (                         D / 16 + 3000 w)
 
 u: tokens of the prompt that the target neither caches nor is about to compute for another request, at least 1
 A: tokens that it has yet to compute for other requests, which come first
 d: sequences that it is decoding, each of which u holds up
-D: tokens in the KV blocks of its active requests, with this one; they slow every step down
+D: prompt tokens of its active sequences, with this request; every step reads them, shared ones for each sequence
+w: sequences beyond its slots, with this request; each waits for another to end, about an answer's time per slot
 slowness: time per token relative to the other targets, learnt
 
 u counts twice: once for this request, once for those that come behind it. A target has room for a request if it is
@@ -27,8 +28,10 @@ from router.placement.target_loads import (
     BLOCK_SIZE,
     BLOCKS,
     COMPUTING,
+    CONTEXT,
     LIMIT,
     SEQUENCES,
+    SLOTS,
     SLOWNESS,
     Column,
 )
@@ -37,6 +40,7 @@ FILL = 0.95
 OWN_WORK = 2.0
 HELD_UP = 1 / 64
 OCCUPANCY = 1 / 16
+SLOT_TOKENS = 3000.0  # prompt tokens that a target computes in the time in which one of its slots becomes free
 
 Size = float | Column
 
@@ -124,7 +128,9 @@ def _terms(
     uncached = higher(1.0, size.tokens - present)
     work = uncached if overlap_weight == 1.0 else higher(1.0, size.tokens - overlap_weight * present)
     occupied = at[ACTIVE] + running + (size.tokens // block_size - lower(leading, size.blocks))
-    decode = slowness * OCCUPANCY * block_size * occupied
+    read = at[CONTEXT] + size.tokens // block_size * size.sequences
+    beyond = higher(0.0, running + size.sequences - at[SLOTS])
+    decode = slowness * (OCCUPANCY * block_size * read + SLOT_TOKENS * beyond)
     scale = prefill_weight * slowness
     prefill = scale * (at[BACKLOG] + OWN_WORK * work) + decode
     whole = prefill + scale * HELD_UP * work * (running - at[COMPUTING])

@@ -16,8 +16,8 @@ from router.placement.learned_costs import LearnedCosts
 Rows = NDArray[np.intp]
 Column = NDArray[np.float64]
 
-COLUMNS = 8
-BLOCK_SIZE, BLOCKS, LIMIT, SEQUENCES, ACTIVE, BACKLOG, COMPUTING, SLOWNESS = range(COLUMNS)
+COLUMNS = 10
+BLOCK_SIZE, BLOCKS, SLOTS, LIMIT, SEQUENCES, ACTIVE, CONTEXT, BACKLOG, COMPUTING, SLOWNESS = range(COLUMNS)
 _TOKENS, _AT_NS, _MOST = range(3)  # of the estimates
 
 
@@ -28,6 +28,7 @@ class Task(NamedTuple):
         keys: of the full blocks of its prompt; empty: unknown, ``blocks`` is how many count.
         uncached_tokens: prompt tokens that the target has to compute.
         sequences: generated from the prompt.
+        context: blocks of the whole prompt, cached or not.
         at_ns: when it was placed; 0: unknown, nothing is learnt from it.
     """
 
@@ -37,15 +38,17 @@ class Task(NamedTuple):
     blocks: int
     uncached_tokens: int
     sequences: int = 1
+    context: int = 0
     at_ns: int = 0
 
 
 class TargetLoads:
     """Capacity and load of all targets.
 
-    Columns: BLOCK_SIZE in tokens; BLOCKS of the KV cache; LIMIT and number of SEQUENCES; ACTIVE, distinct prompt blocks
-    of unfinished requests; BACKLOG, uncached prompt tokens that are not computed yet; COMPUTING, sequences whose prompt
-    is not computed yet; SLOWNESS, time per token relative to the model's other targets.
+    Columns: BLOCK_SIZE in tokens; BLOCKS of the KV cache; SLOTS for sequences that run at once, LIMIT and number of all
+    SEQUENCES; ACTIVE, distinct prompt blocks of unfinished requests; CONTEXT, the same with shared blocks counted for
+    every sequence, as a decode step reads them; BACKLOG, uncached prompt tokens that are not computed yet; COMPUTING,
+    sequences whose prompt is not computed yet; SLOWNESS, time per token relative to the model's other targets.
     """
 
     def __init__(self) -> None:
@@ -93,7 +96,7 @@ class TargetLoads:
         """All columns of one target."""
         return self._values[row]
 
-    def put(self, target: TargetId, *, block_size: int, blocks: int, limit: int, model: str = "") -> bool:
+    def put(self, target: TargetId, *, block_size: int, blocks: int, slots: int, limit: int, model: str = "") -> bool:
         """Add a target, or change its capacity; True: it is new."""
         row = self._rows.get(target)
         new = row is None
@@ -108,7 +111,7 @@ class TargetLoads:
             self._estimates[:, row] = 0.0
             self._values[row][SLOWNESS] = 1.0
         values = self._values[row]
-        values[BLOCK_SIZE], values[BLOCKS], values[LIMIT] = block_size, blocks, limit
+        values[BLOCK_SIZE], values[BLOCKS], values[SLOTS], values[LIMIT] = block_size, blocks, slots, limit
         self._changed.add(row)
         self._models[target] = model
         return new
@@ -142,6 +145,7 @@ class TargetLoads:
         values = self._values[row]
         self._changed.add(row)
         values[SEQUENCES] += task.sequences
+        values[CONTEXT] += task.context * task.sequences
         values[ACTIVE] += self._prefixes.add(task.target, task.keys) if task.keys else task.blocks
         if task.uncached_tokens < values[BLOCK_SIZE] or not task.keys:
             return False
@@ -181,6 +185,7 @@ class TargetLoads:
         row = self._rows[target]
         values = self._values[row]
         values[SEQUENCES] -= task.sequences
+        values[CONTEXT] -= task.context * task.sequences
         values[ACTIVE] -= self._prefixes.remove(target, task.keys) if task.keys else task.blocks
         self._changed.add(row)
         return task

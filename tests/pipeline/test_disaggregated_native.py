@@ -297,7 +297,7 @@ async def test_an_unknown_name_is_refused_by_the_gateway_and_bad_arguments_by_th
 ) -> None:
     for wrong, words in (
         (processor("os.system", command="true"), "registered: allowed_tokens, forced_text, temperature"),
-        (processor("temperature", temperature=0), "temperature is a number above 0"),
+        (processor("temperature", temperature=0), "temperature must be a number above 0"),
         (processor("temperature", temperature=1, warmth=1), "warmth"),
         (processor("forced_text", text="a", prompt_len=0), "cannot set prompt_len"),
     ):

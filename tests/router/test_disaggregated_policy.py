@@ -48,6 +48,11 @@ def decided(
     return decide(RoutingContext(ask, members, overlaps, mode, weights, seed, turn))
 
 
+def reading(blocks: int) -> Load:
+    """One sequence, whose steps read so many blocks."""
+    return Load(1, 1, blocks, context_blocks=blocks)
+
+
 def names(choice: RoutingDecision) -> list[str]:
     return [f"{stage.role} {stage.worker}" for stage in choice.route]
 
@@ -57,23 +62,23 @@ def names(choice: RoutingDecision) -> list[str]:
 
 def test_golden_table_of_a_pair() -> None:
     choice = decided(
-        member("d1", "decode", Load(1, 1, 200, 0.0)),
-        member("d2", "decode", Load(1, 1, 20, 0.0)),
-        member("p1", "prefill", Load(2, 2, 50, 640.0)),
-        member("p2", "prefill", Load(1, 1, 10, 320.0)),
+        member("d1", "decode", Load(1, 1, 200, context_blocks=200)),
+        member("d2", "decode", Load(1, 1, 20, context_blocks=20)),
+        member("p1", "prefill", Load(2, 2, 50, 640.0, context_blocks=50)),
+        member("p2", "prefill", Load(1, 1, 10, 320.0, context_blocks=10)),
         member("p3", "prefill", FULL),
         held={"p1": 100, "d2": 7},
     )
     assert choice.route == (Stage("prefill", "p1"), Stage("decode", "d2"))
     assert (choice.chosen, choice.prefill_worker, choice.overlap_blocks, choice.kind) == (("p1", 0), "p1", 100, "split")
     assert choice.how == "split: 118 of 125 blocks to compute, worth a transfer on the same host"
-    p1 = 640 + OWN_WORK * (4000 - 3200) + OCCUPANCY * 32 * (50 + 2 + 125)
-    p2 = 320 + OWN_WORK * 4000 + OCCUPANCY * 32 * (10 + 1 + 125)
+    p1 = 640 + OWN_WORK * (4000 - 3200) + OCCUPANCY * 32 * (50 + 125)
+    p2 = 320 + OWN_WORK * 4000 + OCCUPANCY * 32 * (10 + 125)
     step, decode = 32 * NEAR, OCCUPANCY * 32
     assert [(c.worker, c.role, c.score, c.overlap_blocks, c.excluded) for c in choice.candidates] == [
         ("p1", "prefill", pytest.approx(p1 + step * 118), 100, ""),
-        ("d2", "decode", pytest.approx(p1 + step * 118 + decode * (20 + 1 + 125)), 7, ""),
-        ("d1", "decode", pytest.approx(p1 + step * 125 + decode * (200 + 1 + 125)), 0, ""),
+        ("d2", "decode", pytest.approx(p1 + step * 118 + decode * (20 + 125)), 7, ""),
+        ("d1", "decode", pytest.approx(p1 + step * 125 + decode * (200 + 125)), 0, ""),
         ("p2", "prefill", pytest.approx(p2), 0, ""),
         ("p3", "prefill", 0.0, 0, "full"),
     ]
@@ -172,7 +177,13 @@ SMALL = member("d", "decode", total_blocks=9)
         ([P, member("d", "decode", total_blocks=9)], {}, ["prefill p"], "no decode worker", "local"),
         ([D, member("p", "prefill", transfer=None)], {}, ["decode d"], "no prefill worker with a compatible", "local"),
         ([D, member("p", "prefill", FULL), A], {}, ["aggregated a"], "aggregated: no other target", "aggregated"),
-        ([D, P, member("a", "aggregated", Load(1, 1, 300))], {}, ["prefill p", "decode d"], "split", "split"),
+        (
+            [D, P, member("a", "aggregated", reading(300))],
+            {},
+            ["prefill p", "decode d"],
+            "split",
+            "split",
+        ),
         ([D, P, A], {"a": 100}, ["aggregated a"], "aggregated: score ", "aggregated"),
         ([D, P, A], {"d": 124}, ["decode d"], "local: 32 tokens", "local"),
         ([A], {}, ["aggregated a"], "", "aggregated"),
@@ -258,10 +269,10 @@ def test_a_worker_that_failed_the_request_is_avoided_at_every_stage() -> None:
 
 
 def test_ranks_are_targets_and_the_stage_names_them() -> None:
-    ranked = [member("w", "aggregated", Load(1, 1, 9 * (rank != 2)), rank=rank, dp_size=4) for rank in range(4)]
+    ranked = [member("w", "aggregated", reading(9 * (rank != 2)), rank=rank, dp_size=4) for rank in range(4)]
     assert decided(*ranked).route == (Stage("aggregated", "w", 2),)
-    pair = [member("d", "decode", Load(1, 1, 9 * (rank != 1)), rank=rank, dp_size=2) for rank in range(2)]
-    pool = [member("p", "prefill", Load(1, 1, 9 * (rank != 3)), rank=rank, dp_size=4) for rank in range(4)]
+    pair = [member("d", "decode", reading(9 * (rank != 1)), rank=rank, dp_size=2) for rank in range(2)]
+    pool = [member("p", "prefill", reading(9 * (rank != 3)), rank=rank, dp_size=4) for rank in range(4)]
     choice = decided(*pair, *pool)
     assert choice.route == (Stage("prefill", "p", 3), Stage("decode", "d", 1))
     assert [(c.worker, c.rank) for c in choice.candidates[:2]] == [("p", 3), ("d", 1)]

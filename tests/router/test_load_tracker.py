@@ -86,7 +86,7 @@ def test_an_own_decision_and_its_echo_count_once() -> None:
     f = fleet()
     assert admit(f, "r", cached_tokens=64)
     assert not admit(f, "r", cached_tokens=64, echoed=True)
-    assert f.load(("a", 0), 0) == Load(1, 1, 2, 36.0)
+    assert f.load(("a", 0), 0) == Load(1, 1, 2, 36.0, context_blocks=4)
 
 
 def test_the_log_overrules_a_decision_that_lost_the_race() -> None:
@@ -241,16 +241,16 @@ def test_a_request_counts_at_every_stage_that_is_left() -> None:
         f.put_worker(registered(worker, role=role))
     admit(f, "r", worker="e", route=(E, P, D), n=2, cached_tokens=32)
     assert f.load(("e", 0), 0) == Load(1, 1, 0, 0.0)
-    assert f.load(("p", 0), 0) == Load(1, 2, 3, 68.0)
-    assert f.load(("d", 0), 0) == Load(1, 2, 4, 0.0), "all of its blocks, and none of its prefill"
+    assert f.load(("p", 0), 0) == Load(1, 2, 3, 68.0, context_blocks=8)
+    assert f.load(("d", 0), 0) == Load(1, 2, 4, context_blocks=8), "all of its blocks, and none of its prefill"
     assert f.capacity("d") == 4
     assert not admit(f, "r", worker="e", route=(E, P, D), n=2, cached_tokens=32, echoed=True, seq=5)
     assert admit(f, "r", worker="p", route=(P, D), n=2, cached_tokens=32, echoed=True, seq=6)
     assert f.load(("e", 0), 0) == Load()
-    assert f.load(("p", 0), 0) == Load(1, 2, 3, 68.0)
+    assert f.load(("p", 0), 0) == Load(1, 2, 3, 68.0, context_blocks=8)
     assert admit(f, "r", worker="d", route=(D,), n=2, handed=True, echoed=True, seq=9)
     assert f.load(("p", 0), 0) == Load()
-    assert f.load(("d", 0), 0) == Load(1, 2, 4, 0.0)
+    assert f.load(("d", 0), 0) == Load(1, 2, 4, context_blocks=8)
     assert not admit(f, "r", worker="p", route=(P, D), n=2, echoed=True, seq=6), "an echo that is late"
     entry = f.request("r")
     assert entry is not None

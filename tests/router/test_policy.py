@@ -36,7 +36,7 @@ EDITING: dict[str, Any] = {"logits_processors": ("x", "y", "z")}
 
 def test_golden_score_table() -> None:
     members = [
-        member("busy", load=Load(2, 2, 30, 2000.0)),
+        member("busy", load=Load(2, 2, 30, 2000.0, context_blocks=40)),
         member("idle"),
         member("full", load=Load(4, 4)),
         member("leaving", state=State.draining),
@@ -52,7 +52,7 @@ def test_golden_score_table() -> None:
     assert choice.overlap_blocks == 2
     assert [(c.worker, c.score, c.excluded) for c in choice.candidates] == [
         ("idle", OWN_WORK * (330 - 64) + OCCUPANCY * 32 * 10, ""),
-        ("busy", 2000 + (OWN_WORK + 2 * HELD_UP) * (330 - 320) + OCCUPANCY * 32 * (30 + 2 + 10), ""),
+        ("busy", 2000 + (OWN_WORK + 2 * HELD_UP) * (330 - 320) + OCCUPANCY * 32 * (40 + 10), ""),
         ("full", 0.0, "full"),
         ("leaving", 0.0, "draining"),
         ("small", 0.0, "too_small"),

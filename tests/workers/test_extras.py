@@ -12,7 +12,7 @@ from workers.extras import install_hint
 
 ROOT = Path(__file__).parents[2]
 # What ``penstock[native]`` adds to ``penstock``.
-ABSENT = ("torch", "transformers", "safetensors", "numpy", "PIL", "nixl_cu12")
+ABSENT = ("torch", "transformers", "safetensors", "PIL", "nixl_cu12")
 
 
 def worker(broker: EmbeddedNats, *flags: str) -> "subprocess.CompletedProcess[str]":

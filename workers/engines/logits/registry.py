@@ -16,6 +16,7 @@ from schemas.requests import LogitsProcessor
 from workers.engines.base import RequestError, SequenceRequest
 from workers.engines.logits.base import BaseLogitsProcessor
 from workers.engines.logits.error_counter import ErrorCounter
+from workers.extras import is_of_an_extra
 
 if TYPE_CHECKING:
     from workers.engines.logits.apply import Chain
@@ -133,6 +134,8 @@ def _entry(spec: str, model: ModelInfo) -> tuple[str, _Entry]:
     try:
         made = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # arbitrary user code
+        if isinstance(error, ModuleNotFoundError) and is_of_an_extra(error):
+            raise  # the worker says how to install it
         raise ProcessorError(
             f"--logits-processor {spec}: cannot be imported ({error!r}); check that its folder is in PYTHONPATH"
         ) from error
