@@ -12,13 +12,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from pathlib import Path
 from typing import Any, TypeVar
 
-import nats
 import pytest
 from nats.aio.client import Client
 
 from infra.broker.apply import apply
 from infra.broker.roles import inbox_prefix
 from infra.broker.server import EmbeddedNats
+from infra.bus.connection import RepairedClient
 from schemas.streams import topology
 from schemas.subjects import Subjects
 
@@ -105,7 +105,8 @@ async def connect() -> AsyncIterator[Connect]:
             if errors is not None:
                 errors.append(str(error))
 
-        client = await nats.connect(
+        client = RepairedClient()
+        await client.connect(
             server.url(role),
             inbox_prefix=inbox_prefix(role),
             name=f"test-{role}",

@@ -38,11 +38,13 @@ SAME_ERROR_S = 5.0
 Hook = Callable[[], Awaitable[None]]
 
 
-class _Client(Client):  # type: ignore[misc]  # untyped
-    """Two repairs of nats-py.
+class RepairedClient(Client):  # type: ignore[misc]  # untyped
+    """nats-py's client with three repairs.
 
     The read loop survives the answer to a flush that timed out (nats-py's ends, and nothing is received any more). The
-    link to a server that accepted it and sent nothing is closed before the next server is tried.
+    link to a server that accepted it and sent nothing is closed before the next server is tried. Reconnecting ends with
+    ``close``: a cancellation that arrives as a connect fails is lost (``asyncio.wait_for`` before Python 3.12), and the
+    loop would try servers for ever, with the end of the event loop waiting for it.
     """
 
     def drop_link(self) -> None:
@@ -52,6 +54,8 @@ class _Client(Client):  # type: ignore[misc]  # untyped
                 self._transport.close()
 
     async def _connect_to_server(self, s: Any) -> None:
+        if self.is_closed:
+            raise asyncio.CancelledError
         self.drop_link()
         await super()._connect_to_server(s)
 
@@ -228,7 +232,7 @@ async def connect(
     Raises:
         ServingError: no server answered within ``timeout`` seconds, or it refused the credentials.
     """
-    client = _Client()
+    client = RepairedClient()
     bus = Bus(client, Subjects(namespace), Tasks(role, on_fatal), end_process=end_process)
     urls = url.split(",")
     if len(urls) > 1:

@@ -169,6 +169,19 @@ async def test_a_connect_that_is_given_up_leaves_no_link_open(cancelled: bool) -
         assert await asyncio.wait_for(ended, 10) == b""
 
 
+async def test_reconnecting_ends_with_close_also_where_its_cancellation_was_lost(
+    make_broker: Callable[..., EmbeddedNats],
+) -> None:
+    server = make_broker()
+    await server.start()
+    bus = await connect(server.url("operator"), role="operator", name="test")
+    server.kill()
+    await eventually(lambda: bus.nc.is_reconnecting)
+    reconnecting, bus.nc._reconnection_task = bus.nc._reconnection_task, None
+    await bus.close()
+    await eventually(reconnecting.done)
+
+
 async def test_a_connection_closed_for_good_ends_the_process(broker: EmbeddedNats) -> None:
     ended: list[int] = []
     bus = await connect(broker.url("operator"), role="operator", name="x", end_process=ended.append)  # type: ignore[arg-type]
