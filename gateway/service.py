@@ -42,6 +42,8 @@ T = TypeVar("T")
 SWEEP_S = 0.25
 ACCEPT_S = 15.0  # longer than an election in a cluster (4 to 9 s) and what follows it
 CANCEL_AGAIN_S = 1.0
+CANCEL_TRIES = 30  # of a request that others read; by then its router and its worker have been started again
+MAX_CANCELLING = 1000  # such requests at a time; those beyond are cancelled once
 CANCEL_FOR_NS = 60_000_000_000  # beyond the deadline; by then somebody has ended the request
 DEADLINE_GRACE_NS = 500_000_000  # the worker's own error for a missed deadline comes first
 ABORT_NS = 5_000_000_000  # beyond the deadline, for a client that still has not read what there is
@@ -77,6 +79,7 @@ class Gateway:
         self._completion = Completion(self.records)
         self._publisher = publisher
         self._subscriptions = TokenSubscriptions(bus, self.id, self.tasks)
+        self._cancelling = 0
         self._lookup = RequestLookup(self.records, RequestFinder(bus, self.tasks))
         self.progress = Progress(bus, self.id, self._own.readers_of)
         self._retention = Retention(bus, metrics)
@@ -212,6 +215,26 @@ class Gateway:
     def _spawn_cancel(self, inflight: InflightRequest, reason: str) -> None:
         inflight.cancel_sent = time.monotonic()
         self.tasks.spawn(self.cancel(inflight.request.id, reason), name="cancel", on_failure=_not_cancelled)
+
+    async def cancel_surely(self, request_id: str, reason: str) -> None:
+        """Cancel a request that others read: now, and in the background again until it has ended.
+
+        The message is not stored: a router or worker that is just being restarted does not get it.
+        """
+        await self.cancel(request_id, reason)
+        if self._cancelling < MAX_CANCELLING:
+            self.tasks.spawn(self._cancel_again(request_id, reason), name="cancel", on_failure=_not_cancelled)
+
+    async def _cancel_again(self, request_id: str, reason: str) -> None:
+        self._cancelling += 1
+        try:
+            for _ in range(CANCEL_TRIES):
+                await asyncio.sleep(CANCEL_AGAIN_S)
+                if await self.records.find(request_id) is not None:
+                    return
+                await self.cancel(request_id, reason)
+        finally:
+            self._cancelling -= 1
 
     async def cancel(self, request_id: str, reason: str) -> None:
         if self.bus.connected:

@@ -193,14 +193,12 @@ class LoadTracker:
             handed: the worker receives the prompt's KV and computes none of it.
             keys: of the full blocks of its prompt; empty: unknown.
 
-        Returns: False: nothing changed, since the message repeats what is known, or a later attempt or stage was
-            admitted before, or the attempt has ended.
+        Returns: False: nothing changed: it is known, a later attempt or stage was admitted, or the attempt has ended.
         """
         if self._closed.get(request, -1) >= attempt:
             return False
-        rank, route = 0, load.route
-        if route:
-            role, rank = route[0].role, route[0].rank
+        route = load.route
+        role, rank = (route[0].role, route[0].rank) if route else (role, 0)
         later = route[1:]
         old = self._requests.get(request)
         if old is not None:
@@ -210,14 +208,14 @@ class LoadTracker:
             self._remove(old)
         if keys:
             self._keys[request] = keys
-        block_size = self._block_size(role, worker, later)
+        block_size, prompt, cached = self._block_size(role, worker, later), load.prompt_tokens, load.cached_tokens
         entry = ActiveRequest(
             request,
             attempt,
             worker,
-            load.prompt_tokens,
-            load.cached_tokens,
-            -(-max(0, load.prompt_tokens - load.cached_tokens) // block_size),
+            prompt,
+            cached,
+            -(-max(0, prompt - cached) // block_size),
             load.deadline_ns,
             rank,
             load.n,
@@ -227,7 +225,7 @@ class LoadTracker:
             seq,
             role,
             later,
-            -(-load.prompt_tokens // block_size),
+            -(-prompt // block_size),
             handed,
         )
         self._add(entry, now_ns)

@@ -305,10 +305,8 @@ class Router:
         return False
 
     async def on_cancel(self, request_id: str, reason: str) -> None:
-        """End a cancelled request if it is held here; its worker receives the same message."""
-        if request_id in self._cancels:
-            return
-        self._cancels[request_id] = reason
+        """End a cancelled request if it is held here; its worker receives the same message. It may come again."""
+        self._cancels.setdefault(request_id, reason)
         if len(self._cancels) > CANCELS_REMEMBERED:
             self._cancels.popitem(last=False)
         pending = self._held.remove(request_id)

@@ -1,6 +1,7 @@
 """Whether new work is taken: polls how much waits, whether routers take requests, and how full the log is."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import structlog
@@ -59,10 +60,11 @@ class QueueMonitor:
             nats.errors.Error, TimeoutError: the broker did not answer.
         """
         subjects = self._bus.subjects
-        before, queued = self._queues.begin_poll(), dict.fromkeys(Priority, 0)
+        before, queued = Counter[Priority](), dict.fromkeys(Priority, 0)
         has_routers, consumers = False, []
         for priority in Priority:
             name = f"router-{priority.value}"
+            before[priority] = self._queues.since(priority)  # what is accepted from now on may count twice
             info = await self._bus.js.consumer_info(subjects.stream("REQUESTS"), name, timeout=INFO_TIMEOUT_S)
             consumers.append(info)
             queued[priority] = (info.num_pending or 0) + (info.num_ack_pending or 0)

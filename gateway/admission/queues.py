@@ -48,11 +48,16 @@ class QueueLimits:
         self._since[priority] += 1
         self._most += 1
 
-    def begin_poll(self) -> Mapping[Priority, int]:
-        """Before the broker is asked; pass it to ``looked``."""
-        return self._since.copy()
+    def since(self, priority: Priority) -> int:
+        """How many of a class were accepted since the last poll."""
+        return self._since[priority]
 
     def polled(self, counts: Mapping[Priority, int], before: Mapping[Priority, int]) -> None:
+        """
+        Args:
+            counts: that the broker gave, by class.
+            before: ``since`` of each class, just before the broker was asked about it.
+        """
         self._looked = counts
         self._since.subtract(before)
         self._most = max(counts.values()) + self._since.total()

@@ -152,7 +152,7 @@ class _Api:
         found, record = await self._gateway.look_up(strip_id_prefix(request.path_params["id"]))
         if record is not None:
             return _reply(CancelResponse(found.id, False, final_state(record)))
-        await self._gateway.cancel(found.id, "cancelled by request")
+        await self._gateway.cancel_surely(found.id, "cancelled by request")
         return _reply(CancelResponse(found.id, True), status=202)
 
     async def live(self, request: Request) -> Response:

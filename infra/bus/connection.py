@@ -237,27 +237,20 @@ async def connect(
     urls = url.split(",")
     if len(urls) > 1:
         options = _QUICK | options
+    chosen = {
+        "name": name,
+        "max_reconnect_attempts": -1,
+        "reconnect_time_wait": 0.1,
+        "ping_interval": 5,
+        "pending_size": 32 << 20,
+        "inbox_prefix": f"_INBOX_{role}" if role != "client" else "_INBOX",
+        "error_cb": bus._on_error,
+        "closed_cb": bus._on_closed,
+        "reconnected_cb": bus._on_reconnected,
+        "disconnected_cb": bus._on_disconnected,
+    }
     try:
-        await asyncio.wait_for(
-            client.connect(
-                urls,
-                **{
-                    "name": name,
-                    "max_reconnect_attempts": -1,
-                    "reconnect_time_wait": 0.1,
-                    "ping_interval": 5,
-                    "pending_size": 32 << 20,
-                    "inbox_prefix": f"_INBOX_{role}" if role != "client" else "_INBOX",
-                    "error_cb": bus._on_error,
-                    "closed_cb": bus._on_closed,
-                    "reconnected_cb": bus._on_reconnected,
-                    "disconnected_cb": bus._on_disconnected,
-                }
-                | _login(urls[0])
-                | options,
-            ),
-            timeout,
-        )
+        await asyncio.wait_for(client.connect(urls, **chosen | _login(urls[0]) | options), timeout)
     except asyncio.CancelledError:
         client.drop_link()
         raise

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 import time
 from typing import Any
 
@@ -191,7 +193,14 @@ async def test_requests_wait_for_a_worker_within_the_queues_limit(
     empty: Deployment, empty_http: httpx.AsyncClient, empty_bus: Bus, oracle: Oracle
 ) -> None:
     async def send(user: str, **more: Any) -> tuple[asyncio.Task[httpx.Response], str]:
-        task = asyncio.create_task(empty_http.post(PATH, json=text_body(80, max_tokens=5, user=user, **more)))
+        async def post() -> httpx.Response:
+            body = text_body(80, max_tokens=5, user=user, **more)
+            while True:  # what is accepted while a gateway asks the broker counts twice, until it asks again
+                answer = await empty_http.post(PATH, json=body)
+                if answer.status_code != 429:
+                    return answer
+
+        task = asyncio.create_task(post())
         [request] = await request_of(empty_bus, user)
         return task, request.id
 
@@ -239,6 +248,20 @@ async def test_requests_wait_for_a_worker_within_the_queues_limit(
     assert (await empty_http.get("/health/ready")).status_code == 503
     assert await accepted(empty_bus, "refused") == []
     await gauge_is(url, "penstock_gateway_open_requests", 0)
+
+
+async def test_a_cancellation_that_no_router_heard_is_sent_again(
+    empty: Deployment, empty_http: httpx.AsyncClient, empty_bus: Bus
+) -> None:
+    asking = asyncio.create_task(empty_http.post(PATH, json=text_body(84, user="unheard", timeout_s=60)))
+    [request] = await request_of(empty_bus, "unheard")
+    router = next(process for process in empty.state.processes if process.role == "router")
+    assert router.pid is not None
+    os.kill(router.pid, signal.SIGKILL)
+    assert (await empty_http.delete(f"/v1/requests/{request.id}")).status_code == 202
+    assert (await asking).status_code == 499
+    _, end = await ending(empty_bus, request.id)
+    assert (end.code, end.worker) == ("cancelled", "")
 
 
 # -- nothing is left behind ---------------------------------------------------------------------------------------

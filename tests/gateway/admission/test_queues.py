@@ -15,6 +15,11 @@ def counts(**waiting: int) -> dict[Priority, int]:
     return {priority: waiting.get(priority.value, 0) for priority in Priority}
 
 
+def before(queues: QueueLimits) -> dict[Priority, int]:
+    """What a poll that begins now remembers."""
+    return {priority: queues.since(priority) for priority in Priority}
+
+
 @pytest.fixture
 def queues() -> QueueLimits:
     return made(lambda _: 1000)
@@ -47,21 +52,21 @@ def test_a_flood_of_one_class_refuses_no_other(queues: QueueLimits) -> None:
     assert refusal is not None
     assert refusal.code is Code.queue_full
     assert "10 requests of class 'batch'" in refusal.message
-    queues.polled(counts(batch=5000, standard=9), queues.begin_poll())
+    queues.polled(counts(batch=5000, standard=9), before(queues))
     assert refused(queues) == [BATCH]
     queues.accepted(STANDARD)
     assert refused(queues) == [STANDARD, BATCH]
-    queues.polled(counts(batch=10, standard=10, interactive=10), queues.begin_poll())
+    queues.polled(counts(batch=10, standard=10, interactive=10), before(queues))
     assert queues.full
 
 
 def test_what_was_accepted_during_a_look_still_counts_after_it(queues: QueueLimits) -> None:
-    before = queues.begin_poll()
+    earlier = before(queues)
     for _ in range(10):
         queues.accepted(STANDARD)
-    queues.polled(counts(), before)
+    queues.polled(counts(), earlier)
     assert refused(queues) == [STANDARD]
-    queues.polled(counts(), queues.begin_poll())
+    queues.polled(counts(), before(queues))
     assert refused(queues) == []
     assert not queues.near
 

@@ -131,7 +131,14 @@ def assemble(
         pools.window_rows(blocks),
     )
     executor, ahead = _executors(loaded, pools, rotation, encoder, options, limit)
-    info = EngineInfo(
+    info = _info(loaded, options, pools, limit, processors, time.perf_counter() - started)
+    return ScheduledEngine(info, scheduler, executor, encoder, processors, ahead, speculation, copier)
+
+
+def _info(
+    loaded: Model, options: NativeOptions, pools: Pools, limit: int, processors: Registry | None, load_seconds: float
+) -> EngineInfo:
+    return EngineInfo(
         name="native",
         block_size=options.block_size,
         total_blocks=pools.total_blocks,
@@ -139,12 +146,11 @@ def assemble(
         max_model_len=limit,
         vocab_size=loaded.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
-        kv_events=blocks.kv_events,
-        load_seconds=time.perf_counter() - started,
+        kv_events=options.kv_events and options.prefix_cache,
+        load_seconds=load_seconds,
         logits_processors=() if processors is None else processors.names,
         max_batched_tokens=options.max_batched_tokens,
     )
-    return ScheduledEngine(info, scheduler, executor, encoder, processors, ahead, speculation, copier)
 
 
 def _offload(pools: Pools, options: NativeOptions) -> tuple[HostCache | None, HostPool | None]:
