@@ -1,14 +1,12 @@
 """``penstock explain REQUEST_ID``: where a request went and why, from the log alone."""
 
-import asyncio
-import sys
 from collections.abc import Sequence
 
 from rich.console import Console
 
 from configs.flags import Parser
 from infra.terminal import stdout
-from infra.timeline.open_log import FAILURES, REQUEST_STREAMS, Source, add_flags, open_log
+from infra.timeline.open_log import REQUEST_STREAMS, Source, add_flags, open_log, run_command
 from infra.timeline.read import read_timeline
 from infra.timeline.show_timeline import show
 
@@ -22,12 +20,7 @@ def run(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     console = stdout()
     request_id = args.request_id.removeprefix("chatcmpl-").removeprefix("cmpl-")
-    try:
-        asyncio.run(_explain(request_id, Source.of(args), console, args.tokens))
-    except FAILURES as error:
-        print(f"penstock explain: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run_command("explain", lambda: _explain(request_id, Source.of(args), console, args.tokens))
 
 
 async def _explain(request_id: str, source: Source, console: Console, tokens: bool) -> None:

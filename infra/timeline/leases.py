@@ -1,7 +1,5 @@
 """``penstock leases``: blocks that one worker holds for another right now, from the hand-off ledger alone."""
 
-import asyncio
-import sys
 import time
 from collections.abc import Sequence
 
@@ -11,7 +9,7 @@ from configs.flags import Parser
 from infra.bus.connection import Bus
 from infra.bus.direct_get import format_time, get_last, read
 from infra.terminal import stdout
-from infra.timeline.open_log import FAILURES, Source, add_flags, open_log
+from infra.timeline.open_log import Source, add_flags, open_log, run_command
 from infra.timeline.request_timeline import RequestTimeline
 from infra.timeline.ticket_lease import TicketLease
 from schemas import transfer
@@ -68,12 +66,7 @@ def run(argv: Sequence[str]) -> int:
     add_flags(parser)
     args = parser.parse_args(argv)
     console = stdout()
-    try:
-        asyncio.run(_run(Source.of(args), console, args.all))
-    except FAILURES as error:
-        print(f"penstock leases: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run_command("leases", lambda: _run(Source.of(args), console, args.all))
 
 
 async def _run(source: Source, console: Console, everything: bool) -> None:

@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import re
-import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Literal, NamedTuple
@@ -19,7 +18,7 @@ from infra.bus.direct_get import get_last, read
 from infra.terminal import stdout
 from infra.timeline.find_requests import Found, ended, of_entry, unfinished
 from infra.timeline.moments import clock, duration_ns, moment_ns, span
-from infra.timeline.open_log import FAILURES, Log, Source, add_flags, open_log
+from infra.timeline.open_log import Log, Source, add_flags, open_log, run_command
 from infra.timeline.summary import STATES, WAITING, Criteria, RequestSummary
 from infra.timeline.texts import Texts
 
@@ -53,14 +52,7 @@ def run(argv: Sequence[str]) -> int:
     _add_flags(parser)
     args = parser.parse_args(argv)
     console = stdout()
-    try:
-        asyncio.run(_run(Source.of(args), _options(args), console))
-    except FAILURES as error:
-        print(f"penstock requests: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:  # how --follow ends
-        pass
-    return 0
+    return run_command("requests", lambda: _run(Source.of(args), _options(args), console))
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:

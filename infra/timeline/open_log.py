@@ -5,10 +5,11 @@ import asyncio
 import contextlib
 import json
 import os
+import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -32,6 +33,18 @@ FAILURES = (
     ServerFailed,
     ValueError,
 )  # of ``open_log``; their text is for users
+
+
+def run_command(name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> int:
+    """Run a command that reads the log; returns its exit status. A failure is one line on stderr, Ctrl-C is none."""
+    try:
+        asyncio.run(work())
+    except FAILURES as error:
+        print(f"penstock {name}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:  # how a command that follows the log ends
+        pass
+    return 0
 
 
 class Source(NamedTuple):

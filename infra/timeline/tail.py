@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -17,7 +16,7 @@ from infra.bus.direct_get import Entry, format_time, get_last, read, read_backwa
 from infra.terminal import stdout
 from infra.timeline.describe import Described, describe, plain
 from infra.timeline.moments import clock, moment_ns
-from infra.timeline.open_log import FAILURES, Source, add_flags, open_log
+from infra.timeline.open_log import Source, add_flags, open_log, run_command
 from schemas.ids import time_of
 from schemas.streams import CLOCK_SKEW_NS
 
@@ -59,14 +58,7 @@ def run(argv: Sequence[str]) -> int:
     _add_flags(parser)
     args = parser.parse_args(argv)
     console = stdout()
-    try:
-        asyncio.run(_run(Source.of(args), args, console))
-    except FAILURES as error:
-        print(f"penstock tail: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:  # how --follow ends
-        pass
-    return 0
+    return run_command("tail", lambda: _run(Source.of(args), args, console))
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
