@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import re
 import signal
 import sys
 import time
@@ -15,6 +14,7 @@ import structlog
 from configs import logs
 from configs.settings import TraceSettings
 from infra.terminal import stdout
+from infra.timeline.moments import moment_ns
 from infra.timeline.open_log import FAILURES, Log, Source, open_log
 from infra.timeline.read import read_timeline
 from infra.timeline.tracing.export import Exporter, NoExporter, otlp
@@ -30,9 +30,6 @@ USAGE = 2
 EXIT_START = 69  # EX_UNAVAILABLE: the broker or its streams are not there (yet)
 EXPORT_CONNECT_S = 10.0
 LAST_S = 3.0  # on SIGTERM, for what has ended just now
-
-_AGO = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhd])")
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 class BadUse(ValueError):
@@ -70,7 +67,7 @@ def check(settings: TraceSettings) -> None:
         raise BadUse(
             f"--otlp-endpoint {settings.otlp_endpoint!r} is not an HTTP URL, such as http://127.0.0.1:4318/v1/traces"
         )
-    seconds_of(settings.since)
+    since_ns(settings, time.time_ns())
 
 
 def _is_url(text: str) -> bool:
@@ -81,16 +78,16 @@ def _is_url(text: str) -> bool:
         return False
 
 
-def seconds_of(since: str) -> float:
-    """ "90s", "30m", "2h" or "1d" in seconds; 0 for "".
+def since_ns(settings: TraceSettings, now_ns: int) -> int:
+    """Unix time in ns at which the export begins; ``now_ns`` if ``--since`` is not given.
 
     Raises:
-        BadUse: anything else.
+        BadUse: ``--since`` is not a duration or a time.
     """
-    found = _AGO.fullmatch(since)
-    if since and found is None:
-        raise BadUse(f"--since {since!r} is not a number with s, m, h or d, such as 30m")
-    return float(found[1]) * _UNITS[found[2]] if found is not None else 0.0
+    try:
+        return moment_ns(settings.since, now_ns) if settings.since else now_ns
+    except ValueError as error:
+        raise BadUse(f"--since: {error}") from None
 
 
 def _source(settings: TraceSettings) -> Source:
@@ -134,7 +131,7 @@ async def _follow(settings: TraceSettings, opened: Log, exporter: Exporter, stop
     bus, kept = opened.bus, PositionStore(opened.bus, settings.name or "trace")
     not_before = 0
     if settings.since:
-        not_before = time.time_ns() - int(seconds_of(settings.since) * 1e9)
+        not_before = since_ns(settings, time.time_ns())
         start = Position(0, max(1, not_before - BEFORE_NS))
     elif opened.stopped:
         start = Position(0, 1)

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from configs.settings import TraceSettings
-from infra.timeline.tracing.main import BadUse, check, seconds_of
+from infra.timeline.tracing.main import BadUse, check
 from infra.timeline.tracing.show import WIDTH, bar, show
 from infra.timeline.tracing.span import Span
 from infra.timeline.tracing.spans import spans
@@ -48,11 +48,6 @@ def test_a_bar_is_never_empty_and_never_too_long(start: int, end: int) -> None:
     assert drawn.strip()
     assert len(drawn) <= WIDTH
     assert abs(len(drawn) - len(drawn.lstrip()) - start * WIDTH / 100) <= 1
-
-
-@pytest.mark.parametrize(("text", "seconds"), [("", 0), ("90s", 90), ("1.5m", 90), ("2h", 7200), ("1d", 86400)])
-def test_how_long_ago(text: str, seconds: float) -> None:
-    assert seconds_of(text) == seconds
 
 
 @pytest.mark.parametrize(
