@@ -351,9 +351,9 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         int,
         Meta(ge=-1, description="aggregated workers; -1: one, or none if --prefill, --decode or --diffusion suffice"),
     ] = -1
-    prefill: Annotated[int, Meta(ge=0, description="prefill workers, which compute prompts and hand over the KV")] = 0
+    prefill: Annotated[int, Meta(ge=0, description="prefill workers, which compute prompts and hand off the KV")] = 0
     decode: Annotated[
-        int, Meta(ge=0, description="decode workers, which generate from handed-over KV, and run short prompts alone")
+        int, Meta(ge=0, description="decode workers, which generate from handed-off KV, and run short prompts alone")
     ] = 0
     encode: Annotated[int, Meta(ge=0, description="encode workers, which turn images into embeddings")] = 0
     diffusion: Annotated[int, Meta(ge=0, description="diffusion workers, which make images or videos")] = 0

@@ -81,7 +81,7 @@ COMMANDS = {
         "infra.bench.handoff:Settings",
     ),
     "bench split": Command(
-        "measure what a hand-over between workers costs", "infra.bench.split:run", "infra.bench.split:Settings"
+        "measure what a handoff between workers costs", "infra.bench.split:run", "infra.bench.split:Settings"
     ),
     "bench router": Command(
         "compare routing policies in simulated time",

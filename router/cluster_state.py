@@ -280,7 +280,7 @@ class ClusterState:
             role=role,
             echoed=True,
             seq=entry.seq,
-            handed=stage == ["decode"],  # a hand-over to a decode worker comes from a prefill worker
+            handed=stage == ["decode"],  # a handoff to a decode worker comes from a prefill worker
         )
         if changed and any(stage.worker in self._left for stage in load.route or (Stage(role, worker),)):
             stranded = self.tracker.request(request_id)

@@ -28,7 +28,7 @@ class InterruptedAttempt(msgspec.Struct):
     """An attempt that cannot finish. ``fence`` fills the fields with defaults.
 
     Attributes:
-        work_seq: of its job in WORK, or of its newest hand-over.
+        work_seq: of its job in WORK, or of its newest handoff.
         raw: the request as it was stored.
         progress: per choice, what was streamed before the fence.
         revision: of the model, that the attempt ran in.
@@ -66,7 +66,7 @@ async def fence(
 
 
 async def _load_job(bus: Bus, attempt: InterruptedAttempt) -> bool:
-    """Read the job from WORK, as it was published or handed over between stages; False: it cannot be found."""
+    """Read the job from WORK, as it was published or handed off between stages; False: it cannot be found."""
     if not attempt.work_seq:
         return False
     try:

@@ -62,7 +62,7 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     kv_events: bool = True
     load: Load = Load()
     dp_size: int = 1  # attention data-parallel ranks; the router treats each as a separate target
-    transfer: Endpoint | None = None  # for workers that hand over blocks
+    transfer: Endpoint | None = None  # for workers that hand off blocks
     host: str = ""
     pid: int = 0
     name: str = ""  # the same across restarts

@@ -1,7 +1,7 @@
-"""Hand-over between stages: which blocks are where, under which lease. No pickled descriptors, and never the data.
+"""Handoff between stages: which blocks are where, under which lease. No pickled descriptors, and never the data.
 
 The owner of blocks pins them under a lease and sends a ``Ticket``. The receiver moves the blocks over the transfer
-backend (NIXL) and releases the ticket. Everything that happens to a ticket is a line of the ledger (``HandOff``).
+backend (NIXL) and releases the ticket. Everything that happens to a ticket is a line of the ledger (``Handoff``).
 """
 
 import msgspec
@@ -72,12 +72,12 @@ class Prefilled(msgspec.Struct, frozen=True, omit_defaults=True, tag="prefilled"
     cached: int = 0  # prompt tokens that prefill found in its cache
     started_ns: int = 0
     first_token_ns: int = 0
-    opaque: bytes = b""  # engine-owned hand-over state (TensorRT-LLM)
+    opaque: bytes = b""  # engine-owned handoff state (TensorRT-LLM)
     stamps: Stamps | None = None  # of a traced request
 
 
-class HandOff(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line of the hand-off ledger.
+class Handoff(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line of the handoff ledger.
 
     States of the owner: "offered", "released", "expired". Of the reader: "leased" (it has begun), "read", "failed",
     "quarantined" (its blocks cannot be used until the backend certainly no longer writes to them), "settled".
@@ -97,12 +97,12 @@ class HandOff(msgspec.Struct, frozen=True, omit_defaults=True):
     pool: str = ""
 
 
-class HandOffs(msgspec.Struct, frozen=True, omit_defaults=True):
+class Handoffs(msgspec.Struct, frozen=True, omit_defaults=True):
     """Ledger lines of one worker, in order."""
 
     worker: str
-    events: tuple[HandOff, ...]
+    events: tuple[Handoff, ...]
 
 
 OPEN_STATES = frozenset({"offered", "leased", "read", "failed"})  # the owner still holds the blocks
-decode_ledger = decoder(HandOffs)
+decode_ledger = decoder(Handoffs)

@@ -4,7 +4,7 @@
     prefill    compute the prompt, sample the first token, hand the KV on (``Prefilled``)
     decode     fetch the KV, generate the rest
 
-Whatever a hand-off lacks is computed here; a request never fails because a transfer did.
+Whatever a handoff lacks is computed here; a request never fails because a transfer did.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from workers.requests import RunningRequest, next_job, prompt_digests, stamps, t
 
 log = structlog.get_logger("worker")
 
-BLOCK_WAIT_S = 5.0  # how long a hand-off waits for free blocks before the prompt is queued like any other
+BLOCK_WAIT_S = 5.0  # how long a handoff waits for free blocks before the prompt is queued like any other
 LEASE_MARGIN_NS = 1_000_000_000
 TRUST_POLL_S = 0.02
 STAGE_PUBLISH_S = 30.0  # how long publishing to the next stage is tried
@@ -70,7 +70,7 @@ class DisaggCoordinator:
         self._owner: Owner | None = None
         self._reader: Reader | None = None
         self._peers: PeerWatcher | None = None
-        if transport is not None or info.handover:
+        if transport is not None or info.handoff_layout:
             self._owner = Owner(
                 engine, transport, self._ledger, context.id, settings.handoff_lease_s, metrics, context.tasks
             )
@@ -150,7 +150,7 @@ class DisaggCoordinator:
         stage, held = running.route[0], running.held
         assert self._owner is not None
         if held is None:
-            self._terminal.requeue(running, "no blocks to hand over")
+            self._terminal.requeue(running, "no blocks to hand off")
             return
         holder = held.key
         job = msgspec.Raw(wire.encode(next_job(running)))
@@ -179,7 +179,7 @@ class DisaggCoordinator:
         try:
             if not await self._wait_for_lease(running, min(ticket.lease_ns, request.deadline_ns)):
                 self._owner.release_ticket(ticket.id, "not_published")
-                self._terminal.requeue(running, "the hand-over could not be published: the lease is in doubt")
+                self._terminal.requeue(running, "the handoff could not be published: the lease is in doubt")
                 return
             await self._context.publisher.publish(
                 self._bus.subjects.work(stage.role, stage.worker),
@@ -193,7 +193,7 @@ class DisaggCoordinator:
             if error.code is Code.body_too_large:
                 await self._terminal.end(running, error.code, error.message)
             else:
-                self._terminal.requeue(running, f"the hand-over could not be published: {error.message}")
+                self._terminal.requeue(running, f"the handoff could not be published: {error.message}")
             return
         except Exception:
             self._owner.release_ticket(ticket.id, "not_published")

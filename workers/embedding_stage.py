@@ -27,8 +27,8 @@ class EmbeddingStage:
     """
     Args:
         vision: of the engine, if its model takes images.
-        owner: leases slots to the next worker; None: no hand-over.
-        reader: fetches slots of the encode worker; None: no hand-over.
+        owner: leases slots to the next worker; None: no handoff.
+        reader: fetches slots of the encode worker; None: no handoff.
     """
 
     def __init__(

@@ -140,7 +140,7 @@ class PipelineExecutor:
                 await self._terminal.end(running, error.code, error.message)
             except Exception as error:
                 log.exception("diffusion_request_failed", request=running.request.id)
-                message = f"the pictures could not be handed over: {error!r}"[:500]
+                message = f"the images could not be stored: {error!r}"[:500]
                 await self._terminal.end(running, Code.internal, message)
             finally:
                 self._current = None

@@ -210,7 +210,7 @@ def next_job(running: RunningRequest) -> Job:
 
 
 def ticket_id(running: RunningRequest, stage: Stage) -> str:
-    """Of the hand-off to ``stage``, the same in every attempt to publish it."""
+    """Of the handoff to ``stage``, the same in every attempt to publish it."""
     return f"{running.request.id}:{running.attempt}:{stage.role}"
 
 

@@ -102,7 +102,7 @@ class TokenBackend:
             TransportUnavailable: it is needed and cannot be opened.
         """
         settings = self._settings
-        no_kv = settings.role == "aggregated" or bool(self._info.handover)
+        no_kv = settings.role == "aggregated" or bool(self._info.handoff_layout)
         if settings.transfer == "none" or (no_kv and self._vision is None):
             return None
 

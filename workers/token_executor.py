@@ -252,11 +252,11 @@ class TokenExecutor:
     def _endpoint(self) -> Endpoint | None:
         """How other workers reach this one's blocks. For engines that move KV by themselves: who is compatible."""
         endpoint = self._transport.endpoint if self._transport is not None else None
-        if not self._info.handover:
+        if not self._info.handoff_layout:
             return endpoint
         if endpoint is None:
             endpoint = Endpoint(self._context.id, self._info.name, address=socket.gethostname())
-        layout = {"kv": Memory(0, 0, 0, layout=self._info.handover)}
+        layout = {"kv": Memory(0, 0, 0, layout=self._info.handoff_layout)}
         return msgspec.structs.replace(endpoint, pools=endpoint.pools | layout)
 
     # --- upkeep and control ---

@@ -2,7 +2,7 @@
 
 Two processes with pools of equal layout. One reads blocks of the other in turns: with NIXL alone (make the transfer,
 post it, poll it without a pause, release it), through our transport, and through our transport with the generations
-checked, as a hand-over does.
+checked, as a handoff does.
 """
 
 import multiprocessing

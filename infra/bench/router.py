@@ -50,7 +50,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     replicas: Annotated[int, Meta(ge=1, description="routers of policy kv; they see each other 5 ms late")] = 1
     blocks: Annotated[int, Meta(ge=1, description="KV blocks per rank")] = 16384
     block_size: Annotated[int, Meta(ge=2, description="tokens per block")] = 64
-    transfer_us_per_token: Annotated[float, Meta(ge=0, description="hand-over from prefill to decode")] = 0.0
+    transfer_us_per_token: Annotated[float, Meta(ge=0, description="handoff from prefill to decode")] = 0.0
     prefix_multiplier: Annotated[float, Meta(gt=0, description="of a trace: length of shared prefixes")] = 1.0
     root_multiplier: Annotated[int, Meta(ge=1, description="of a trace: copies of the tree of prefixes")] = 1
     prompt_multiplier: Annotated[float, Meta(gt=0, description="of a trace: length behind shared prefixes")] = 1.0

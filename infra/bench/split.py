@@ -1,7 +1,7 @@
 """``penstock bench split``: what handing a request over costs between its first and second token.
 
 Asks two deployments in turns, one that does everything in one worker and one with prefill and decode apart, for two
-tokens behind prompts that neither has seen. The second token of the split one waits for the hand-over: message to
+tokens behind prompts that neither has seen. The second token of the split one waits for the handoff: message to
 the decode worker, transfer of the prompt's KV, first decode step.
 """
 

@@ -125,7 +125,7 @@ def _worker(s: Subjects) -> tuple[Right, ...]:
     work = s.stream("WORK")
     return (
         Right("publish its output", tuple(s.all(kind) for kind in ("tokens", "done", "returned", "kv", "handoff"))),
-        Right("hand over to the next stage", tuple(s.work(role, "*") for role in ("prefill", "decode", "aggregated"))),
+        Right("hand off to the next stage", tuple(s.work(role, "*") for role in ("prefill", "decode", "aggregated"))),
         Right("exchange blocks, and receive control messages", (s.all("ctl"),), (f"{s.namespace}.ctl.*", s.cancel)),
         Right("be registered, and see the others", (f"$KV.{s.bucket('workers')}.*",),
               (s.live(f"$KV.{s.bucket('workers')}.>"),)),

@@ -14,7 +14,7 @@ FLUSH_S = 2  # a round trip to the server
 
 
 class PullSubscription:
-    """Hands over messages in order, with the generation that they belong to."""
+    """Delivers messages in order, with the generation that they belong to."""
 
     def __init__(self, bus: Bus, generation: int, handle: Callable[[Message, int], Awaitable[None]]) -> None:
         self.inbox: str = bus.nc.new_inbox()
@@ -30,7 +30,7 @@ class PullSubscription:
         await self._handle(message, self.generation)
 
     async def drain(self) -> None:
-        """Return when nothing is on its way any more and everything that came has been handed over."""
+        """Return when nothing is on its way any more and everything that came has been delivered."""
         nc = self._bus.nc
         if self._bus.connected:
             with contextlib.suppress(NatsError, OSError):  # what was on its way on a broken link never comes
@@ -41,7 +41,7 @@ class PullSubscription:
         await self._sub._pending_queue.join()
 
     async def close(self) -> None:
-        """Hand over nothing more; messages that are still here are delivered again later."""
+        """Deliver nothing more; messages that are still here are delivered again later."""
         with contextlib.suppress(NatsError, OSError):
             await self._sub.unsubscribe()
         await end([self._sub._wait_for_msgs_task])  # it may be inside the handler

@@ -32,10 +32,10 @@ class Puller:
 
     Guarantees: the handler gets the messages of one generation of requests in order, one at a time. Without a
     reconnect no more come than there was room for; after one, messages that were already on their way come on top, and
-    the handler copes. Nothing is handed over after ``drain`` or ``close``.
+    the handler copes. Nothing is delivered after ``drain`` or ``close``.
 
     Each generation has a subscription of its own, since a stored message does not name the request that it answers. The
-    one before ends when its messages have been handed over.
+    one before ends when its messages have been delivered.
 
     Call ``start``, and later ``drain`` or ``close``.
 
@@ -61,7 +61,7 @@ class Puller:
         self._subs: list[PullSubscription] = []  # the last one is of this generation, the others are retiring
         self._turn = asyncio.Lock()  # held while subscriptions are opened and closed
         self._tasks = bus.tasks.group(f"pull-{consumer}")
-        self._over = False  # nothing is handed over any more
+        self._over = False  # nothing is delivered any more
 
     async def start(self) -> None:
         await self._subscribe()
@@ -70,13 +70,13 @@ class Puller:
         await self.top_up()
 
     async def stop(self) -> None:
-        """Request nothing more. Messages on their way are still handed over."""
+        """Request nothing more. Messages on their way are still delivered."""
         self._window.close()
         if self._restart in self._bus.on_reconnect:
             self._bus.on_reconnect.remove(self._restart)
 
     async def drain(self) -> None:
-        """Stop, hand over what is on its way, close.
+        """Stop, deliver what is on its way, close.
 
         What takes longer than ``DRAIN_S``, because a handler or the broker does not go on, is delivered again later.
         """
@@ -87,7 +87,7 @@ class Puller:
         await self._end()
 
     async def close(self) -> None:
-        """Stop, and hand over nothing more: what the server still sends is delivered again to someone else."""
+        """Stop, and deliver nothing more: what the server still sends is delivered again to someone else."""
         await self.stop()
         await self._end()
 
@@ -139,7 +139,7 @@ class Puller:
             self._tasks.spawn(self._retire(sub), name=f"retire-{self._consumer}", on_failure=self._retire_failed)
 
     async def _retire(self, sub: PullSubscription) -> None:
-        """Close a subscription once its messages have been handed over."""
+        """Close a subscription once its messages have been delivered."""
         await sub.drain()
         async with self._turn:
             if sub in self._subs:

@@ -33,7 +33,7 @@ def compare(engines: Sequence[EngineConfig]) -> list[Finding]:
     decodes = [engine for engine in engines if engine.role == "decode"]
     for prefill in prefills:
         for decode in decodes:
-            found += [Finding(*each) for each in _hand_over(prefill, decode)]
+            found += [Finding(*each) for each in _handoff(prefill, decode)]
     if len({(engine.role, repr(engine.args)) for engine in engines}) < len(engines):
         found.append(Finding("C09", "warning", "files", "the same engine is given twice", "give each once"))
     if bool(prefills) != bool(decodes):
@@ -58,7 +58,7 @@ def _short(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _hand_over(prefill: EngineConfig, decode: EngineConfig) -> Iterator[tuple[str, Level, str, str, str]]:
+def _handoff(prefill: EngineConfig, decode: EngineConfig) -> Iterator[tuple[str, Level, str, str, str]]:
     one, two = prefill.args, decode.args
     first, second = one.cache_transceiver_config, two.cache_transceiver_config
     if (first and first.backend) != (second and second.backend):
@@ -70,7 +70,7 @@ def _hand_over(prefill: EngineConfig, decode: EngineConfig) -> Iterator[tuple[st
     if one.pipeline_parallel_size > 1 and two.tensor_parallel_size > 1:
         yield (
             "C05", "error", "pipeline_parallel_size",
-            "prefill with PP handing over to decode with TP may hang (known issue of 1.2)", "use TP or EP for prefill",
+            "prefill with PP handing off to decode with TP may hang (known issue of 1.2)", "use TP or EP for prefill",
         )  # fmt: skip
     if one.max_seq_len and two.max_seq_len and two.max_seq_len < one.max_seq_len:
         yield (

@@ -125,7 +125,7 @@ def _kv(data: bytes) -> Described:
     )
 
 
-def _hand_off(data: bytes) -> Described:
+def _handoff(data: bytes) -> Described:
     ledger = transfer.decode_ledger(data)
     names = frozenset(event.ticket.partition(":")[0] for event in ledger.events)
     lines = "; ".join(
@@ -154,7 +154,7 @@ _READERS: dict[str, Callable[[bytes], Described]] = {
     "done": _done,
     "returned": _done,
     "kv": _kv,
-    "handoff": _hand_off,
+    "handoff": _handoff,
     "workers": _worker,
 }
 _TOKENS = frozenset({"prompt", "tokens", "resume"})

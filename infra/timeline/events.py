@@ -10,7 +10,7 @@ from schemas.done import Done
 from schemas.jobs import Decision
 from schemas.requests import GenerateRequest
 from schemas.trace import Stamps
-from schemas.transfer import HandOff
+from schemas.transfer import Handoff
 
 
 class RequestAccepted(msgspec.Struct, frozen=True, tag="accepted"):
@@ -93,7 +93,7 @@ class PromptPrefilled(msgspec.Struct, frozen=True, tag="prefilled"):
     stamps: Stamps | None
 
 
-class BlocksHandedOver(msgspec.Struct, frozen=True, tag="handed_over"):
+class BlocksHandedOff(msgspec.Struct, frozen=True, tag="handed_off"):
     """A worker offered its blocks to the worker of the next stage, under a lease (broker clock)."""
 
     at_ns: int
@@ -110,10 +110,10 @@ class BlocksHandedOver(msgspec.Struct, frozen=True, tag="handed_over"):
 
 
 class TransferReported(msgspec.Struct, frozen=True, tag="transfer"):
-    """One line of the hand-off ledger about one of the request's tickets (clock of the worker that wrote it)."""
+    """One line of the handoff ledger about one of the request's tickets (clock of the worker that wrote it)."""
 
     at_ns: int
-    line: HandOff
+    line: Handoff
 
 
 class TokensStored(msgspec.Struct, frozen=True, tag="tokens"):
@@ -161,7 +161,7 @@ TimelineEvent = (
     | StageAssigned
     | MediaEncoded
     | PromptPrefilled
-    | BlocksHandedOver
+    | BlocksHandedOff
     | TransferReported
     | TokensStored
     | AttemptReturned

@@ -1,4 +1,4 @@
-"""``penstock leases``: blocks that one worker holds for another right now, from the hand-off ledger alone."""
+"""``penstock leases``: blocks that one worker holds for another right now, from the handoff ledger alone."""
 
 import time
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ async def leases(bus: Bus, now_ns: int) -> dict[str, TicketLease]:
             request_id = line.ticket.partition(":")[0]
             if request_id not in timelines:
                 timelines[request_id] = RequestTimeline(request_id, compact=True)
-            timelines[request_id].add_hand_off(line)
+            timelines[request_id].add_handoff(line)
     return {ticket: lease for timeline in timelines.values() for ticket, lease in timeline.leases().items()}
 
 
@@ -52,7 +52,7 @@ def show(found: dict[str, TicketLease], now_ns: int, console: Console, *, everyt
             highlight=False,
             soft_wrap=True,
         )
-    console.print(f"{opened} open leases; {len(found)} hand-offs in the last hour")
+    console.print(f"{opened} open leases; {len(found)} handoffs in the last hour")
     return opened
 
 

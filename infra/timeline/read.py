@@ -13,7 +13,7 @@ from schemas.ids import time_of
 from schemas.requests import GenerateRequest
 from schemas.streams import CLOCK_SKEW_NS
 from schemas.subjects import HEADER_MSG_ID, KEPT
-from schemas.transfer import HandOff, decode_ledger
+from schemas.transfer import Handoff, decode_ledger
 
 
 async def read_timeline(bus: Bus, request_id: str, *, with_tokens: bool = False) -> RequestTimeline:
@@ -38,9 +38,9 @@ async def read_timeline(bus: Bus, request_id: str, *, with_tokens: bool = False)
     ended_ns = timeline.done.timings.ended_ns if timeline.done is not None else 0
     until_ns = ended_ns + CLOCK_SKEW_NS if ended_ns else 0
     await _add_work(bus, timeline, since, until_ns)
-    if any(stage.handed_over for stage in timeline.stages):
+    if any(stage.handed_off for stage in timeline.stages):
         for line in await _ledger(bus, request_id, since, until_ns):
-            timeline.add_hand_off(line)
+            timeline.add_handoff(line)
     if with_tokens:
         await _add_tokens(bus, timeline, since, until_ns)
     return timeline
@@ -90,7 +90,7 @@ async def _add_work(bus: Bus, timeline: RequestTimeline, since: int, until_ns: i
             break
 
 
-async def _ledger(bus: Bus, request_id: str, since: int, until_ns: int) -> list[HandOff]:
+async def _ledger(bus: Bus, request_id: str, since: int, until_ns: int) -> list[Handoff]:
     """What workers reported about this request's tickets; nothing if the deployment has no ledger."""
     subjects, found = bus.subjects, []
     with contextlib.suppress(ServingError):

@@ -1,7 +1,7 @@
 """One request's stored messages, folded into an ordered list of typed events. Pure: no broker, no clock.
 
 Used by everything that reads a request back from the log: ``penstock explain`` prints the events, ``penstock trace``
-makes spans of them, ``penstock leases`` lists the leases of their hand-overs.
+makes spans of them, ``penstock leases`` lists the leases of their handoffs.
 
     timeline = RequestTimeline(request.id)
     timeline.add_request(request)
@@ -18,7 +18,7 @@ import msgspec
 from infra.timeline.events import (
     AttemptReturned,
     AttemptRevoked,
-    BlocksHandedOver,
+    BlocksHandedOff,
     MediaEncoded,
     PromptPrefilled,
     RequestAccepted,
@@ -37,7 +37,7 @@ from schemas.done import Done, Returned
 from schemas.jobs import Decision, Job, Revoke, WorkMessage
 from schemas.requests import GenerateRequest
 from schemas.tokens import PROMPT, TokenItem
-from schemas.transfer import Encoded, HandOff, Prefilled
+from schemas.transfer import Encoded, Handoff, Prefilled
 
 
 class StageRun(msgspec.Struct):
@@ -46,7 +46,7 @@ class StageRun(msgspec.Struct):
     Attributes:
         assigned_ns: when its message was stored.
         result: what it made for the next stage; None: nothing, or not yet.
-        handed_over: the offer to the next stage.
+        handed_off: the offer to the next stage.
         revoked: a router took the attempt away from it.
     """
 
@@ -55,7 +55,7 @@ class StageRun(msgspec.Struct):
     worker: str
     assigned_ns: int
     result: MediaEncoded | PromptPrefilled | None = None
-    handed_over: BlocksHandedOver | None = None
+    handed_off: BlocksHandedOff | None = None
     revoked: bool = False
 
 
@@ -73,7 +73,7 @@ class RequestTimeline:
         stages: one entry per worker and attempt, in the order of their messages.
         routed: the routers' decisions, in the order of their messages.
         returned: attempts that a worker gave back, by attempt.
-        hand_offs: the ledger's lines, in stream order.
+        handoffs: the ledger's lines, in stream order.
     """
 
     def __init__(self, request_id: str, *, compact: bool = False) -> None:
@@ -83,7 +83,7 @@ class RequestTimeline:
         self.stages: list[StageRun] = []
         self.routed: list[RequestRouted] = []
         self.returned: dict[int, AttemptReturned] = {}
-        self.hand_offs: list[HandOff] = []
+        self.handoffs: list[Handoff] = []
         self._compact = compact
         self._done_ns = 0
         self._work: list[tuple[int, TimelineEvent]] = []  # with the time at which its message was stored
@@ -125,9 +125,9 @@ class RequestTimeline:
         self.stages.append(StageRun(message.attempt, role, worker, stored_ns))
         self._append(stored_ns, StageAssigned(stored_ns, message.attempt, role, worker))
 
-    def add_hand_off(self, line: HandOff) -> None:
-        """A line of the hand-off ledger about one of the request's tickets."""
-        self.hand_offs.append(line)
+    def add_handoff(self, line: Handoff) -> None:
+        """A line of the handoff ledger about one of the request's tickets."""
+        self.handoffs.append(line)
 
     def add_tokens(self, worker: str, stored_ns: int, item: TokenItem) -> None:
         """An item of a token batch. Items of overtaken attempts count too: the timeline shows what was stored."""
@@ -159,18 +159,18 @@ class RequestTimeline:
         last = max((key for key, _ in keyed), default=0)
         if self.done is not None:
             keyed.append((max(self._done_ns, last), RequestDone(self._done_ns, self.done)))
-        keyed += [(line.at_ns, TransferReported(line.at_ns, line)) for line in self.hand_offs]
+        keyed += [(line.at_ns, TransferReported(line.at_ns, line)) for line in self.handoffs]
         keyed.sort(key=lambda pair: pair[0])  # stable: what one message caused stays together
         found = [event for _, event in keyed]
         return found if self.accepted is None else [self.accepted, *found]
 
     def leases(self) -> dict[str, TicketLease]:
-        """The leases of the request's hand-overs, by ticket."""
-        return ticket_leases(self.hand_offs)
+        """The leases of the request's handoffs, by ticket."""
+        return ticket_leases(self.handoffs)
 
-    def transfers(self, ticket: str) -> list[HandOff]:
+    def transfers(self, ticket: str) -> list[Handoff]:
         """What workers reported about one ticket, by their clocks."""
-        return sorted((line for line in self.hand_offs if line.ticket == ticket), key=lambda line: line.at_ns)
+        return sorted((line for line in self.handoffs if line.ticket == ticket), key=lambda line: line.at_ns)
 
     # --- what a message says ---
 
@@ -206,10 +206,10 @@ class RequestTimeline:
             )
         else:
             result = MediaEncoded(stored_ns, attempt, source, message.started_ns, message.stamps)
-        offer = _handed_over(message, role, worker, stored_ns)
+        offer = _handed_off(message, role, worker, stored_ns)
         for stage in self.stages:
             if (stage.attempt, stage.worker) == (attempt, source) and stage.result is None:
-                stage.result, stage.handed_over = result, offer
+                stage.result, stage.handed_off = result, offer
                 break
         self._append(stored_ns, result, offer)
 
@@ -229,10 +229,10 @@ def _routed(attempt: int, decision: Decision, resumed: int, compact: bool) -> Re
     )
 
 
-def _handed_over(message: Encoded | Prefilled, role: str, worker: str, stored_ns: int) -> BlocksHandedOver:
+def _handed_off(message: Encoded | Prefilled, role: str, worker: str, stored_ns: int) -> BlocksHandedOff:
     ticket = message.ticket
     blocks, pool = len(ticket.blocks) // 4, ticket.endpoint.pools.get(ticket.pool)
-    return BlocksHandedOver(
+    return BlocksHandedOff(
         stored_ns,
         message.attempt,
         ticket.worker,

@@ -1,4 +1,4 @@
-"""A request's timeline on a terminal: decisions with their score tables, hand-overs, stages, the end."""
+"""A request's timeline on a terminal: decisions with their score tables, handoffs, stages, the end."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from rich.table import Table
 from infra.timeline.events import (
     AttemptReturned,
     AttemptRevoked,
-    BlocksHandedOver,
+    BlocksHandedOff,
     PromptPrefilled,
     RequestRouted,
     TokensStored,
@@ -18,7 +18,7 @@ from schemas import jobs
 from schemas.done import Done
 from schemas.requests import GenerateRequest
 from schemas.tokens import PROMPT, WHOLE_REQUEST
-from schemas.transfer import HandOff
+from schemas.transfer import Handoff
 
 
 def show(timeline: RequestTimeline, console: Console) -> None:
@@ -32,8 +32,8 @@ def show(timeline: RequestTimeline, console: Console) -> None:
                 console.print(f"attempt {event.attempt}: revoked at {event.worker}")
             case AttemptReturned():
                 console.print(f"attempt {event.attempt}: {event.worker} returned it ({event.reason})")
-            case BlocksHandedOver():
-                _show_hand_over(event, console)
+            case BlocksHandedOff():
+                _show_handoff(event, console)
                 _show_transfers(timeline.transfers(event.ticket), console)
             case TokensStored():
                 _show_tokens(event, timeline.request, console)
@@ -101,7 +101,7 @@ def _target(worker: str, rank: int) -> str:
     return f"{worker}/{rank}" if rank else worker
 
 
-def _show_hand_over(event: BlocksHandedOver, console: Console) -> None:
+def _show_handoff(event: BlocksHandedOff, console: Console) -> None:
     what = "KV" if event.pool == "kv" else "embeddings"
     size = f" ({event.bytes / 2**20:.2f} MiB)" if event.bytes else ""
     console.print(
@@ -111,7 +111,7 @@ def _show_hand_over(event: BlocksHandedOver, console: Console) -> None:
     )
 
 
-def _show_transfers(lines: Sequence[HandOff], console: Console) -> None:
+def _show_transfers(lines: Sequence[Handoff], console: Console) -> None:
     start = lines[0].at_ns if lines else 0
     for line in lines:
         amount = f", {line.blocks} blocks, {line.bytes / 2**20:.2f} MiB" if line.bytes or line.blocks else ""
@@ -131,7 +131,7 @@ def _show_tokens(event: TokensStored, request: GenerateRequest, console: Console
 def _show_stages(timeline: RequestTimeline, console: Console) -> None:
     """When each stage got the request, and how long it had it: from the times stored in WORK, and the end."""
     ended = timeline.done.timings.ended_ns if timeline.done is not None else 0
-    table = Table("attempt", "stage", "worker", "assigned", "began", "first token", "handed over")
+    table = Table("attempt", "stage", "worker", "assigned", "began", "first token", "handed off")
     for stage in timeline.stages:
         result = stage.result
         began = result.started_ns if result is not None else 0

@@ -1,10 +1,10 @@
-"""One hand-over's lease, folded from the lines of the hand-off ledger. Pure."""
+"""One handoff's lease, folded from the lines of the handoff ledger. Pure."""
 
 from collections.abc import Iterable
 
 import msgspec
 
-from schemas.transfer import HandOff
+from schemas.transfer import Handoff
 
 _OWNER_ENDS = frozenset({"released", "expired"})  # written by the owner of the blocks
 
@@ -17,8 +17,8 @@ class TicketLease(msgspec.Struct):
         quarantined: blocks of the reader that cannot be used yet.
     """
 
-    offer: HandOff
-    last: HandOff
+    offer: Handoff
+    last: Handoff
     ended: bool = False
     quarantined: int = 0
 
@@ -26,7 +26,7 @@ class TicketLease(msgspec.Struct):
         """Whether some worker still holds blocks. An owner that died writes no end: its lease ends with its time."""
         return bool(self.quarantined) or (not self.ended and now_ns <= self.offer.lease_ns)
 
-    def apply(self, line: HandOff) -> None:
+    def apply(self, line: Handoff) -> None:
         """Count one more line about this ticket."""
         if line.state in _OWNER_ENDS:
             self.ended = True
@@ -38,14 +38,14 @@ class TicketLease(msgspec.Struct):
             self.last = line
 
 
-def ticket_leases(lines: Iterable[HandOff]) -> dict[str, TicketLease]:
+def ticket_leases(lines: Iterable[Handoff]) -> dict[str, TicketLease]:
     """Leases by ticket id, from ledger lines in stream order.
 
     The lines of two workers about one ticket may cross, so lines before the offer wait for it. A ticket without an
     offer has no lease.
     """
     found: dict[str, TicketLease] = {}
-    early: dict[str, list[HandOff]] = {}
+    early: dict[str, list[Handoff]] = {}
     for line in lines:
         lease = found.get(line.ticket)
         if line.state == "offered":

@@ -26,7 +26,7 @@ def workload(seed: int) -> "list[array[int]]":
 
 
 def cost(prompts: "list[array[int]]", size: int) -> tuple[float, int, int]:
-    """(seconds, tokens reused, blocks handed over) with an unlimited cache of blocks of this size."""
+    """(seconds, tokens reused, blocks handed off) with an unlimited cache of blocks of this size."""
     manager = BlockManager(sum(len(prompt) // size + 1 for prompt in prompts))
     reused = moved = 0
     for prompt in prompts:

@@ -73,7 +73,7 @@ async def tickets(bus: Bus, request_id: str) -> list[TicketLease]:
 
 
 async def read_ticket(bus: Bus, request_id: str) -> TicketLease:
-    """The one hand-over of a request, once its blocks were let go of."""
+    """The one handoff of a request, once its blocks were let go of."""
 
     async def released() -> list[TicketLease]:
         return [lease for lease in await tickets(bus, request_id) if lease.ended]

@@ -52,6 +52,6 @@ async def test_every_request_ends_whatever_the_ratio_of_the_pools(
         ids.append(answer.headers["x-request-id"])
 
     await asyncio.gather(*(one(number) for number in range(REQUESTS)))
-    assert "decode" in [role for each in ids for role in await stages(pools_bus, each)], "nothing was handed over"
+    assert "decode" in [role for each in ids for role in await stages(pools_bus, each)], "nothing was handed off"
     await until(lambda: nothing_held(pools_bus), "all blocks are free")
     assert await stopped(workers) == [0, 0]

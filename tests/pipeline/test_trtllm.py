@@ -63,7 +63,7 @@ def check_measurements(timeline: RequestTimeline) -> None:
     assert "penstock.engine.kv_transfer.duration" not in prefill
 
 
-async def test_prefill_and_decode_on_tensorrt_llm_hand_over_under_our_leases(deployment: Deployment, bus: Bus) -> None:
+async def test_prefill_and_decode_on_tensorrt_llm_hand_off_under_our_leases(deployment: Deployment, bus: Bus) -> None:
     codes = "The code of the red door is 4711. The code of the blue door is 1234. "
     question = codes * 3 + "What is the code of the red door?"
     async with httpx.AsyncClient(base_url=deployment.urls[0], trust_env=False, timeout=60) as http:

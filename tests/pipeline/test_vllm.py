@@ -234,7 +234,7 @@ async def test_a_worker_that_is_asked_to_ends_with_all_its_processes(
     await all_end(running)
 
 
-async def test_prefill_and_decode_hand_over_by_vllm_s_own_connector(
+async def test_prefill_and_decode_hand_off_by_vllm_s_own_connector(
     fleet: Fleet,
     reference: str,
     deployment: Deployment,

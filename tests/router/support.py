@@ -167,7 +167,7 @@ class Stub:
             headers[HEADER_RETURNED] = done.returned_header(event)
         await self.bus.js.publish(self.bus.subjects.returned(asked.model), wire.encode(event), headers=headers)
 
-    async def hand_over(self, job: Job, resume: tuple[bytes, ...] = ()) -> int:
+    async def hand_off(self, job: Job, resume: tuple[bytes, ...] = ()) -> int:
         """Give a job that has further stages to the next of them, as a worker does that has done its own."""
         asked = wire.decoder(GenerateRequest)(bytes(job.request))
         target, later = job.route[0], job.route[1:]

@@ -1,4 +1,4 @@
-"""``penstock explain`` of a request with several stages: its route, the reason, the hand-overs, what was given up."""
+"""``penstock explain`` of a request with several stages: its route, the reason, the handoffs, what was given up."""
 
 import io
 import time
@@ -12,7 +12,7 @@ from schemas import jobs, wire
 from schemas.ids import new_request_id
 from schemas.requests import Media
 from schemas.subjects import HEADER_MSG_ID, Subjects
-from schemas.transfer import HandOff, HandOffs, Memory
+from schemas.transfer import Handoff, Handoffs, Memory
 from tests.infra.bus.support import eventually
 from tests.router.support import Clients, endpoint, routing
 from tests.workers.support import Record, request
@@ -31,23 +31,23 @@ async def test_the_timeline_of_a_request_with_three_stages_and_two_attempts(
         asked = request(list(range(1, 402)), id=new_request_id(), media=media)
         await clients.ask(asked)
         _, job = await clients.placed(asked)
-        await stubs["e1"].hand_over(job)
+        await stubs["e1"].hand_off(job)
         await eventually(lambda: one.unfinished == {asked.id: (1, "p1")})
         stubs["d2"] = await clients.stub("d2", role="decode", transfer=place)
         await one.knows("d2")
         await stubs["d1"].stop()
         await record.remove_key("d1")
         _, again = await clients.placed(asked, 2)
-        await stubs["e1"].hand_over(again)
+        await stubs["e1"].hand_off(again)
         onward = jobs.Job(again.request, 2, again.decision, route=again.route[1:])
-        await stubs["p1"].hand_over(onward)
+        await stubs["p1"].hand_off(onward)
         ticket, now = f"{asked.id}:2:decode", time.time_ns()
         ledger = (
-            HandOff(ticket, "offered", "p1", "d2", now, 100),
-            HandOff(ticket, "read", "p1", "d2", now + 2_000_000, 100, 10_000, 0.0015),
-            HandOff("another", "offered", "p1", "d2", now, 100),
+            Handoff(ticket, "offered", "p1", "d2", now, 100),
+            Handoff(ticket, "read", "p1", "d2", now + 2_000_000, 100, 10_000, 0.0015),
+            Handoff("another", "offered", "p1", "d2", now, 100),
         )
-        await bus.js.publish(bus.subjects.handoff("p1"), wire.encode(HandOffs("p1", ledger)))
+        await bus.js.publish(bus.subjects.handoff("p1"), wire.encode(Handoffs("p1", ledger)))
         await eventually(lambda: one.unfinished == {asked.id: (2, "d2")})
         await stubs["d2"].finish(asked, 2)
         told = await read_timeline(bus, asked.id)

@@ -72,7 +72,7 @@ async def test_a_long_prompt_is_split_and_counts_at_both_workers_in_every_router
         for each in (one, two):
             await eventually(lambda each=each: echoed(each, asked))  # type: ignore[misc]
             assert [load(each, name) for name in ("p1", "d2")] == [(1, 100), (1, 100)]
-        seq = await stubs["p1"].hand_over(job, (wire.pack_tokens([5]),))
+        seq = await stubs["p1"].hand_off(job, (wire.pack_tokens([5]),))
         for each in (one, two):
             await eventually(lambda each=each: each.unfinished == {asked.id: (1, "d2")})  # type: ignore[misc]
             assert [load(each, name) for name in ("p1", "d2")] == [(0, 0), (1, 100)]
@@ -205,10 +205,10 @@ async def test_an_image_begins_at_an_encode_worker_and_moves_on(clients: Clients
     worker, job = await clients.placed(asked)
     assert (worker, [stage.worker for stage in job.route]) == (home, ["p", "d"])
     assert [load(one, name) for name in (home, "p", "d")] == [(1, 0), (1, 100), (1, 100)]
-    await stubs[home].hand_over(job)
+    await stubs[home].hand_off(job)
     await eventually(lambda: one.unfinished == {asked.id: (1, "p")})
     assert [load(one, name) for name in (home, "p", "d")] == [(0, 0), (1, 100), (1, 100)]
-    await stubs["p"].hand_over(_onward(job))
+    await stubs["p"].hand_off(_onward(job))
     await eventually(lambda: one.unfinished == {asked.id: (1, "d")})
     assert [load(one, name) for name in (home, "p", "d")] == [(0, 0), (0, 0), (1, 100)]
     again, text = picture(), request(LONG)
@@ -287,14 +287,14 @@ async def test_a_decode_worker_that_dies_while_its_prefill_runs_costs_one_attemp
 
 
 @pytest.mark.usefixtures("only_at_once")
-async def test_a_prefill_worker_that_dies_after_its_hand_over_does_not_matter_to_the_routers(
+async def test_a_prefill_worker_that_dies_after_its_handoff_does_not_matter_to_the_routers(
     clients: Clients, one: Routing
 ) -> None:
     stubs = await fleet(clients, one, p="prefill", d="decode")
     asked = request(LONG)
     await clients.ask(asked)
     _, job = await clients.placed(asked)
-    await stubs["p"].hand_over(job)
+    await stubs["p"].hand_off(job)
     await eventually(lambda: one.unfinished == {asked.id: (1, "d")})
     await lose(clients, stubs["p"])
     await eventually(lambda: len(one.router.cluster.tracker.workers()) == 1)
@@ -306,7 +306,7 @@ async def test_a_prefill_worker_that_dies_after_its_hand_over_does_not_matter_to
 
 
 @pytest.mark.usefixtures("only_at_once")
-async def test_a_hand_over_to_a_worker_that_left_is_recovered_at_once(
+async def test_a_handoff_to_a_worker_that_left_is_recovered_at_once(
     record: Record, clients: Clients, one: Routing
 ) -> None:
     """The router had not heard of the attempt when the worker died: it was another router's."""
@@ -317,7 +317,7 @@ async def test_a_hand_over_to_a_worker_that_left_is_recovered_at_once(
     await lose(clients, stubs["d1"])
     await eventually(lambda: len(one.router.cluster.tracker.workers()) == 2)
     await record.say(asked, 1, answer(asked, 1))
-    await stubs["p"].hand_over(job, (wire.pack_tokens(answer(asked, 1)),))
+    await stubs["p"].hand_off(job, (wire.pack_tokens(answer(asked, 1)),))
     _, again = await clients.placed(asked, 2)
     assert [stage.worker for stage in again.decision.route] == ["p", "d2"]
     assert again.decision.reason == "worker_lost"
@@ -336,7 +336,7 @@ async def test_a_router_that_starts_finds_what_was_handed_to_a_dead_worker(
         stubs = await fleet(clients, one, p="prefill", d1="decode")
         await clients.ask(asked)
         _, job = await clients.placed(asked)
-        await stubs["p"].hand_over(job)
+        await stubs["p"].hand_off(job)
         await eventually(lambda: one.unfinished == {asked.id: (1, "d1")})
         await fleet(clients, one, d2="decode")
         await stubs["d1"].change(state="draining")

@@ -117,7 +117,7 @@ TICKET = transfer.Ticket(
     generations=pack_tokens([3, 4]),
     lease_ns=1_700_000_000_000_000_003,
 )
-HAND_OFF = transfer.HandOff("t-1", "failed", "w-1", "w-2", 7, 8, 9, 0.5, "timeout", "late", 10, "kv")
+HANDOFF = transfer.Handoff("t-1", "failed", "w-1", "w-2", 7, 8, 9, 0.5, "timeout", "late", 10, "kv")
 FILE = tokens.File("r-1-0.mp4", "video/mp4", 9, 832, 480, 81, 16.0, 2.5)
 EVENTS: tuple[kv.KvEvent, ...] = (
     kv.Stored(bytes(range(32)), parent=b"\x01" * 16, group=1, tier=2),
@@ -153,7 +153,7 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         jobs.decode,
     ),
     "handoff": (
-        transfer.HandOffs("w-2", (HAND_OFF,)),
+        transfer.Handoffs("w-2", (HANDOFF,)),
         transfer.decode_ledger,
     ),
     "tokens": (TOKENS, tokens.decode),

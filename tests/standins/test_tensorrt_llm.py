@@ -829,7 +829,7 @@ def test_an_empty_feed_ends_after_its_time_out(llm: Any) -> None:
     assert time.monotonic() - began >= 0.2
 
 
-# -- hand-over
+# -- handoff
 
 
 def prefill_and_decode(source: Any, target: Any, **options: Any) -> tuple[Any, Any]:
@@ -915,7 +915,7 @@ def test_decode_refuses_states_that_do_not_fit() -> None:
             ask(target, call={"disaggregated_params": state})
 
 
-def test_the_hand_over_refuses_what_the_real_one_cannot_do() -> None:
+def test_the_handoff_refuses_what_the_real_one_cannot_do() -> None:
     from tensorrt_llm.llmapi import RequestError
 
     context = {"disaggregated_params": disagg("context_only")}

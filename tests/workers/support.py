@@ -28,7 +28,7 @@ from schemas.reassembly import Progress, replay
 from schemas.requests import GenerateRequest, Sampling, Stop
 from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, Subjects
 from schemas.tokens import Finish, TokenBatch, TokenItem
-from schemas.transfer import HandOff
+from schemas.transfer import Handoff
 from tests.infra.bus.support import eventually
 from workers.engine_thread import EngineThread
 from workers.engines import mock
@@ -216,9 +216,9 @@ class Record:
                 found = registration
         return found
 
-    async def told(self, asked: GenerateRequest) -> list[HandOff]:
+    async def told(self, asked: GenerateRequest) -> list[Handoff]:
         """The ledger's lines about a request, as they happened."""
-        lines: list[HandOff] = []
+        lines: list[Handoff] = []
         subjects = self.bus.subjects
         async for entry in read(self.bus, subjects.stream("HANDOFF"), subjects.all("handoff")):
             lines += [e for e in transfer.decode_ledger(entry.data).events if e.ticket.startswith(f"{asked.id}:")]
@@ -235,7 +235,7 @@ class Record:
             await asyncio.sleep(0.02)
 
     async def failure(self, asked: GenerateRequest) -> str:
-        """Why a hand-over failed."""
+        """Why a handoff failed."""
         await self.states(asked, "failed")
         (failed,) = [line for line in await self.told(asked) if line.state == "failed"]
         return failed.cause

@@ -1,4 +1,4 @@
-"""Two workers and one request between them, on a real nats-server: how the hand-over goes, and how it fails.
+"""Two workers and one request between them, on a real nats-server: how the handoff goes, and how it fails.
 
 The bytes move over the loopback backend, which can be stalled and killed at will; NIXL does in tests/pipeline.
 The mock engine refuses blocks whose content is not that of their tokens, so no answer is right by chance.
@@ -197,7 +197,7 @@ async def test_a_job_without_a_route_is_done_whole_by_any_of_them(record: Record
         assert record.streamed(asked) == answer(asked)
 
 
-async def test_a_resumed_request_is_handed_over_with_all_that_was_streamed(record: Record, pair: Pair) -> None:
+async def test_a_resumed_request_is_handed_off_with_all_that_was_streamed(record: Record, pair: Pair) -> None:
     asked = request(PROMPT, max_tokens=12)
     whole = answer(asked)
     await record.say(asked, 1, whole[:5])
@@ -363,7 +363,7 @@ async def test_blocks_with_a_new_owner_are_recognised_after_the_read(record: Rec
     await pair.free()
 
 
-async def test_without_room_at_decode_the_hand_over_waits_until_there_is_some(
+async def test_without_room_at_decode_the_handoff_waits_until_there_is_some(
     broker: EmbeddedNats, pipeline: Subjects, record: Record
 ) -> None:
     async with paired(broker, pipeline, pools=(512, 16)) as pair:
@@ -382,7 +382,7 @@ async def test_without_room_at_decode_the_hand_over_waits_until_there_is_some(
         await pair.free()
 
 
-async def test_a_request_cancelled_before_during_and_after_the_hand_over_leaves_nothing(
+async def test_a_request_cancelled_before_during_and_after_the_handoff_leaves_nothing(
     record: Record, pair: Pair
 ) -> None:
     before = request(PROMPT)
@@ -460,7 +460,7 @@ async def test_an_order_for_an_unknown_ticket_is_answered(record: Record, pair: 
     assert control.decode_pushed(reply.data).cause == "stale"
 
 
-async def test_many_hand_overs_at_once_are_all_right_and_leave_nothing(record: Record, pair: Pair) -> None:
+async def test_many_handoffs_at_once_are_all_right_and_leave_nothing(record: Record, pair: Pair) -> None:
     asked = [request(list(range(start, start + 5 + start % 40))) for start in range(1, 600, 10)]
     await asyncio.gather(*(give(record, pair, each) for each in asked))
     for each in asked:
@@ -496,7 +496,7 @@ async def test_whatever_the_ratio_of_the_pools_every_request_ends_with_its_answe
         await pair.free()
 
 
-async def test_a_preempted_request_whose_prompt_was_handed_over_goes_on_with_the_same_answer(
+async def test_a_preempted_request_whose_prompt_was_handed_off_goes_on_with_the_same_answer(
     broker: EmbeddedNats, pipeline: Subjects, record: Record
 ) -> None:
     async with paired(broker, pipeline, pools=(512, 30)) as pair:
@@ -528,7 +528,7 @@ async def full(worker_: WorkerHarness) -> Reservation:
     return found
 
 
-async def test_a_hand_over_that_waits_for_room_asks_no_more_than_it_must_and_goes_on_at_once(
+async def test_a_handoff_that_waits_for_room_asks_no_more_than_it_must_and_goes_on_at_once(
     record: Record, pair: Pair
 ) -> None:
     taken = await full(pair.decode)
@@ -567,7 +567,7 @@ async def test_a_request_cancelled_while_it_waits_for_room_ends_at_once(record: 
     await pair.free()
 
 
-async def test_a_session_that_ends_while_a_hand_over_waits_for_room_takes_no_blocks_with_it(
+async def test_a_session_that_ends_while_a_handoff_waits_for_room_takes_no_blocks_with_it(
     record: Record, pair: Pair
 ) -> None:
     taken = await full(pair.decode)
@@ -580,7 +580,7 @@ async def test_a_session_that_ends_while_a_hand_over_waits_for_room_takes_no_blo
     await pair.decode.begin()
 
 
-async def test_a_hand_over_by_a_worker_that_may_not_speak_ends_with_its_ticket_and_not_later(
+async def test_a_handoff_by_a_worker_that_may_not_speak_ends_with_its_ticket_and_not_later(
     record: Record, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pair.prefill.session._lease, "trusted", lambda: False)
@@ -592,7 +592,7 @@ async def test_a_hand_over_by_a_worker_that_may_not_speak_ends_with_its_ticket_a
     await pair.free()
 
 
-async def test_a_drain_in_the_midst_of_a_hand_over_whose_owner_stands_still_ends_in_time(
+async def test_a_drain_in_the_midst_of_a_handoff_whose_owner_stands_still_ends_in_time(
     broker: EmbeddedNats, pipeline: Subjects, record: Record
 ) -> None:
     async with paired(broker, pipeline, transfer_timeout_s=60.0, handoff_lease_s=90.0) as pair:

@@ -242,7 +242,7 @@ def test_a_cancel_is_not_held_up_by_a_consumer_that_is_away(harness: Callable[..
     assert h.stats().used_blocks == 0
 
 
-def test_a_cancelled_sequence_frees_its_blocks_after_its_tokens_were_handed_over(
+def test_a_cancelled_sequence_frees_its_blocks_after_its_tokens_were_flushed(
     harness: Callable[..., Harness],
 ) -> None:
     h = harness()
@@ -254,16 +254,16 @@ def test_a_cancelled_sequence_frees_its_blocks_after_its_tokens_were_handed_over
         h.engine.gate.release(2)
         h.take()
     done = threading.Event()
-    handed_over = []
+    flushed = []
 
     def told() -> None:
-        handed_over.append(h.flushes.qsize())
+        flushed.append(h.flushes.qsize())
         done.set()
 
     h.thread.cancel([choice], told)
     h.engine.gate.release(1000)
     assert done.wait(10)
-    before = [h.flushes.get(timeout=10) for _ in range(handed_over[0])]  # handed over before ``told``
+    before = [h.flushes.get(timeout=10) for _ in range(flushed[0])]  # flushed before ``told``
     for flush in before:
         h.all.append(flush)
         h.thread.flush_consumed()
@@ -276,7 +276,7 @@ def test_a_cancelled_sequence_frees_its_blocks_after_its_tokens_were_handed_over
     assert h.stats().running == 0
 
 
-def test_what_a_cancel_leaves_behind_is_still_handed_over(harness: Callable[..., Harness]) -> None:
+def test_what_a_cancel_leaves_behind_is_still_flushed(harness: Callable[..., Harness]) -> None:
     """KV events of a sequence that was revoked without a word must not wait for the next request."""
     h = harness()
     choice = new_choice()

@@ -45,7 +45,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     kv_events: bool
     load_seconds: float = 0.0
     dp_size: int = 1
-    handover: str = ""  # of engines that move KV themselves: only engines with the same text can exchange KV
+    handoff_layout: str = ""  # of engines that move KV themselves; only engines with the same text can exchange KV
     logits_processors: tuple[str, ...] = ()  # names that ``Sampling.logits_processors`` may have
     max_batched_tokens: int = 0  # computed per step, on each rank; 0: unknown
 
@@ -173,7 +173,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     used_blocks: int  # referenced by running sequences
     cached_blocks: int  # unreferenced, still reusable
     free_blocks: int  # neither
-    pinned_blocks: int = 0  # of the used ones: held for a hand-over, in either direction
+    pinned_blocks: int = 0  # of the used ones: held for a handoff, in either direction
     preemptions: int = 0
     hit_tokens: int = 0  # prompt tokens taken from the cache, since start
     prompt_tokens: int = 0  # prompt tokens admitted, since start
@@ -217,7 +217,7 @@ class Engine(Protocol):
 
     @property
     def blocked(self) -> bool:
-        """``step`` cannot go on before blocks that are held for a hand-over come free."""
+        """``step`` cannot go on before blocks that are held for a handoff come free."""
 
     def stats(self) -> EngineStats: ...
 

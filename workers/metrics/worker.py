@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from schemas.done import Done
-from schemas.transfer import HandOff
+from schemas.transfer import Handoff
 from workers.engines.base import EngineStats
 
 
@@ -56,10 +56,10 @@ class Metrics:
             registry=registry,
             buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5),
         )
-        self.failed = Counter("penstock_handoff_failures", "hand-offs that failed", ["cause"], registry=registry)
+        self.failed = Counter("penstock_handoff_failures", "handoffs that failed", ["cause"], registry=registry)
         self.quarantined = Gauge("penstock_handoff_quarantined_blocks", "unusable for now", registry=registry)
 
-    def handed(self, line: HandOff) -> None:
+    def handed(self, line: Handoff) -> None:
         """One line of the ledger."""
         self.states.labels(line.state).inc()
         if line.state == "read":

@@ -42,7 +42,7 @@ class EngineSequence:
     output_tokens: int
     keys: Sequence[int]
     handed: bool = False
-    order: int = 0  # of hand-over
+    order: int = 0  # of handoff
     generated: int = 0
     computed: int = 0
     origin: int = 0
@@ -137,7 +137,7 @@ class Engine:
         """Queue a sequence behind all others."""
         self._waiting.append(sequence)
 
-    def hand_over(self, sequence: EngineSequence, taken: Callable[[], None]) -> None:
+    def hand_off(self, sequence: EngineSequence, taken: Callable[[], None]) -> None:
         """Queue a computed prompt; ``taken`` is called once its blocks are here. See ``take_handed``."""
         sequence.handed = True
         self._handing.append((sequence, taken))
@@ -291,7 +291,7 @@ class Engine:
         return admitted
 
     def _next_waiting(self) -> EngineSequence | None:
-        """Who is admitted next; while prompts wait to be handed over, nothing is computed again."""
+        """Who is admitted next; while prompts wait to be handed off, nothing is computed again."""
         if self._handing:
             return next((each for each in self._waiting if each.handed and each.computed), None)
         return self._waiting[0]

@@ -108,7 +108,7 @@ class Simulation:
         self._heap: list[tuple[int, int, _Worker | None, int, Callable[[], None] | None]] = []
         self._order = count()
         self._idle: set[int] = set()  # workers that may have something to do
-        self._sources: dict[int, tuple[_Worker, int, EngineSequence]] = {}  # prompts that are held for hand-over
+        self._sources: dict[int, tuple[_Worker, int, EngineSequence]] = {}  # prompts that are held for handoff
         self._held = 0
         self._now = 0
         policy.start(fleet, requests)
@@ -188,21 +188,21 @@ class Simulation:
         decode = served.placement.decode or self._policy.decode(served.request, now)
         self._sources[sequence.index] = (self._workers[target[0]], target[1], sequence)
         if delay := self._transfer_ns * sequence.prompt_tokens:
-            self._at(now + delay, partial(self._hand_over, served, decode))
+            self._at(now + delay, partial(self._hand_off, served, decode))
         else:
-            self._hand_over(served, decode)
+            self._hand_off(served, decode)
 
     def _is_whole(self, served: Served) -> bool:
         """Whether a prefill worker runs the request to its end."""
         return served.placement is not None and served.placement.whole
 
-    def _hand_over(self, served: Served, target: Target) -> None:
+    def _hand_off(self, served: Served, target: Target) -> None:
         request, served.decode = served.request, target
         worker = self._workers[target[0]]
         engine = worker.ranks[target[1]]
         sequence = EngineSequence(request.index, request.prompt_tokens, request.output_tokens, request.keys)
         sequence.order = next(self._order)
-        engine.hand_over(sequence, partial(self._taken, request.index))
+        engine.hand_off(sequence, partial(self._taken, request.index))
         if not worker.busy:
             engine.take_handed()
             self._idle.add(worker.number)

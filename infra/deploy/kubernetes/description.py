@@ -167,7 +167,7 @@ def pools(given: Description, members: Mapping[str, RecipeEntry] = {}, texts: Ma
     if len(models) > 1:
         raise BadArguments([f"workers: one language model per deployment, not {', '.join(sorted(models))}"])
     if len(sizes := {pool.block_size for pool in found}) > 1:
-        raise BadArguments([f"workers: blocks of {sizes} tokens; hand-over and routing need one size"])
+        raise BadArguments([f"workers: blocks of {sizes} tokens; handoff and routing need one size"])
     return found
 
 

@@ -29,7 +29,7 @@ def _events(args: EngineArgs, ctx: Context) -> Found:
 
 @rule("A22", "S192")
 def _blocks(args: EngineArgs, ctx: Context) -> Found:
-    """Blocks have the router's size; small ones slow down hand-overs, large ones reduce reuse."""
+    """Blocks have the router's size; small ones slow down handoffs, large ones reduce reuse."""
     size = args.kv_cache_config.tokens_per_block
     where = "kv_cache_config.tokens_per_block"
     if ctx.router_block_size is not None and size != ctx.router_block_size:

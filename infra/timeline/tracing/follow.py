@@ -249,7 +249,7 @@ class Following:
             for line in decode_ledger(entry.data).events:
                 known = self._open.get(line.ticket.partition(":")[0])
                 if known is not None and known.timeline is not None:
-                    known.timeline.add_hand_off(line)
+                    known.timeline.add_handoff(line)
 
     # --- sending ---
 

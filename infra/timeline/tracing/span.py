@@ -9,7 +9,7 @@ Attributes = Mapping[str, Value]
 
 
 class Link(msgspec.Struct, frozen=True):
-    """To another span of the same trace; ``why``: "retry" or "handover"."""
+    """To another span of the same trace; ``why``: "retry" or "handoff"."""
 
     span_id: str
     why: str

@@ -2,13 +2,13 @@
 
     chat tiny                    gateway   accepted .. the terminal event
     ├─ route                     router    in its hands .. decided; one per attempt
-    ├─ prefill                   worker    assigned .. handed over; one per stage and attempt
+    ├─ prefill                   worker    assigned .. handed off; one per stage and attempt
     │  ├─ wait, prompt                     until the engine began; until its first token
     ├─ decode                    worker    assigned .. ended
     │  ├─ transfer                         the blocks that the ledger reports
     │  └─ wait, first token, generate
 
-Stages are siblings: each begins when the one before has handed over, so links, not parents, show what caused what.
+Stages are siblings: each begins when the one before has handed off, so links, not parents, show what caused what.
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ class _SpanBuilder:
         self._request = timeline.request
         self._done = timeline.done
         self._stages = timeline.stages
-        self._hand_offs = timeline.hand_offs
+        self._handoffs = timeline.handoffs
 
     def build(self) -> list[Span]:
         root = self._root()
@@ -149,7 +149,7 @@ class _SpanBuilder:
             span.attributes["error.type"] = kind
         source = self._source(stage)
         if source is not None:
-            span.links = [Link(self._id(source), "handover")]
+            span.links = [Link(self._id(source), "handoff")]
         elif stage.attempt > 1:
             span.links = [Link(self._id(each), "retry") for each in self._stages if each.attempt == stage.attempt - 1]
         if isinstance(stage.result, PromptPrefilled):
@@ -180,7 +180,7 @@ class _SpanBuilder:
             started, first = done.timings.started_ns, done.timings.first_token_ns
         else:
             return  # the terminal event's times are those of the stage before
-        moved = [line.at_ns for line in self._hand_offs if line.ticket == self._ticket(stage) and line.state == "read"]
+        moved = [line.at_ns for line in self._handoffs if line.ticket == self._ticket(stage) and line.state == "read"]
         phases = [("wait", max([stage.assigned_ns, *moved]), started)]
         if stage.role == "encode":
             phases.append(("embeddings", started, end))
@@ -204,10 +204,10 @@ class _SpanBuilder:
     def _transfers(self, parent: Span, stage: StageRun) -> Iterator[Span]:
         """The read of the blocks that the stage before offered."""
         source, ticket = self._source(stage), self._ticket(stage)
-        if source is None or source.handed_over is None:
+        if source is None or source.handed_off is None:
             return
         began = 0
-        for line in self._hand_offs:
+        for line in self._handoffs:
             if line.ticket != ticket or line.target != stage.worker:
                 continue
             if line.state == "leased":
@@ -226,26 +226,26 @@ class _SpanBuilder:
                 attributes={
                     "penstock.attempt": stage.attempt,
                     "penstock.transfer.source": line.source,
-                    "penstock.transfer.backend": source.handed_over.backend,
+                    "penstock.transfer.backend": source.handed_off.backend,
                     "penstock.transfer.pool": line.pool,
                     "penstock.transfer.blocks": line.blocks,
                     "penstock.transfer.bytes": line.bytes,
                     "penstock.transfer.duration": line.seconds,
                     **({"error.type": line.cause} if line.cause else {}),
                 },
-                links=[Link(self._id(source), "handover")],
+                links=[Link(self._id(source), "handoff")],
                 error=(line.message or line.cause) if line.state == "failed" else None,
             )
             return
 
     def _lease_events(self, stage: StageRun) -> list[Event]:
         """The ledger's other lines about the blocks that this worker offered, or read."""
-        mine, other = stage.handed_over.ticket if stage.handed_over is not None else "", self._ticket(stage)
+        mine, other = stage.handed_off.ticket if stage.handed_off is not None else "", self._ticket(stage)
         shown = {mine: ("offered", "released", "expired"), other: ("quarantined", "settled")}
         shown.pop("", None)
         return [
             Event(line.state, line.at_ns, {"penstock.transfer.blocks": line.blocks})
-            for line in self._hand_offs
+            for line in self._handoffs
             if line.state in shown.get(line.ticket, ())
         ]
 
@@ -255,16 +255,16 @@ class _SpanBuilder:
         return span_id(self._request.id, stage_name(stage.attempt, stage.role))
 
     def _source(self, stage: StageRun) -> StageRun | None:
-        """The stage that handed over to this one."""
+        """The stage that handed off to this one."""
         for each in self._stages:
-            offer = each.handed_over
+            offer = each.handed_off
             if each.attempt == stage.attempt and each is not stage and offer and offer.target_role == stage.role:
                 return each
         return None
 
     def _ticket(self, stage: StageRun) -> str:
         source = self._source(stage)
-        return source.handed_over.ticket if source is not None and source.handed_over is not None else ""
+        return source.handed_off.ticket if source is not None and source.handed_off is not None else ""
 
     def _done_by(self, stage: StageRun) -> Done | None:
         """The terminal event, if this worker sent it."""

@@ -255,7 +255,7 @@ class Slow:
 
 
 @pytest.mark.parametrize("restarts", [0, 1, 3])
-async def test_after_a_drain_nothing_is_handed_over_and_all_that_came_has_been(bus: Bus, restarts: int) -> None:
+async def test_after_a_drain_nothing_is_delivered_and_all_that_came_has_been(bus: Bus, restarts: int) -> None:
     await make_consumer(bus)
     came = 0
     process = bus.nc._process_msg
@@ -276,7 +276,7 @@ async def test_after_a_drain_nothing_is_handed_over_and_all_that_came_has_been(b
         await taker.puller.drain()
         seen = len(taker.seen)
         assert taker.within == 0
-        assert came == seen, "the server has sent more than was handed over"
+        assert came == seen, "the server has sent more than was delivered"
         await giving
         await asyncio.gather(*restarting)
         await bus.nc.flush()

@@ -4,14 +4,14 @@ from rich.console import Console
 
 from infra.timeline.leases import show
 from infra.timeline.ticket_lease import ticket_leases
-from schemas.transfer import HandOff
+from schemas.transfer import Handoff
 
 NOW = 1_000_000_000_000
 
 
-def line(state: str, at: int = 0, ticket: str = "r1:1:decode", **more: object) -> HandOff:
+def line(state: str, at: int = 0, ticket: str = "r1:1:decode", **more: object) -> Handoff:
     lease = NOW + 30_000_000_000 if state == "offered" else 0
-    return HandOff(ticket, state, "p-1", "d-1", NOW + at, 125, lease_ns=lease, pool="kv", **more)  # type: ignore[arg-type]
+    return Handoff(ticket, state, "p-1", "d-1", NOW + at, 125, lease_ns=lease, pool="kv", **more)  # type: ignore[arg-type]
 
 
 def test_a_ticket_is_open_until_its_owner_lets_go() -> None:
@@ -52,6 +52,6 @@ def test_the_list_names_who_holds_what_for_whom() -> None:
     assert "d-1" in text
     assert "32.0" in text
     assert "old" not in text
-    assert "1 open leases; 2 hand-offs" in text
+    assert "1 open leases; 2 handoffs" in text
     show(found, NOW, console, everything=True)
     assert "old" in out.getvalue()

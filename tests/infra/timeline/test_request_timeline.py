@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from infra.timeline.events import (
     AttemptReturned,
-    BlocksHandedOver,
+    BlocksHandedOff,
     MediaEncoded,
     PromptPrefilled,
     RequestAccepted,
@@ -53,16 +53,16 @@ def three_stages() -> list[list[Callable[[RequestTimeline], None]]]:
             lambda made: made.add_work("decode", "d-1", at(22), prefilled("p-1", 12, 20)),
         ],
         [
-            lambda made: made.add_hand_off(line("offered", 21.5)),
-            lambda made: made.add_hand_off(line("read", 24)),
+            lambda made: made.add_handoff(line("offered", 21.5)),
+            lambda made: made.add_handoff(line("read", 24)),
         ],
         [lambda made: made.add_tokens("d-1", at(30), item)],
         [lambda made: made.add_end(done(50), at(51))],
     ]
 
 
-STORY = ["accepted", "queued", "routed", "assigned", "encoded", "handed_over", "assigned"]
-STORY += ["transfer", "prefilled", "handed_over", "assigned", "transfer", "tokens", "done"]
+STORY = ["accepted", "queued", "routed", "assigned", "encoded", "handed_off", "assigned"]
+STORY += ["transfer", "prefilled", "handed_off", "assigned", "transfer", "tokens", "done"]
 
 
 @given(st.randoms(use_true_random=False))
@@ -104,7 +104,7 @@ def test_a_later_attempt_continues_at_another_worker() -> None:
     assert [(stage.worker, stage.revoked) for stage in made.stages] == [("w-1", True), ("w-2", False)]
 
 
-def test_a_stage_holds_what_it_made_and_handed_over() -> None:
+def test_a_stage_holds_what_it_made_and_handed_off() -> None:
     made = RequestTimeline(ID)
     for stream in three_stages():
         for add in stream:
@@ -113,10 +113,10 @@ def test_a_stage_holds_what_it_made_and_handed_over() -> None:
     assert isinstance(encode_stage.result, MediaEncoded)
     assert isinstance(prefill.result, PromptPrefilled)
     assert (prefill.result.first_token_ns, prefill.result.cached_tokens) == (at(20), 32)
-    assert isinstance(prefill.handed_over, BlocksHandedOver)
-    assert (prefill.handed_over.source, prefill.handed_over.target) == ("p-1", "d-1")
+    assert isinstance(prefill.handed_off, BlocksHandedOff)
+    assert (prefill.handed_off.source, prefill.handed_off.target) == ("p-1", "d-1")
     assert decode.result is None
-    assert made.leases()[prefill.handed_over.ticket].last.state == "read"
+    assert made.leases()[prefill.handed_off.ticket].last.state == "read"
 
 
 def test_a_message_that_is_stored_twice_makes_no_second_event() -> None:

@@ -26,7 +26,7 @@ from schemas.ids import new_request_id
 from schemas.requests import GenerateRequest
 from schemas.streams import topology
 from schemas.subjects import HEADER_MSG_ID
-from schemas.transfer import HandOff, HandOffs
+from schemas.transfer import Handoff, Handoffs
 from schemas.wire import encode
 from tests.conftest import outside
 from tests.infra.timeline.ageing import age
@@ -47,8 +47,8 @@ async def stored(server: EmbeddedNats, aged_ns: int = 0) -> GenerateRequest:
     await accept(bus, asked)
     await place(bus, asked)
     ticket = f"{asked.id}:1:decode"
-    offer = HandOff(ticket, "offered", "p-1", "d-1", now, 4, 4096, lease_ns=now + 30 * 10**9, pool="kv")
-    await bus.js.publish(bus.subjects.handoff("p-1"), encode(HandOffs("p-1", (offer,))))
+    offer = Handoff(ticket, "offered", "p-1", "d-1", now, 4, 4096, lease_ns=now + 30 * 10**9, pool="kv")
+    await bus.js.publish(bus.subjects.handoff("p-1"), encode(Handoffs("p-1", (offer,))))
     end = Done(asked.id, asked.model, 1, "w-1", timings=Timings(now, ended_ns=now + 10**9), submitted=encode(asked))
     await bus.js.publish(
         bus.subjects.done(asked.tenant, asked.model, asked.id), encode(end), headers={HEADER_MSG_ID: asked.id}

@@ -1,5 +1,5 @@
 """A stand-in for vLLM's V1 engine, made from the source of 0.32.0 and 0.33.0 (their wheels on PyPI): ``AsyncLLM`` with
-its arguments, sampling parameters, outputs, KV events and NIXL hand-over; see ``tests/standins``. No GPU, no CUDA.
+its arguments, sampling parameters, outputs, KV events and NIXL handoff; see ``tests/standins``. No GPU, no CUDA.
 
 It refuses unknown fields and whatever the real one is known to refuse, and drives a real small model.
 ``tests/standins/vllm_signatures.py`` compares it with the real package.

@@ -61,7 +61,7 @@ class Subject:
 
     Attributes:
         lacks: clause -> why it cannot be kept.
-        handover: "blocks" (through ``memory``), "opaque" (by itself), or "" with a reason in ``lacks``.
+        handoff: "blocks" (through ``memory``), "opaque" (by itself), or "" with a reason in ``lacks``.
         package: what it needs besides ours.
         on_real: settings for the real package.
         variant: settings besides, of an engine that is here more than once.
@@ -69,7 +69,7 @@ class Subject:
 
     name: str
     make: Callable[[WorkerSettings, Path], Engine]
-    handover: str
+    handoff: str
     lacks: Mapping[str, str] = field(default_factory=dict)
     package: str = ""
     on_real: Mapping[str, Any] = field(default_factory=dict)
@@ -329,7 +329,7 @@ def fold(events: Sequence[KvEvent]) -> dict[bytes, bytes | None]:
     return found
 
 
-# -- hand-over
+# -- handoff
 
 
 def prefilled(source: Driver, request: SequenceRequest) -> tuple[Held, int]:
@@ -349,7 +349,7 @@ def prefilled(source: Driver, request: SequenceRequest) -> tuple[Held, int]:
 
 def carried_on(subject: Subject, source: Driver, target: Driver, held: Held, request: SequenceRequest) -> Seen:
     """Go on with what is held, as a decode worker does; then it is dropped."""
-    if subject.handover == "opaque":
+    if subject.handoff == "opaque":
         assert held.opaque
         seen = target.run(msgspec.structs.replace(request, opaque=held.opaque))
         assert source.engine.release_held(held.key)

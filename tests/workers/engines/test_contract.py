@@ -609,7 +609,7 @@ def test_blocks_are_counted(make: Make) -> None:
     assert driver.engine.stats().prompt_tokens == (SLOTS + 2) * 70
 
 
-# -- hand-over
+# -- handoff
 
 
 def two(make: Make) -> tuple[Driver, Driver]:
@@ -644,7 +644,7 @@ def test_drawn_answers_go_on_elsewhere(subject: Subject, make: Make) -> None:
     assert [first, *seen.tokens()] == whole
 
 
-def test_an_answer_that_was_interrupted_is_handed_over_again(subject: Subject, make: Make) -> None:
+def test_an_answer_that_was_interrupted_is_handed_off_again(subject: Subject, make: Make) -> None:
     """The third attempt of a request: prefill computes prompt and answer so far, decode goes on behind them."""
     source, target = two(make)
     whole = target.answer(ask(0, PROMPT, 12, base=b"r" * 16))
@@ -657,7 +657,7 @@ def test_an_answer_that_was_interrupted_is_handed_over_again(subject: Subject, m
 def test_what_is_held_and_dropped_is_let_go_of(subject: Subject, make: Make) -> None:
     source = make(role="prefill", handoff_lease_s=1.0)
     held, _ = prefilled(source, ask("h", PROMPT))
-    assert (bool(held.opaque), bool(held.blocks)) == (subject.handover == "opaque", subject.handover == "blocks")
+    assert (bool(held.opaque), bool(held.blocks)) == (subject.handoff == "opaque", subject.handoff == "blocks")
     assert source.engine.stats().pinned_blocks >= -(-len(PROMPT) // BLOCK)
     assert source.engine.release_held("h")
     assert not source.engine.release_held("h")
@@ -676,7 +676,7 @@ def test_a_first_token_that_ends_the_answer_ends_it_on_the_prefill_worker(make: 
 
 @pytest.mark.parametrize("opaque", [b"", b"garbage", b"{}"], ids=["none", "garbage", "empty"])
 def test_a_state_that_cannot_be_used_never_gives_a_wrong_answer(subject: Subject, make: Make, opaque: bytes) -> None:
-    if subject.handover != "opaque":
+    if subject.handoff != "opaque":
         pytest.skip("its blocks travel through our own transports")
     target = make(role="decode")
     whole = target.answer(ask(0, PROMPT))
@@ -691,7 +691,7 @@ def test_a_state_that_cannot_be_used_never_gives_a_wrong_answer(subject: Subject
 
 
 def test_a_state_is_good_for_one_sequence_of_its_own_prompt(subject: Subject, make: Make) -> None:
-    if subject.handover != "opaque":
+    if subject.handoff != "opaque":
         pytest.skip("its blocks travel through our own transports")
     source, target = two(make)
     held, first = prefilled(source, ask("h", PROMPT))
@@ -735,7 +735,7 @@ OPPOSITE: dict[str, Any] = {
 def test_trtllm_is_right_whatever_the_answers_to_open_questions_are(
     variant: str, opposite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One pass through all that they touch: ends, cancelling, counting, events, hand-over."""
+    """One pass through all that they touch: ends, cancelling, counting, events, handoff."""
     subject = next((each for each in SUBJECTS if each.name == "trtllm"), None)
     if subject is None or subject.real:
         pytest.skip("the stand-in only: the real one is what it is")

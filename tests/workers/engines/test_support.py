@@ -35,7 +35,7 @@ def test_it_has_a_column_for_every_engine_and_a_row_for_every_feature() -> None:
 def test_it_agrees_with_the_contract_that_the_engines_are_held_to(subject: Subject) -> None:
     support = SUPPORT[subject.name]
     assert bool(support.resumed_draws) == (SEEDED_RESUME not in subject.lacks)
-    assert support.prefill_decode.startswith("blocks") == (subject.handover == "blocks")
+    assert support.prefill_decode.startswith("blocks") == (subject.handoff == "blocks")
     assert support.kv_events
     assert support.logprobs
     assert support.prompt_logprobs

@@ -34,7 +34,7 @@ class Admission(NamedTuple):
 
 class _BlockNeed(NamedTuple):
     hits: list[int]  # blocks that are there
-    tail: list[int]  # the prompt's last one, not full, as it was handed over
+    tail: list[int]  # the prompt's last one, not full, as it was handed off
     fresh: int  # blocks besides
     named: int
     offloaded: list[bytes]  # names of the first fresh ones that the host has

@@ -1,4 +1,4 @@
-"""KV blocks at a hand-over: reserved for prompts that arrive, held for prompts that other workers fetch. Pure."""
+"""KV blocks at a handoff: reserved for prompts that arrive, held for prompts that other workers fetch. Pure."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq

@@ -8,7 +8,7 @@ With ``no_evict``, a sequence waits until its longest output fits beside those o
 preempted.
 
 ``queue`` decides which waiting sequence is next, ``requests`` validates new ones, ``scoring`` plans prompt
-log-probabilities, ``reservations`` keeps the blocks of hand-overs, and ``report`` collects what a step reports besides
+log-probabilities, ``reservations`` keeps the blocks of handoffs, and ``report`` collects what a step reports besides
 tokens.
 """
 
@@ -35,7 +35,7 @@ from workers.engines.core.windows import WindowRows
 if TYPE_CHECKING:
     from workers.engines.logits.apply import Chain
 
-NO_HANDOVER = "KV in two pools or in host memory is not handed over; use --hybrid-kv-cache off --kv-offloading-size 0"
+NO_HANDOFF = "KV in two pools or in host memory is not handed off; use --hybrid-kv-cache off --kv-offloading-size 0"
 
 _tuple = tuple.__new__  # a named tuple's own __new__ costs twice as much, and these are made per token
 
@@ -48,7 +48,7 @@ class Scheduler:
     preempted before that.
 
     Args:
-        windows: rows of the sliding-window layers, if they have a pool of their own. Hand-overs are refused then.
+        windows: rows of the sliding-window layers, if they have a pool of their own. Handoffs are refused then.
 
     Attributes:
         running: in admission order.
@@ -96,7 +96,7 @@ class Scheduler:
         if request.key in self._by_key:
             raise RequestError(Code.invalid_request, f"sequence {request.key!r} was submitted already")
         if not self.hands_over and (request.hold or request.reservation is not None):
-            raise RequestError(Code.unsupported, NO_HANDOVER)
+            raise RequestError(Code.unsupported, NO_HANDOFF)
         sequence = new_sequence(request, self.limits, processors, prefix_cache=self.blocks.prefix_cache)
         self._by_key[request.key] = sequence
         self._queue.add(sequence)
@@ -115,7 +115,7 @@ class Scheduler:
 
     @property
     def blocked(self) -> bool:
-        """Sequences wait and none runs: all blocks are held for hand-overs, which must end first."""
+        """Sequences wait and none runs: all blocks are held for handoffs, which must end first."""
         return bool(self._queue) and not self.running and not self._ending
 
     def has_work(self) -> bool:
@@ -231,7 +231,7 @@ class Scheduler:
             if self._plans > self._commits:
                 self._starved = True
                 return False
-            newest = self.running.pop()  # if it is ``sequence`` itself, the rest of the pool is held for hand-overs
+            newest = self.running.pop()  # if it is ``sequence`` itself, the rest of the pool is held for handoffs
             self._preempt(newest)
             if newest is sequence:
                 return False
@@ -246,7 +246,7 @@ class Scheduler:
     def _admit(self, plan: list[Slot], budget: int) -> None:
         while self._queue and budget and len(self.running) < self._max_running:
             admission = self._queue.next(self.running)
-            if admission is None:  # until a running sequence or a hand-over ends
+            if admission is None:  # until a running sequence or a handoff ends
                 return
             sequence, cached, named = admission
             sequence.computed = cached

@@ -151,7 +151,7 @@ class EngineRuntime(Generic[A]):
 class ExternalEngine(Generic[L]):
     """Base of the adapters, which add ``stats``, ``dump`` and the two abstract methods.
 
-    KV moves through the engine's own connector: the hand-over state is ``opaque``.
+    KV moves through the engine's own connector: the handoff state is ``opaque``.
 
     Args:
         title: name of the package, for error messages.
@@ -316,7 +316,7 @@ class ExternalEngine(Generic[L]):
         if self._broken is not None:
             raise EngineError(f"{self._title} failed: {self._broken!r}") from self._broken
 
-    # --- hand-over ---
+    # --- handoff ---
 
     def memory(self) -> dict[str, Memory]:
         return {}

@@ -18,7 +18,7 @@ VERSION = 2
 class HandoffState(msgspec.Struct, frozen=True):
     """
     Attributes:
-        layout: fingerprint of the KV cache; only engines with the same one can take it over (``EngineInfo.handover``).
+        layout: fingerprint of the KV cache (``EngineInfo.handoff_layout``); only engines with the same one can use it.
         context: digest of the tokens whose KV it is.
         first: the tokens that the prefill engine sampled after them.
     """

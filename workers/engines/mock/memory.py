@@ -1,4 +1,4 @@
-"""The mock's memory: real bytes in pools that other workers read and write, so that a hand-over moves something.
+"""The mock's memory: real bytes in pools that other workers read and write, so that a handoff moves something.
 
 What lies there is what a model's memory would depend on. A block holds a checksum of its tokens, of all blocks before
 it and of the media seen so far; a slot of embeddings is a stream that follows from the medium's raw bytes. So
@@ -184,7 +184,7 @@ class MockBlocks:
         state = self._stored(sequence, position - 1) if position else 0
         for span in sequence.media:
             if span.position // self._size == position:
-                if not span.slots:  # handed over with the block
+                if not span.slots:  # handed off with the block
                     return self._stored(sequence, position)
                 assert self._encoder is not None
                 state = seen([self._encoder.read(span.slots)], state)

@@ -23,8 +23,8 @@ class NativeOptions:
         kv_memory_fraction: of free memory, for the KV cache; 0: 0.85 on CUDA, a quarter on a CPU.
         no_evict: see ``Scheduler``.
         hybrid_kv_cache: keep layers with sliding windows in a pool of their own, and free blocks behind the windows. KV
-            cannot be handed over then.
-        kv_offloading_size: GiB of host memory for KV blocks that leave the pool; 0: none. KV cannot be handed over
+            cannot be handed off then.
+        kv_offloading_size: GiB of host memory for KV blocks that leave the pool; 0: none. KV cannot be handed off
             then, and all layers are in one pool.
         quantization: of the weights; "fp8": 8-bit floats with a scale per row, "": as loaded. Experts stay.
         speculative_model: proposes tokens: a draft model, as ``model`` of ``build``, or "ngram"; "": none.

@@ -23,7 +23,7 @@ Metrics of rank 0's other processes: set PROMETHEUS_MULTIPROC_DIR to a directory
 their series are merged into the worker's own metrics port (``metrics``).
 
 Modules. Pure: ``args`` (arguments), ``prepare`` and ``sampling`` (a request), ``output_cursor`` (its output),
-``disagg`` (its hand-over), ``kv_events`` (names of blocks), ``stats``, ``perf_metrics``, ``errors``, ``log_diagnosis``,
+``disagg`` (its handoff), ``kv_events`` (names of blocks), ``stats``, ``perf_metrics``, ``errors``, ``log_diagnosis``,
 ``launch``, ``backoff``. The shell: ``api`` (what the installed release has), ``follower``, ``engine``, ``encoder``,
 ``image_slots``, ``metrics``, ``log_watch``, ``build``; ``visual_gen`` for images and videos. Nothing here imports
 tensorrt_llm before an engine is built.

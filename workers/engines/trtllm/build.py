@@ -133,7 +133,7 @@ def info_of(
         kv_events=resolved.kv_events and wanted.publish,
         load_seconds=load_seconds,
         dp_size=ranks,
-        handover=resolved.layout if args.cache_transceiver_config is not None else "",
+        handoff_layout=resolved.layout if args.cache_transceiver_config is not None else "",
         logits_processors=logits_processors,
         max_batched_tokens=args.max_num_tokens or 0,
     )

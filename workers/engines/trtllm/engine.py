@@ -27,7 +27,7 @@ class TrtllmEngine(ExternalEngine[ActiveSequence]):
         runtime: closed with it, first the engine, then its loop.
         image_slots: images of prompts; None: the model takes none.
 
-    KV moves through TensorRT-LLM's own cache transceiver: hand-overs are ``opaque``, ``memory`` has embeddings only.
+    KV moves through TensorRT-LLM's own cache transceiver: handoffs are ``opaque``, ``memory`` has embeddings only.
     """
 
     _follower: Follower

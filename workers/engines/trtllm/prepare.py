@@ -22,7 +22,7 @@ class Options(NamedTuple):
 
     Attributes:
         prompt_limit: longest prompt, tokens.
-        layout: fingerprint of the KV cache, compared at a hand-over.
+        layout: fingerprint of the KV cache, compared at a handoff.
         root: parent of the first block's name for prompts without tenant or adapter; other roots become a cache salt.
         disaggregated: TensorRT-LLM's DisaggregatedParams.
         scheduling: its SchedulingParams, for attention DP only.

@@ -9,7 +9,7 @@ our block names. Prefill and decode hand KV over with vLLM's NIXL connector; its
 ``Held.opaque``.
 
 Modules. Pure: ``args`` (arguments), ``prepare`` and ``sampling`` (a request), ``output_cursor`` (its output),
-``handoff`` (its hand-over), ``kv_events`` (names of blocks). The shell: ``api`` (what the installed release has),
+``handoff`` (its handoff), ``kv_events`` (names of blocks). The shell: ``api`` (what the installed release has),
 ``follower``, ``engine``, ``metrics``, ``build``. Nothing here imports vllm before an engine is built.
 """
 

@@ -90,10 +90,10 @@ def from_settings(settings: WorkerSettings, path: Path) -> VllmEngine:
             raise EngineError(
                 f"vLLM chose blocks of {info.block_size} tokens for this model; use --block-size {info.block_size}"
             )
-        options = Options(blocks.root(model.revision), info.handover)
+        options = Options(blocks.root(model.revision), info.handoff_layout)
         runtime = EngineRuntime(llm, api, loop, undo.pop_all(), inbox)
         engine = VllmEngine(info, runtime, options, scheduler)
-    log.info("vllm_ready", layout=info.handover, blocks=info.total_blocks, slots=info.slots, ranks=info.dp_size)
+    log.info("vllm_ready", layout=info.handoff_layout, blocks=info.total_blocks, slots=info.slots, ranks=info.dp_size)
     return engine
 
 
@@ -113,7 +113,7 @@ def info_of(
         kv_events=resolved.kv_events,
         load_seconds=load_seconds,
         dp_size=ranks,
-        handover=layout(version, resolved.tree) if resolved.moves else "",
+        handoff_layout=layout(version, resolved.tree) if resolved.moves else "",
         max_batched_tokens=config.scheduler_config.max_num_batched_tokens,
     )
 

@@ -34,7 +34,7 @@ class VllmEngine(ExternalEngine[ActiveSequence]):
     Args:
         runtime: closed with it, first the subscribers, then the engine, then its loop.
 
-    KV moves through vLLM's own NIXL connector: ``memory`` is empty, hand-overs are ``opaque``.
+    KV moves through vLLM's own NIXL connector: ``memory`` is empty, handoffs are ``opaque``.
     """
 
     _follower: Follower

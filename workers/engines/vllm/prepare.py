@@ -34,7 +34,7 @@ class Prepared(NamedTuple):
         sampling: arguments of SamplingParams, without ``output_kind``.
         known: tokens already reported that the engine draws again.
         adopted: the prompt's KV is fetched from another engine.
-        computed: the tokens of its prompt, if it is held for a hand-over.
+        computed: the tokens of its prompt, if it is held for a handoff.
         rank: data-parallel rank, if there are several.
     """
 

@@ -1,4 +1,4 @@
-"""This worker's part of the hand-off ledger: lines are batched for a moment, then published."""
+"""This worker's part of the handoff ledger: lines are batched for a moment, then published."""
 
 import asyncio
 import time
@@ -10,7 +10,7 @@ from nats.errors import Error as NatsError
 from infra.bus.connection import Bus
 from schemas import wire
 from schemas.errors import ServingError
-from schemas.transfer import HandOff, HandOffs, Ticket
+from schemas.transfer import Handoff, Handoffs, Ticket
 from workers.metrics.worker import Metrics
 from workers.outbox import Outbox
 
@@ -27,7 +27,7 @@ class Ledger:
         self._outbox = outbox
         self._worker = worker
         self._metrics = metrics
-        self._lines: list[HandOff] = []
+        self._lines: list[Handoff] = []
         self._seq = 0
         self._task: asyncio.Task[None] | None = None
 
@@ -47,7 +47,7 @@ class Ledger:
         lease_ns = ticket.lease_ns if state == "offered" else 0
         now = time.time_ns()
         self.write(
-            HandOff(
+            Handoff(
                 ticket.id,
                 state,
                 ticket.worker,
@@ -63,7 +63,7 @@ class Ledger:
             )
         )
 
-    def write(self, line: HandOff) -> None:
+    def write(self, line: Handoff) -> None:
         self._metrics.handed(line)
         self._lines.append(line)
         if self._task is None:
@@ -81,7 +81,7 @@ class Ledger:
         if not lines:
             return
         seq, self._seq = self._seq, self._seq + 1
-        payload = wire.encode(HandOffs(self._worker, tuple(lines)))
+        payload = wire.encode(Handoffs(self._worker, tuple(lines)))
         try:
             await self._outbox.send(self._bus.subjects.handoff(self._worker), payload, f"{self._worker}:handoff:{seq}")
         except (ServingError, NatsError) as error:  # the ledger describes transfers; it must not fail them

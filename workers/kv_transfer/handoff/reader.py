@@ -15,7 +15,7 @@ from nats.errors import Error as NatsError
 from infra.bus.connection import Bus
 from schemas import control, wire
 from schemas.control import Push, Pushed, Release
-from schemas.transfer import HandOff, Ticket
+from schemas.transfer import Handoff, Ticket
 from workers.kv_transfer.base import TransferError, Transport
 from workers.kv_transfer.handoff.ledger import Ledger
 from workers.kv_transfer.path import path_between
@@ -179,7 +179,7 @@ class Reader:
     def _quarantined(self, ticket: Ticket, blocks: int, settled: "concurrent.futures.Future[None]") -> None:
         loop = asyncio.get_running_loop()
         self._ledger.record(ticket, "quarantined", self._worker, blocks=blocks)
-        line = HandOff(ticket.id, "settled", ticket.worker, self._worker, 0, blocks, pool=ticket.pool)
+        line = Handoff(ticket.id, "settled", ticket.worker, self._worker, 0, blocks, pool=ticket.pool)
 
         def record_settled(_: Any) -> None:
             loop.call_soon_threadsafe(self._ledger.write, msgspec.structs.replace(line, at_ns=time.time_ns()))

@@ -10,7 +10,7 @@ from schemas.ids import new_request_id
 from schemas.jobs import Candidate, Decision, Job, Stage
 from schemas.requests import GenerateRequest, Sampling, Stop
 from schemas.trace import Stamps, Trace
-from schemas.transfer import Encoded, Endpoint, HandOff, Prefilled, Ticket
+from schemas.transfer import Encoded, Endpoint, Handoff, Prefilled, Ticket
 from schemas.wire import encode, pack_tokens
 
 T0 = 1_800_000_000_000_000_000
@@ -67,8 +67,8 @@ def encoded(owner: str, started: float, reader: str = "prefill", attempt: int = 
     return Encoded(ID, attempt, msgspec.Raw(encode(1)), ticket(owner, reader, attempt), at(started))
 
 
-def line(state: str, ms: float, owner: str = "p-1", reader: str = "d-1", stage: str = "decode", **more: Any) -> HandOff:
-    return HandOff(f"{ID}:1:{stage}", state, owner, reader, at(ms), **more)
+def line(state: str, ms: float, owner: str = "p-1", reader: str = "d-1", stage: str = "decode", **more: Any) -> Handoff:
+    return Handoff(f"{ID}:1:{stage}", state, owner, reader, at(ms), **more)
 
 
 def done(ms: float, worker: str = "d-1", attempt: int = 1, first: float = 20, **more: Any) -> Done:
@@ -100,7 +100,7 @@ def split(trace: Trace | None = None, stamped: bool = False) -> RequestTimeline:
         line("read", 26, blocks=4, bytes=4096, seconds=0.0015, pool="kv"),
         line("released", 26.5),
     ):
-        made.add_hand_off(each)
+        made.add_handoff(each)
     made.add_end(done(50, stamps=after), at(50))
     return made
 

@@ -1,4 +1,4 @@
-"""What spans a request's messages make: the tree, its times, attempts, hand-overs, errors, measurements."""
+"""What spans a request's messages make: the tree, its times, attempts, handoffs, errors, measurements."""
 
 from typing import Any
 
@@ -81,11 +81,11 @@ def test_one_trace_goes_through_gateway_router_prefill_and_decode(stamped: bool)
     assert [span.error for span in spans] == [None] * len(spans)
 
 
-def test_links_tell_who_handed_over() -> None:
+def test_links_tell_who_handed_off() -> None:
     spans = spans_of(split())
     prefill = named(spans, "prefill").span_id
-    assert [(link.span_id, link.why) for link in named(spans, "decode").links] == [(prefill, "handover")]
-    assert [(link.span_id, link.why) for link in named(spans, "transfer").links] == [(prefill, "handover")]
+    assert [(link.span_id, link.why) for link in named(spans, "decode").links] == [(prefill, "handoff")]
+    assert [(link.span_id, link.why) for link in named(spans, "transfer").links] == [(prefill, "handoff")]
     assert named(spans, "prefill").links == []
 
 
@@ -160,8 +160,8 @@ def test_a_failed_transfer_is_an_error_and_the_prompt_is_computed_again() -> Non
     made = timeline(request(Trace()))
     made.add_work("prefill", "p-1", at(3), job(2, Stage("prefill", "p-1"), Stage("decode", "d-1")))
     made.add_work("decode", "d-1", at(22), prefilled("p-1", 5, 20))
-    made.add_hand_off(line("leased", 24))
-    made.add_hand_off(line("failed", 29, cause="timeout", message="no answer"))
+    made.add_handoff(line("leased", 24))
+    made.add_handoff(line("failed", 29, cause="timeout", message="no answer"))
     made.add_end(done(50, stamps=Stamps(at(23), at(30), at(44))), at(50))
     spans = spans_of(made)
     check(spans)
@@ -177,7 +177,7 @@ def test_an_encode_stage_is_in_front() -> None:
         "encode", "e-1", at(3), job(2, Stage("encode", "e-1"), Stage("prefill", "p-1"), Stage("decode", "d-1"))
     )
     made.add_work("prefill", "p-1", at(10), encoded("e-1", 4))
-    made.add_hand_off(line("read", 11, "e-1", "p-1", "prefill", seconds=0.0005))
+    made.add_handoff(line("read", 11, "e-1", "p-1", "prefill", seconds=0.0005))
     made.add_work("decode", "d-1", at(22), prefilled("p-1", 12, 20))
     made.add_end(done(50), at(50))
     spans = spans_of(made)
@@ -353,7 +353,7 @@ def test_spans_nest_and_end_after_they_start_whatever_the_clocks_say(data: st.Da
             made.add_work(stage.role, stage.worker, at(draw(moments)), message)
         for state in draw(st.lists(st.sampled_from(["offered", "leased", "read", "failed", "released"]), max_size=4)):
             seconds = draw(st.floats(0, 1))
-            made.add_hand_off(
+            made.add_handoff(
                 line(state, draw(moments), stages[0].worker, stages[-1].worker, route[-1], seconds=seconds)
             )
         if draw(st.booleans()):

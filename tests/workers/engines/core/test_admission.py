@@ -71,7 +71,7 @@ def test_reservations_that_all_lack_blocks_end_the_last_one_first() -> None:
 
 
 def test_a_reservation_is_used_also_when_another_copy_had_its_names() -> None:
-    """Two hand-overs of one prompt at a time: the second one's copies have no name, and the first one's are evicted."""
+    """Two handoffs of one prompt at a time: the second one's copies have no name, and the first one's are evicted."""
     bench = Bench(total_blocks=14, max_running=1)
     same = prompt(1, 24)
     first, second = reserved_twice(bench, same)
@@ -123,7 +123,7 @@ def test_a_prompt_without_its_first_token_has_its_last_token_computed() -> None:
     check_pool(bench.blocks, [])
 
 
-def test_one_without_a_reservation_gets_its_turn_although_hand_overs_never_stop_coming() -> None:
+def test_one_without_a_reservation_gets_its_turn_although_handoffs_never_stop_coming() -> None:
     bench = Bench(total_blocks=12)
     for number in range(3, 200):
         if number == 10:
@@ -140,9 +140,9 @@ def test_one_without_a_reservation_gets_its_turn_although_hand_overs_never_stop_
 
 
 class World:
-    """A worker's pool without a worker: random arrivals, of prompts and of hand-overs that wait for room first.
+    """A worker's pool without a worker: random arrivals, of prompts and of handoffs that wait for room first.
 
-    One step of the engine is the unit of time. A hand-over waits ``PATIENCE`` steps for room, as the stages do in
+    One step of the engine is the unit of time. A handoff waits ``PATIENCE`` steps for room, as the stages do in
     seconds, is on its way for a few more, and may fail.
     """
 

@@ -118,7 +118,7 @@ def test_slots_of_blocks_that_are_being_loaded_are_not_reassigned() -> None:
     assert cache.take_events() == []
 
 
-def test_hand_overs_are_refused_and_the_copier_is_closed() -> None:
+def test_handoffs_are_refused_and_the_copier_is_closed() -> None:
     rig = Rig(12, 4)
     assert rig.engine.kv_transfer is None
     with pytest.raises(RequestError, match="--kv-offloading-size 0"):

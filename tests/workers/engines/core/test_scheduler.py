@@ -508,7 +508,7 @@ def test_any_history_ends_with_the_tokens_of_an_uninterrupted_run(
             assert count == min(wanted[number], 24 - len(prompt))
 
 
-# -- hand-over ----------------------------------------------------------------------------------------------------
+# -- handoff ----------------------------------------------------------------------------------------------------
 
 
 def test_blocks_of_a_held_sequence_outlive_it_until_they_are_dropped() -> None:
@@ -623,7 +623,7 @@ def test_a_cancelled_sequence_lets_go_of_its_reservation_and_so_does_one_that_ne
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_hand_overs_leak_nothing_whatever_happens(data: st.DataObject) -> None:
+def test_handoffs_leak_nothing_whatever_happens(data: st.DataObject) -> None:
     budget = data.draw(st.sampled_from([3, 16, 64]))
     bench = Bench(total_blocks=data.draw(st.integers(6, 24)), max_batched_tokens=budget)
     scheduler, mirror = bench.scheduler, Mirror()

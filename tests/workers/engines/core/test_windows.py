@@ -178,7 +178,7 @@ def test_no_evict_admits_only_what_has_room_for_its_window() -> None:
     assert rig.engine.stats().preemptions == 0
 
 
-def test_hand_overs_are_refused() -> None:
+def test_handoffs_are_refused() -> None:
     rig = Rig(8, 9)
     assert rig.engine.kv_transfer is None
     with pytest.raises(RequestError, match="--hybrid-kv-cache off"):

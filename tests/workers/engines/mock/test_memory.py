@@ -1,4 +1,4 @@
-"""Hand-overs between mocks move real bytes, and wrong ones are noticed."""
+"""Handoffs between mocks move real bytes, and wrong ones are noticed."""
 
 import ctypes
 from array import array
@@ -100,7 +100,7 @@ def copy(source: Memory, target: Memory, blocks: Sequence[int], into: Sequence[i
         ctypes.memmove(target.base + theirs * size, source.base + mine * size, size)
 
 
-def handed_over(
+def handed_off(
     source: ScheduledEngine, target: ScheduledEngine, item: SequenceRequest, tails: int = 1
 ) -> tuple[Reservation, int]:
     """Prefill in one, copy what it holds into the other: (adopted, first token)."""
@@ -131,7 +131,7 @@ def adopted(
 def test_a_prompt_prefilled_elsewhere_goes_on_as_if_here(length: int, sampling: Sampling) -> None:
     source, target, prompt = engine(), engine(total_blocks=40), PROMPT[:length]
     steps(source, request(3, prompt=[1, 2, 3]))  # block numbers differ between the two
-    reservation, first = handed_over(
+    reservation, first = handed_off(
         source, target, request(1, prompt=prompt, sampling=sampling), int(length % SIZE > 0)
     )
     more = request(20, prompt=prompt, sampling=sampling, generated=[first], reservation=reservation)
@@ -144,7 +144,7 @@ def test_a_prompt_prefilled_elsewhere_goes_on_as_if_here(length: int, sampling: 
 def test_each_choice_goes_on_in_its_own_copy_of_the_last_block() -> None:
     source, target = engine(), engine()
     drawn = Sampling(temperature=1, seed=5)
-    reservation, _ = handed_over(source, target, request(1, sampling=drawn), tails=3)
+    reservation, _ = handed_off(source, target, request(1, sampling=drawn), tails=3)
     whole = [expected_tokens(PROMPT, 20, VOCABULARY, sampling=drawn, choice=choice) for choice in range(3)]
     results = steps(
         target,
@@ -162,7 +162,7 @@ def test_each_choice_goes_on_in_its_own_copy_of_the_last_block() -> None:
 @pytest.mark.parametrize("place", [0, 3, 5, 6])
 def test_a_block_with_other_bytes_is_named(place: int) -> None:
     source, target = engine(), engine()
-    reservation, first = handed_over(source, target, request(1))
+    reservation, first = handed_off(source, target, request(1))
     blocks = reservation.blocks + reservation.tails
     address = target.memory()["kv"].base + blocks[place] * BLOCK_BYTES
     ctypes.memset(address + 4, 0, BLOCK_BYTES - 4)
@@ -174,7 +174,7 @@ def test_a_block_with_other_bytes_is_named(place: int) -> None:
 
 def test_blocks_in_the_wrong_order_are_noticed() -> None:
     source, target = engine(), engine()
-    reservation, first = handed_over(source, target, request(1))
+    reservation, first = handed_off(source, target, request(1))
     pool = target.memory()["kv"]
     copy(pool, pool, [reservation.blocks[1]], [reservation.blocks[2]])
     target.submit(request(20, generated=[first], reservation=reservation))
@@ -238,7 +238,7 @@ def test_encoded_prefilled_and_decoded_in_three_places(chunk: int) -> None:
     for mine, theirs in zip(done.slots, there.slots, strict=True):
         copy(encoder.memory()["embeds"], source.memory()["embeds"], mine, theirs)
     source.vision.adopt(there)
-    reservation, first = handed_over(source, target, request(1, media=spans(there.slots)))
+    reservation, first = handed_off(source, target, request(1, media=spans(there.slots)))
     # The decode worker never sees the pictures; they are in the blocks.
     more = request(20, media=spans([(), ()]), generated=[first], reservation=reservation)
     whole = [first, *tokens(steps(target, more))]
@@ -248,7 +248,7 @@ def test_encoded_prefilled_and_decoded_in_three_places(chunk: int) -> None:
 def test_without_pictures_or_their_blocks_a_sequence_fails_alone() -> None:
     source, target = engine(), engine()
     seen = encoded(source)
-    reservation, first = handed_over(source, target, request(1, media=spans(seen.slots)))
+    reservation, first = handed_off(source, target, request(1, media=spans(seen.slots)))
     reservation.digests = reservation.digests[:2]
     target.kv_transfer.release(reservation)
     with pytest.raises(RequestError) as caught:

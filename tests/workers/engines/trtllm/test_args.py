@@ -51,7 +51,7 @@ def test_with_an_export_endpoint_requests_are_measured_and_without_nothing_is_sa
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_roles_that_hand_over_get_a_transceiver_with_room_for_the_longest_prompt(role: str) -> None:
+def test_roles_that_hand_off_get_a_transceiver_with_room_for_the_longest_prompt(role: str) -> None:
     tree = resolved(role=role, max_model_len=4090, handoff_s=12.5).tree
     assert tree["cache_transceiver_config"] == {
         "backend": "NIXL",

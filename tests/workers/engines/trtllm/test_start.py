@@ -52,7 +52,7 @@ def test_facts_come_from_the_model_and_the_running_engine(make: Make, vocabulary
     assert (info.block_size, info.max_model_len, info.slots, info.total_blocks) == (BLOCK, LIMIT, 8, 77)
     assert (info.vocab_size, info.eos_token_ids) == (vocabulary.vocab_size, vocabulary.eos_token_ids)
     assert info.load_seconds > 0
-    assert info.handover == ""
+    assert info.handoff_layout == ""
     assert info.dp_size == 1
 
 

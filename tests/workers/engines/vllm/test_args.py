@@ -188,7 +188,7 @@ def test_all_problems_are_told_at_once() -> None:
     assert len(refusal({"model": "x", "nonsense": 1, "tokenizer": "y"}).splitlines()) == 3
 
 
-def test_engines_of_one_release_and_block_size_can_hand_over() -> None:
+def test_engines_of_one_release_and_block_size_can_hand_off() -> None:
     tree = resolved(role="prefill").tree
     assert layout("0.33.1", tree) == layout("0.33.0", tree) != layout("0.32.0", tree)
     assert layout("0.33.0", tree | {"kv_cache_dtype": "fp8"}) != layout("0.33.0", tree)

@@ -266,7 +266,7 @@ def test_an_endpoint_of_events_that_cannot_be_used_is_named() -> None:
         subscribe({"kv_events_config": {"endpoint": "tcp://no-such-host.invalid:x"}}, 0, queue.SimpleQueue())
 
 
-def test_without_nixl_a_hand_over_is_refused_at_start(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nixl_a_handoff_is_refused_at_start(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_STANDIN_NIXL", "none")
     with pytest.raises(EngineError, match="pip install nixl"):
         make(role="prefill")

@@ -1,4 +1,4 @@
-"""Requests, answers and hand-overs as data."""
+"""Requests, answers and handoffs as data."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ from workers.engines.vllm.output_cursor import Diverged, OutputCursor
 from workers.engines.vllm.prepare import Options, check, prepare
 from workers.engines.vllm.sampling import arguments
 
-INFO = EngineInfo("vllm", 16, 20, 4, 512, 100, (2, 3), True, handover="l")
+INFO = EngineInfo("vllm", 16, 20, 4, 512, 100, (2, 3), True, handoff_layout="l")
 OPTIONS = Options(b"r" * 16, "l")
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_request_id": "1", "remote_block_ids": [[1, 2]]}
 
@@ -150,7 +150,7 @@ def test_logprobs_are_of_the_drawn_token_and_the_best() -> None:
     assert token.logprob == Logprob(-3.0)
 
 
-# -- hand-over
+# -- handoff
 
 
 def test_a_state_is_read_by_an_engine_of_the_same_kind_with_the_same_tokens() -> None:

@@ -66,7 +66,7 @@ def prefilled(engine: ScheduledEngine, item: SequenceRequest) -> tuple[Held, int
     return held, output.token
 
 
-def handed_over(
+def handed_off(
     source: ScheduledEngine, target: ScheduledEngine, held: Held, digests: list[bytes], tail: bool
 ) -> SequenceRequest:
     """The held blocks in the target's pool, adopted; a request to be filled in."""
@@ -96,7 +96,7 @@ def test_a_prompt_prefilled_elsewhere_goes_on_as_if_here(length: int, sampling: 
     held, first = prefilled(source, request(0, words, 1, sampling, root=ROOT))
     assert first == whole[0]
     digests = split(chain(pack_tokens(array("I", words)), SIZE, ROOT))
-    item = handed_over(source, target, held, digests, length % SIZE > 0)
+    item = handed_off(source, target, held, digests, length % SIZE > 0)
     more = request(0, words, 16, sampling, root=ROOT, digests=digests, generated=[first], reservation=item.reservation)
     target.submit(more)
     results = drain(target)
@@ -178,7 +178,7 @@ def test_pictures_prefilled_elsewhere_go_on_without_their_embeddings() -> None:
     item = asking(0, words, reservation.slots, [1], count=1, root=ROOT)
     held, first = prefilled(source, item)
     digests = split(chain(pack_tokens(array("I", words)), SIZE, ROOT, item.extra))
-    shell = handed_over(source, target, held, digests, True)
+    shell = handed_off(source, target, held, digests, True)
     more = asking(0, words, [()], [1], root=ROOT, generated=[first], reservation=shell.reservation)
     target.submit(more)
     assert [output.token for result in drain(target) for output in result.outputs] == whole[1:]
@@ -194,7 +194,7 @@ def test_pictures_that_are_lost_with_their_blocks_end_the_sequence_alone() -> No
     digests = split(chain(pack_tokens(array("I", words)), SIZE, ROOT, item.extra))
     target.submit(request("other", LONG[:90], 100))
     outputs: list[Output] = list(target.step().outputs)
-    shell = handed_over(source, target, held, digests, True)
+    shell = handed_off(source, target, held, digests, True)
     target.submit(
         asking("seen", words, [()], [1], count=60, root=ROOT, generated=[first], reservation=shell.reservation)
     )

@@ -39,7 +39,7 @@ def whole(make: Make) -> list[int]:
 def test_the_answer_is_that_of_one_engine(make: Make, quirks: Any, whole: list[int], repeats: bool) -> None:
     quirks.decode_repeats_first = repeats
     prefill, decode = make(role="prefill"), make(role="decode")
-    assert prefill.info.handover == decode.info.handover != ""
+    assert prefill.info.handoff_layout == decode.info.handoff_layout != ""
     first, opaque = prefilled(prefill)
     results = went_on(decode, first, opaque)
     assert first + results.tokens("d") == whole
