@@ -1,0 +1,276 @@
+"""Requests, tokens and CPU per request as gateways, routers and workers are added, on one machine.
+
+python -m infra.bench.scale                                      # 1, 2, 4, 8 gateways; 2, 4, 8, 16 workers: < 5 min
+python -m infra.bench.scale --points 4:2:8,6:2:8 --words 32 --tokens 512
+
+Each point is a deployment of its own (mock engine without step times), loaded by one `penstock bench http` per
+gateway, each on that gateway's own port: connections would otherwise be spread unevenly by the kernel. The generators
+share the machine's cores with what they measure; their share of a core is shown.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from infra.launch.state import read_state
+from infra.terminal import stdout
+
+READY_S = 60.0
+STOP_S = 20.0
+WARM_UP_S = 1.5
+ROLES = ("gateway", "router", "worker", "nats")
+
+
+class Point(NamedTuple):
+    """How many processes of each role."""
+
+    gateways: int
+    routers: int
+    workers: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Point":
+        """``GATEWAYS:ROUTERS:WORKERS``.
+
+        Raises:
+            ValueError: it is not three positive numbers.
+        """
+        numbers = [int(part) for part in text.split(":")]
+        if len(numbers) != 3 or min(numbers) < 1:
+            raise ValueError(f"{text!r}: name a point as GATEWAYS:ROUTERS:WORKERS, such as 4:1:8")
+        return cls(*numbers)
+
+
+class Figures(NamedTuple):
+    """What a point reached, all generators together; CPU in µs per request, by role."""
+
+    requests_per_s: float
+    tokens_per_s: float
+    ttft_p50_ms: float
+    failed: int
+    cpu_us: dict[str, float]
+    busiest: dict[str, float]  # share of a core that the busiest process of a role used
+    generator_share: float  # of a core, the busiest generator
+
+
+def default_points(gateways: list[int], workers: list[int], routers: int) -> list[Point]:
+    """Gateways with the first number of workers, then workers with the most gateways that are not above 4."""
+    beside = max((count for count in gateways if count <= 4), default=gateways[0])
+    found = [Point(count, routers, workers[0]) for count in gateways]
+    found += [Point(beside, routers, count) for count in workers]
+    return list(dict.fromkeys(found))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    asked = _parser().parse_args(arguments)
+    try:
+        points = (
+            [Point.parse(each) for each in asked.points.split(",")]
+            if asked.points
+            else default_points(_numbers(asked.gateways), _numbers(asked.workers), asked.routers)
+        )
+    except ValueError as error:
+        print(f"infra.bench.scale: {error}", file=sys.stderr)
+        return 2
+    began, results = time.monotonic(), dict[Point, Figures | str]()
+    for point in points:
+        if time.monotonic() - began > asked.limit_s:
+            results[point] = f"left out: --limit-s {asked.limit_s:g} s were over"
+            continue
+        try:
+            results[point] = measure(point, asked)
+        except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
+            results[point] = str(error)
+        print(f"{point}: {results[point]}", file=sys.stderr, flush=True)
+    _report(results, asked)
+    if asked.json:
+        shown = [{**point._asdict(), **(r._asdict() if isinstance(r, Figures) else {"error": r})}
+                 for point, r in results.items()]  # fmt: skip
+        Path(asked.json).write_text(json.dumps(shown, indent=2) + "\n")
+    return 1 if any(isinstance(result, str) or result.failed for result in results.values()) else 0
+
+
+def measure(point: Point, asked: argparse.Namespace) -> Figures:
+    """Start a deployment, load it, stop it.
+
+    Raises:
+        RuntimeError: it did not start, or a generator failed; the text has the end of its output.
+    """
+    with tempfile.TemporaryDirectory(prefix="scale-") as folder:
+        base = Path(folder)
+        up = _penstock(
+            "up", "--engine=mock", f"--mock-speedup={asked.mock_speedup:g}", f"--gateways={point.gateways}",
+            f"--routers={point.routers}", f"--workers={point.workers}", "--http-port=0", f"--data-dir={base}/data",
+            f"--max-running={asked.max_running}", "--log-format=json",
+            log=base / "up.log",
+        )  # fmt: skip
+        try:
+            _wait_until_ready(up, base / "up.log")
+            return _load(point, asked, base)
+        finally:
+            up.send_signal(signal.SIGTERM)
+            try:
+                up.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                up.kill()
+                up.wait()
+
+
+def _load(point: Point, asked: argparse.Namespace, base: Path) -> Figures:
+    state = read_state(base / "data" / "state.json")
+    urls = list(state.http_urls[: point.gateways]) * asked.generators
+    connections = -(-asked.connections // asked.generators)
+    generators = [
+        _penstock(
+            "bench", "http", f"--url={url}", f"--model={state.model}", f"--concurrency={connections}",
+            f"--duration-s={asked.duration_s:g}", f"--warm-up-s={WARM_UP_S:g}", f"--prompt-words={asked.words}",
+            f"--output-tokens={asked.tokens}", f"--seed={number}", f"--json={base}/{number}.json",
+            # One measures the processes, within the seconds that it counts; the others count within about the same.
+            *([f"--state={base}/data/state.json"] if number == 1 else []),
+            log=base / f"{number}.log",
+        )
+        for number, url in enumerate(urls, 1)
+    ]  # fmt: skip
+    try:
+        for number, generator in enumerate(generators, 1):
+            if generator.wait(asked.duration_s + READY_S) not in (0, 1) or not (base / f"{number}.json").exists():
+                raise RuntimeError(f"a load generator failed: {_end(base / f'{number}.log')}")
+    finally:
+        for generator in generators:
+            if generator.poll() is None:
+                generator.kill()
+                generator.wait()
+    stages = [json.loads((base / f"{n}.json").read_text())["stages"][0] for n in range(1, len(generators) + 1)]
+    return figures(stages, {process.name: process.role for process in state.processes})
+
+
+def figures(stages: list[dict[str, Any]], roles: dict[str, str]) -> Figures:
+    """
+    Args:
+        stages: of every generator, as `penstock bench http` writes them; the first has measured the processes.
+        roles: of the processes, by name.
+    """
+    rate = sum(stage["requests_per_s"] for stage in stages)
+    cpu_us, busiest = dict.fromkeys(ROLES, 0.0), dict.fromkeys(ROLES, 0.0)
+    for name, us_per_token in stages[0]["cpu_us_per_token"].items():
+        share = us_per_token * stages[0]["tokens_per_s"] / 1e6  # of a core
+        role = roles.get(name, name)
+        cpu_us[role] = cpu_us.get(role, 0.0) + share / max(rate, 1e-9) * 1e6
+        busiest[role] = max(busiest.get(role, 0.0), share)
+    return Figures(
+        rate,
+        sum(stage["tokens_per_s"] for stage in stages),
+        sorted(stage["ttft_p50_ms"] for stage in stages)[len(stages) // 2],
+        sum(stage["failed"] for stage in stages),
+        cpu_us,
+        busiest,
+        max(stage["own_cpu_share"] for stage in stages),
+    )
+
+
+def _wait_until_ready(up: "subprocess.Popen[bytes]", log: Path) -> None:
+    until = time.monotonic() + READY_S
+    while time.monotonic() < until and up.poll() is None:
+        if b'"event": "ready"' in log.read_bytes() or b'"event":"ready"' in log.read_bytes():
+            return
+        time.sleep(0.1)
+    raise RuntimeError(f"the deployment was not ready within {READY_S:g} s: {_end(log)}")
+
+
+def _penstock(*arguments: str, log: Path) -> "subprocess.Popen[bytes]":
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "infra.cli", *arguments],
+            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=dict(os.environ),
+        )  # fmt: skip
+
+
+def _end(log: Path) -> str:
+    return " | ".join(log.read_text(errors="replace").splitlines()[-5:])
+
+
+def _numbers(text: str) -> list[int]:
+    numbers = [int(part) for part in text.split(",")]
+    if min(numbers) < 1:
+        raise ValueError(f"{text!r}: the numbers must be positive")
+    return numbers
+
+
+def _rows(results: dict[Point, Figures | str]) -> Iterator[tuple[str, ...]]:
+    for point, result in results.items():
+        names = (str(point.gateways), str(point.routers), str(point.workers))
+        if isinstance(result, str):
+            yield (*names, result)
+            continue
+        total = sum(result.cpu_us.values())
+        yield (
+            *names,
+            f"{result.requests_per_s:,.0f}",
+            f"{result.tokens_per_s:,.0f}",
+            f"{result.ttft_p50_ms:.1f}",
+            f"{total:,.0f}",
+            *(f"{result.cpu_us.get(role, 0):,.0f} ({result.busiest.get(role, 0):.0%})" for role in ROLES),
+            f"{result.generator_share:.0%}",
+            str(result.failed),
+        )
+
+
+def _report(results: dict[Point, Figures | str], asked: argparse.Namespace) -> None:
+    title = (
+        f"{os.cpu_count()} cores, {asked.words} words → {asked.tokens} tokens, {asked.connections} connections a "
+        "gateway; CPU in µs per request (share of a core, busiest process)"
+    )
+    table = Table(title=title)
+    for name in (
+        "gateways",
+        "routers",
+        "workers",
+        "req/s",
+        "tokens/s",
+        "TTFT ms",
+        "CPU",
+        *ROLES,
+        "generator",
+        "failed",
+    ):
+        table.add_column(name, justify="right")
+    for row in _rows(results):
+        table.add_row(*row)
+    console = stdout()
+    console.width = max(console.width, 150)
+    console.print(table)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m infra.bench.scale", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--gateways", default="1,2,4,8", metavar="N,N", help="with the first of --workers (default: 1,2,4,8)")
+    add("--workers", default="2,4,8,16", metavar="N,N", help="with up to 4 gateways (default: 2,4,8,16)")
+    add("--routers", type=int, default=1, metavar="N", help="in every point (default: 1)")
+    add("--points", default="", metavar="G:R:W,...", help="these points instead: gateways, routers, workers of each")
+    add("--connections", type=int, default=64, metavar="N", help="per gateway (default: 64)")
+    add("--generators", type=int, default=1, metavar="N", help="load generators per gateway (default: 1)")
+    add("--words", type=int, default=200, metavar="N", help="per prompt, half of them shared (default: 200)")
+    add("--tokens", type=int, default=64, metavar="N", help="per answer (default: 64)")
+    add("--duration-s", type=float, default=8.0, metavar="SECONDS", help="per point (default: 8)")
+    add("--max-running", type=int, default=256, metavar="N", help="sequences per step of a worker (default: 256)")
+    add("--mock-speedup", type=float, default=0.0, metavar="X", help="0: without step times (default: 0)")
+    add("--limit-s", type=float, default=260.0, metavar="SECONDS", help="no point begins after this (default: 260)")
+    add("--json", default="", metavar="FILE", help="to write the figures to")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
