@@ -57,6 +57,7 @@ COMMANDS = {
         "list requests, unfinished or over, by what is known of them", "infra.timeline.list_requests:run"
     ),
     "tail": Command("print the last messages of the log, decoded", "infra.timeline.tail:run"),
+    "decode": Command("decode what the stock `nats` command prints", "infra.timeline.decode:run"),
     "explain": Command("explain what happened to a request, and why", "infra.timeline.explain:run"),
     "trace": Command(
         "show a request as an OpenTelemetry trace, or send all traces to a collector",

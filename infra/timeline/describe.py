@@ -48,7 +48,25 @@ def kind_of(subject: str) -> str:
     parts = subject.split(".")
     if parts[0] == "$KV" and len(parts) > 2:
         return parts[1].rpartition("_")[2]
+    if len(parts) > 2 and parts[1] == "live":  # republished: "ps.live.work...", but tokens as "ps.live.<gateway>"
+        kind = {"bucket": "workers"}.get(parts[2], parts[2])
+        return kind if kind in _READERS else "tokens"
     return parts[1] if len(parts) > 1 else ""
+
+
+def is_known(subject: str) -> bool:
+    """Whether messages of this subject can be decoded."""
+    return kind_of(subject) in _READERS
+
+
+def guess(data: bytes) -> Described | None:
+    """What a body without its subject says; None: it is none of ours."""
+    for reader in _GUESSES:
+        try:
+            return reader(data)
+        except (msgspec.MsgspecError, ValueError):
+            continue
+    return None
 
 
 def plain(content: Any) -> Any:
@@ -157,6 +175,7 @@ _READERS: dict[str, Callable[[bytes], Described]] = {
     "handoff": _handoff,
     "workers": _worker,
 }
+_GUESSES = (_done, _work, _tokens, _request, _kv, _hand_off, _worker)  # none can be read as another of them
 _TOKENS = frozenset({"prompt", "tokens", "resume"})
 _JOBS = {"job": jobs.decode_job, "request": requests.decode, "submitted": requests.decode}
 

@@ -200,10 +200,14 @@ def _print(found: Iterable[tuple[Entry, Described]], options: Options, console: 
             }
             console.file.write(msgspec.json.encode(line).decode() + "\n")
             continue
-        style = _STYLES.get(about.kind, "")
-        kind = f"[{style}]{about.kind:<9}[/]" if style else f"{about.kind:<9}"
-        name = next(iter(about.requests)) if len(about.requests) == 1 else ""
         where = f"{entry.subject.split('.')[1]}#{entry.seq}"
-        text = f"{clock(entry.time_ns, now_ns)} {where:<14} {kind} {name} {escape(about.text)}"
-        console.print(text, highlight=False, soft_wrap=True)
+        console.print(markup(clock(entry.time_ns, now_ns), where, about), highlight=False, soft_wrap=True)
     console.file.flush()
+
+
+def markup(at: str, where: str, about: Described) -> str:
+    """A message as a line, in rich's markup; ``at`` and ``where``: as they are shown."""
+    style = _STYLES.get(about.kind, "")
+    kind = f"[{style}]{about.kind:<9}[/]" if style else f"{about.kind:<9}"
+    name = next(iter(about.requests)) if len(about.requests) == 1 else ""
+    return f"{at} {where:<14} {kind} {name} {escape(about.text)}".lstrip()
