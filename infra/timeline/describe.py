@@ -175,7 +175,7 @@ _READERS: dict[str, Callable[[bytes], Described]] = {
     "handoff": _handoff,
     "workers": _worker,
 }
-_GUESSES = (_done, _work, _tokens, _request, _kv, _hand_off, _worker)  # none can be read as another of them
+_GUESSES = (_done, _work, _tokens, _request, _kv, _handoff, _worker)  # none can be read as another of them
 _TOKENS = frozenset({"prompt", "tokens", "resume"})
 _JOBS = {"job": jobs.decode_job, "request": requests.decode, "submitted": requests.decode}
 

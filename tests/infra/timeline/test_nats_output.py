@@ -42,6 +42,11 @@ def view(subject: str, seq: int, body: bytes, *headers: str) -> bytes:
     return heading.encode() + body + (b"" if body.endswith(b"\n") else b"\n") + b"\n"
 
 
+def dumped(subject: str, body: bytes) -> bytes:
+    """As ``nats sub --dump=-`` prints it."""
+    return json.dumps({"Subject": subject, "Data": base64.b64encode(body).decode()}).encode() + b"\0"
+
+
 def read(printed: bytes) -> list[Message | bytes]:
     output = NatsOutput()
     found = [each for line in io.BytesIO(printed) for each in output.feed(line)]
