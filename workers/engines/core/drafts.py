@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence as Seq
 
+from workers.engines.core.sequence import Sampled, Sequence
+
 
 class DraftCounts:
     """Since start."""
@@ -15,6 +17,13 @@ class DraftCounts:
         self.drafts += 1
         self.proposed += proposed
         self.accepted += accepted
+
+    def accept(self, sequence: Sequence, drawn: list[Sampled]) -> list[Sampled]:
+        """The drawn tokens up to the first that was not proposed, itself included; the proposals are used up."""
+        draft, sequence.draft = sequence.draft, ()
+        right = accepted(draft, [each.token for each in drawn])
+        self.count(len(draft), right)
+        return drawn[: right + 1]
 
 
 def accepted(draft: Seq[int], drawn: Seq[int]) -> int:

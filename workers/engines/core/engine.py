@@ -14,6 +14,7 @@ from workers.engines.core.offload import BlockCopier
 from workers.engines.core.scheduler import Scheduler
 from workers.engines.core.sequence import Executor, OverlapExecutor, PendingStep, Sampled, Slot
 from workers.engines.core.speculation import Speculation
+from workers.engines.core.stats import scheduler_stats
 from workers.engines.logits.registry import Registry
 from workers.engines.validation import check_vocabulary
 
@@ -56,7 +57,7 @@ class ScheduledEngine:
         self._speculation = speculation
         self._copier = copier
         self.info = info
-        self.kv_transfer: KvTransfer | None = scheduler.reservations if scheduler.hands_over else None
+        self.kv_transfer: KvTransfer | None = scheduler.reservations if scheduler.kv_cache.in_one_pool else None
         self.vision = None if encoder is None else EmbeddingPool(encoder)
         self._scheduler = scheduler
         self._processors = processors or Registry()
@@ -100,7 +101,7 @@ class ScheduledEngine:
         failures: list[Failure] = []
         scoring = scheduler.scoring.slots
         if self._may_lack_embeddings and (missing := [slot for slot in plan if _lacks_embeddings(slot)]):
-            plan = scheduler.unplan(plan, missing)
+            plan = scheduler.unschedule(plan, missing)
             scoring = [slot for slot in scoring if slot not in missing]
             failures = [Failure(slot.sequence.key, Code.transfer_failed, MISSING_EMBEDDINGS) for slot in missing]
         if self._copier is not None and plan:
@@ -135,7 +136,7 @@ class ScheduledEngine:
         return result._replace(failures=result.failures + failures) if failures else result
 
     def stats(self) -> EngineStats:
-        return msgspec.structs.replace(self._scheduler.stats(), logits_errors=self._processors.errors.count)
+        return msgspec.structs.replace(scheduler_stats(self._scheduler), logits_errors=self._processors.errors.count)
 
     def dump(self, rank: int = 0) -> list[KvEvent]:
         return self._scheduler.blocks.dump()

@@ -15,17 +15,28 @@ if TYPE_CHECKING:
     from workers.engines.logits.apply import Chain
 
 
+NO_HANDOFF = "KV in two pools or in host memory is not handed off; use --hybrid-kv-cache off --kv-offloading-size 0"
+
+
 def new_sequence(
-    request: SequenceRequest, limits: SequenceLimits, processors: "Chain | None" = None, *, prefix_cache: bool = True
+    request: SequenceRequest,
+    limits: SequenceLimits,
+    processors: "Chain | None" = None,
+    *,
+    prefix_cache: bool = True,
+    handoff: bool = True,
 ) -> Sequence:
     """
     Args:
         processors: of its logits.
         prefix_cache: name the blocks.
+        handoff: other workers can write and read the blocks.
 
     Raises:
         RequestError: it can never run here; the message names the limit.
     """
+    if not handoff and (request.hold or request.reservation is not None):
+        raise RequestError(Code.unsupported, NO_HANDOFF)
     prompt = _tokens(request.prompt)
     tokens = prompt.tolist()
     if request.generated:

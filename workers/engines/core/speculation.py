@@ -43,7 +43,7 @@ class Speculation:
         budget = scheduler.max_batched_tokens - sum(slot.count for slot in plan)
         limits = []
         for slot in plan:
-            limits.append(scheduler.draft_room(slot, min(self._tokens, budget)))
+            limits.append(scheduler.kv_cache.draft_room(slot, min(self._tokens, budget)))
             budget -= limits[-1]
         extended = []
         for slot, draft in zip(plan, self.drafter.propose(plan, limits), strict=True):

@@ -9,6 +9,7 @@ import random
 from tests.workers.engines.core.support import ROOT, Bench, check_pool, names, request
 from workers.block_waits import BlockWait, BlockWaitQueue
 from workers.engines.base import Output, Reservation
+from workers.engines.core.stats import scheduler_stats
 
 
 def prompt(number: int, tokens: int) -> list[int]:
@@ -39,7 +40,7 @@ def test_one_whose_blocks_are_there_goes_before_a_head_that_waits_for_them() -> 
     adopt(bench, "handed", first, found)
     got = bench.finish()
     assert (outputs(got, "plain"), outputs(got, "handed")) == (8, 7)
-    assert bench.scheduler.stats().preemptions == 0
+    assert scheduler_stats(bench.scheduler).preemptions == 0
     check_pool(bench.blocks, [])
 
 
@@ -109,7 +110,7 @@ def test_a_waiting_reservation_gives_way_before_anything_that_runs() -> None:
     adopt(bench, "handed", handed, reserved(bench, handed))
     got = bench.finish()
     assert {key: outputs(got, key) for key in got} == {"a": 9, "b": 9, "handed": 7}  # and one before
-    assert bench.scheduler.stats().preemptions == 0
+    assert scheduler_stats(bench.scheduler).preemptions == 0
     check_pool(bench.blocks, [])
 
 
@@ -167,14 +168,14 @@ class World:
         self.longest = 0
         self.given_way = 0
         self.fallen_back = 0
-        reclaim = self.scheduler._queue.reclaim
+        reclaim = self.scheduler.queue.reclaim
 
         def counted() -> bool:
             found = reclaim()
             self.given_way += found
             return found
 
-        self.scheduler._queue.reclaim = counted  # type: ignore[method-assign]
+        self.scheduler.queue.reclaim = counted  # type: ignore[method-assign]
 
     def arrive(self, number: int) -> None:
         rng, pool = self.random, 4 * self.bench.blocks.total_blocks
@@ -267,7 +268,7 @@ class World:
     def check(self) -> None:
         scheduler = self.scheduler
         tables = [each.blocks for each in scheduler.running] + scheduler.held.tables
-        promised = {id(s.reservation): s.reservation for s in scheduler._queue._waiting.values() if s.reservation}
+        promised = {id(s.reservation): s.reservation for s in scheduler.queue._waiting.values() if s.reservation}
         promised |= {id(each[2]): each[2] for each in self.coming}
         answered = [wait.answer.result() for wait, _, _ in self.waits.values() if wait.answer.done()]
         promised |= {id(found): found for found in answered if found is not None}
@@ -292,9 +293,9 @@ def run(seed: int, requests: int = 24) -> World:
     assert not world.open, f"after {world.now} steps {world.open} have not ended"
     for _, key in world.held:
         world.scheduler.held.release(key)
-    stats = world.scheduler.stats()
+    stats = scheduler_stats(world.scheduler)
     assert (stats.used_blocks, stats.pinned_blocks, stats.waiting) == (0, 0, 0)
-    assert (world.scheduler.reservations._expected, world.scheduler._queue._reserved) == (0, 0)
+    assert (world.scheduler.reservations._expected, world.scheduler.queue._reserved) == (0, 0)
     assert not world.room
     return world
 
@@ -303,6 +304,6 @@ def test_whatever_the_pool_and_whoever_comes_everyone_ends_and_no_block_is_lost(
     """Nobody waits 1,000 steps (427 were the most when this was written)."""
     worlds = [run(seed) for seed in range(150)]
     assert max(world.longest for world in worlds) < 1000
-    assert sum(world.scheduler.stats().preemptions for world in worlds) > 100, "nobody was preempted"
+    assert sum(scheduler_stats(world.scheduler).preemptions for world in worlds) > 100, "nobody was preempted"
     assert sum(world.given_way for world in worlds) > 20, "no reservation gave way"
     assert sum(world.fallen_back for world in worlds) > 100, "nobody gave up waiting for room"

@@ -16,6 +16,7 @@ from workers.engines.core.engine import ScheduledEngine
 from workers.engines.core.scheduler import Scheduler
 from workers.engines.core.sequence import Sampled, Slot
 from workers.engines.core.sequence import Sequence as Running
+from workers.engines.core.stats import scheduler_stats
 from workers.engines.mock.executor import MockExecutor, Vocabulary, expected_tokens
 
 WORDS = Vocabulary(6, excluded=(2,))
@@ -175,7 +176,7 @@ def test_without_a_free_block_the_step_under_way_ends_before_anyone_is_preempted
             tokens[output.key].append(output.token)
         check(engine, executor, scheduler)
     assert tokens == {key: expected_tokens(prompt, 5, WORDS) for key, prompt in prompts.items()}
-    assert scheduler.stats().preemptions == 1
+    assert scheduler_stats(scheduler).preemptions == 1
 
 
 _requests = st.tuples(

@@ -11,6 +11,7 @@ from workers.engines.base import Failure, Output, RequestError, Started
 from workers.engines.core.blocks import BlockManager
 from workers.engines.core.config import SchedulerConfig
 from workers.engines.core.scheduler import Scheduler
+from workers.engines.core.stats import scheduler_stats
 from workers.engines.mock.executor import MockExecutor, Vocabulary, expected_tokens
 
 ACTIONS = ("hold", "release_held", "reserve", "use", "release", "cancel", "step")
@@ -39,7 +40,7 @@ def test_slots_are_given_first_come_first_served_and_again_when_one_ends() -> No
         bench.scheduler.submit(request(key, [7], max_tokens=2 if key == "a" else 5))
     bench.step()
     assert [slot[0] for slot in bench.shape] == ["a", "b"]
-    stats = bench.scheduler.stats()
+    stats = scheduler_stats(bench.scheduler)
     assert (stats.running, stats.waiting) == (2, 1)
     bench.step()
     bench.step()
@@ -64,7 +65,7 @@ def test_a_prefix_computed_in_an_earlier_step_is_not_computed_again() -> None:
     bench.scheduler.submit(request("b", [*range(10), 77]))
     assert bench.step().started == [Started("b", 8)]
     assert bench.shape[-1] == ("b", 8, 3, True)
-    stats = bench.scheduler.stats()
+    stats = scheduler_stats(bench.scheduler)
     assert (stats.hit_tokens, stats.prompt_tokens) == (8, 21)
     first, second = bench.plan
     assert first.sequence.blocks[:2] == second.sequence.blocks[:2]
@@ -145,14 +146,14 @@ def test_the_newest_is_preempted_keeps_its_tokens_and_finds_its_blocks() -> None
     bench.step()  # 8 computed: both tables are full
     result = bench.step()  # the fifth block is for the old one
     assert [slot[0] for slot in bench.shape] == ["old"]
-    stats = bench.scheduler.stats()
+    stats = scheduler_stats(bench.scheduler)
     assert (stats.running, stats.waiting, stats.preemptions) == (1, 1, 1)
     assert [output.key for output in result.outputs] == ["old"]
     assert [(each.key, each.preemptions) for each in result.measured] == [("new", 1)]
     got = bench.finish()
     assert [item.token for item in got["new"] if isinstance(item, Output)] == [109, 110]
     assert len(got["old"]) == 5
-    assert bench.scheduler.stats().hit_tokens == 0, "only a first admission counts"
+    assert scheduler_stats(bench.scheduler).hit_tokens == 0, "only a first admission counts"
 
 
 def test_a_preempted_one_is_started_once_and_goes_before_the_waiting() -> None:
@@ -166,7 +167,7 @@ def test_a_preempted_one_is_started_once_and_goes_before_the_waiting() -> None:
         order += [output.key for output in result.outputs if output.finish]
     assert order == ["old", "new", "later"]
     assert started == ["old", "new", "later"]
-    assert bench.scheduler.stats().preemptions > 0
+    assert scheduler_stats(bench.scheduler).preemptions > 0
 
 
 def test_where_nobody_may_be_evicted_a_sequence_waits_for_room_for_its_longest_answer() -> None:
@@ -175,10 +176,10 @@ def test_where_nobody_may_be_evicted_a_sequence_waits_for_room_for_its_longest_a
     bench.scheduler.submit(request("new", [3] * 7, max_tokens=4))  # 3
     bench.step()
     assert [slot[0] for slot in bench.shape] == ["old"]
-    assert bench.scheduler.stats().waiting == 1
+    assert scheduler_stats(bench.scheduler).waiting == 1
     got = bench.finish()
     assert [len(got[key]) for key in ("old", "new")] == [7, 4]
-    assert bench.scheduler.stats().preemptions == 0
+    assert scheduler_stats(bench.scheduler).preemptions == 0
     bench.scheduler.submit(request("whole", [5] * 7, max_tokens=100))  # its answer ends where the pool does
     assert isinstance(bench.finish()["whole"][-1], Failure)
 
@@ -214,7 +215,7 @@ def test_where_nobody_may_be_evicted_nobody_is(
             got.setdefault(key, []).extend(item.token for item in items if isinstance(item, Output))
         check_pool(bench.blocks, [])
         if no_evict:
-            assert bench.scheduler.stats().preemptions == 0
+            assert scheduler_stats(bench.scheduler).preemptions == 0
         answers[no_evict] = got
     assert answers[True] == answers[False]
 
@@ -239,7 +240,7 @@ def test_a_cancelled_preempted_one_does_not_come_back() -> None:
     bench = Bench(total_blocks=5)
     bench.scheduler.submit(request("old", [1] * 7, max_tokens=8))
     bench.scheduler.submit(request("new", [3] * 7, max_tokens=8))
-    while not bench.scheduler.stats().preemptions:
+    while not scheduler_stats(bench.scheduler).preemptions:
         bench.step()
     assert bench.scheduler.cancel("new")
     assert set(bench.finish()) == {"old"}
@@ -519,11 +520,11 @@ def test_blocks_of_a_held_sequence_outlive_it_until_they_are_dropped() -> None:
     (held,) = result.held
     assert (held.key, len(held.blocks)) == ("a", 3)
     assert held.generations == [bench.blocks.generations[block] for block in held.blocks]
-    assert bench.scheduler.stats().pinned_blocks == bench.scheduler.stats().used_blocks == 3
+    assert scheduler_stats(bench.scheduler).pinned_blocks == scheduler_stats(bench.scheduler).used_blocks == 3
     check_pool(bench.blocks, [held.blocks])
     assert bench.scheduler.held.release("a")
     assert not bench.scheduler.held.release("a")
-    assert bench.scheduler.stats().pinned_blocks == bench.blocks.used_blocks == 0
+    assert scheduler_stats(bench.scheduler).pinned_blocks == bench.blocks.used_blocks == 0
     check_pool(bench.blocks, [])
 
 
@@ -556,7 +557,7 @@ def test_an_adopted_prompt_is_not_computed_and_each_choice_goes_on_in_its_own_la
     tables = [sequence.blocks for sequence in bench.scheduler.running]
     assert sorted(table[2] for table in tables) == sorted(tails)
     assert tables[0][:2] == tables[1][:2]
-    assert bench.scheduler.stats().pinned_blocks == 0
+    assert scheduler_stats(bench.scheduler).pinned_blocks == 0
     bench.finish()
     check_pool(bench.blocks, [])
 
@@ -611,9 +612,9 @@ def test_a_cancelled_sequence_lets_go_of_its_reservation_and_so_does_one_that_ne
     for choice in range(2):
         bench.scheduler.submit(request(choice, prompt, root=ROOT, generated=[7], reservation=reservation))
     bench.scheduler.cancel(0)
-    assert bench.scheduler.stats().pinned_blocks == 4
+    assert scheduler_stats(bench.scheduler).pinned_blocks == 4
     bench.scheduler.cancel(1)
-    assert bench.scheduler.stats().pinned_blocks == bench.blocks.used_blocks == 0
+    assert scheduler_stats(bench.scheduler).pinned_blocks == bench.blocks.used_blocks == 0
     unused = bench.scheduler.reservations.reserve(names(prompt), tails=1, users=1)
     assert unused is not None
     bench.scheduler.reservations.release(unused)
@@ -659,7 +660,7 @@ def test_handoffs_leak_nothing_whatever_happens(data: st.DataObject) -> None:
                 held += [one.key for one in result.held]
         tables = [s.blocks for s in scheduler.running] + scheduler.held.tables
         waiting = {
-            id(s.reservation): s.reservation for s in scheduler._queue._waiting.values() if s.reservation is not None
+            id(s.reservation): s.reservation for s in scheduler.queue._waiting.values() if s.reservation is not None
         }
         tables += [r.blocks + r.tails for r in waiting.values()] + [r.blocks + r.tails for r, _ in reserved]  # type: ignore[misc, has-type]
         check_pool(bench.blocks, tables)
@@ -669,4 +670,4 @@ def test_handoffs_leak_nothing_whatever_happens(data: st.DataObject) -> None:
         scheduler.held.release(key)
     for found, _ in reserved:  # type: ignore[misc, assignment]
         scheduler.reservations.release(found)
-    assert scheduler.stats().pinned_blocks == bench.blocks.used_blocks == 0
+    assert scheduler_stats(scheduler).pinned_blocks == bench.blocks.used_blocks == 0
