@@ -214,9 +214,14 @@ def load(path: str) -> Any:
     try:
         return getattr(import_module(module), name)
     except ModuleNotFoundError as error:
-        if error.name not in SOURCE_TREE_ONLY:
+        if error.name in SOURCE_TREE_ONLY:
+            sys.exit("penstock: this command is not part of the installed package; run it in a clone of the repository")
+        from workers.extras import EXTRAS
+
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
             raise
-        sys.exit("penstock: this command is not part of the installed package; run it in a clone of the repository")
+        sys.exit(f"penstock: this command needs {package}: pip install 'penstock[{EXTRAS[package]}]'")
 
 
 if __name__ == "__main__":

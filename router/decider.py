@@ -9,7 +9,7 @@ from configs.settings import RouterSettings
 from router.cluster_state import ClusterState
 from router.metrics import Metrics
 from router.pending import PendingRequest, required_revision, routing_request
-from router.placement.decisions import Decisions
+from router.placement.decisions import FEW, Decisions, array_decisions
 from router.routing import RoutingDecision, RoutingRequest, Weights
 from schemas.jobs import DecisionInputs
 
@@ -27,8 +27,9 @@ class Decider:
             settings.transfer_weight,
             settings.local_prefill_tokens,
         )
-        self._policy = Decisions(cluster.tracker, settings.mode, weights)
-        self.pools = self._policy.pools
+        self.arrays = array_decisions(cluster.tracker)
+        self._policy = Decisions(cluster.tracker, self.arrays, settings.mode, weights)
+        self._many_targets = False  # seen, without arrays
         self._seeds = random.Random(settings.seed or None)
         self._decisions = 0
 
@@ -43,6 +44,8 @@ class Decider:
         """
         tracker = self._cluster.tracker
         request = self.request(pending, keys)
+        if self.arrays is None and not self._many_targets:
+            self._warn_of_many_targets(request.model)
         self._decisions += 1
         inputs = DecisionInputs(self._seeds.getrandbits(32), self._decisions, held, tracker.loads.learned.samples)
         reusable: Sequence[int] = () if pending.computes_whole_prompt else keys
@@ -67,3 +70,14 @@ class Decider:
             self._metrics.revision_moves.inc()
             pending.revision = revision
         return routing_request(pending, keys, avoid=self._cluster.suspects(), revision=revision)
+
+    def _warn_of_many_targets(self, model: str) -> None:
+        targets = sum(each.dp_size for each in self._cluster.tracker.serving(model))
+        if targets > FEW:
+            self._many_targets = True
+            log.warning(
+                "numpy_not_installed",
+                targets=targets,
+                effect=f"above {FEW} targets decisions are slower without it",
+                fix="pip install 'penstock[router]'",
+            )

@@ -16,7 +16,7 @@ import msgspec
 from infra.bus.revisions import Revisions, revisions
 from router.holders import TargetId
 from router.load import ENCODE, ActiveRequest, Load, LoadState, RoutingTarget, StageLoad, TargetLoad, serves
-from router.placement.target_loads import ACTIVE, BACKLOG, COMPUTING, CONTEXT, SLOWNESS, Column, Rows, TargetLoads, Task
+from router.placement.target_loads import ACTIVE, BACKLOG, COMPUTING, CONTEXT, SLOWNESS, TargetLoads, Task
 from schemas.blocks import DEFAULT_BLOCK_SIZE
 from schemas.fleet import Registration, State
 from schemas.jobs import LoadHeader, Stage
@@ -37,11 +37,12 @@ class LoadTracker:
 
     Attributes:
         loads: the loads of registered targets, column by column.
+        tokens_per_s: at which an estimated backlog drains.
     """
 
     def __init__(self, prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S, *, kv_events: bool = True) -> None:
         self.loads = TargetLoads()
-        self._rate = prefill_tokens_per_s
+        self.tokens_per_s = prefill_tokens_per_s
         self._kv_events = kv_events
         self._keys: dict[str, Sequence[int]] = {}  # of the prompts of requests that this router placed
         self._registrations: dict[str, Registration] = {}
@@ -102,10 +103,6 @@ class LoadTracker:
         """KV events: a target now holds these blocks. Returns whether a prompt is thereby computed."""
         return bool(self.loads.stored(target_id, keys, now_ns))
 
-    def columns(self, rows: Rows, now_ns: int) -> Column:
-        """The columns of targets, in a copy."""
-        return self.loads.columns(rows, now_ns, self._rate)
-
     def block_size(self, model: str) -> int:
         """The largest block size among the workers of a model."""
         return max((each.block_size for each in self.serving(model)), default=DEFAULT_BLOCK_SIZE)
@@ -136,7 +133,7 @@ class LoadTracker:
         if row is None:
             if held is None:
                 return Load()
-            return Load(len(held.requests), held.sequences, held.blocks, held.prefill_tokens(now_ns, self._rate))
+            return Load(len(held.requests), held.sequences, held.blocks, held.prefill_tokens(now_ns, self.tokens_per_s))
         column = self.loads.load(row)
         if held is None:
             return Load(slowness=column[SLOWNESS])
@@ -144,7 +141,7 @@ class LoadTracker:
             len(held.requests),
             held.sequences,
             int(column[ACTIVE]),
-            column[BACKLOG] + held.prefill_tokens(now_ns, self._rate),
+            column[BACKLOG] + held.prefill_tokens(now_ns, self.tokens_per_s),
             int(column[COMPUTING]),
             column[SLOWNESS],
             int(column[CONTEXT]),
@@ -384,7 +381,7 @@ class LoadTracker:
             held = self._targets.get(load.target_id)
             if held is None:
                 held = self._targets[load.target_id] = TargetLoad()
-            left = held.prefill_tokens(now_ns, self._rate)
+            left = held.prefill_tokens(now_ns, self.tokens_per_s)
             held.backlog, held.at_ns = left + load.uncached_tokens, max(now_ns, held.at_ns)
             held.requests[entry.request] = entry
             held.add(load, +1)

@@ -69,7 +69,7 @@ class Router:
         self.cluster = ClusterState(bus, settings)
         self._decider = Decider(self.cluster, settings, metrics)
         order = HeldOrder[PendingRequest](
-            self.cluster.tracker, self._decider.pools, self.cluster.overlaps, by_size=settings.mode == "kv"
+            self.cluster.tracker, self._decider.arrays, self.cluster.overlaps, by_size=settings.mode == "kv"
         )
         self._held = HeldRequests(settings.max_pending, settings.local_prefill_tokens, order)
         self._terminal = TerminalPublisher(

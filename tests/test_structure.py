@@ -30,6 +30,7 @@ CONFINED = {
     "vllm": ("workers/engines/vllm",),
     "nixl": ("workers/kv_transfer/nixl",),
     "diffusers": ("workers/engines/diffusion",),
+    "numpy": ("router/placement/arrays", "workers/engines", "workers/kv_transfer", "infra/bench/"),
 }
 MAKES_MODELS = (
     "infra/demo_model/tiny.py",

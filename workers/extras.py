@@ -1,6 +1,7 @@
 """Packages that only some workers need, and the command that installs what is missing."""
 
 EXTRAS = {
+    "numpy": "native",
     "torch": "native",
     "transformers": "native",
     "safetensors": "native",

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from configs.settings import RouterMode
 from router.holders import TargetId
 from router.load_tracker import LoadTracker
-from router.placement.decisions import Decisions
+from router.placement.decisions import Decisions, array_decisions
 from router.placement.held_order import Held, HeldOrder, Overlaps
 from router.routing import RoutingDecision, RoutingRequest, Weights
 from schemas.fleet import Registration
@@ -75,8 +75,9 @@ class Placement:
     ) -> None:
         self.tracker = LoadTracker()
         self._overlaps = overlaps
-        self._decisions = Decisions(self.tracker, mode, weights)
-        self._order: HeldOrder[Arrival] = HeldOrder(self.tracker, self._decisions.pools, overlaps, by_size=mode == "kv")
+        arrays = array_decisions(self.tracker)
+        self._decisions = Decisions(self.tracker, arrays, mode, weights)
+        self._order: HeldOrder[Arrival] = HeldOrder(self.tracker, arrays, overlaps, by_size=mode == "kv")
         self._turn = 0
         self._changed = False  # since the last ``pump`` that placed nothing
 

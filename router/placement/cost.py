@@ -19,9 +19,6 @@ its KV cache, and it accepts another sequence.
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from router.placement.target_loads import (
     ACTIVE,
     BACKLOG,
@@ -33,7 +30,6 @@ from router.placement.target_loads import (
     SEQUENCES,
     SLOTS,
     SLOWNESS,
-    Column,
 )
 
 FILL = 0.95
@@ -42,61 +38,27 @@ HELD_UP = 1 / 64
 OCCUPANCY = 1 / 16
 SLOT_TOKENS = 3000.0  # prompt tokens that a target computes in the time in which one of its slots becomes free
 
-Size = float | Column
-
 
 class RequestSize(NamedTuple):
-    """The size of a request, or of several: each field is then a column of shape (requests, 1).
-
+    """
     Attributes:
         tokens: to be in the cache before the first new token.
         blocks: full blocks of the prompt, at most so many can be reused.
     """
 
-    tokens: Size
-    blocks: Size
-    sequences: Size
-
-
-class Costs(NamedTuple):
-    """By request and target, or by target alone."""
-
-    whole: Column
-    prefill: Column
-    decode: Column
-    uncached_tokens: Column
-    fits: NDArray[np.bool_]
+    tokens: int
+    blocks: int
+    sequences: int
 
 
 class TargetCost(NamedTuple):
-    """``Costs`` at one target. ``fits``: it has room for the request now."""
+    """What a request costs at one target. ``fits``: it has room for the request now."""
 
     whole: float
     prefill: float
     decode: float
     uncached_tokens: float
     fits: bool
-
-
-def costs(
-    size: RequestSize,
-    cached: Column,
-    leading: Column,
-    at: Column,
-    *,
-    overlap_weight: float = 1.0,
-    prefill_weight: float = 1.0,
-) -> Costs:
-    """The costs at many targets by array operations.
-
-    Args:
-        cached: leading blocks cached, by target; for several requests of shape (requests, targets).
-        leading: the same for blocks of active requests.
-        at: the targets' columns.
-        overlap_weight: of a reused token.
-        prefill_weight: of a token to compute.
-    """
-    return Costs(*_terms(size, cached, leading, at, overlap_weight, prefill_weight, np.minimum, np.maximum))
 
 
 def target_cost(
@@ -108,12 +70,19 @@ def target_cost(
     overlap_weight: float = 1.0,
     prefill_weight: float = 1.0,
 ) -> TargetCost:
-    """The costs at one target, whose columns are ``at``: for few targets cheaper than array operations."""
-    return TargetCost(*_terms(size, cached, leading, at, overlap_weight, prefill_weight, min, max))
+    """
+    Args:
+        cached: leading blocks cached at the target.
+        leading: the same for blocks of active requests.
+        at: the target's columns.
+        overlap_weight: of a reused token.
+        prefill_weight: of a token to compute.
+    """
+    return TargetCost(*terms(size, cached, leading, at, overlap_weight, prefill_weight, min, max))
 
 
-def _terms(
-    size: RequestSize,
+def terms(
+    size: Any,
     cached: Any,
     leading: Any,
     at: Any,
@@ -122,7 +91,7 @@ def _terms(
     lower: Callable[[Any, Any], Any],
     higher: Callable[[Any, Any], Any],
 ) -> tuple[Any, Any, Any, Any, Any]:
-    """The formula, for numbers (with ``min``, ``max``) and for arrays."""
+    """The fields of ``TargetCost``: of numbers with ``min`` and ``max``, of arrays with what takes their place."""
     block_size, slowness, running = at[BLOCK_SIZE], at[SLOWNESS], at[SEQUENCES]
     present = block_size * lower(higher(cached, leading), size.blocks)
     uncached = higher(1.0, size.tokens - present)

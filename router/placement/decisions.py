@@ -1,23 +1,45 @@
-"""Decides requests by the workers and loads of a ``LoadTracker``, in the cheaper of two ways. No clock, no NATS."""
+"""Decides requests by the workers and loads of a ``LoadTracker``, in the cheaper of two ways. No clock, no NATS.
+
+A loop over the targets decides every request. For many targets array operations come to the same decision faster, where
+numpy is installed.
+"""
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from configs.settings import RouterMode
 from router.holders import TargetId
 from router.load_tracker import LoadTracker
-from router.placement import pool
-from router.placement.pool import PoolContext, Pools
 from router.policy import decide
 from router.routing import RoutingContext, RoutingDecision, RoutingRequest, Weights
+
+if TYPE_CHECKING:
+    from router.placement.arrays.decisions import ArrayDecisions
 
 FEW = 12  # targets, up to which a loop over them is cheaper than array operations
 
 
-class Decisions:
-    """A decision is a function of the tracker's state and of the arguments of ``decide``."""
+def array_decisions(tracker: LoadTracker, few: int = FEW) -> "ArrayDecisions | None":
+    """None: numpy is not installed."""
+    if find_spec("numpy") is None:
+        return None
+    from router.placement.arrays.decisions import ArrayDecisions
 
-    def __init__(self, tracker: LoadTracker, mode: RouterMode, weights: Weights) -> None:
-        self.pools = Pools(tracker)
+    return ArrayDecisions(tracker, few)
+
+
+class Decisions:
+    """A decision is a function of the tracker's state and of the arguments of ``decide``.
+
+    Args:
+        arrays: of the same tracker; None: a loop decides everything.
+    """
+
+    def __init__(
+        self, tracker: LoadTracker, arrays: "ArrayDecisions | None", mode: RouterMode, weights: Weights
+    ) -> None:
+        self._arrays = arrays
         self._tracker = tracker
         self._mode: RouterMode = mode
         self._weights = weights
@@ -40,10 +62,10 @@ class Decisions:
         """
         tracker, weights = self._tracker, self._weights
         leading = tracker.loads.prefixes(keys) if self._mode == "kv" else {}
-        among = self.pools.pool(request) if self._mode == "kv" else None
-        if among is not None and len(among.ids) > FEW:
-            columns = tracker.columns(among.rows, now_ns)
-            found = pool.decide(PoolContext(request, among, columns, overlaps, leading, weights, seed, waited_s))
+        if self._arrays is not None and self._mode == "kv":
+            found = self._arrays.decide(
+                request, overlaps, leading, weights, now_ns=now_ns, seed=seed, waited_s=waited_s
+            )
             if found is not None:
                 return found
         targets = tracker.targets(now_ns, request.model)

@@ -1,23 +1,21 @@
 """Which held requests to try, in which order: ``queue`` by how much of each prompt is cached. No clock, no NATS.
 
 A prompt's cached blocks are looked up when it is held and again every second. Trying a request costs a full decision,
-so where one pool of aggregated workers serves a lane, the requests that have a target are found first, with a few array
-operations for all the window together.
+so where one pool of aggregated workers serves a lane, the requests that have a target are found first.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Generic, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from router.holders import TargetId
 from router.load_tracker import LoadTracker
-from router.placement.cost import RequestSize, costs
-from router.placement.pool import Pool, Pools
+from router.placement.aggregated import HeldRequest, aggregated_pool, is_ready
 from router.queue import SECOND_NS, QueueEntry, RequestQueue, delay_ns
-from router.routing import PATIENCE_S, RoutingRequest
-from router.scoring import size_of
+from router.routing import RoutingRequest
+
+if TYPE_CHECKING:
+    from router.placement.arrays.decisions import ArrayDecisions
 
 T = TypeVar("T")
 
@@ -44,14 +42,17 @@ class Held(Generic[T]):
 class HeldOrder(Generic[T]):
     """
     Args:
+        arrays: to find requests that have a target; None: a loop finds them.
         overlaps: leading blocks of a prompt cached, by target.
         by_size: whether short prompts go first, and requests wait for better targets; False: first come, first served.
     """
 
-    def __init__(self, tracker: LoadTracker, pools: Pools, overlaps: Overlaps, *, by_size: bool = True) -> None:
+    def __init__(
+        self, tracker: LoadTracker, arrays: "ArrayDecisions | None", overlaps: Overlaps, *, by_size: bool = True
+    ) -> None:
         self.queue: RequestQueue[Held[T]] = RequestQueue(1 << 30)
         self._tracker = tracker
-        self._pools = pools
+        self._arrays = arrays
         self._overlaps = overlaps
         self._by_size = by_size
         self._looked: deque[tuple[int, str]] = deque()  # when each was looked up, oldest first
@@ -92,12 +93,10 @@ class HeldOrder(Generic[T]):
         window = self.queue.window(lane)
         if not window:
             return
-        pool = self._pools.pool(window[0].item.request)
-        if pool is None:
+        if not aggregated_pool(self._tracker, window[0].item.request):
             yield from window[:TRIED]
             return
-        for at in self._ready(window, pool, now_ns):
-            yield window[at]
+        yield from self._ready(window, now_ns)
 
     def _look(self, id: str, held: Held[T], now_ns: int) -> int:
         """Look up what is cached of a prompt; returns by how much the size of the rest delays it."""
@@ -111,25 +110,19 @@ class HeldOrder(Generic[T]):
         size = self._tracker.block_size(held.request.model)
         return delay_ns(held.request.prompt_tokens + held.request.resumed_tokens - blocks * size)
 
-    def _ready(self, window: Sequence[QueueEntry[Held[T]]], pool: Pool, now_ns: int) -> list[int]:
-        """Positions of the requests that have a target with room and need not wait for a better one."""
-        sizes = np.zeros((3, len(window), 1))
-        cached, leading = np.zeros((2, len(window), len(pool.ids)))
-        allowed = np.zeros(cached.shape, np.bool_)
-        for number, entry in enumerate(window):
-            held = entry.item
-            sizes[:, number, 0] = size_of(held.request)
-            pool.fill(cached[number], held.cached)
-            pool.fill(leading[number], self._tracker.loads.prefixes(held.keys))
-            allowed[number] = pool.allowed(held.request)
-        found = costs(RequestSize(*sizes), cached, leading, self._tracker.columns(pool.rows, now_ns))
-        fits = found.fits & allowed
-        open_cost = np.where(fits, found.whole, np.inf)
-        any_cost = np.where(allowed, found.whole, np.inf)
-        every = np.arange(len(window))
-        at, best = open_cost.argmin(axis=1), any_cost.argmin(axis=1)
-        saved = found.uncached_tokens[every, at] - found.uncached_tokens[every, best]
-        waited = np.array([now_ns - entry.arrived_ns for entry in window], np.float64) / SECOND_NS
-        waits = ~fits[every, best] & (waited < PATIENCE_S * saved)
-        # A request that no target ever takes is decided, so that it ends.
-        return np.flatnonzero(fits.any(axis=1) & ~waits | ~allowed.any(axis=1)).tolist()
+    def _ready(self, window: Sequence[QueueEntry[Held[T]]], now_ns: int) -> Iterator[QueueEntry[Held[T]]]:
+        """The requests that have a target with room and need not wait for a better one."""
+        requests = (self._held_request(entry, now_ns) for entry in window)
+        if self._arrays is not None:
+            for at in self._arrays.ready(list(requests), now_ns):
+                yield window[at]
+            return
+        targets = self._tracker.targets(now_ns, window[0].item.request.model)
+        for entry, request in zip(window, requests, strict=True):
+            if is_ready(request, targets):
+                yield entry
+
+    def _held_request(self, entry: QueueEntry[Held[T]], now_ns: int) -> HeldRequest:
+        held = entry.item
+        leading = self._tracker.loads.prefixes(held.keys)
+        return HeldRequest(held.request, held.cached, leading, (now_ns - entry.arrived_ns) / SECOND_NS)

@@ -1,24 +1,17 @@
-"""What each target has to do, column by column, so that a decision costs the same few array operations for any fleet.
+"""What each target has to do. A row is one target: a worker, or one attention data-parallel rank of it.
 
-A row is one target: a worker, or one attention data-parallel rank of it. No clock, no NATS.
+No clock, no NATS. ``arrays.columns`` has the same as arrays.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from router.holders import TargetId
 from router.placement.active_prefixes import ActivePrefixes
 from router.placement.learned_costs import LearnedCosts
 
-Rows = NDArray[np.intp]
-Column = NDArray[np.float64]
-
 COLUMNS = 10
 BLOCK_SIZE, BLOCKS, SLOTS, LIMIT, SEQUENCES, ACTIVE, CONTEXT, BACKLOG, COMPUTING, SLOWNESS = range(COLUMNS)
-_TOKENS, _AT_NS, _MOST = range(3)  # of the estimates
 
 
 class Task(NamedTuple):
@@ -49,16 +42,18 @@ class TargetLoads:
     SEQUENCES; ACTIVE, distinct prompt blocks of unfinished requests; CONTEXT, the same with shared blocks counted for
     every sequence, as a decode step reads them; BACKLOG, uncached prompt tokens that are not computed yet; COMPUTING,
     sequences whose prompt is not computed yet; SLOWNESS, time per token relative to the model's other targets.
+
+    Attributes:
+        changed: rows that changed since ``LoadColumns`` read them last.
+        estimates: arguments of ``estimate`` by row; BACKLOG comes without them.
     """
 
     def __init__(self) -> None:
         self._rows: dict[TargetId, int] = {}
         self._free: list[int] = []
         self._values: list[list[float]] = []  # by row: changing a list is several times cheaper than an array's element
-        self._columns = np.zeros((COLUMNS, 8))  # the same for array operations, but for the rows in ``_changed``
-        self._changed: set[int] = set()
-        self._estimates = np.zeros((3, 8))
-        self._estimated: set[int] = set()  # rows
+        self.changed: set[int] = set()
+        self.estimates: dict[int, tuple[float, int, int]] = {}
         self._prefixes = ActivePrefixes()
         self._tasks: dict[tuple[str, TargetId], Task] = {}
         self.learned = LearnedCosts()
@@ -73,24 +68,16 @@ class TargetLoads:
     def block_size(self, target: TargetId) -> int:
         return int(self._values[self._rows[target]][BLOCK_SIZE])
 
-    def columns(self, rows: Rows, now_ns: int, tokens_per_s: float) -> Column:
-        """(COLUMNS, len(rows)), a copy; BACKLOG with what ``estimate`` added, less what drained since then."""
-        for row in self._changed:
-            self._columns[:, row] = self._values[row]
-        self._changed.clear()
-        columns = self._columns[:, rows]
-        if self._estimated:
-            tokens, at_ns, most = self._estimates[:, rows]
-            drained = np.maximum(0.0, now_ns - at_ns) * (tokens_per_s / 1e9)
-            columns[BACKLOG] += np.minimum(np.maximum(0.0, tokens - drained), most)
-        return columns
-
     def estimate(self, target: TargetId, tokens: float, at_ns: int, most: int) -> None:
         """Prompt tokens of which no event says when they are computed: so many at a time, now at most ``most``."""
         row = self._rows.get(target)
-        if row is not None:
-            self._estimates[:, row] = tokens, at_ns, most
-            (self._estimated.add if most else self._estimated.discard)(row)
+        if row is None:
+            return
+        self.changed.add(row)
+        if most:
+            self.estimates[row] = tokens, at_ns, most
+        else:
+            self.estimates.pop(row, None)
 
     def load(self, row: int) -> list[float]:
         """All columns of one target."""
@@ -102,17 +89,13 @@ class TargetLoads:
         new = row is None
         if row is None:
             row = self._rows[target] = self._free.pop() if self._free else len(self._rows)
-            if row == self._columns.shape[1]:
-                self._columns = np.concatenate([self._columns, np.zeros_like(self._columns)], axis=1)
-                self._estimates = np.concatenate([self._estimates, np.zeros_like(self._estimates)], axis=1)
             if row == len(self._values):
                 self._values.append([])
             self._values[row] = [0.0] * COLUMNS
-            self._estimates[:, row] = 0.0
             self._values[row][SLOWNESS] = 1.0
         values = self._values[row]
         values[BLOCK_SIZE], values[BLOCKS], values[SLOTS], values[LIMIT] = block_size, blocks, slots, limit
-        self._changed.add(row)
+        self.changed.add(row)
         self._models[target] = model
         return new
 
@@ -122,7 +105,7 @@ class TargetLoads:
         if row is None:
             return []
         self._free.append(row)
-        self._estimated.discard(row)
+        self.estimates.pop(row, None)
         lost = [task for (_, at), task in self._tasks.items() if at == target]
         for task in lost:
             del self._tasks[task.request, target]
@@ -143,7 +126,7 @@ class TargetLoads:
             return False
         self._tasks[task.request, task.target] = task
         values = self._values[row]
-        self._changed.add(row)
+        self.changed.add(row)
         values[SEQUENCES] += task.sequences
         values[CONTEXT] += task.context * task.sequences
         values[ACTIVE] += self._prefixes.add(task.target, task.keys) if task.keys else task.blocks
@@ -172,7 +155,7 @@ class TargetLoads:
             slowness = self.learned.computed(self._models[target], target, tokens, (now_ns - began_ns) / 1e9)
             row = self._rows[target]
             self._values[row][SLOWNESS] = slowness
-            self._changed.add(row)
+            self.changed.add(row)
         self._computed_ns[target] = now_ns
         return done
 
@@ -187,7 +170,7 @@ class TargetLoads:
         values[SEQUENCES] -= task.sequences
         values[CONTEXT] -= task.context * task.sequences
         values[ACTIVE] -= self._prefixes.remove(target, task.keys) if task.keys else task.blocks
-        self._changed.add(row)
+        self.changed.add(row)
         return task
 
     def prefixes(self, keys: Sequence[int]) -> dict[TargetId, int]:
@@ -209,4 +192,4 @@ class TargetLoads:
         values = self._values[row]
         values[BACKLOG] -= task.uncached_tokens
         values[COMPUTING] -= task.sequences
-        self._changed.add(row)
+        self.changed.add(row)

@@ -5,8 +5,8 @@ from typing import Any
 from router.held_requests import HeldRequests
 from router.load_tracker import LoadTracker
 from router.pending import PendingRequest
+from router.placement.decisions import array_decisions
 from router.placement.held_order import HeldOrder
-from router.placement.pool import Pools
 from schemas.requests import Priority
 from tests.workers.support import MODEL, request
 
@@ -19,7 +19,7 @@ def pending(model: str = MODEL, reply: str = "reply", **options: Any) -> Pending
 
 def made(max_pending: int) -> HeldRequests:
     tracker = LoadTracker()
-    return HeldRequests(max_pending, 256, HeldOrder(tracker, Pools(tracker), lambda _: {}))
+    return HeldRequests(max_pending, 256, HeldOrder(tracker, array_decisions(tracker), lambda _: {}))
 
 
 def fill(held: HeldRequests, model: str, count: int, serving: int, registered: int) -> int:

@@ -12,7 +12,7 @@ from workers.extras import install_hint
 
 ROOT = Path(__file__).parents[2]
 # What ``penstock[native]`` adds to ``penstock``.
-ABSENT = ("torch", "transformers", "safetensors", "PIL", "nixl_cu12")
+ABSENT = ("numpy", "torch", "transformers", "safetensors", "PIL", "nixl_cu12")
 
 
 def worker(broker: EmbeddedNats, *flags: str) -> "subprocess.CompletedProcess[str]":
@@ -52,6 +52,13 @@ def test_front_processes_and_the_mock_engine_need_none_of_them() -> None:
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, env=env)
     assert run.returncode == 0, run.stderr
+
+
+def test_a_command_without_its_packages_names_the_extra() -> None:
+    code = "import sys; sys.modules['numpy'] = None; from infra.cli import main; main(['bench', 'handoff'])"
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, env=env)
+    assert (run.returncode, run.stderr) == (1, "penstock: this command needs numpy: pip install 'penstock[native]'\n")
 
 
 def test_a_missing_module_that_no_extra_brings_is_not_explained_away() -> None:

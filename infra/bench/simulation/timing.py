@@ -3,9 +3,10 @@
 The two polynomials are the timing model of the mock engine of NVIDIA Dynamo 1.6.1 (vLLM-like, "polynomial").
 """
 
-import numpy as np
+import sys
+from importlib.util import find_spec
 
-_VECTORISE_FROM = 24  # passes; below, a loop is faster than numpy's calls
+_VECTORISE_FROM = 24 if find_spec("numpy") else sys.maxsize  # passes; below, a loop is faster than numpy's calls
 
 
 def prefill_ns(sequences: int, mean_tokens: int, mean_before: int) -> int:
@@ -32,6 +33,8 @@ def decode_run_ns(context_tokens: int, growth: int, pool_tokens: int, passes: in
     """``decode_ns`` of successive passes, each with ``growth`` more tokens of context than the one before."""
     if passes < _VECTORISE_FROM:
         return [decode_ns(context_tokens + growth * n, pool_tokens) for n in range(passes)]
+    import numpy as np
+
     used = np.minimum(1.0, (context_tokens + growth * np.arange(passes, dtype=np.int64)) / pool_tokens)
     ms = np.maximum(1.0, -25.74 * used * used + 54.01 * used + 5.74)
     durations: list[int] = np.rint(ms * 1e6).astype(np.int64).tolist()

@@ -1,0 +1,147 @@
+"""Decides among the targets of a pool, and which held requests have one, by array operations.
+
+The results are those of ``policy.decide`` and of ``aggregated.is_ready``; property tests compare them.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from router.filters import rejection
+from router.holders import TargetId
+from router.load import RoutingTarget
+from router.load_tracker import LoadTracker
+from router.placement.aggregated import HeldRequest
+from router.placement.arrays.columns import Column, LoadColumns, Rows
+from router.placement.arrays.costs import Costs, RequestSizes, costs
+from router.placement.arrays.pool import IDLE, Pool, Pools
+from router.placement.target_loads import ACTIVE, BACKLOG, SEQUENCES
+from router.routing import PATIENCE_S, TIE, RoutingDecision, RoutingRequest, Weights, draw
+from router.score_table import STORED_CANDIDATES
+from router.scoring import size_of
+from schemas.jobs import Candidate, Stage
+
+
+class ArrayDecisions:
+    """
+    Args:
+        few: targets, up to which a loop over them is cheaper.
+    """
+
+    def __init__(self, tracker: LoadTracker, few: int) -> None:
+        self._pools = Pools(tracker)
+        self._columns = LoadColumns(tracker.loads, tracker.tokens_per_s)
+        self._few = few
+
+    def decide(
+        self,
+        request: RoutingRequest,
+        overlaps: Mapping[TargetId, int],
+        leading: Mapping[TargetId, int],
+        weights: Weights,
+        *,
+        now_ns: int,
+        seed: int,
+        waited_s: float | None = None,
+    ) -> RoutingDecision | None:
+        """The cheapest target with room; None: there is none, a better one is to be waited for, or a loop has to tell.
+
+        Args:
+            overlaps, leading, seed, waited_s: as in ``RoutingContext``.
+        """
+        pool = self._pools.pool(request) if weights.temperature <= 0 else None
+        if pool is None or len(pool.ids) <= self._few:
+            return None
+        columns = self._columns.read(pool.rows, now_ns)
+        both = np.zeros((2, len(pool.ids)))
+        pool.fill(both[0], overlaps)
+        pool.fill(both[1], leading)
+        found = costs(
+            size_of(request), both[0], both[1], columns, overlap_weight=weights.overlap, prefill_weight=weights.prefill
+        )
+        allowed = pool.allowed(request)
+        free = np.flatnonzero(allowed & found.fits)
+        if not len(free):
+            return None
+        scores = found.whole[free]
+        ties = np.flatnonzero(scores - scores.min() <= TIE)
+        if waited_s is not None and _waits(found, allowed, int(free[int(scores.argmin())]), waited_s):
+            return None
+        chosen = int(free[int(ties[draw(seed) % len(ties)])])
+        present = np.minimum(both.max(axis=0), request.prompt_blocks)
+        worker, rank = pool.ids[chosen]
+        table = _ScoreTable(request, pool, columns, found, present)
+        return RoutingDecision((Stage("aggregated", worker, rank),), table.lines(chosen, free), int(present[chosen]))
+
+    def ready(self, requests: Sequence[HeldRequest], now_ns: int) -> list[int]:
+        """Positions of the requests for which ``is_ready`` holds.
+
+        Args:
+            requests: at least one, all of one lane that an ``aggregated_pool`` serves.
+        """
+        pool = self._pools.pool(requests[0].request)
+        assert pool is not None
+        sizes = np.zeros((3, len(requests), 1))
+        cached, leading = np.zeros((2, len(requests), len(pool.ids)))
+        allowed = np.zeros(cached.shape, np.bool_)
+        for number, held in enumerate(requests):
+            sizes[:, number, 0] = size_of(held.request)
+            pool.fill(cached[number], held.overlaps)
+            pool.fill(leading[number], held.leading)
+            allowed[number] = pool.allowed(held.request)
+        found = costs(RequestSizes(*sizes), cached, leading, self._columns.read(pool.rows, now_ns))
+        fits = found.fits & allowed
+        open_cost = np.where(fits, found.whole, np.inf)
+        any_cost = np.where(allowed, found.whole, np.inf)
+        every = np.arange(len(requests))
+        at, best = open_cost.argmin(axis=1), any_cost.argmin(axis=1)
+        saved = found.uncached_tokens[every, at] - found.uncached_tokens[every, best]
+        waits = ~fits[every, best] & (np.array([held.waited_s for held in requests]) < PATIENCE_S * saved)
+        return np.flatnonzero(fits.any(axis=1) & ~waits | ~allowed.any(axis=1)).tolist()
+
+
+def _waits(found: Costs, allowed: NDArray[np.bool_], best: int, waited_s: float) -> bool:
+    """Whether a held request waits for a target that is full now, and cheaper."""
+    full = np.flatnonzero(allowed & ~found.fits)
+    if not len(full):
+        return False
+    better = full[int(found.whole[full].argmin())]
+    if found.whole[better] >= found.whole[best]:
+        return False
+    return bool(waited_s < PATIENCE_S * (found.uncached_tokens[best] - found.uncached_tokens[better]))
+
+
+class _ScoreTable(NamedTuple):
+    """As ``score_table.table`` makes it."""
+
+    request: RoutingRequest
+    pool: Pool
+    columns: Column
+    found: Costs
+    present: Column
+
+    def lines(self, chosen: int, free: Rows) -> tuple[Candidate, ...]:
+        scores = self.found.whole
+        order = free[np.argsort(scores[free], kind="stable")[: STORED_CANDIDATES + 1]]
+        places = [chosen, *(int(at) for at in order if at != chosen)][:STORED_CANDIDATES]
+        rejected: list[int] = []
+        if len(places) < STORED_CANDIDATES:
+            taken = set(free.tolist())
+            rejected = [at for at in range(len(self.pool.ids)) if at not in taken][: STORED_CANDIDATES - len(places)]
+        reasons = [""] * len(places) + [self._rejection(at) for at in rejected]
+        places += rejected
+        columns = self.columns[:, places].T.tolist()
+        rows = zip(places, reasons, columns, self.present[places].tolist(), scores[places].tolist(), strict=True)
+        return tuple(self._line(*row) for row in rows)
+
+    def _line(self, at: int, reason: str, column: Sequence[float], overlap: float, score: float) -> Candidate:
+        worker, rank = self.pool.ids[at]
+        running, active, backlog = int(column[SEQUENCES]), int(column[ACTIVE]), int(column[BACKLOG])
+        shown, slots = 0.0 if reason else score, self.pool.registrations[at].slots
+        return Candidate(worker, int(overlap), active, backlog, running, slots, shown, reason, rank)
+
+    def _rejection(self, at: int) -> str:
+        target = RoutingTarget(self.pool.ids[at], self.pool.registrations[at], IDLE)
+        return rejection(self.request, target) or "full"

@@ -1,0 +1,159 @@
+"""Array operations come to the results of the loops over targets."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.load_tracker import LoadTracker
+from router.placement.aggregated import HeldRequest, is_ready
+from router.placement.core import Arrival, Placement
+from router.placement.decisions import Decisions, array_decisions
+from router.policy import decide
+from router.routing import RoutingContext, RoutingDecision, RoutingRequest, Weights
+from schemas.fleet import Registration, State
+from schemas.jobs import LoadHeader
+
+WORKERS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "block_size": st.sampled_from([16, 32]),
+            "total_blocks": st.integers(5, 60),
+            "slots": st.integers(1, 4),
+            "queue": st.integers(0, 1),
+            "max_model_len": st.integers(200, 1200),
+            "state": st.sampled_from([State.ready, State.ready, State.draining]),
+            "dp_size": st.sampled_from([1, 1, 2]),
+            "logits_processors": st.sampled_from([(), ("x",)]),
+            "revision": st.sampled_from(["", "b"]),
+        }
+    ),
+    max_size=20,
+)
+JOBS = st.lists(st.tuples(st.integers(0, 19), st.integers(0, 3), st.integers(0, 20), st.integers(1, 3)), max_size=30)
+
+ASKED = st.tuples(st.integers(0, 3), st.integers(0, 20), st.integers(1, 3))  # prompt, its blocks, sequences
+
+
+def keys(family: int, blocks: int) -> list[int]:
+    return [1000 * family + n for n in range(blocks)]
+
+
+def fleet(workers: list[dict[str, Any]], jobs: list[tuple[int, int, int, int]]) -> LoadTracker:
+    tracker = LoadTracker()
+    for number, fields in enumerate(workers):
+        tracker.put_worker(Registration(f"w{number:02}", "m", "aggregated", "mock", 1, **fields))
+    for number, (at, family, blocks, n) in enumerate(jobs):
+        load = LoadHeader(blocks * 16 + 5, 0, "", 1 << 62, "", n)
+        prompt = keys(family, blocks) if number % 3 else []
+        tracker.admit(str(number), 1, f"w{at:02}", load, now_ns=number, keys=prompt)
+    return tracker
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    workers=WORKERS,
+    jobs=JOBS,
+    asked=ASKED,
+    held=st.dictionaries(st.integers(0, 19), st.integers(1, 25)),
+    more=st.fixed_dictionaries(
+        {"processors": st.sampled_from([frozenset(), frozenset("x")]), "revision": st.sampled_from([None, "b"])}
+    ),
+    waited_s=st.sampled_from([None, 0.0, 0.5, 100.0]),
+    seed=st.integers(0, 9),
+)
+def test_a_decision_is_that_of_the_loop(
+    workers: list[dict[str, Any]],
+    jobs: list[tuple[int, int, int, int]],
+    asked: tuple[int, int, int],
+    held: dict[int, int],
+    more: dict[str, Any],
+    waited_s: float | None,
+    seed: int,
+) -> None:
+    tracker = fleet(workers, jobs)
+    family, blocks, n = asked
+    request = RoutingRequest("m", blocks * 16 + 3, 50, prompt_blocks=blocks, n=n, **more)
+    overlaps = {(f"w{at:02}", 0): count for at, count in held.items() if at < len(workers)}
+    prompt = keys(family, blocks)
+    found = Decisions(tracker, array_decisions(tracker, few=0), "kv", Weights()).decide(
+        request, prompt, overlaps, now_ns=50, seed=seed, turn=1, waited_s=waited_s
+    )
+    context = RoutingContext(
+        request,
+        tracker.targets(50, "m"),
+        overlaps,
+        "kv",
+        Weights(),
+        seed,
+        1,
+        tracker.loads.prefixes(prompt),
+        waited_s,
+    )
+    assert found == decide(context)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    workers=WORKERS.filter(bool),
+    jobs=JOBS,
+    requests=st.lists(st.tuples(ASKED, st.integers(0, 20), st.sampled_from([0.0, 0.5, 100.0])), min_size=1, max_size=8),
+)
+def test_the_ready_requests_are_those_of_the_loop(
+    workers: list[dict[str, Any]],
+    jobs: list[tuple[int, int, int, int]],
+    requests: list[tuple[tuple[int, int, int], int, float]],
+) -> None:
+    tracker = fleet(workers, jobs)
+    held = []
+    for (family, blocks, n), cached, waited_s in requests:
+        request = RoutingRequest("m", blocks * 16 + 3, 50, prompt_blocks=blocks, n=n)
+        leading = tracker.loads.prefixes(keys(family, blocks))
+        held.append(HeldRequest(request, {("w01", 0): cached, ("w02", 0): blocks}, leading, waited_s))
+    arrays = array_decisions(tracker)
+    assert arrays is not None
+    targets = tracker.targets(50, "m")
+    assert arrays.ready(held, 50) == [at for at, each in enumerate(held) if is_ready(each, targets)]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    slots=st.lists(st.integers(1, 3), min_size=1, max_size=16),
+    arrivals=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30)), max_size=40),
+    ends=st.lists(st.integers(0, 39), max_size=30),
+)
+def test_a_run_without_numpy_places_the_same_requests_in_the_same_order(
+    slots: list[int], arrivals: list[tuple[int, int]], ends: list[int]
+) -> None:
+    def run() -> list[tuple[str, tuple[str, int]]]:
+        core = Placement(lambda keys: {})
+        for number, count in enumerate(slots):
+            core.join(Registration(f"w{number:02}", "m", "aggregated", "mock", 1, 16, 60, count, 1 << 20))
+        placed = []
+        for number, (family, blocks) in enumerate(arrivals):
+            arrival = Arrival(str(number), keys(family, blocks), blocks * 16 + 1, number, seed=number)
+            placed.append(core.arrive(arrival, number))
+        for now_ns, number in enumerate(ends, 100):
+            core.ended(str(number))
+            placed += core.pump(now_ns * 10**7)
+        return [(each.arrival.id, each.target) for each in placed if each is not None]
+
+    with_arrays = run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("router.placement.core.array_decisions", lambda tracker: None)
+        assert run() == with_arrays
+
+
+def test_the_table_is_that_of_the_general_way_for_more_targets_than_it_has_lines() -> None:
+    tracker = LoadTracker()
+    for number in range(40):
+        tracker.put_worker(Registration(f"w{number:02}", "m", "aggregated", "mock", 1, 32, 1000, 8, 4096))
+        tracker.admit(str(number), 1, f"w{number:02}", LoadHeader(32 * number, 0, "", 1 << 62, ""), now_ns=0)
+    request = RoutingRequest("m", 320, 10, prompt_blocks=10)
+    found: RoutingDecision = Decisions(tracker, array_decisions(tracker), "kv", Weights()).decide(
+        request, keys(0, 10), {("w30", 0): 10}, now_ns=0, seed=1
+    )
+    context = RoutingContext(request, tracker.targets(0, "m"), {("w30", 0): 10}, "kv", Weights(), 1)
+    assert found == decide(context)
+    assert len(found.candidates) == 16

@@ -1,0 +1,43 @@
+"""A router without numpy decides among any number of targets, and says what is slower."""
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
+
+from configs.settings import RouterSettings
+from router.decider import Decider
+from router.load_tracker import LoadTracker
+from router.metrics import Metrics
+from router.pending import PendingRequest
+from schemas.fleet import Registration
+from tests.workers.support import MODEL, request
+
+
+@pytest.fixture
+def decider(monkeypatch: pytest.MonkeyPatch) -> tuple[Decider, LoadTracker]:
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    tracker = LoadTracker()
+    cluster: Any = SimpleNamespace(tracker=tracker, overlaps=lambda keys: {}, suspects=frozenset)
+    return Decider(cluster, RouterSettings(seed=1), Metrics(CollectorRegistry())), tracker
+
+
+def test_more_than_12_targets_without_numpy_are_decided_and_reported_once(
+    decider: tuple[Decider, LoadTracker],
+) -> None:
+    decides, tracker = decider
+    pending = PendingRequest(request(), b"", "", 0)
+    tracker.put_worker(Registration("w", MODEL, "aggregated", "mock", 1, 16, 100, 4, 4096, dp_size=12))
+    with capture_logs() as lines:
+        assert decides.decide(pending, (), 0)[0].route
+    assert lines == []
+    tracker.put_worker(Registration("x", MODEL, "aggregated", "mock", 1, 16, 100, 4, 4096))
+    with capture_logs() as lines:
+        chosen = {decides.decide(pending, (), 0)[0].chosen for _ in range(200)}
+    assert len(chosen) == 13
+    (line,) = lines
+    assert (line["log_level"], line["targets"]) == ("warning", 13)
+    assert line["fix"] == "pip install 'penstock[router]'"
