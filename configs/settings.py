@@ -129,6 +129,14 @@ class RouterSettings(Common, frozen=True, kw_only=True):
         Positive, about("requests per priority that the router holds while no worker can take them")
     ] = 512
     max_attempts: Annotated[Positive, about("attempts of one request before it fails with worker_lost")] = 4
+    stalled_after_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="seconds without a step of its worker's engine until a request goes to another worker; "
+            "0: never",
+        ),
+    ] = 120.0
     revision_wait_s: Annotated[
         Seconds,
         about("seconds that a started answer waits for a worker of the same model revision after losing its own"),

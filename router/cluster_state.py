@@ -93,6 +93,7 @@ class ClusterState:
         self._following = AsyncExitStack()
         self._fetching: set[asyncio.Future[None]] = set()
         self._removing_stale_keys: asyncio.Task[None] | None = None
+        self.stalled: frozenset[str] = frozenset()  # workers whose engines make no steps; set by the watchdog
         self._left: OrderedDict[str, None] = OrderedDict()  # workers that left, the most recent last
         self._connected_since = time.monotonic()
         self._snapshots = Snapshots(bus, settings.name)
@@ -220,12 +221,17 @@ class ClusterState:
         return self.index.match(keys) if self.index is not None else self._approximate.match(keys)
 
     def suspects(self) -> frozenset[str]:
-        """Workers whose connection is broken at the moment."""
+        """Workers whose connection is broken at the moment, or whose engine is stalled."""
         broken = self._disconnects.broken
         if not broken:
-            return frozenset()
+            return self.stalled
         workers = self._registry.members.items()
-        return frozenset(name for name, worker in workers if worker.registration.connection in broken)
+        return self.stalled | {name for name, worker in workers if worker.registration.connection in broken}
+
+    def steps(self) -> dict[str, tuple[int, int]]:
+        """Epoch of each worker, and the steps of its engine by its last renewal (-1: unknown)."""
+        members = (member.registration for member in self._registry.members.values())
+        return {each.worker: (each.epoch, each.load.steps) for each in members}
 
     def admit(
         self, request: str, attempt: int, route: Sequence[Stage], load: LoadHeader, keys: Sequence[int], now_ns: int

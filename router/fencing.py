@@ -32,6 +32,7 @@ class InterruptedAttempt(msgspec.Struct):
         raw: the request as it was stored.
         progress: per choice, what was streamed before the fence.
         revision: of the model, that the attempt ran in.
+        reason: why this attempt was placed.
         scores: log-probabilities of the prompt's tokens 1 .., as far as they were streamed.
     """
 
@@ -45,6 +46,7 @@ class InterruptedAttempt(msgspec.Struct):
     progress: list[Progress] = []
     revision: str = ""
     scores: tuple[Logprob, ...] = ()
+    reason: str = ""
 
 
 async def fence(
@@ -80,6 +82,7 @@ async def _load_job(bus: Bus, attempt: InterruptedAttempt) -> bool:
             job = work if isinstance(work, jobs.Job) else jobs.decode_job(bytes(work.job))
             attempt.raw = bytes(job.request)
             attempt.revision = job.decision.revision
+            attempt.reason = job.decision.reason
             attempt.request = requests.decode(attempt.raw)
             return True
         log.error("job_not_found", request=attempt.request_id, seq=attempt.work_seq)

@@ -25,6 +25,12 @@ class Metrics:
             "requests moved to another revision before their first token",
             registry=registry,
         )
+        self.stalled = Counter(
+            "penstock_router_stalled_requests",
+            "requests whose worker's engine made no step for --stalled-after-s",
+            ["stage"],
+            registry=registry,
+        )
         self.lost = Counter("penstock_router_workers_lost", "workers declared dead", registry=registry)
         self.waiting = Gauge("penstock_router_waiting_requests", "requests without a worker", registry=registry)
         self.workers = Gauge("penstock_router_workers", "registered workers", registry=registry)

@@ -27,6 +27,7 @@ SCAN_S = 1.0
 RETURNS_REMEMBERED = 50_000
 UNKNOWN_S = 30.0  # a return of an unknown request is remembered for so long: its job may be read later
 WORKER_LOST = "worker_lost"
+STALLED = "stalled"  # begins the reason of a request whose worker's engine makes no steps
 
 
 class Recovery:
@@ -82,6 +83,10 @@ class Recovery:
         if entry is not None and entry.attempt == attempt:
             self._background.spawn(self.recover([entry], reason), f"recover-{request_id}")
 
+    def on_stalled(self, entry: ActiveRequest, why: str) -> None:
+        """The engine of a request's worker makes no steps: another worker continues it, once."""
+        self._background.spawn(self.recover([entry], f"{STALLED}: {why}"), f"recover-{entry.request}")
+
     async def scan(self) -> None:
         """Look for orphans and unhandled returns every second, whichever router placed them; never returns."""
         while True:
@@ -124,11 +129,15 @@ class Recovery:
         entry = self._cluster.tracker.request(attempt.request_id)
         if entry is None or entry.attempt != attempt.attempt:
             return  # its terminal event, or the decision of another router, was read in the meantime
-        if reason == WORKER_LOST:
+        stalled = reason.startswith(STALLED)
+        if stalled or (reason == WORKER_LOST and entry.later):
             await self._revoke(entry)
         pending = _next_attempt(attempt, reason, time.time_ns())
         if len(pending.finished) == pending.request.n:
             self._terminal.complete(attempt)
+        elif stalled and attempt.reason.startswith(STALLED):
+            message = f"{reason}; the attempt before {attempt.reason}"
+            self._terminal.end(pending, Code.engine_error, message)
         elif pending.attempt > self._max_attempts:
             message = f"{attempt.attempt} workers in turn were lost or failed while they ran this request ({reason})"
             self._terminal.end(pending, Code.worker_lost, message)
@@ -138,9 +147,9 @@ class Recovery:
             await self._place(pending)
 
     async def _revoke(self, entry: ActiveRequest) -> None:
-        """Stop the worker of the present stage: the attempt is void since a worker of a later stage is lost."""
+        """Stop the worker of the present stage: the attempt is void."""
         holder = self._cluster.tracker.worker(entry.worker)
-        if holder is None or not entry.later:
+        if holder is None:
             return
         try:
             stored = await self._publisher.send(

@@ -38,6 +38,7 @@ from router.placement.held_order import HeldOrder
 from router.recovery import Recovery
 from router.routing import RoutingDecision
 from router.terminal_publisher import TerminalPublisher
+from router.watchdog import watch
 from schemas import jobs, requests, wire
 from schemas.errors import Code, ServingError
 from schemas.jobs import DecisionInputs
@@ -110,6 +111,10 @@ class Router:
         )
         self.tasks.spawn(recovery.scan(), name="recovery")
         self._maintenance.start(self.tasks)
+        stalled_after_s = self._settings.stalled_after_s
+        if stalled_after_s:
+            watching = watch(self._bus, self.cluster, self._metrics, stalled_after_s, recovery.on_stalled)
+            self.tasks.spawn(watching, name="watchdog")
         stream = self._bus.subjects.stream("REQUESTS")
         for priority in Priority:
             space = functools.partial(self._space, priority)

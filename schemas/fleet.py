@@ -17,12 +17,13 @@ class State(enum.StrEnum):
 
 
 class Load(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The engine's load at the last renewal. Routers do not use it: they track load from the log."""
+    """The engine's load at the last renewal. Routers read only ``steps``: they track load from the log."""
 
     running: int = 0
     waiting: int = 0
     used_blocks: int = 0
     cached_blocks: int = 0
+    steps: int = -1  # of the engine that did something, since start; -1: unknown
 
 
 class Diffuser(msgspec.Struct, frozen=True, omit_defaults=True):

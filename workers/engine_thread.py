@@ -57,6 +57,7 @@ class EngineThread:
         self._commands: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
         self._ready = threading.Event()
         self._error: BaseException | None = None
+        self.steps = 0  # that did something
         self._engine: Engine | None = None
         self._dirty: list[SequenceState] = []
         self._ended: list[SequenceState] = []
@@ -285,7 +286,9 @@ class EngineThread:
         """Run one step and collect its output; all per-token work is here."""
         sequence: Any
         began = self._wall_ns()
-        outputs, events, started, failures, _, held, scored, others, measured = engine.step()
+        outputs, events, started, failures, computed, held, scored, others, measured = engine.step()
+        if computed or outputs or events or started or failures or held or scored or others or measured:
+            self.steps += 1
         if events:
             self._events += events
         if others:

@@ -233,7 +233,7 @@ class TokenExecutor:
             aliases=model.aliases,
             revision=model.revision,
             kv_events=info.kv_events and settings.publish_events_and_metrics,
-            load=fleet.Load(stats.running, stats.waiting, stats.used_blocks, stats.cached_blocks),
+            load=fleet.Load(stats.running, stats.waiting, stats.used_blocks, stats.cached_blocks, self._engine.steps),
             dp_size=info.dp_size,
             host=socket.gethostname(),
             pid=os.getpid(),

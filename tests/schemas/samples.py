@@ -144,6 +144,10 @@ TOKENS = tokens.TokenBatch(
 SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
     "request": (REQUEST, requests.decode),
     "job": (JOB, jobs.decode),
+    "registration_with_steps": (
+        fleet.Registration("w", "tiny", "decode", "mock", 1, 32, 100, 8, 4096, load=fleet.Load(1, 2, 3, 4, 5)),
+        fleet.decode,
+    ),
     "job_with_inputs": (msgspec.structs.replace(JOB, inputs=jobs.DecisionInputs(1, 2, 3, 4)), jobs.decode),
     "tenant": (tenants.Limits(("tiny", "other"), 7), tenants.decode),
     "revoke": (jobs.Revoke(REQUEST.id, 2), jobs.decode),
