@@ -45,6 +45,8 @@ COMMANDS = {
         "infra.broker.main:run_apply",
         "infra.cli:StreamsSettings",
     ),
+    "streams list": Command("show what each stream holds, and for how long", "infra.broker.streams_cli:run_list"),
+    "streams set": Command("set how long a stream keeps its messages", "infra.broker.streams_cli:run_set"),
     "tenants": Command(
         "manage tenants of the NATS API: add, list, rotate, remove",
         "infra.broker.tenants_cli:run",
@@ -65,6 +67,8 @@ COMMANDS = {
         "TraceSettings",
     ),
     "leases": Command("KV blocks that workers hold for each other right now", "infra.timeline.leases:run"),
+    "drain": Command("take workers out of service without failing a request", "infra.operate.drain:run"),
+    "restart": Command("restart processes of `penstock up`, one after the other", "infra.operate.restart:run"),
     "recipe list": Command("list the recipes that come with penstock", "infra.recipes.cli:run_list"),
     "recipe show": Command("show a recipe and the commands that run it", "infra.recipes.cli:run_show"),
     "recipe check": Command("check engine arguments for errors and slow settings", "infra.recipes.cli:run_check"),

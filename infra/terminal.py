@@ -1,5 +1,7 @@
 """What commands print: tables, and errors without their numbers."""
 
+import sys
+
 from rich.console import Console
 
 ELSEWHERE = 150  # columns in a file or a pipe, where rich would take 80
@@ -14,3 +16,10 @@ def stdout() -> Console:
 def reason(error: Exception) -> str:
     """An error as a user wants to read it: of a file, without "[Errno 2]" and the name, which the caller has."""
     return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
+def confirmed(question: str) -> bool:
+    """Ask at the terminal; False where there is none, and unless the answer is yes."""
+    if not sys.stdin.isatty():
+        return False
+    return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")

@@ -19,8 +19,16 @@ class DumpKv(msgspec.Struct, frozen=True, omit_defaults=True, tag="dump_kv"):
     page: int = 0
 
 
-class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """Finish running requests, return the others, exit. Answered with Ok at once."""
+DRAINED = 3  # exit status of a worker that was drained with ``stay_down``
+
+
+class Drain(msgspec.Struct, frozen=True, omit_defaults=True, tag="drain"):
+    """Finish running requests, return the others, exit. Answered with Ok at once.
+
+    ``stay_down``: exit with status ``DRAINED``, so that supervisors do not start the worker again.
+    """
+
+    stay_down: bool = False
 
 
 class Release(msgspec.Struct, frozen=True, omit_defaults=True, tag="release"):

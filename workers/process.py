@@ -95,6 +95,7 @@ class WorkerProcess:
         self._failed = asyncio.Event()
         self._error: BaseException | None = None
         self._task_error = False  # a task failed, not the engine: no request is to blame
+        self._drained_status = EXIT_OK
 
     async def serve(self) -> int:
         """Serve until SIGTERM; returns the exit status."""
@@ -182,7 +183,7 @@ class WorkerProcess:
                 if self._stopping.asked:
                     log.info("draining", worker=session.id)
                     await session.drain(self._settings.drain_s)
-                    return EXIT_OK
+                    return self._drained_status
                 log.warning("session_lost", worker=session.id, action="registering again")
                 await session.fence()
             finally:  # not before: others release and fetch blocks until the end
@@ -252,6 +253,7 @@ class WorkerProcess:
         if isinstance(order, control.DumpKv):
             return wire.encode(await session.dump(order.page))
         if isinstance(order, control.Drain):
+            self._drained_status = control.DRAINED if order.stay_down else EXIT_OK
             self._stopping.ask()
             return wire.encode(control.Ok())
         if isinstance(order, control.Push):

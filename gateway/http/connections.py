@@ -98,6 +98,7 @@ class Connection(HttpToolsProtocol):
         self._refused_at = 0.0  # when an error was sent that ends the connection
         self._last_error: ServingError | None = None  # sent behind the open answers; nothing more is read
         self._answered: RequestResponseCycle | None = None  # the oldest open request; uvicorn's ``cycle`` is the newest
+        self._idle_since = 0.0  # while the server drains; 0: it is not idle
         self._stalled_since = 0.0  # the client does not read
         self._unsent = 0
 
@@ -264,11 +265,19 @@ class Connection(HttpToolsProtocol):
         if self.transport is not None:
             self.transport.abort()
 
-    def drain(self, *, idle: bool) -> None:
-        """Let the present answer be the last one; ``idle``: end the connection if there is none."""
+    def drain(self, now: float, linger_s: float) -> None:
+        """Answer once more at most, and say so to the client; end the connection when it was idle for ``linger_s``.
+
+        An answer that has begun cannot say that it is the last one. Its client may have sent the next request before
+        it sees the connection end, so that one is still answered.
+        """
         if not self._idle:
-            self.cycle.keep_alive = False
-        elif idle and not self._receiving and not self._closing:
+            self._idle_since = 0.0
+            if not self.cycle.response_started:
+                self.cycle.keep_alive = False
+            return
+        self._idle_since = self._idle_since or now
+        if now - self._idle_since >= linger_s and not self._receiving and not self._closing:
             self.transport.close()
 
     def check(self, now: float) -> None:

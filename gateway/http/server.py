@@ -111,7 +111,7 @@ class HttpServer:
     async def drain(self, within_s: float) -> bool:
         """Accept nothing more and answer what is open; False: that took longer than ``within_s``.
 
-        A connection that is idle may ask once more for a moment: its client cannot know yet.
+        A connection may ask once more within a moment after its last answer: its client cannot know yet.
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -122,7 +122,7 @@ class HttpServer:
         while connections := self.connections:
             now = loop.time()
             for connection in connections:
-                connection.drain(idle=now - began > linger_s)
+                connection.drain(now, linger_s)
             if now - began > within_s:
                 return False
             await asyncio.sleep(LOOK_S)
@@ -135,8 +135,9 @@ class HttpServer:
     async def close(self) -> None:
         """End everything: answers that can end by themselves now get a moment, then they are cut."""
         self._stop_listening()
+        now = asyncio.get_running_loop().time()
         for connection in self.connections:
-            connection.drain(idle=True)
+            connection.drain(now, 0.0)
         working = set(self.state.tasks)
         if working:
             await asyncio.wait(working, timeout=FLUSH_S)

@@ -1,19 +1,13 @@
 """Bring a server to the topology: streams, buckets and shared consumers made or widened, never deleted.
 
-Speaks the JetStream API in JSON itself: a client library's structs lag behind the server's fields, and the server
-refuses fields that it does not know, so nothing asked for is lost silently.
+Limits only grow, except those that the operator has set with ``penstock streams set``: they stay as they are.
 """
 
-import json
-from typing import Any
-
-import msgspec
 from nats.aio.client import Client
-from nats.errors import Error as NatsError
-from nats.errors import NoRespondersError
 
 from infra.broker.binary import MINIMUM, parse_version
-from infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND, ApiError
+from infra.broker.jetstream_api import BrokerProblem, Config, existing_config, request
+from infra.bus.jetstream import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND
 from schemas.streams import (
     HEADROOM,
     MAX_PAYLOAD,
@@ -26,16 +20,10 @@ from schemas.streams import (
 )
 from schemas.subjects import Subjects
 
-Config = dict[str, Any]
-
 _NS = 1_000_000_000
-_TIMEOUT_S = 30.0  # a stream is a few files; a busy disk may take its time
-_PROBE_S = 2.0
 _GROWS = ("max_age", "max_bytes", "duplicate_window", "num_replicas")  # an operator's larger value stays
-
-
-class BrokerProblem(Exception):
-    """The server cannot carry the pipeline as it is; the text says what is wrong and how to mend it."""
+# Metadata of a stream that names the limits which the operator has set, so that none of them grows here.
+SET_BY_OPERATOR = "penstock-set-by-operator"
 
 
 async def apply(nc: Client, topology: Topology, replicas: int = 1) -> list[str]:
@@ -64,7 +52,7 @@ async def apply_submissions(nc: Client, subjects: Subjects, tenant: str, max_pen
         BrokerProblem: as ``apply``.
     """
     stream, consumer = submissions(subjects, tenant, max_pending)
-    info = await _request(nc, f"STREAM.INFO.{subjects.stream('SUBMIT')}", {})
+    info = await request(nc, f"STREAM.INFO.{subjects.stream('SUBMIT')}", {})
     done = await _apply_stream(nc, _stream(stream, info["config"]["num_replicas"]), stream.retired)
     return done + await _apply_consumer(nc, consumer)
 
@@ -85,7 +73,7 @@ async def check(nc: Client, topology: Topology) -> None:
             f"the server's max_payload is {nc.max_payload} bytes, {MAX_PAYLOAD} are needed (messages up to "
             f"{MAX_PAYLOAD - HEADROOM} bytes and their headers): set `max_payload: {MAX_PAYLOAD}` in its configuration"
         )
-    info = await _request(nc, "INFO", {})
+    info = await request(nc, "INFO", {})
     limits = info.get("limits", {})
     _check_limit(limits, "max_storage", topology.reserved_bytes)
     _check_limit(limits, "max_streams", len(topology.streams) + len(topology.buckets) + len(topology.objects))
@@ -162,15 +150,16 @@ def _republish(live: tuple[str, str], headers_only: bool) -> Config:
 def widened(existing: Config, wanted: Config) -> Config:
     """The existing configuration with what is wanted added: subjects joined, limits never lowered.
 
-    Lowering a limit would delete messages, which only an operator may decide.
+    Lowering a limit would delete messages, which only an operator may decide. What the operator has set stays.
     """
     merged = existing | {key: value for key, value in wanted.items() if key not in ("retention", "storage")}
     # The server's own notes come back in its answer and are not ours to send.
     merged["metadata"] = {k: v for k, v in existing.get("metadata", {}).items() if not k.startswith("_nats.")}
     merged["subjects"] = list(dict.fromkeys([*existing.get("subjects", []), *wanted["subjects"]]))
+    chosen = merged["metadata"].get(SET_BY_OPERATOR, "").split()
     for key in _GROWS:
         if key in wanted and key in existing:
-            merged[key] = _larger(existing[key], wanted[key])
+            merged[key] = existing[key] if key in chosen else _larger(existing[key], wanted[key])
     return merged
 
 
@@ -181,9 +170,9 @@ def _larger(one: int, other: int) -> int:
 
 async def _apply_stream(nc: Client, wanted: Config, retired: tuple[str, ...] = ()) -> list[str]:
     name = wanted["name"]
-    existing = await _existing(nc, f"STREAM.INFO.{name}", STREAM_NOT_FOUND)
+    existing = await existing_config(nc, f"STREAM.INFO.{name}", STREAM_NOT_FOUND)
     if existing is None:
-        await _request(nc, f"STREAM.CREATE.{name}", wanted)
+        await request(nc, f"STREAM.CREATE.{name}", wanted)
         return [f"created {name}"]
     if wanted["retention"] == "workqueue" and existing["retention"] == "limits":
         # Of an earlier release, and cannot be changed in place; by limits, only the oldest may be discarded.
@@ -201,13 +190,13 @@ async def _apply_stream(nc: Client, wanted: Config, retired: tuple[str, ...] = (
     changed = sorted(key for key in wanted if merged[key] != existing.get(key))
     if not changed:
         return []
-    await _request(nc, f"STREAM.UPDATE.{name}", merged)
+    await request(nc, f"STREAM.UPDATE.{name}", merged)
     return [f"updated {name}: {', '.join(changed)}"]
 
 
 async def _apply_consumer(nc: Client, spec: ConsumerSpec) -> list[str]:
     label = f"{spec.stream}.{spec.name}"
-    existing = await _existing(nc, f"CONSUMER.INFO.{label}", CONSUMER_NOT_FOUND)
+    existing = await existing_config(nc, f"CONSUMER.INFO.{label}", CONSUMER_NOT_FOUND)
     wanted = {
         "durable_name": spec.name,
         "name": spec.name,
@@ -225,7 +214,7 @@ async def _apply_consumer(nc: Client, spec: ConsumerSpec) -> list[str]:
     changed = sorted(key for key in wanted if existing is None or existing.get(key) != wanted[key])
     if not changed:
         return []
-    await _request(nc, f"CONSUMER.CREATE.{label}", {"stream_name": spec.stream, "config": merged})
+    await request(nc, f"CONSUMER.CREATE.{label}", {"stream_name": spec.stream, "config": merged})
     return [f"created {label}" if existing is None else f"updated {label}: {', '.join(changed)}"]
 
 
@@ -238,57 +227,3 @@ def _kept(spec: ConsumerSpec, existing: Config) -> tuple[str, ...]:
 def _filter(subjects: tuple[str, ...]) -> Config:
     """The server wants one subject and several in different fields."""
     return {"filter_subject": subjects[0]} if len(subjects) == 1 else {"filter_subjects": list(subjects)}
-
-
-async def _existing(nc: Client, verb: str, not_found: int) -> Config | None:
-    """The configuration of a stream or consumer; None: there is none."""
-    answer = await _ask(nc, verb, {})
-    if isinstance(answer, ApiError) and answer.err_code == not_found:
-        return None
-    config: Config = _accepted(verb, answer)["config"]
-    return config
-
-
-async def _request(nc: Client, verb: str, body: Config) -> Config:
-    """The answer of the JetStream API.
-
-    Raises:
-        BrokerProblem: the server refuses, or does not answer.
-    """
-    return _accepted(verb, await _ask(nc, verb, body))
-
-
-def _accepted(verb: str, answer: Config | ApiError) -> Config:
-    if isinstance(answer, ApiError):
-        raise BrokerProblem(f"$JS.API.{verb}: {answer}")
-    return answer
-
-
-async def _ask(nc: Client, verb: str, body: Config) -> Config | ApiError:
-    """Ask the JetStream API; every verb used here may be repeated.
-
-    Raises:
-        BrokerProblem: the server does not answer.
-    """
-    subject = f"$JS.API.{verb}"
-    payload = json.dumps(body).encode() if body else b""
-    # A forbidden publish is never answered, only reported beside: look after a short wait, then be patient.
-    for timeout_s in (_PROBE_S, _TIMEOUT_S):
-        try:
-            reply = await nc.request(subject, payload, timeout=timeout_s)
-            break
-        except NoRespondersError:
-            raise BrokerProblem(
-                "JetStream is not enabled on the server or for this account: add `jetstream { store_dir: ... }` to "
-                "the server's configuration and `jetstream: enabled` to the account"
-            ) from None
-        except (NatsError, TimeoutError):
-            if subject.lower() in str(nc.last_error).lower():
-                raise BrokerProblem(
-                    f"this user may not use {subject}: applying streams needs the operator's credentials "
-                    f"({nc.last_error})"
-                ) from None
-    else:
-        raise BrokerProblem(f"{subject}: no answer within {_TIMEOUT_S:.0f} s: is the server overloaded?")
-    answer: Config = json.loads(reply.data)
-    return msgspec.convert(answer["error"], ApiError) if "error" in answer else answer

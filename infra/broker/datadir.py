@@ -106,6 +106,16 @@ class Lock:
             self._fd = None
 
 
+def holder(path: Path) -> int | None:
+    """Process id of the holder of a ``Lock`` on ``path``; None: nobody holds it."""
+    with suppress(OSError, ValueError), path.open("rb") as file:
+        try:
+            fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return int(file.read(32))
+    return None
+
+
 def write_private(path: Path, text: str) -> None:
     """Replace a file in one step; only its owner may read it."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}")

@@ -8,10 +8,11 @@ from nats.aio.client import Client
 
 from configs.logs import setup
 from configs.settings import NatsSettings
-from infra.broker.apply import BrokerProblem, apply
+from infra.broker.apply import apply
 from infra.broker.binary import NoServerBinary
 from infra.broker.datadir import DataDirBusy, DataDirUnusable
 from infra.broker.disk import DiskWatch
+from infra.broker.jetstream_api import BrokerProblem
 from infra.broker.roles import ROLES, inbox_prefix
 from infra.broker.server import EmbeddedNats, ServerFailed
 from infra.bus.connection import why_unreachable

@@ -12,7 +12,7 @@ import signal
 import time
 from pathlib import Path
 
-from infra.broker.apply import BrokerProblem
+from infra.broker.jetstream_api import BrokerProblem
 
 RELOAD_S = 10.0
 _DONE = re.compile(rb"Reloaded server configuration|Failed to reload server configuration: (.*)")

@@ -17,9 +17,10 @@ from nats.aio.client import Client
 
 from configs.flags import Parser
 from infra.broker import tenants
-from infra.broker.apply import BrokerProblem, apply_submissions
+from infra.broker.apply import apply_submissions
 from infra.broker.config import USERS, tenant_user
 from infra.broker.datadir import load_secrets
+from infra.broker.jetstream_api import BrokerProblem
 from infra.broker.main import connect_operator
 from infra.broker.reload import reload, running_pid
 from infra.broker.tenants import Tenant, Tenants

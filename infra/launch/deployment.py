@@ -25,7 +25,7 @@ from infra.launch.process import Process
 from infra.launch.readiness import Readiness, first_model
 from infra.launch.show import Board, readable, welcome
 from infra.launch.signals import Stop
-from infra.launch.state import Running, State, write_state
+from infra.launch.state import Running, State, read_resume, write_state
 from infra.launch.stopping import stop_in_order
 from infra.launch.supervisor import USAGE, Keeper
 from infra.recipes import catalogue
@@ -108,7 +108,7 @@ class Deployment:
         began = time.monotonic()
         self._lock.acquire("penstock up")
         self._failed = asyncio.get_running_loop().create_future()
-        with Stop() as stop:
+        with Stop(resume=self._resume) as stop:
             asked = asyncio.create_task(stop.asked.wait(), name="signal")
             try:
                 starting = asyncio.create_task(self._start(), name="start")
@@ -231,6 +231,13 @@ class Deployment:
         except OSError as error:  # a full disk: what runs must still be kept alive
             log.warning("state_not_written", error=str(error))
 
+    def _resume(self) -> None:
+        """Start the drained processes that ``penstock restart`` has named."""
+        names = read_resume(self.data_dir)
+        for keeper in self._keepers:
+            if keeper.child.name in names:
+                keeper.resume()
+
     def _give_up(self, keeper: Keeper) -> bool:
         """Whether a process that exits at start ends the start: it will not get better, or has been tried often."""
         hopeless = keeper.last_status == USAGE or keeper.exits >= _TRIES
@@ -263,7 +270,8 @@ class Deployment:
             namespace=self.settings.namespace,
             model=self._model,
             processes=tuple(
-                Running(k.child.name, k.child.role, k.child.pid, metrics.get(k.child.name, "")) for k in self._keepers
+                Running(k.child.name, k.child.role, k.child.pid, metrics.get(k.child.name, ""), k.drained)
+                for k in self._keepers
             ),
             makes=self._makes,
             http_urls=self._doors.urls,

@@ -1,19 +1,26 @@
-"""Ctrl-C and SIGTERM as events: the first asks to stop in order, the second insists."""
+"""Ctrl-C and SIGTERM as events: the first asks to stop in order, the second insists. SIGUSR1 resumes."""
 
 import asyncio
 import contextlib
 import os
 import signal
 import stat
+from collections.abc import Callable
 from types import TracebackType
 
+RESUME = signal.SIGUSR1
 _ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stop:
-    """Within ``with Stop() as stop``, signals set ``stop.asked``, then ``stop.insisted``."""
+    """Within ``with Stop() as stop``, signals set ``stop.asked``, then ``stop.insisted``.
 
-    def __init__(self) -> None:
+    Args:
+        resume: called on SIGUSR1.
+    """
+
+    def __init__(self, resume: Callable[[], None] | None = None) -> None:
+        self._resume = resume
         self.asked = asyncio.Event()
         self.insisted = asyncio.Event()
 
@@ -21,12 +28,16 @@ class Stop:
         loop = asyncio.get_running_loop()
         for number in _ALL:
             loop.add_signal_handler(number, self._on_signal)
+        if self._resume is not None:
+            loop.add_signal_handler(RESUME, self._resume)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         loop = asyncio.get_running_loop()
         for number in _ALL:
             loop.remove_signal_handler(number)
+        if self._resume is not None:
+            loop.remove_signal_handler(RESUME)
 
     def _on_signal(self) -> None:
         leave_closed_terminal()

@@ -1,5 +1,6 @@
 """``state.json``: what runs, and how to reach it, for ``penstock explain``, tests and benchmarks."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,7 @@ class Running(msgspec.Struct, frozen=True, omit_defaults=True):
     role: str
     pid: int | None = None
     metrics_url: str = ""  # Prometheus; "": none of its own (a gateway's are at its http_url + /metrics)
+    drained: bool = False  # by `penstock drain`; it starts again after `penstock restart`
 
 
 class State(msgspec.Struct, frozen=True):
@@ -42,3 +44,19 @@ def read_state(path: Path) -> State:
         msgspec.DecodeError: it is damaged.
     """
     return msgspec.json.decode(path.read_bytes(), type=State)
+
+
+def write_resume(data_dir: Path, names: Iterable[str]) -> None:
+    """Name the drained processes that the signal ``RESUME`` starts again."""
+    write_private(data_dir / "resume", "\n".join(names))
+
+
+def read_resume(data_dir: Path) -> list[str]:
+    """The processes that ``write_resume`` has named, once."""
+    path = data_dir / "resume"
+    try:
+        names = path.read_text().split()
+        path.unlink()
+    except OSError:
+        return []
+    return names

@@ -1,6 +1,7 @@
 """Keeping one child process alive: started again when it ends, never twice at once, stopped in bounded time."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,6 +9,8 @@ from pathlib import Path
 from typing import Protocol
 
 import structlog
+
+from schemas.control import DRAINED
 
 log = structlog.get_logger("up")
 
@@ -74,11 +77,13 @@ class Keeper:
         self.child = child
         self._standstill_s = standstill_s
         self.exits = 0
+        self.drained = False  # it ended by `penstock drain` and is not started again until ``resume``
         self.last_status: int | None = None
         self._changed = changed or (lambda _: None)
         self._give_up = give_up or (lambda _: False)
         self._backoff = Backoff()
-        self._stopping = asyncio.Event()
+        self._stopping = False
+        self._wake = asyncio.Event()  # ends the pause before the next start
         self._task: asyncio.Task[None] | None = None
         self._began = 0.0
 
@@ -91,7 +96,7 @@ class Keeper:
 
     async def stop(self, timeout_s: float) -> None:
         """End the child: asked first, killed after ``timeout_s``."""
-        self._stopping.set()
+        self._end()
         self.child.terminate()
         if self._task is not None:
             await asyncio.wait([self._task], timeout=timeout_s)
@@ -100,31 +105,45 @@ class Keeper:
                 self.child.kill()
             await self._task
 
+    def resume(self) -> None:
+        """Start the child again if it was drained; else nothing happens."""
+        if self.drained:
+            self._wake.set()
+
     def kill(self) -> None:
         """End the child at once; ``stop`` still has to be awaited."""
-        self._stopping.set()
+        self._end()
         self.child.kill()
+
+    def _end(self) -> None:
+        self._stopping = True
+        self._wake.set()
 
     async def _keep(self) -> None:
         running = True
         while True:
             if running:
                 self.last_status = await self._ended()
-            if self._stopping.is_set():
+            if self._stopping:
                 return
             self.exits += 1
             if self._give_up(self):
                 self._changed(self)
                 return
-            pause = self._backoff.after(time.monotonic() - self._began)
-            log.warning("process_ended", name=self.child.name, status=self.last_status, restart_in_s=pause)
+            self.drained = running and self.last_status == DRAINED
+            if self.drained:
+                pause = None
+                log.info("process_drained", name=self.child.name, action="starts again after `penstock restart`")
+            else:
+                pause = self._backoff.after(time.monotonic() - self._began)
+                log.warning("process_ended", name=self.child.name, status=self.last_status, restart_in_s=pause)
             self._changed(self)
-            try:
+            self._wake.clear()
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
-                    await self._stopping.wait()
+                    await self._wake.wait()
+            if self._stopping:
                 return
-            except TimeoutError:
-                pass
             running = await self._restart()
 
     async def _ended(self) -> int:
@@ -147,12 +166,13 @@ class Keeper:
 
     async def _restart(self) -> bool:
         self._began = time.monotonic()
+        self.drained = False
         try:
             await self.child.start()
         except Exception as error:  # a port still taken, no memory to fork: tried again later
             log.error("restart_failed", name=self.child.name, error=str(error))
             return False
-        if self._stopping.is_set():  # asked while it was starting, when there was nobody to tell
+        if self._stopping:  # asked while it was starting, when there was nobody to tell
             self.child.terminate()
         self._changed(self)
         return True

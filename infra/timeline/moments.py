@@ -51,3 +51,11 @@ def span(ms: float | None) -> str:
     if ms < 1000:
         return f"{ms:.1f} ms"
     return f"{ms / 1e3:.2f} s" if ms < 60_000 else f"{int(ms // 60_000)} min {ms % 60_000 / 1e3:.0f} s"
+
+
+def show_duration(seconds: float) -> str:
+    """A duration in its largest fitting unit: "45 s", "90 min", "36 h", "7 d"."""
+    for unit, size, up_to in (("s", 1, 120), ("min", 60, 120), ("h", 3600, 72)):
+        if seconds < up_to * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 86400:.3g} d"

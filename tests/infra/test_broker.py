@@ -15,10 +15,11 @@ from nats.aio.client import Client
 from nats.js.api import AckPolicy, ConsumerConfig
 from nats.js.errors import NotFoundError
 
-from infra.broker.apply import BrokerProblem, apply, stream_configs, widened
+from infra.broker.apply import apply, stream_configs, widened
 from infra.broker.binary import find_server, parse_version
 from infra.broker.config import USERS, ServerConfig, render
 from infra.broker.datadir import DataDirBusy, Lock, load_secrets
+from infra.broker.jetstream_api import BrokerProblem
 from infra.broker.roles import ROLES, permissions
 from infra.broker.server import EmbeddedNats, ServerFailed
 from infra.bus import object_store

@@ -238,7 +238,8 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
     ),
     "cancel": (control.Cancel(REQUEST.id, "gone"), control.decode_cancel),
     "dump_kv": (control.DumpKv(page=3), control.decode_worker),
-    "drain": (control.Drain(), control.decode_worker),
+    "drain": (control.Drain(stay_down=True), control.decode_worker),
+    "drain_to_restart": (control.Drain(), control.decode_worker),
     "release": (control.Release("t-1", "w-2"), control.decode_worker),
     "push": (
         control.Push("t-1", "w-2", ENDPOINT, pack_tokens([0]), pack_tokens([9]), 1.5),

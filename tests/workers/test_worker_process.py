@@ -114,6 +114,16 @@ async def test_a_drain_order_is_answered_and_ends_the_process(
     assert held.closes == 1
 
 
+async def test_a_worker_that_is_drained_for_good_ends_with_a_status_of_its_own(
+    broker: EmbeddedNats, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = Served(broker, record, engine(), monkeypatch)
+    worker = await served.registered()
+    order = wire.encode(control.Drain(stay_down=True))
+    await record.bus.nc.request(record.bus.subjects.control(worker), order, timeout=5)
+    assert await served.status() == control.DRAINED
+
+
 async def test_a_cancel_message_reaches_the_session(
     broker: EmbeddedNats, record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:

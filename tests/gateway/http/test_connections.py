@@ -19,7 +19,7 @@ Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Application:
-    """Answers with the size of the body; ``/flood`` with as much as is read; ``/wait`` once it is allowed to."""
+    """Answers with the size of the body; ``/flood`` with as much as is read; ``/wait``, ``/begin``: when allowed."""
 
     def __init__(self) -> None:
         self.go = asyncio.Event()
@@ -48,6 +48,12 @@ class Application:
         if scope["path"] == "/stream":
             await self._start(send, [])
             await send({"type": "http.response.body", "body": b"one", "more_body": True})
+            await send({"type": "http.response.body", "body": b"two"})
+            return
+        if scope["path"] == "/begin":
+            await self._start(send, [])
+            await send({"type": "http.response.body", "body": b"one", "more_body": True})
+            await self.go.wait()
             await send({"type": "http.response.body", "body": b"two"})
             return
         if scope["path"] == "/wait":
@@ -446,6 +452,23 @@ async def test_a_drain_waits_for_answers_and_serves_kept_connections_once_more(s
             await asyncio.open_connection("127.0.0.1", serving.port)
         serving.app.go.set()
         answer = await everything(working)
+        assert status(answer) == 200
+        assert b"connection: close" in answer
+        assert await draining
+
+
+async def test_a_connection_whose_answer_had_begun_before_a_drain_is_answered_once_more(serve: Serve) -> None:
+    serving = await serve()
+    async with asyncio.timeout(10), serving.client(b"GET /begin HTTP/1.1\r\nhost: x\r\n\r\n") as (reader, writer):
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert b"connection: close" not in head
+        draining = asyncio.create_task(serving.server.drain(5.0))
+        while not serving.server.draining:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        serving.app.go.set()
+        await reader.readuntil(b"0\r\n\r\n")
+        writer.write(GET)  # by a client that has read no more than its answer
+        answer = await everything(reader)
         assert status(answer) == 200
         assert b"connection: close" in answer
         assert await draining

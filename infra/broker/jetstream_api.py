@@ -1,0 +1,78 @@
+"""The JetStream API in JSON.
+
+A client library's structs lag behind the server's fields, and the server refuses fields that it does not know, so
+nothing that is asked for is lost silently.
+"""
+
+import json
+from typing import Any
+
+import msgspec
+from nats.aio.client import Client
+from nats.errors import Error as NatsError
+from nats.errors import NoRespondersError
+
+from infra.bus.jetstream import ApiError
+
+Config = dict[str, Any]
+
+_TIMEOUT_S = 30.0  # a stream is a few files; a busy disk may take its time
+_PROBE_S = 2.0
+
+
+class BrokerProblem(Exception):
+    """The server cannot carry the pipeline as it is; the text says what is wrong and how to mend it."""
+
+
+async def existing_config(nc: Client, verb: str, not_found: int) -> Config | None:
+    """The configuration of a stream or consumer; None: there is none."""
+    answer = await _ask(nc, verb, {})
+    if isinstance(answer, ApiError) and answer.err_code == not_found:
+        return None
+    config: Config = _accepted(verb, answer)["config"]
+    return config
+
+
+async def request(nc: Client, verb: str, body: Config) -> Config:
+    """The answer of the JetStream API.
+
+    Raises:
+        BrokerProblem: the server refuses, or does not answer.
+    """
+    return _accepted(verb, await _ask(nc, verb, body))
+
+
+def _accepted(verb: str, answer: Config | ApiError) -> Config:
+    if isinstance(answer, ApiError):
+        raise BrokerProblem(f"$JS.API.{verb}: {answer}")
+    return answer
+
+
+async def _ask(nc: Client, verb: str, body: Config) -> Config | ApiError:
+    """Ask the JetStream API; every verb used here may be repeated.
+
+    Raises:
+        BrokerProblem: the server does not answer.
+    """
+    subject = f"$JS.API.{verb}"
+    payload = json.dumps(body).encode() if body else b""
+    # A forbidden publish is never answered, only reported beside: look after a short wait, then be patient.
+    for timeout_s in (_PROBE_S, _TIMEOUT_S):
+        try:
+            reply = await nc.request(subject, payload, timeout=timeout_s)
+            break
+        except NoRespondersError:
+            raise BrokerProblem(
+                "JetStream is not enabled on the server or for this account: add `jetstream { store_dir: ... }` to "
+                "the server's configuration and `jetstream: enabled` to the account"
+            ) from None
+        except (NatsError, TimeoutError):
+            if subject.lower() in str(nc.last_error).lower():
+                raise BrokerProblem(
+                    f"this user may not use {subject}: applying streams needs the operator's credentials "
+                    f"({nc.last_error})"
+                ) from None
+    else:
+        raise BrokerProblem(f"{subject}: no answer within {_TIMEOUT_S:.0f} s: is the server overloaded?")
+    answer: Config = json.loads(reply.data)
+    return msgspec.convert(answer["error"], ApiError) if "error" in answer else answer

@@ -1,0 +1,149 @@
+"""How long streams keep their messages, and how large they may become: read, checked and set.
+
+A limit that is set here is marked in the stream's metadata, so that ``streams apply`` does not raise it again.
+"""
+
+import time
+
+import msgspec
+from nats.aio.client import Client
+
+from infra.broker.apply import SET_BY_OPERATOR
+from infra.broker.jetstream_api import BrokerProblem, Config, existing_config, request
+from infra.bus.connection import Bus
+from infra.bus.direct_get import parse_time, read
+from infra.bus.jetstream import STREAM_NOT_FOUND
+from schemas.streams import HOUR, LONGEST_DEADLINE_S, MIB, Topology
+
+_NS = 1_000_000_000
+MIN_BYTES = 16 * MIB
+# A stream that the pipeline works from must outlast the longest request; KV and HANDOFF only what routers catch up on.
+MIN_AGE_S = LONGEST_DEADLINE_S
+SETTABLE = ("REQUESTS", "WORK", "TOKENS", "DONE", "KV", "HANDOFF")
+
+
+class StreamUse(msgspec.Struct, frozen=True):
+    """A stream as it is now. Sizes in bytes, ages in seconds; a limit of 0 means that there is none.
+
+    Attributes:
+        oldest_s: age of its first message; 0 if it is empty.
+        operator_set: limits that the operator has set: "max_age", "max_bytes".
+    """
+
+    name: str
+    description: str
+    messages: int
+    bytes: int
+    max_bytes: int
+    oldest_s: float
+    max_age_s: float
+    consumers: int
+    operator_set: tuple[str, ...] = ()
+
+
+class Loss(msgspec.Struct, frozen=True):
+    """What new limits delete at once: ``messages`` at most because of their age, ``bytes`` because of the size."""
+
+    messages: int
+    bytes: int
+
+    def __bool__(self) -> bool:
+        return bool(self.messages or self.bytes)
+
+
+async def uses(bus: Bus, topology: Topology) -> list[StreamUse]:
+    """All streams of a namespace that exist, those behind buckets included.
+
+    Raises:
+        BrokerProblem: the broker does not answer, or refuses.
+    """
+    descriptions = {spec.name: spec.description for spec in topology.streams}
+    names = [
+        *descriptions,
+        *(f"KV_{spec.name}" for spec in topology.buckets),
+        *(f"OBJ_{spec.name}" for spec in topology.objects),
+    ]
+    found = []
+    now_s = time.time()
+    for name in names:
+        if await existing_config(bus.nc, f"STREAM.INFO.{name}", STREAM_NOT_FOUND) is None:
+            continue
+        info = await request(bus.nc, f"STREAM.INFO.{name}", {})
+        found.append(_use(info, descriptions.get(name, ""), now_s))
+    return found
+
+
+def _use(info: Config, description: str, now_s: float) -> StreamUse:
+    config, state = info["config"], info["state"]
+    first_s = parse_time(state["first_ts"]) / 1e9 if state["messages"] else now_s
+    return StreamUse(
+        config["name"],
+        description,
+        state["messages"],
+        state["bytes"],
+        max(0, config["max_bytes"]),
+        max(0.0, now_s - first_s),
+        config["max_age"] / _NS,
+        state["consumer_count"],
+        tuple(config.get("metadata", {}).get(SET_BY_OPERATOR, "").split()),
+    )
+
+
+def check(stream: str, max_age_s: float | None, max_bytes: int | None) -> None:
+    """Whether these limits are possible for a stream (its name without the namespace); None: as it is.
+
+    Raises:
+        ValueError: they are not, or there is no such stream.
+    """
+    if stream not in SETTABLE:
+        raise ValueError(f"{stream!r}: the limits of {', '.join(SETTABLE)} can be set")
+    if max_age_s is None and max_bytes is None:
+        raise ValueError("give --max-age or --max-bytes")
+    if max_age_s is not None and max_age_s < MIN_AGE_S:
+        raise ValueError(
+            f"--max-age: {stream} must keep messages for at least {MIN_AGE_S / HOUR:g} h, the longest deadline of a "
+            "request; shorter ones would lose what still runs"
+        )
+    if max_bytes is not None and max_bytes < MIN_BYTES:
+        raise ValueError(f"--max-bytes: at least {MIN_BYTES // MIB} MiB")
+
+
+async def loss(bus: Bus, use: StreamUse, max_age_s: float | None, max_bytes: int | None) -> Loss:
+    """What a stream would delete at once under new limits.
+
+    Raises:
+        ServingError: the stream cannot be read.
+        BrokerProblem: the broker refuses.
+    """
+    messages = 0
+    if max_age_s is not None and use.oldest_s > max_age_s:
+        info = await request(bus.nc, f"STREAM.INFO.{use.name}", {})
+        first_kept = info["state"]["last_seq"] + 1
+        async for entry in read(bus, use.name, ">", since_ns=int((time.time() - max_age_s) * _NS), batch=1):
+            first_kept = entry.seq
+            break
+        messages = first_kept - info["state"]["first_seq"]
+    return Loss(messages, max(0, use.bytes - max_bytes) if max_bytes is not None else 0)
+
+
+async def set_limits(nc: Client, name: str, max_age_s: float | None, max_bytes: int | None) -> None:
+    """Set the limits of a stream; None: as it is.
+
+    Raises:
+        BrokerProblem: there is no such stream, or the broker refuses.
+    """
+    config = await existing_config(nc, f"STREAM.INFO.{name}", STREAM_NOT_FOUND)
+    if config is None:
+        raise BrokerProblem(f"there is no stream {name}: run `penstock streams apply`")
+    # The server's own notes come back in its answer and are not ours to send.
+    metadata = {key: value for key, value in config.get("metadata", {}).items() if not key.startswith("_nats.")}
+    chosen = set(metadata.get(SET_BY_OPERATOR, "").split())
+    if max_age_s is not None:
+        config["max_age"] = int(max_age_s * _NS)
+        config["duplicate_window"] = min(config.get("duplicate_window", 0), config["max_age"])
+        chosen.add("max_age")
+    if max_bytes is not None:
+        config["max_bytes"] = max_bytes
+        chosen.add("max_bytes")
+    config["metadata"] = metadata | {SET_BY_OPERATOR: " ".join(sorted(chosen))}
+    await request(nc, f"STREAM.UPDATE.{name}", config)

@@ -1,0 +1,115 @@
+"""``penstock streams list`` and ``penstock streams set``: what the streams hold, and for how long."""
+
+import argparse
+import time
+from collections.abc import Sequence
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from configs.flags import Parser
+from infra.broker import retention
+from infra.broker.jetstream_api import BrokerProblem
+from infra.broker.retention import Loss, StreamUse
+from infra.sizes import parse_size, show_size
+from infra.terminal import confirmed, stdout
+from infra.timeline.moments import duration_ns, show_duration
+from infra.timeline.open_log import Log, Source, add_flags, open_log, run_command
+from schemas.streams import topology
+
+FULL = 0.8  # shown in yellow from here on
+
+
+def run_list(argv: Sequence[str]) -> int:
+    """Show all streams; the exit status."""
+    parser = Parser(prog="penstock streams list", description="what each stream holds, and for how long")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    add_flags(parser)
+    args = parser.parse_args(argv)
+    return run_command("streams list", lambda: _list(Source.of(args), stdout(), as_json=args.json))
+
+
+def run_set(argv: Sequence[str]) -> int:
+    """Set the limits of one stream; the exit status."""
+    parser = Parser(
+        prog="penstock streams set",
+        description="set how long a stream keeps its messages and how large it may become. Its oldest messages beyond "
+        "the new limits are deleted at once. Limits that are set here are not changed by later starts.",
+    )
+    parser.add_argument("stream", metavar="STREAM", help=f"one of {', '.join(retention.SETTABLE)}")
+    parser.add_argument("--max-age", default="", metavar="TIME", help="such as 12h or 14d")
+    parser.add_argument("--max-bytes", default="", metavar="SIZE", help="such as 512MiB or 16GiB")
+    parser.add_argument("--yes", "-y", action="store_true", help="delete messages without asking")
+    add_flags(parser)
+    args = parser.parse_args(argv)
+    return run_command("streams set", lambda: _set(args, stdout()))
+
+
+async def _list(source: Source, console: Console, *, as_json: bool) -> None:
+    async with open_log(source, name="streams", role="operator", streams=retention.SETTABLE) as log:
+        uses = await _uses(log)
+    if as_json:
+        for use in uses:
+            console.file.write(msgspec.json.encode(use).decode() + "\n")
+        return
+    console.print(_table(uses))
+
+
+async def _uses(log: Log) -> list[StreamUse]:
+    try:
+        return await retention.uses(log.bus, topology(log.bus.subjects))
+    except BrokerProblem as error:
+        raise ValueError(str(error)) from error
+
+
+def _table(uses: Sequence[StreamUse]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("stream", "messages", "size", "of", "full", "oldest", "kept for", "consumers", ""):
+        table.add_column(name, justify="left" if name in ("stream", "") else "right", no_wrap=True)
+    for use in uses:
+        full = use.bytes / use.max_bytes if use.max_bytes else 0.0
+        table.add_row(
+            use.name,
+            f"{use.messages:,}",
+            show_size(use.bytes),
+            show_size(use.max_bytes) + ("*" if "max_bytes" in use.operator_set else "") if use.max_bytes else "-",
+            f"[{'yellow' if full >= FULL else 'default'}]{full:.0%}[/]" if use.max_bytes else "-",
+            show_duration(use.oldest_s) if use.messages else "-",
+            show_duration(use.max_age_s) + ("*" if "max_age" in use.operator_set else "") if use.max_age_s else "-",
+            str(use.consumers),
+            use.description,
+        )
+    if any(use.operator_set for use in uses):
+        table.caption = "* set by the operator"
+        table.caption_justify = "left"
+    return table
+
+
+async def _set(args: argparse.Namespace, console: Console) -> None:
+    max_age_s = duration_ns(args.max_age) / 1e9 if args.max_age else None
+    max_bytes = parse_size(args.max_bytes) if args.max_bytes else None
+    retention.check(args.stream, max_age_s, max_bytes)
+    async with open_log(Source.of(args), name="streams", role="operator", streams=()) as log:
+        if log.stopped:
+            raise ValueError("the deployment is stopped: start it, then set the limits of its streams")
+        name = log.bus.subjects.stream(args.stream)
+        use = next((use for use in await _uses(log) if use.name == name), None)
+        if use is None:
+            raise ValueError(f"there is no stream {name}: run `penstock streams apply`")
+        lost = await retention.loss(log.bus, use, max_age_s, max_bytes)
+        if lost and not args.yes and not confirmed(f"{_what(lost, use)} Continue?"):
+            raise ValueError("nothing was changed; --yes deletes without asking")
+        try:
+            await retention.set_limits(log.bus.nc, name, max_age_s, max_bytes)
+        except BrokerProblem as error:
+            raise ValueError(str(error)) from error
+    age = show_duration(max_age_s if max_age_s is not None else use.max_age_s)
+    console.print(f"{name} keeps messages for {age}, at most {show_size(max_bytes or use.max_bytes)}", highlight=False)
+
+
+def _what(lost: Loss, use: StreamUse) -> str:
+    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() - use.oldest_s))
+    parts = [f"{lost.messages:,} messages that are older than that"] if lost.messages else []
+    parts += [f"its oldest {show_size(lost.bytes)}"] if lost.bytes else []
+    return f"This deletes {' and '.join(parts)} from {use.name} (messages since {since})."
