@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from workers.engines.native import quantize, sampler
-from workers.engines.native.attention import ReferenceAttention, Span
+from workers.engines.native.attention import AttentionParams, ReferenceAttention, Span
 from workers.engines.native.cuda import modules, rewrite, rows
 from workers.engines.native.cuda.paged import Batch, PagedAttention, Scratch, tile_rows
 from workers.engines.native.pool import KvShape, Pool
@@ -76,7 +76,7 @@ class Case:
         if rotate:
             rotation._left = (self.cos, self.sin)
         paged = PagedAttention(self.pool, self.scratch, rotation, self.batch)
-        found = paged.attend(1, self.q, self.k, self.v, self.dim**-0.5, window, softcap, sink)
+        found = paged.attend(1, self.q, self.k, self.v, AttentionParams(self.dim**-0.5, window, softcap, sink))
         q, k = (self.rotated(self.q), self.rotated(self.k)) if rotate else (self.q, self.k)
         twin = self.twin
         data = twin.data.float()
@@ -88,10 +88,8 @@ class Case:
         exact.clear = lambda blocks: None  # type: ignore[method-assign]
         reference.__init__(exact, spans)  # type: ignore[misc]
         exact.clear = kept  # type: ignore[method-assign]
-        expected = reference.attend(
-            1, q.float(), k.float(), self.v.float(), self.dim**-0.5, window, softcap,
-            None if sink is None else sink.float(),
-        )  # fmt: skip
+        params = AttentionParams(self.dim**-0.5, window, softcap, None if sink is None else sink.float())
+        expected = reference.attend(1, q.float(), k.float(), self.v.float(), params)
         stored = apart(self.pool.data, exact.data)
         return apart(found, expected), stored
 

@@ -12,6 +12,7 @@ import torch
 import triton
 
 from tests.gpu.kernels import Case
+from workers.engines.native.attention import AttentionParams
 from workers.engines.native.cuda import attend, modules, paged
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
@@ -75,13 +76,14 @@ def decodes() -> None:
     ):
         case = Case(DEVICE, torch.bfloat16, 32, 8, 128, page=32, decodes=(context,) * count, chunks=(), layers=16)
         bytes_read = count * context * 2 * 8 * 128 * 2
+        params = AttentionParams(0.088)
         line, usual = [], paged.splits
         for parts in (1, 2, 4, 8, 16, 32, 64):
             paged.splits = lambda rows, kv_heads, parts=parts: parts
             scratch = paged.Scratch(count, 8, 32, 128, DEVICE)
             run = paged.PagedAttention(case.pool, scratch, modules.Rotation(), case.batch)
             try:
-                ms = timed(lambda: [run.attend(n, case.q, case.k, case.v, 0.088, None, 0.0) for n in range(16)], 16)
+                ms = timed(lambda: [run.attend(n, case.q, case.k, case.v, params) for n in range(16)], 16)
             except Exception as error:
                 print(repr(error)[:200])
                 continue

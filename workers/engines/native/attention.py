@@ -26,29 +26,32 @@ class Unsupported(Exception):
     """This model's attention needs something that is not implemented here."""
 
 
+class AttentionParams(NamedTuple):
+    """What a layer's attention does besides being causal.
+
+    Attributes:
+        scale: of the scores.
+        window: tokens a query sees, itself included; None: all.
+        softcap: scores become softcap * tanh(score / softcap); 0: they stay.
+        sinks: attention-sink logits, which count in the softmax's sum and add no value; None: none. (heads,), or of a
+            shape that broadcasts over the scores of one key.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+
+
 class Paged(Protocol):
     """The attention of one step over one packed batch of sequences."""
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """Store the step's keys and values, then attend.
 
         Args:
             query: (tokens, heads, head_dim), rotated, as are the keys.
             key, value: (tokens, kv_heads, head_dim).
-            scale: of the scores.
-            window: tokens a query sees, itself included; None: all.
-            softcap: scores become softcap * tanh(score / softcap); 0: they stay.
-            sinks: (heads,), attention-sink logits: they count in the softmax's sum and add no value; None: none.
         Returns: (tokens, heads, head_dim).
         """
 
@@ -82,15 +85,13 @@ def attention(
         raise Unsupported("attention that is not plainly causal")
     if value.shape != key.shape:
         raise Unsupported(f"values of another shape than keys ({tuple(value.shape)}, {tuple(key.shape)})")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     out = paged.attend(
         int(getattr(module, "layer_idx")),  # noqa: B009  nn.Module types its attributes as Tensor | Module
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-        sliding_window,
-        softcap or 0.0,
-        s_aux,
+        AttentionParams(scale, sliding_window, softcap or 0.0, s_aux),
     )
     return out.unsqueeze(0), None
 
@@ -147,56 +148,36 @@ class ReferenceAttention:
         self._groups: dict[int | None, list[_Group]] = {}  # by window
         pool.clear(opened)
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         self._pool.write(layer, self._blocks, self._offsets, key, value)
         out = torch.empty_like(query)
-        if window not in self._groups:
-            self._groups[window] = self._group(window)
-        for group in self._groups[window]:
-            out[group.rows] = self._attend_group(layer, query[group.rows], group, scale, softcap, sinks)
+        if params.window not in self._groups:
+            self._groups[params.window] = self._group(params.window)
+        for group in self._groups[params.window]:
+            out[group.rows] = self._attend_group(layer, query[group.rows], group, params)
         for span in self._long:
             rows = slice(span.row, span.row + span.count)
-            out[rows] = self._prefill(layer, query[rows], span, scale, window, softcap, sinks)
+            out[rows] = self._prefill(layer, query[rows], span, params)
         return out
 
-    def _attend_group(
-        self, layer: int, query: Tensor, group: _Group, scale: float, softcap: float, sinks: Tensor | None
-    ) -> Tensor:
+    def _attend_group(self, layer: int, query: Tensor, group: _Group, params: AttentionParams) -> Tensor:
         """The tokens and the query heads that share a KV head form the query axis."""
         keys, values = self._pool.read(layer, group.table)
         n, heads, dim = len(group.table), query.shape[1], query.shape[2]
         tokens, kv_heads, mask = group.mask.shape[2], keys.shape[1], group.mask
         shared = heads // kv_heads
         query = query.view(n, tokens, kv_heads, shared, dim).permute(0, 2, 3, 1, 4).reshape(n, kv_heads, -1, dim)
-        if sinks is not None:
-            sinks = sinks.view(kv_heads, shared, 1).expand(-1, -1, tokens).reshape(kv_heads, -1)
+        if params.sinks is not None:
+            sinks = params.sinks.view(kv_heads, shared, 1).expand(-1, -1, tokens).reshape(kv_heads, -1)
+            params = params._replace(sinks=sinks)
         if tokens > 1:
             mask = mask.unsqueeze(2).expand(-1, -1, shared, -1, -1).reshape(n, 1, shared * tokens, -1)
-        out = _attend(query, keys, values, mask, scale, softcap, sinks)
+        out = _attend(query, keys, values, mask, params)
         return out.view(n, kv_heads, shared, tokens, dim).permute(0, 3, 1, 2, 4).reshape(n * tokens, heads, dim)
 
-    def _prefill(
-        self,
-        layer: int,
-        query: Tensor,
-        span: Span,
-        scale: float,
-        window: int | None,
-        softcap: float,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def _prefill(self, layer: int, query: Tensor, span: Span, params: AttentionParams) -> Tensor:
         """A chunk of one sequence, in tiles of queries so that a long context needs no square of memory."""
-        size = self._pool.block_size
+        size, window = self._pool.block_size, params.window
         first = _first_seen(span.start, window) // size
         table = self._ints(span.blocks[first : -(-span.end // size)]).unsqueeze(0)
         keys, values = self._pool.read(layer, table)
@@ -207,10 +188,10 @@ class ReferenceAttention:
         keys = keys[0, :, None, :seen].expand(kv_heads, heads // kv_heads, seen, dim)
         values = values[0, :, None, :seen].expand_as(keys)
         queries = query.view(count, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
-        if sinks is not None:
-            sinks = sinks.view(kv_heads, -1, 1)
-        elif not span.start and not softcap and (window is None or window >= count):
-            fresh = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale)
+        if params.sinks is not None:
+            params = params._replace(sinks=params.sinks.view(kv_heads, -1, 1))
+        elif not span.start and not params.softcap and (window is None or window >= count):
+            fresh = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=params.scale)
             return fresh.permute(2, 0, 1, 3).reshape(count, heads, dim)  # a fifth of the time of a mask
         positions = torch.arange(first * size, span.end, device=self._device)
         tile = max(16, TILE_SCORES // seen)
@@ -220,7 +201,7 @@ class ReferenceAttention:
             mask = positions <= rows
             if window is not None:
                 mask &= positions > rows - window
-            parts.append(_attend(queries[:, :, at : at + tile], keys, values, mask, scale, softcap, sinks))
+            parts.append(_attend(queries[:, :, at : at + tile], keys, values, mask, params))
         out = torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
         return out.permute(2, 0, 1, 3).reshape(count, heads, dim)
 
@@ -256,14 +237,9 @@ def _first_seen(position: int, window: int | None) -> int:
     return 0 if window is None else max(0, position - window + 1)
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float, sinks: Tensor | None
-) -> Tensor:
-    """(batch, heads, queries, head_dim) each; ``mask`` broadcasts over batch and heads, True: seen.
-
-    Args:
-        sinks: broadcasts over the scores of one key.
-    """
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, params: AttentionParams) -> Tensor:
+    """(batch, heads, queries, head_dim) each; ``mask`` broadcasts over batch and heads, True: seen."""
+    scale, _, softcap, sinks = params
     if not softcap and sinks is None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     scores = query @ key.transpose(2, 3) * scale

@@ -91,20 +91,12 @@ class _Probe:
         self.windows: dict[int, int | None] = {}
 
     def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float,
-        sinks: Tensor | None = None,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: attention.AttentionParams
     ) -> Tensor:
         if layer in self.layers:
             raise attention.Unsupported("a layer that attends twice")
         self.layers[layer] = (key.shape[1], key.shape[2])
-        self.windows[layer] = window
+        self.windows[layer] = params.window
         return torch.zeros_like(query)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from workers.engines.native.attention import Paged
+from workers.engines.native.attention import AttentionParams, Paged
 from workers.engines.native.pool import Pool
 
 MIN_SHARE = 0.25  # rows of sliding layers per block of full-attention layers
@@ -84,17 +84,7 @@ class HybridAttention:
         self._places = layers.places
         self._full, self._sliding = full, sliding
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         slides, number = self._places[layer]
         paged = self._sliding if slides else self._full
-        return paged.attend(number, query, key, value, scale, window, softcap, sinks)
+        return paged.attend(number, query, key, value, params)

@@ -8,11 +8,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from workers.engines.native.attention import ReferenceAttention, Span
+from workers.engines.native.attention import AttentionParams, ReferenceAttention, Span
 from workers.engines.native.pool import KvShape, Pool
 
 HEADS, KV_HEADS, DIM, SIZE, BLOCKS = 6, 2, 4, 4, 64
 NAN = float("nan")
+PLAIN = AttentionParams(1.0)
 
 
 def pool() -> Pool:
@@ -59,13 +60,13 @@ def test_any_mix_of_chunks_is_attended_as_if_alone(
     for (keys, values), table in zip(past, tables, strict=True):  # computed in an earlier step
         if len(keys):
             span = Span(0, 0, len(keys), table)
-            ReferenceAttention(kv, [span]).attend(1, torch.zeros(len(keys), HEADS, DIM), keys, values, 1.0, None, 0.0)
+            ReferenceAttention(kv, [span]).attend(1, torch.zeros(len(keys), HEADS, DIM), keys, values, PLAIN)
     row, spans = 0, []
     for (start, count), table in zip(lengths, tables, strict=True):
         spans.append(Span(row, start, count, table))
         row += count
     q, k, v = (torch.cat(part) for part in zip(*new, strict=True))
-    out = ReferenceAttention(kv, spans).attend(1, q, k, v, 0.5, window, softcap)
+    out = ReferenceAttention(kv, spans).attend(1, q, k, v, AttentionParams(0.5, window, softcap))
     for span, (keys, values), (queries, fresh_keys, fresh_values) in zip(spans, past, new, strict=True):
         expected = plain(
             queries, torch.cat([keys, fresh_keys]), torch.cat([values, fresh_values]), 0.5, window, softcap
@@ -77,8 +78,8 @@ def test_layers_do_not_share_their_cache() -> None:
     kv = pool()
     paged = ReferenceAttention(kv, [Span(0, 0, 3, [5])])
     ones = torch.ones(3, KV_HEADS, DIM)
-    paged.attend(0, torch.zeros(3, HEADS, DIM), ones, ones, 1.0, None, 0.0)
-    paged.attend(1, torch.zeros(3, HEADS, DIM), ones * 2, ones * 2, 1.0, None, 0.0)
+    paged.attend(0, torch.zeros(3, HEADS, DIM), ones, ones, PLAIN)
+    paged.attend(1, torch.zeros(3, HEADS, DIM), ones * 2, ones * 2, PLAIN)
     assert kv.data[5, 0, :, :3].unique().tolist() == [1.0]
     assert kv.data[5, 1, :, :3].unique().tolist() == [2.0]
     assert not kv.data[5, :, :, 3:].any()
@@ -92,5 +93,5 @@ def test_a_sequence_with_broken_numbers_spoils_no_neighbour(poisoned: int) -> No
     kv.data[[block for span in spans for block in span.blocks]] = 1.0
     kv.data[spans[poisoned].blocks] = NAN
     keys = torch.ones(3, KV_HEADS, DIM)
-    out = ReferenceAttention(kv, spans).attend(0, torch.ones(3, HEADS, DIM), keys, keys, 1.0, None, 0.0)
+    out = ReferenceAttention(kv, spans).attend(0, torch.ones(3, HEADS, DIM), keys, keys, PLAIN)
     assert [bool(torch.isfinite(row).all()) for row in out] == [row != poisoned for row in range(3)]

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workers.engines.native.attention import AttentionParams
 from workers.engines.native.cuda import attend
 from workers.engines.native.cuda.fusions import dependent
 from workers.engines.native.cuda.modules import Rotation, launch
@@ -73,17 +74,8 @@ class PagedAttention:
         data = pool.data
         self._strides = (data.stride(0), data.stride(1), data.stride(2))
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+        scale, window, softcap, sinks = params
         batch, rotated = self._batch, self._store(layer, query, key, value)
         tokens, heads, dim = query.shape
         out = torch.empty((tokens, heads, dim), dtype=query.dtype, device=query.device)
