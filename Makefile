@@ -13,7 +13,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP   := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH := $(shell sed -n 's/^ *"\(torch[^"]*\)",.*/\1/p' pyproject.toml)
 
-.PHONY: help up test types pytest test-trtllm test-vllm docs bench chaos chaos-mixed lint clean
+.PHONY: help up test test-long types pytest test-trtllm test-vllm docs bench chaos chaos-mixed lint clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +27,11 @@ test: $(VENV)/.installed-dev  ## everything that CI checks: lint, types, tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@$(MAKE) --no-print-directory -j2 types pytest
+
+# 20 times as many examples as in `make test`, and new ones every time.
+test-long: $(VENV)/.installed-dev  ## the property tests alone, with many more examples
+	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -m hypothesis --timeout 7200 \
+	  --numprocesses $(JOBS) --dist load $(ARGS)
 
 types:  ## mypy alone
 	$(BIN)/mypy

@@ -21,6 +21,9 @@ from infra.broker.server import EmbeddedNats
 from infra.bus.connection import RepairedClient
 from schemas.streams import topology
 from schemas.subjects import Subjects
+from tests import properties
+
+properties.register()
 
 T = TypeVar("T")
 Connect = Callable[..., Awaitable[Client]]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -17,6 +17,7 @@ from infra.demo_model.sample import Sample, plain, right, valid_json
 from infra.demo_model.template import IMAGE, STOP, prompt, segments
 from infra.demo_model.words import held_out
 from infra.model import modeldir
+from tests.properties import examples
 
 DEMO = modeldir.MODELS / "demo"
 SPLIT = [13, 32, 39]  # of 12 + n, n from 10 to 39
@@ -33,7 +34,7 @@ def tokenizer() -> Tokenizer:
 
 
 @given(SEEDS)
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_the_same_seed_gives_the_same_conversation_and_its_answer_is_right(seed: int) -> None:
     sample, messages = task_mix.conversation(Random(seed))
     assert (sample, messages) == task_mix.conversation(Random(seed))
@@ -59,7 +60,6 @@ def test_known_sums_and_words_are_on_the_side_of_the_split_they_were_measured_on
 
 
 @given(SEEDS)
-@settings(max_examples=100, deadline=None)
 def test_training_never_asks_a_held_out_sum_and_the_evaluation_only_such(seed: int) -> None:
     for held in (False, True):
         sample = arithmetic_spelling.arithmetic(Random(seed), held)
@@ -69,7 +69,6 @@ def test_training_never_asks_a_held_out_sum_and_the_evaluation_only_such(seed: i
 
 
 @given(SEEDS)
-@settings(max_examples=100, deadline=None)
 def test_training_never_spells_a_held_out_word_and_the_evaluation_only_such(seed: int) -> None:
     for make in (arithmetic_spelling.spelling, arithmetic_spelling.reversing, arithmetic_spelling.counting):
         for held in (False, True):
@@ -135,7 +134,7 @@ def test_the_chat_template_drops_old_thoughts_writes_calls_and_places_pictures()
 
 
 @given(SEEDS)
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_pieces_of_a_conversation_tokenise_apart_as_they_do_joined(seed: int) -> None:
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     sample, messages = task_mix.conversation(Random(seed))

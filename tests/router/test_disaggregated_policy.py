@@ -1,7 +1,7 @@
 """Decisions in fleets of encode, prefill and decode workers: golden tables, and what no decision may ever do."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.settings import RouterMode
@@ -18,6 +18,7 @@ from schemas.errors import Code
 from schemas.fleet import Registration, State
 from schemas.jobs import Stage
 from schemas.transfer import Endpoint, Memory
+from tests.properties import examples
 from tests.router.support import endpoint
 
 IDLE = Load()
@@ -117,7 +118,7 @@ HOSTS = st.tuples(
 LOADS = st.builds(Load, st.integers(0, 6), st.integers(0, 6), st.integers(0, 200), st.floats(0, 10_000))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     st.lists(st.tuples(HOSTS | st.none(), LOADS), max_size=9),
     HOSTS | st.none(),
@@ -296,7 +297,7 @@ MEMBERS = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@examples(200)
 @given(
     MEMBERS,
     st.sampled_from(MODES),

@@ -5,13 +5,14 @@ import random
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from router import radix_tree
 from router.holders import Holders, TargetId
 from router.radix_tree import NOTHING
 from schemas.blocks import chain, keys_of, root
+from tests.properties import examples
 
 TARGETS: tuple[TargetId, ...] = (("a", 0), ("b", 0), ("b", 1), ("c", 0))
 
@@ -72,7 +73,7 @@ STEP = st.tuples(
 
 
 @pytest.mark.parametrize("node_blocks", [1, 3, 1024])
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(steps=st.lists(STEP, max_size=50))
 def test_matches_equal_those_of_a_set_per_target_whatever_is_stored_and_removed(
     node_blocks: int, steps: list[tuple[str, TargetId, list[int], int, random.Random]]
@@ -114,7 +115,6 @@ def test_matches_equal_those_of_a_set_per_target_whatever_is_stored_and_removed(
         assert held <= {key for chunk in holders.tree.chunks for key in chunk}
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(TARGETS), TOKENS, st.integers(0, 13)), max_size=60),
     st.integers(1, 25),

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from router.approximate import ApproximateIndex
@@ -11,6 +11,7 @@ from router.holders import keys_view
 from router.index import PENDING_BATCHES, PrefixIndex
 from schemas.blocks import chain, keys_of, root, split
 from schemas.kv import Cleared, KvBatch, KvDump, KvEvent, Removed, Stored
+from tests.properties import examples
 
 WORKERS = ("a", "b", "c")
 
@@ -85,7 +86,7 @@ STEP = st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.lists(STEP, max_size=40), st.integers(0, 1000))
 def test_the_index_equals_the_caches_whose_events_it_folded(
     steps: list[tuple[str, int, bytes, int]], seed: int
@@ -217,7 +218,7 @@ def test_other_tiers_and_groups_are_counted_but_not_indexed() -> None:
     assert index.stats.ignored == 4
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(PROMPT, max_size=30), st.integers(1, 20), st.integers(0, 99))
 def test_at_the_cap_the_index_reports_less_but_never_more(prompts: list[bytes], cap: int, seed: int) -> None:
     index, rng = PrefixIndex(cap), random.Random(seed)
@@ -281,7 +282,6 @@ def test_a_worker_that_evicts_from_the_middle_is_detected_at_once() -> None:
     assert index.match(keys_of(digests)) == {("w", 0): 64, ("good", 0): 64}, "what came after the gap is still there"
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(WORKERS), PROMPT, st.integers(0, 4)), max_size=40))
 def test_past_decisions_count_until_they_expire(records: list[tuple[str, bytes, int]]) -> None:
     index = ApproximateIndex(10_000, ttl_s=10)

@@ -4,7 +4,7 @@ import random
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from router.index import PrefixIndex
@@ -12,6 +12,7 @@ from router.index_snapshot import encoding, index_at, read_head, restoring
 from schemas import kv, wire
 from schemas.blocks import keys_of
 from schemas.kv import KvBatch
+from tests.properties import examples
 from tests.router.test_holders import check
 from tests.router.test_index import Engine, prompt
 
@@ -45,7 +46,7 @@ def restored(parts: list[bytes], max_blocks: int) -> PrefixIndex | None:
             return index if end.value else None
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     seed=st.integers(0, 9999), messages=st.integers(1, 60), cut=st.integers(0, 60), cap=st.sampled_from([7, 40, 9999])
 )
@@ -69,7 +70,7 @@ def test_an_index_from_a_snapshot_and_the_tail_equals_one_from_the_whole_stream(
         assert late.match(probe) == whole.match(probe)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(seed=st.integers(0, 9999), messages=st.integers(10, 60), steps=st.integers(0, 5), leaves=st.booleans())
 def test_a_snapshot_is_of_one_moment_though_the_index_changes_while_it_is_encoded(
     seed: int, messages: int, steps: int, leaves: bool

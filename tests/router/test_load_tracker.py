@@ -4,13 +4,14 @@ import random
 from typing import Any
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from router.load import Load, LoadState, merge
 from router.load_tracker import CLOSED_REMEMBERED, LoadTracker
 from schemas.fleet import Registration, State
 from schemas.jobs import LoadHeader, Stage
+from tests.properties import examples
 
 SECOND = 1_000_000_000
 WORKERS = ("a", "b")
@@ -49,7 +50,7 @@ WORK = st.tuples(st.just("work"), st.sampled_from("rst"), st.integers(1, 3))
 END = st.tuples(st.sampled_from(["done", "returned"]), st.sampled_from("rst"), st.integers(1, 3))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(WORK | END, max_size=14), st.randoms(use_true_random=False))
 def test_order_and_repetition_of_the_log_do_not_matter(events: list[tuple[str, str, int]], rng: random.Random) -> None:
     def fold(log: list[tuple[str, str, int]]) -> LoadTracker:
@@ -204,7 +205,7 @@ def heard(f: LoadTracker, step: Step) -> None:
             admit(f, request, attempt, route[0].worker, route=route, handed=handed, echoed=True, seq=seq)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(200)
 @given(st.lists(STAGED | STAGED_END, max_size=16), st.randoms(use_true_random=False))
 def test_order_and_repetition_do_not_matter_for_requests_with_stages(events: list[Step], rng: random.Random) -> None:
     shuffled = events + (rng.choices(events, k=4) if events else [])

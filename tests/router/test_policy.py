@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.settings import RouterMode
@@ -16,6 +16,7 @@ from router.score_table import STORED_CANDIDATES
 from router.scoring import target_costs, utilization
 from schemas.errors import Code
 from schemas.fleet import Registration, State
+from tests.properties import examples
 
 MODES: tuple[RouterMode, ...] = ("kv", "round_robin", "random", "least_loaded")
 
@@ -82,7 +83,7 @@ MEMBERS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     MEMBERS,
     st.sampled_from(MODES),

@@ -3,10 +3,11 @@
 from random import Random
 from typing import TypeVar
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from router.queue import HANDICAP_NS, PATIENCE_NS, SECOND_NS, URGENT_NS, QueueEntry, RequestQueue, delay_ns
+from tests.properties import examples
 
 T = TypeVar("T")
 
@@ -108,7 +109,7 @@ class Plain:
         self.turns[rank].remove(next((turn for turn in self.turns[rank] if turn >= arrived), self.turns[rank][-1]))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(STEP, max_size=120))
 def test_the_queue_equals_a_plain_model_of_its_definition(steps: list[tuple[str, int, int, int, int]]) -> None:
     waiting: RequestQueue[int] = RequestQueue(8)
@@ -147,7 +148,7 @@ ARRIVALS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(ARRIVALS, st.integers(0, 10**6))
 def test_deadlines_never_change_which_class_is_next(arrivals: list[tuple[int, int, int, int]], seed: int) -> None:
     """Whatever deadlines clients make up."""
@@ -165,7 +166,7 @@ def test_deadlines_never_change_which_class_is_next(arrivals: list[tuple[int, in
     assert served[0] == served[1]
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(ARRIVALS)
 def test_no_request_is_overtaken_for_longer_than_the_bound(arrivals: list[tuple[int, int, int, int]]) -> None:
     waiting: RequestQueue[int] = RequestQueue(100)
@@ -215,7 +216,7 @@ DELAYS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(DELAYS)
 def test_the_window_is_the_queue_sorted_by_class_and_due_time(steps: list[tuple[str, int, int]]) -> None:
     waiting: RequestQueue[int] = RequestQueue(100)

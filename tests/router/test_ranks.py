@@ -2,7 +2,7 @@
 
 from array import array
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from router.holders import keys_view
@@ -14,6 +14,7 @@ from router.routing import RoutingContext, RoutingRequest, Weights
 from schemas import blocks, kv
 from schemas.fleet import Registration
 from schemas.requests import Stop
+from tests.properties import examples
 from workers.engines import mock
 from workers.engines.base import SequenceRequest
 from workers.engines.mock.executor import GREEDY
@@ -69,7 +70,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(STEPS)
 def test_every_rank_is_known_as_it_is_though_batches_of_some_are_lost(steps: list[tuple[int, list[int], bool]]) -> None:
     worker, index = Worker(), PrefixIndex(10_000)

@@ -4,11 +4,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.http import canonical_json as module
 from gateway.http.canonical_json import canonical_json
+from tests.properties import examples
 
 VALUES = st.recursive(
     st.none()
@@ -30,7 +31,7 @@ def shuffled(value: Any, rng: random.Random) -> Any:
     return [shuffled(inner, rng) for inner in value] if isinstance(value, list) else value
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(VALUES, st.integers(1, 40), st.randoms(use_true_random=False))
 def test_slices_make_the_same_text_as_one_call(value: Any, size: int, rng: random.Random) -> None:
     with pytest.MonkeyPatch.context() as patch:

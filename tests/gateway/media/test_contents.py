@@ -4,13 +4,14 @@ import json
 import struct
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.media.contents import check_image, embedding_tokens
 from gateway.media.limits import MediaLimits, MediaRejected
 from schemas.errors import Code
 from tests.gateway.media.test_image_header import picture, png
+from tests.properties import examples
 
 LIMITS = MediaLimits(1000, 10_000, 1.0)
 
@@ -89,7 +90,7 @@ def test_other_files_are_no_embeddings(data: bytes, reason: str) -> None:
         embedding_tokens(data, 8)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(200)
 @given(st.binary(max_size=120))
 def test_any_bytes_are_embeddings_or_refused(data: bytes) -> None:
     for case in (data, safetensors(data, b"")):

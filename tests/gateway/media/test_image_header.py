@@ -7,11 +7,12 @@ import zlib
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
 from gateway.media.image_header import NotAnImage, kind_of, size_of
+from tests.properties import examples
 
 WRITERS: list[tuple[str, str, dict[str, Any]]] = [
     ("image/png", "PNG", {}),
@@ -42,7 +43,7 @@ def png(width: int, height: int, *between: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(("kind", "form", "options"), WRITERS)
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(width=st.integers(1, 300), height=st.integers(1, 300))
 def test_sizes_are_those_that_an_image_library_reads(
     kind: str, form: str, options: dict[str, Any], width: int, height: int
@@ -153,7 +154,7 @@ def test_megabytes_of_metadata_cost_no_time(data: bytes) -> None:
     assert time.thread_time() - began < 0.05
 
 
-@settings(max_examples=500, deadline=None)
+@examples(200)
 @given(
     st.sampled_from([b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", b"\xff\xd8\xff", b"GIF89a", b"RIFF\0\0\0\0WEBPVP8"]),
     st.binary(max_size=200),
@@ -165,7 +166,7 @@ def test_any_bytes_have_a_size_or_are_no_image(head: bytes, rest: bytes) -> None
         pass
 
 
-@settings(max_examples=300, deadline=None)
+@examples(200)
 @given(st.sampled_from(WRITERS), st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=4))
 def test_damage_never_makes_an_image_smaller_than_a_library_takes_it_for(
     writer: tuple[str, str, dict[str, Any]], damage: list[tuple[int, int]]

@@ -5,7 +5,7 @@ import os
 from pathlib import PurePosixPath
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.settings import GatewaySettings
@@ -22,6 +22,7 @@ from gateway.media.sources import (
     path_below,
 )
 from schemas.errors import Code
+from tests.properties import examples
 
 LIMITS = MediaLimits(1000, 10_000, 1.0)
 OPEN = LIMITS._replace(root="/srv/media", private=True)
@@ -122,7 +123,7 @@ def test_any_port_may_be_asked_where_any_address_may() -> None:
     assert six.authority == "[::1]:9000"
 
 
-@settings(max_examples=500, deadline=None)
+@examples(200)
 @given(st.sampled_from(["http://", "https://", "data:", "file:", "/", ""]), st.text(max_size=60))
 def test_any_url_is_found_or_refused(head: str, rest: str) -> None:
     try:

@@ -3,7 +3,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.openai import prompt
@@ -16,6 +16,7 @@ from schemas.blocks import chain, root
 from schemas.errors import Code, ServingError
 from schemas.requests import Priority, decode
 from schemas.wire import encode, pack_tokens, unpack_tokens
+from tests.properties import examples
 from tests.tiny_model import CORPUS, write
 
 NOW = 1_700_000_000 * 10**9
@@ -235,7 +236,7 @@ def test_workers_revision_names_the_blocks(context: PrepareContext) -> None:
     assert request.digests == chain(request.prompt, 32, root("abc"))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.text(max_size=200))
 def test_any_text_is_prepared_or_refused(context: PrepareContext, content: str) -> None:
     assert chat(context, content).prompt_tokens > 0

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from blake3 import blake3
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.openai.prepare import PendingMediaRequest, PreparedRequest, attach_media, prepare_chat, prepare_completion
@@ -19,6 +19,7 @@ from schemas.errors import Code, ServingError
 from schemas.requests import Media, decode
 from schemas.wire import encode, pack_tokens, unpack_tokens
 from tests.gateway.media.support import chat_body, image
+from tests.properties import examples
 
 NOW = 1_700_000_000 * 10**9
 URL = "https://example.org/a.png"
@@ -266,7 +267,7 @@ def test_text_without_the_image_token_is_tokenised_as_ever(vision_context: Prepa
     assert done.request.media == ()
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.lists(st.sampled_from(["<image>", "<im", "age>", "<", "word ", "\n", "<|im_end|>", "é", 1, 1]), max_size=8))
 def test_there_is_one_placeholder_per_image_in_their_order_whatever_the_text(
     vision_context: PrepareContext, pieces: list[Any]

@@ -3,7 +3,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.openai.aggregator import AnswerAggregator
@@ -16,6 +16,7 @@ from schemas.reassembly import TokenReassembler
 from schemas.requests import GenerateRequest
 from schemas.tokens import WHOLE_REQUEST, Finish, Logprob, TokenItem
 from schemas.wire import pack_tokens
+from tests.properties import examples
 from tests.tiny_model import CORPUS
 
 NOW = 1_700_000_000 * 10**9
@@ -145,7 +146,7 @@ def mixed(draw: st.DrawFn, model: ModelDir, n: int) -> list[TokenItem]:
     return [next(iterators[choice]) for choice in order]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_streamed_and_whole_answers_have_the_same_text_and_usage(
     model: ModelDir, context: PrepareContext, data: st.DataObject
@@ -167,7 +168,7 @@ def test_streamed_and_whole_answers_have_the_same_text_and_usage(
         assert choice["finish_reason"] == "stop"
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_a_client_can_go_on_after_any_event_on_another_replica(
     model: ModelDir, context: PrepareContext, data: st.DataObject
@@ -277,7 +278,6 @@ def test_text_logprobs_have_offsets(model: ModelDir, context: PrepareContext) ->
     assert [offset for entry in streamed for offset in entry["text_offset"]] == whole["text_offset"]
 
 
-@settings(max_examples=100)
 @given(st.text(max_size=30))
 def test_any_text_is_valid_json_in_an_event(model: ModelDir, context: PrepareContext, text: str) -> None:
     data = StreamRenderer(request(context), model.detokenizer).push(answer(model, text))

@@ -2,7 +2,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.media.sources import MediaPart
@@ -11,6 +11,7 @@ from gateway.openai.prompt import single_prompt
 from gateway.openai.requests import ChatCompletionRequest, parse_chat, parse_completion
 from schemas.errors import Code, ServingError
 from schemas.requests import Priority
+from tests.properties import examples
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 TEXT: dict[str, Any] = {"model": "m", "prompt": "hi"}
@@ -268,7 +269,7 @@ JSON = st.recursive(
 FIELDS = st.sampled_from([*ChatCompletionRequest.__struct_fields__, "prompt", "echo", "suffix", "best_of"])
 
 
-@settings(max_examples=1000, deadline=None)
+@examples(200)
 @given(st.dictionaries(FIELDS, JSON, max_size=6), st.booleans(), st.data())
 def test_no_body_raises_anything_but_a_serving_error(fields: dict[str, Any], whole: bool, data: st.DataObject) -> None:
     base = {**CHAT, **TEXT} if data.draw(st.booleans()) else {}

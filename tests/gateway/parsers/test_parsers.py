@@ -6,7 +6,7 @@ from typing import get_args
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.openai.responses import AnswerMessage, Delta
@@ -18,6 +18,7 @@ from schemas import parser_names
 from schemas.fleet import Registration
 from schemas.requests import GenerateRequest, Parsing, Stop
 from tests.gateway.parsers.corpus import CASES, TEXTS, Case
+from tests.properties import examples
 
 Parsed = tuple[str | None, str | None, tuple[tuple[str, str, str], ...]]  # content, reasoning, (id, name, arguments)
 
@@ -125,7 +126,7 @@ PLACES = st.lists(st.integers(0, 400), max_size=12)
 NAMES = st.tuples(st.sampled_from(["", *REASONING]), st.sampled_from(["", *TOOLS]), st.booleans())
 
 
-@settings(max_examples=600, deadline=None)
+@examples(200)
 @given(NAMES, TEXT, PLACES)
 def test_no_cutting_changes_the_result_of_any_text(names: tuple[str, str, bool], text: str, places: list[int]) -> None:
     reasoning, tools, thinking = names
@@ -135,7 +136,7 @@ def test_no_cutting_changes_the_result_of_any_text(names: tuple[str, str, bool],
     assert at_once(reader(reasoning, tools, thinking=thinking, texts=TEXTS), text) == (whole[0] or "", *whole[1:])
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.sampled_from(CASES), PLACES, st.integers(0, 400), st.sampled_from(FRAGMENTS))
 def test_no_cutting_changes_what_a_damaged_answer_says(case: Case, places: list[int], at: int, more: str) -> None:
     at %= len(case.text) + 1
@@ -159,7 +160,7 @@ def test_a_call_that_goes_over_into_text_is_ended_also_when_all_of_it_is_there(t
     assert whole == streamed(reader("", tools), list(text))
 
 
-@settings(max_examples=400, deadline=None)
+@examples(200)
 @given(st.sampled_from([name for name, tools in TOOLS.items() if tools != "harmony"]), TEXT)
 def test_text_without_a_call_is_the_content_to_the_letter(tools: str, text: str) -> None:
     content, thought, calls = streamed(reader("", tools), [text])
@@ -168,7 +169,7 @@ def test_text_without_a_call_is_the_content_to_the_letter(tools: str, text: str)
         assert (content or "") == text
 
 
-@settings(max_examples=300, deadline=None)
+@examples(200)
 @given(st.sampled_from(["hermes", "llama3_json", "mistral", "deepseek_v3_1", "kimi_k2"]), TEXT)
 def test_nothing_of_a_json_format_is_lost(tools: str, text: str) -> None:
     """Each word of the text is in the content or in a call, but for what the format itself writes."""

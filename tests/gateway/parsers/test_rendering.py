@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers import AddedToken, Tokenizer
@@ -21,6 +21,7 @@ from schemas.errors import ServingError
 from schemas.requests import GenerateRequest, Parsing
 from schemas.tokens import Finish, Logprob, TokenItem
 from schemas.wire import pack_tokens
+from tests.properties import examples
 from tests.tiny_model import byte_level_json, write
 
 STOP = Finish("stop")
@@ -123,7 +124,7 @@ def test_thoughts_content_and_calls_are_streamed_apart(demo: PrepareContext) -> 
     assert len(with_arguments) > 6  # as the model writes them
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_a_client_can_go_on_after_any_event(demo: PrepareContext, data: st.DataObject) -> None:
     text = data.draw(st.sampled_from([ANSWER, CALL, "<think>cut", "plain text", ANSWER + "\nDone."]))

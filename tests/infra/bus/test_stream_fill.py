@@ -2,10 +2,11 @@
 
 from collections import deque
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.bus.stream_fill import MOST_SAMPLES, Alarm, StreamFill, StreamSample, beyond_share
+from tests.properties import examples
 
 
 class Stream:
@@ -39,7 +40,7 @@ bursts = st.lists(st.lists(st.integers(1, 400), max_size=30), min_size=1, max_si
 
 
 @given(bursts, st.integers(1000, 20_000))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_the_estimate_is_wrong_by_at_most_two_intervals_wherever_one_asks(sizes: list[list[int]], limit: int) -> None:
     stream, fill = Stream(limit), StreamFill()
     largest = 0

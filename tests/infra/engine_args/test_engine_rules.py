@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.engine_args import BadArguments, Context, Finding, check, decode, merge
@@ -13,6 +13,7 @@ from infra.engine_args.draft_length import acceptance, best_length, speed_up
 from infra.engine_args.model_shape import shape_of
 from infra.engine_args.rules import RULES
 from infra.engine_args.rules.moe import moe_backend
+from tests.properties import examples
 
 GIB = 1 << 30
 TINY = {
@@ -317,13 +318,13 @@ def test_different_models_one_half_and_the_same_twice_are_found() -> None:
     assert [f.rule for f in compare([engine("aggregated", {}), engine("aggregated", {})])] == ["C09"]
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.permutations([engine("prefill", windows(512, 8192)), engine("decode", {}), engine("aggregated", {})]))
 def test_the_order_of_files_does_not_matter(engines: list[EngineConfig]) -> None:
     assert [f.rule for f in compare(engines)] == ["C01"]
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.sampled_from(CASES), st.sampled_from(CASES))
 def test_two_faults_together_are_judged_too(one: tuple[Any, ...], two: tuple[Any, ...]) -> None:
     try:

@@ -1,11 +1,12 @@
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from infra.model.detokenizer import Detokenizer, StopMatcher
+from tests.properties import examples
 from tests.tiny_model import CORPUS, byte_level_json, metaspace_json
 
 
@@ -166,7 +167,7 @@ def test_stop_strings_do_not_count_before_min_tokens() -> None:
     assert "".join(shown(detokenizer, ids, stops=["broker"], min_tokens=first + 2)) == "The broker keeps every "
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(st.integers(0, len(CORPUS) - 50), st.integers(1, 50))
 def test_worker_and_gateway_agree_where_a_stop_string_ends_the_answer(start: int, size: int) -> None:
     """A worker sends tokens up to the one that completes the stop; what the gateway shows is the same."""
@@ -199,7 +200,7 @@ def test_chosen_special_tokens_can_have_a_text(ids: list[int]) -> None:
     assert whole.count("<|im_start|>") == kept.count(1)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.data())
 def test_stop_strings_are_found_as_if_special_tokens_had_no_text(data: st.DataObject) -> None:
     tokenizer, detokenizer = byte_level()

@@ -6,7 +6,7 @@ import json
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -17,6 +17,7 @@ from schemas.jobs import Stage
 from schemas.tokens import TokenBatch, TokenItem
 from schemas.wire import encode, pack_tokens
 from tests.infra.timeline.tracing import samples
+from tests.properties import examples
 
 REQUEST = "0199c1d2-0000-7000-8000-000000000001"
 
@@ -57,7 +58,7 @@ def messages(printed: bytes) -> list[Message]:
     return [each for each in read(printed) if isinstance(each, Message)]
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.lists(st.binary(max_size=60).map(lambda data: data[: len(data) // 4 * 4]), min_size=1, max_size=4))
 def test_every_message_is_found_whatever_bytes_its_body_has(tokens: list[bytes]) -> None:
     bodies = [done(each) for each in tokens]

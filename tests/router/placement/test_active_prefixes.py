@@ -2,10 +2,11 @@
 
 from collections import Counter
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from router.placement.active_prefixes import MAX_BLOCKS, ActivePrefixes
+from tests.properties import examples
 
 # A key names a whole prefix: the prompt's path so far, in base 3.
 PROMPTS = st.lists(st.integers(0, 1), max_size=6).map(
@@ -14,7 +15,7 @@ PROMPTS = st.lists(st.integers(0, 1), max_size=6).map(
 STEPS = st.lists(st.tuples(st.sampled_from(["add", "remove", "forget", "sweep"]), st.integers(0, 2), PROMPTS))
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(STEPS, PROMPTS)
 def test_a_prompt_matches_the_longest_prefix_that_active_prompts_of_a_target_have(
     steps: list[tuple[str, int, list[int]]], asked: list[int]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from router.holders import Holders, TargetId
@@ -89,7 +89,6 @@ def calls(steps: list[tuple[str, int, int, int]]) -> list[Call]:
     return found
 
 
-@settings(max_examples=100, deadline=None)
 @given(STEPS)
 def test_the_same_calls_bring_the_same_decisions(steps: list[tuple[str, int, int, int]]) -> None:
     one, two = Deployment(), Deployment()
@@ -98,7 +97,6 @@ def test_the_same_calls_bring_the_same_decisions(steps: list[tuple[str, int, int
     assert len(one.core) == len(two.core)
 
 
-@settings(max_examples=100, deadline=None)
 @given(STEPS)
 def test_no_target_has_more_than_it_takes_and_no_request_is_placed_twice(
     steps: list[tuple[str, int, int, int]],

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.transfer import Endpoint
+from tests.properties import examples
 from tests.workers.kv_transfer.support import BLOCK_BYTES, BLOCKS, WAIT_S, Pool, needs_nixl, until
 from workers.kv_transfer.base import TransferError, Transport
 from workers.kv_transfer.loopback import LoopbackNetwork
@@ -99,7 +100,7 @@ def test_a_write_pushes_these_blocks_and_touches_no_other(pair: Pair) -> None:
     assert pair.reader.pool.values() == [[value] for value in expected]
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(data=st.data())
 def test_any_pairing_of_blocks_is_moved_as_asked(shared: Pair, data: st.DataObject) -> None:
     number = data.draw(st.integers(1, BLOCKS))

@@ -1,10 +1,10 @@
 """The block cache of simulated engines, step by step against plain lists."""
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from infra.bench.simulation.cache import BlockCache
+from tests.properties import examples
 
 CAPACITY = 12
 
@@ -57,7 +57,7 @@ class CacheSteps(RuleBasedStateMachine):
 
 
 TestCacheSteps = CacheSteps.TestCase
-TestCacheSteps.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestCacheSteps.settings = examples(60, stateful_step_count=30)
 
 
 def test_the_least_recently_used_leaf_is_evicted_first() -> None:

@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.bench.simulation.engine import Engine, EngineSequence
 from tests.infra.bench.simulation import naive_engine
+from tests.properties import examples
 
 SIZE = 4
 
@@ -119,7 +120,7 @@ def run_fast(jobs: list[Job], blocks: int, batch: int, budget: int) -> Seen:
     return seen
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(JOBS, st.integers(6, 60), st.integers(1, 6), st.integers(7, 64))
 def test_runs_of_passes_are_equal_to_single_passes(jobs: list[Job], blocks: int, batch: int, budget: int) -> None:
     jobs = sorted(jobs, key=lambda job: job.arrival_ns)

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.timeline.request_timeline import RequestTimeline
@@ -332,7 +332,6 @@ def test_telling_it_twice_tells_the_same() -> None:
 moments = st.floats(-50, 100)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_spans_nest_and_end_after_they_start_whatever_the_clocks_say(data: st.DataObject) -> None:
     """Each process has its own clock, any worker may be lost at any stage, and any message may be missing."""

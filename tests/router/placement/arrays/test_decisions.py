@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from router.load_tracker import LoadTracker
@@ -14,6 +14,7 @@ from router.policy import decide
 from router.routing import RoutingContext, RoutingDecision, RoutingRequest, Weights
 from schemas.fleet import Registration, State
 from schemas.jobs import LoadHeader
+from tests.properties import examples
 
 WORKERS = st.lists(
     st.fixed_dictionaries(
@@ -51,7 +52,7 @@ def fleet(workers: list[dict[str, Any]], jobs: list[tuple[int, int, int, int]]) 
     return tracker
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     workers=WORKERS,
     jobs=JOBS,
@@ -94,7 +95,6 @@ def test_a_decision_is_that_of_the_loop(
     assert found == decide(context)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     workers=WORKERS.filter(bool),
     jobs=JOBS,
@@ -117,7 +117,7 @@ def test_the_ready_requests_are_those_of_the_loop(
     assert arrays.ready(held, 50) == [at for at, each in enumerate(held) if is_ready(each, targets)]
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     slots=st.lists(st.integers(1, 3), min_size=1, max_size=16),
     arrivals=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30)), max_size=40),

@@ -1,11 +1,12 @@
 """Blocks that leave the device come back from host memory with their KV, under their names, and the events say so."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.blocks import split
 from schemas.kv import Removed, Stored
+from tests.properties import examples
 from tests.workers.engines.core.support import ROOT, Mirror, PoolMemory, check_pool, request
 from workers.engines.base import EngineInfo, RequestError, StepResult
 from workers.engines.core.blocks import BlockManager
@@ -127,7 +128,7 @@ def test_handoffs_are_refused_and_the_copier_is_closed() -> None:
     assert rig.copier.closed
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(
     st.sampled_from((13, 16, 24)),
     st.integers(1, 20),

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.requests import Sampling
 from schemas.transfer import Memory
+from tests.properties import examples
 from tests.workers.engines.core.support import ROOT, Mirror, PoolMemory, check_pool, request
 from workers.engines.base import EngineInfo, RequestError, StepResult
 from workers.engines.core.blocks import BlockManager
@@ -197,7 +198,7 @@ _history = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     history=_history,
     block_size=st.integers(1, 4),

@@ -1,11 +1,12 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.blocks import chain, root, split
 from schemas.errors import Code
 from schemas.kv import Removed, Stored
 from schemas.wire import pack_tokens
+from tests.properties import examples
 from tests.workers.engines.core.support import GREEDY, ROOT, Bench, Mirror, PoolMemory, check_pool, names, request
 from workers.engines.base import Failure, Output, RequestError, Started
 from workers.engines.core.blocks import BlockManager
@@ -184,7 +185,7 @@ def test_where_nobody_may_be_evicted_a_sequence_waits_for_room_for_its_longest_a
     assert isinstance(bench.finish()["whole"][-1], Failure)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     asked=st.lists(
         st.tuples(st.lists(st.sampled_from([0, 1]), min_size=1, max_size=9), st.integers(1, 12), st.integers(0, 3)),
@@ -401,7 +402,7 @@ _steps = st.lists(
 )
 
 
-@settings(max_examples=250, deadline=None)
+@examples(200)
 @given(
     history=_steps,
     block_size=st.integers(1, 4),
@@ -622,7 +623,7 @@ def test_a_cancelled_sequence_lets_go_of_its_reservation_and_so_does_one_that_ne
     assert bench.blocks.used_blocks == 0
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.data())
 def test_handoffs_leak_nothing_whatever_happens(data: st.DataObject) -> None:
     budget = data.draw(st.sampled_from([3, 16, 64]))

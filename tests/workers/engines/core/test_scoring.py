@@ -4,13 +4,14 @@ from zlib import crc32
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.blocks import root
 from schemas.requests import Sampling
 from schemas.tokens import Logprob
 from schemas.wire import pack_tokens
+from tests.properties import examples
 from tests.workers.engines.core.support import PoolMemory, check_pool, request
 from workers.engines.base import EngineInfo, SequenceRequest, StepResult
 from workers.engines.core.blocks import BlockManager
@@ -170,7 +171,7 @@ def _arrays(tokens: list[int]):  # type: ignore[no-untyped-def]
     return array("I", tokens), tokens
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.data())
 def test_any_history_tells_each_position_once(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 5))

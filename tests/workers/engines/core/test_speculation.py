@@ -4,11 +4,12 @@ from collections.abc import Sequence as Seq
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.requests import Sampling
 from schemas.tokens import Logprob
+from tests.properties import examples
 from tests.workers.engines.core.support import ROOT, Mirror, PoolMemory, check_pool, request
 from workers.engines.base import EngineInfo, Output, StepResult
 from workers.engines.core.blocks import BlockManager
@@ -160,7 +161,7 @@ def test_a_number_of_tokens_below_one_is_refused() -> None:
         Speculation(Guess(1, 0.0), 0)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.integers(0, 1000),
     st.sampled_from((0.0, 0.3, 1.0)),

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.properties import examples
 from tests.workers.engines.core.support import ROOT, Mirror, PoolMemory, check_pool, request
 from workers.engines.base import EngineInfo, RequestError, StepResult
 from workers.engines.core.blocks import BlockManager
@@ -190,7 +191,7 @@ def test_a_pool_smaller_than_a_window_is_refused() -> None:
         WindowRows(BlockManager(10), 3, block_size=4, window=10, only=False)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     st.integers(1, 14),
     st.integers(0, 6),

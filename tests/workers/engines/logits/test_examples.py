@@ -2,10 +2,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.model import modeldir
+from tests.properties import examples
 from tests.workers.engines.logits.own import TopK
 from workers.engines.logits.examples import AllowedTokens, ForcedText, Temperature
 
@@ -20,7 +21,7 @@ def forced(text: Any, prompt_len: int = 4, eos: tuple[int, ...] = EOS) -> Forced
 
 
 @given(st.floats(0.01, 100), st.integers(0, 99))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_temperature_divides(temperature: float, seed: int) -> None:
     logits = torch.randn(50, generator=torch.Generator().manual_seed(seed))
     expected = logits / temperature
@@ -35,7 +36,7 @@ def test_a_temperature_that_is_none_is_refused(temperature: Any) -> None:
 
 
 @given(st.text(min_size=1, max_size=30), st.data())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_a_forced_text_comes_out_and_then_the_end_also_from_a_fresh_instance(text: str, data: st.DataObject) -> None:
     prompt = [9, 9, 9, 9]
     ids = list(prompt)
@@ -65,7 +66,7 @@ def test_no_text_cannot_be_forced(text: Any) -> None:
 
 
 @given(st.lists(st.integers(0, 49), min_size=1, max_size=50), st.booleans())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_only_allowed_tokens_are_left_with_their_logits(tokens: list[int], end: bool) -> None:
     logits = torch.randn(50)
     before = logits.clone()
@@ -86,7 +87,7 @@ def test_tokens_that_the_model_does_not_have_are_refused(tokens: Any) -> None:
 
 
 @given(st.integers(1, 50), st.integers(0, 99))
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_a_custom_top_k_leaves_k(k: int, seed: int) -> None:
     logits = torch.randn(50, generator=torch.Generator().manual_seed(seed))
     best = set(logits.topk(k).indices.tolist())

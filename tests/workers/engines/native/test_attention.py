@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.properties import examples
 from workers.engines.native.attention import AttentionParams, ReferenceAttention, Span
 from workers.engines.native.pool import KvShape, Pool
 
@@ -46,7 +47,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, sof
 @example(lengths=[(0, 9)], window=8, softcap=0.0, order=list(range(BLOCKS)))  # one beyond the window
 @example(lengths=[(0, 8)], window=8, softcap=0.0, order=list(range(BLOCKS)))
 @example(lengths=[(12, 1), (18, 1), (30, 1)], window=None, softcap=0.0, order=list(range(BLOCKS)))  # one padded group
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_any_mix_of_chunks_is_attended_as_if_alone(
     lengths: list[tuple[int, int]], window: int | None, softcap: float, order: list[int]
 ) -> None:

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import save
 from transformers import AutoImageProcessor
 
 from schemas.errors import Code
+from tests.properties import examples
 from tests.workers.engines.native.pictures import DIRECTORY, picture
 from workers.engines.base import RequestError
 from workers.engines.native import media, vision
@@ -167,7 +168,7 @@ def test_other_kinds_are_refused(kind: str) -> None:
         ENCODER.prepare(picture(1), kind)
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(
     form=st.sampled_from(sorted(FORMATS)),
     at=st.integers(0, 2000),

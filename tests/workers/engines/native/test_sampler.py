@@ -3,11 +3,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from schemas.requests import Sampling, Stop
+from tests.properties import examples
 from workers.engines.core.sequence import Sequence
 from workers.engines.native.sampler import gumbel, key, narrow, penalise, sample
 
@@ -57,7 +58,7 @@ def test_logits_given_are_not_changed() -> None:
     others=st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0]), max_size=5),
     place=st.integers(0, 5),
 )
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_a_draw_depends_on_seed_choice_position_and_logits_only(
     seed: int, choice: int, others: list[float], place: int
 ) -> None:
@@ -129,7 +130,7 @@ def test_noise_is_the_published_splitmix64() -> None:
 
 
 @given(st.integers(0, 1000), st.integers(1, 60))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_top_k_keeps_the_k_best(seed: int, k: int) -> None:
     logits = noise(seed)
     kept = torch.isfinite(narrow(logits, [sequence(top_k=k)])[0])
@@ -137,7 +138,7 @@ def test_top_k_keeps_the_k_best(seed: int, k: int) -> None:
 
 
 @given(st.integers(0, 1000), st.floats(0.01, 0.99), st.integers(0, 60))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_top_p_keeps_the_smallest_set_that_reaches_p(seed: int, p: float, k: int) -> None:
     logits = noise(seed)
     kept = torch.isfinite(narrow(logits, [sequence(top_p=p, top_k=k)])[0])
@@ -157,7 +158,7 @@ def test_top_p_of_nothing_keeps_the_best() -> None:
 
 
 @given(st.integers(0, 1000), st.floats(0.001, 1))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_min_p_is_relative_to_the_best(seed: int, p: float) -> None:
     logits = noise(seed)
     kept = torch.isfinite(narrow(logits, [sequence(min_p=p)])[0])
@@ -181,7 +182,7 @@ def test_each_row_is_narrowed_by_its_own_options() -> None:
     presence=st.sampled_from([0.0, -1.0, 1.5]),
     frequency=st.sampled_from([0.0, 0.4]),
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_penalties_are_those_of_a_plain_loop(
     prompt: list[int], output: list[int], repetition: float, presence: float, frequency: float
 ) -> None:

@@ -7,11 +7,12 @@ from itertools import count
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas import blocks
 from schemas.kv import Cleared, KvEvent, Removed, Stored
+from tests.properties import examples
 from workers.engines.trtllm.kv_events import Roots, Translator, signed, unsigned
 
 SIZE = 4
@@ -329,7 +330,7 @@ class Cache:
         return {digest for _, digest, level in self.blocks.values() if level}
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.integers(0, 2**32), st.integers(1, 3), st.integers(1, 7))
 def test_the_fold_of_what_is_told_is_what_the_engine_holds(seed: int, ranks: int, batch: int) -> None:
     rng = random.Random(seed)
@@ -352,7 +353,7 @@ def test_the_fold_of_what_is_told_is_what_the_engine_holds(seed: int, ranks: int
     assert ours.counts.orphans == ours.counts.malformed == ours.counts.gaps == 0
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.integers(0, 2**32), st.integers(1, 2), st.floats(0.02, 0.3))
 def test_with_events_lost_it_is_never_more(seed: int, ranks: int, loss: float) -> None:
     rng = random.Random(seed)
