@@ -69,6 +69,7 @@ COMMANDS = {
     "leases": Command("KV blocks that workers hold for each other right now", "infra.timeline.leases:run"),
     "drain": Command("take workers out of service without failing a request", "infra.operate.drain:run"),
     "restart": Command("restart processes of `penstock up`, one after the other", "infra.operate.restart:run"),
+    "forget": Command("delete what the log holds of requests that have ended", "infra.operate.forget:run"),
     "recipe list": Command("list the recipes that come with penstock", "infra.recipes.cli:run_list"),
     "recipe show": Command("show a recipe and the commands that run it", "infra.recipes.cli:run_show"),
     "recipe check": Command("check engine arguments for errors and slow settings", "infra.recipes.cli:run_check"),

@@ -1,0 +1,137 @@
+"""``penstock forget``: delete what the log holds of requests that have ended.
+
+Jobs go first, then requests, then records: a router that starts in between must not find a job without its end, which
+it would place again. The broker overwrites a deleted message's bytes on the disk.
+"""
+
+import argparse
+import datetime
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from rich.console import Console
+
+from configs.flags import Parser
+from infra.broker.jetstream_api import BrokerProblem, request
+from infra.bus.connection import Bus
+from infra.bus.direct_get import get_last, read
+from infra.terminal import confirmed, stdout
+from infra.timeline.open_log import Source, add_flags, open_log, run_command
+from schemas.ids import time_of
+from schemas.streams import CLOCK_SKEW_NS
+from schemas.subjects import HEADER_MSG_ID
+
+
+class Forgotten(NamedTuple):
+    """How many messages were deleted, and when the last tokens of these requests leave the log (Unix time, ns)."""
+
+    requests: int
+    messages: int
+    tokens_gone_ns: int
+
+
+def run(argv: Sequence[str]) -> int:
+    """Delete what is stored of requests; the exit status."""
+    parser = Parser(
+        prog="penstock forget",
+        description="delete the prompts, jobs and records of requests that have ended, at once and for good. Their "
+        "tokens are in messages that they share with other requests; those leave the log by their age, and the command "
+        "prints when.",
+    )
+    parser.add_argument("ids", nargs="*", metavar="ID", help="requests")
+    parser.add_argument("--tenant", default="", metavar="NAME", help="all requests of a tenant that have ended")
+    parser.add_argument("--yes", "-y", action="store_true", help="delete without asking")
+    add_flags(parser)
+    args = parser.parse_args(argv)
+    if bool(args.ids) == bool(args.tenant):
+        parser.error("give ids of requests, or --tenant")
+    return run_command("forget", lambda: _run(args, stdout()))
+
+
+async def _run(args: argparse.Namespace, console: Console) -> None:
+    async with open_log(Source.of(args), name="forget", role="operator", streams=()) as log:
+        if log.stopped:
+            raise ValueError("the deployment is stopped: start it, then forget its requests")
+        ended = await _of_tenant(log.bus, args.tenant) if args.tenant else await _named(log.bus, args.ids)
+        if not ended:
+            raise ValueError(f"no request of tenant {args.tenant!r} has ended")
+        whose = f" of tenant {args.tenant!r}" if args.tenant else ""
+        question = f"Delete everything that is stored of {len(ended):,} requests{whose}?"
+        if not args.yes and not confirmed(question):
+            raise ValueError("nothing was deleted; --yes deletes without asking")
+        try:
+            forgotten = await forget(log.bus, ended)
+        except BrokerProblem as error:
+            raise ValueError(f"{error}; repeat the command to delete the rest") from error
+    gone = datetime.datetime.fromtimestamp(forgotten.tokens_gone_ns / 1e9)
+    console.print(
+        f"deleted {forgotten.messages:,} messages of {forgotten.requests:,} requests; "
+        f"the last of their tokens leave the log by {gone:%Y-%m-%d %H:%M:%S}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+class _Ended(NamedTuple):
+    id: str
+    subject: str  # of its record
+    ended_ns: int
+
+
+async def _named(bus: Bus, ids: Iterable[str]) -> list[_Ended]:
+    """
+    Raises:
+        ValueError: not the id of a request, or it has not ended, or is not in the log.
+    """
+    found = []
+    for request_id in dict.fromkeys(ids):
+        time_of(request_id)
+        last = await get_last(bus, bus.subjects.stream("DONE"), bus.subjects.done_of(request_id), newest=True)
+        if last is None:
+            raise ValueError(
+                f"request {request_id} has not ended, or the log no longer has it; `penstock requests` lists those "
+                f"that run, and DELETE /v1/requests/{request_id} cancels one"
+            )
+        found.append(_Ended(request_id, last.subject, last.time_ns))
+    return found
+
+
+async def _of_tenant(bus: Bus, tenant: str) -> list[_Ended]:
+    stream, subject = bus.subjects.stream("DONE"), bus.subjects.done(tenant, "model", "id")
+    pattern = ".".join([*subject.split(".")[:-2], "*", "*"])
+    return [
+        _Ended(entry.subject.rpartition(".")[2], entry.subject, entry.time_ns)
+        async for entry in read(bus, stream, pattern)
+    ]
+
+
+async def forget(bus: Bus, ended: Sequence[_Ended]) -> Forgotten:
+    """Delete the jobs, requests and records of these requests.
+
+    Raises:
+        ServingError: a stream cannot be read.
+        BrokerProblem: the broker refuses to delete, or does not answer. What was not deleted is found again.
+    """
+    ids = {each.id for each in ended}
+    since_ns = min(time_of(each.id) for each in ended) - CLOCK_SKEW_NS
+    ended_ns = max(each.ended_ns for each in ended)
+    messages = 0
+    for name, kind in (("WORK", "work"), ("REQUESTS", "request")):
+        stream = bus.subjects.stream(name)
+        async for entry in read(bus, stream, bus.subjects.all(kind), since_ns=since_ns):
+            if entry.time_ns > ended_ns + CLOCK_SKEW_NS:
+                break
+            if entry.headers.get(HEADER_MSG_ID, "").partition(":")[0] in ids:
+                await _delete(bus, stream, entry.seq)
+                messages += 1
+    stream = bus.subjects.stream("DONE")
+    for each in ended:
+        async for entry in read(bus, stream, each.subject):
+            await _delete(bus, stream, entry.seq)
+            messages += 1
+    config = (await request(bus.nc, f"STREAM.INFO.{bus.subjects.stream('TOKENS')}", {}))["config"]
+    return Forgotten(len(ended), messages, ended_ns + config["max_age"])
+
+
+async def _delete(bus: Bus, stream: str, seq: int) -> None:
+    await request(bus.nc, f"STREAM.MSG.DELETE.{stream}", {"seq": seq})

@@ -1,0 +1,87 @@
+"""``penstock forget`` on a real nats-server, down to the bytes on its disk."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from infra.broker.server import EmbeddedNats
+from infra.bus.connection import Bus
+from infra.bus.direct_get import read
+from infra.operate.forget import run
+from schemas.subjects import HEADER_MSG_ID, Subjects
+from tests.infra.bus.support import opened
+from tests.infra.timeline.support import accept, assign, end
+
+
+@pytest.fixture
+async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
+    async with opened(broker, subjects) as bus:
+        yield bus
+
+
+async def forget(bus: Bus, broker: EmbeddedNats, *argv: str) -> int:
+    return await asyncio.to_thread(run, [*argv, "--nats-url", broker.url(), "--namespace", bus.subjects.namespace])
+
+
+async def stored(bus: Bus) -> list[str]:
+    """The ids of requests in the log, one for each of their messages."""
+    return [
+        entry.headers[HEADER_MSG_ID].partition(":")[0]
+        for name in ("REQUESTS", "WORK", "DONE")
+        async for entry in read(bus, bus.subjects.stream(name), ">")
+    ]
+
+
+def on_disk(folder: Path, text: str) -> bool:
+    return any(text.encode() in path.read_bytes() for path in folder.rglob("*.blk"))
+
+
+async def test_a_forgotten_request_leaves_no_message_and_no_byte_behind(
+    bus: Bus, broker: EmbeddedNats, capsys: pytest.CaptureFixture[str]
+) -> None:
+    secret = f"secret-{secrets.token_hex(8)}"
+    mine, other = await accept(bus, user=secret), await accept(bus)
+    for request in (mine, other):
+        await assign(bus, request)
+        await end(bus, request, 1, 2)
+    assert on_disk(broker.data_dir, secret)
+    assert await forget(bus, broker, mine.id, "--yes") == 0
+    assert await stored(bus) == [other.id] * 3
+    assert not on_disk(broker.data_dir, secret)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "deleted 3 messages of 1 requests; the last of their tokens leave the log by 20" in shown
+
+
+async def test_a_tenants_requests_are_forgotten_together_and_nobody_elses(bus: Bus, broker: EmbeddedNats) -> None:
+    requests = [await accept(bus, tenant=tenant) for tenant in ("acme", "other", "acme")]
+    running = await accept(bus, tenant="acme")
+    for request in requests:
+        await assign(bus, request)
+        await end(bus, request, 1)
+    assert await forget(bus, broker, "--tenant", "acme", "--yes") == 0
+    assert sorted(await stored(bus)) == sorted([requests[1].id] * 3 + [running.id])
+
+
+async def test_a_request_that_runs_is_not_forgotten(
+    bus: Bus, broker: EmbeddedNats, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = await accept(bus)
+    await assign(bus, request)
+    assert await forget(bus, broker, request.id, "--yes") == 1
+    assert "has not ended" in capsys.readouterr().err
+    assert await stored(bus) == [request.id] * 2
+
+
+async def test_nothing_is_deleted_without_a_yes(
+    bus: Bus, broker: EmbeddedNats, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = await accept(bus)
+    await end(bus, request, 1)
+    assert await forget(bus, broker, request.id) == 1
+    assert "--yes" in capsys.readouterr().err
+    assert await stored(bus) == [request.id] * 2
+    assert await forget(bus, broker, "no-id", "--yes") == 1
+    assert "is not a request id" in capsys.readouterr().err
