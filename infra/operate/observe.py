@@ -1,0 +1,223 @@
+"""A running deployment at a glance, from the broker alone: workers, queues, rates and streams.
+
+Rates come from the sequences of streams. Times, hit rates and failures come from the newest records, at most
+``SAMPLED`` of them, so that watching a busy deployment costs it little more than watching an idle one.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import msgspec
+from nats.errors import Error as NatsError
+
+from infra.broker import retention
+from infra.broker.retention import StreamUse
+from infra.bus.connection import Bus
+from infra.bus.direct_get import get_last, read
+from infra.operate.workers import registrations
+from infra.timeline.find_requests import of_entry
+from infra.timeline.summary import FAILED, RequestSummary
+from schemas.errors import Code, ServingError
+from schemas.fleet import Registration
+from schemas.streams import topology
+
+SAMPLED = 200  # records per look
+WINDOW_S = 10.0  # over which rates, times and shares are taken
+CLASSES = ("interactive", "standard", "batch")
+
+
+class WorkerView(msgspec.Struct, frozen=True):
+    """A worker. Its load is what it reported with its last renewal, blocks are KV blocks of all its ranks.
+
+    Attributes:
+        hit_rate: share of the prompt tokens that came from its cache, of requests that ended within the window; None:
+            none ended.
+        tokens_per_s: its part of the deployment's output tokens per second.
+    """
+
+    name: str
+    id: str
+    role: str
+    model: str
+    engine: str
+    state: str
+    running: int
+    waiting: int
+    slots: int
+    used_blocks: int
+    cached_blocks: int
+    total_blocks: int
+    hit_rate: float | None
+    tokens_per_s: float
+
+
+class QueueView(msgspec.Struct, frozen=True):
+    """Requests of one priority class that no worker has: ``unread`` by any router, ``held`` by one."""
+
+    priority: str
+    unread: int
+    held: int
+
+
+class Rates(msgspec.Struct, frozen=True):
+    """Within the window. Times in ms, of requests that ended; None: none did."""
+
+    accepted_per_s: float
+    ended_per_s: float
+    failed_share: float | None
+    output_tokens_per_s: float
+    hit_rate: float | None
+    ttft_p50_ms: float | None
+    ttft_p95_ms: float | None
+    duration_p50_ms: float | None
+    duration_p95_ms: float | None
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """What ``look`` saw. ``at_ns``: Unix time."""
+
+    at_ns: int
+    namespace: str
+    workers: tuple[WorkerView, ...]
+    queues: tuple[QueueView, ...]
+    rates: Rates
+    streams: tuple[StreamUse, ...]
+    recent: tuple[RequestSummary, ...]  # ended within the window, the newest first
+
+
+class Count(msgspec.Struct, frozen=True):
+    """Last sequences at one moment."""
+
+    at_s: float
+    accepted: int
+    ended: int
+
+
+class Observer:
+    """Looks at a deployment as often as ``look`` is called."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._topology = topology(bus.subjects)
+        self._counts: list[Count] = []
+        self._recent: list[RequestSummary] = []
+        self._read_up_to = 0
+
+    async def look(self) -> Snapshot:
+        """The deployment now.
+
+        Raises:
+            ServingError: the broker does not answer.
+            BrokerProblem: it refuses.
+        """
+        streams = tuple(await retention.uses(self._bus, self._topology))
+        await self._count()
+        await self._read_records()
+        now = rates(self._counts, self._recent)
+        return Snapshot(
+            time.time_ns(),
+            self._bus.subjects.namespace,
+            tuple(workers(await registrations(self._bus), self._recent, now.output_tokens_per_s)),
+            tuple(await self._queues()),
+            now,
+            streams,
+            tuple(reversed(self._recent)),
+        )
+
+    async def _count(self) -> None:
+        now = time.monotonic()
+        ends = []
+        for name, kind in (("REQUESTS", "request"), ("DONE", "done")):
+            last = await get_last(self._bus, self._bus.subjects.stream(name), self._bus.subjects.all(kind))
+            ends.append(last.seq if last is not None else 0)
+        self._counts.append(Count(now, *ends))
+        # One count from before the window stays, for its beginning.
+        while len(self._counts) > 2 and self._counts[1].at_s < now - WINDOW_S:
+            self._counts.pop(0)
+
+    async def _read_records(self) -> None:
+        stream, subject = self._bus.subjects.stream("DONE"), self._bus.subjects.all("done")
+        after = max(self._read_up_to, self._counts[-1].ended - SAMPLED)
+        since_ns = time.time_ns() - int(WINDOW_S * 1e9)
+        async for entry in read(self._bus, stream, subject, after=after):
+            self._read_up_to = entry.seq
+            found = of_entry(entry)
+            if found is not None:
+                self._recent.append(found.summary)
+        self._recent = [each for each in self._recent if each.ended_ns >= since_ns][-SAMPLED:]
+
+    async def _queues(self) -> list[QueueView]:
+        found = []
+        stream = self._bus.subjects.stream("REQUESTS")
+        for priority in CLASSES:
+            try:
+                info = await self._bus.js.consumer_info(stream, f"router-{priority}")
+            except (NatsError, TimeoutError) as error:
+                raise ServingError(
+                    Code.broker_unavailable, f"the queue of class {priority} cannot be read ({error!r})"
+                ) from error
+            found.append(QueueView(priority, info.num_pending or 0, info.num_ack_pending or 0))
+        return found
+
+
+def workers(found: Iterable[Registration], recent: Sequence[RequestSummary], tokens_per_s: float) -> list[WorkerView]:
+    """Registered workers, each with what ``recent`` requests say of it. ``tokens_per_s``: of the deployment."""
+    by_worker: dict[str, list[RequestSummary]] = defaultdict(list)
+    for summary in recent:
+        by_worker[summary.worker].append(summary)
+    sampled = sum(summary.completion_tokens for summary in recent) or 1
+    return [
+        WorkerView(
+            each.name,
+            each.worker,
+            each.role,
+            each.model,
+            each.engine,
+            each.state.value,
+            each.load.running,
+            each.load.waiting,
+            each.slots * each.dp_size,
+            each.load.used_blocks,
+            each.load.cached_blocks,
+            each.total_blocks * each.dp_size,
+            hit_rate(by_worker[each.worker]),
+            tokens_per_s * sum(summary.completion_tokens for summary in by_worker[each.worker]) / sampled,
+        )
+        for each in found
+    ]
+
+
+def rates(counts: Sequence[Count], recent: Sequence[RequestSummary]) -> Rates:
+    """Rates between the first and the last count, and what ``recent`` requests say."""
+    first, last = counts[0], counts[-1]
+    seconds = last.at_s - first.at_s
+    ended_per_s = (last.ended - first.ended) / seconds if seconds else 0.0
+    ttfts = sorted(each.ttft_ms for each in recent if each.ttft_ms is not None)
+    durations = sorted(each.duration_ms for each in recent if each.duration_ms is not None)
+    tokens = sum(each.completion_tokens for each in recent) / len(recent) if recent else 0.0
+    return Rates(
+        (last.accepted - first.accepted) / seconds if seconds else 0.0,
+        ended_per_s,
+        sum(each.state == FAILED for each in recent) / len(recent) if recent else None,
+        ended_per_s * tokens,
+        hit_rate(recent),
+        quantile(ttfts, 0.5),
+        quantile(ttfts, 0.95),
+        quantile(durations, 0.5),
+        quantile(durations, 0.95),
+    )
+
+
+def hit_rate(recent: Iterable[RequestSummary]) -> float | None:
+    """Share of the prompt tokens that came from a cache; None: there are no prompt tokens."""
+    prompt = cached = 0
+    for each in recent:
+        prompt += each.prompt_tokens
+        cached += each.cached_tokens
+    return cached / prompt if prompt else None
+
+
+def quantile(ordered: Sequence[float], share: float) -> float | None:
+    """The value below which ``share`` of the ordered values are (nearest rank); None: there are none."""
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None

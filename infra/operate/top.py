@@ -1,0 +1,167 @@
+"""``penstock top``: a running deployment in the terminal."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import msgspec
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from configs.flags import Parser
+from infra.broker.jetstream_api import BrokerProblem
+from infra.operate.observe import Observer, QueueView, Rates, Snapshot, WorkerView
+from infra.sizes import show_size
+from infra.terminal import stdout
+from infra.timeline.moments import clock, duration_ns, show_duration, span
+from infra.timeline.open_log import Source, add_flags, open_log, run_command
+
+BAR = 10  # characters
+FULL = 0.8  # shown in yellow from here on
+ENDED_SHOWN = 8
+_STATES = {"ready": "green", "draining": "yellow"}
+_ENDS = {"finished": "green", "failed": "red", "cancelled": "yellow"}
+
+
+def run(argv: Sequence[str]) -> int:
+    """Show the deployment until Ctrl-C; the exit status."""
+    parser = Parser(
+        prog="penstock top", description="a running deployment, live: workers, queues, rates, streams and last requests"
+    )
+    parser.add_argument("--interval", default="1s", metavar="TIME", help="between two looks (default: %(default)s)")
+    parser.add_argument("--once", action="store_true", help="print one picture and end")
+    parser.add_argument("--json", action="store_true", help="one JSON object per look instead")
+    add_flags(parser)
+    args = parser.parse_args(argv)
+    interval_s = max(0.2, duration_ns(args.interval) / 1e9)
+    return run_command("top", lambda: _run(Source.of(args), stdout(), interval_s, once=args.once, as_json=args.json))
+
+
+async def _run(source: Source, console: Console, interval_s: float, *, once: bool, as_json: bool) -> None:
+    async with open_log(source, name="top", role="operator", streams=()) as log:
+        if log.stopped:
+            raise ValueError("the deployment is stopped: `penstock requests` shows what it did")
+        observer = Observer(log.bus)
+        try:
+            if as_json or not console.is_terminal or once:
+                await _print(observer, console, interval_s, once=once, as_json=as_json)
+            else:
+                await _live(observer, console, interval_s)
+        except BrokerProblem as error:
+            raise ValueError(str(error)) from error
+
+
+async def _print(observer: Observer, console: Console, interval_s: float, *, once: bool, as_json: bool) -> None:
+    await observer.look()  # rates need two
+    while True:
+        await asyncio.sleep(interval_s)
+        snapshot = await observer.look()
+        if as_json:
+            console.file.write(msgspec.json.encode(snapshot).decode() + "\n")
+            console.file.flush()
+        else:
+            console.print(picture(snapshot))
+        if once:
+            return
+
+
+async def _live(observer: Observer, console: Console, interval_s: float) -> None:
+    with Live(console=console, auto_refresh=False, screen=True) as live:
+        while True:
+            began = time.monotonic()
+            live.update(picture(await observer.look()), refresh=True)
+            await asyncio.sleep(max(0.0, interval_s - (time.monotonic() - began)))
+
+
+def picture(seen: Snapshot) -> Group:
+    """A snapshot as it is printed."""
+    ready = sum(worker.state == "ready" for worker in seen.workers)
+    head = Text.assemble(
+        (f"penstock {seen.namespace}", "bold"),
+        f"   {ready} of {len(seen.workers)} workers ready   {clock(seen.at_ns, seen.at_ns)[:8]}",
+    )
+    tables = (_workers(seen.workers), _queues(seen.queues), _streams(seen), _ended(seen))
+    return Group(head, _rates(seen.rates), *(part for table in tables for part in (Text(), table)))
+
+
+def _rates(rates: Rates) -> Text:
+    def ms(value: float | None) -> str:
+        return span(value) or "-"
+
+    def share(value: float | None) -> str:
+        return "-" if value is None else f"{value:.0%}"
+
+    return Text(
+        f"accepted {rates.accepted_per_s:,.1f}/s   ended {rates.ended_per_s:,.1f}/s   "
+        f"failed {share(rates.failed_share)}   output {rates.output_tokens_per_s:,.0f} tokens/s   "
+        f"cached {share(rates.hit_rate)}\n"
+        f"first token p50 {ms(rates.ttft_p50_ms)}, p95 {ms(rates.ttft_p95_ms)}   "
+        f"whole answer p50 {ms(rates.duration_p50_ms)}, p95 {ms(rates.duration_p95_ms)}"
+    )
+
+
+def _table(*columns: str, numbers: Sequence[str] = ()) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in columns:
+        table.add_column(name, justify="right" if name in numbers else "left", no_wrap=True)
+    return table
+
+
+def _workers(workers: Sequence[WorkerView]) -> Table:
+    numbers = ("running", "waiting", "tokens/s", "cached")
+    table = _table("worker", "role", "model", "state", "running", "waiting", "slots", "KV in use", *numbers[2:],
+                   numbers=numbers)  # fmt: skip
+    for worker in workers:
+        cached = "-" if worker.hit_rate is None else f"{worker.hit_rate:.0%}"
+        table.add_row(
+            escape(worker.name or worker.id),
+            worker.role,
+            escape(worker.model),
+            f"[{_STATES.get(worker.state, 'default')}]{worker.state}[/]",
+            str(worker.running),
+            str(worker.waiting),
+            bar(worker.running, worker.slots),
+            bar(worker.used_blocks, worker.total_blocks),
+            f"{worker.tokens_per_s:,.0f}",
+            cached,
+        )
+    return table
+
+
+def _queues(queues: Sequence[QueueView]) -> Table:
+    table = _table("queue", "held", "unread", numbers=("held", "unread"))
+    for queue in queues:
+        table.add_row(queue.priority, str(queue.held), str(queue.unread))
+    return table
+
+
+def _streams(seen: Snapshot) -> Table:
+    table = _table("stream", "messages", "size", "full", "oldest", numbers=("messages", "size", "oldest"))
+    for use in seen.streams:
+        if use.description:  # the buckets behind the registry and the object stores are `penstock streams list`'s
+            oldest = show_duration(use.oldest_s) if use.messages else "-"
+            table.add_row(use.name, f"{use.messages:,}", show_size(use.bytes), bar(use.bytes, use.max_bytes), oldest)
+    return table
+
+
+def _ended(seen: Snapshot) -> Table:
+    table = _table("ended last", "state", "worker", "out", "first token", "duration",
+                   numbers=("out", "first token", "duration"))  # fmt: skip
+    for each in seen.recent[:ENDED_SHOWN]:
+        state = f"[{_ENDS[each.state]}]{each.code or each.state}[/]"
+        times = (span(each.ttft_ms), span(each.duration_ms))
+        table.add_row(each.id, state, escape(each.worker), str(each.completion_tokens), *times)
+    return table
+
+
+def bar(part: float, whole: float) -> str:
+    """A share as a bar and a percentage; "-" if there is nothing to have a share of."""
+    if not whole:
+        return "-"
+    share = min(1.0, part / whole)
+    filled = round(share * BAR)
+    colour = "yellow" if share >= FULL else "cyan"
+    return f"[{colour}]{'█' * filled}[/][dim]{'░' * (BAR - filled)}[/] {share:.0%}"

@@ -1,0 +1,102 @@
+"""``penstock top``: what it computes, and the whole command on a real nats-server."""
+
+import asyncio
+import io
+import json
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+from rich.console import Console
+
+from infra.broker.server import EmbeddedNats
+from infra.bus.connection import Bus
+from infra.operate.observe import Count, Observer, hit_rate, quantile, rates, workers
+from infra.operate.top import bar, picture, run
+from infra.timeline.summary import RequestSummary
+from schemas import wire
+from schemas.fleet import Load, Registration
+from schemas.subjects import Subjects
+from tests.infra.bus.support import opened
+from tests.infra.timeline.support import accept, end
+
+
+@pytest.fixture
+async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
+    async with opened(broker, subjects) as bus:
+        yield bus
+
+
+def summary(worker: str = "w-1", *, state: str = "finished", prompt: int = 100, cached: int = 0, out: int = 10,
+            ttft_ms: int = 10) -> RequestSummary:  # fmt: skip
+    return RequestSummary(
+        "id", "m", state, 0, worker=worker, prompt_tokens=prompt, cached_tokens=cached, completion_tokens=out,
+        first_token_ns=ttft_ms * 1_000_000, ended_ns=100_000_000,
+    )  # fmt: skip
+
+
+def registration(worker: str, **more: object) -> Registration:
+    fields = {"model": "m", "role": "aggregated", "engine": "mock", "epoch": 1, "block_size": 32, "total_blocks": 100,
+              "slots": 8, "max_model_len": 64, "name": worker}  # fmt: skip
+    return Registration(worker, **(fields | more))  # type: ignore[arg-type]
+
+
+def test_rates_are_taken_between_the_first_and_the_last_look() -> None:
+    seen = rates([Count(100.0, 50, 40), Count(101.0, 99, 99), Count(105.0, 100, 60)], [summary(), summary(out=30)])
+    assert (seen.accepted_per_s, seen.ended_per_s, seen.output_tokens_per_s) == (10.0, 4.0, 80.0)
+
+
+def test_nothing_ended_means_that_times_and_shares_are_unknown() -> None:
+    seen = rates([Count(1.0, 0, 0)], [])
+    assert (seen.accepted_per_s, seen.failed_share, seen.hit_rate, seen.ttft_p95_ms) == (0.0, None, None, None)
+
+
+def test_a_hit_rate_counts_tokens_not_requests() -> None:
+    assert hit_rate([summary(prompt=900, cached=900), summary(prompt=100)]) == 0.9
+
+
+def test_quantiles_are_of_the_nearest_rank() -> None:
+    assert [quantile([1.0, 2.0, 3.0, 4.0], share) for share in (0.0, 0.5, 0.95, 1.0)] == [1.0, 3.0, 4.0, 4.0]
+
+
+def test_workers_share_the_output_by_what_they_finished() -> None:
+    found = [registration("w-1", dp_size=2), registration("w-2")]
+    one, two = workers(found, [summary("w-1", out=30), summary("w-2", out=10, cached=50)], 400.0)
+    assert (one.tokens_per_s, two.tokens_per_s) == (300.0, 100.0)
+    assert (one.slots, one.total_blocks, two.hit_rate) == (16, 200, 0.5)
+
+
+def test_a_bar_of_nothing_is_a_dash_and_none_is_longer_than_full() -> None:
+    assert bar(1, 0) == "-"
+    assert "100%" in bar(30, 10)
+
+
+async def test_a_look_sees_workers_queues_and_what_ended(bus: Bus) -> None:
+    me = registration("w-1", load=Load(running=3, used_blocks=40))
+    await bus.js.publish(bus.subjects.lease("w-1"), wire.encode(me))
+    observer = Observer(bus)
+    await observer.look()
+    waiting, over = await accept(bus), await accept(bus)
+    await end(bus, over, 1, 2, code="invalid_request")
+    seen = await observer.look()
+    (worker,) = seen.workers
+    assert (worker.running, worker.used_blocks, worker.state) == (3, 40, "ready")
+    assert {queue.priority: queue.unread for queue in seen.queues}[waiting.priority.value] == 2
+    assert [each.id for each in seen.recent] == [over.id]
+    assert seen.rates.failed_share == 1.0
+    assert seen.rates.accepted_per_s > seen.rates.ended_per_s > 0
+    text = io.StringIO()
+    Console(file=text, width=150).print(picture(seen))
+    for part in ("w-1", "1 of 1 workers ready", "invalid_request", "REQUESTS", "failed 100%"):
+        assert part in text.getvalue()
+
+
+async def test_the_command_prints_one_object_per_look(
+    bus: Bus, broker: EmbeddedNats, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--once", "--json", "--interval", "200ms", "--nats-url", broker.url()]
+    assert await asyncio.to_thread(run, [*flags, "--namespace", bus.subjects.namespace]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert seen["namespace"] == bus.subjects.namespace
+    assert abs(seen["at_ns"] - time.time_ns()) < 60e9
+    assert {queue["priority"] for queue in seen["queues"]} == {"interactive", "standard", "batch"}
