@@ -61,7 +61,7 @@ def check_settings(settings: WorkerSettings) -> None:
     """
     if settings.role in ("prefill", "decode") and settings.engine in ("native", "mock"):  # others move KV themselves
         if not settings.prefix_cache:
-            raise ValueError(f"--role {settings.role} hands KV over under the names of the prefix cache; leave it on")
+            raise ValueError(f"--role {settings.role} hands off KV under the names of the prefix cache; leave it on")
         if settings.transfer == "none":
             raise ValueError(f"--role {settings.role} needs a transfer backend; use --transfer auto")
     elif settings.role == "encode" and settings.transfer == "none":

@@ -1,4 +1,4 @@
-"""``penstock bench split``: what handing a request over costs between its first and second token.
+"""``penstock bench split``: what the handoff of a request costs between its first and second token.
 
 Asks two deployments in turns, one that does everything in one worker and one with prefill and decode apart, for two
 tokens behind prompts that neither has seen. The second token of the split one waits for the handoff: message to

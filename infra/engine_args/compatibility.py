@@ -1,4 +1,4 @@
-"""Arguments that must agree between engines that hand KV over to each other or serve one model together."""
+"""Arguments that must agree between engines that hand off KV to each other or serve one model together."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple

@@ -459,7 +459,7 @@ async def run_worker(
     network: LoopbackNetwork | None = None,
     **settings: Any,
 ) -> AsyncIterator[WorkerHarness]:
-    """A registered worker; with a ``network`` it hands blocks over in it."""
+    """A registered worker; with a ``network`` it hands off blocks in it."""
     fatal: list[BaseException] = []
     async with dial(server, subjects, f"worker-{next(_numbers)}", on_fatal=fatal.append) as bus:
         made = WorkerHarness(bus, held or engine(), WorkerSettings(**settings), detokenizer, model, network)

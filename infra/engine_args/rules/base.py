@@ -47,7 +47,7 @@ class Context(Struct, frozen=True, kw_only=True):
     logits_processors: bool = False
 
     @property
-    def hands_over(self) -> bool:
+    def hands_off(self) -> bool:
         """KV cache moves to or from this worker."""
         return self.role in ("prefill", "decode")
 

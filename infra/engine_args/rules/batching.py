@@ -38,7 +38,7 @@ def _step(args: EngineArgs, ctx: Context) -> Found:
             (f"set enable_chunked_prefill: true, or max_num_tokens: {up(longest, block)}"),
         )
     if tokens % block and ctx.role != "encode":
-        strict = ctx.hands_over or args.enable_chunked_prefill
+        strict = ctx.hands_off or args.enable_chunked_prefill
         yield (
             ("error" if strict else "warning"),
             "max_num_tokens",

@@ -1,4 +1,4 @@
-"""Can prefill hand its KV cache over to decode without a deadlock?"""
+"""Can prefill hand off its KV cache to decode without a deadlock?"""
 
 from infra.engine_args.rules.base import Context, Found, longest_prompt, rule, up
 from infra.engine_args.schema import EngineArgs
@@ -8,7 +8,7 @@ from infra.engine_args.schema import EngineArgs
 def _buffer(args: EngineArgs, ctx: Context) -> Found:
     """The transfer buffer holds the longest prompt, in whole blocks; otherwise decode waits forever."""
     transceiver, block = args.cache_transceiver_config, args.kv_cache_config.tokens_per_block
-    if not ctx.hands_over or transceiver is None or transceiver.backend is None:
+    if not ctx.hands_off or transceiver is None or transceiver.backend is None:
         return
     where, longest = "cache_transceiver_config.max_tokens_in_buffer", longest_prompt(args, ctx)
     size = transceiver.max_tokens_in_buffer
@@ -33,15 +33,15 @@ def _buffer(args: EngineArgs, ctx: Context) -> Found:
 
 @rule("A24", "S125", "S124")
 def _transceiver(args: EngineArgs, ctx: Context) -> Found:
-    """Workers that hand KV over have an explicit transport with a timeout; others have none."""
+    """Workers that hand off KV have an explicit transport with a timeout; others have none."""
     transceiver = args.cache_transceiver_config
     where = "cache_transceiver_config.backend"
-    if not ctx.hands_over:
+    if not ctx.hands_off:
         if transceiver is not None and transceiver.backend is not None:
             yield "warning", where, f"a worker of role {ctx.role} moves no KV but pays for the buffer", "remove it"
         return
     if transceiver is None or transceiver.backend is None:
-        yield "error", where, f"role {ctx.role} hands KV over and needs a transport", "use UCX or NIXL"
+        yield "error", where, f"role {ctx.role} hands off KV and needs a transport", "use UCX or NIXL"
         return
     if transceiver.backend == "DEFAULT":
         yield "warning", where, "DEFAULT differs between releases", "set NIXL or UCX, on both sides"

@@ -30,7 +30,7 @@ def _untested(args: EngineArgs, ctx: Context) -> Found:
             "untested with pipeline parallelism in 1.2.1",
             "compare outputs first",
         )
-    if args.enable_lora and (args.enable_attention_dp or ctx.hands_over or args.guided_decoding_backend):
+    if args.enable_lora and (args.enable_attention_dp or ctx.hands_off or args.guided_decoding_backend):
         yield (
             "warning",
             "enable_lora",
@@ -44,7 +44,7 @@ def _beams(args: EngineArgs, ctx: Context) -> Found:
     """Beam search works neither with disaggregation nor with speculation."""
     if args.beam_width == 1:
         return
-    if ctx.hands_over:
+    if ctx.hands_off:
         yield "error", "max_beam_width", "disaggregation carries one beam", "set it to 1"
     if args.speculative_config is not None:
         yield "error", "max_beam_width", "speculation follows one beam", "set it to 1, or remove speculative_config"
@@ -59,7 +59,7 @@ def _excluded(args: EngineArgs, ctx: Context) -> Found:
         yield "error", "pipeline_parallel_size", "MTP and EAGLE do not work with pipeline parallelism", "use TP or EP"
     if learned and args.sampler_type == "TRTLLMSampler":
         yield "error", "sampler_type", "the C++ sampler does not work with MTP and EAGLE", "use auto"
-    if ctx.logits_processors and (learned or ctx.hands_over):
+    if ctx.logits_processors and (learned or ctx.hands_off):
         yield (
             "error",
             "speculative_config" if learned else "cache_transceiver_config",

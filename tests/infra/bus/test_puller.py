@@ -287,7 +287,7 @@ async def test_after_a_drain_nothing_is_delivered_and_all_that_came_has_been(bus
     assert not bus.on_reconnect
 
 
-async def test_a_drain_hands_over_what_had_come_although_the_server_is_gone_and_nothing_comes_when_it_is_back(
+async def test_a_drain_delivers_what_had_come_although_the_server_is_gone_and_nothing_comes_when_it_is_back(
     make_broker: Callable[..., EmbeddedNats], subjects: Subjects
 ) -> None:
     server = make_broker()

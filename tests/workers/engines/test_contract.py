@@ -352,7 +352,7 @@ def test_only_the_sequence_that_is_asked_tells_scores(subject: Subject, shared: 
     assert shared.answer(ask(0, [5], 1)) == [token]
 
 
-def test_a_prefill_worker_scores_what_it_hands_over(subject: Subject, make: Make) -> None:
+def test_a_prefill_worker_scores_what_it_hands_off(subject: Subject, make: Make) -> None:
     source, target = make(model=MODEL, role="prefill"), make(model=MODEL, role="decode", kv_blocks=POOL - 10)
     whole = target.answer(ask(0, PROMPT, 8, base=b"r" * 16))
     held, first = prefilled(source, scored("h", PROMPT, 8))

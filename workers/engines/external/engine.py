@@ -1,23 +1,19 @@
-"""The synchronous half of an adapter: tracks sequences and turns the engine's events into step results.
+"""An engine of another package behind our engine protocol: tracks sequences and turns its events into step results.
 
 Two threads are involved. The engine thread (the caller of all methods) owns the bookkeeping. The loop thread submits
 requests to the engine and follows its outputs. They are connected by one queue of events: ``step`` waits briefly for
-the first event and returns everything that has arrived.
+the first event and returns everything that has arrived. What differs between packages is an ``Adapter``.
 
 An error of one request becomes its ``Failure``. Any other error is kept and raised by the next call as an EngineError:
 the worker then requeues its requests and exits.
 """
 
-import asyncio
-import contextlib
-import queue
 import time
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import structlog
+from prometheus_client.registry import Collector
 
 from schemas.errors import Code
 from schemas.kv import KvEvent
@@ -25,6 +21,7 @@ from schemas.transfer import Memory
 from workers.engines.base import (
     EngineError,
     EngineInfo,
+    EngineStats,
     Failure,
     Held,
     KvTransfer,
@@ -37,166 +34,99 @@ from workers.engines.base import (
     StepResult,
     VisionEngine,
 )
-from workers.engines.external.outputs import SequenceFailure, Token
-from workers.engines.external.prompt_logprobs import scores
-from workers.engines.loop import LoopThread
+from workers.engines.external.runtime import CLOSE_S, EngineFailed, EngineRuntime
+from workers.engines.external.sequences import ActiveSequence, SequenceUpdate
 
 log = structlog.get_logger("engine")
 
 WAIT_S = 0.005  # longest ``step``: the worker's commands wait for it
-CLOSE_S = 5.0
 SILENT_S = 60.0  # log a warning when sequences run and nothing arrives for this long
 
-
-class ActiveSequence:
-    """One sequence.
-
-    ``started`` belongs to the engine thread, the rest to the loop thread; ``cancelled`` is set once, by either.
-    """
-
-    __slots__ = (
-        "cancelled",
-        "hold",
-        "key",
-        "prompt",
-        "prompt_len",
-        "responded",
-        "score",
-        "scored_top",
-        "started",
-        "task",
-        "trace",
-    )
-
-    def __init__(self, request: SequenceRequest) -> None:
-        self.key = request.key
-        self.prompt = request.prompt
-        self.prompt_len = len(request.prompt)
-        self.score = request.score if request.score < len(request.prompt) else 0  # 0: nothing (more) to score
-        self.scored_top = request.sampling.prompt_logprobs or 0
-        self.hold = request.hold
-        self.trace = request.trace
-        self.started = False  # its ``Started`` has been returned
-        self.responded = False  # the engine has produced a first output
-        self.cancelled = False  # its outputs are discarded
-        self.task: asyncio.Task[None] | None = None
-
-    def scored(self, entries: Seq[Any] | None) -> Scored | None:
-        """The prompt's log-probabilities, once: ``entries`` has one for each token but the first."""
-        if not self.score or not entries:
-            return None
-        first, self.score = self.score, 0
-        found = scores(entries, self.prompt, first, self.scored_top)
-        if not found:
-            log.warning("prompt_logprobs_incomplete", entries=len(entries), tokens=self.prompt_len)
-            return None
-        return Scored(self.key, first, found)
+S = TypeVar("S", bound=ActiveSequence)
 
 
-class SequenceUpdate(NamedTuple):
-    """New outputs of one sequence. ``cached``: set on the first; ``opaque``: state for the next worker's engine.
+class BlockCounts(NamedTuple):
+    """The engine's KV pool, in blocks; fields as of ``EngineStats``."""
 
-    ``measured``: set on the last, if the request is traced.
-    """
-
-    sequence: ActiveSequence
-    cached: int | None = None
-    tokens: Seq[Token] = ()
-    failure: SequenceFailure | None = None
-    opaque: bytes | None = None
-    scored: Scored | None = None
-    measured: Mapping[str, float] | None = None
+    used: int
+    cached: int
+    free: int
+    pinned: int
+    preemptions: int = 0
 
 
-class EngineFailed(NamedTuple):
-    """The engine, or a task that reads from it, has failed."""
-
-    error: BaseException
-
-
-A = TypeVar("A", covariant=True)
-L = TypeVar("L", bound=ActiveSequence)
-L_contra = TypeVar("L_contra", bound=ActiveSequence, contravariant=True)
-
-
-class Follower(Protocol[L_contra]):
-    """Submits sequences to the engine and follows their outputs, in the loop thread."""
-
-    def launch(self, sequence: L_contra, /) -> None:
-        """Submit a sequence."""
-
-    def abort(self, sequence: L_contra, /) -> None:
-        """Abort a sequence."""
-
-
-@dataclass(frozen=True)
-class EngineRuntime(Generic[A]):
-    """A started engine and what it needs to run.
+class Adapter(Protocol[S]):
+    """What differs between the packages. Called in the engine thread, except ``launch`` and ``abort``.
 
     Attributes:
-        llm: the engine.
-        api: the parts of its package that the adapter uses.
-        loop: where its outputs are followed.
-        resources: closed with the engine, ``loop`` last.
-        inbox: queue of ``SequenceUpdate``, ``EngineFailed`` and events that ``_on_event`` handles.
-    """
-
-    llm: Any
-    api: A
-    loop: LoopThread
-    resources: contextlib.ExitStack
-    inbox: "queue.SimpleQueue[Any]" = field(default_factory=queue.SimpleQueue)
-
-
-class ExternalEngine(Generic[L]):
-    """Base of the adapters, which add ``stats``, ``dump`` and the two abstract methods.
-
-    KV moves through the engine's own connector: the handoff state is ``opaque``.
-
-    Args:
         title: name of the package, for error messages.
-        runtime: closed with the adapter.
+        vision: of engines that take images.
+        linger_s: how long KV events may follow the last output.
     """
 
-    _follower: Follower[L]
+    title: str
+    linger_s: float
 
-    def __init__(self, title: str, info: EngineInfo, runtime: EngineRuntime[Any]) -> None:
-        self.info = info
-        self.kv_transfer: KvTransfer | None = None  # the engine moves its KV itself
-        self.vision: VisionEngine | None = None
-        self._title = title
-        self._loop = runtime.loop
-        self._resources = runtime.resources
-        self._inbox = runtime.inbox
-        self._active: dict[object, L] = {}
-        self._running = 0  # how many of them have started
-        self._held: dict[object, int] = {}  # key -> blocks of its prompt
-        self._broken: BaseException | None = None
-        self._hit = self._prompt = 0
-        self._closed = False
-        self._last_update = self._ended_at = float("-inf")
+    @property
+    def vision(self) -> VisionEngine | None: ...
 
-    def _enqueue(self, event: Any) -> None:
-        """Queue an event; called in the loop thread."""
-        if isinstance(event, EngineFailed):
-            self._broken = self._broken or event.error
-        self._inbox.put(event)
-
-    def _accept(self, request: SequenceRequest) -> L:
+    def accept(self, request: SequenceRequest) -> S:
         """Check and prepare a sequence.
 
         Raises:
             RequestError: it can never run here.
         """
-        raise NotImplementedError
 
-    def _on_event(self, event: Any, events: list[KvEvent], others: dict[int, list[KvEvent]]) -> None:
-        """Handle an event that belongs to no sequence.
+    def launch(self, sequence: S) -> None:
+        """Submit a sequence and follow its outputs; called in the loop thread."""
 
-        Args:
-            events, others: receive the KV events of rank 0 and of the other ranks.
+    def abort(self, sequence: S) -> None:
+        """Abort a sequence; called in the loop thread."""
+
+    def kv_events(self, event: Any) -> dict[int, list[KvEvent]]:
+        """Handle an event that belongs to no sequence; returns the KV events in it by rank."""
+
+    def block_counts(self, *, active: bool, held: int) -> BlockCounts:
         """
-        raise NotImplementedError
+        Args:
+            active: there are sequences.
+            held: blocks of prompts that wait to be fetched.
+        """
+
+    def dump(self, rank: int) -> list[KvEvent]: ...
+
+    def memory(self) -> dict[str, Memory]: ...
+
+    def collectors(self) -> Seq[Collector]:
+        """The engine's own metrics, for the worker's registry."""
+
+
+class ExternalEngine(Generic[S]):
+    """Implements ``workers.engines.base.Engine``.
+
+    KV moves through the engine's own connector: the handoff state is ``opaque``.
+
+    Args:
+        runtime: closed with it.
+    """
+
+    def __init__(self, info: EngineInfo, runtime: EngineRuntime[Any], adapter: Adapter[S]) -> None:
+        self.info = info
+        self.kv_transfer: KvTransfer | None = None  # the engine moves its KV itself
+        self._adapter = adapter
+        self._loop = runtime.loop
+        self._resources = runtime.resources
+        self._inbox = runtime.inbox
+        self._active: dict[object, S] = {}
+        self._running = 0  # how many of them have started
+        self._held: dict[object, int] = {}  # key -> blocks of its prompt
+        self._hit = self._prompt = 0
+        self._closed = False
+        self._last_update = self._ended_at = float("-inf")
+
+    @property
+    def vision(self) -> VisionEngine | None:
+        return self._adapter.vision
 
     # --- requests ---
 
@@ -210,11 +140,11 @@ class ExternalEngine(Generic[L]):
         self._raise_broken()
         if request.key in self._active:
             raise RequestError(Code.invalid_request, f"sequence {request.key!r} was submitted already")
-        sequence = self._accept(request)
+        sequence = self._adapter.accept(request)
         if not self._active:
             self._last_update = time.monotonic()
         self._active[request.key] = sequence
-        self._loop.post(self._follower.launch, sequence)
+        self._loop.post(self._adapter.launch, sequence)
 
     def cancel(self, key: object) -> bool:
         """Stop tracking a sequence at once and abort it in the engine; its late outputs are discarded."""
@@ -223,7 +153,7 @@ class ExternalEngine(Generic[L]):
             return False
         self._forget(sequence)
         sequence.cancelled = True
-        self._loop.post(self._follower.abort, sequence)
+        self._loop.post(self._adapter.abort, sequence)
         return True
 
     def _forget(self, sequence: ActiveSequence) -> None:
@@ -233,7 +163,9 @@ class ExternalEngine(Generic[L]):
             self._ended_at = time.monotonic()
 
     def has_work(self) -> bool:
-        return bool(self._active) or not self._inbox.empty()
+        if self._active or self._inbox:
+            return True
+        return self.info.kv_events and time.monotonic() - self._ended_at < self._adapter.linger_s
 
     @property
     def blocked(self) -> bool:
@@ -253,23 +185,18 @@ class ExternalEngine(Generic[L]):
         others: dict[int, list[KvEvent]] = {}
         result = StepResult([], [], [], [], 0, held, scored, others, measured)
         computed = 0
-        event = self._next(WAIT_S)
+        event = self._inbox.get(WAIT_S)
+        if event is None:
+            self._check_silence()
         while event is not None and not isinstance(event, EngineFailed):
             if isinstance(event, SequenceUpdate):
                 computed += self._apply(event, result, held, scored, measured)
             else:
-                self._on_event(event, result.events, others)
-            event = self._next(0)
+                for rank, found in self._adapter.kv_events(event).items():
+                    (others.setdefault(rank, []) if rank else result.events).extend(found)
+            event = self._inbox.get()
         self._raise_broken()
         return result._replace(computed_tokens=computed)
-
-    def _next(self, wait: float) -> Any:
-        try:
-            return self._inbox.get(timeout=wait) if wait else self._inbox.get_nowait()
-        except queue.Empty:
-            if wait:
-                self._check_silence()
-            return None
 
     def _apply(
         self,
@@ -313,13 +240,36 @@ class ExternalEngine(Generic[L]):
             log.warning("engine_silent", seconds=SILENT_S, sequences=len(self._active), running=self._running)
 
     def _raise_broken(self) -> None:
-        if self._broken is not None:
-            raise EngineError(f"{self._title} failed: {self._broken!r}") from self._broken
+        error = self._inbox.failure
+        if error is not None:
+            raise EngineError(f"{self._adapter.title} failed: {error!r}") from error
+
+    def stats(self) -> EngineStats:
+        held = sum(self._held.values())
+        blocks = self._adapter.block_counts(active=bool(self._active), held=held)
+        return EngineStats(
+            running=self._running,
+            waiting=len(self._active) - self._running,
+            used_blocks=blocks.used,
+            cached_blocks=blocks.cached,
+            free_blocks=blocks.free,
+            pinned_blocks=blocks.pinned,
+            preemptions=blocks.preemptions,
+            hit_tokens=self._hit,
+            prompt_tokens=self._prompt,
+        )
+
+    def dump(self, rank: int = 0) -> list[KvEvent]:
+        return self._adapter.dump(rank)
+
+    def collectors(self) -> Seq[Collector]:
+        """The engine's own metrics, for the worker's registry."""
+        return self._adapter.collectors()
 
     # --- handoff ---
 
     def memory(self) -> dict[str, Memory]:
-        return {}
+        return self._adapter.memory()
 
     def release_held(self, key: object) -> bool:
         """Stop counting a held prompt. The engine frees its KV once it was fetched or the engine's own lease expired: a
@@ -336,11 +286,3 @@ class ExternalEngine(Generic[L]):
         if not self._loop.cancel_all(CLOSE_S):
             log.warning("engine_tasks_hang")
         self._resources.close()
-
-
-def shut_down(llm: Any) -> None:
-    """Shut an engine down; errors are logged only."""
-    try:
-        llm.shutdown()
-    except Exception as error:
-        log.error("engine_shutdown_failed", error=repr(error))

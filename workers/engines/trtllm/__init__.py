@@ -24,7 +24,7 @@ their series are merged into the worker's own metrics port (``metrics``).
 
 Modules. Pure: ``args`` (arguments), ``prepare`` and ``sampling`` (a request), ``output_cursor`` (its output),
 ``disagg`` (its handoff), ``kv_events`` (names of blocks), ``stats``, ``perf_metrics``, ``errors``, ``log_diagnosis``,
-``launch``, ``backoff``. The shell: ``api`` (what the installed release has), ``follower``, ``engine``, ``encoder``,
+``launch``, ``backoff``. The shell: ``api`` (what the installed release has), ``follower``, ``adapter``, ``encoder``,
 ``image_slots``, ``metrics``, ``log_watch``, ``build``; ``visual_gen`` for images and videos. Nothing here imports
 tensorrt_llm before an engine is built.
 """

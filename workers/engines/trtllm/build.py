@@ -20,14 +20,15 @@ from schemas import blocks
 from schemas.requests import Sampling, Stop
 from workers.engines.base import EngineError, EngineInfo, MediaSpan
 from workers.engines.external import arguments as user_arguments
-from workers.engines.external.engine import EngineRuntime, shut_down
+from workers.engines.external.engine import ExternalEngine
+from workers.engines.external.runtime import EngineRuntime, shut_down
 from workers.engines.loop import LoopThread
 from workers.engines.trtllm import api as apis
 from workers.engines.trtllm import launch, sampling, stats
+from workers.engines.trtllm.adapter import TrtllmAdapter
 from workers.engines.trtllm.api import Api
 from workers.engines.trtllm.args import EngineSettings, Resolved, resolve
-from workers.engines.trtllm.engine import TrtllmEngine
-from workers.engines.trtllm.follower import drained
+from workers.engines.trtllm.follower import ActiveSequence, drained
 from workers.engines.trtllm.image_slots import ImageSlotStore, dtype_of, inputs
 from workers.engines.trtllm.log_watch import LogWatch
 from workers.engines.trtllm.metrics import NativeMetrics
@@ -43,7 +44,9 @@ WARM_UP_TOKENS = 4  # fewer than a block; a single token looks like an attention
 WARM_UP_SALT = "penstock-warm-up"
 
 
-def from_settings(settings: WorkerSettings, path: Path, processors: "TrtllmProcessors | None" = None) -> TrtllmEngine:
+def from_settings(
+    settings: WorkerSettings, path: Path, processors: "TrtllmProcessors | None" = None
+) -> ExternalEngine[ActiveSequence]:
     """Load the model in ``path`` and warm up its engine.
 
     Args:
@@ -100,9 +103,9 @@ def from_settings(settings: WorkerSettings, path: Path, processors: "TrtllmProce
             image_inputs=_image_inputs(model, image_slots),
         )
         runtime = EngineRuntime(llm, api, loop, undo.pop_all())
-        engine = TrtllmEngine(info, runtime, options, metrics, image_slots)
+        adapter = TrtllmAdapter(info, runtime, options, metrics, image_slots)
     log.info("trtllm_ready", layout=resolved.layout, blocks=info.total_blocks, slots=info.slots, ranks=info.dp_size)
-    return engine
+    return ExternalEngine(info, runtime, adapter)
 
 
 def prompt_limit(args: EngineArgs, model_len: int) -> int:

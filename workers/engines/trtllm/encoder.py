@@ -23,7 +23,7 @@ from infra.model import modeldir
 from schemas.transfer import Memory
 from workers.engines.base import EngineError, EngineInfo
 from workers.engines.core.encode_engine import EncodeEngine
-from workers.engines.external.engine import shut_down
+from workers.engines.external.runtime import shut_down
 from workers.engines.native import media
 from workers.engines.native.embedding_slots import EmbeddingSlots
 from workers.engines.trtllm import api as apis

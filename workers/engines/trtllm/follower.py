@@ -13,9 +13,10 @@ import structlog
 
 from schemas.errors import Code
 from workers.engines.base import SequenceRequest
-from workers.engines.external import engine
-from workers.engines.external.engine import EngineFailed, SequenceUpdate
+from workers.engines.external import sequences
 from workers.engines.external.outputs import SequenceFailure
+from workers.engines.external.runtime import EngineFailed, EngineRuntime
+from workers.engines.external.sequences import SequenceUpdate
 from workers.engines.trtllm import disagg, errors, perf_metrics
 from workers.engines.trtllm.api import Api
 from workers.engines.trtllm.backoff import Backoff
@@ -31,7 +32,7 @@ ABORT_S = 10.0  # how long an aborted request may take to end
 HEALTH_S = 1.0
 
 
-class ActiveSequence(engine.ActiveSequence):
+class ActiveSequence(sequences.ActiveSequence):
     """One sequence."""
 
     __slots__ = ("aborted", "adopted", "prepared", "result")
@@ -52,25 +53,16 @@ class Stat(NamedTuple):
     stat: Mapping[str, Any]
 
 
-EngineEvent = SequenceUpdate | KvEvents | Stat | EngineFailed
-
-
 class Follower:
-    """Follows one ``LLM`` and passes its events to ``emit``, in the loop thread."""
+    """Follows one ``LLM`` and queues its events, in the loop thread."""
 
-    def __init__(
-        self,
-        runtime: engine.EngineRuntime[Api],
-        options: Options,
-        metrics: NativeMetrics,
-        emit: Callable[[EngineEvent], None],
-    ) -> None:
+    def __init__(self, runtime: EngineRuntime[Api], options: Options, metrics: NativeMetrics) -> None:
         self._llm = runtime.llm
         self._api = runtime.api
         self._loop = runtime.loop
         self._options = options
         self._metrics = metrics
-        self._emit = emit
+        self._emit = runtime.inbox.put
         self._broken = False
         self._repeats: bool | None = None  # whether an adopted output begins with the prefill engine's tokens
 
@@ -218,6 +210,3 @@ async def drained(items: AsyncIterable[Any]) -> Any:
             yield item
     except asyncio.QueueEmpty:
         return
-
-
-__all__ = ["ActiveSequence", "EngineEvent", "EngineFailed", "Follower", "KvEvents", "SequenceUpdate", "Stat", "drained"]

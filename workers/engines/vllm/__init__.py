@@ -5,12 +5,12 @@ Start: ``penstock worker --engine vllm --model DIR [--role prefill|decode] [--co
 the JSON overrides the YAML, merged at every depth. A wrong argument is refused at start, with its fix.
 
 KV events come over ZMQ, from a socket file in a private folder (several ranks: loopback ports), and are translated to
-our block names. Prefill and decode hand KV over with vLLM's NIXL connector; its ``kv_transfer_params`` are
+our block names. Prefill and decode hand off KV with vLLM's NIXL connector; its ``kv_transfer_params`` are
 ``Held.opaque``.
 
 Modules. Pure: ``args`` (arguments), ``prepare`` and ``sampling`` (a request), ``output_cursor`` (its output),
 ``handoff`` (its handoff), ``kv_events`` (names of blocks). The shell: ``api`` (what the installed release has),
-``follower``, ``engine``, ``metrics``, ``build``. Nothing here imports vllm before an engine is built.
+``follower``, ``adapter``, ``metrics``, ``build``. Nothing here imports vllm before an engine is built.
 """
 
 from workers.engines.vllm.build import from_settings

@@ -258,7 +258,7 @@ def _moves(config: Any) -> bool:
 
 
 def layout(version: str, tree: Tree) -> str:
-    """Fingerprint that two engines must share to hand KV over; the connector checks the rest itself."""
+    """Fingerprint that two engines must share to hand off KV; the connector checks the rest itself."""
     release = ".".join(version.split(".")[:2])
     return f"vllm-{release}/nixl/{tree.get('kv_cache_dtype', 'auto')}/{tree['block_size']}"
 

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import os
-import queue
 import secrets
 import shutil
 import socket
@@ -25,14 +24,15 @@ from workers.engines import memory_budget
 from workers.engines.base import EngineError, EngineInfo
 from workers.engines.events.subscriber import Subscriber
 from workers.engines.external import arguments as user_arguments
-from workers.engines.external.engine import CLOSE_S, EngineRuntime, shut_down
+from workers.engines.external.engine import ExternalEngine
 from workers.engines.external.guard import Guard, children
+from workers.engines.external.runtime import CLOSE_S, EngineRuntime, Inbox, shut_down
 from workers.engines.loop import LoopThread
 from workers.engines.vllm import api as apis
+from workers.engines.vllm.adapter import VllmAdapter
 from workers.engines.vllm.api import Api
 from workers.engines.vllm.args import EngineSettings, Resolved, layout, resolve
-from workers.engines.vllm.engine import VllmEngine
-from workers.engines.vllm.follower import EngineEvent, KvPayloads
+from workers.engines.vllm.follower import ActiveSequence, KvPayloads
 from workers.engines.vllm.metrics import SchedulerStats
 from workers.engines.vllm.prepare import Options
 
@@ -45,7 +45,7 @@ BIND = "VLLM_CPU_OMP_THREADS_BIND"
 SIDE_HOST, SIDE_PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 
 
-def from_settings(settings: WorkerSettings, path: Path) -> VllmEngine:
+def from_settings(settings: WorkerSettings, path: Path) -> ExternalEngine[ActiveSequence]:
     """Load the model in ``path`` and warm up its engine.
 
     Raises:
@@ -70,7 +70,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> VllmEngine:
             if not api.nixl():
                 raise EngineError("vLLM's NixlConnector needs the package nixl: pip install nixl")
             variables |= side_channel(settings.nats_url, resolved.ranks)
-        inbox: queue.SimpleQueue[EngineEvent] = queue.SimpleQueue()
+        inbox = Inbox()
         loop = LoopThread("vllm")
         undo.callback(loop.close)
         scheduler = SchedulerStats()
@@ -92,9 +92,9 @@ def from_settings(settings: WorkerSettings, path: Path) -> VllmEngine:
             )
         options = Options(blocks.root(model.revision), info.handoff_layout)
         runtime = EngineRuntime(llm, api, loop, undo.pop_all(), inbox)
-        engine = VllmEngine(info, runtime, options, scheduler)
+        adapter = VllmAdapter(info, runtime, options, scheduler)
     log.info("vllm_ready", layout=info.handoff_layout, blocks=info.total_blocks, slots=info.slots, ranks=info.dp_size)
-    return engine
+    return ExternalEngine(info, runtime, adapter)
 
 
 def info_of(
@@ -189,7 +189,7 @@ def channels(folder: Path, ranks: int) -> tuple[str, str]:
     return f"tcp://127.0.0.1:{first}", f"tcp://127.0.0.1:{first + ranks}"
 
 
-def subscribe(tree: Tree, rank: int, inbox: "queue.SimpleQueue[EngineEvent]") -> Subscriber:
+def subscribe(tree: Tree, rank: int, inbox: Inbox) -> Subscriber:
     """Read one rank's events into the queue.
 
     Raises:

@@ -10,9 +10,10 @@ import structlog
 
 from schemas.errors import Code
 from workers.engines.base import SequenceRequest
-from workers.engines.external import engine
-from workers.engines.external.engine import EngineFailed, SequenceUpdate
+from workers.engines.external import sequences
 from workers.engines.external.outputs import SequenceFailure
+from workers.engines.external.runtime import EngineFailed, EngineRuntime
+from workers.engines.external.sequences import SequenceUpdate
 from workers.engines.vllm import handoff
 from workers.engines.vllm.api import Api
 from workers.engines.vllm.output_cursor import Diverged, OutputCursor
@@ -24,7 +25,7 @@ HEALTH_S = 1.0
 NO_REASON = "the engine ended the output without a reason"
 
 
-class ActiveSequence(engine.ActiveSequence):
+class ActiveSequence(sequences.ActiveSequence):
     """One sequence. ``prepare_without_handoff`` makes the same call without another engine's KV."""
 
     __slots__ = ("prepare_without_handoff", "prepared", "top")
@@ -46,18 +47,15 @@ class KvPayloads(NamedTuple):
     lost: bool
 
 
-EngineEvent = SequenceUpdate | KvPayloads | EngineFailed
-
-
 class Follower:
-    """Follows one ``AsyncLLM`` and passes its events to ``emit``, in the loop thread."""
+    """Follows one ``AsyncLLM`` and queues its events, in the loop thread."""
 
-    def __init__(self, runtime: engine.EngineRuntime[Api], layout: str, emit: Callable[[EngineEvent], None]) -> None:
+    def __init__(self, runtime: EngineRuntime[Api], layout: str) -> None:
         self._llm = runtime.llm
         self._api = runtime.api
         self._loop = runtime.loop
         self._layout = layout
-        self._emit = emit
+        self._emit = runtime.inbox.put
         self._broken = False
         self._numbers = itertools.count()
 

@@ -59,7 +59,7 @@ def check(request: SequenceRequest, info: EngineInfo, options: Options) -> None:
     if request.media:
         raise RequestError(Code.unsupported, "this worker's engine takes text only; send the request without images")
     if request.hold and not options.layout:
-        raise RequestError(Code.unsupported, "this worker hands no KV over; start it with --role prefill")
+        raise RequestError(Code.unsupported, "this worker does not hand off KV; start it with --role prefill")
 
 
 def prepare(request: SequenceRequest, info: EngineInfo, options: Options, consumed: ConsumedStates) -> Prepared:

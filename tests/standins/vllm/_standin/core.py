@@ -1,4 +1,4 @@
-"""The engine core: schedules, computes with a real model, keeps blocks, hands KV over. One step at a time."""
+"""The engine core: schedules, computes with a real model, keeps blocks, hands off KV. One step at a time."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def prompts(count: int, round: int) -> list[list[int]]:
 
 def bare(engine: Any, count: int, round: int) -> float:
     """Tokens per second of AsyncLLM alone, in its own loop."""
-    follower = engine._follower
+    follower = engine._adapter._follower
     llm, api = follower._llm, follower._api
 
     async def one(number: int, prompt: list[int]) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from tests.workers.engines.contract import ALL, BLOCK, WORDS, Driver, ask, fold,
 from workers.engines.base import EngineError
 from workers.engines.external import handoff_state
 from workers.engines.external.metrics import NativeSeries
+from workers.engines.external.runtime import Inbox
 from workers.engines.vllm.build import subscribe
 from workers.engines.vllm.metrics import PREFIX, SchedulerStats
 
@@ -56,7 +56,7 @@ def make() -> Iterator[Make]:
 def inner(driver: Driver) -> Any:
     """The stand-in's AsyncLLM."""
     engine: Any = driver.engine
-    return engine._follower._llm
+    return engine._adapter._follower._llm
 
 
 def in_loop(driver: Driver, work: Callable[[], Any]) -> Any:
@@ -263,7 +263,7 @@ def test_a_wrong_argument_ends_the_start_and_leaves_nothing(make: Make, argument
 
 def test_an_endpoint_of_events_that_cannot_be_used_is_named() -> None:
     with pytest.raises(EngineError, match="no-such-host"):
-        subscribe({"kv_events_config": {"endpoint": "tcp://no-such-host.invalid:x"}}, 0, queue.SimpleQueue())
+        subscribe({"kv_events_config": {"endpoint": "tcp://no-such-host.invalid:x"}}, 0, Inbox())
 
 
 def test_without_nixl_a_handoff_is_refused_at_start(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,98 @@
+"""What is TensorRT-LLM's own behind our engine protocol; see ``workers.engines.external.engine``."""
+
+from collections.abc import Sequence as Seq
+
+from prometheus_client.registry import Collector
+
+from schemas.errors import Code
+from schemas.kv import KvEvent
+from schemas.transfer import Memory
+from workers.engines.base import EngineInfo, RequestError, SequenceRequest
+from workers.engines.core.embedding_pool import TEXT_ONLY, EmbeddingPool
+from workers.engines.external.engine import BlockCounts
+from workers.engines.external.handoff_state import ConsumedStates
+from workers.engines.external.runtime import EngineRuntime
+from workers.engines.trtllm import stats
+from workers.engines.trtllm.api import Api
+from workers.engines.trtllm.follower import ActiveSequence, Follower, KvEvents, Stat
+from workers.engines.trtllm.image_slots import ImageSlotStore
+from workers.engines.trtllm.kv_events import Roots, Translator, by_rank
+from workers.engines.trtllm.metrics import NativeMetrics
+from workers.engines.trtllm.prepare import Options, check, prepare
+
+
+class TrtllmAdapter:
+    """Implements ``workers.engines.external.engine.Adapter``.
+
+    KV moves through TensorRT-LLM's own cache transceiver: handoffs are ``opaque``, ``memory`` has embeddings only.
+
+    Args:
+        runtime: its resources are the engine, then its loop.
+        image_slots: images of prompts; None: the model takes none.
+    """
+
+    title = "TensorRT-LLM"
+    linger_s = 0.0
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        runtime: EngineRuntime[Api],
+        options: Options,
+        metrics: NativeMetrics,
+        image_slots: ImageSlotStore | None = None,
+    ) -> None:
+        self.vision = None if image_slots is None else EmbeddingPool(image_slots, image_slots.mark_embedded)
+        self._info = info
+        self._options = options
+        self._metrics = metrics
+        self._follower = Follower(runtime, options, metrics)
+        self._roots = Roots(info.block_size, options.root)
+        self._translators = [Translator(info.block_size, self._roots) for _ in range(info.dp_size)]
+        self._blocks = stats.Blocks(info.total_blocks, 0, info.total_blocks)
+        self._consumed = ConsumedStates()
+        self._following = False
+
+    def accept(self, request: SequenceRequest) -> ActiveSequence:
+        check(request, self._info, self._options.prompt_limit)
+        if request.media:
+            if self.vision is None:
+                raise RequestError(Code.invalid_request, TEXT_ONLY)
+            self.vision.check(request.media, len(request.prompt), adopted=bool(request.opaque))
+        sequence = ActiveSequence(request, prepare(request, self._info, self._options, self._consumed))
+        self._roots.learn(request.prompt, request.root or self._options.root, (m.digest for m in request.media))
+        return sequence
+
+    def launch(self, sequence: ActiveSequence) -> None:
+        """Submit a sequence. The engine's queues can be read only after its first request."""
+        self._follower.launch(sequence)
+        if not self._following:
+            self._following = True
+            self._follower.start(events=self._info.kv_events, stats=self._options.publish)
+
+    def abort(self, sequence: ActiveSequence) -> None:
+        self._follower.abort(sequence)
+
+    def kv_events(self, event: KvEvents | Stat) -> dict[int, list[KvEvent]]:
+        if isinstance(event, KvEvents):
+            received = by_rank(event.events).items()
+            return {rank: self._translators[rank].feed(of) for rank, of in received if rank < len(self._translators)}
+        self._blocks = stats.blocks(event.stat) or self._blocks
+        self._metrics.observe(event.stat)
+        return {}
+
+    def block_counts(self, *, active: bool, held: int) -> BlockCounts:
+        total, used, free = self._blocks
+        if not active and not held:  # its last statistic may be from before the end of the last request
+            used, free = 0, total
+        cached = min(free, sum(translator.names for translator in self._translators))
+        return BlockCounts(used, cached, max(0, total - used - cached), held)
+
+    def dump(self, rank: int) -> list[KvEvent]:
+        return self._translators[rank].dump()
+
+    def memory(self) -> dict[str, Memory]:
+        return {} if self.vision is None else self.vision.memory()
+
+    def collectors(self) -> Seq[Collector]:
+        return [self._metrics]

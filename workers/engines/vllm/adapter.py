@@ -1,0 +1,96 @@
+"""What is vLLM's own behind our engine protocol; see ``workers.engines.external.engine``.
+
+Besides the engine thread and the loop thread, one thread per rank reads KV events into the same queue.
+"""
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import msgspec
+import structlog
+from prometheus_client.registry import Collector
+
+from schemas.kv import KvEvent
+from schemas.transfer import Memory
+from workers.engines.base import EngineInfo, SequenceRequest, VisionEngine
+from workers.engines.events import wire
+from workers.engines.external.engine import BlockCounts
+from workers.engines.external.handoff_state import ConsumedStates
+from workers.engines.external.metrics import NativeSeries
+from workers.engines.external.runtime import EngineRuntime
+from workers.engines.vllm.api import Api
+from workers.engines.vllm.follower import ActiveSequence, Follower, KvPayloads
+from workers.engines.vllm.kv_events import Translator
+from workers.engines.vllm.metrics import PREFIX, SchedulerStats
+from workers.engines.vllm.prepare import Options, check, prepare
+
+log = structlog.get_logger("engine")
+
+
+class VllmAdapter:
+    """Implements ``workers.engines.external.engine.Adapter``.
+
+    KV moves through vLLM's own NIXL connector: ``memory`` is empty, handoffs are ``opaque``.
+
+    Args:
+        runtime: its resources are the subscribers, then the engine, then its loop.
+    """
+
+    title = "vLLM"
+    linger_s = 0.1  # KV events come over another channel than the outputs
+    vision: VisionEngine | None = None
+
+    def __init__(
+        self, info: EngineInfo, runtime: EngineRuntime[Api], options: Options, scheduler: SchedulerStats
+    ) -> None:
+        self._info = info
+        self._options = options
+        self._scheduler = scheduler
+        self._follower = Follower(runtime, options.layout)
+        self._translators = [Translator(info.block_size, options.root) for _ in range(info.dp_size)]
+        self._consumed = ConsumedStates()
+        loop = runtime.loop
+        loop.post(lambda: loop.task(self._follower.watch(), "health"))
+
+    def accept(self, request: SequenceRequest) -> ActiveSequence:
+        check(request, self._info, self._options)
+
+        def without_handoff() -> Any:
+            return prepare(msgspec.structs.replace(request, opaque=b""), self._info, self._options, self._consumed)
+
+        return ActiveSequence(request, prepare(request, self._info, self._options, self._consumed), without_handoff)
+
+    def launch(self, sequence: ActiveSequence) -> None:
+        self._follower.launch(sequence)
+
+    def abort(self, sequence: ActiveSequence) -> None:
+        self._follower.abort(sequence)
+
+    def kv_events(self, event: KvPayloads) -> dict[int, list[KvEvent]]:
+        translator = self._translators[event.rank]
+        events = translator.forget() if event.lost else []
+        for payload in event.payloads:
+            try:
+                events += translator.feed(wire.decode_raw(payload))
+            except ValueError as error:
+                translator.counts.malformed += 1
+                log.warning("kv_events_malformed", error=str(error), action="forgetting this rank's blocks")
+                events += translator.forget()
+        return {event.rank: events}
+
+    def block_counts(self, *, active: bool, held: int) -> BlockCounts:
+        total = self._info.total_blocks
+        used = pinned = min(total, held)
+        if active:  # the scheduler's last statistics are outdated once nothing runs
+            used = min(total, max(used, round(self._scheduler.used * total)))
+        cached = min(total - used, sum(translator.names for translator in self._translators))
+        return BlockCounts(used, cached, total - used - cached, pinned, self._scheduler.preemptions)
+
+    def dump(self, rank: int) -> list[KvEvent]:
+        return self._translators[rank].dump()
+
+    def memory(self) -> dict[str, Memory]:
+        return {}
+
+    def collectors(self) -> Seq[Collector]:
+        return [NativeSeries(PREFIX)]
