@@ -18,7 +18,7 @@ from nats.aio.client import Client
 from infra.broker.apply import apply
 from infra.broker.roles import inbox_prefix
 from infra.broker.server import EmbeddedNats
-from infra.bus.connection import RepairedClient
+from infra.bus.client import BusClient
 from schemas.streams import topology
 from schemas.subjects import Subjects
 from tests import properties
@@ -108,7 +108,7 @@ async def connect() -> AsyncIterator[Connect]:
             if errors is not None:
                 errors.append(str(error))
 
-        client = RepairedClient()
+        client = BusClient()
         await client.connect(
             server.url(role),
             inbox_prefix=inbox_prefix(role),

@@ -6,7 +6,6 @@ starts another.
 """
 
 import asyncio
-import contextlib
 import os
 import socket
 import time
@@ -15,10 +14,10 @@ from typing import Any, NoReturn
 from urllib.parse import unquote, urlsplit
 
 import structlog
-from nats.aio.client import Client
 from nats.errors import SlowConsumerError
 from nats.js import JetStreamContext
 
+from infra.bus.client import BusClient
 from infra.bus.tasks import Failed, Tasks
 from schemas.errors import Code, ServingError
 from schemas.streams import HEADROOM, MAX_PAYLOAD
@@ -38,33 +37,6 @@ SAME_ERROR_S = 5.0
 Hook = Callable[[], Awaitable[None]]
 
 
-class RepairedClient(Client):  # type: ignore[misc]  # untyped
-    """nats-py's client with three repairs.
-
-    The read loop survives the answer to a flush that timed out (nats-py's ends, and nothing is received any more). The
-    link to a server that accepted it and sent nothing is closed before the next server is tried. Reconnecting ends with
-    ``close``: a cancellation that arrives as a connect fails is lost (``asyncio.wait_for`` before Python 3.12), and the
-    loop would try servers for ever, with the end of the event loop waiting for it.
-    """
-
-    def drop_link(self) -> None:
-        """Close a link that was not finished; nats-py leaves it open when ``connect`` fails or is cancelled."""
-        if self._transport is not None:
-            with contextlib.suppress(Exception):
-                self._transport.close()
-
-    async def _connect_to_server(self, s: Any) -> None:
-        if self.is_closed:
-            raise asyncio.CancelledError
-        self.drop_link()
-        await super()._connect_to_server(s)
-
-    async def _process_pong(self) -> None:
-        if self._pongs and self._pongs[0].done():
-            self._pongs[0] = asyncio.get_running_loop().create_future()
-        await super()._process_pong()
-
-
 class Bus:
     """One connection.
 
@@ -82,7 +54,7 @@ class Bus:
 
     def __init__(
         self,
-        client: Client,
+        client: BusClient,
         subjects: Subjects,
         tasks: Tasks | None = None,
         *,
@@ -232,7 +204,7 @@ async def connect(
     Raises:
         ServingError: no server answered within ``timeout`` seconds, or it refused the credentials.
     """
-    client = RepairedClient()
+    client = BusClient()
     bus = Bus(client, Subjects(namespace), Tasks(role, on_fatal), end_process=end_process)
     urls = url.split(",")
     if len(urls) > 1:

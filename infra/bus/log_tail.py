@@ -85,7 +85,7 @@ class LogTail:
         self._bus.on_reconnect.append(self._reconnected)
         try:
             # On one connection: the server registers the subscription before it answers the read.
-            self._sub = await self._bus.nc.subscribe(self._live, cb=self._on_live)
+            self._sub = await self._bus.nc.subscribe_direct(self._live, self._on_live)
             await self._read()
         except BaseException:
             await self.stop()
@@ -119,7 +119,7 @@ class LogTail:
             await self._stop_repair()  # the answer that it awaits was lost with the connection
             self._begin_repair()
 
-    async def _on_live(self, message: Message) -> None:
+    def _on_live(self, message: Message) -> None:
         headers = message.headers
         if headers is None:
             return  # published to the live subject by a client, not republished by the server

@@ -79,7 +79,7 @@ class Publisher:
         await self.close()
 
     async def open(self) -> None:
-        self._sub = await self._bus.nc.subscribe(self._inbox + ".*", cb=self._on_reply)
+        self._sub = await self._bus.nc.subscribe_direct(self._inbox + ".*", self._on_reply)
         self._bus.on_reconnect.append(self._resend_all)
         self._tasks.spawn(self._sweep(), name="publish-sweep")
 
@@ -186,7 +186,7 @@ class Publisher:
         except (NatsError, OSError) as error:  # the link broke just now
             log.debug("publish_failed", subject=pending.subject, error=repr(error))
 
-    async def _on_reply(self, message: Message) -> None:
+    def _on_reply(self, message: Message) -> None:
         token = message.subject.rpartition(".")[2]
         pending = self._pending.get(token)
         if pending is None:

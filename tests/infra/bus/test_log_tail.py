@@ -39,11 +39,11 @@ class Follower:
         self._hear = self.tail._on_live
         self.tail._on_live = self._on_live  # type: ignore[method-assign]
 
-    async def _on_live(self, message: Any) -> None:
+    def _on_live(self, message: Any) -> None:
         headers = message.headers or {}
         entry = Entry(message.subject, int(headers.get("Nats-Sequence", 0)), message.data, headers)
         if not self.deaf(entry):
-            await self._hear(message)
+            self._hear(message)
 
     @property
     def seqs(self) -> list[int]:
@@ -222,15 +222,12 @@ async def test_an_entry_behind_a_gap_that_nobody_can_fill_is_not_waited_for_for_
         held: list[Any] = []
         hear = follower._hear
 
-        async def later(message: Any) -> None:
-            held.append(message)
-
-        follower._hear = later
+        follower._hear = held.append
         await put(bus, "a", 2)
         await eventually(lambda: len(held) == 2)
         await bus.js.purge_stream(stream)
         follower._hear = hear
-        await hear(held[1])
+        hear(held[1])
         await eventually(lambda: follower.seqs == [last, last + 2])
         await put(bus, "a")
         await eventually(lambda: follower.seqs == [last, last + 2, last + 3])

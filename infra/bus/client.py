@@ -1,0 +1,165 @@
+"""nats-py's client with repairs, and with shorter ways for what is sent and received most.
+
+A message that nats-py receives passes six regular expressions, a queue and a task of its subscription; one that it
+sends passes a queue and a task, too. Beside what our handlers do with a message, that is most of its cost.
+
+nats-py's private parts are used here and in ``pull_subscription`` only.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from nats.aio.client import Client
+from nats.aio.subscription import Subscription
+from nats.protocol.parser import Parser
+
+from infra.bus.wire_protocol import FrameReader, ReceivedMessage, publish_command, read_headers
+
+_BUFFERED_BYTES = 64 << 10  # in the socket's buffer; above, nats-py's flusher waits for the server
+
+Handler = Callable[[ReceivedMessage], None]
+
+
+class BusClient(Client):  # type: ignore[misc]  # untyped
+    """Everything that is published in one turn of the event loop is sent at its end, in one write.
+
+    Repairs: the read loop survives the answer to a flush that timed out (nats-py's ends, and nothing is received any
+    more). The link to a server that accepted it and sent nothing is closed before the next server is tried.
+    Reconnecting ends with ``close``: a cancellation that arrives as a connect fails is lost (``asyncio.wait_for``
+    before Python 3.12), and the loop would try servers for ever, with the end of the event loop waiting for it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ps = _Parser(self)
+        self._pending: list[bytes] = []
+        self._pending_data_size = 0
+        self._handlers: dict[int, Handler] = {}  # by subscription
+        self._write_scheduled = False
+
+    def drop_link(self) -> None:
+        """Close a link that was not finished; nats-py leaves it open when ``connect`` fails or is cancelled."""
+        if self._transport is not None:
+            with contextlib.suppress(Exception):
+                self._transport.close()
+
+    async def _connect_to_server(self, s: Any) -> None:
+        if self.is_closed:
+            raise asyncio.CancelledError
+        self.drop_link()
+        await super()._connect_to_server(s)
+
+    async def _process_pong(self) -> None:
+        if self._pongs and self._pongs[0].done():
+            self._pongs[0] = asyncio.get_running_loop().create_future()
+        await super()._process_pong()
+
+    # Receiving
+
+    async def subscribe_direct(self, subject: str, handler: Handler) -> Subscription:
+        """Subscribe with a handler that is called as soon as a message was read, in the order of the link.
+
+        It must be quick, since nothing else is read meanwhile. What it raises is reported as nats-py reports errors.
+        """
+        sub = await self.subscribe(subject)
+        self._handlers[sub._id] = handler
+        while not sub._pending_queue.empty():  # came before this line
+            message = sub._pending_queue.get_nowait()
+            await self._call(handler, ReceivedMessage(message.subject, message.data, message.reply, message.headers))
+        return sub
+
+    async def _call(self, handler: Handler, message: ReceivedMessage) -> None:
+        try:
+            handler(message)
+        except Exception as error:
+            await self._error_cb(error)
+
+    def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:
+        self._handlers.pop(sid, None)
+        super()._remove_sub(sid, max_msgs)
+
+    async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
+        if not headers:
+            return None
+        found = read_headers(headers)
+        return found if found is not None else await super()._process_headers(headers)
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+        handler = self._handlers.get(sid)
+        if handler is None:
+            await super()._process_msg(sid, subject, reply, data, headers)
+            return
+        self.stats["in_msgs"] += 1
+        self.stats["in_bytes"] += len(data)
+        found = read_headers(headers) if headers else None
+        if found is None and headers:
+            found = await super()._process_headers(headers)
+        await self._call(handler, ReceivedMessage(subject.decode(), data, reply.decode(), found))
+
+    # Sending
+
+    async def publish(
+        self, subject: str, payload: bytes = b"", reply: str = "", headers: dict[str, str] | None = None
+    ) -> None:
+        """As nats-py's, which this leaves everything to that is not usual."""
+        size = len(payload)
+        usual = self._status == Client.CONNECTED and size <= self._max_payload
+        command = publish_command(subject, payload, reply, headers) if usual else None
+        if command is None or self._pending_data_size + len(command) > self._max_pending_size:
+            await super().publish(subject, payload, reply, headers)
+            return
+        self.stats["out_msgs"] += 1
+        self.stats["out_bytes"] += size
+        self._pending.append(command)
+        self._pending_data_size += len(command)
+        self._write_soon()
+
+    async def _flush_pending(self, force_flush: bool = False) -> Any:
+        if force_flush or not self.is_connected:
+            return await super()._flush_pending(force_flush)
+        self._write_soon()
+        return None
+
+    def _write_soon(self) -> None:
+        if not self._write_scheduled:
+            self._write_scheduled = True
+            asyncio.get_running_loop().call_soon(self._write)
+
+    def _write(self) -> None:
+        """Send what is pending, or have nats-py's flusher do so, which waits for a server that reads slowly."""
+        self._write_scheduled = False
+        if not self._pending_data_size or not self.is_connected:
+            return  # a reconnect sends what is pending
+        writer = getattr(self._transport, "_io_writer", None)
+        if writer is None or writer.transport.get_write_buffer_size() > _BUFFERED_BYTES:
+            if self._flush_queue.empty():
+                self._flush_queue.put_nowait(asyncio.get_running_loop().create_future())
+            return
+        data = self._pending[0] if len(self._pending) == 1 else b"".join(self._pending)
+        self._pending, self._pending_data_size = [], 0
+        with contextlib.suppress(OSError, RuntimeError):  # the link broke just now: the read loop notices
+            writer.write(data)
+
+
+class _Parser(Parser):  # type: ignore[misc]  # untyped
+    """Hands messages to the client; other lines (PING, INFO, ...) are read by nats-py."""
+
+    def __init__(self, client: BusClient) -> None:
+        self._frames = FrameReader()
+        super().__init__(client)
+
+    def reset(self) -> None:
+        self._frames = FrameReader()
+        super().reset()
+
+    async def parse(self, data: bytes = b"") -> None:
+        frames = self._frames
+        for frame in frames.read(data):
+            if self._frames is not frames:
+                return  # the link has broken: the rest is not needed
+            if isinstance(frame, bytes):
+                await super().parse(frame)
+            else:
+                await self.nc._process_msg(frame.sid, frame.subject, frame.reply, frame.data, frame.headers)

@@ -1,0 +1,111 @@
+"""Our ways through nats-py's client, on a real broker."""
+
+import asyncio
+
+import pytest
+from nats.errors import BadSubjectError, Error
+
+from infra.broker.server import EmbeddedNats
+from infra.bus.wire_protocol import ReceivedMessage
+from tests.conftest import Connect
+from tests.infra.bus.support import eventually
+
+MANY = 2_000
+
+
+async def test_a_direct_handler_gets_each_message_once_and_in_order(broker: EmbeddedNats, connect: Connect) -> None:
+    nc, other = await connect(broker), await connect(broker)
+    found: list[ReceivedMessage] = []
+    await nc.subscribe_direct("bus-test.direct.*", found.append)
+    await nc.flush()
+    for number in range(MANY):
+        await other.publish(f"bus-test.direct.{number % 7}", b"x" * (number % 5000), headers={"Number": str(number)})
+    await eventually(lambda: len(found) == MANY)
+    assert [int((message.headers or {})["Number"]) for message in found] == list(range(MANY))
+    assert all(len(message.data) == number % 5000 for number, message in enumerate(found))
+
+
+async def test_messages_larger_than_a_read_arrive_whole(broker: EmbeddedNats, connect: Connect) -> None:
+    nc = await connect(broker)
+    found: list[bytes] = []
+    await nc.subscribe_direct("bus-test.large", lambda message: found.append(message.data))
+    large = bytes(range(256)) * 3000
+    await nc.publish("bus-test.large", large)
+    await nc.publish("bus-test.large", b"small", reply="bus-test.reply")
+    await eventually(lambda: len(found) == 2)
+    assert found == [large, b"small"]
+
+
+async def test_an_error_of_a_direct_handler_is_reported_and_ends_nothing(
+    broker: EmbeddedNats, connect: Connect
+) -> None:
+    errors: list[str] = []
+    nc = await connect(broker, errors=errors)
+    found: list[bytes] = []
+
+    def handle(message: ReceivedMessage) -> None:
+        found.append(message.data)
+        raise ValueError("no good")
+
+    await nc.subscribe_direct("bus-test.failing", handle)
+    for data in (b"1", b"2"):
+        await nc.publish("bus-test.failing", data)
+    await eventually(lambda: found == [b"1", b"2"])
+    assert errors == ["no good", "no good"]
+
+
+async def test_a_direct_subscription_ends_with_unsubscribe(broker: EmbeddedNats, connect: Connect) -> None:
+    nc = await connect(broker)
+    found: list[bytes] = []
+    sub = await nc.subscribe_direct("bus-test.ending", lambda message: found.append(message.data))
+    await sub.unsubscribe()
+    await nc.publish("bus-test.ending", b"late")
+    await nc.flush()
+    await nc.flush()
+    assert found == []
+    assert nc._handlers == {}
+
+
+async def test_a_direct_subscription_survives_a_reconnect(broker: EmbeddedNats, connect: Connect) -> None:
+    nc = await connect(broker)
+    found: list[bytes] = []
+    await nc.subscribe_direct("bus-test.again", lambda message: found.append(message.data))
+    await nc.flush()
+    nc._transport.close()
+    await eventually(lambda: nc.stats["reconnects"] == 1 and nc.is_connected)
+    await nc.publish("bus-test.again", b"here")
+    await eventually(lambda: found == [b"here"])
+
+
+async def test_headers_reach_subscriptions_with_a_queue(broker: EmbeddedNats, connect: Connect) -> None:
+    nc = await connect(broker)
+    sub = await nc.subscribe("bus-test.queued")
+    await nc.publish("bus-test.queued", b"1", headers={"Name": " value "})
+    await nc.publish("bus-test.queued", b"2", headers={"Name": "zwölf"})
+    first, second = await sub.next_msg(), await sub.next_msg()
+    assert (first.headers, second.headers) == ({"Name": "value"}, {"Name": "zwölf"})
+
+
+async def test_a_bad_subject_or_header_raises_as_in_nats_py(broker: EmbeddedNats, connect: Connect) -> None:
+    nc = await connect(broker)
+    with pytest.raises(BadSubjectError):
+        await nc.publish("a b", b"")
+    with pytest.raises(Error):
+        await nc.publish("a", b"", headers={"a b": "1"})
+    with pytest.raises(Error):
+        await nc.publish("a", b"x" * (nc.max_payload + 1))
+
+
+async def test_what_is_published_is_sent_while_the_server_reads_slowly(broker: EmbeddedNats, connect: Connect) -> None:
+    """More than the socket takes at once: the flusher waits, and order is kept."""
+    nc, other = await connect(broker), await connect(broker)
+    found: list[bytes] = []
+    await other.subscribe_direct("bus-test.bulk", lambda message: found.append(message.data[:4]))
+    await other.flush()
+    for number in range(200):
+        await nc.publish("bus-test.bulk", number.to_bytes(4, "big") + b"x" * 100_000)
+        if number % 10 == 0:
+            await asyncio.sleep(0)
+    await nc.flush(timeout=10)
+    await eventually(lambda: len(found) == 200)
+    assert found == [number.to_bytes(4, "big") for number in range(200)]
