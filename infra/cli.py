@@ -66,6 +66,8 @@ COMMANDS = {
         "infra.timeline.tracing.main:run",
         "TraceSettings",
     ),
+    "export": Command("write recorded requests to a file", "infra.replay.export:run"),
+    "import": Command("read an export into a data folder or a running broker", "infra.replay.import_log:run"),
     "leases": Command("KV blocks that workers hold for each other right now", "infra.timeline.leases:run"),
     "top": Command("watch a running deployment in the terminal", "infra.operate.top:run"),
     "drain": Command("take workers out of service without failing a request", "infra.operate.drain:run"),

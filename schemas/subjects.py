@@ -26,6 +26,7 @@ HEADER_RECORD = "Penstock-Record"
 HEADER_REQUEST = "Penstock-Request-Id"
 HEADER_LOAD = "Penstock-Load"
 HEADER_RETURNED = "Penstock-Returned"
+HEADER_RECORDED_TIME = "Penstock-Recorded-Time"
 HEADER_MSG_ID = "Nats-Msg-Id"
 HEADER_LAST_ON_SUBJECT = "Nats-Expected-Last-Subject-Sequence"
 

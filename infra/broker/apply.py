@@ -3,6 +3,8 @@
 Limits only grow, except those that the operator has set with ``penstock streams set``: they stay as they are.
 """
 
+from collections.abc import Iterable
+
 from nats.aio.client import Client
 
 from infra.broker.binary import MINIMUM, parse_version
@@ -55,6 +57,16 @@ async def apply_submissions(nc: Client, subjects: Subjects, tenant: str, max_pen
     info = await request(nc, f"STREAM.INFO.{subjects.stream('SUBMIT')}", {})
     done = await _apply_stream(nc, _stream(stream, info["config"]["num_replicas"]), stream.retired)
     return done + await _apply_consumer(nc, consumer)
+
+
+async def create_streams(nc: Client, configs: Iterable[Config]) -> None:
+    """Make these streams, none of which exists with another configuration.
+
+    Raises:
+        BrokerProblem: as ``apply``.
+    """
+    for config in configs:
+        await request(nc, f"STREAM.CREATE.{config['name']}", config)
 
 
 async def check(nc: Client, topology: Topology) -> None:

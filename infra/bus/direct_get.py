@@ -24,6 +24,7 @@ from infra.bus.connection import Bus
 from infra.bus.jetstream import NO_MESSAGE_FOUND, ApiError
 from infra.bus.message import Message
 from schemas.errors import Code, ServingError
+from schemas.subjects import HEADER_RECORDED_TIME
 
 BATCH = 500
 BATCH_BYTES = 4 << 20
@@ -44,8 +45,9 @@ class Entry(NamedTuple):
 
     @property
     def time_ns(self) -> int:
-        """When the server stored it, Unix time."""
-        return parse_time(self.headers.get("Nats-Time-Stamp", ""))
+        """When the server stored it, Unix time; of an imported message, when it was recorded."""
+        headers = self.headers
+        return parse_time(headers.get(HEADER_RECORDED_TIME) or headers.get("Nats-Time-Stamp", ""))
 
 
 def parse_time(text: str) -> int:

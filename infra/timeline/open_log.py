@@ -1,4 +1,4 @@
-"""Where a command reads the log: from the running broker, or from a copy of a stopped deployment's data."""
+"""Where a command reads the log: from the running broker, a copy of a stopped deployment's data, or an export."""
 
 import argparse
 import asyncio
@@ -18,6 +18,8 @@ from infra.broker.datadir import DataDirBusy, Lock
 from infra.broker.server import EmbeddedNats, ServerFailed
 from infra.bus.connection import Bus, connect
 from infra.launch.state import State, read_state
+from infra.replay.files import open_export
+from infra.replay.restore import restore
 from infra.timeline.log_copy import STREAMS_DIR, CopyFailed, copy_streams, namespaces
 from schemas.errors import ServingError
 from schemas.subjects import Subjects
@@ -48,16 +50,21 @@ def run_command(name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> int
 
 
 class Source(NamedTuple):
-    """Which log to read. Empty: find it in the data folder."""
+    """Which log to read. Empty: find it in the data folder.
+
+    ``file``: an export (``penstock export``), read instead of all others; ``skip_bad``: without its damaged lines.
+    """
 
     data_dir: Path
     nats_url: str = ""
     namespace: str = ""
+    file: str = ""
+    skip_bad: bool = False
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "Source":
         """From the flags that ``add_flags`` added."""
-        return cls(Path(args.data_dir), args.nats_url, args.namespace)
+        return cls(Path(args.data_dir), args.nats_url, args.namespace, args.file, args.skip_bad)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -72,13 +79,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--namespace", default="", metavar="TEXT", help="prefix of all subjects; default: the data folder's, else ps"
     )
+    parser.add_argument("--file", default="", metavar="FILE", help="an export (`penstock export`) instead of them")
+    parser.add_argument("--skip-bad", action="store_true", help="of --file: leave damaged lines out")
 
 
 class Log(NamedTuple):
-    """An open log. ``stopped``: of a deployment that does not run, so nothing is added to it."""
+    """An open log. ``stopped``: of a deployment that does not run, so nothing is added to it; ``url``: its broker's."""
 
     bus: Bus
     stopped: bool
+    url: str = ""
 
 
 @contextlib.asynccontextmanager
@@ -92,8 +102,9 @@ async def open_log(
 ) -> AsyncIterator[Log]:
     """Connect to the log that ``source`` names.
 
-    A URL comes first; then the deployment that runs on the data folder; then the folder's own store, if nothing runs
-    on it: a broker of this process serves a copy of it until the context ends. The folder itself is not changed.
+    A file comes first: a broker of this process serves it. Then a URL; then the deployment that runs on the data
+    folder; then the folder's own store, if nothing runs on it: a broker of this process serves a copy of it until the
+    context ends. The folder itself is not changed.
 
     Args:
         name: of the connection, as the broker's monitoring shows it.
@@ -101,13 +112,17 @@ async def open_log(
         timeout_s: how long the broker may take to answer.
     Raises:
         ServingError: the broker does not answer.
-        ValueError: there is no deployment, or several and no namespace was given.
+        ValueError: there is no deployment, or several and no namespace was given; the file is damaged.
         CopyFailed, NoServerBinary, ServerFailed, OSError: the copy cannot be made or served.
     """
+    if source.file:
+        async with _exported(source, name, role, timeout_s) as log:
+            yield log
+        return
     data_dir = source.data_dir.resolve()
     if source.nats_url:
         async with await _connect(source.nats_url, name, role, source.namespace or "ps", timeout_s) as bus:
-            yield Log(bus, stopped=False)
+            yield Log(bus, stopped=False, url=source.nats_url)
         return
     lock = Lock(data_dir / "nats.lock")
     if (data_dir / STREAMS_DIR).is_dir() and _acquired(lock):
@@ -118,17 +133,37 @@ async def open_log(
                 names = [Subjects(namespace).stream(stream) for stream in streams]
                 await asyncio.to_thread(copy_streams, data_dir, Path(copy), names)
                 lock.release()
-                server = EmbeddedNats(copy, namespace)
-                await server.start()
-                stack.push_async_callback(server.stop)
-                bus = await stack.enter_async_context(await _connect(server.url(), name, role, namespace, timeout_s))
-                yield Log(bus, stopped=True)
+                yield await stack.enter_async_context(_served(copy, namespace, name, role, timeout_s))
         finally:
             lock.release()
         return
     url, namespace = _running(source, data_dir)
     async with await _connect(url, name, role, namespace, timeout_s) as bus:
-        yield Log(bus, stopped=False)
+        yield Log(bus, stopped=False, url=url)
+
+
+@contextlib.asynccontextmanager
+async def _exported(source: Source, name: str, role: str, timeout_s: float) -> AsyncIterator[Log]:
+    with tempfile.TemporaryDirectory(prefix="penstock-log-") as folder:
+        with open_export(source.file, skip_bad=source.skip_bad) as exported:
+            namespace = source.namespace or exported.header.namespace
+            await asyncio.to_thread(restore, exported, Path(folder), namespace)
+            if exported.bad:
+                print(f"left out {len(exported.bad)} damaged lines, the first is {exported.bad[0]}", file=sys.stderr)
+        async with _served(folder, namespace, name, role, timeout_s) as log:
+            yield log
+
+
+@contextlib.asynccontextmanager
+async def _served(folder: str, namespace: str, name: str, role: str, timeout_s: float) -> AsyncIterator[Log]:
+    """A broker of this process on ``folder``."""
+    server = EmbeddedNats(folder, namespace)
+    await server.start()
+    try:
+        async with await _connect(server.url(), name, role, namespace, timeout_s) as bus:
+            yield Log(bus, stopped=True, url=server.url())
+    finally:
+        await server.stop()
 
 
 async def _connect(url: str, name: str, role: str, namespace: str, timeout_s: float) -> Bus:

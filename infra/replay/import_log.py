@@ -1,0 +1,132 @@
+"""``penstock import``: an export as a data folder, or in a namespace of a running broker."""
+
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from nats.errors import Error as NatsError
+
+from configs.flags import Parser
+from infra.broker.apply import create_streams, stream_configs
+from infra.broker.datadir import Lock
+from infra.broker.jetstream_api import BrokerProblem
+from infra.bus.connection import Bus, connect
+from infra.replay.files import ExportFile, open_export
+from infra.replay.record_line import STREAMS, BadLine
+from infra.replay.restore import restore
+from infra.timeline.log_copy import STREAMS_DIR
+from infra.timeline.open_log import CONNECT_S, FAILURES
+from schemas.streams import topology
+from schemas.subjects import HEADER_RECORDED_TIME, Subjects
+
+FLUSH = 500  # messages between two waits for the broker
+STORED_S = 30.0
+
+
+def run(argv: Sequence[str]) -> int:
+    """Import a file; returns the exit status."""
+    parser = Parser(
+        prog="penstock import",
+        description="read an export into a new data folder, which keeps the recorded times and sequences, or into an "
+        "unused namespace of a running broker",
+    )
+    parser.add_argument("file", metavar="FILE", help="of `penstock export`; '-' for standard input")
+    parser.add_argument("--data-dir", default="", metavar="FOLDER", help="a folder without this namespace's streams")
+    parser.add_argument(
+        "--nats-url", default="", metavar="URL", help="a running broker, with the operator's credentials"
+    )
+    parser.add_argument(
+        "--namespace", default="", metavar="TEXT", help="prefix of all subjects; default: the file's own"
+    )
+    parser.add_argument("--skip-bad", action="store_true", help="leave damaged lines out")
+    args = parser.parse_args(argv)
+    if bool(args.data_dir) == bool(args.nats_url):
+        parser.error("give --data-dir for a data folder, or --nats-url for a running broker")
+    began = time.perf_counter()
+    try:
+        with open_export(args.file, skip_bad=args.skip_bad) as exported:
+            namespace = args.namespace or exported.header.namespace
+            if args.data_dir:
+                counts = _into_folder(exported, Path(args.data_dir).resolve(), namespace)
+            else:
+                counts = asyncio.run(_into_broker(exported, args.nats_url, namespace))
+            if exported.bad:
+                print(f"left out {len(exported.bad)} damaged lines, the first is {exported.bad[0]}", file=sys.stderr)
+    except (*FAILURES, BrokerProblem, OSError) as error:
+        print(f"penstock import: {error}", file=sys.stderr)
+        return 1
+    parts = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
+    print(f"{sum(counts.values())} messages in {time.perf_counter() - began:.1f} s into namespace {namespace}: {parts}")
+    return 0
+
+
+def _into_folder(exported: ExportFile, data_dir: Path, namespace: str) -> dict[str, int]:
+    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = Lock(data_dir / "nats.lock")
+    lock.acquire("a nats-server of penstock")
+    try:
+        subjects = Subjects(namespace)
+        for stream in STREAMS:
+            if (data_dir / STREAMS_DIR / subjects.stream(stream)).exists():
+                raise ValueError(f"{data_dir} has streams of namespace {namespace}: name another with --namespace")
+        return restore(exported, data_dir, namespace)
+    finally:
+        lock.release()
+
+
+async def _into_broker(exported: ExportFile, url: str, namespace: str) -> dict[str, int]:
+    """Publish every message; the recorded time goes into a header.
+
+    Raises:
+        ValueError: the namespace is in use: routers would run the requests again.
+    """
+    subjects = Subjects(namespace)
+    async with await connect(url, role="operator", name="import", namespace=namespace, timeout=CONNECT_S) as bus:
+        wanted = {subjects.stream(stream): stream for stream in STREAMS}
+        try:
+            configs = [each for each in stream_configs(topology(subjects)) if each["name"] in wanted]
+            await create_streams(bus.nc, [each | {"max_age": 0} for each in configs])
+        except BrokerProblem as error:
+            raise ValueError(
+                f"namespace {namespace} cannot be made ({error}); name an unused one: --namespace"
+            ) from error
+        for name in wanted:
+            if (await bus.js.stream_info(name)).state.last_seq:  # a deployment's routers would run the requests
+                raise ValueError(f"{name} has messages already: name an unused --namespace")
+        counts = dict.fromkeys(STREAMS, 0)
+        for record in exported.records():
+            if record.stream not in counts:
+                continue
+            prefix = exported.header.namespace + "."
+            if not record.subject.startswith(prefix):
+                exported.reject(BadLine(f"subject {record.subject} is not in namespace {prefix[:-1]}"))
+                continue
+            headers = {name: value for name, value in record.headers.items() if not name.startswith("Nats-Expected-")}
+            subject = f"{namespace}.{record.subject[len(prefix) :]}"
+            await bus.nc.publish(subject, record.data, headers=headers | {HEADER_RECORDED_TIME: record.time})
+            counts[record.stream] += 1
+            if not counts[record.stream] % FLUSH:
+                await bus.nc.flush()
+        await _stored(bus, counts)
+        return counts
+
+
+async def _stored(bus: Bus, counts: dict[str, int]) -> None:
+    """Wait until the streams hold what was published.
+
+    Raises:
+        ValueError: they do not.
+    """
+    async with asyncio.timeout(STORED_S):
+        await bus.nc.flush()
+    for stream, count in counts.items():
+        try:
+            info = await bus.js.stream_info(bus.subjects.stream(stream))
+        except NatsError as error:
+            raise ValueError(f"stream {stream} cannot be read: {error}") from error
+        if info.state.messages != count:
+            raise ValueError(
+                f"{stream} holds {info.state.messages} of {count} messages: its broker was restarted, or has no room"
+            )

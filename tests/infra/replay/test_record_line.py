@@ -1,0 +1,95 @@
+"""Messages as lines of JSON, and back."""
+
+import math
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infra.replay.record_line import (
+    FORMAT,
+    BadLine,
+    FileHeader,
+    Record,
+    decode_line,
+    encode_line,
+    header_line,
+    read_header,
+)
+from schemas.done import Done, Outcome
+from schemas.jobs import Revoke, Stage
+from schemas.tokens import Finish, Logprob, TokenBatch, TokenItem
+from schemas.wire import encode
+from tests.infra.timeline.tracing import samples
+
+GOLDEN = Path(__file__).parents[2] / "schemas" / "golden"
+STREAM_OF = {
+    "request": "REQUESTS", "job": "WORK", "encoded": "WORK", "prefilled": "WORK", "revoke": "WORK",
+    "tokens": "TOKENS", "done": "DONE", "returned": "DONE", "kv": "KV", "handoff": "HANDOFF",
+}  # fmt: skip
+
+
+def record(stream: str, data: bytes, seq: int = 1) -> Record:
+    return Record(stream, seq, "2026-11-22T09:30:00.000000001Z", f"ps.{stream.lower()}.x", {"Nats-Msg-Id": "a"}, data)
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.bin")), ids=lambda path: path.stem)
+def test_every_message_of_the_wire_format_comes_back_as_the_same_bytes(path: Path) -> None:
+    stream = STREAM_OF.get(path.stem.split("_")[0], "REQUESTS")
+    given = record(stream, path.read_bytes())
+    assert decode_line(encode_line(given)) == given
+
+
+@given(st.binary(max_size=200), st.sampled_from(["REQUESTS", "WORK", "TOKENS", "DONE", "KV", "HANDOFF", "LATER"]))
+@settings(max_examples=200, deadline=None)
+def test_bytes_that_are_no_message_come_back_as_they_were(data: bytes, stream: str) -> None:
+    assert decode_line(encode_line(record(stream, data))).data == data
+
+
+def test_a_body_is_readable_and_its_request_too() -> None:
+    asked = samples.request(user="ann")
+    line = msgspec.json.decode(encode_line(record("DONE", encode(Done(asked.id, "tiny", 1, submitted=encode(asked))))))
+    assert (line["body"]["request"], line["request"]["user"]) == (asked.id, "ann")
+    job = msgspec.structs.replace(samples.job(1, Stage("decode", "w-1")), request=msgspec.Raw(encode(asked)))
+    line = msgspec.json.decode(encode_line(record("WORK", encode(job))))
+    assert line["body"]["request"]["id"] == asked.id
+    assert line["body"]["decision"]["chosen"] == "w-1"
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, -0.1, 5e-324])
+def test_log_probabilities_that_json_cannot_write_are_kept(value: float) -> None:
+    logprobs = (Logprob(value, ((1, value),), 1),)
+    item = TokenItem(samples.ID, 1, 0, 0, b"\1\0\0\0", Finish("stop"), logprobs)
+    for stream, message in (
+        ("TOKENS", TokenBatch("w", 1, 2, (item,))),
+        ("DONE", Done(samples.ID, "tiny", 1, choices=(Outcome(b"\1\0\0\0", "stop", logprobs=logprobs),))),
+    ):
+        data = encode(message)
+        assert decode_line(encode_line(record(stream, data))).data == data
+
+
+def test_a_field_of_a_later_build_is_not_lost() -> None:
+    data = encode(msgspec.msgpack.decode(encode(Revoke("r", 1))) | {"later": "field"})
+    assert decode_line(encode_line(record("WORK", data))).data == data
+
+
+NO_BODY = b'{"stream":"KV","seq":1,"time":"","subject":""}'
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b"{", b"[]", b'{"stream":"REQUESTS"}', NO_BODY, NO_BODY[:-1] + b',"body":{"worker":3}}']
+)
+def test_a_damaged_line_is_refused(line: bytes) -> None:
+    with pytest.raises(BadLine):
+        decode_line(line)
+
+
+def test_a_file_of_a_later_format_names_its_build() -> None:
+    header = FileHeader(FORMAT, 1, "0.1.0", "", "ps")
+    assert read_header(header_line(header)) == header
+    with pytest.raises(BadLine, match=r"format 2 of build 0\.9"):
+        read_header(header_line(FileHeader(FORMAT, 2, "0.9", "", "ps")))
+    with pytest.raises(BadLine, match="not the first line"):
+        read_header(b'{"a":1}')
