@@ -20,12 +20,12 @@ from schemas.jobs import Revoke, WorkMessage
 from schemas.kv import KvBatch
 from schemas.requests import GenerateRequest
 from schemas.tokens import TokenBatch
-from schemas.transfer import HandOffs
+from schemas.transfer import Handoffs
 
 FORMAT = "penstock-export"
 VERSION = 1
 STREAMS = ("REQUESTS", "WORK", "TOKENS", "DONE", "KV", "HANDOFF")
-Message = GenerateRequest | WorkMessage | TokenBatch | Done | Returned | KvBatch | HandOffs
+Message = GenerateRequest | WorkMessage | TokenBatch | Done | Returned | KvBatch | Handoffs
 
 
 class BadLine(ValueError):
@@ -112,7 +112,7 @@ _FROM_JSON: dict[str, Callable[[bytes], Any]] = {
     "TOKENS": msgspec.json.Decoder(TokenBatch).decode,
     "DONE": msgspec.json.Decoder(Done | Returned).decode,
     "KV": msgspec.json.Decoder(KvBatch).decode,
-    "HANDOFF": msgspec.json.Decoder(HandOffs).decode,
+    "HANDOFF": msgspec.json.Decoder(Handoffs).decode,
 }
 _read_job = msgspec.json.Decoder(jobs.Job).decode
 _NONE = b"null"

@@ -71,7 +71,7 @@ class Redactor:
             return self._done(message)
         if isinstance(message, kv.KvBatch):
             return _replace(message, events=tuple(self._kv_event(event) for event in message.events))
-        return message  # Revoke, Returned, HandOffs: no content
+        return message  # Revoke, Returned, Handoffs: no content
 
     def _hash(self, *parts: bytes) -> bytes:
         return blake3(b"".join(parts), key=self._key).digest(length=DIGEST_BYTES)

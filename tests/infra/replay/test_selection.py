@@ -9,7 +9,7 @@ from schemas.done import Done
 from schemas.ids import new_request_id
 from schemas.jobs import Stage
 from schemas.tokens import TokenBatch, TokenItem
-from schemas.transfer import HandOff, HandOffs
+from schemas.transfer import Handoff, Handoffs
 from schemas.wire import encode
 from tests.infra.timeline.tracing import samples
 
@@ -27,7 +27,7 @@ def test_a_batch_keeps_the_items_of_selected_requests_only() -> None:
     assert part is not None
     assert [item.request for item in tokens.decode(part.data).items] == [MINE]
     assert Selection(frozenset(("x",))).part(record("TOKENS", batch)) is None
-    lines = HandOffs("w", tuple(HandOff(f"{each}:1:decode", "read", "a", "b", 1) for each in (MINE, OTHER)))
+    lines = Handoffs("w", tuple(Handoff(f"{each}:1:decode", "read", "a", "b", 1) for each in (MINE, OTHER)))
     part = Selection(frozenset((OTHER,))).part(record("HANDOFF", lines))
     assert part is not None
     assert [event.ticket[:36] for event in transfer.decode_ledger(part.data).events] == [OTHER]
