@@ -30,7 +30,13 @@ CONFINED = {
     "vllm": ("workers/engines/vllm",),
     "nixl": ("workers/kv_transfer/nixl",),
     "diffusers": ("workers/engines/diffusion",),
-    "numpy": ("router/placement/arrays", "workers/engines", "workers/kv_transfer", "infra/bench/"),
+    "numpy": (
+        "router/placement/arrays",
+        "workers/engines",
+        "workers/kv_transfer",
+        "infra/bench/",
+        "infra/replay/checksums",
+    ),
 }
 MAKES_MODELS = (
     "infra/demo_model/tiny.py",

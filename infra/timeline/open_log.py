@@ -19,7 +19,6 @@ from infra.broker.server import EmbeddedNats, ServerFailed
 from infra.bus.connection import Bus, connect
 from infra.launch.state import State, read_state
 from infra.replay.files import open_export
-from infra.replay.restore import restore
 from infra.timeline.log_copy import STREAMS_DIR, CopyFailed, copy_streams, namespaces
 from schemas.errors import ServingError
 from schemas.subjects import Subjects
@@ -144,6 +143,8 @@ async def open_log(
 
 @contextlib.asynccontextmanager
 async def _exported(source: Source, name: str, role: str, timeout_s: float) -> AsyncIterator[Log]:
+    from infra.replay.restore import restore  # imports numpy, which no other command that reads the log waits for
+
     with tempfile.TemporaryDirectory(prefix="penstock-log-") as folder:
         with open_export(source.file, skip_bad=source.skip_bad) as exported:
             namespace = source.namespace or exported.header.namespace
