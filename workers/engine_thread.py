@@ -1,4 +1,4 @@
-"""The engine's thread: submits sequences, steps the engine, and batches its output into few flushes.
+"""The engine's thread: submits sequences, steps the engine, and delivers its output (``step_output``) in few flushes.
 
 No NATS here. All per-token work happens in this thread; the event loop sees one ``Flush`` for one or more steps. While
 the loop has not consumed the last flush, up to ``MAX_AHEAD`` steps are batched; then the engine waits, so that neither
@@ -15,12 +15,10 @@ from typing import Any, TypeVar
 
 import structlog
 
-from schemas import kv
-from schemas.errors import Code
-from schemas.tokens import Finish
 from workers.block_waits import BlockWait, BlockWaitQueue
-from workers.engines.base import Engine, EngineError, Held, RequestError, Scored, SequenceRequest
-from workers.sequence_state import CacheSnapshot, Flush, RankEvents, SequenceState, prompt_items, token_item
+from workers.engines.base import Engine, EngineError, RequestError, SequenceRequest
+from workers.sequence_state import CacheSnapshot, Flush, SequenceState
+from workers.step_output import StepOutput
 
 log = structlog.get_logger("engine")
 
@@ -59,15 +57,7 @@ class EngineThread:
         self._error: BaseException | None = None
         self.steps = 0  # that did something
         self._engine: Engine | None = None
-        self._dirty: list[SequenceState] = []
-        self._ended: list[SequenceState] = []
-        self._started: list[SequenceState] = []
-        self._held: list[Held] = []
-        self._scored: list[Scored] = []
-        self._events: list[kv.KvEvent] = []  # of rank 0
-        self._other_events: dict[int, list[kv.KvEvent]] = {}  # of the other ranks
-        self._kv_seqs: dict[int, int] = {}  # of the next batch, by rank
-        self._kv_first = 0
+        self._output = StepOutput()
         self._in_flight = 0  # flushes delivered and not yet consumed
         self._ahead = 0  # steps since the last flush
         self._wake = threading.Condition()  # a flush was consumed, or a command was put
@@ -177,21 +167,15 @@ class EngineThread:
         def run(engine: Engine) -> None:
             self._flush()
             ranks = range(engine.info.dp_size)
-            answer([CacheSnapshot(engine.dump(rank), self._kv_seqs.get(rank, self._kv_first) - 1) for rank in ranks])
+            answer([CacheSnapshot(engine.dump(rank), self._output.kv_seq(rank) - 1) for rank in ranks])
 
         self._put(run)
 
     def new_epoch(self) -> None:
-        """Restart the numbers of KV batches, for a worker that registers under a new id.
-
-        They start at 1: a reader that has all batches from 0 on assumes the whole cache, which is not empty now.
-        """
+        """Restart the numbers of KV batches, for a worker that registers under a new id."""
 
         def run(engine: Engine) -> None:
-            self._events.clear()
-            self._other_events.clear()
-            self._kv_seqs.clear()
-            self._kv_first = 1
+            self._output.new_epoch()
 
         self._put(run)
 
@@ -249,7 +233,7 @@ class EngineThread:
         commands = self._commands
         while True:
             working = engine.has_work()
-            if not commands.empty() or not (working or self._has_output()):
+            if not commands.empty() or not (working or self._output):
                 command = commands.get()
                 if command is None:
                     return
@@ -257,10 +241,10 @@ class EngineThread:
                 if self._block_waits:
                     self._block_waits.serve(engine)
             elif working and self._ahead < MAX_AHEAD:
-                ended = len(self._ended)
+                ended = len(self._output.ended)
                 self._step(engine)
                 self._ahead += 1
-                if self._block_waits and len(self._ended) > ended:
+                if self._block_waits and len(self._output.ended) > ended:
                     self._block_waits.serve(engine)
                 if engine.blocked:
                     self._pause()
@@ -283,111 +267,18 @@ class EngineThread:
                 self._wake.wait()
 
     def _step(self, engine: Engine) -> None:
-        """Run one step and collect its output; all per-token work is here."""
-        sequence: Any
         began = self._wall_ns()
-        outputs, events, started, failures, computed, held, scored, others, measured = engine.step()
-        if computed or outputs or events or started or failures or held or scored or others or measured:
+        if self._output.add(engine, engine.step(), began):
             self.steps += 1
-        if events:
-            self._events += events
-        if others:
-            for rank, events in others.items():
-                self._other_events.setdefault(rank, []).extend(events)
-        if held:
-            self._held += held
-        if scored:
-            self._scored += scored
-        if started:
-            for sequence, cached in started:
-                sequence.cached = cached if sequence.adopted_cached < 0 else sequence.adopted_cached
-                sequence.started_ns = began
-                self._started.append(sequence)
-        for each in measured:
-            sequence = each.key
-            sequence.measurements = [*(sequence.measurements or ()), each]
-        dirty = self._dirty
-        for sequence, token, finish, logprob, stop_token in outputs:
-            if sequence.finish is not None:  # an earlier token of this step completed a stop string
-                continue
-            sequence.buffer.append(token)
-            if not sequence.dirty:
-                sequence.dirty = True
-                dirty.append(sequence)
-            if logprob is not None:
-                sequence.logprobs.append(logprob)
-            if sequence.stream is not None and self._stops(engine, sequence, token, finish):
-                continue
-            if finish:
-                # Else the decode worker continues; the session hands off once it has this token.
-                if finish != "length" or len(sequence.tokens) + len(sequence.buffer) >= sequence.max_tokens:
-                    sequence.finish = Finish(finish, stop_token, sequence.cached)
-                self._ended.append(sequence)
-        for sequence, code, message in failures:
-            if sequence.finish is not None:  # its last token completed a stop string
-                continue
-            if code == Code.transfer_failed:  # not the request's fault: another worker can continue
-                sequence.lost_input = message
-                self._ended.append(sequence)
-                continue
-            sequence.finish = Finish("error", None, sequence.cached, code, message)
-            self._ended.append(sequence)
-            if not sequence.dirty:
-                sequence.dirty = True
-                dirty.append(sequence)
-
-    def _stops(self, engine: Engine, sequence: SequenceState, token: int, finish: str) -> bool:
-        """Whether this token completed a stop string; if so the sequence ends here."""
-        assert sequence.stream is not None
-        sequence.stream.push(token)
-        matched = sequence.stream.stop
-        if matched is None:
-            return False
-        if not finish:
-            engine.cancel(sequence)
-        sequence.finish = Finish("stop", matched, sequence.cached)
-        self._ended.append(sequence)
-        return True
-
-    def _has_output(self) -> bool:
-        from_step = self._dirty or self._ended or self._started or self._held or self._scored
-        return bool(from_step or self._events or self._other_events)
 
     def _flush(self) -> None:
         """Deliver the collected output."""
         if not self._in_flight:
             self._ahead = 0
-        if not self._has_output():
+        if not self._output:
             return
         self._flush_due = self._clock() + MIN_FLUSH_S
-        flush = Flush()
-        if self._scored:  # before the tokens: a reader of a sequence's first token has all of its prompt logprobs
-            self._flush_prompt_logprobs(flush)
-        for sequence in self._dirty:
-            flush.items.setdefault(sequence.gateway, []).append(token_item(sequence))
-        flush.ended, self._ended = self._ended, []
-        flush.started, self._started = self._started, []
-        flush.held, self._held = self._held, []
-        self._dirty.clear()
-        if self._events:
-            flush.batches.append(self._batch(0, self._events))
-            self._events = []
-        if self._other_events:
-            flush.batches += [self._batch(rank, events) for rank, events in self._other_events.items() if events]
-            self._other_events = {}
+        flush = self._output.take()
         with self._wake:
             self._in_flight += 1
         self._deliver(flush)
-
-    def _batch(self, rank: int, events: list[kv.KvEvent]) -> RankEvents:
-        seq = self._kv_seqs.get(rank, self._kv_first)
-        self._kv_seqs[rank] = seq + 1
-        return RankEvents(rank, seq, events)
-
-    def _flush_prompt_logprobs(self, flush: Flush) -> None:
-        sequence: Any
-        for sequence, first, logprobs in self._scored:
-            flush.items.setdefault(sequence.gateway, []).extend(prompt_items(sequence, first, logprobs))
-            sequence.scored_tokens = first + len(logprobs)
-            sequence.prompt_logprobs += logprobs
-        self._scored.clear()

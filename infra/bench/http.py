@@ -16,15 +16,13 @@ import msgspec
 from msgspec import Meta, Struct
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from infra.bench.answers import Connection, Tally
 from infra.bench.cpu import cpu_of, own_seconds
+from infra.bench.http_report import Stage, figures, report
 from infra.launch.http import get
 from infra.launch.state import read_state
-from infra.terminal import stdout
 
-_BUSY = 0.85  # share of a core from which the generator is itself the limit
 _RECONNECT_S = 0.05
 _STUCK_S = 60.0
 _SHOW_S = 0.25
@@ -63,30 +61,6 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     json: Annotated[str, Meta(description="file to write the figures to")] = ""
 
 
-class Stage(Struct, frozen=True):
-    """Figures of one stage; ``cpu_us_per_token`` by process name, the generator's own apart."""
-
-    concurrency: int
-    seconds: float
-    requests: int
-    failed: int
-    errors: dict[str, int]
-    requests_per_s: float
-    tokens_per_s: float
-    ttft_p50_ms: float
-    ttft_p99_ms: float
-    itl_p50_ms: float
-    itl_p99_ms: float
-    latency_p50_ms: float
-    latency_p99_ms: float
-    tokens_per_event: float
-    cpu_us_per_token: dict[str, float]
-    total_cpu_us_per_token: float
-    cpu_ms_per_request: float
-    own_cpu_us_per_token: float
-    own_cpu_share: float
-
-
 class BenchFailed(Exception):
     """The benchmark cannot run as asked."""
 
@@ -103,7 +77,7 @@ def run(settings: Settings) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    _report(stages, processes)
+    report(stages, processes)
     if settings.json:
         figures = {"settings": settings, "stages": stages}
         Path(settings.json).write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2) + b"\n")
@@ -327,66 +301,3 @@ async def _first_model(target: Target) -> str:
             raise BenchFailed(f"no server answers at {where}: start one, or correct --url") from None
         said = body[:200].decode(errors="replace")
         raise BenchFailed(f"{where}{target.prefix}/v1/models names no model: {said}; name it with --model") from None
-
-
-def figures(concurrency: int, seconds: float, tally: Tally, spent: Mapping[str, float], own_s: float) -> Stage:
-    """The stage's figures from what was counted; CPU in seconds per process."""
-    tokens = max(1, tally.tokens)
-    first, between, total = sorted(tally.first_s), sorted(tally.between_s), sorted(tally.total_s)
-    return Stage(
-        concurrency=concurrency,
-        seconds=round(seconds, 3),
-        requests=tally.requests,
-        failed=tally.failed,
-        errors=dict(tally.errors),
-        requests_per_s=round(tally.requests / seconds, 1),
-        tokens_per_s=round(tally.tokens / seconds, 1),
-        ttft_p50_ms=percentile(first, 0.5) * 1e3,
-        ttft_p99_ms=percentile(first, 0.99) * 1e3,
-        itl_p50_ms=percentile(between, 0.5) * 1e3,
-        itl_p99_ms=percentile(between, 0.99) * 1e3,
-        latency_p50_ms=percentile(total, 0.5) * 1e3,
-        latency_p99_ms=percentile(total, 0.99) * 1e3,
-        tokens_per_event=round(tally.tokens / max(1, tally.events), 3),
-        cpu_us_per_token={name: round(cpu / tokens * 1e6, 2) for name, cpu in spent.items()},
-        total_cpu_us_per_token=round(sum(spent.values()) / tokens * 1e6, 2),
-        cpu_ms_per_request=round(sum(spent.values()) / max(1, tally.requests) * 1e3, 3),
-        own_cpu_us_per_token=round(own_s / tokens * 1e6, 2),
-        own_cpu_share=round(own_s / seconds, 3),
-    )
-
-
-def percentile(ordered: list[float], share: float) -> float:
-    """Nearest rank; 0.0 of nothing."""
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
-
-
-def _report(stages: list[Stage], processes: Mapping[str, int]) -> None:
-    console = stdout()
-    table = Table(title="closed loop, times in ms")
-    names = ("conns", "req/s", "tokens/s", "TTFT p50", "p99", "ITL p50", "p99", "latency p50", "tok/event", "failed")
-    for name in (*names, *(("CPU µs/token", "CPU ms/req") if processes else ()), "own CPU"):
-        table.add_column(name, justify="right")
-    for stage in stages:
-        cells = [
-            *(str(stage.concurrency), f"{stage.requests_per_s:.0f}", f"{stage.tokens_per_s:.0f}"),
-            *(f"{stage.ttft_p50_ms:.2f}", f"{stage.ttft_p99_ms:.2f}"),
-            *(f"{stage.itl_p50_ms:.2f}", f"{stage.itl_p99_ms:.2f}", f"{stage.latency_p50_ms:.1f}"),
-            *(f"{stage.tokens_per_event:.2f}", str(stage.failed)),
-        ]
-        if processes:
-            cells += [f"{stage.total_cpu_us_per_token:.1f}", f"{stage.cpu_ms_per_request:.2f}"]
-        table.add_row(*cells, f"{stage.own_cpu_share:.0%}")
-    console.print(table)
-    for stage in stages if processes else ():
-        parts = ", ".join(f"{name} {cpu:.1f}" for name, cpu in stage.cpu_us_per_token.items())
-        console.print(f"{stage.concurrency} connections, CPU µs/token: {parts}", highlight=False)
-    for stage in stages:
-        for reason, count in stage.errors.items():
-            console.print(f"{stage.concurrency} connections: {count} × {reason}", style="red", markup=False)
-        if stage.own_cpu_share > _BUSY:
-            console.print(
-                f"{stage.concurrency} connections: the load generator itself used {stage.own_cpu_share:.0%} of a core; "
-                "the server may be faster than shown",
-                style="yellow",
-            )

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from infra.bench.answers import Connection, Tally
 from infra.bench.cpu import cpu_seconds
-from infra.bench.http import BenchFailed, Requests, Settings, Stage, Target, _measure, _target, figures, percentile
+from infra.bench.http import BenchFailed, Requests, Settings, Target, _measure, _target
+from infra.bench.http_report import Stage, figures, percentile
 from infra.launch.state import Running, State, write_state
 
 TOKENS = 4

@@ -371,7 +371,7 @@ def test_a_failed_sequence_ends_once_even_if_its_last_token_completes_a_stop_str
     choice = new_choice(stream=_AlwaysStopped())
     thread = EngineThread(lambda: None, lambda flush: None, refuse)  # type: ignore[arg-type, return-value]
     thread._step(_OneStep(choice))  # type: ignore[arg-type]
-    assert thread._ended == [choice]
+    assert thread._output.ended == [choice]
     assert choice.finish is not None
     assert choice.finish.reason == "stop"
 
@@ -381,7 +381,7 @@ def test_tokens_behind_a_stop_string_in_the_same_step_are_dropped() -> None:
     thread = EngineThread(lambda: None, lambda flush: None, refuse)  # type: ignore[arg-type, return-value]
     step = StepResult([Output(choice, token) for token in (7, 8, 9)], [], [], [], 3)
     thread._step(_OneStep(choice, step))  # type: ignore[arg-type]
-    assert thread._ended == [choice]
+    assert thread._output.ended == [choice]
     assert list(choice.buffer) == [7]
 
 

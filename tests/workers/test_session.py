@@ -497,7 +497,7 @@ async def test_a_dump_names_what_the_events_named_in_pages_that_fit(
         asked = request([i + 1] * 40)
         await record.give(worker.id, asked)
         await record.end(asked)
-    await eventually(lambda: record.kv and record.kv[-1].seq == worker.thread._kv_seqs[0] - 1)
+    await eventually(lambda: record.kv and record.kv[-1].seq == worker.thread._output.kv_seq(0) - 1)
     told = {d for batch in record.kv for event in batch.events for d in _digests(event)}
     monkeypatch.setattr(Bus, "max_message", property(lambda bus: 512))
     pages = [await worker.session.dump(0)]

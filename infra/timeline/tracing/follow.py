@@ -14,19 +14,17 @@ from typing import NamedTuple
 import msgspec
 import structlog
 from blake3 import blake3
-from nats.errors import Error as NatsError
-from nats.js.errors import Error as JetStreamError
 
 from infra.bus.connection import Bus
 from infra.bus.direct_get import Entry, read
-from infra.bus.object_store import get, replace
 from infra.timeline.request_timeline import RequestTimeline
 from infra.timeline.tracing.export import Sink
+from infra.timeline.tracing.position import BEFORE_NS, Position, last_seq
 from infra.timeline.tracing.span import Span
 from infra.timeline.tracing.spans import spans
-from schemas import done, jobs, requests, wire
+from schemas import done, jobs, requests
 from schemas.done import Done, Returned
-from schemas.errors import Code, ServingError
+from schemas.errors import ServingError
 from schemas.jobs import Job
 from schemas.requests import GenerateRequest
 from schemas.streams import CLOCK_SKEW_NS, LONGEST_DEADLINE_S
@@ -41,20 +39,9 @@ ENDS = 1_000  # terminal events taken at once
 BATCH_SPANS = 512
 MAX_OPEN = 50_000  # unfinished requests kept; about 3 kB each
 SAVE_S = 5.0
-KEPT_S = 5.0  # to load or save the position
-BEFORE_NS = 600_000_000_000  # how long before its end a request may have begun; the stages of older ones are unknown
 LOST_NS = int((LONGEST_DEADLINE_S + 600) * 1e9)  # an older unfinished request will not end any more
 RETRY_S, RETRY_MOST_S = 0.5, 15.0
 WARN_S = 30.0
-
-_FAILED = (NatsError, JetStreamError, TimeoutError)
-
-
-class Position(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where an export stopped: it has sent all ends up to ``done_seq``; unfinished requests begin at ``since_ns``."""
-
-    done_seq: int
-    since_ns: int
 
 
 class Counts(msgspec.Struct):
@@ -294,7 +281,7 @@ class Following:
         self.counts.forgotten += len(missing)
 
     async def _deliver(self, batch: list[Span], ended: list[str]) -> None:
-        """Send until the batch has arrived or ``patience_s`` is over. A cancelled delivery counts as not sent."""
+        """Send until the batch has arrived or ``export_timeout_s`` is over. A cancelled delivery counts as not sent."""
         arrived = not batch or await self._arrive(batch)
         timelines = [self._open.pop(request_id).timeline for request_id in ended]
         requests = sum(timeline is not None for timeline in timelines)
@@ -340,57 +327,6 @@ class Following:
                 return
             del self._open[request_id]
             self.counts.forgotten += known.timeline is not None
-
-
-async def begin(bus: Bus, kept: Position | None) -> Position:
-    """Where to begin: where an earlier export stopped, or at the present end.
-
-    Raises:
-        ServingError: there is no such stream.
-    """
-    last = await last_seq(bus)
-    if kept is not None and kept.done_seq <= last:
-        return kept
-    return Position(last, time.time_ns() - BEFORE_NS)
-
-
-async def last_seq(bus: Bus) -> int:
-    """The sequence of the newest terminal event.
-
-    Raises:
-        ServingError: there is no such stream.
-    """
-    stream = bus.subjects.stream("DONE")
-    try:
-        return int((await bus.js.stream_info(stream)).state.last_seq)
-    except _FAILED as error:
-        raise ServingError(
-            Code.broker_unavailable, f"stream {stream} does not answer ({error!r}); run 'penstock streams apply'"
-        ) from error
-
-
-class PositionStore:
-    """The position of the exporter of one name, in the object store. Losing it loses traces of the time in between."""
-
-    def __init__(self, bus: Bus, name: str) -> None:
-        self._bus = bus
-        self._name = f"trace-{name or 'trace'}"
-
-    async def load(self) -> Position | None:
-        try:
-            return _position(await get(self._bus, "snapshots", self._name, limit=1024, newest=True, timeout=KEPT_S))
-        except (ServingError, msgspec.MsgspecError) as error:
-            log.info("no_position", reason=repr(error)[:200])
-            return None
-
-    async def save(self, position: Position) -> None:
-        try:
-            await replace(self._bus, "snapshots", self._name, wire.encode(position), timeout=KEPT_S)
-        except ServingError as error:
-            log.warning("position_not_saved", error=error.message)
-
-
-_position = wire.decoder(Position)
 
 
 def _end(entry: Entry) -> Done | Returned | None:

@@ -18,8 +18,9 @@ from infra.timeline.moments import moment_ns
 from infra.timeline.open_log import FAILURES, Log, Source, open_log
 from infra.timeline.read import read_timeline
 from infra.timeline.tracing.export import Exporter, NoExporter, otlp
-from infra.timeline.tracing.follow import BEFORE_NS, Following, Position, PositionStore, begin
+from infra.timeline.tracing.follow import Following
 from infra.timeline.tracing.otlp_json import document
+from infra.timeline.tracing.position import BEFORE_NS, Position, PositionStore, begin
 from infra.timeline.tracing.show import show
 from infra.timeline.tracing.spans import spans
 from schemas.errors import ServingError

@@ -20,7 +20,8 @@ from infra.timeline.highway_hash import highway_hash_64
 from infra.timeline.log_copy import STREAMS_DIR, CopyFailed, namespaces
 from infra.timeline.open_log import Source, open_log
 from infra.timeline.read import read_timeline
-from infra.timeline.tracing.follow import Following, Position
+from infra.timeline.tracing.follow import Following
+from infra.timeline.tracing.position import Position
 from schemas.done import Done, Timings
 from schemas.ids import new_request_id
 from schemas.requests import GenerateRequest

@@ -11,7 +11,8 @@ import pytest
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
 from infra.timeline.tracing import follow
-from infra.timeline.tracing.follow import Following, Position, PositionStore, begin, share
+from infra.timeline.tracing.follow import Following, share
+from infra.timeline.tracing.position import Position, PositionStore, begin
 from infra.timeline.tracing.span import Span
 from schemas.done import Done, Timings
 from schemas.ids import new_request_id

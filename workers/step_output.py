@@ -1,0 +1,149 @@
+"""Collects what the steps of an engine return, sequence by sequence, until it is flushed to the event loop. Pure."""
+
+from typing import Any
+
+from schemas import kv
+from schemas.errors import Code
+from schemas.tokens import Finish
+from workers.engines.base import Engine, Held, Scored, StepResult
+from workers.sequence_state import Flush, RankEvents, SequenceState, prompt_items, token_item
+
+
+class StepOutput:
+    """The output of one or more steps. Used by the engine's thread only.
+
+    Attributes:
+        ended: sequences that ended, or are handed off, since the last ``take``.
+    """
+
+    def __init__(self) -> None:
+        self.ended: list[SequenceState] = []
+        self._dirty: list[SequenceState] = []  # with new tokens or a new end
+        self._started: list[SequenceState] = []
+        self._held: list[Held] = []
+        self._scored: list[Scored] = []
+        self._events: list[kv.KvEvent] = []  # of rank 0
+        self._other_events: dict[int, list[kv.KvEvent]] = {}  # of the other ranks
+        self._kv_seqs: dict[int, int] = {}  # of the next batch, by rank
+        self._kv_first = 0
+
+    def __bool__(self) -> bool:
+        """Whether there is something to flush."""
+        from_step = self._dirty or self.ended or self._started or self._held or self._scored
+        return bool(from_step or self._events or self._other_events)
+
+    def add(self, engine: Engine, result: StepResult, began_ns: int) -> bool:
+        """Collect the results of a step; all per-token work is here. False: the step did nothing.
+
+        Args:
+            engine: sequences that a stop string completed are cancelled there.
+            began_ns: when the step began; Unix time.
+        """
+        sequence: Any
+        outputs, events, started, failures, computed, held, scored, others, measured = result
+        if events:
+            self._events += events
+        if others:
+            for rank, found in others.items():
+                self._other_events.setdefault(rank, []).extend(found)
+        if held:
+            self._held += held
+        if scored:
+            self._scored += scored
+        if started:
+            for sequence, cached in started:
+                sequence.cached = cached if sequence.adopted_cached < 0 else sequence.adopted_cached
+                sequence.started_ns = began_ns
+                self._started.append(sequence)
+        for each in measured:
+            sequence = each.key
+            sequence.measurements = [*(sequence.measurements or ()), each]
+        dirty = self._dirty
+        for sequence, token, finish, logprob, stop_token in outputs:
+            if sequence.finish is not None:  # an earlier token of this step completed a stop string
+                continue
+            sequence.buffer.append(token)
+            if not sequence.dirty:
+                sequence.dirty = True
+                dirty.append(sequence)
+            if logprob is not None:
+                sequence.logprobs.append(logprob)
+            if sequence.stream is not None and self._stops(engine, sequence, token, finish):
+                continue
+            if finish:
+                # Else the decode worker continues; the session hands off once it has this token.
+                if finish != "length" or len(sequence.tokens) + len(sequence.buffer) >= sequence.max_tokens:
+                    sequence.finish = Finish(finish, stop_token, sequence.cached)
+                self.ended.append(sequence)
+        for sequence, code, message in failures:
+            if sequence.finish is not None:  # its last token completed a stop string
+                continue
+            if code == Code.transfer_failed:  # not the request's fault: another worker can continue
+                sequence.lost_input = message
+                self.ended.append(sequence)
+                continue
+            sequence.finish = Finish("error", None, sequence.cached, code, message)
+            self.ended.append(sequence)
+            if not sequence.dirty:
+                sequence.dirty = True
+                dirty.append(sequence)
+        return bool(computed or outputs or events or started or failures or held or scored or others or measured)
+
+    def take(self) -> Flush:
+        """All that was collected since the last call."""
+        flush = Flush()
+        if self._scored:  # before the tokens: a reader of a sequence's first token has all of its prompt logprobs
+            self._add_prompt_logprobs(flush)
+        for sequence in self._dirty:
+            flush.items.setdefault(sequence.gateway, []).append(token_item(sequence))
+        flush.ended, self.ended = self.ended, []
+        flush.started, self._started = self._started, []
+        flush.held, self._held = self._held, []
+        self._dirty.clear()
+        if self._events:
+            flush.batches.append(self._batch(0, self._events))
+            self._events = []
+        if self._other_events:
+            flush.batches += [self._batch(rank, events) for rank, events in self._other_events.items() if events]
+            self._other_events = {}
+        return flush
+
+    def kv_seq(self, rank: int) -> int:
+        """The number of a rank's next batch of KV events."""
+        return self._kv_seqs.get(rank, self._kv_first)
+
+    def new_epoch(self) -> None:
+        """Drop the KV events and restart the numbers of their batches.
+
+        They start at 1: a reader that has all batches from 0 on assumes the whole cache, which is not empty now.
+        """
+        self._events.clear()
+        self._other_events.clear()
+        self._kv_seqs.clear()
+        self._kv_first = 1
+
+    def _stops(self, engine: Engine, sequence: SequenceState, token: int, finish: str) -> bool:
+        """Whether this token completed a stop string; if so the sequence ends here."""
+        assert sequence.stream is not None
+        sequence.stream.push(token)
+        matched = sequence.stream.stop
+        if matched is None:
+            return False
+        if not finish:
+            engine.cancel(sequence)
+        sequence.finish = Finish("stop", matched, sequence.cached)
+        self.ended.append(sequence)
+        return True
+
+    def _batch(self, rank: int, events: list[kv.KvEvent]) -> RankEvents:
+        seq = self.kv_seq(rank)
+        self._kv_seqs[rank] = seq + 1
+        return RankEvents(rank, seq, events)
+
+    def _add_prompt_logprobs(self, flush: Flush) -> None:
+        sequence: Any
+        for sequence, first, logprobs in self._scored:
+            flush.items.setdefault(sequence.gateway, []).extend(prompt_items(sequence, first, logprobs))
+            sequence.scored_tokens = first + len(logprobs)
+            sequence.prompt_logprobs += logprobs
+        self._scored.clear()
