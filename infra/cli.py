@@ -70,6 +70,7 @@ COMMANDS = {
     "import": Command("read an export into a data folder or a running broker", "infra.replay.import_log:run"),
     "leases": Command("KV blocks that workers hold for each other right now", "infra.timeline.leases:run"),
     "top": Command("watch a running deployment in the terminal", "infra.operate.top:run"),
+    "dashboard": Command("show a deployment in the browser", "infra.dashboard.main:run"),
     "drain": Command("take workers out of service without failing a request", "infra.operate.drain:run"),
     "restart": Command("restart processes of `penstock up`, one after the other", "infra.operate.restart:run"),
     "forget": Command("delete what the log holds of requests that have ended", "infra.operate.forget:run"),

@@ -1,0 +1,1 @@
+"""``penstock dashboard``: one process that reads the log and the fleet, and shows them in a browser."""

@@ -1,0 +1,60 @@
+"""Who may see the dashboard: whoever has the operator's token, as a link, a cookie or a header."""
+
+import hmac
+import secrets
+from pathlib import Path
+from urllib.parse import urlencode
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+
+from infra.broker.datadir import write_private
+
+TOKEN_FILE = "dashboard.token"
+COOKIE_S = 30 * 86400
+
+
+def stored_token(data_dir: Path) -> str:
+    """The token of a data folder, made if there is none. Only the folder's owner can read it.
+
+    Raises:
+        OSError: it cannot be read or written.
+    """
+    path = data_dir / TOKEN_FILE
+    if not path.exists():
+        write_private(path, secrets.token_urlsafe(18) + "\n")
+    return path.read_text().strip()
+
+
+class Access:
+    """Checks requests.
+
+    Args:
+        token: what they must bring.
+        port: of the dashboard; browsers do not separate cookies by port, so it is part of the cookie's name.
+    """
+
+    def __init__(self, token: str, port: int) -> None:
+        self._token = token
+        self._cookie = f"penstock-{port}"
+
+    def refusal(self, request: Request) -> Response | None:
+        """None: the request may pass. A link with the token is answered with a cookie and the link without it."""
+        given = request.query_params.get("token")
+        if given is not None and self._is_token(given):
+            rest = urlencode([(key, value) for key, value in request.query_params.multi_items() if key != "token"])
+            answer = RedirectResponse(request.url.path + (f"?{rest}" if rest else ""), 303)
+            answer.set_cookie(self._cookie, given, max_age=COOKIE_S, httponly=True, samesite="strict")
+            return answer
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self._is_token(request.cookies.get(self._cookie, "")) or self._is_token(bearer):
+            return None
+        return PlainTextResponse(
+            "This dashboard needs the operator's token: open the link that `penstock up` or `penstock dashboard` has "
+            f"printed. The token is in {TOKEN_FILE} in the data folder.\n",
+            401,
+            {"WWW-Authenticate": "Bearer"},
+        )
+
+    def _is_token(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(), self._token.encode())

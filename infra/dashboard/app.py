@@ -1,0 +1,160 @@
+"""The dashboard's pages and its stream of changes, over HTTP."""
+
+import io
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from pathlib import Path
+
+import msgspec
+from markupsafe import Markup, escape
+from rich.console import Console
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from infra.dashboard import pages
+from infra.dashboard.access import Access
+from infra.dashboard.live import Live, Moment
+from infra.timeline.find_requests import ended, unfinished
+from infra.timeline.moments import clock, duration_ns, moment_ns
+from infra.timeline.open_log import Log
+from infra.timeline.read import read_timeline
+from infra.timeline.show_timeline import show
+from infra.timeline.summary import Criteria
+from schemas.errors import ServingError
+
+MAX_WATCHERS = 64
+PAGE_COLUMNS = 150
+FILTERS = ("state", "since", "until", "model", "tenant", "worker", "code", "min_duration", "min_ttft")
+# Nothing from elsewhere, and no script but ours: a prompt on a page must not become one.
+POLICY = (
+    "default-src 'none'; style-src 'self' 'unsafe-inline'; script-src 'self'; connect-src 'self'; img-src data:; "
+    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class Dashboard:
+    """Answers from one open log.
+
+    Args:
+        live: None for a stopped deployment.
+    """
+
+    def __init__(self, log: Log, live: Live | None, access: Access) -> None:
+        self._bus = log.bus
+        self._stopped = log.stopped
+        self._live = live
+        self._access = access
+        self._namespace = log.bus.subjects.namespace
+
+    def application(self) -> Starlette:
+        """The ASGI application."""
+        routes = [
+            Route("/", self._guarded(self._overview)),
+            Route("/live", self._guarded(self._follow)),
+            Route("/requests", self._guarded(self._requests)),
+            Route("/requests/{id}", self._guarded(self._request)),
+            Route("/find", self._guarded(self._find)),
+            Mount("/static", StaticFiles(directory=Path(__file__).parent / "static")),
+        ]
+        return Starlette(routes=routes)
+
+    def _guarded(self, endpoint: Endpoint) -> Endpoint:
+        async def answer(request: Request) -> Response:
+            refusal = self._access.refusal(request)
+            if refusal is not None:
+                return refusal
+            try:
+                found = await endpoint(request)
+            except ServingError as error:
+                found = self._problem("The broker does not answer", error.message, 503)
+            found.headers["Content-Security-Policy"] = POLICY
+            found.headers["Referrer-Policy"] = "no-referrer"
+            found.headers["Cache-Control"] = "no-store"
+            return found
+
+        return answer
+
+    def _problem(self, title: str, text: str, status: int) -> Response:
+        return HTMLResponse(pages.problem(title, text, namespace=self._namespace), status)
+
+    # --- pages ---
+
+    async def _overview(self, request: Request) -> Response:
+        moment = self._live.now if self._live is not None else Moment(())
+        return HTMLResponse(pages.overview(moment, stopped=self._stopped, namespace=self._namespace))
+
+    async def _requests(self, request: Request) -> Response:
+        query = {name: request.query_params.get(name, "").strip() for name in (*FILTERS, "before")}
+        try:
+            criteria, before = _criteria(query), int(query["before"] or 0)
+        except ValueError as error:
+            page = pages.requests([], query, older=0, error=str(error), namespace=self._namespace)
+            return HTMLResponse(page, 400)
+        found = [] if before else await unfinished(self._bus, criteria, stopped=self._stopped)
+        older = 0
+        async for seq, each in ended(self._bus, criteria, before=before):
+            if len(found) >= pages.PER_PAGE:
+                break
+            found.append(each)
+            older = seq
+        else:
+            older = 0
+        return HTMLResponse(pages.requests(found, query, older=older, error="", namespace=self._namespace))
+
+    async def _request(self, request: Request) -> Response:
+        request_id = request.path_params["id"]
+        try:
+            timeline = await read_timeline(self._bus, request_id)
+        except ValueError as error:
+            return self._problem("Not found", str(error), 404)
+        console = Console(file=io.StringIO(), record=True, width=PAGE_COLUMNS)
+        show(timeline, console)
+        body = Markup("<pre>{}</pre>").format(escape(console.export_text()))
+        return HTMLResponse(pages.request(request_id, body, namespace=self._namespace))
+
+    async def _find(self, request: Request) -> Response:
+        wanted = request.query_params.get("id", "").strip()
+        return RedirectResponse(f"/requests/{wanted}" if wanted and "/" not in wanted else "/requests", 303)
+
+    # --- changes ---
+
+    async def _follow(self, request: Request) -> Response:
+        if self._live is None:
+            return PlainTextResponse("the deployment is stopped\n", 404)
+        if self._live.watchers >= MAX_WATCHERS:
+            return PlainTextResponse(f"{MAX_WATCHERS} browsers watch already\n", 503, {"Retry-After": "10"})
+        return StreamingResponse(_events(self._live), media_type="text/event-stream")
+
+
+async def _events(live: Live) -> AsyncGenerator[bytes, None]:
+    yield b"retry: 2000\n\n"
+    async for moment in live.follow():
+        if not moment.history:
+            continue
+        now_ns = time.time_ns()
+        event = {"clock": clock(now_ns, now_ns)[:8], "sections": pages.live_sections(moment)}
+        yield b"event: live\ndata: " + msgspec.json.encode(event) + b"\n\n"
+
+
+def _criteria(query: Mapping[str, str]) -> Criteria:
+    """
+    Raises:
+        ValueError: a time or duration that cannot be read.
+    """
+    now_ns = time.time_ns()
+    return Criteria(
+        since_ns=moment_ns(query["since"], now_ns) if query["since"] else 0,
+        until_ns=moment_ns(query["until"], now_ns) if query["until"] else 0,
+        model=query["model"],
+        tenant=query["tenant"],
+        worker=query["worker"],
+        states=frozenset([query["state"]] if query["state"] else []),
+        code=query["code"],
+        min_ms=duration_ns(query["min_duration"]) / 1e6 if query["min_duration"] else 0.0,
+        min_ttft_ms=duration_ns(query["min_ttft"]) / 1e6 if query["min_ttft"] else 0.0,
+    )

@@ -1,0 +1,77 @@
+"""``penstock dashboard``: serve it until Ctrl-C."""
+
+import argparse
+import asyncio
+import contextlib
+import secrets
+import socket
+from collections.abc import Sequence
+
+import uvicorn
+
+from configs.flags import Parser
+from infra.broker.datadir import prepare
+from infra.dashboard.access import Access, stored_token
+from infra.dashboard.app import Dashboard
+from infra.dashboard.live import Live
+from infra.launch.http import base_url
+from infra.operate.observe import Observer
+from infra.timeline.open_log import REQUEST_STREAMS, Source, add_flags, open_log, run_command
+
+PORT = 8480
+INTERVAL_S = 1.0
+CLOSE_S = 1  # for open pages, at the end
+
+
+def run(argv: Sequence[str]) -> int:
+    """Serve the dashboard; the exit status."""
+    parser = Parser(
+        prog="penstock dashboard",
+        description="show a deployment in the browser: live workers, queues and streams, and every request with what "
+        "happened to it. It only reads. A stopped deployment's requests are shown as they were.",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=PORT, help="0: any free one (default: %(default)s)")
+    parser.add_argument(
+        "--token", default="", help="what browsers must bring; default: that of the data folder, made if there is none"
+    )
+    add_flags(parser)
+    args = parser.parse_args(argv)
+    return run_command("dashboard", lambda: _run(args))
+
+
+async def _run(args: argparse.Namespace) -> None:
+    source = Source.of(args)
+    listener = _listen(args.host, args.port)
+    port = listener.getsockname()[1]
+    with contextlib.closing(listener):
+        token = args.token or (secrets.token_urlsafe(18) if args.nats_url else _token_of(source))
+        async with open_log(source, name="dashboard", role="operator", streams=REQUEST_STREAMS) as log:
+            live = None if log.stopped else Live(Observer(log.bus), INTERVAL_S)
+            app = Dashboard(log, live, Access(token, port)).application()
+            config = uvicorn.Config(
+                app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=CLOSE_S
+            )
+            print(f"dashboard: {base_url(args.host, port)}/?token={token}", flush=True)
+            async with asyncio.TaskGroup() as group:
+                looking = group.create_task(live.run(), name="look") if live is not None else None
+                await uvicorn.Server(config).serve([listener])
+                if looking is not None:
+                    looking.cancel()
+
+
+def _token_of(source: Source) -> str:
+    prepare(source.data_dir.resolve())
+    return stored_token(source.data_dir)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """
+    Raises:
+        ValueError: the port is taken, or the address is not of this machine.
+    """
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except (OSError, OverflowError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise ValueError(f"cannot listen on {host}:{port}: {why}; choose another --port") from None

@@ -1,0 +1,29 @@
+// Replaces the live sections of the page with what the server renders, once per look.
+const link = document.getElementById("link");
+const pause = document.getElementById("pause");
+let paused = false;
+
+pause.addEventListener("click", () => {
+  paused = !paused;
+  pause.setAttribute("aria-pressed", paused);
+  pause.textContent = paused ? "Continue" : "Pause";
+});
+
+const events = new EventSource("/live");
+events.addEventListener("live", (event) => {
+  const now = JSON.parse(event.data);
+  link.textContent = "live, " + now.clock;
+  if (paused) return;
+  for (const [id, html] of Object.entries(now.sections)) {
+    const element = document.getElementById(id);
+    // What the keyboard is in stays as it is, and so does a selection.
+    if (!element || element.contains(document.activeElement)) continue;
+    const selection = getSelection();
+    if (!selection.isCollapsed && element.contains(selection.anchorNode)) continue;
+    if (element.dataset.html !== html) {
+      element.innerHTML = html;
+      element.dataset.html = html;
+    }
+  }
+});
+events.onerror = () => { link.textContent = "the dashboard does not answer; trying again"; };
