@@ -398,6 +398,14 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             description="first port of Prometheus metrics, one per worker and router; 0: any free ports; -1: none",
         ),
     ] = 0
+    dashboard_port: Annotated[
+        int,
+        Meta(
+            ge=-1,
+            le=65535,
+            description="port of the dashboard on loopback, or any free one if it is taken; 0: any free one; -1: none",
+        ),
+    ] = 8480
     data_dir: Annotated[str, about("folder of the store, passwords, logs and state.json")] = _NATS.data_dir
     nats_url: Annotated[
         str, about("URLs of a broker to use, comma-separated, with the operator's credentials; default: start one")

@@ -7,6 +7,7 @@ server that the test may kill.
 
 import asyncio
 import gc
+import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from schemas.subjects import Subjects
 from tests import properties
 
 properties.register()
+os.environ.setdefault("PENSTOCK_DASHBOARD_PORT", "-1")  # a process less for every deployment that is started
 
 T = TypeVar("T")
 Connect = Callable[..., Awaitable[Client]]

@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import contextlib
 import secrets
-import socket
 from collections.abc import Sequence
 
 import uvicorn
@@ -15,6 +14,7 @@ from infra.dashboard.access import Access, stored_token
 from infra.dashboard.app import Dashboard
 from infra.dashboard.live import Live
 from infra.launch.http import base_url
+from infra.launch.sockets import CannotListen, bind
 from infra.operate.observe import Observer
 from infra.timeline.open_log import REQUEST_STREAMS, Source, add_flags, open_log, run_command
 
@@ -42,7 +42,10 @@ def run(argv: Sequence[str]) -> int:
 
 async def _run(args: argparse.Namespace) -> None:
     source = Source.of(args)
-    listener = _listen(args.host, args.port)
+    try:
+        listener = bind(args.host, args.port, port_flag="--port", host_flag="--host")
+    except CannotListen as error:
+        raise ValueError(str(error)) from None
     port = listener.getsockname()[1]
     with contextlib.closing(listener):
         token = args.token or (secrets.token_urlsafe(18) if args.nats_url else _token_of(source))
@@ -63,15 +66,3 @@ async def _run(args: argparse.Namespace) -> None:
 def _token_of(source: Source) -> str:
     prepare(source.data_dir.resolve())
     return stored_token(source.data_dir)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """
-    Raises:
-        ValueError: the port is taken, or the address is not of this machine.
-    """
-    try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except (OSError, OverflowError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        raise ValueError(f"cannot listen on {host}:{port}: {why}; choose another --port") from None

@@ -16,10 +16,11 @@ from infra.broker.datadir import Lock
 from infra.broker.disk import DiskWatch
 from infra.broker.main import apply_at, connect_operator
 from infra.broker.server import EmbeddedNats
+from infra.dashboard.access import stored_token
 from infra.engine_args.tree import BadArguments, Tree, parse_yaml
 from infra.launch.doors import Doors
 from infra.launch.groups import assign, fleet_of
-from infra.launch.machine import cores, free_run, gpus
+from infra.launch.machine import cores, free_port, free_run, gpus
 from infra.launch.plan import Planned, plan
 from infra.launch.process import Process
 from infra.launch.readiness import Readiness, first_model
@@ -96,6 +97,7 @@ class Deployment:
         self._board = Board(quiet=settings.log_format == "json")
         self._failed: asyncio.Future[None] | None = None
         self._ready = False
+        self._dashboard_url = ""
         self._watches = contextlib.AsyncExitStack()
 
     async def run(self) -> int:
@@ -165,6 +167,17 @@ class Deployment:
                 )
                 await self._keep(keeper)
             await self._until_ready()
+        if up.dashboard_port >= 0:
+            await self._start_dashboard()
+
+    async def _start_dashboard(self) -> None:
+        """Once everything else is ready: it takes CPU time to start, and nobody waits for it."""
+        port = free_port(self.settings.dashboard_port)
+        self._dashboard_url = f"http://127.0.0.1:{port}/?token={stored_token(self.data_dir)}"
+        argv = [sys.executable, "-m", "infra.cli", "dashboard", "--data-dir", str(self.data_dir), "--port", str(port)]
+        log_path = self.data_dir / "logs" / "dashboard.log"
+        process = Process("dashboard", "dashboard", argv, os.environ | _our_path(os.environ), log_path)
+        await self._keep(Keeper(process, self._on_change))
 
     def _metrics_ports(self) -> list[int]:
         """For workers and routers, in the order of their start."""
@@ -275,6 +288,7 @@ class Deployment:
             ),
             makes=self._makes,
             http_urls=self._doors.urls,
+            dashboard_url=self._dashboard_url,
         )
 
     def _write_state(self) -> None:

@@ -95,7 +95,7 @@ def curl_line(http_url: str, model: str, makes: str = "text") -> str:
 
 
 def welcome(state: State, data_dir: Path, seconds: float) -> str:
-    """What the user needs next. No secrets."""
+    """What the user needs next. No secrets but the dashboard's token, which reads only."""
     flag = "" if data_dir.name == ".penstock" else f" --data-dir {data_dir}"
     return f"""
 Penstock serves {state.model} on {state.http_url} (ready after {seconds:.1f} s)
@@ -104,6 +104,7 @@ Penstock serves {state.model} on {state.http_url} (ready after {seconds:.1f} s)
 
   OpenAI base URL   {state.http_url}/v1
   NATS              {state.nats_url.rpartition("@")[2]}, namespace {state.namespace}
+  dashboard         {state.dashboard_url or "none (--dashboard-port -1)"}
   logs              {data_dir / "logs"}
   state, passwords  {data_dir / "state.json"}
   what happened     {_command()} explain{flag} REQUEST_ID

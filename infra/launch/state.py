@@ -30,6 +30,7 @@ class State(msgspec.Struct, frozen=True):
     processes: tuple[Running, ...] = ()
     http_urls: tuple[str, ...] = ()  # of every gateway; the first is http_url
     makes: str = "text"  # the model: or "image", "video"
+    dashboard_url: str = ""  # with its token
 
 
 def write_state(path: Path, state: State) -> None:

@@ -8,8 +8,8 @@ from infra.launch.supervisor import Keeper
 
 GRACE_S = 5.0  # beyond drain_s, to close connections
 REPORT_S = 5.0  # between two lines about who is still awaited
-# Gateways first, since clients are connected to them; then who serves them, who exports traces, and the broker.
-STAGES = (("gateway",), ("router", "worker"), ("trace",), ("nats",))
+# Gateways first, since clients are connected to them; then who serves them, who only reads the log, and the broker.
+STAGES = (("gateway",), ("router", "worker"), ("trace", "dashboard"), ("nats",))
 
 
 async def stop_in_order(

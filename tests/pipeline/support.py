@@ -133,7 +133,7 @@ class Deployment:
         self._up = Process(
             home / "up.log",
             *("up", "--engine", "mock", "--http-port", "0", "--data-dir", str(self.data_dir), "--drain-s", "3"),
-            *("--log-format", "text", *flags),
+            *("--log-format", "text", "--dashboard-port", "-1", *flags),
             module=module,
             **variables,
         )

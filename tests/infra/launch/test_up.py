@@ -36,7 +36,8 @@ def fake(planned: Planned) -> list[str]:
 
 
 def up_settings(tmp_path: Path, **more: Any) -> UpSettings:
-    return UpSettings(data_dir=str(tmp_path / "data"), http_port=0, ready_s=30.0, drain_s=5.0, **more)
+    settings: dict[str, Any] = {"http_port": 0, "ready_s": 30.0, "drain_s": 5.0, "dashboard_port": -1}
+    return UpSettings(data_dir=str(tmp_path / "data"), **(settings | more))
 
 
 async def until(holds: Callable[[], object]) -> None:
@@ -109,6 +110,28 @@ async def test_a_deployment_starts_tells_where_it_is_and_stops_in_order(
     assert await up.stop() == 0
     assert not any(alive(pid) for pid in pids.values())
     assert not up.path.exists()
+
+
+async def test_the_dashboard_starts_last_and_stops_with_the_rest(tmp_path: Path) -> None:
+    up = Up(up_settings(tmp_path, dashboard_port=0))
+    state = await up.ready()
+    await until(lambda: up.state().dashboard_url)
+    url = up.state().dashboard_url
+    assert url in welcome(up.state(), tmp_path, 1.0)
+    port, path = int(url.split(":")[2].partition("/")[0]), "/?token=" + url.partition("=")[2]
+
+    async def answers() -> int:
+        return (await get("127.0.0.1", port, path))[0]
+
+    async with asyncio.timeout(30):
+        while await answers() != 303:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert (await get("127.0.0.1", port, "/"))[0] == 401
+    pids = up.pids()
+    assert "dashboard" in pids
+    assert state.http_url
+    assert await up.stop() == 0
+    assert not any(alive(pid) for pid in pids.values())
 
 
 async def test_killed_children_come_back_under_new_pids(tmp_path: Path) -> None:

@@ -1,0 +1,188 @@
+"""The dashboard on a real nats-server: over HTTP, and in a browser where there is one."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import pytest
+import uvicorn
+
+from infra.broker.server import EmbeddedNats
+from infra.bus.connection import Bus
+from infra.dashboard.access import Access, stored_token
+from infra.dashboard.app import MAX_WATCHERS, Dashboard
+from infra.dashboard.live import Live
+from infra.launch.sockets import bind
+from infra.operate.observe import Observer
+from infra.timeline.open_log import Log
+from schemas import wire
+from schemas.fleet import Registration
+from schemas.subjects import Subjects
+from tests.infra.bus.support import opened
+from tests.infra.dashboard import browser
+from tests.infra.dashboard.browser import CHROMIUM
+from tests.infra.timeline.support import accept, assign, end
+
+TOKEN = "secret-token"
+
+
+class Serving(NamedTuple):
+    url: str
+    bus: Bus
+    live: Live
+    client: httpx.AsyncClient
+
+
+@pytest.fixture
+async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
+    async with opened(broker, subjects) as bus:
+        yield bus
+
+
+@contextlib.asynccontextmanager
+async def serving(bus: Bus, *, stopped: bool = False) -> AsyncGenerator[Serving, None]:
+    listener = bind("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    live = Live(Observer(bus), 0.05)
+    app = Dashboard(Log(bus, stopped), None if stopped else live, Access(TOKEN, port)).application()
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=1))
+    running = [asyncio.create_task(server.serve([listener])), asyncio.create_task(live.run())]
+    url = f"http://127.0.0.1:{port}"
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    try:
+        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=20, headers=headers) as client:
+            yield Serving(url, bus, live, client)
+    finally:
+        server.should_exit = True
+        await running[0]
+        running[1].cancel()
+        listener.close()
+
+
+@contextlib.asynccontextmanager
+async def registered(bus: Bus) -> AsyncGenerator[None, None]:
+    """A worker that renews its lease."""
+    me = Registration("w-1", "m", "aggregated", "mock", 1, 32, 100, 8, 64, name="<b>worker-0")
+
+    async def renew() -> None:
+        while True:
+            await bus.js.publish(bus.subjects.lease(me.worker), wire.encode(me))
+            await asyncio.sleep(1)
+
+    task = asyncio.create_task(renew())
+    yield
+    task.cancel()
+
+
+async def test_nothing_is_shown_without_the_token_and_a_link_with_it_becomes_a_cookie(bus: Bus) -> None:
+    async with serving(bus) as here, httpx.AsyncClient(base_url=here.url, trust_env=False) as visitor:
+        for path in ("/", "/live", "/requests", "/requests/x", "/find", "/?token=wrong"):
+            assert (await visitor.get(path)).status_code == 401, path
+        answer = await visitor.get(f"/requests?state=failed&token={TOKEN}")
+        assert (answer.status_code, answer.headers["location"]) == (303, "/requests?state=failed")
+        assert "HttpOnly" in answer.headers["set-cookie"]
+        page = await visitor.get("/requests?state=failed")
+        assert page.status_code == 200
+        assert "script-src 'self'" in page.headers["content-security-policy"]
+
+
+async def test_requests_are_listed_filtered_and_shown_in_pages(bus: Bus) -> None:
+    requests = [await accept(bus, model="<i>m</i>") for _ in range(103)]
+    for request in requests:
+        await end(bus, request, 1, code="invalid_request" if request is requests[0] else "")
+    async with serving(bus) as here:
+        first = (await here.client.get("/requests")).text
+        assert first.count("/requests/0") == 100
+        assert "&lt;i&gt;m&lt;/i&gt;" in first, "what clients sent is text, not HTML"
+        assert "<i>m" not in first
+        before = first.partition('name="before" value="')[2].partition('"')[0]
+        second = (await here.client.get(f"/requests?before={before}")).text
+        assert second.count("/requests/0") == 3
+        assert "Older requests" not in second
+        failed = (await here.client.get("/requests?code=any")).text
+        assert requests[0].id in failed
+        assert failed.count("/requests/0") == 1
+        bad = await here.client.get("/requests?since=yesterday")
+        assert bad.status_code == 400
+        assert "is not a time" in bad.text
+
+
+async def test_a_request_has_a_page_and_an_unknown_one_an_answer(bus: Bus) -> None:
+    request = await accept(bus)
+    await assign(bus, request)
+    await end(bus, request, 1, 2)
+    async with serving(bus) as here:
+        page = await here.client.get(f"/requests/{request.id}")
+        assert page.status_code == 200
+        assert "w-1" in page.text
+        unknown = await here.client.get("/requests/nonsense")
+        assert unknown.status_code == 404
+        assert "is not a request id" in unknown.text
+        found = await here.client.get("/find", params={"id": request.id})
+        assert found.headers["location"] == f"/requests/{request.id}"
+
+
+async def test_changes_are_streamed_only_while_somebody_watches(bus: Bus) -> None:
+    async with registered(bus), serving(bus) as here:
+        assert not here.live.now.history
+        async with asyncio.timeout(20), here.client.stream("GET", "/live") as answer:
+            text = ""
+            async for part in answer.aiter_text():
+                text += part
+                if text.count("event: live") == 2:
+                    break
+        assert "&lt;b&gt;worker-0" in text
+        async with asyncio.timeout(20):
+            while here.live.watchers:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+async def test_watchers_are_limited(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(bus) as here:
+        monkeypatch.setattr(here.live, "_watchers", MAX_WATCHERS)
+        answer = await here.client.get("/live")
+        assert answer.status_code == 503
+        assert str(MAX_WATCHERS) in answer.text
+        monkeypatch.setattr(here.live, "_watchers", 0)
+
+
+async def test_a_stopped_deployment_has_its_requests(bus: Bus) -> None:
+    request = await accept(bus)
+    await end(bus, request, 1)
+    async with serving(bus, stopped=True) as here:
+        assert "is stopped" in (await here.client.get("/")).text
+        assert (await here.client.get("/live")).status_code == 404
+        assert request.id in (await here.client.get("/requests")).text
+
+
+def test_a_data_folder_keeps_its_token_readable_by_its_owner_only(tmp_path: Path) -> None:
+    token = stored_token(tmp_path)
+    assert len(token) >= 20
+    assert stored_token(tmp_path) == token
+    assert (tmp_path / "dashboard.token").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+@pytest.mark.timeout(120)
+async def test_a_browser_shows_what_changes_until_it_is_paused(bus: Bus, tmp_path: Path) -> None:
+    async with registered(bus), serving(bus) as here, browser.opened(f"{here.url}/?token={TOKEN}", tmp_path) as page:
+        recent = "document.getElementById('recent').innerText"
+        await page.until("document.getElementById('workers')?.innerText.includes('<b>worker-0')")
+        assert await page.evaluate("location.search") == "", "the token is not in the address any more"
+        request = await accept(bus)
+        await end(bus, request, 1, 2)
+        await page.until(f"{recent}.includes('{request.id}')")
+        await page.evaluate("document.getElementById('pause').click()")
+        assert await page.evaluate("document.getElementById('pause').getAttribute('aria-pressed')") == "true"
+        later = await accept(bus)
+        await end(bus, later, 1)
+        looks = len(here.live.now.history)
+        async with asyncio.timeout(20):
+            while len(here.live.now.history) < looks + 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert later.id not in await page.evaluate(recent)
+        await page.evaluate("document.getElementById('pause').click()")
+        await page.until(f"{recent}.includes('{later.id}')")
