@@ -338,12 +338,13 @@ class ClusterState:
             self._loader.reload(batch.worker)
         if entry.seq % CHECK_EVERY == 0:
             self._check_index()
-        computed = [
-            self.tracker.stored((batch.worker, batch.rank), keys_view(event.digests), time.time_ns())
-            for event in batch.events
-            if isinstance(event, kv.Stored) and not event.tier and not event.group
-        ]
-        if any(computed):
+        target_id, computed = (batch.worker, batch.rank), False
+        if self.tracker.loads.is_computing(target_id):
+            now_ns = time.time_ns()
+            for event in batch.events:
+                if isinstance(event, kv.Stored) and not event.tier and not event.group:
+                    computed |= self.tracker.stored(target_id, keys_view(event.digests), now_ns)
+        if computed:
             self._listener.capacity_changed()
 
     # Workers

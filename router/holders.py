@@ -143,20 +143,26 @@ class Holders:
     def store(self, holding: Holding, keys: Sequence[int], parent: int | None) -> None:
         """Add ``keys``, each the child of the one before, the first a child of ``parent``."""
         if keys:
-            self.store_names(holding, [key & KEY_MASK for key in keys], parent)
+            before = None if parent is None else parent & KEY_MASK
+            self._store(holding, [key & KEY_MASK for key in keys], before)
 
-    def store_names(self, holding: Holding, names: list[int], parent: int | None) -> None:
-        """``store`` of one or more keys as of ``names_of``."""
+    def store_digests(self, holding: Holding, digests: bytes, parent: bytes | None) -> None:
+        """``store`` of packed digests."""
+        if digests:
+            self._store(holding, names_of(digests), None if parent is None else key_of(parent) & KEY_MASK)
+
+    def _store(self, holding: Holding, names: list[int], parent: int | None) -> None:
         tree, bit = self.tree, holding.bit
         node, before = NOTHING, 0
         if parent is not None:
-            before = parent & KEY_MASK
-            node = tree.find(before)
+            before, node = parent, tree.shards[parent & SLOT].get(parent, NOTHING)
             if node >= 0 and len(names) == 1 and tree.grow(node, before, names[0], bit):
                 holding.blocks += 1
                 holding.key_sum += names[0]
-                names = []
-            elif not self._holds(bit, node, before):
+                if tree.blocks > self.max_blocks:
+                    self._evict(tree.blocks - self.max_blocks)
+                return
+            if (node < 0 or not tree.masks[node] & bit) and not self._holds(bit, node, before):
                 if holding.cut:
                     self.refused += len(names)
                     return

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from router.holders import Holders, Holding, TargetId, names_of
-from schemas.blocks import DIGEST_BYTES, key_of
+from schemas.blocks import DIGEST_BYTES
 from schemas.kv import Cleared, KvBatch, KvDump, KvEvent, Stored
 
 PENDING_BATCHES = 1024  # kept per target while its dump is awaited
@@ -87,19 +87,24 @@ class PrefixIndex:
             feed = self._begin(target_id, batch.epoch)
         elif batch.epoch < feed.epoch:
             return True
-        if feed.holding is None:
+        holding = feed.holding
+        if holding is None:
             feed.pending.append(batch)
             return False
-        if batch.seq <= feed.seq:
-            return True
         if batch.seq != feed.seq + 1:
+            if batch.seq <= feed.seq:
+                return True
             self.holders.retire(target_id)
             feed.holding = None
             feed.pending.append(batch)
             return False
         feed.seq = batch.seq
+        store = self.holders.store_digests
         for event in batch.events:
-            feed.holding = self._fold(feed.holding, event)
+            if type(event) is Stored and not event.tier and not event.group:
+                store(holding, event.digests, event.parent)
+            else:
+                feed.holding = holding = self._fold(holding, event)
         return True
 
     def load_dump(self, pages: Sequence[KvDump]) -> bool:
@@ -221,9 +226,7 @@ class PrefixIndex:
         if event.tier or event.group:
             self._ignored += len(event.digests) // DIGEST_BYTES
         elif isinstance(event, Stored):
-            parent = None if event.parent is None else key_of(event.parent)
-            if names := names_of(event.digests):
-                self.holders.store_names(holding, names, parent)
+            self.holders.store_digests(holding, event.digests, event.parent)
         else:
             self.holders.remove_names(holding, names_of(event.digests))
         return holding

@@ -2,12 +2,16 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+_MOST_COUNTERS = 256
 WAIT_BUCKETS = (0.001, 0.01, 0.1, 1, 10, 60, 600)
 
 
 class Metrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
+        self._placed: dict[
+            tuple[str, str, bool], tuple[Counter, Counter]
+        ] = {}  # finding a child takes longer than this
         self.decisions = Counter("penstock_router_decisions", "jobs published", ["reason"], registry=registry)
         self.routes = Counter(
             "penstock_router_routes", "jobs published, by kind of route", ["kind", "encode"], registry=registry
@@ -50,8 +54,16 @@ class Metrics:
     def placed(
         self, reason: str, kind: str, encode: bool, cached_tokens: int, prompt_tokens: int, waited_ns: int
     ) -> None:
-        self.decisions.labels(reason.partition(":")[0]).inc()
-        self.routes.labels(kind, "yes" if encode else "no").inc()
+        counters = self._placed.get((reason, kind, encode))
+        if counters is None:
+            counters = (
+                self.decisions.labels(reason.partition(":")[0]),
+                self.routes.labels(kind, "yes" if encode else "no"),
+            )
+            if len(self._placed) < _MOST_COUNTERS:
+                self._placed[reason, kind, encode] = counters
+        for counter in counters:
+            counter.inc()
         self.overlap.inc(cached_tokens)
         self.prompt.inc(prompt_tokens)
         self.wait.observe(waited_ns / 1e9)

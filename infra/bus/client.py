@@ -100,21 +100,26 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
 
     # Sending
 
+    def post(self, subject: str, payload: bytes = b"", reply: str = "", headers: dict[str, str] | None = None) -> bool:
+        """Publish without waiting; False: only ``publish`` can, since the link is down or the message unusual."""
+        if self._status != Client.CONNECTED or len(payload) > self._max_payload:
+            return False
+        command = publish_command(subject, payload, reply, headers)
+        if command is None or self._pending_data_size + len(command) > self._max_pending_size:
+            return False
+        self.stats["out_msgs"] += 1
+        self.stats["out_bytes"] += len(payload)
+        self._pending.append(command)
+        self._pending_data_size += len(command)
+        if not self._write_scheduled:
+            self._write_soon()
+        return True
+
     async def publish(
         self, subject: str, payload: bytes = b"", reply: str = "", headers: dict[str, str] | None = None
     ) -> None:
-        """As nats-py's, which this leaves everything to that is not usual."""
-        size = len(payload)
-        usual = self._status == Client.CONNECTED and size <= self._max_payload
-        command = publish_command(subject, payload, reply, headers) if usual else None
-        if command is None or self._pending_data_size + len(command) > self._max_pending_size:
+        if not self.post(subject, payload, reply, headers):
             await super().publish(subject, payload, reply, headers)
-            return
-        self.stats["out_msgs"] += 1
-        self.stats["out_bytes"] += size
-        self._pending.append(command)
-        self._pending_data_size += len(command)
-        self._write_soon()
 
     async def _flush_pending(self, force_flush: bool = False) -> Any:
         if force_flush or not self.is_connected:

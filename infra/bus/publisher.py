@@ -179,10 +179,10 @@ class Publisher:
         # While disconnected, leave it to the sweep: nats-py's own buffer would fill up and raise.
         if not self._bus.connected:
             return
+        nc, reply = self._bus.nc, f"{self._inbox}.{token}"
         try:
-            await self._bus.nc.publish(
-                pending.subject, pending.payload, reply=f"{self._inbox}.{token}", headers=pending.headers
-            )
+            if not nc.post(pending.subject, pending.payload, reply, pending.headers):
+                await nc.publish(pending.subject, pending.payload, reply, pending.headers)
         except (NatsError, OSError) as error:  # the link broke just now
             log.debug("publish_failed", subject=pending.subject, error=repr(error))
 

@@ -137,6 +137,10 @@ class TargetLoads:
         values[COMPUTING] += task.sequences
         return True
 
+    def is_computing(self, target: TargetId) -> bool:
+        """Whether ``stored`` could find that a prompt is computed."""
+        return bool(self._computing.get(target))
+
     def stored(self, target: TargetId, keys: Sequence[int], now_ns: int = 0) -> list[Task]:
         """KV events: ``target`` now holds these blocks. Returns the tasks whose prompt is thereby computed.
 
@@ -146,7 +150,7 @@ class TargetLoads:
         computing = self._computing.get(target)
         if not computing or computing.keys().isdisjoint(keys):
             return []
-        done = [task for key in computing.keys() & set(keys) for task in computing[key].values()]
+        done = [task for key in keys if key in computing for task in computing[key].values()]
         for task in done:
             self._computed(task)
         began_ns = max(min(task.at_ns for task in done), self._computed_ns.get(target, 0))

@@ -109,3 +109,11 @@ async def test_what_is_published_is_sent_while_the_server_reads_slowly(broker: E
     await nc.flush(timeout=10)
     await eventually(lambda: len(found) == 200)
     assert found == [number.to_bytes(4, "big") for number in range(200)]
+
+
+async def test_a_post_is_left_to_publish_while_the_link_is_down(broker: EmbeddedNats, connect: Connect) -> None:
+    nc = await connect(broker)
+    assert nc.post("bus-test.post", b"1")
+    assert not nc.post("a b", b"")
+    await nc.close()
+    assert not nc.post("bus-test.post", b"2")
