@@ -283,32 +283,38 @@ async def _batch(bus: Bus, stream: str, query: dict[str, Any]) -> tuple[list[Ent
 
 async def _batch_once(bus: Bus, stream: str, query: dict[str, Any], stall_s: float) -> tuple[list[Entry], int]:
     inbox = bus.nc.new_inbox()
-    queue: asyncio.Queue[Message] = asyncio.Queue()
+    entries: list[Entry] = []
+    ended: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
 
     async def arrived(message: Message) -> None:
-        queue.put_nowait(message)
+        if (message.headers or {}).get("Status") is None:
+            entries.append(_entry(message))
+        elif not ended.done():
+            ended.set_result(message)
 
     sub = await bus.nc.subscribe(inbox, cb=arrived)
-    entries: list[Entry] = []
-    pending = 0
     try:
         await bus.nc.publish(f"$JS.API.DIRECT.GET.{stream}", json.dumps(query).encode(), reply=inbox)
-        while True:
-            message = await asyncio.wait_for(queue.get(), stall_s)
-            headers = message.headers or {}
-            status = headers.get("Status")
-            if status == "204":
-                return entries, int(headers.get("Nats-Num-Pending", "0"))
-            if status == "404":
+        while not ended.done():
+            before = len(entries)
+            await asyncio.wait((ended,), timeout=stall_s)
+            if len(entries) == before and not ended.done():
+                if entries:  # the link broke halfway; return what came, and read on
+                    return entries, max(_pending(entries[-1].headers), 1)
+                raise ServingError(Code.broker_unavailable, f"stream {stream} did not answer within {stall_s:g} s")
+        headers = ended.result().headers or {}
+        match headers.get("Status"):
+            case "204":
+                return entries, _pending(headers)
+            case "404":
                 return entries, 0
-            if status is not None:
+            case status:
                 raise _unreadable(stream, f"{status} {headers.get('Description', '')}")
-            pending = int(headers.get("Nats-Num-Pending", "0"))
-            entries.append(_entry(message))
-    except TimeoutError:
-        if entries:  # the link broke halfway; return what came, and read on
-            return entries, max(pending, 1)
-        raise ServingError(Code.broker_unavailable, f"stream {stream} did not answer within {stall_s:g} s") from None
     finally:
         if not bus.nc.is_closed:
             await sub.unsubscribe()
+
+
+def _pending(headers: dict[str, str]) -> int:
+    """Messages that are left after one."""
+    return int(headers.get("Nats-Num-Pending", "0"))
