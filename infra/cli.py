@@ -60,7 +60,8 @@ COMMANDS = {
     ),
     "tail": Command("print the last messages of the log, decoded", "infra.timeline.tail:run"),
     "decode": Command("decode what the stock `nats` command prints", "infra.timeline.decode:run"),
-    "explain": Command("explain what happened to a request, and why", "infra.timeline.explain:run"),
+    "inspect": Command("show everything that happened to a request, and why", "infra.timeline.inspect:run"),
+    "explain": Command("the earlier name of inspect", "infra.timeline.inspect:run"),
     "trace": Command(
         "show a request as an OpenTelemetry trace, or send all traces to a collector",
         "infra.timeline.tracing.main:run",

@@ -34,7 +34,7 @@ class Stage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Why this worker: stored in the job, printed by ``penstock explain``."""
+    """Why this worker: stored in the job, printed by ``penstock inspect``."""
 
     mode: str
     chosen: str

@@ -159,7 +159,7 @@ class Afternoon:
             now,
             self._candidates(route, overlap),
             prompt_blocks,
-            waited_ns=rng.randrange(2_000_000),
+            waited_ns=min(rng.randrange(2_000_000), now - each.request.created_ns),
             reason=reason,
             route=route if split else (),
             how="split: the prompt is long" if split else "",

@@ -18,10 +18,11 @@ from infra.dashboard import pages
 from infra.dashboard.access import Access
 from infra.dashboard.live import Live, Moment
 from infra.timeline.find_requests import ended, unfinished
+from infra.timeline.inspection import inspect
 from infra.timeline.moments import clock, duration_ns, moment_ns
 from infra.timeline.open_log import Log
 from infra.timeline.read import read_timeline
-from infra.timeline.show_timeline import show
+from infra.timeline.show_inspection import show
 from infra.timeline.summary import Criteria
 from schemas.errors import ServingError
 
@@ -113,7 +114,7 @@ class Dashboard:
         except ValueError as error:
             return self._problem("Not found", str(error), 404)
         console = Console(file=io.StringIO(), record=True, width=PAGE_COLUMNS)
-        show(timeline, console)
+        show(inspect(timeline, with_tokens=False), console, now_ns=time.time_ns())
         body = Markup("<pre>{}</pre>").format(escape(console.export_text()))
         return HTMLResponse(pages.request(request_id, body, namespace=self._namespace))
 

@@ -107,7 +107,7 @@ Penstock serves {state.model} on {state.http_url} (ready after {seconds:.1f} s)
   dashboard         {state.dashboard_url or "none (--dashboard-port -1)"}
   logs              {data_dir / "logs"}
   state, passwords  {data_dir / "state.json"}
-  what happened     {_command()} explain{flag} REQUEST_ID
+  what happened     {_command()} inspect{flag} REQUEST_ID
   stop              Ctrl-C
 """
 

@@ -1,4 +1,4 @@
-"""``state.json``: what runs, and how to reach it, for ``penstock explain``, tests and benchmarks."""
+"""``state.json``: what runs, and how to reach it, for ``penstock inspect``, tests and benchmarks."""
 
 from collections.abc import Iterable
 from pathlib import Path

@@ -19,7 +19,7 @@ from infra.terminal import stdout
 from infra.timeline.find_requests import Found, ended, of_entry, unfinished
 from infra.timeline.moments import clock, duration_ns, moment_ns, span
 from infra.timeline.open_log import Log, Source, add_flags, open_log, run_command
-from infra.timeline.summary import STATES, WAITING, Criteria, RequestSummary
+from infra.timeline.summary import STATES, WAITING, Criteria, RequestSummary, as_dict
 from infra.timeline.texts import Texts
 
 POLL_S = 0.5
@@ -176,10 +176,7 @@ def _print(lines: Sequence[_Line], options: Options, console: Console, *, header
 
 
 def _as_dict(line: _Line) -> dict[str, object]:
-    summary = line.summary
-    found = {name: getattr(summary, name) for name in summary.__struct_fields__}
-    found |= {"ttft_ms": summary.ttft_ms, "duration_ms": summary.duration_ms}
-    return found | ({"match": line.match} if line.match else {})
+    return as_dict(line.summary) | ({"match": line.match} if line.match else {})
 
 
 def _table(lines: Sequence[_Line], options: Options, *, width: int, header: bool) -> Table:

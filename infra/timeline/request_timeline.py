@@ -1,6 +1,6 @@
 """One request's stored messages, folded into an ordered list of typed events. Pure: no broker, no clock.
 
-Used by everything that reads a request back from the log: ``penstock explain`` prints the events, ``penstock trace``
+Used by everything that reads a request back from the log: ``penstock inspect`` prints the events, ``penstock trace``
 makes spans of them, ``penstock leases`` lists the leases of their handoffs.
 
     timeline = RequestTimeline(request.id)

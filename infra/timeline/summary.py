@@ -53,6 +53,12 @@ class RequestSummary(msgspec.Struct, frozen=True, omit_defaults=True):
         return (self.ended_ns - self.created_ns) / 1e6 if self.ended_ns else None
 
 
+def as_dict(summary: RequestSummary) -> dict[str, object]:
+    """All fields, as commands and the gateway write them in JSON; with ``ttft_ms`` and ``duration_ms``."""
+    found: dict[str, object] = {name: getattr(summary, name) for name in summary.__struct_fields__}
+    return found | {"ttft_ms": summary.ttft_ms, "duration_ms": summary.duration_ms}
+
+
 def of_request(
     request: GenerateRequest, *, state: str = WAITING, attempt: int = 0, worker: str = "", routed_ns: int = 0
 ) -> RequestSummary:

@@ -34,6 +34,10 @@ class Texts:
         """
         return [self._decode(record.model, choice.tokens) for choice in record.choices]
 
+    def token_ids(self, packed: bytes) -> tuple[int, ...]:
+        """Token ids as they were recorded."""
+        return tuple(unpack_tokens(packed))
+
     def _decode(self, model: str, packed: bytes) -> str:
         if not packed:
             return ""

@@ -12,8 +12,9 @@ import msgspec
 from rich.console import Console
 
 from infra.bus.connection import Bus, connect
+from infra.timeline.inspection import inspect
 from infra.timeline.read import read_timeline
-from infra.timeline.show_timeline import show
+from infra.timeline.show_inspection import show
 from tests.chaos import audit, builds, log, recipes, table
 from tests.chaos.audit import Expected, Judgement, Problem
 from tests.chaos.builds import OtherBuild
@@ -246,5 +247,6 @@ class _Run:
         for request in wrong[:EXPLAINED]:
             console.rule(request)
             with contextlib.suppress(ValueError):
-                show(await read_timeline(self._bus, request), console)
+                found = inspect(await read_timeline(self._bus, request), with_tokens=False)
+                show(found, console, now_ns=time.time_ns())
         return console.export_text()

@@ -107,7 +107,7 @@ def test_the_first_of_two_words_tells_of_the_second(
     ("argv", "status", "said"),
     [
         (["polka"], 2, "penstock: no command 'polka' (see `penstock --help`)"),
-        (["explain"], 2, "penstock explain: missing: REQUEST_ID"),
+        (["inspect"], 2, "penstock inspect: missing: ID"),
         (["completion", "csh"], 2, "penstock completion: 'csh' is not one of bash, fish, zsh"),
         (
             ["tenants", "ad", "x"],

@@ -18,8 +18,9 @@ from PIL import Image
 from rich.console import Console
 
 from infra.bus.connection import Bus
+from infra.timeline.inspection import inspect
 from infra.timeline.read import read_timeline
-from infra.timeline.show_timeline import show
+from infra.timeline.show_inspection import show
 from schemas import fleet
 from schemas.subjects import HEADER_REPLY_TO
 from tests.pipeline.support import Deployment, Process, accepted, ending, parse_sse, until
@@ -202,7 +203,7 @@ async def test_what_happened_to_a_picture_can_be_explained(studio: httpx.AsyncCl
     result = (await studio.post(IMAGES, json={"model": "painter", "prompt": "a", "num_inference_steps": 2})).json()
     shown, _ = await ending(bus, result["id"])
     console = Console(file=io.StringIO(), width=200)
-    show(shown, console)
+    show(inspect(shown, with_tokens=False), console, now_ns=0)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "2 denoising steps" in text
     assert result["data"][0]["url"].rpartition("/")[2] in text

@@ -1,4 +1,4 @@
-"""``penstock explain`` of a request with several stages: its route, the reason, the handoffs, what was given up."""
+"""``penstock inspect`` of a request with several stages: its route, the reason, the handoffs, what was given up."""
 
 import io
 import time
@@ -6,8 +6,9 @@ import time
 from rich.console import Console
 
 from infra.broker.server import EmbeddedNats
+from infra.timeline.inspection import inspect
 from infra.timeline.read import read_timeline
-from infra.timeline.show_timeline import show
+from infra.timeline.show_inspection import show
 from schemas import jobs, wire
 from schemas.ids import new_request_id
 from schemas.requests import Media
@@ -52,27 +53,29 @@ async def test_the_timeline_of_a_request_with_three_stages_and_two_attempts(
         await stubs["d2"].finish(asked, 2)
         told = await read_timeline(bus, asked.id)
         out = io.StringIO()
-        show(told, Console(file=out, width=200))
+        show(inspect(told, with_tokens=False), Console(file=out, width=200), now_ns=0)
         said = out.getvalue()
     await clients.stop()
     assert [routed.attempt for routed in told.routed] == [1, 2]
     for line in (
-        "route: encode e1 → prefill p1 → decode d1",
-        "route: encode e1 → prefill p1 → decode d2",
-        "why: split: 100 of 100 blocks to compute, worth a transfer on the same host; media through e1",
-        f"attempt 1: e1 handed embeddings to prefill p1: ticket {asked.id}:1:prefill, 100 blocks (300.00 MiB) of pool ",
-        "attempt 1: revoked at p1",
-        f"attempt 2: p1 handed KV to decode d2: ticket {ticket}, 100 blocks (0.01 MiB) of pool kv over nixl, lease of",
-        "+0.0 ms offered, 100 blocks",
-        "+2.0 ms read, 100 blocks, 0.01 MiB in 1.5 ms",
+        "to encode e1 → prefill p1 → decode d1, after waiting",
+        "to encode e1 → prefill p1 → decode d2, after waiting",
+        "; split: 100 of 100 blocks to compute, worth a transfer on the same host; media through e1",
+        "e1: handed embeddings to prefill p1: 100 blocks (300.00 MiB) of pool embeds over",
+        "revoked at p1",
+        "p1: handed KV to decode d2: 100 blocks (0.01 MiB) of pool kv over nixl, lease of",
+        f"ticket {ticket}",
+        "p1: offered, 100 blocks",
+        "d2: read, 100 blocks, 0.01 MiB in 1.5 ms",
     ):
         assert line in said, said
     assert "another" not in said
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in said.splitlines() if line.startswith("│")]
-    stages = [row[:3] for row in rows if len(row) == 7]
-    expected = [("1", "encode", "e1"), ("1", "prefill", "p1")]
-    expected += [("2", "encode", "e1"), ("2", "prefill", "p1"), ("2", "decode", "d2")]
-    assert stages == [list(row) for row in expected]
+    found = inspect(told, with_tokens=False)
+    stages = [(phase.attempt, phase.name, phase.where) for phase in found.phases if phase.service == "worker"]
+    stages = [each for each in stages if each[1] in ("encode", "prefill", "decode")]
+    expected = [(1, "encode", "e1"), (1, "prefill", "p1")]
+    assert stages == [*expected, (2, "encode", "e1"), (2, "prefill", "p1"), (2, "decode", "d2")]
     assert {row[7] for row in rows if len(row) == 8} == {"encode", "prefill", "decode"}
 
 
@@ -87,10 +90,11 @@ async def test_a_request_of_one_stage_has_no_lines_about_stages(
         await clients.ask(asked)
         await clients.placed(asked)
         out = io.StringIO()
-        show(await read_timeline(record.bus, asked.id), Console(file=out, width=200))
+        found = inspect(await read_timeline(record.bus, asked.id), with_tokens=False)
+        show(found, Console(file=out, width=200), now_ns=0)
     await clients.stop()
     said = out.getvalue()
-    assert "in mode kv chose w1" in said
-    for word in ("route:", "why:", "stage", "hands"):
+    assert "in mode kv to w1, after waiting" in said
+    for word in ("→", "split", "stage", "handed"):
         assert word not in said
     assert HEADER_MSG_ID not in said

@@ -89,7 +89,7 @@ def status(code: str) -> int:
 
 
 def of_routed(routed: RequestRouted) -> dict[str, Value]:
-    """Why these workers. The score table itself stays in the log: ``penstock explain`` prints it."""
+    """Why these workers. The score table itself stays in the log: ``penstock inspect`` prints it."""
     decision = routed.decision
     found: dict[str, Value] = {
         "penstock.attempt": routed.attempt,

@@ -6,13 +6,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from infra.timeline.tracing.span import Span
+from infra.timeline.bars import bar
+from infra.timeline.tracing.span import Span, in_order
 
 WIDTH = 48  # columns of the waterfall, at most
 NARROWEST = 12
 TEXT = 84  # columns of the text beside it
 _COLOURS = {"gateway": "cyan", "router": "magenta", "worker": "green"}
-_EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 def show(spans: Sequence[Span], console: Console) -> None:
@@ -25,43 +25,17 @@ def show(spans: Sequence[Span], console: Console) -> None:
     for column in table.columns[:-1]:
         column.no_wrap = True
     table.columns[3].justify = table.columns[4].justify = "right"
-    for depth, span in _ordered(spans):
+    for depth, span in in_order(spans):
         colour = "red" if span.error is not None else _COLOURS[span.service]
         table.add_row(
             f"{'  ' * depth}[bold {colour}]{escape(span.name)}[/]",
             escape(_where(span, short=width < WIDTH)),
-            f"[{colour}]{bar(span, root.start_ns, whole, width)}[/]",
+            f"[{colour}]{bar(span.start_ns - root.start_ns, span.end_ns - root.start_ns, whole, width)}[/]",
             _ms(span.start_ns - root.start_ns),
             _ms(span.end_ns - span.start_ns),
             escape(_details(span)),
         )
     console.print(table)
-
-
-def bar(span: Span, begin_ns: int, whole_ns: int, width: int = WIDTH) -> str:
-    """A span's bar: blanks, then blocks, in eighths of a column; at least one mark."""
-    start = min(width * 8 - 1, (span.start_ns - begin_ns) * width * 8 // whole_ns)
-    length = max(1, min(width * 8 - start, (span.end_ns - span.start_ns) * width * 8 // whole_ns))
-    column, part = divmod(start, 8)
-    if part and length < 8:
-        return " " * column + "▐"
-    blocks, rest = divmod(length + (part if part else 0), 8)
-    return " " * column + ("█" * blocks + (_EIGHTHS[rest] if rest else "") or "▏")
-
-
-def _ordered(spans: Sequence[Span]) -> list[tuple[int, Span]]:
-    """Depth first, children by their start."""
-    below: dict[str, list[Span]] = {}
-    for span in spans[1:]:
-        below.setdefault(span.parent_id, []).append(span)
-
-    def walk(span: Span, depth: int) -> list[tuple[int, Span]]:
-        found = [(depth, span)]
-        for child in sorted(below.get(span.span_id, []), key=lambda each: (each.start_ns, -each.end_ns)):
-            found += walk(child, depth + 1)
-        return found
-
-    return walk(spans[0], 0)
 
 
 def _where(span: Span, short: bool) -> str:

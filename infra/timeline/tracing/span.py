@@ -57,6 +57,21 @@ def covered(spans: Sequence[Span]) -> list[Span]:
     return list(spans)
 
 
+def in_order(spans: Sequence[Span]) -> list[tuple[int, Span]]:
+    """Spans with their depths: root first, each before its children, children by their start."""
+    below: dict[str, list[Span]] = {}
+    for span in spans[1:]:
+        below.setdefault(span.parent_id, []).append(span)
+
+    def walk(span: Span, depth: int) -> list[tuple[int, Span]]:
+        found = [(depth, span)]
+        for child in sorted(below.get(span.span_id, []), key=lambda each: (each.start_ns, -each.end_ns)):
+            found += walk(child, depth + 1)
+        return found
+
+    return walk(spans[0], 0)
+
+
 def _parents_first(spans: Sequence[Span], by_id: Mapping[str, Span]) -> list[Span]:
     def depth(span: Span) -> int:
         above = by_id.get(span.parent_id)

@@ -13,7 +13,7 @@ from infra.bus.connection import Bus
 from infra.bus.direct_get import Entry, read
 from infra.replay import bulk_read, export, import_log
 from infra.replay.files import open_export
-from infra.timeline import explain, list_requests, tail
+from infra.timeline import inspect, list_requests, tail
 from infra.timeline.open_log import Source, open_log
 from infra.timeline.read import read_timeline
 from schemas.kv import KvBatch, Stored
@@ -127,7 +127,7 @@ async def test_commands_that_read_the_log_read_a_file(
     file = str(tmp_path / "all.jsonl")
     assert await run(export.run, "--all", "--redact", "-o", file) == 0
     capsys.readouterr()
-    for command, argv in ((explain.run, [ids[0], "--tokens"]), (list_requests.run, []), (tail.run, ["done"])):
+    for command, argv in ((inspect.run, [ids[0], "--tokens"]), (list_requests.run, []), (tail.run, ["done"])):
         assert await asyncio.to_thread(command, [*argv, "--file", file]) == 0
         assert ids[0] in capsys.readouterr().out
 
@@ -184,10 +184,10 @@ async def test_a_damaged_line_is_named_and_can_be_left_out(
     assert "REQUESTS 2" in said.out
     packed = tmp_path / "cut.jsonl.gz"
     packed.write_bytes(gzip.compress(b"".join(lines))[:-40])
-    assert await asyncio.to_thread(explain.run, [samples_id(), "--file", str(packed)]) == 1
+    assert await asyncio.to_thread(inspect.run, [samples_id(), "--file", str(packed)]) == 1
     assert "line " in capsys.readouterr().err
     for name, why in (("none.jsonl", "cannot be read"), ("x.zst", "zstd")):
-        assert await asyncio.to_thread(explain.run, [samples_id(), "--file", str(tmp_path / name)]) == 1
+        assert await asyncio.to_thread(inspect.run, [samples_id(), "--file", str(tmp_path / name)]) == 1
         assert why in capsys.readouterr().err
 
 

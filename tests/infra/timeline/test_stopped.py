@@ -15,7 +15,7 @@ from infra.broker.datadir import Lock
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import connect
 from infra.bus.direct_get import read
-from infra.timeline import explain, leases, log_copy
+from infra.timeline import inspect, leases, log_copy
 from infra.timeline.highway_hash import highway_hash_64
 from infra.timeline.log_copy import STREAMS_DIR, CopyFailed, namespaces
 from infra.timeline.open_log import Source, open_log
@@ -117,7 +117,7 @@ def test_the_commands_read_a_stopped_deployment(
     server = make_broker()
     asked = outside(stored(server, aged_ns=8 * DAY_NS))
     age(server.data_dir / STREAMS_DIR / "ps_HANDOFF", 8 * DAY_NS)
-    assert explain.run([asked.id, "--data-dir", str(server.data_dir)]) == 0
+    assert inspect.run([asked.id, "--data-dir", str(server.data_dir)]) == 0
     assert "ended ok on attempt 1 at w-1" in capsys.readouterr().out
     assert leases.run(["--data-dir", str(server.data_dir)]) == 0
     out = capsys.readouterr().out

@@ -87,11 +87,11 @@ def timeline(asked: GenerateRequest | None = None, compact: bool = True) -> Requ
     return made
 
 
-def split(trace: Trace | None = None, stamped: bool = False) -> RequestTimeline:
+def split(trace: Trace | None = None, stamped: bool = False, compact: bool = True) -> RequestTimeline:
     """Prefill and decode, undisturbed."""
     before = Stamps(at(4), at(5), at(20)) if stamped else None
     after = Stamps(at(23), at(27), at(31), 1, {"queue_s": 0.25, "kv_transfer_bytes": 4096.0}) if stamped else None
-    made = timeline(request(trace))
+    made = timeline(request(trace), compact)
     made.add_work("prefill", "p-1", at(3), job(2, Stage("prefill", "p-1"), Stage("decode", "d-1")))
     made.add_work("decode", "d-1", at(22), prefilled("p-1", 5, 20, before))
     for each in (

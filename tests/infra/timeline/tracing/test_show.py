@@ -6,8 +6,9 @@ import pytest
 from rich.console import Console
 
 from configs.settings import TraceSettings
+from infra.timeline.bars import bar
 from infra.timeline.tracing.main import BadUse, check
-from infra.timeline.tracing.show import WIDTH, bar, show
+from infra.timeline.tracing.show import WIDTH, show
 from infra.timeline.tracing.span import Span
 from infra.timeline.tracing.spans import spans
 from schemas.trace import Trace
@@ -44,7 +45,7 @@ def test_on_a_narrow_terminal_only_the_last_column_is_broken_into_lines(width: i
 
 @pytest.mark.parametrize(("start", "end"), [(0, 100), (0, 0), (99, 100), (100, 100), (50, 51), (37, 63), (1, 1)])
 def test_a_bar_is_never_empty_and_never_too_long(start: int, end: int) -> None:
-    drawn = bar(Span("a", "worker", "w", "t", "s", "", start, end), 0, 100)
+    drawn = bar(start, end, 100, WIDTH)
     assert drawn.strip()
     assert len(drawn) <= WIDTH
     assert abs(len(drawn) - len(drawn.lstrip()) - start * WIDTH / 100) <= 1

@@ -1,0 +1,104 @@
+"""``penstock inspect ID`` (and ``explain``, its earlier name): everything that happened to a request, and why."""
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from rich.console import Console
+
+from configs.flags import Parser
+from infra.terminal import reason, stdout
+from infra.timeline.inspection import Content, Inspection, inspect
+from infra.timeline.inspection_page import page
+from infra.timeline.open_log import REQUEST_STREAMS, Source, add_flags, open_log, run_command
+from infra.timeline.read import read_timeline
+from infra.timeline.request_timeline import RequestTimeline
+from infra.timeline.show_inspection import show
+from infra.timeline.summary import as_dict
+from infra.timeline.texts import Texts
+
+
+class Options(NamedTuple):
+    """What to read and how to show it. ``html``: a file to write; "": none."""
+
+    batches: bool
+    text: bool
+    tokens: bool
+    as_json: bool
+    html: str
+    model_path: str
+
+
+def run(argv: Sequence[str]) -> int:
+    """Inspect one request; returns the exit status."""
+    parser = Parser(
+        prog="penstock inspect",
+        description="show everything that happened to a request, and why: running, ended, failed or cancelled",
+    )
+    parser.add_argument("request_id", metavar="ID", help="X-Request-Id header, or id, of the answer")
+    parser.add_argument("--text", action="store_true", help="print its prompt and answer as text")
+    parser.add_argument("--tokens", action="store_true", help="print its prompt and answer as token ids")
+    parser.add_argument(
+        "--model-path", default="", help="directory of the tokenizer for --text; default: by the model's name"
+    )
+    parser.add_argument(
+        "--no-batches", action="store_true", help="leave out token batches: the largest stream is not read, or copied"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--html", default="", metavar="FILE", help="write one page that needs nothing else")
+    add_flags(parser)
+    args = parser.parse_args(argv)
+    options = Options(not args.no_batches, args.text, args.tokens, args.json, args.html, args.model_path)
+    request_id = args.request_id.removeprefix("chatcmpl-").removeprefix("cmpl-")
+    console = stdout()
+    return run_command("inspect", lambda: _run(request_id, Source.of(args), options, console))
+
+
+async def _run(request_id: str, source: Source, options: Options, console: Console) -> None:
+    streams = (*REQUEST_STREAMS, *(["TOKENS"] if options.batches else []))
+    async with open_log(source, name="inspect", streams=streams) as log:
+        timeline = await read_timeline(log.bus, request_id, with_tokens=options.batches)
+    found = inspect(timeline, with_tokens=options.batches)
+    content, missing = _content(timeline, options)
+    found = msgspec.structs.replace(found, content=content, missing=(*found.missing, *missing))
+    if options.html:
+        _write(Path(options.html), page(found))
+    if options.as_json:
+        console.file.write(as_json(found) + "\n")
+    elif not options.html:
+        show(found, console, now_ns=time.time_ns())
+
+
+def as_json(found: Inspection) -> str:
+    """The inspection with every field of its request, empty ones too."""
+    plain = msgspec.to_builtins(found) | {"request": as_dict(found.request)}
+    return msgspec.json.encode(plain).decode()
+
+
+def _content(timeline: RequestTimeline, options: Options) -> tuple[Content, list[str]]:
+    """What was asked for of prompt and answer, and what of it is not to be had."""
+    request, done, texts = timeline.request, timeline.done, Texts(options.model_path)
+    content, missing = Content(), list[str]()
+    if (options.text or options.tokens) and done is None:
+        missing.append("the answer: it has not ended, and only its record holds the whole answer")
+    if options.tokens:
+        answers = tuple(texts.token_ids(choice.tokens) for choice in done.choices) if done is not None else ()
+        content = Content(prompt_tokens=texts.token_ids(request.prompt), answer_tokens=answers)
+    if options.text:
+        try:
+            outputs = tuple(texts.outputs(done)) if done is not None else ()
+            content = msgspec.structs.replace(content, prompt=texts.prompt(request), answers=outputs)
+        except ValueError as error:
+            missing.append(str(error))
+    return content, missing
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {reason(error)}") from error
+    print(f"wrote {path}", file=sys.stderr)

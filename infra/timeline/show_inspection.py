@@ -1,0 +1,142 @@
+"""An inspection on a terminal: what it is, a waterfall of its phases, and its events. Readable without colour."""
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from infra.timeline.bars import bar
+from infra.timeline.inspection import Entry, Inspection
+from infra.timeline.moments import clock, span
+from infra.timeline.phases import Phase
+
+WIDEST = 64  # columns of the waterfall, at most
+NARROWEST = 12
+BESIDE = 62  # columns of the text beside it
+NARROW = 100  # a terminal below this width shows no names of processes
+_COLOURS = {"gateway": "cyan", "router": "magenta", "worker": "green"}
+_PHASES = {"wait": "yellow", "prompt": "blue", "transfer": "cyan", "generate": "green", "first token": "blue"}
+_EVENTS = {
+    "done": "bold",
+    "returned": "red",
+    "revoked": "red",
+    "continued": "yellow",
+    "routed": "magenta",
+    "tokens": "dim",
+}
+_STATES = {"finished": "green", "failed": "red", "cancelled": "yellow", "running": "cyan", "waiting": "magenta"}
+
+
+def show(found: Inspection, console: Console, *, now_ns: int) -> None:
+    """Print an inspection; ``now_ns``: Unix time, so that dates are left out if they are today's."""
+    _show_request(found, console, now_ns)
+    console.print()
+    console.print(_waterfall(found, console.width))
+    console.print()
+    _show_events(found, console)
+    for text in found.missing:
+        console.print(f"missing: {escape(text)}", style="yellow", highlight=False, soft_wrap=True)
+    _show_content(found, console)
+
+
+def _show_request(found: Inspection, console: Console, now_ns: int) -> None:
+    request = found.request
+    state = f"[{_STATES[request.state]}]{request.state}[/]"
+    state += f" [red]{request.code}[/]" if request.code not in ("", request.state) else ""
+    about = [f"[bold]{request.id}[/]", state, f"model {escape(request.model)}", request.endpoint]
+    about += [f"class {request.priority}", f"tenant {escape(request.tenant)}", f"via {escape(found.gateway)}"]
+    about += [f"user {escape(request.user)}"] if request.user else []
+    console.print("  ".join(filter(None, about)), highlight=False, soft_wrap=True)
+    parts = [f"accepted {clock(request.created_ns, now_ns)}", f"prompt {request.prompt_tokens} tokens"]
+    if request.ended_ns:
+        parts[-1] += f" ({request.cached_tokens} from the cache)"
+        parts.append(f"output {request.completion_tokens}")
+        parts += [f"first token after {span(request.ttft_ms)}"] if request.ttft_ms is not None else []
+        parts.append(f"{span(request.duration_ms)} in all")
+    parts += [f"{request.attempts} attempts"] if request.attempts > 1 else []
+    console.print(", ".join(parts), highlight=False, soft_wrap=True)
+    if request.message:
+        console.print(escape(request.message), style="red", highlight=False, soft_wrap=True)
+
+
+def _waterfall(found: Inspection, columns: int) -> Table:
+    root = found.phases[0]
+    whole = max(1, root.end_ns - root.start_ns)
+    narrow = columns < NARROW
+    width = max(NARROWEST, min(WIDEST, columns - (BESIDE - 20 if narrow else BESIDE)))
+    attempts = any(phase.attempt > 1 for phase in found.phases)
+    names = ["phase", *([] if narrow else ["where"]), f"0 … {span(whole / 1e6)}", "from", "took"]
+    table = Table(*names, box=None, pad_edge=False, header_style="bold")
+    for column in table.columns:
+        column.no_wrap = True
+    table.columns[-1].justify = table.columns[-2].justify = "right"
+    for phase in found.phases:
+        colour = _colour(phase)
+        name = "  " * phase.depth + phase.name + (f" #{phase.attempt}" if attempts and phase.depth == 1 else "")
+        start, end = phase.start_ns - root.start_ns, phase.end_ns - root.start_ns
+        drawn = bar(start, end, whole, width)
+        drawn = drawn.replace("█", "░") if phase.name == "wait" else drawn
+        table.add_row(
+            f"[{colour}]{escape(name)}{' !' if phase.error else ''}[/]",
+            *([] if narrow else [escape(phase.where)]),
+            f"[{colour}]{drawn}[/]",
+            span(start / 1e6),
+            span((end - start) / 1e6),
+        )
+    return table
+
+
+def _colour(phase: Phase) -> str:
+    return "red" if phase.error else _PHASES.get(phase.name, _COLOURS.get(phase.service, "default"))
+
+
+def _show_events(found: Inspection, console: Console) -> None:
+    begin = found.request.created_ns
+    for entry in found.events:
+        offset = f"+{span((entry.at_ns - begin) / 1e6)}" if entry.at_ns >= begin else "before"
+        attempt = f"attempt {entry.attempt}" if entry.attempt else ""
+        style = _EVENTS.get(entry.kind, "")
+        style = "bold red" if entry.kind == "done" and found.request.code else style
+        kind = f"[{style}]{entry.kind:<10}[/]" if style else f"{entry.kind:<10}"
+        where = "" if entry.where in entry.text else f"{entry.where}: "
+        line = f"{offset:>13}  {attempt:<9}  {kind}  {escape(where + entry.text)}"
+        console.print(line, highlight=False, soft_wrap=True)
+        if entry.candidates:
+            console.print(_scores(entry))
+
+
+def _scores(entry: Entry) -> Table:
+    table = Table("worker", "score", "overlap blocks", "active blocks", "prefill tokens", "running", "excluded")
+    roles = any(candidate.role for candidate in entry.candidates)
+    if roles:
+        table.add_column("stage")
+    blocks = entry.decided_at.get("prompt_blocks", 0)
+    for candidate in entry.candidates:
+        name = f"{candidate.worker}/{candidate.rank}" if candidate.rank else candidate.worker
+        chosen = name in entry.chosen
+        table.add_row(
+            f"[bold green]{escape(name)}[/] ←" if chosen else escape(name),
+            "" if candidate.excluded else f"{candidate.score:.2f}",
+            f"{candidate.overlap_blocks}/{blocks}",
+            str(candidate.active_blocks),
+            str(candidate.prefill_tokens),
+            f"{candidate.running}/{candidate.slots}",
+            candidate.excluded,
+            *([candidate.role or "all"] if roles else ()),
+        )
+    table.caption = ", ".join(f"{name} {value}" for name, value in entry.decided_at.items() if name != "prompt_blocks")
+    table.caption_justify = "left"
+    return table
+
+
+def _show_content(found: Inspection, console: Console) -> None:
+    content = found.content
+    answers = [
+        (f"answer {n}" if len(content.answers) > 1 else "answer", text) for n, text in enumerate(content.answers)
+    ]
+    for name, text in ([("prompt", content.prompt)] if content.prompt is not None else []) + answers:
+        console.print(f"\n[bold]{name}[/]")
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    ids = [("answer tokens", each) for each in content.answer_tokens]
+    for name, tokens in ([("prompt tokens", content.prompt_tokens)] if content.prompt_tokens else []) + ids:
+        console.print(f"\n[bold]{name}[/]")
+        console.print(" ".join(map(str, tokens)), markup=False, highlight=False, soft_wrap=True)
