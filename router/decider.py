@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 
+import msgspec
 import structlog
 
 from configs.settings import RouterSettings
@@ -47,8 +48,18 @@ class Decider:
         if self.arrays is None and not self._many_targets:
             self._warn_of_many_targets(request.model)
         self._decisions += 1
-        inputs = DecisionInputs(self._seeds.getrandbits(32), self._decisions, held, tracker.loads.learned.samples)
         reusable: Sequence[int] = () if pending.computes_whole_prompt else keys
+        shared = self._policy.shared_blocks(request.model, reusable)
+        if shared:
+            request = msgspec.structs.replace(request, shared_blocks=shared)
+        inputs = DecisionInputs(
+            self._seeds.getrandbits(32),
+            self._decisions,
+            held,
+            tracker.loads.learned.samples,
+            shared,
+            next((each.block_size for each in tracker.serving(request.model)), 0),
+        )
         decision = self._policy.decide(
             request,
             reusable,

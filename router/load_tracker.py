@@ -141,7 +141,7 @@ class LoadTracker:
             len(held.requests),
             held.sequences,
             int(column[ACTIVE]),
-            column[BACKLOG] + held.prefill_tokens(now_ns, self.tokens_per_s),
+            column[BACKLOG] + held.prefill_tokens(now_ns, self.tokens_per_s) // 1,
             int(column[COMPUTING]),
             column[SLOWNESS],
             int(column[CONTEXT]),

@@ -40,6 +40,7 @@ class RoutingRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     processors: frozenset[str] = frozenset()  # logits processors that the worker must have
     revision: str | None = None  # of the model; None: any
     tokenizer: str = ""  # digest of the tokenizer that encoded the prompt
+    shared_blocks: int = 0  # leading ones that many prompts begin with (``placement.shared_prefixes``)
 
     def names(self, registration: Registration) -> bool:
         """Whether the request names this worker."""

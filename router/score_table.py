@@ -41,6 +41,9 @@ def candidate(
         rejection,
         rank,
         role,
+        load.context_blocks,
+        load.computing,
+        load.slowness,
     )
 
 

@@ -25,7 +25,9 @@ def target_costs(context: RoutingContext) -> Mapping[TargetId, TargetCost]:
 
 
 def size_of(request: RoutingRequest) -> RequestSize:
-    return RequestSize(request.prompt_tokens + request.resumed_tokens, request.prompt_blocks, request.n)
+    return RequestSize(
+        request.prompt_tokens + request.resumed_tokens, request.prompt_blocks, request.n, request.shared_blocks
+    )
 
 
 def utilization(target: RoutingTarget) -> float:

@@ -23,6 +23,9 @@ class Candidate(msgspec.Struct, frozen=True, omit_defaults=True):
     excluded: str = ""  # why it was not scored: "full", "draining", "too_small", ...
     rank: int = 0  # attention data-parallel rank
     role: str = ""  # the stage it was scored for; "": the whole request
+    context_blocks: int = 0  # prompt blocks of its sequences, shared ones counted for each
+    computing: int = 0  # of ``running``, those whose prompt was not computed yet
+    slowness: float = 1.0  # learnt: time per token, relative to the model's other targets
 
 
 class Stage(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -60,6 +63,8 @@ class DecisionInputs(msgspec.Struct, frozen=True, omit_defaults=True):
     number: int = 0  # of decisions that this router had made, this one included
     held: int = 0  # requests held at that time
     learnt: int = 0  # computed prompts that the learnt costs came from
+    shared_blocks: int = 0  # leading blocks of the prompt that many prompts begin with
+    block_size: int = 0  # tokens
 
 
 class Job(msgspec.Struct, frozen=True, omit_defaults=True, tag="job"):

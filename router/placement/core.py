@@ -160,8 +160,14 @@ class Placement:
     def _request(self, arrival: Arrival) -> RoutingRequest:
         workers = self.tracker.workers()
         model = arrival.model or (workers[0].model if workers else "")
-        blocks, n = len(arrival.keys), arrival.sequences
-        return RoutingRequest(model, arrival.prompt_tokens, arrival.max_tokens, prompt_blocks=blocks, n=n)
+        return RoutingRequest(
+            model,
+            arrival.prompt_tokens,
+            arrival.max_tokens,
+            prompt_blocks=len(arrival.keys),
+            n=arrival.sequences,
+            shared_blocks=self._decisions.shared_blocks(model, arrival.keys),
+        )
 
     def _decide(
         self,

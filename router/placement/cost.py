@@ -4,7 +4,8 @@
     prefill stage   slowness · (A + 2 u               +  D / 16 + 3000 w)
     decode stage    slowness · (                         D / 16 + 3000 w)
 
-u: tokens of the prompt that the target neither caches nor is about to compute for another request, at least 1
+u: tokens of the prompt that the target neither caches nor is about to compute for another request, at least 1; but
+   those of a prefix that many prompts share are free (``shared_prefixes``)
 A: tokens that it has yet to compute for other requests, which come first
 d: sequences that it is decoding, each of which u holds up
 D: prompt tokens of its active sequences, with this request; every step reads them, shared ones for each sequence
@@ -44,11 +45,13 @@ class RequestSize(NamedTuple):
     Attributes:
         tokens: to be in the cache before the first new token.
         blocks: full blocks of the prompt, at most so many can be reused.
+        shared: leading blocks that many prompts begin with.
     """
 
     tokens: int
     blocks: int
     sequences: int
+    shared: int = 0
 
 
 class TargetCost(NamedTuple):
@@ -96,6 +99,7 @@ def terms(
     present = block_size * lower(higher(cached, leading), size.blocks)
     uncached = higher(1.0, size.tokens - present)
     work = uncached if overlap_weight == 1.0 else higher(1.0, size.tokens - overlap_weight * present)
+    work = higher(1.0, work - higher(0.0, block_size * size.shared - present))  # a shared prefix is free
     occupied = at[ACTIVE] + running + (size.tokens // block_size - lower(leading, size.blocks))
     read = at[CONTEXT] + size.tokens // block_size * size.sequences
     beyond = higher(0.0, running + size.sequences - at[SLOTS])

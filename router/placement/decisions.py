@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from configs.settings import RouterMode
 from router.holders import TargetId
-from router.load_tracker import LoadTracker
+from router.load_tracker import MODELS_CACHED, LoadTracker
+from router.placement.shared_prefixes import SharedPrefixes
 from router.policy import decide
 from router.routing import RoutingContext, RoutingDecision, RoutingRequest, Weights
 
@@ -43,6 +44,19 @@ class Decisions:
         self._tracker = tracker
         self._mode: RouterMode = mode
         self._weights = weights
+        self._shared: dict[str, SharedPrefixes] = {}  # by model
+
+    def shared_blocks(self, model: str, keys: Sequence[int]) -> int:
+        """Leading blocks of a prompt that many prompts begin with, for ``RoutingRequest``; it counts from now on."""
+        serving = self._tracker.serving(model)
+        if self._mode != "kv" or not serving or not len(keys):
+            return 0
+        prefixes = self._shared.get(model)
+        if prefixes is None:
+            if len(self._shared) >= MODELS_CACHED:
+                self._shared.clear()
+            prefixes = self._shared[model] = SharedPrefixes()
+        return prefixes.blocks(keys, len(serving) * serving[0].dp_size)
 
     def decide(
         self,

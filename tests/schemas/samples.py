@@ -148,6 +148,17 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         fleet.Registration("w", "tiny", "decode", "mock", 1, 32, 100, 8, 4096, load=fleet.Load(1, 2, 3, 4, 5)),
         fleet.decode,
     ),
+    "job_to_decide_again": (
+        msgspec.structs.replace(
+            JOB,
+            decision=msgspec.structs.replace(
+                JOB.decision,
+                candidates=(jobs.Candidate("w-a", 2, 10, 500, 3, 8, 1.5, "", 1, "", 12, 1, 2.0),),
+            ),
+            inputs=jobs.DecisionInputs(1, 2, 3, 4, 5, 64),
+        ),
+        jobs.decode,
+    ),
     "job_with_inputs": (msgspec.structs.replace(JOB, inputs=jobs.DecisionInputs(1, 2, 3, 4)), jobs.decode),
     "tenant": (tenants.Limits(("tiny", "other"), 7), tenants.decode),
     "revoke": (jobs.Revoke(REQUEST.id, 2), jobs.decode),

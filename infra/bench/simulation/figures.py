@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
@@ -21,6 +21,7 @@ class Figures(Struct, frozen=True):
         hit_rate: prompt tokens cached when a request was admitted first, of all prompt tokens.
         itl_mean: over all gaps between two tokens of a request.
         imbalance: work of the busiest target, of the mean: prompt tokens computed and tokens generated.
+        served: the same of the tokens served: prompts, cached or not, and tokens generated.
         unfinished: requests that were rejected or never placed.
     """
 
@@ -35,6 +36,7 @@ class Figures(Struct, frozen=True):
     itl_mean: float
     tokens_per_s: float
     imbalance: float
+    served: float
     preemptions: int
 
 
@@ -64,7 +66,8 @@ def figures(fleet: Fleet, result: Result) -> Figures:
         e2e_mean=statistics.fmean((served.last_ns - served.request.arrival_ns) / 1e6 for served in done),
         itl_mean=sum(served.last_ns - served.first_ns for served in done) / 1e6 / max(1, gaps),
         tokens_per_s=sum(served.request.output_tokens for served in done) / (last / 1e9),
-        imbalance=_imbalance(fleet, done),
+        imbalance=_imbalance(fleet, done, lambda served: served.request.prompt_tokens - served.cached_tokens),
+        served=_imbalance(fleet, done, lambda served: served.request.prompt_tokens),
         preemptions=result.preemptions,
     )
 
@@ -89,13 +92,13 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
     return Interval(math.expm1(mean), math.expm1(mean - half), math.expm1(mean + half))
 
 
-def _imbalance(fleet: Fleet, done: Sequence[Served]) -> float:
+def _imbalance(fleet: Fleet, done: Sequence[Served], prompt_tokens: Callable[[Served], int]) -> float:
     """Of the pool that is balanced worst."""
     work: dict[Target, int] = dict.fromkeys(fleet.targets, 0)
     for served in done:
         placement = served.placement
         assert placement is not None
-        work[placement.target] += served.request.prompt_tokens - served.cached_tokens
+        work[placement.target] += prompt_tokens(served)
         work[served.decode or placement.target] += served.request.output_tokens
     worst = 1.0
     for role in {worker.role for worker in fleet.workers}:

@@ -35,7 +35,7 @@ class LoadColumns:
         if loads.estimates:
             tokens, at_ns, most = self._estimates[:, rows]
             drained = np.maximum(0.0, now_ns - at_ns) * (self._rate / 1e9)
-            columns[BACKLOG] += np.minimum(np.maximum(0.0, tokens - drained), most)
+            columns[BACKLOG] += np.floor(np.minimum(np.maximum(0.0, tokens - drained), most))
         return columns
 
     def _grow(self, row: int) -> None:

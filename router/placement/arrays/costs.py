@@ -15,6 +15,7 @@ class RequestSizes(NamedTuple):
     tokens: Column
     blocks: Column
     sequences: Column
+    shared: Column
 
 
 class Costs(NamedTuple):

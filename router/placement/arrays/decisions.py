@@ -17,7 +17,7 @@ from router.placement.aggregated import HeldRequest
 from router.placement.arrays.columns import Column, LoadColumns, Rows
 from router.placement.arrays.costs import Costs, RequestSizes, costs
 from router.placement.arrays.pool import IDLE, Pool, Pools
-from router.placement.target_loads import ACTIVE, BACKLOG, SEQUENCES
+from router.placement.target_loads import ACTIVE, BACKLOG, COMPUTING, CONTEXT, SEQUENCES, SLOWNESS
 from router.routing import PATIENCE_S, TIE, RoutingDecision, RoutingRequest, Weights, draw
 from router.score_table import STORED_CANDIDATES
 from router.scoring import size_of
@@ -83,7 +83,7 @@ class ArrayDecisions:
         """
         pool = self._pools.pool(requests[0].request)
         assert pool is not None
-        sizes = np.zeros((3, len(requests), 1))
+        sizes = np.zeros((4, len(requests), 1))
         cached, leading = np.zeros((2, len(requests), len(pool.ids)))
         allowed = np.zeros(cached.shape, np.bool_)
         for number, held in enumerate(requests):
@@ -138,9 +138,20 @@ class _ScoreTable(NamedTuple):
 
     def _line(self, at: int, reason: str, column: Sequence[float], overlap: float, score: float) -> Candidate:
         worker, rank = self.pool.ids[at]
-        running, active, backlog = int(column[SEQUENCES]), int(column[ACTIVE]), int(column[BACKLOG])
-        shown, slots = 0.0 if reason else score, self.pool.registrations[at].slots
-        return Candidate(worker, int(overlap), active, backlog, running, slots, shown, reason, rank)
+        return Candidate(
+            worker,
+            int(overlap),
+            int(column[ACTIVE]),
+            int(column[BACKLOG]),
+            int(column[SEQUENCES]),
+            self.pool.registrations[at].slots,
+            0.0 if reason else score,
+            reason,
+            rank,
+            context_blocks=int(column[CONTEXT]),
+            computing=int(column[COMPUTING]),
+            slowness=column[SLOWNESS],
+        )
 
     def _rejection(self, at: int) -> str:
         target = RoutingTarget(self.pool.ids[at], self.pool.registrations[at], IDLE)

@@ -25,6 +25,7 @@ def test_figures_of_two_requests() -> None:
     assert found.hit_rate == pytest.approx(64 / 200)
     assert found.tokens_per_s == pytest.approx(22 / 0.33)
     assert found.imbalance == pytest.approx(111 / ((111 + 47) / 2))
+    assert found.served == 1.0
 
 
 def test_requests_that_were_not_completed_are_counted_apart() -> None:

@@ -75,6 +75,15 @@ def test_a_policy_that_knows_caches_reuses_more_than_round_robin() -> None:
     assert min(hits["kv"], hits["dynamo"]) > 1.2 * hits["round_robin"]
 
 
+def test_a_hot_system_prompt_does_not_keep_its_traffic_at_the_first_worker() -> None:
+    """At light load, where its prefix alone would decide."""
+    fleet = Fleet((WorkerSpec(),) * 4)
+    kv, least = (run(Cell(fleet, 0.1, "hot", None, 600), policy, 0).figures for policy in ("kv", "least_loaded"))
+    assert kv.served < 1.2
+    assert kv.hit_rate > least.hit_rate
+    assert kv.ttft_p99 <= least.ttft_p99
+
+
 def test_equal_seeds_give_equal_runs() -> None:
     cell = Cell(FOUR, 1.2, "chat", None, 150)
     for policy in ("kv", "dynamo", "random"):

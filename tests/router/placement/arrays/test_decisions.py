@@ -61,6 +61,7 @@ def fleet(workers: list[dict[str, Any]], jobs: list[tuple[int, int, int, int]]) 
     more=st.fixed_dictionaries(
         {"processors": st.sampled_from([frozenset(), frozenset("x")]), "revision": st.sampled_from([None, "b"])}
     ),
+    shared=st.integers(0, 20),
     waited_s=st.sampled_from([None, 0.0, 0.5, 100.0]),
     seed=st.integers(0, 9),
 )
@@ -70,12 +71,15 @@ def test_a_decision_is_that_of_the_loop(
     asked: tuple[int, int, int],
     held: dict[int, int],
     more: dict[str, Any],
+    shared: int,
     waited_s: float | None,
     seed: int,
 ) -> None:
     tracker = fleet(workers, jobs)
     family, blocks, n = asked
-    request = RoutingRequest("m", blocks * 16 + 3, 50, prompt_blocks=blocks, n=n, **more)
+    request = RoutingRequest(
+        "m", blocks * 16 + 3, 50, prompt_blocks=blocks, n=n, shared_blocks=min(shared, blocks), **more
+    )
     overlaps = {(f"w{at:02}", 0): count for at, count in held.items() if at < len(workers)}
     prompt = keys(family, blocks)
     found = Decisions(tracker, array_decisions(tracker, few=0), "kv", Weights()).decide(

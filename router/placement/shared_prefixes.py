@@ -1,0 +1,59 @@
+"""How much of a prompt is a prefix that many prompts begin with, such as a system prompt. No clock, no NATS.
+
+Every target will have such a prefix before long. A request that happens to compute it first is not charged for it:
+otherwise all its traffic would stay at the targets that have it, while others are idle. A prefix is shared once
+``USES`` prompts for each target went on differently behind it, among the last prompts. The turns of one conversation go
+on in one way, so they stay where they are.
+
+Prefixes are counted at some lengths, sixteen for each doubling. A prompt adds at most one of them, the shortest that is
+not known, so memory is bounded by the number of prompts remembered.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+USES = 4  # by each target, from which on a prefix is shared
+PROMPTS = 128  # for each target, until half of what is known is forgotten
+MOST_PROMPTS = 1 << 16
+LENGTHS = [*range(1, 16), *(step << octave for octave in range(16) for step in range(16, 32))]
+
+
+class SharedPrefixes:
+    """Branches behind prefixes, in two generations: when the younger one is full, the older one is forgotten."""
+
+    def __init__(self) -> None:
+        self._branches: dict[int, int] = {}  # by the key of a prefix' last block: prompts that went on differently
+        self._older: dict[int, int] = {}
+        self._prompts = 0  # in the younger generation
+
+    def blocks(self, keys: Sequence[int], targets: int) -> int:
+        """Leading blocks of a prompt that are shared; this prompt counts from now on.
+
+        Looking at the same prompt again changes what is counted by at most one for each length.
+
+        Args:
+            targets: among which the prompts of its model are distributed.
+        """
+        branches, older = self._branches, self._older
+        enough, shared, last = USES * targets, 0, None
+        for length in LENGTHS[: bisect_right(LENGTHS, len(keys))]:
+            key = keys[length - 1]
+            count = branches.get(key)
+            if count is None:
+                count = older.pop(key, None)
+                if count is None:
+                    self._add(key, last, targets)
+                    break
+                branches[key] = count = count // 2
+            if count >= enough:
+                shared = length
+            last = key
+        return shared
+
+    def _add(self, key: int, behind: int | None, targets: int) -> None:
+        self._branches[key] = 0
+        if behind is not None:
+            self._branches[behind] += 1
+        self._prompts += 1
+        if self._prompts >= min(PROMPTS * targets, MOST_PROMPTS):
+            self._older, self._branches, self._prompts = self._branches, {}, 0
