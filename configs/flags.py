@@ -110,10 +110,10 @@ def parse(
 
 
 def read(kind: type[S], argv: Sequence[str]) -> S:
-    """The settings that flags give which another process will be started with.
+    """The settings in the flags of a process that is to be started.
 
     Raises:
-        BadFlags: it would not start with them.
+        BadFlags: the process would refuse them.
     """
     return _settled(kind, _SettingsParser(add_help=False), argv, {})
 
@@ -231,7 +231,7 @@ def _not_one_of(value: object, choices: Sequence[str]) -> str:
 
 
 def _reason(flag: Flag, value: object, error: str) -> str:
-    """What msgspec says of a value, in the words of the command line."""
+    """msgspec's error about a value, in terms of the command line."""
     if isinstance(value, list) and (at := re.search(r"\$\[(\d+)\]", error)):
         value = value[int(at[1])]
     if limit := re.search(r"Expected `(?:int|float)` (<=|>=|<|>) (\S+)", error):
@@ -246,7 +246,7 @@ def _reason(flag: Flag, value: object, error: str) -> str:
 
 
 def to_argv(settings: msgspec.Struct, *, hidden: Iterable[str] = ()) -> list[str]:
-    """Flags that give these settings again; fields in ``hidden`` (secrets) are left to the environment."""
+    """Flags that reproduce these settings; fields in ``hidden`` (secrets) are left to the environment."""
     argv = []
     skipped = set(hidden)
     defaults = {field.name: field.default for field in msgspec.structs.fields(type(settings))}
@@ -263,7 +263,7 @@ def to_argv(settings: msgspec.Struct, *, hidden: Iterable[str] = ()) -> list[str
 
 
 def to_environ(settings: msgspec.Struct, fields: Iterable[str]) -> dict[str, str]:
-    """The variables that give these fields again: for secrets, which do not belong on a command line."""
+    """Environment variables that reproduce these fields: for secrets, which do not belong on a command line."""
     return {PREFIX + name.upper(): str(getattr(settings, name)) for name in fields}
 
 
@@ -282,7 +282,7 @@ def flag_name(field: str) -> str:
 
 
 def closest(word: str, known: Iterable[str]) -> str:
-    """What was probably meant by a mistyped word; "": nothing is near."""
+    """The known word closest to a mistyped one; "": none is close."""
     return next(iter(get_close_matches(word, list(known), n=1, cutoff=0.6)), "")
 
 

@@ -1,8 +1,8 @@
 """Logging: structlog set up once per process; an event name and fields, as JSON lines or readable on a terminal.
 
-What libraries log through ``logging`` (uvicorn, nats, faststream) comes out the same way. A call below the level
-costs a fraction of a microsecond; what must follow a request through awaits is bound with
-``structlog.contextvars.bound_contextvars(request=...)`` or passed as a field.
+Log records of libraries that use ``logging`` (uvicorn, nats, faststream) are written in the same format. A call below
+the level costs a fraction of a microsecond. To add a field to all log lines of a request, use
+``structlog.contextvars.bound_contextvars(request=...)``, or pass it to each call.
 """
 
 import logging
@@ -16,7 +16,7 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 Format = Literal["auto", "text", "json"]
 Level = Literal["debug", "info", "warning", "error"]
 
-# At info these tell of every request or reconnect attempt, which our own events tell already.
+# At level info these log every request or reconnect attempt, which our own events report already.
 _QUIET = ("uvicorn.access", "nats", "httpx", "httpcore", "asyncio", "faststream")
 _ENCODE = msgspec.json.Encoder(enc_hook=repr).encode
 
@@ -27,7 +27,7 @@ def setup(format: Format = "auto", level: Level = "info", *, name: str = "", str
     Args:
         format: auto is text on a terminal, else json.
         name: of the process, a field ``process`` of every line.
-        stream: where to write; default stderr, so that stdout stays the program's.
+        stream: where to write; default stderr, so that stdout is left to the program's output.
     """
     out = sys.stderr if stream is None else stream
     text = format == "text" or (format == "auto" and out.isatty())
@@ -77,7 +77,7 @@ def _route_stdlib(out: IO[str], level: int, shared: list[Processor], last: list[
 
 
 class _Writer:
-    """Where a line goes, and the name its logger was asked for with."""
+    """Writes the lines of one named logger."""
 
     def __init__(self, out: IO[str], name: str = "") -> None:
         self.name = name
@@ -87,7 +87,7 @@ class _Writer:
         try:
             self._out.write(line + "\n")  # one call: lines of several threads do not mix
             self._out.flush()
-        except (OSError, ValueError):  # the reader of a pipe is gone: serving goes on
+        except (OSError, ValueError):  # the reader of a pipe has exited: serving must continue
             pass
 
     debug = info = warning = error = critical = exception = log = msg
@@ -112,10 +112,10 @@ class _Named:
 
 
 def _json(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
-    """One line, time and event first; what JSON does not know goes by its repr."""
+    """One JSON line, time and event first; values that JSON cannot represent are written as their repr."""
     first: dict[str, Any] = {key: event.pop(key) for key in ("timestamp", "level", "event") if key in event}
     line = {**first, **event}
     try:
         return _ENCODE(line).decode()
-    except (TypeError, ValueError, RecursionError):  # a key that is no text, a lone surrogate: never lose the line
+    except (TypeError, ValueError, RecursionError):  # a key that is not text, a lone surrogate: never lose the line
         return _ENCODE({"event": repr(line)}).decode()

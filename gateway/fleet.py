@@ -19,7 +19,7 @@ log = structlog.get_logger("gateway")
 
 
 class FleetView:
-    """Follows the workers bucket. What is derived from it is computed anew when asked for, after the fleet changed.
+    """Follows the workers bucket. What is derived from it is computed again on the next access after a change.
 
     Attributes:
         names: of the model; the first is canonical.
@@ -76,7 +76,7 @@ class FleetView:
     def serves_elsewhere(self, model: str) -> bool:
         """Whether workers serve this model (a subject token) and only other gateways of the namespace know it.
 
-        Diffusion models do not count: the NATS door refuses them, with the reason.
+        Diffusion models do not count: the NATS API refuses them, with the reason.
         """
         if model in map(token, self.names):
             return False

@@ -1,4 +1,4 @@
-"""A gateway process: connect, open both doors, serve until SIGTERM, drain."""
+"""A gateway process: connect, open the HTTP and NATS APIs, serve until SIGTERM, drain."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ from gateway.http.app import application
 from gateway.http.connections import Limits
 from gateway.http.server import HttpServer
 from gateway.metrics import Metrics
-from gateway.nats.door import NatsDoor
+from gateway.nats.api import NatsApi
 from gateway.service import Gateway
 from infra.bus import loop_lag
 from infra.bus.connection import connect
@@ -32,12 +32,12 @@ log = structlog.get_logger("gateway")
 
 STOP_S = 1.0  # for each step of stopping, beyond drain_s
 CLOSE_S = 3.0  # for connections to end
-END_S = 4.5  # beyond drain_s: then the process ends, whatever it waits for
+END_S = 4.5  # beyond drain_s: then the process exits, whatever it waits for
 FAILED_DRAIN_S = 5.0  # after one of its own tasks failed
 OTHER_FILES = 128  # open files besides clients' connections
 
 EXIT_OK = 0
-EXIT_CONFIG = 2  # starting again would not help
+EXIT_CONFIG = 2  # a restart would not help
 EXIT_START = 69  # EX_UNAVAILABLE: the broker or the port is not there (yet)
 
 
@@ -84,14 +84,14 @@ async def _serve(settings: GatewaySettings, model: modeldir.ModelDir) -> int:
     metrics.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
     bus.tasks.spawn(loop_lag.gauge(metrics.registry, "gateway").watch(), name="loop-lag")
     gateway = Gateway(bus, publisher, model, settings, metrics)
-    door = NatsDoor(gateway, bus.tasks.group("door"))
+    nats_api = NatsApi(gateway, bus.tasks.group("nats-api"))
     app = application(gateway)
     app = with_access_log(app) if settings.access_log else app
     server = HttpServer(app, listeners, limits_of(settings), bus.tasks)
     metrics.connections.set_function(lambda: len(server.state.connections))
     try:
         await gateway.open()
-        await door.open()
+        await nats_api.open()
         loop_lag.freeze_loaded()
         await server.start()
         log.info("gateway_listening", port=listeners[0].getsockname()[1], gateway=gateway.id, models=gateway.names)
@@ -101,7 +101,7 @@ async def _serve(settings: GatewaySettings, model: modeldir.ModelDir) -> int:
         drain_s = settings.drain_s if stop.error is None else min(FAILED_DRAIN_S, settings.drain_s)
         await asyncio.gather(
             _bounded("http", server.drain(drain_s), drain_s + STOP_S),
-            _bounded("submissions", door.close(drain_s), drain_s + STOP_S),
+            _bounded("submissions", nats_api.close(drain_s), drain_s + STOP_S),
         )
         gateway.stop()
         await _bounded("connections", server.close(), CLOSE_S)
@@ -113,7 +113,7 @@ async def _serve(settings: GatewaySettings, model: modeldir.ModelDir) -> int:
 
 
 def limits_of(settings: GatewaySettings) -> Limits:
-    """With as many connections as the process can have files open, at most."""
+    """Limits of connections; no more connections than the process may have open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(OSError, ValueError):
@@ -135,7 +135,7 @@ def limits_of(settings: GatewaySettings) -> Limits:
 
 
 async def _bounded(step: str, work: Coroutine[Any, Any, Any], seconds: float) -> None:
-    """One step of stopping. A cancellation can get lost (``asyncio.wait_for`` before Python 3.12), the end must not."""
+    """One bounded step of stopping: a cancellation can get lost (``asyncio.wait_for`` before Python 3.12)."""
     task = asyncio.create_task(work, name=f"stop-{step}")
     done, _ = await asyncio.wait([task], timeout=seconds)
     if not done:

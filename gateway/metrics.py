@@ -41,7 +41,7 @@ class Metrics:
         )
         self.retention = Gauge(
             "penstock_gateway_record_retention_seconds",
-            "how long records of requests will be kept as things go",
+            "how long records of requests will be kept at the present rate",
             registry=registry,
         )
         self.tasks = Gauge("penstock_gateway_tasks", "asyncio tasks, counted when asked", registry=registry)

@@ -1,4 +1,4 @@
-"""From a body to a request, without holding up the event loop: large bodies are prepared in threads.
+"""From a body to a request without blocking the event loop: large bodies are prepared in threads.
 
 A thread helps where the work is Python or releases the interpreter, as the tokenizer does. Decoding JSON does neither,
 and takes about 40 ns per value: a body with far more values than the model's context has tokens is refused unread.
@@ -107,9 +107,9 @@ def _checked(body: bytes, limit: int, work: Callable[[], T]) -> T:
 
 
 def check_values(body: bytes, limit: int) -> None:
-    """Refuse a body whose decoding would stop the event loop. Its commas bound its values from above, nearly.
+    """Refuse a body whose decoding would block the event loop. The number of commas nearly bounds the number of values.
 
-    Text has commas too, but takes at least two tokens for each, so what fits into the context passes.
+    Text has commas too, but at least two tokens for each, so whatever fits into the context passes.
 
     Raises:
         ServingError: context_length_exceeded: more than ``limit`` commas.

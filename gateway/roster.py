@@ -1,8 +1,8 @@
-"""The workers of a gateway's model: which it uses, which stand by, and which it refuses, loudly.
+"""The workers of a gateway's model: which it uses, which stand by, and which it refuses with a logged error.
 
-A worker is used if it has the gateway's own tokenizer and runs the revision that serves (``infra.bus.revisions``). One
-of another revision stands by until that has no worker left; one with another tokenizer is never used, since the same
-token ids mean other text to it.
+A worker is used if it has the gateway's own tokenizer and runs the serving revision (``infra.bus.revisions``). Workers
+of another revision stand by until the serving one has no worker left. A worker with another tokenizer is never used:
+the same token ids mean different text to it.
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ class WorkerSelection(NamedTuple):
 
 
 class Roster:
-    """Selects anew whenever a worker came, changed or went; logs what changed since the last time."""
+    """Selects again whenever a worker registers, changes or leaves, and logs what changed."""
 
     def __init__(self, model: str, tokenizer: str, metrics: Metrics) -> None:
         self._model = model

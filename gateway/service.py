@@ -1,4 +1,4 @@
-"""What a gateway does for both of its doors: accept requests into the log, follow their answers, find them again."""
+"""What a gateway does for both of its APIs: accept requests into the log, follow their answers, find them again."""
 
 import asyncio
 import contextlib
@@ -42,9 +42,9 @@ T = TypeVar("T")
 SWEEP_S = 0.25
 ACCEPT_S = 15.0  # longer than an election in a cluster (4 to 9 s) and what follows it
 CANCEL_AGAIN_S = 1.0
-CANCEL_TRIES = 30  # of a request that others read; by then its router and its worker have been started again
+CANCEL_TRIES = 30  # of a request with other readers; by then its router and worker have been restarted
 MAX_CANCELLING = 1000  # such requests at a time; those beyond are cancelled once
-CANCEL_FOR_NS = 60_000_000_000  # beyond the deadline; by then somebody has ended the request
+CANCEL_FOR_NS = 60_000_000_000  # beyond the deadline; by then the request has been ended
 DEADLINE_GRACE_NS = 500_000_000  # the worker's own error for a missed deadline comes first
 ABORT_NS = 5_000_000_000  # beyond the deadline, for a client that still has not read what there is
 JOB_BYTES = 65_536  # what a job adds to its request: the decision and its score table
@@ -54,7 +54,7 @@ class Gateway:
     """One replica. ``open`` it, use it from one event loop, ``close`` it.
 
     Attributes:
-        draining: not ready any more; requests that come all the same are served.
+        draining: no longer ready; requests that still arrive are served.
         stopped: open requests were left to other gateways.
         answering: open requests whose answers go out over HTTP.
     """
@@ -114,7 +114,7 @@ class Gateway:
         return len(self._subscriptions)
 
     def not_ready(self) -> list[str]:
-        """Why a request could not be served now; empty: it could."""
+        """Why a request could not be served now; empty: ready."""
         reasons = ["this gateway is shutting down"] if self.draining else []
         if not self.bus.connected:  # nothing is known then of routers and workers
             return [*reasons, "the broker is not connected"]
@@ -150,7 +150,7 @@ class Gateway:
         """Put a request into the log; returns when it is durable.
 
         Args:
-            owner: nobody else knows of the request: if its acceptance is not confirmed it is cancelled.
+            owner: the request has no other reader: it is cancelled if its acceptance is not confirmed.
         Raises:
             ServingError: it could not be stored, or its tenant has too much waiting (queue_full); it will not run.
         """
@@ -175,25 +175,25 @@ class Gateway:
                 payload,
                 request.id,
                 timeout=min(ACCEPT_S, max(0.1, (request.deadline_ns - time.time_ns()) / 1e9)),
-                insist=False,  # a client can come again, and others would pile up behind a full disk
+                insist=False,  # clients can retry; otherwise requests would pile up behind a full disk
             )
         except BaseException:
-            # It may be stored all the same (the acknowledgement was lost).
+            # It may be stored nevertheless: the acknowledgement may have been lost.
             if owner:
                 self.cancel_unfinished(inflight, "the acceptance was not confirmed")
             else:
                 self.release(inflight)
             raise
-        if ack.duplicate:  # sent again by us, or a repeat, or a submission that a gateway had taken before it died
+        if ack.duplicate:  # a resend, a repeat, or a submission that another gateway had accepted before it crashed
             stored, record = await self.look_up(request.id)
             self.release(inflight)
             return await self.attach(stored, record)
         return inflight
 
     def cancel_unfinished(self, inflight: InflightRequest, reason: str = "the client disconnected") -> None:
-        """The client has gone or has everything. An unfinished request is cancelled, repeatedly until it ends.
+        """The client has disconnected or has everything. An unfinished request is cancelled, repeatedly until it ends.
 
-        Not by a gateway that stops: the request is then for other gateways to read.
+        A gateway that is stopping cancels nothing: clients continue at other gateways.
         """
         if inflight.ended or self.stopped:
             self.release(inflight)
@@ -217,9 +217,9 @@ class Gateway:
         self.tasks.spawn(self.cancel(inflight.request.id, reason), name="cancel", on_failure=_not_cancelled)
 
     async def cancel_surely(self, request_id: str, reason: str) -> None:
-        """Cancel a request that others read: now, and in the background again until it has ended.
+        """Cancel a request with other readers: now, and repeatedly in the background until it has ended.
 
-        The message is not stored: a router or worker that is just being restarted does not get it.
+        The message is not stored: a router or worker that is being restarted does not receive it.
         """
         await self.cancel(request_id, reason)
         if self._cancelling < MAX_CANCELLING:
@@ -253,7 +253,7 @@ class Gateway:
 
         Args:
             record: of one that is over: it is read instead of the token stream, if it has everything.
-            whole: keep everything, and return when all that the log has is here.
+            whole: keep all items, and return when everything in the log has been read.
             ordered: the reader wants the tokens of several choices in the order in which they were computed, which a
                 record does not have.
         Raises:
@@ -303,7 +303,7 @@ class Gateway:
 def _end_overdue(inflight: InflightRequest, late_ns: int) -> None:
     if inflight.paused:
         if late_ns > ABORT_NS and inflight.abort is not None:
-            inflight.abort()  # its client does not read: nothing that is sent would reach it
+            inflight.abort()  # its client does not read: no message would reach it
     elif not inflight.ended and not inflight.behind:
         inflight.fail(ServingError(Code.deadline_exceeded, "the request did not finish before its deadline"))
 

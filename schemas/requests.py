@@ -138,7 +138,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     revision: str = ""  # of the model that must answer; "": the one that serves when the request is placed
     tokenizer: str = ""  # digest of the tokenizer that made the prompt; "": an older build, or no tokens
     tenant: str = "default"
-    form: str = ""  # how the NATS door answers: "stream", "stream+usage"; "": in one message
+    form: str = ""  # how the NATS API answers: "stream", "stream+usage"; "": in one message
     client_request_id: str = ""  # the client's own id for it
 
 

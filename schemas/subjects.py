@@ -68,7 +68,7 @@ class Subjects:
         return self.door("submit", tenant, token(model))
 
     def door(self, kind: str, tenant: str, *rest: str) -> str:
-        """A subject of the NATS door. The imports of the tenant's account insert its token."""
+        """A subject of the NATS API. The imports of the tenant's account insert its token."""
         return ".".join([self.namespace, kind, *([tenant] if tenant else []), *rest])
 
     def answer(self, key: str, tenant: str = "") -> str:

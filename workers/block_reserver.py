@@ -1,4 +1,4 @@
-"""Reserves engine blocks and slots for data from other workers, in turn, and frees them when nothing writes there."""
+"""Reserves engine blocks and slots for data from other workers, in turn, and frees them once nothing writes to them."""
 
 import asyncio
 import time
@@ -67,7 +67,7 @@ class BlockReserver:
         return found
 
     def cancel_wait(self, running: RunningRequest) -> None:
-        """The request was removed: it waits for nothing any more."""
+        """The request was removed: cancel its wait."""
         wait = self._waits.get(id(running))
         if wait is not None:
             self._engine.cancel_wait(wait)

@@ -1,10 +1,10 @@
-"""Hands requests from stage to stage: encode → prefill → decode.
+"""Passes requests from stage to stage: encode → prefill → decode.
 
-    encode     load and encode the media, hand the embeddings on (``Encoded``)
-    prefill    compute the prompt, sample the first token, hand the KV on (``Prefilled``)
+    encode     load and encode the media, hand off the embeddings (``Encoded``)
+    prefill    compute the prompt, sample the first token, hand off the KV (``Prefilled``)
     decode     fetch the KV, generate the rest
 
-Whatever a handoff lacks is computed here; a request never fails because a transfer did.
+Whatever could not be transferred is computed here; a request never fails because a transfer did.
 """
 
 import asyncio
@@ -94,7 +94,7 @@ class DisaggCoordinator:
             await self._peers.start()
 
     def sweep(self, now: float) -> None:
-        """Several times a second: end leases and peers whose time has passed."""
+        """End expired leases and peers; called several times a second."""
         if self._owner is not None:
             self._owner.sweep(now)
         if self._peers is not None:
@@ -202,7 +202,7 @@ class DisaggCoordinator:
         self._on_handed_off(running)
 
     async def _wait_for_lease(self, running: RunningRequest, until_ns: int) -> bool:
-        """Until this worker's lease is trusted: another worker may have the request by now."""
+        """Wait until this worker's lease is trusted: another worker may have the request by now."""
         while not self._context.lease.trusted():
             if time.time_ns() >= until_ns or not self._requests.owns(running):
                 return False
@@ -210,7 +210,7 @@ class DisaggCoordinator:
         return self._requests.owns(running)
 
     def _on_handed_off(self, running: RunningRequest) -> None:
-        """The next stage has it."""
+        """The next stage has the request."""
         self._requests.mark_ended(running.request.id, running.attempt)
         running.kv_holder = None  # the ticket's lease holds the blocks
         self._requests.remove(running, cancel=False)
@@ -245,7 +245,7 @@ class DisaggCoordinator:
             await self.load_embeddings(running, None)
 
     def release_input(self, stage_input: StageInput) -> None:
-        """Tell the previous stage's worker that its blocks are no longer needed."""
+        """Release the previous stage's blocks: they are no longer needed."""
         if self._reader is not None:
             self._reader.release(stage_input.ticket)
 
@@ -273,7 +273,7 @@ class DisaggCoordinator:
         users = sum(outcome is None for outcome in running.outcomes)
         tails = users if rest else 0
         if full + tails > self._info.total_blocks:
-            return None  # the engine refuses the sequences with the limit, or finds a way
+            return None  # the engine refuses the sequences and names the limit, or runs them without these blocks
         now_ns = time.time_ns()
         reservation = await self._reserver.reserve(
             running,

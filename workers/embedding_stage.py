@@ -75,7 +75,7 @@ class EmbeddingStage:
         )
 
     async def load(self, running: RunningRequest, encoded: Encoded | None) -> bool:
-        """Have the embeddings of all media here: cached, fetched, or encoded; False: the request was ended."""
+        """Get the embeddings of all media: cached, fetched, or encoded; False: the request was ended."""
         if self._vision is None:
             await self._terminal.end(running, Code.unsupported, "this worker's model takes no images")
             return False

@@ -25,7 +25,7 @@ log = structlog.get_logger("engine")
 T = TypeVar("T")
 
 MAX_AHEAD = 64
-BLOCKED_S = 0.005  # an engine that waits for blocks held for other workers checks again after this
+BLOCKED_S = 0.005  # pause between steps of an engine that waits for blocks held for other workers
 MIN_FLUSH_S = 0.002  # only mock engines step faster; each message costs the gateway a wake-up per request
 
 
@@ -34,7 +34,7 @@ class EngineThread:
 
     Args:
         build: makes the engine, in the thread.
-        deliver: called in the thread with each Flush; whoever consumes it calls ``flush_consumed``.
+        deliver: called in the thread with each Flush; its consumer calls ``flush_consumed``.
         failed: called in the thread, once, when the engine is broken.
     """
 
@@ -55,7 +55,7 @@ class EngineThread:
         self._commands: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
         self._ready = threading.Event()
         self._error: BaseException | None = None
-        self.steps = 0  # that did something
+        self.steps = 0  # that were not empty
         self._engine: Engine | None = None
         self._output = StepOutput()
         self._in_flight = 0  # flushes delivered and not yet consumed
@@ -261,7 +261,7 @@ class EngineThread:
                 self._wake.wait(BLOCKED_S)
 
     def _wait(self) -> None:
-        """Until all flushes were consumed or a command came; commands must not wait for a broker that is away."""
+        """Wait for all flushes to be consumed or for a command, which must not wait for a broker that is away."""
         with self._wake:
             while self._in_flight and self._commands.empty():
                 self._wake.wait()

@@ -1,4 +1,4 @@
-"""What a session runs requests with, and what it gives to it.
+"""The interface between a session and what runs its requests.
 
 Two executors exist: ``token_executor`` (the engine thread) and ``pipeline_executor`` (images and videos).
 """
@@ -29,7 +29,7 @@ StageInput = Prefilled | Encoded
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """What a worker knows of its model besides the engine."""
+    """A worker's model, apart from the engine."""
 
     name: str
     aliases: tuple[str, ...]
@@ -74,7 +74,7 @@ class Executor(Protocol):
     # --- start and stop ---
 
     async def open(self) -> None:
-        """Called before the first job can come.
+        """Called before the first job can arrive.
 
         Raises:
             ServingError: the broker does not provide what the executor needs.
@@ -84,10 +84,10 @@ class Executor(Protocol):
         """The lease is lost and every request removed: return when no output of this session can follow."""
 
     async def close(self) -> None:
-        """No job comes any more: end what is under way. Background tasks are cancelled afterwards."""
+        """No more jobs arrive: end what is under way. Background tasks are cancelled afterwards."""
 
     async def closed(self, *, fenced: bool) -> None:
-        """All tasks of the session have ended: discard output that nobody will publish. ``fenced``: another follows."""
+        """All tasks of the session have ended: discard unpublished output. ``fenced``: another session follows."""
 
     def registration(self, state: fleet.State) -> fleet.Registration: ...
 
@@ -116,7 +116,7 @@ class Executor(Protocol):
         """The previous stage's output is not needed: its request does not run here."""
 
     async def not_begun(self) -> list[RunningRequest]:
-        """Requests of which nothing was computed here and nothing will be: any other worker may begin them."""
+        """Cancel and return the requests of which nothing was computed here; any other worker may start them."""
 
     # --- upkeep and control ---
 

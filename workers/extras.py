@@ -13,10 +13,10 @@ EXTRAS = {
 
 
 def install_hint(error: ModuleNotFoundError, engine: str, role: str) -> str:
-    """What a worker needs and how to install it.
+    """A message: which package a worker needs, and how to install it.
 
     Raises:
-        ModuleNotFoundError: ``error`` itself, if no extra brings the module: that is a defect, not a missing extra.
+        ModuleNotFoundError: ``error`` itself, if no extra has the module: that is a bug, not a missing extra.
     """
     if not is_of_an_extra(error):
         raise error
@@ -25,7 +25,7 @@ def install_hint(error: ModuleNotFoundError, engine: str, role: str) -> str:
 
 
 def is_of_an_extra(error: ModuleNotFoundError) -> bool:
-    """Whether the missing module is of a package that an extra brings."""
+    """Whether the missing module belongs to a package of an extra."""
     return _package(error) in EXTRAS
 
 

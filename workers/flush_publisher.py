@@ -20,7 +20,7 @@ class FlushPublisher:
 
     Args:
         completed: called when every sequence of a request has ended or was handed off.
-        fetched: called when the engine has begun with KV that it fetched by itself.
+        fetched: called when the engine has started a request with KV that it fetched by itself.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class FlushPublisher:
         self._traced: dict[str, RunningRequest] = {}  # traced requests without a token of this worker yet
 
     def deliver(self, flush: Flush) -> None:
-        """Publish a flush behind those before it."""
+        """Publish a flush after the earlier ones."""
         self._loop.call_soon_threadsafe(self._flushes.put_nowait, flush)
 
     def end_cancelled(self, running: RunningRequest) -> None:
-        """End a cancelled request behind the flushes that have its last tokens."""
+        """End a cancelled request after the flushes with its last tokens."""
         self._loop.call_soon_threadsafe(self._flushes.put_nowait, _Cancelled(running))
 
     def trace_first_token(self, running: RunningRequest) -> None:
@@ -59,7 +59,7 @@ class FlushPublisher:
             del self._traced[running.request.id]
 
     def discard(self) -> None:
-        """Take what was delivered without publishing it, so that the engine does not wait."""
+        """Consume delivered flushes without publishing them, so that the engine does not wait."""
         while not self._flushes.empty():
             self._flushes.get_nowait()
             self._engine.flush_consumed()

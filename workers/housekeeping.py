@@ -45,7 +45,7 @@ class Housekeeping:
             self._enforce_deadlines(time.time_ns())
             now = time.monotonic()
             await self._signal_progress(now)
-            with contextlib.suppress(NatsError):  # the link broke; the outbox sends again on the next one
+            with contextlib.suppress(NatsError):  # the connection broke; the outbox resends on the next one
                 await self._outbox.confirm()
             self._each_time(now)
 

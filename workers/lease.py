@@ -1,8 +1,8 @@
 """A worker's registration under a lease, renewed by compare-and-set so that its owner notices when it is lost.
 
-Whoever declares a worker dead removes its key; the server removes it when it expires. The owner's next renewal then
-fails, and until a renewal is known to have succeeded the owner publishes nothing. This fences off a stalled process
-that wakes up: it cannot publish for requests that others have taken over.
+A router that declares a worker dead removes its key, and the server removes a key that expires. The owner's next
+renewal then fails, and until a renewal is known to have succeeded the owner publishes nothing. This fences off a
+process that was stalled and resumes: it cannot publish for requests that others have taken over.
 """
 
 import asyncio
@@ -130,7 +130,7 @@ class Lease:
                 continue
             try:
                 renewed = await self._renew()
-            except Exception as error:  # else nobody would renew it any more
+            except Exception as error:  # else the lease would no longer be renewed
                 renewed = False
                 log.warning("lease_renewal_failed", error=repr(error))
 
@@ -156,7 +156,7 @@ class Lease:
             return True
 
     async def _write(self, expected: int | None) -> bool:
-        """Store the registration; False: no answer, try again. Raises _Lost."""
+        """Store the registration; False: no answer, retry. Raises _Lost."""
         headers = {"Nats-TTL": str(int(fleet.LEASE_S))}
         if expected is not None:
             headers["Nats-Expected-Last-Subject-Sequence"] = str(expected)
@@ -205,4 +205,4 @@ class Lease:
 
 
 class _Lost(Exception):
-    """The key is gone or was overwritten by whoever declared this worker dead."""
+    """The key was removed or overwritten: this worker was declared dead."""

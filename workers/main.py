@@ -69,7 +69,7 @@ def check_settings(settings: WorkerSettings) -> None:
     if settings.scheduler_policy != "max_utilization":
         if settings.engine not in ("native", "mock"):
             raise ValueError(
-                f"--scheduler-policy is of the native engine and the mock; {settings.engine} takes it from "
+                f"--scheduler-policy applies to the native engine and the mock; {settings.engine} takes it from "
                 "--extra-engine-args"
             )
         if settings.role == "decode":
@@ -78,9 +78,9 @@ def check_settings(settings: WorkerSettings) -> None:
                 "longest answer; use it with --role aggregated or prefill"
             )
     if settings.kv_offloading_size and (settings.engine != "native" or settings.role != "aggregated"):
-        raise ValueError("--kv-offloading-size is of the native engine in --role aggregated")
+        raise ValueError("--kv-offloading-size applies to the native engine with --role aggregated only")
     if settings.speculative_model and settings.engine != "native":
-        raise ValueError("--speculative-model is of the native engine; others take it from --extra-engine-args")
+        raise ValueError("--speculative-model applies to the native engine; others take it from --extra-engine-args")
     support = SUPPORT[settings.engine]
     if settings.role == "encode" and not support.encode:
         raise ValueError(

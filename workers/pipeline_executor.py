@@ -1,4 +1,4 @@
-"""Runs requests for images and videos, one at a time, in the pipeline thread.
+"""Runs requests for images and videos, one at a time, in the pipeline's thread.
 
 A request streams its denoising steps: each is a "token" whose value is the milliseconds it took. So progress is
 ordered, counted once and resumed like any answer; a later attempt begins at step 0 and streams again once it has passed
@@ -35,7 +35,7 @@ from workers.sequence_state import SequenceState
 log = structlog.get_logger("worker")
 
 PROGRESS_S = 0.1  # between two progress messages of one request
-STORE_S = 120.0  # for one file; the request's deadline holds all the same
+STORE_S = 120.0  # for one file; the request's deadline applies as well
 TRUST_POLL_S = 0.02
 BUCKET = "results"
 
@@ -117,7 +117,7 @@ class PipelineExecutor:
     def admit(self, job: jobs.Job, request: requests.GenerateRequest, delivery: Any) -> RunningRequest:
         kind = self._engine.diffuser.kind
         if request.diffusion is None or request.diffusion.kind != kind or request.n != 1:
-            raise ValueError(f"this worker makes one {kind} per choice, and that is not asked for")
+            raise ValueError(f"this worker makes one {kind} per choice; the request asks for something else")
         return admit(job, request, delivery, None)
 
     async def run(self, running: RunningRequest, stage_input: StageInput | None) -> None:
@@ -274,13 +274,13 @@ class PipelineExecutor:
         self._context.tasks.spawn(self._run_all(), name="pipeline")
 
     async def fence(self) -> None:
-        """Removed requests publish nothing more."""
+        """Nothing to do: removed requests publish nothing more."""
 
     async def close(self) -> None:
-        """The session's tasks are all there is."""
+        """Nothing to do: there are only the session's tasks."""
 
     async def closed(self, *, fenced: bool) -> None:
-        """There is no output left to discard."""
+        """Nothing to do: there is no output to discard."""
 
     def registration(self, state: fleet.State) -> fleet.Registration:
         context, settings, model = self._context, self._context.settings, self._context.model

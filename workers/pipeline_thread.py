@@ -1,4 +1,4 @@
-"""The thread that a diffusion engine lives in, from its construction to its end."""
+"""The thread in which a diffusion engine is built, runs and is closed."""
 
 import queue
 import threading

@@ -37,11 +37,11 @@ FAIL_S = 15.0  # for requeueing everything after a failure
 EXIT_OK = 0
 EXIT_ENGINE = 70  # EX_SOFTWARE: the engine failed
 EXIT_START = 69  # EX_UNAVAILABLE: the broker or its streams are not there (yet)
-EXIT_CONFIG = 2  # starting again would not help
+EXIT_CONFIG = 2  # a restart would not help
 
 
 class Backend(Protocol):
-    """What computes: an engine, its thread, and what reaches its memory."""
+    """An engine, its thread, and the transport to its memory."""
 
     join_s: float  # for the engine to end in order
     load_seconds: float  # known after ``open``
@@ -63,7 +63,7 @@ class Backend(Protocol):
     def make_executor(self, context: SessionContext) -> Executor: ...
 
     async def close(self) -> None:
-        """Close everything but the thread; also after ``open`` failed."""
+        """Close everything except the thread; also after ``open`` failed."""
 
     def stop(self, timeout: float) -> bool:
         """End the engine and its thread (blocks); False: it still runs after ``timeout`` seconds."""
@@ -82,7 +82,7 @@ MakeBackend = Callable[[WorkerSettings, Metrics, ProcessEvents], Backend]
 
 
 class WorkerProcess:
-    """Made in the event loop that serves it."""
+    """Construct it in the event loop that serves it."""
 
     def __init__(self, settings: WorkerSettings, make_backend: MakeBackend, end_process: EndProcess = os._exit) -> None:
         self._settings = settings
@@ -186,11 +186,11 @@ class WorkerProcess:
                     return self._drained_status
                 log.warning("session_lost", worker=session.id, action="registering again")
                 await session.fence()
-            finally:  # not before: others release and fetch blocks until the end
+            finally:  # not earlier: other workers release and fetch blocks until the end
                 await control_subscriber.stop()
 
     async def _wait_for_end(self, session: WorkerSession) -> None:
-        """Until the process is asked to stop, something failed, or the session has lost its lease."""
+        """Wait until the process is asked to stop, something fails, or the session loses its lease."""
         waits = [
             asyncio.create_task(waiting, name=name)
             for name, waiting in (

@@ -1,4 +1,4 @@
-"""Publishes a session's output: tokens and KV events without waiting, ends of requests and attempts until stored."""
+"""Publishes a session's output: tokens and KV events without waiting; terminal events and returns until stored."""
 
 import time
 
@@ -51,7 +51,7 @@ class Reporter:
         )
 
     async def done(self, running: RunningRequest) -> None:
-        """Store the terminal event of a request: behind its tokens, and only while the lease is trusted.
+        """Store the terminal event of a request: after its tokens, and only while the lease is trusted.
 
         Raises:
             ServingError: it could not be stored for ten minutes.

@@ -1,4 +1,4 @@
-"""The requests of one session by state: running, ending, ended, cancelled before they came. Pure."""
+"""The requests of one session by state: running, ending, ended, cancelled before their job arrived. Pure."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -66,7 +66,7 @@ class RequestTable:
             del self.ending[running.request.id]
 
     def mark_ended(self, request_id: str, attempt: int) -> None:
-        """From now on this attempt and earlier ones are over."""
+        """This attempt and earlier ones are over."""
         self._ended[request_id] = attempt
         self._cancelled.pop(request_id, None)
         if len(self._ended) > REMEMBERED:
@@ -76,7 +76,7 @@ class RequestTable:
         return request_id in self._ended
 
     def remember_cancel(self, request_id: str, reason: str) -> None:
-        """The client gave up before the job came here."""
+        """The client cancelled before the job arrived here."""
         if request_id in self._ended or request_id in self.ending:
             return
         self._cancelled[request_id] = reason

@@ -91,7 +91,7 @@ def _ended_before(job: Job, index: int, tokens: "array[int]") -> done.Outcome:
 
 
 def prompt_digests(request: GenerateRequest, revision: str, block_size: int) -> list[bytes]:
-    """CacheSnapshot of the prompt's full blocks."""
+    """Names of the prompt's full blocks."""
     if request.digests and _hashed_here(request, revision, block_size):
         return blocks.split(request.digests)
     root = blocks.root(revision, request.lora, request.salt)
@@ -220,7 +220,7 @@ def _prompt_logprobs(running: RunningRequest) -> tuple[Logprob, ...]:
 
 
 def already_over(sequence: SequenceState, request: GenerateRequest) -> Finish | None:
-    """How a resumed sequence ends at once, if its last attempt died between its last token and its end."""
+    """The end of a resumed sequence whose last attempt was lost between its last token and its end; else None."""
     if sequence.stream is not None and sequence.stream.stop is not None:
         return Finish("stop", sequence.stream.stop)
     if len(sequence.tokens) >= request.stop.max_tokens:

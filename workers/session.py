@@ -44,7 +44,7 @@ DRAIN_POLL_S = 0.1  # an expiring lease sets no event
 
 
 class _Received(NamedTuple):
-    """A job as its message brings it; ``stage_input``: what the previous stage made of the request."""
+    """A received job; ``stage_input``: the output of the previous stage."""
 
     job: jobs.Job
     request: requests.GenerateRequest
@@ -107,11 +107,11 @@ class WorkerSession:
     # --- receive ---
 
     def _room(self) -> int:
-        """How many more jobs may come."""
+        """How many more jobs to pull."""
         room = self._executor.slots + self._executor.queue
         if self._state is not fleet.State.ready:
             return room  # a draining worker takes jobs to requeue them at once
-        # While terminal events cannot be stored, as many again are taken, then none.
+        # While terminal events cannot be stored, as many jobs again are taken, then none.
         return room - len(self._requests.running) - max(0, len(self._requests.ending) - room)
 
     async def _receive(self, message: Any) -> None:
@@ -190,7 +190,7 @@ class WorkerSession:
             self._terminal.fail(running, "its start", error)
 
     async def on_cancel(self, request_id: str, reason: str) -> None:
-        """The client gave up. The reason is kept in case the job is still on its way."""
+        """The client cancelled. The reason is kept in case the job is still on its way."""
         running = self._requests.running.get(request_id)
         if running is None:
             self._requests.remember_cancel(request_id, reason)
@@ -255,10 +255,10 @@ class WorkerSession:
         )
 
     async def drain(self, timeout: float) -> None:
-        """Finish what runs, requeue what has not begun, unregister. ``timeout`` in seconds."""
+        """Finish what runs, requeue what has not started, unregister. ``timeout`` in seconds."""
         if self._state is not fleet.State.draining:
             self._state = fleet.State.draining
-            # Jobs still come, and are requeued at once: routers learn of the draining a moment later.
+            # Jobs still arrive, and are requeued at once: routers see the new state a moment later.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SETTLE_S):
                     await self._puller.top_up()
@@ -310,7 +310,7 @@ class WorkerSession:
 
     async def _close(self, *, fenced: bool = False) -> None:
         await self._executor.close()
-        await self._tasks.aclose()  # whoever takes over reads in the log how far unfinished ends came
+        await self._tasks.aclose()  # the router that recovers the requests reads from the log what was stored
         await self._executor.closed(fenced=fenced)
 
     # --- control requests ---

@@ -1,4 +1,4 @@
-"""When a worker process ends: the first signal drains it within a bound, the second ends it at once."""
+"""Stops a worker process: the first signal drains it within a bound, the second ends it at once."""
 
 import asyncio
 import os
@@ -81,7 +81,7 @@ class Stopping:
             self._timer.cancel()
 
     def _late(self) -> None:
-        log.error("stop_timeout", action="the process ends now although something in it still runs")
+        log.error("stop_timeout", action="exiting although some work is unfinished")
         self.end_now(EXIT_LATE)
 
     def end_now(self, status: int) -> None:
@@ -89,7 +89,7 @@ class Stopping:
         self._end_process(status)
 
     async def unless_asked(self, work: Coroutine[Any, Any, T]) -> T:
-        """What ``work`` returns.
+        """Run ``work`` and return its result.
 
         Raises:
             StoppedEarly: the process was asked to stop first; ``work`` was cancelled.

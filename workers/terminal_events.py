@@ -1,4 +1,4 @@
-"""How requests end here: a terminal event or a return is stored, then the job is acknowledged.
+"""Ends requests: a terminal event or a return is stored, then the job is acknowledged.
 
 A request is over only when that is stored. Until then a redelivered job is neither run nor acknowledged.
 """
@@ -69,7 +69,7 @@ class TerminalEvents:
             await self.reject(running, code, message)
 
     async def end_cancelled(self, running: RunningRequest) -> None:
-        """End a request that was cancelled, with the reason it was cancelled for."""
+        """End a cancelled request with the reason of its cancellation."""
         if running.cancelled is not None:
             await self.end(running, *running.cancelled)
 
@@ -84,7 +84,7 @@ class TerminalEvents:
         self.finish(running)
 
     def fail(self, running: RunningRequest, what: str, error: BaseException) -> None:
-        """This worker failed at a request: requeue the first attempt, end later ones with the error."""
+        """Running a request failed on this worker: requeue a first attempt, end a later one with the error."""
         log.error("request_failed", request=running.request.id, attempt=running.attempt, what=what, exc_info=error)
         if not self._requests.owns(running):
             return

@@ -1,7 +1,8 @@
-"""Which request a repeat means: a client's key, and for a day the request that was first made under it.
+"""Idempotency keys: a client's key stands for the request that was first made under it, for a day.
 
-Both doors use it: ``Idempotency-Key`` over HTTP, ``Nats-Msg-Id`` over NATS. The key names the request's id before the
-request is in the log, so one that finds a key without a request submits it under that id, and the log stores it once.
+Both APIs use it: ``Idempotency-Key`` over HTTP, ``Nats-Msg-Id`` over NATS. The key is stored with the request's id
+before the request is in the log. A gateway that finds a key without a request submits it under that id; the log stores
+it once.
 """
 
 import time
@@ -32,7 +33,7 @@ class Identity(msgspec.Struct, frozen=True):
 
 
 class Claim(NamedTuple):
-    """``fresh``: nobody had claimed it before. ``revision``: of the bucket's entry."""
+    """``fresh``: the key had not been claimed before. ``revision``: of the bucket's entry."""
 
     request: str
     fresh: bool
@@ -83,7 +84,7 @@ async def claim(bus: Bus, tenant: str, name: str, body: bytes, request_id: str) 
 
 
 async def reclaim(bus: Bus, tenant: str, name: str, body: bytes, request_id: str, claimed: Claim) -> Claim:
-    """Take over a claim whose request never came into the log: under its own id, or a new one if that is old.
+    """Take over a claim whose request never reached the log: under its own id, or under a new one if that is old.
 
     An id says when its request was stored, so an old one would not be found again.
 

@@ -23,7 +23,7 @@ MESSAGE_BYTES = 1_000  # of a request beside its prompt, about
 
 
 class LogCapacity:
-    """``refresh`` it now and then; ``check`` costs nothing."""
+    """Call ``refresh`` periodically; ``check`` uses the figures of the last call."""
 
     def __init__(self, bus: Bus, metrics: Metrics) -> None:
         self._bus = bus
@@ -89,7 +89,7 @@ class LogCapacity:
         share = watch.share_from(floor + 1)
         if share < WARN:
             return share
-        # Perhaps most of that is of other classes: look where the first of its own is.
+        # Most of these may be of other classes: find the first one of its own class.
         known, first = self._firsts.get(consumer.name, (-1, 0))
         if known != floor:
             config = consumer.config

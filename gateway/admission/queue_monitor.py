@@ -69,7 +69,7 @@ class QueueMonitor:
             consumers.append(info)
             queued[priority] = (info.num_pending or 0) + (info.num_ack_pending or 0)
             delivered = info.delivered.consumer_seq if info.delivered else 0
-            # Full of work, a router has no pull request waiting for the moment, but it moves on.
+            # A router that is full has no pull request waiting at the moment, but makes progress.
             has_routers |= bool(info.num_waiting) or delivered > self._delivered.get(name, delivered)
             self._delivered[name] = delivered
         self._queues.polled(queued, before)

@@ -21,7 +21,7 @@ _decode = msgspec.json.Decoder(_Class).decode
 
 
 def class_of(body: bytes) -> Priority:
-    """Of a body that was not checked yet; of one that cannot be read the default: preparing it says what is wrong."""
+    """The class that an unchecked body names. Of an unreadable one the default: preparing it reports the error."""
     try:
         said = _decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -30,7 +30,7 @@ def class_of(body: bytes) -> Priority:
 
 
 class QueueLimits:
-    """Counts as the broker had them at the last look, and what was accepted since.
+    """The broker's counts as of the last poll, and what was accepted since.
 
     Args:
         limit: of each class.
@@ -68,7 +68,7 @@ class QueueLimits:
 
     @property
     def near(self) -> bool:
-        """Whether any class may be full: then it matters of which class a body is."""
+        """Whether any class may be full, so that the class of a body has to be read."""
         return self._most >= self._limit
 
     @property
@@ -94,5 +94,5 @@ class QueueLimits:
         looked, since = self._looked[priority], self._since[priority]
         if looked + since < self._limit:
             return looked + since
-        # Of those accepted since the last look, some have begun: they are counted only when it matters.
+        # Some of those accepted since the last poll have begun; counting them is deferred until it matters.
         return looked + min(since, self._unstarted(priority))

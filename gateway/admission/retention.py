@@ -1,6 +1,6 @@
-"""How long records are kept, as things go: DONE promises days, but discards its oldest at ``max_bytes`` before.
+"""How long records are kept at the present rate: DONE promises days, but discards the oldest earlier at ``max_bytes``.
 
-Nothing unfinished is lost by that, so nobody is refused; the operator is warned while there is time to enlarge it.
+No unfinished request is lost that way, so none is refused; the operator is warned while there is time to enlarge it.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ DAY = 86_400.0
 
 
 def retention_s(*, age_s: float, size: int, max_bytes: int, max_age_s: float) -> float:
-    """How long a record will be kept if they go on coming as they did.
+    """How long a record will be kept if records keep arriving at the same rate.
 
     Args:
         age_s: of the oldest one.
@@ -45,7 +45,7 @@ class Retention:
             await asyncio.sleep(LOOK_S)
 
     async def look(self) -> None:
-        """A short promise is logged once, when half of the stream is filled, until it is kept again."""
+        """Warn once, when the stream is half full, if records will be kept for less than promised."""
         stream = self._bus.subjects.stream("DONE")
         try:
             info = await self._bus.js.stream_info(stream)

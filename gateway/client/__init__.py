@@ -1,12 +1,12 @@
-"""The Python client of the NATS door, imported as ``penstock``: needs nats-py and msgspec, and nothing of the server.
+"""The Python client of the NATS API, imported as ``penstock``: needs nats-py and msgspec, and nothing of the server.
 
     async with Client("nats://...") as client:
         answer = await client.chat(model="demo", messages=[{"role": "user", "content": "What is 347 + 586?"}])
         async for chunk in client.chat(model="demo", messages=[...], stream=True):
             print(chunk.text, end="")
 
-Every answer comes whole, each part once and in order, although brokers, gateways, routers and workers end in between. A
-position (``answer.position``, ``stream.position``) saved as text is enough for another process to go on with it.
+Every answer arrives complete, each part once and in order, even if a broker, gateway, router or worker fails meanwhile.
+A position (``answer.position``, ``stream.position``) saved as text is enough for another process to continue.
 """
 
 from .answers import Answer, Choice, Chunk, Function, Message, ToolCall, Usage

@@ -21,7 +21,7 @@ class Function(msgspec.Struct, frozen=True):
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """In a chunk, a part of one: ``index`` says of which."""
+    """A tool call. In a chunk, a part of the call with this ``index``."""
 
     function: Function = Function()
     id: str | None = None
@@ -30,7 +30,7 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True):
-    """What the model says. In a chunk, the part that is new."""
+    """The model's message. In a chunk, the new part."""
 
     role: str | None = None
     content: str | None = None
@@ -51,7 +51,7 @@ class Choice(msgspec.Struct, frozen=True):
 
     @property
     def content(self) -> str:
-        """Its text, wherever it stands."""
+        """Its text, whichever field has it."""
         return self.text or self.message.content or self.delta.content or ""
 
 
@@ -67,7 +67,7 @@ class _Completion(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """What the first choice says here."""
+        """The text of the first choice."""
         return next((choice.content for choice in self.choices if choice.index == 0), "")
 
 

@@ -1,4 +1,4 @@
-"""``Client``: asks a deployment of Penstock over NATS, and gets every answer whole, whatever fails in between."""
+"""``Client``: sends requests to a Penstock deployment over NATS; answers arrive complete, whatever fails meanwhile."""
 
 import asyncio
 import time
@@ -17,7 +17,7 @@ from .position import Kind, Position
 from .reader import AGAIN_S, AnswerReader, Submission
 from .reorder import HEADER_ERROR, Message
 
-TIMEOUT_S = 600.0  # as long as a request may take unless it says otherwise
+TIMEOUT_S = 600.0  # the gateway's default deadline of a request
 CANCEL_S = 10.0
 
 _json = msgspec.json.encode
@@ -29,7 +29,7 @@ class Client:
     Args:
         url: ``client_nats_url`` of ``state.json``, or a tenant's ``nats_url``; several servers comma-separated.
         namespace: as the deployment's ``--namespace``.
-        timeout: seconds that a call waits for its answer, unless it says otherwise.
+        timeout: seconds that a call waits for its answer; calls can override it.
         options: of ``nats.connect``.
     """
 
@@ -52,7 +52,7 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connection. Requests run on; ``resume`` reads their answers later."""
+        """Close the connection. Requests continue; ``resume`` reads their answers later."""
         if self._connection is not None:
             await self._connection.close()
 
@@ -95,14 +95,14 @@ class Client:
         Args:
             options: fields of the request, and:
                 ``idempotency_key``: within 24 h, the same request under the same key runs once and has one answer.
-                ``position``: go on from there; as ``resume``, but it also works if the request was never accepted.
+                ``position``: continue from there; as ``resume``, but it also works if the request was never accepted.
                 ``timeout``: seconds to wait here; the request's own deadline is its field ``timeout_s``.
                 ``headers``: ``traceparent`` and ``tracestate``.
         """
         return self._ask("text", {"model": model, "prompt": prompt}, stream, options)
 
     def resume(self, position: "Position | str", *, timeout: float | None = None) -> "Call | Stream":
-        """Go on with an answer, in this process or another: a ``Stream`` if it was one, else a ``Call``.
+        """Continue an answer, from this process or another: a ``Stream`` if it was one, else a ``Call``.
 
         Raises:
             ValueError: not a position.
@@ -111,10 +111,10 @@ class Client:
         return self._made(found, None, timeout)
 
     async def cancel(self, request: "Position | str") -> str:
-        """End a request, by its position or its id: "cancelling", or "ended" if there is nothing to cancel any more.
+        """Cancel a request by its position or its id: returns "cancelling", or "ended" if it has ended already.
 
         Raises:
-            PenstockError: it is unknown, or nobody answers.
+            PenstockError: the request is unknown, or no gateway answers.
         """
         connection = self._connected()
         asked = {"id": request} if isinstance(request, str) else {"key": request.key}
@@ -167,10 +167,10 @@ class _Request:
         self._submission = submission
         self._seconds = seconds
         self.position = position
-        self.request = ""  # the request's id, once something of the answer has come
+        self.request = ""  # the request's id, known from the first message of the answer on
 
     async def cancel(self) -> str:
-        """End the request; the answer then ends with ``Cancelled``."""
+        """Cancel the request; the answer then ends with ``Cancelled``."""
         return await self._client.cancel(self.position)
 
     def _reader(self) -> AnswerReader:
@@ -188,7 +188,7 @@ class _Request:
 
 
 class Call(_Request):
-    """A whole answer to come: ``await`` it."""
+    """A pending whole answer: ``await`` it."""
 
     def __await__(self) -> Generator[Any, None, Answer]:
         return self._whole().__await__()
@@ -209,8 +209,8 @@ class Call(_Request):
 class Stream(_Request):
     """A streamed answer: iterate over its chunks, once.
 
-    ``position`` is behind the last chunk that was given out: whoever saves it can go on there. Leaving the loop early
-    leaves the request running; ``cancel`` ends it.
+    ``position`` is behind the last chunk that was returned: save it to continue there. Leaving the loop early leaves
+    the request running; ``cancel`` ends it.
     """
 
     def __aiter__(self) -> AsyncIterator[Chunk]:

@@ -1,4 +1,4 @@
-"""The connection that a client's readings share, and the subjects they use."""
+"""The connection that a client's readers share, and the subjects that they use."""
 
 import asyncio
 import contextlib
@@ -84,7 +84,7 @@ async def connect(url: str, namespace: str, **options: Any) -> Connection:
             listener()
 
     async def ignored(problem: Exception) -> None:
-        """What matters of it is noticed where it matters; nats-py would print it."""
+        """Ignored here: errors that matter are handled where they occur; nats-py would print them."""
 
     given: dict[str, Any] = {
         "name": "penstock-client",
@@ -99,6 +99,6 @@ async def connect(url: str, namespace: str, **options: Any) -> Connection:
     except (NatsError, OSError, TimeoutError) as problem:
         where = ", ".join(part.rpartition("@")[2] for part in url.split(","))
         reason = f"{type(problem).__name__}: {problem}".rstrip(": ")
-        message = f"no NATS server takes us at {where} within {CONNECT_S:g} s ({reason})"
+        message = f"no NATS server at {where} accepted the connection within {CONNECT_S:g} s ({reason})"
         raise error("disconnected", message) from None
     return Connection(nc, namespace, listeners)

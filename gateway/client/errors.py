@@ -35,11 +35,11 @@ class DeadlineExceeded(PenstockError):
 
 
 class Timeout(PenstockError):
-    """The client waited for as long as it was asked to. The request runs on: resume from its position, or cancel it."""
+    """The client's own timeout has passed. The request continues: resume from its position, or cancel it."""
 
 
 class Disconnected(PenstockError):
-    """The connection is closed for good. The request runs on: resume from its position with another client."""
+    """The connection is closed for good. The request continues: resume from its position with another client."""
 
 
 _KINDS: dict[str, type[PenstockError]] = {

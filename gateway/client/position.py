@@ -1,4 +1,4 @@
-"""How far an answer was read: a small value that another process can go on from."""
+"""How far an answer was read: a small value from which another process can continue."""
 
 from typing import Literal
 
@@ -8,7 +8,7 @@ Kind = Literal["chat", "text"]
 
 
 class Position(msgspec.Struct, frozen=True, omit_defaults=True):
-    """``str`` makes text of it, ``Position.parse`` reads that.
+    """``str`` converts it to text, ``Position.parse`` back.
 
     Attributes:
         key: the idempotency key of the request.

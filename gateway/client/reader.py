@@ -1,4 +1,4 @@
-"""One answer followed to its end: submitted, and read again from where it stopped whenever something was lost."""
+"""Follows one answer to its end: submits the request, and reads on from where it stopped if messages were lost."""
 
 import asyncio
 import time
@@ -19,7 +19,7 @@ SILENCE_S = 10.0  # without a message; then the answer is read again
 AGAIN_S = 1.0  # between attempts to read or submit; reads that bring nothing new are asked less and less often
 MOST_AGAIN_S = 8.0
 ACK_S = 3.0
-UNKNOWN_S = 15.0  # how long a request that nobody knows may still turn up
+UNKNOWN_S = 15.0  # how long an unknown request may still turn up
 BUFFER = 8192  # messages waiting for a slow reader; what does not fit is read again
 
 HEADER_MSG_ID = "Nats-Msg-Id"
@@ -29,7 +29,7 @@ _TEMPORARY = frozenset({"shutting_down", "broker_unavailable", "internal", "queu
 
 
 class Submission(NamedTuple):
-    """What is asked; without it an answer can be read, but not asked for again."""
+    """The request; without it an answer can be read, but the request cannot be submitted again."""
 
     model: str
     body: bytes
@@ -58,13 +58,13 @@ class AnswerReader:
         self._again: Any = None
         self._read_at = 0.0  # monotonic; when it was last asked for again, 0: never
         self._again_s = AGAIN_S  # from then to the next time
-        self._wanted = False  # it must be read again as soon as that can be
+        self._wanted = False  # it must be read again as soon as possible
         self._unknown_since = 0.0
         self._submitted_at = 0.0
         self._patience_s = SILENCE_S  # before a submission that was acknowledged is repeated
 
     async def open(self) -> None:
-        """Subscribe, then submit; without a submission, ask for what there is.
+        """Subscribe, then submit; without a submission, ask for the messages so far.
 
         Raises:
             PenstockError: it cannot be submitted in time.
@@ -101,7 +101,7 @@ class AnswerReader:
             raise error("disconnected", "the connection is closed; resume from this position with another client")
         now = time.monotonic()
         if now >= self._until:
-            raise error("timeout", "no answer in time; it runs on: resume from this position, or cancel it")
+            raise error("timeout", "no answer in time; the request continues: resume from this position, or cancel it")
         quiet = AGAIN_S if self._wanted or self._buffer.hole else SILENCE_S
         try:
             async with asyncio.timeout(min(quiet, self._until - now)):
@@ -137,14 +137,14 @@ class AnswerReader:
         self._wanted = True
 
     def _not_found(self, problem: PenstockError) -> None:
-        """It may be waiting for its turn: only time tells that from a request that never was."""
+        """A request may still be waiting in its queue: it counts as unknown only after ``UNKNOWN_S``."""
         now = time.monotonic()
         self._unknown_since = self._unknown_since or now
         if self._submission is None and now - self._unknown_since > UNKNOWN_S:
             raise problem
 
     def _changed(self) -> None:
-        """The connection is a new one, or closed: what was on its way is lost."""
+        """The client has reconnected, or is closed: messages in flight are lost."""
         self._wanted = True
         self._read_at, self._again_s = 0.0, AGAIN_S
         if not self._events.full():
@@ -188,13 +188,13 @@ class AnswerReader:
                 return
 
     async def _read(self) -> None:
-        """Ask for everything from the next message on, in place of what was asked for before."""
+        """Ask for everything from the next message on; replaces earlier calls."""
         if not self._connection.connected:
             return  # once it is, ``_changed`` is called
         self._wanted = False
         self._read_at = now = time.monotonic()
         if self._submission is not None and self._unknown_since and now - self._submitted_at > self._patience_s:
-            self._patience_s *= 2  # every repeat is stored: a full queue must not be made fuller
+            self._patience_s *= 2  # every repeat is stored, which fills a full queue further
             await self._submit()
         inbox = self._connection.nc.new_inbox()
         before, self._again = self._again, await self._subscribe(inbox)

@@ -1,4 +1,4 @@
-"""Messages of one answer put in order: each once, none left out. Knows no connection and no clock."""
+"""Puts the messages of one answer in order: each once, without gaps. Pure."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -24,7 +24,7 @@ class Message(NamedTuple):
 
 
 def message_of(headers: Mapping[str, str], body: bytes) -> Message | None:
-    """None: it has no number, so it is no part of an answer."""
+    """None: it has no number, so it is not part of an answer."""
     seq = headers.get(HEADER_SEQ, "")
     if not (seq.isascii() and seq.isdigit()):
         return None
@@ -39,7 +39,7 @@ def message_of(headers: Mapping[str, str], body: bytes) -> Message | None:
 
 
 class ReorderBuffer:
-    """Takes messages as they come, from several sources; gives them out by number."""
+    """Takes messages in any order, from several sources; returns them by number."""
 
     def __init__(self, first: int = 0) -> None:
         self.next = first
@@ -47,7 +47,7 @@ class ReorderBuffer:
         self._ahead: dict[int, Message] = {}
 
     def take(self, message: Message) -> list[Message]:
-        """What can be given out now that this one has come."""
+        """Add a message; returns those that are next in order."""
         if self.ended:
             return []
         if message.record:
@@ -68,11 +68,11 @@ class ReorderBuffer:
 
     @property
     def hole(self) -> tuple[int, int] | None:
-        """Numbers of the first and last message missing before one that has come."""
+        """Numbers of the first and last message missing before one that has arrived."""
         return (self.next, min(self._ahead) - 1) if self._ahead else None
 
     def end(self) -> None:
-        """There is nothing behind what was given out."""
+        """No message follows those that were returned."""
         self._end([])
 
     def _end(self, ready: list[Message]) -> list[Message]:

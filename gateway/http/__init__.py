@@ -1,1 +1,1 @@
-"""The HTTP door: connections and their limits, routes, answers over ASGI."""
+"""The HTTP API: connections and their limits, routes, answers over ASGI."""

@@ -40,9 +40,9 @@ SSE_HEADERS = [
 ]
 REQUEST_ID = b"x-request-id"
 PORTION = 262_144  # bytes of a large whole answer that are handed to the connection at once
-HEAD_S = 0.05  # a stream's header waits so long for the first token: an error by then gets a status of its own
+HEAD_S = 0.05  # how long a stream's header waits for the first token: an error by then gets its own status code
 
-_WRITER = ThreadPoolExecutor(1, "answer-writer")  # several would only take the interpreter from each other
+_WRITER = ThreadPoolExecutor(1, "answer-writer")  # several would only compete for the interpreter
 
 _json = msgspec.json.encode
 
@@ -303,7 +303,7 @@ DISCONNECTED = ServingError(Code.cancelled, "the client disconnected")
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The request body. Its connection sees to it that it comes in time.
+    """The request body. Its connection enforces the time limits.
 
     Raises:
         ServingError: larger than ``limit`` bytes.

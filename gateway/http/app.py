@@ -1,4 +1,4 @@
-"""The HTTP door: OpenAI's endpoints, health, metrics and documentation, routed by Starlette."""
+"""The HTTP API: OpenAI's endpoints, health, metrics and documentation, routed by Starlette."""
 
 import asyncio
 import contextlib
@@ -54,7 +54,7 @@ def application(gateway: Gateway) -> App:
     others = _others(gateway, answering)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        # Past Starlette's layers, which handle every message sent: 5 % of a gateway's time.
+        # Bypasses Starlette's layers, which handle every message sent: 5 % of a gateway's time.
         direct = answering.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         if direct is not None:
             await direct(scope, receive, send)
@@ -69,7 +69,7 @@ def application(gateway: Gateway) -> App:
 
 
 def _others(gateway: Gateway, answering: Mapping[str, App]) -> Starlette:
-    """Everything but the answering endpoints, and their wrong methods."""
+    """Everything but the answering endpoints, and wrong methods of those."""
     api = _Api(gateway)
     page = (Path(__file__).parent / "docs.html").read_bytes()
     openapi = _json(document(version("penstock")))

@@ -1,6 +1,6 @@
-"""One client's HTTP connection: uvicorn's protocol within limits on headers, on time and on what is not read.
+"""One client's HTTP connection: uvicorn's protocol with limits on headers, on time and on unread output.
 
-All times are looked at by the server's sweep, so that a request costs no timer.
+All deadlines are checked by the server's sweep, so that a request needs no timer.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class Limits:
 
 
 class Server(Protocol):
-    """What a connection knows of its server."""
+    """What a connection uses of its server."""
 
     config: Config
     state: ServerState
@@ -53,7 +53,7 @@ class Server(Protocol):
     draining: bool
 
     def opened(self, connection: "Connection") -> ServingError | None:
-        """Count it; why it is refused, if it is."""
+        """Count a new connection; returns why it is refused, or None."""
 
     def closed(self, connection: "Connection") -> None: ...
 
@@ -77,7 +77,7 @@ class Connection(HttpToolsProtocol):
     """From ``connection_made`` to ``connection_lost``.
 
     Attributes:
-        on_lost: called when the client is gone; set by whoever answers it.
+        on_lost: called when the client has disconnected; set by the code that answers it.
     """
 
     def __init__(self, server: Server) -> None:
@@ -266,7 +266,7 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
 
     def drain(self, now: float, linger_s: float) -> None:
-        """Answer once more at most, and say so to the client; end the connection when it was idle for ``linger_s``.
+        """Answer at most once more, with "Connection: close"; close the connection when it was idle for ``linger_s``.
 
         An answer that has begun cannot say that it is the last one. Its client may have sent the next request before
         it sees the connection end, so that one is still answered.
@@ -306,7 +306,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def _check_unsent(self, now: float) -> None:
-        """A client that reads, however slowly, goes on."""
+        """Disconnect a client that reads nothing; a slow one is left alone."""
         unsent = self._unconfirmed_bytes
         if unsent < self._unsent:
             self._stalled_since = now
@@ -325,7 +325,7 @@ def error_response(error: ServingError) -> bytes:
 
 
 def _without_upgrade(data: bytes) -> bytes:
-    """A head that offers HTTP/2, as Java's clients send it: the parser would drop the body behind it."""
+    """Remove the offer of HTTP/2 that Java's clients send: the parser would drop the body behind it."""
     head, end, rest = data.partition(b"\r\n\r\n")
     return _UPGRADE.sub(b"\r\nx-upgrade:", head) + end + rest
 

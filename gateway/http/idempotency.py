@@ -1,7 +1,7 @@
-"""What a client's own names for a request do over HTTP: ``X-Request-Id`` is kept beside ours, ``Idempotency-Key`` makes
-a repeat within a day read the first run's answer, running or over, instead of running again.
+"""Clients' own ids over HTTP: ``X-Request-Id`` is kept beside ours; with an ``Idempotency-Key`` a repeat within a day
+gets the answer of the first run, finished or not, instead of a second run.
 
-Requests without these headers pay for looking at their headers once.
+Requests without these headers pay only for one scan of their headers.
 """
 
 import asyncio
@@ -26,14 +26,14 @@ from schemas.subjects import DEFAULT_TENANT
 KEY, CLIENT_ID = b"idempotency-key", b"x-request-id"
 MAX_KEY = 255
 MAX_CLIENT_ID = 128
-SOON_S = 2.0  # so old a claim's request may still be on its way into the log
+SOON_S = 2.0  # the request of a younger claim may still be on its way into the log
 AGAIN_S = 0.05
 
 Prepare = Callable[[], Awaitable[PreparedRequest]]
 
 
 class ClientIds(NamedTuple):
-    """As the client wrote them; "": not at all."""
+    """As the client wrote them; "": not given."""
 
     key: str = ""
     client_id: str = ""
@@ -78,7 +78,7 @@ def with_client_id(prepared: PreparedRequest, names: ClientIds) -> PreparedReque
 async def submit_once(
     gateway: Gateway, key: str, endpoint: str, body: bytes, prepare: Prepare
 ) -> tuple[PreparedRequest, InflightRequest]:
-    """The run that a key stands for, begun if need be. It goes on without its client, which can come again.
+    """The run that a key stands for, started if need be. It continues without its client, which can come back.
 
     Raises:
         ServingError: idempotency_conflict, or why it cannot be served.
@@ -92,7 +92,7 @@ async def submit_once(
         if known.fresh:
             return prepared, await gateway.submit(prepared.request, owner=False)
     found = await _find(gateway, known, tenant)
-    if found is None:  # whoever claimed it died before the request was stored
+    if found is None:  # the gateway that claimed it crashed before the request was stored
         prepared = await prepare()
         known = await reclaim(gateway.bus, tenant, name, canonical, prepared.request.id, known)
         prepared = prepared._replace(request=msgspec.structs.replace(prepared.request, id=known.request))
@@ -107,7 +107,7 @@ async def submit_once(
 
 
 async def _find(gateway: Gateway, known: Claim, tenant: str) -> StoredRequest | None:
-    """The claimed request; None: it is not in the log, and will hardly come."""
+    """The claimed request; None: it is not in the log, and is unlikely to arrive."""
     while True:
         try:
             return await gateway.look_up(known.request, tenant)
@@ -120,7 +120,7 @@ async def _find(gateway: Gateway, known: Claim, tenant: str) -> StoredRequest | 
 
 
 def _canonical_body(endpoint: str, body: bytes) -> bytes:
-    """What a repeat has in common with the first: all but whether it is streamed, however the JSON is written."""
+    """The part of a body that repeats share: everything but whether it is streamed, independent of JSON formatting."""
     try:
         return endpoint.encode() + b"\0" + canonical_json(body, without=("stream", "stream_options"))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

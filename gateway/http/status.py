@@ -1,4 +1,4 @@
-"""Where a request stands: of one that is over from its record, of one that runs from the gateway that follows it."""
+"""The state of a request: from its record once it has ended, before that from the gateway that follows it."""
 
 from typing import Literal
 
@@ -22,7 +22,7 @@ State = Literal["queued", "running", "done", "failed", "cancelled"]
 
 
 async def status_of(gateway: Gateway, found: StoredRequest, base_url: str) -> Status:
-    """State and result of a request, of whatever gateway; ``base_url``: of links to generated files."""
+    """State and result of a request of any gateway; ``base_url``: of links to generated files."""
     request, record = found
     if record is None:
         return await _running(gateway, request, base_url)
@@ -43,7 +43,7 @@ def final_state(record: done.Done) -> Literal["done", "failed", "cancelled"]:
 
 
 async def _running(gateway: Gateway, request: GenerateRequest, base_url: str) -> Status:
-    """Of one that is not over: as the gateway that follows it sees it, or if none does, from the token stream."""
+    """The state of an unfinished request: from the gateway that follows it, or if none does, from the token stream."""
     seen = gateway.progress.here(request.id)
     if seen is None and request.gateway != gateway.id:
         seen = await gateway.progress.ask(request.gateway, request.id)
@@ -58,7 +58,7 @@ async def _running(gateway: Gateway, request: GenerateRequest, base_url: str) ->
 
 
 async def _collected(gateway: Gateway, request: GenerateRequest, collector: AnswerAggregator | ImageAggregator) -> bool:
-    """Give a collector what the token stream has; whether that is all of the answer."""
+    """Feed a collector from the token stream; returns whether the answer is complete."""
     inflight = await gateway.attach(request, whole=True)
     try:
         return collector.push(inflight.available())
@@ -96,7 +96,7 @@ def _collector(gateway: Gateway, request: GenerateRequest, *, late: bool) -> Ans
 
 
 async def _result(collector: AnswerAggregator | ImageAggregator, base_url: str) -> msgspec.Raw:
-    """As it was answered; images and videos always as links.
+    """The result as it was sent; images and videos always as links.
 
     Raises:
         ServingError: the request failed.

@@ -1,8 +1,9 @@
-"""Reading the token log for readers that are behind it: a few forward passes, each shared by all whom it can serve.
+"""Reads the token log for readers that have fallen behind it: a few forward passes, each shared by many readers.
 
-Who attaches to a request, or reads on after a pause, needs entries that were live once. A pass begins at the earliest
-entry that one of its readers needs, feeds all of them, and ends when they are live again. Others join it if it has
-not passed their first entry yet; else they wait for the next. So the log is read a few times, however many attach.
+A client that attaches to a request, or continues after a pause, needs entries that are no longer sent live. A pass
+begins at the earliest entry that one of its readers needs, feeds all of them, and ends when they are live again. Later
+readers join it unless it has passed their first entry; then they wait for the next. So the log is read a few times,
+however many clients attach.
 """
 
 import asyncio
@@ -23,8 +24,8 @@ from schemas.streams import CLOCK_SKEW_NS
 log = structlog.get_logger("gateway")
 
 MAX_PASSES = 3  # at once, of one gateway's tokens
-GATHER_S = 0.01  # before a pass begins, for those who come together
-PORTION = 1_000  # items decoded before others have their turn
+GATHER_S = 0.01  # before a pass begins, so that readers that arrive together share it
+PORTION = 1_000  # items decoded before other tasks run
 LOOK_AGAIN_S = 0.05  # a replica may lag behind what was republished
 LOOKS = 20
 RETRY_S = 0.25
@@ -41,7 +42,7 @@ class _Pass:
         self.seq = min(inflight.seq for inflight in self.readers)  # everything up to here was read, or is not needed
         self.since_ns = min(map(_since, self.readers))  # where it begins, if ``seq`` does not say it
         self.last: Entry | None = None  # that was read
-        self.ending = False  # nobody can join any more
+        self.ending = False  # readers can no longer join
 
     @property
     def readers(self) -> list[InflightRequest]:
@@ -68,7 +69,7 @@ class _Pass:
                 del self.by_request[inflight.request.id]
 
     def feed(self, entry: Entry) -> int:
-        """Feed one entry to those who need it; how many items it has."""
+        """Feed one entry to the readers that need it; returns how many items it has."""
         items = tokens.decode(entry.data).items
         seq, known = entry.seq, self.by_request
         for item in items:
@@ -101,7 +102,7 @@ class CatchUp:
         self.read_entries = 0
 
     def add(self, inflight: InflightRequest) -> None:
-        """Feed it what it has missed, then let it go on live; it fails if the log cannot be read."""
+        """Feed a reader what it has missed, until it is live again; it fails if the log cannot be read."""
         for running in self._passes:
             if running.serves(inflight):
                 running.add(inflight)
@@ -122,7 +123,7 @@ class CatchUp:
             self._tasks.spawn(self._gather(), name="catch-up", on_failure=self._failed)
 
     def _failed(self, error: BaseException) -> None:
-        """A pass failed in a way that nobody thought of: its requests fail, the gateway goes on."""
+        """A pass failed unexpectedly: its requests fail, the gateway keeps running."""
         log.error("catch_up_failed", exc_info=error)
         self._fail(self._waiting, error)
 
@@ -158,7 +159,7 @@ class CatchUp:
             inflight.fail(as_serving_error(error, "reading the token log"))
 
     async def _read(self, one: _Pass) -> None:
-        """Up to the present end, until all are live.
+        """Read up to the present end, until all readers are live.
 
         Raises:
             ServingError: the log cannot be read for longer than a broker takes to come back.

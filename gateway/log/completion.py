@@ -1,7 +1,7 @@
-"""Ending open answers whose request is over although the token stream has not brought its end.
+"""Ends open answers whose request has ended although the end never came through the token stream.
 
 Tokens are published without acknowledgement: the last of them can be lost with a broker's leader or with their worker's
-lease, and then nobody sends them again once the terminal event is stored. That event has the whole output.
+lease, and are not sent again once the terminal event is stored. That event has the whole output.
 """
 
 from collections.abc import Iterable
@@ -15,12 +15,12 @@ from schemas.errors import Code, ServingError
 
 log = structlog.get_logger("gateway")
 
-LOOK_S = 1.0  # an answer without news for so long, and at most twice that, is looked up
+LOOK_S = 1.0  # an answer without new items for this long, and at most twice that, is looked up
 AT_ONCE = 256
 
 
 class Completion:
-    """Call ``complete_idle`` often; it looks up open answers that had no news since it looked last."""
+    """Call ``complete_idle`` often; it looks up open answers that got no items since its last check."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
@@ -51,7 +51,7 @@ class Completion:
 
 
 def complete(inflight: InflightRequest, record: done.Done) -> None:
-    """Give an in-flight request whatever of its request's answer it does not have yet."""
+    """Give an in-flight request the rest of its answer."""
     if has_output(record):
         log.info("answer_completed_from_record", request=record.request, tokens=record.usage.completion)
         inflight.complete(done.items(record))

@@ -1,8 +1,7 @@
-"""Finding accepted requests in the log by their ids.
+"""Finds accepted requests in the log by their ids.
 
-An id tells when it was made, and so about where in the stream its request is, and names the shard that it is in: a
-round trip finds it. Requests that releases up to 0.1 accepted have no shard: those who ask for such at the same time
-share one forward read.
+An id has a time, and so about the place of its request in the stream, and determines its shard: one round trip finds
+it. Requests that releases up to 0.1 accepted have no shard; concurrent look-ups of those share one forward read.
 """
 
 import asyncio
@@ -123,7 +122,7 @@ class RequestFinder:
 def _fail(future: "asyncio.Future[GenerateRequest]", error: ServingError) -> None:
     if not future.done():
         future.set_exception(error)
-        future.exception()  # read once: whoever waits may be gone
+        future.exception()  # retrieved here: the waiter may have been cancelled
 
 
 def unknown(request_id: str) -> ServingError:

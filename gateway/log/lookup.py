@@ -1,6 +1,6 @@
-"""Finding a request by its id, for whoever may know of it: its record once it is over, its message while it runs.
+"""Finds a request by its id, if the caller may see it: its record once it has ended, its message while it runs.
 
-A few round trips, however much the log holds. Whose a request is, is decided here and nowhere else.
+A few round trips, however much the log holds. Who may see a request is decided here and nowhere else.
 """
 
 from typing import NamedTuple
@@ -30,7 +30,7 @@ class RequestLookup:
     async def find(self, request_id: str, tenant: str | None = None) -> StoredRequest:
         """
         Args:
-            tenant: who asks; None: there are no tenants at this door, and whoever has an id may use it.
+            tenant: of the caller; None: this API has no tenants, and anyone with the id may use it.
         Raises:
             ServingError: request_not_found, also if it is another tenant's; broker_unavailable.
         """
@@ -53,6 +53,6 @@ class RequestLookup:
         except ServingError as error:
             if error.code is not Code.request_not_found or record is None or request is None:
                 raise
-            # Of the prompt only its length is left.
+            # Of the prompt, only the length is recorded.
             return StoredRequest(msgspec.structs.replace(request, prompt=bytes(4 * record.usage.prompt)), record)
         return StoredRequest(whole, record or await self._records.find_unrecorded(whole))

@@ -1,4 +1,4 @@
-"""How far a running request is: asked of the gateway that follows it, as reading the log for it takes ever longer."""
+"""The progress of a running request, from the gateway that follows it: reading the log takes longer the more it has."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

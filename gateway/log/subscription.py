@@ -1,4 +1,4 @@
-"""The token stream of one gateway, ours or a dead one's, for the readers that watch it."""
+"""The token stream of one gateway, ours or one that is gone, for its readers."""
 
 import contextlib
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from schemas import tokens
 
 
 class TokenSubscription:
-    """Follows one gateway's token subject. Close it after its last inflight."""
+    """Follows one gateway's token subject. Close it after its last reader."""
 
     def __init__(self, bus: Bus, gateway: str, tasks: Tasks) -> None:
         self.gateway = gateway
@@ -46,7 +46,7 @@ class TokenSubscription:
         return self._readers.get(request_id, ())
 
     def subscribe(self, inflight: InflightRequest) -> None:
-        """Feed it from the next live entry on."""
+        """Feed a reader from the next live entry on."""
         inflight.on_behind = self.catch_up.add
         self._readers.setdefault(inflight.request.id, []).append(inflight)
 
@@ -61,7 +61,7 @@ class TokenSubscription:
                 del self._readers[inflight.request.id]
 
     def subscribe_from_start(self, inflight: InflightRequest) -> None:
-        """Feed it everything said of its request so far, then go on live."""
+        """Feed a reader all past entries of its request, then live ones."""
         inflight.fall_behind()
         self.subscribe(inflight)
         self.catch_up.add(inflight)

@@ -1,1 +1,1 @@
-"""Images and embeddings that a request names: where they are, whether they may be asked for, what they hold."""
+"""Images and embeddings that a request names: where they are, whether they may be fetched, what they contain."""

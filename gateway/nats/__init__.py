@@ -1,1 +1,1 @@
-"""The NATS door: submissions, services and numbered answers."""
+"""The NATS API: submissions, services and numbered answers."""

@@ -1,4 +1,4 @@
-"""Making a request of what a NATS client sent: once, however often and to whichever gateway it is sent."""
+"""Makes a request of a NATS client's message: once, however often and to whichever gateway it is sent."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ class RequestAcceptor:
                 except ServingError as error:
                     if error.code is not Code.request_not_found:
                         raise
-                # Whoever claimed it died before it was stored. Two that find this at once store it once: by its id.
+                # The gateway that claimed it crashed before it was stored. Two that find this at once use the same id.
                 claimed = await reclaim(self._gateway.bus, origin.tenant, name, body, request.id, claimed)
                 request = msgspec.structs.replace(request, id=claimed.request)
         inflight = await self._gateway.submit(request, owner=False)
@@ -71,7 +71,7 @@ class RequestAcceptor:
         return prepared._replace(request=request)
 
     async def _known(self, origin: Origin, name: str, body: bytes) -> AcceptedRequest | None:
-        """A repeat is answered also while nothing new is taken."""
+        """The request that a repeat means. Repeats are answered even while no new requests are accepted."""
         known = await find_claim(self._gateway.bus, origin.tenant, name)
         if known is None:
             return None

@@ -1,4 +1,4 @@
-"""Sending the answer of an accepted request, from the log: as often as asked, and again after the broker was away."""
+"""Sends the answer of an accepted request from the log, as often as asked, and again after the broker was away."""
 
 import asyncio
 import time
@@ -17,7 +17,7 @@ from schemas.errors import Code, ServingError
 from schemas.requests import GenerateRequest
 
 RECONNECT_POLL_S = 0.05
-MAX_FINISHED = 4  # finished answers rendered at once: all is there, so each takes 2 ms in each turn of the event loop
+MAX_FINISHED = 4  # finished answers rendered at once: each takes 2 ms in every turn of the event loop
 GRACE_NS = 60_000_000_000  # beyond the deadline, for a broker that is away
 
 
@@ -30,7 +30,7 @@ class AcceptedRequest(NamedTuple):
 
 
 class AnswerDelivery:
-    """Whatever it sends follows from the log."""
+    """Sends answers. Everything that it sends is derived from the log."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -46,7 +46,7 @@ class AnswerDelivery:
         return AcceptedRequest(request, record)
 
     async def deliver(self, accepted: AcceptedRequest, replies: ReplyPublisher) -> str:
-        """Send an answer to its end, following it while it runs; the code for the metrics.
+        """Send an answer to its end, following it while it runs; returns the code for the metrics.
 
         Raises:
             ServingError: the log cannot be read.
@@ -59,7 +59,7 @@ class AnswerDelivery:
             if code is not None:
                 return code
             await self._wait_connected(request.deadline_ns + GRACE_NS)
-            # What its in-flight request held was sent to nobody: the log still has it.
+            # The buffered items were never received; the log still has them.
             accepted = AcceptedRequest(request, accepted.record or await self._gateway.records.find(request.id))
             if not replies.durable:
                 return "cut"
@@ -69,7 +69,7 @@ class AnswerDelivery:
         return not self._bus.connected or self._bus.reconnects != links
 
     async def _send(self, accepted: AcceptedRequest, replies: ReplyPublisher, links: int) -> str | None:
-        """Once through the answer; None: the link to the broker broke meanwhile."""
+        """Send the answer once; None: the connection to the broker broke meanwhile."""
         if accepted.record is None or replies.waits_for_subscriber:
             return await self._send_messages(accepted, replies, links)
         async with self._finished:

@@ -1,7 +1,7 @@
-"""The one order in which the tokens of several choices are sent, however they were computed and read. Pure.
+"""The order in which the tokens of several choices are sent, however they were computed and read. Pure.
 
-Choices take turns, one token each, then their end: the order follows from the answer alone. The token log has another
-one each time a choice is preempted or another worker continues it, and the record has none.
+Choices take turns, one token each, then their end, so the order depends on the answer only. In the token log it changes
+whenever a choice is preempted or another worker continues it, and the record has none.
 """
 
 from collections import deque

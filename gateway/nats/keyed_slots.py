@@ -1,4 +1,4 @@
-"""How many answers of one key are sent at once: a client that repeats itself must not hold up others."""
+"""Limits how many answers of one key are sent at once: a client's repeats must not delay other clients."""
 
 import asyncio
 from collections.abc import AsyncIterator, Hashable

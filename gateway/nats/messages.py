@@ -1,6 +1,6 @@
 """An answer as numbered messages: 0, 1, 2 … without gaps, the same from every gateway. Pure.
 
-A streamed answer has one message per event that the HTTP door would write, several choices in one fixed order
+A streamed answer has one message per event that the HTTP API would write, several choices in one fixed order
 (``gateway.nats.interleave``); any other answer is one message.
 """
 
@@ -24,7 +24,7 @@ _json = msgspec.json.encode
 
 
 class AnswerMessage(NamedTuple):
-    """One message of an answer. ``number`` -1: it is not part of one, but says why there is none."""
+    """One message of an answer. ``number`` -1: it is not part of an answer, but an error instead of one."""
 
     number: int
     body: bytes

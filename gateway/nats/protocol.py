@@ -1,4 +1,4 @@
-"""What NATS clients write: whose subject it is, how an answer is wanted, and which request is meant. Pure."""
+"""Parses what NATS clients send: the tenant of a subject, the form of the answer, the request that is meant. Pure."""
 
 import re
 from hashlib import sha256
@@ -15,7 +15,7 @@ STREAM = "stream"
 STREAM_USAGE = "stream+usage"
 
 MAX_MESSAGE_ID = 255
-MAX_REPLY = 512  # characters of a reply subject; the server cuts whoever sends a line of more than 4,096
+MAX_REPLY = 512  # characters of a reply subject; the server disconnects clients that send lines above 4,096
 _SUBJECT = re.compile(r"[!-)+-\-/-=?-~]+(\.[!-)+-\-/-=?-~]+)*")  # tokens of visible ASCII, without wildcards
 
 
@@ -60,7 +60,7 @@ class RequestShape(msgspec.Struct):
 
 
 def shape_of(body: bytes) -> RequestShape:
-    """Of any body: preparing one that is no JSON object says what is wrong."""
+    """The shape of any body; the error of one that is not a JSON object is reported when it is prepared."""
     try:
         return msgspec.json.decode(body, type=RequestShape)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -105,7 +105,7 @@ def parse_headers(headers: dict[str, str], namespace: str) -> SubmitHeaders:
 
 
 def is_reply_subject(subject: str, namespace: str) -> bool:
-    """Whether clients may read there, and nothing but an answer can come of it."""
+    """Whether clients may read this subject, and a message there can have no other effect."""
     return (
         subject.startswith(("_INBOX.", f"{namespace}.reply."))
         and len(subject) <= MAX_REPLY

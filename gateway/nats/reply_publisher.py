@@ -1,4 +1,4 @@
-"""Where the messages of one answer are sent: subjects that a client reads, possibly through its tenant's account."""
+"""Publishes the messages of one answer to subjects that a client reads, possibly through its tenant's account."""
 
 import asyncio
 import time
@@ -11,7 +11,7 @@ from schemas.subjects import HEADER_REQUEST
 
 INTEREST_S = 5.0  # nats-py's clients reconnect within 2 s of the broker's return
 PROBE_S = 0.1
-CHECK_EVERY = 32  # messages after which, as after CHECK_S, the broker is asked whether anybody is subscribed
+CHECK_EVERY = 32  # messages after which, as after CHECK_S, the broker is asked whether there is a subscriber
 CHECK_S = 1.0
 
 
@@ -20,11 +20,11 @@ class ReplyPublisher:
     Args:
         first, until: numbers of the first and last message to send.
         durable: the subjects survive a restart of the broker. The broker's own reply subjects do not.
-        check_interest: set ``unread`` once nobody has been subscribed for ``INTEREST_S``; then ``close`` it.
+        check_interest: set ``unread`` once there was no subscriber for ``INTEREST_S``; requires ``close``.
 
     Attributes:
         reports_end: the end of an answer is sent also if it lies before ``first``.
-        unread: nobody reads the answer.
+        unread: the answer has no reader.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class ReplyPublisher:
         self._subscriber_required = True
 
     async def _send_until_received(self, body: bytes, headers: dict[str, str]) -> bool:
-        """Send until somebody is subscribed, for at most ``INTEREST_S``; False: nobody was."""
+        """Send until there is a subscriber, for at most ``INTEREST_S``; False: there was none."""
         inbox, no_responders = self._bus.nc.new_inbox(), asyncio.Event()
 
         async def on_no_responders(message: object) -> None:

@@ -1,4 +1,4 @@
-"""Request/reply of NATS clients: ask (run now), read (an answer again, from any number on), cancel."""
+"""Request/reply over NATS: ask (run now), read (an answer again, from any message number on), cancel."""
 
 import contextlib
 from collections import Counter
@@ -34,7 +34,7 @@ _json = msgspec.json.encode
 
 
 class Services:
-    """Gateways share the work as one queue group; what only another model's gateway can do is passed to it."""
+    """Gateways share the calls as one queue group; a call for another model is passed to a gateway of that model."""
 
     def __init__(
         self, gateway: Gateway, table: TenantTable, acceptor: RequestAcceptor, delivery: AnswerDelivery, tasks: Tasks
@@ -65,7 +65,7 @@ class Services:
             self._subs.append(await self._nc.subscribe(subject, queue=QUEUE, cb=handle))
 
     async def close(self, timeout: float) -> None:
-        """Take no more; those that run are cut. Their clients read on at another gateway."""
+        """Take no more calls and cut off those that run. Their clients continue at another gateway."""
         for sub in self._subs:
             if not self._nc.is_closed:
                 await sub.unsubscribe()
@@ -107,7 +107,7 @@ class Services:
         *,
         number: int,
     ) -> None:
-        # The broker's own reply subjects do not outlive a restart of it; those of its own account's clients do.
+        # The broker's own reply subjects do not survive its restart; those of clients in our own account do.
         replies = ReplyPublisher(self._bus, [message.reply] if message.reply else [], durable=origin.direct)
 
         async def run() -> None:
@@ -157,7 +157,7 @@ class Services:
 
     @contextlib.contextmanager
     def _read_slot(self) -> Iterator[None]:
-        """One more call that looks something up.
+        """Count one more look-up.
 
         Raises:
             ServingError: queue_full.

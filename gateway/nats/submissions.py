@@ -1,8 +1,8 @@
-"""Durable submissions: each tenant's stream is pulled, and a submission acknowledged when its answer was sent.
+"""Durable submissions: pulled from each tenant's stream, and acknowledged when the answer was sent.
 
-If this gateway dies, another one gets it again, finds the request that was made of it, and sends the answer from the
-start. A repeat within the stream's duplicate window is stored by nobody, so submissions are received beside the stream
-as well, and whoever answers the first one answers the repeat.
+If this gateway crashes, the submission is delivered to another one, which finds the request that was made of it and
+sends the answer from the start. The stream discards a repeat within its duplicate window, so gateways also subscribe to
+the subject itself, and the one that answers the first submission answers the repeat.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ _AGAIN = (Code.shutting_down, Code.broker_unavailable)
 
 
 class _Delivery:
-    """One submission that is being answered here, or was a moment ago."""
+    """One submission that is being answered here, or was until a moment ago."""
 
     __slots__ = ("accepted", "body", "ended", "reply", "reply_subjects")
 
@@ -57,7 +57,7 @@ class _Delivery:
 
 
 class _SeenSubmission(NamedTuple):
-    """A submission that passed by."""
+    """A submission that was received from the subject, beside the stream."""
 
     at: float
     headers: dict[str, str]
@@ -65,7 +65,7 @@ class _SeenSubmission(NamedTuple):
 
 
 class Submissions:
-    """Tenants are added and removed as they come and go; ``close`` leaves what is unfinished to other gateways."""
+    """Answers the submissions of all tenants; ``close`` leaves unfinished ones to other gateways."""
 
     def __init__(self, gateway: Gateway, acceptor: RequestAcceptor, delivery: AnswerDelivery, tasks: Tasks) -> None:
         self._gateway = gateway
@@ -105,7 +105,7 @@ class Submissions:
             self._tasks.spawn(puller.close(), name=f"submit-remove-{tenant}")
 
     async def close(self, timeout: float) -> None:
-        """Take no more, give those that run ``timeout`` seconds, and leave the rest to other gateways."""
+        """Take no more, wait ``timeout`` seconds for those that run, and leave the rest to other gateways."""
         if self._sub is not None and not self._nc.is_closed:
             await self._sub.unsubscribe()
         for puller in self._pullers.values():
@@ -120,7 +120,7 @@ class Submissions:
                 await self._nc.publish(one.reply, NAK)
 
     def _room(self) -> int:
-        """None while the queue is full: submissions are durable where they are, and wait there."""
+        """How many more to pull; 0 while the queue is full: submissions wait durably in their stream."""
         return max(0, MAX_OPEN - len(self._open)) if self._gateway.accepts_submissions() else 0
 
     # --- from the stream ---
@@ -151,7 +151,7 @@ class Submissions:
             self._tasks.spawn(puller.top_up(), name="submit-top-up")
 
     async def _serve(self, message: Any, at: tuple[str, int], entry: _Delivery, origin: Origin) -> None:
-        """Answer one submission, and say to its stream what became of it."""
+        """Answer one submission, then acknowledge it or have it delivered again."""
         code, verdict = "ok", ACK
         candidate = new_request_id()
         message_id = str((message.headers or {}).get(HEADER_MSG_ID, ""))
@@ -181,7 +181,7 @@ class Submissions:
                 verdict = NAK if error.code is Code.shutting_down else LATER
             else:
                 await replies.send(failure(error, -1 if isinstance(error, Conflict) else 0))
-        except Exception as error:  # not again and again from one gateway to the next
+        except Exception as error:  # else every gateway would try and fail in turn
             code = Code.internal.value
             log.exception("submission_failed", stream=at[0], sequence=at[1], error=repr(error))
             await replies.send(failure(as_serving_error(error, "the submission")))
@@ -203,13 +203,13 @@ class Submissions:
                 for entry in list(self._open.values()):
                     if self._bus.connected:
                         await self._nc.publish(entry.reply, IN_PROGRESS)
-            except NatsError as error:  # the link broke; the deliveries come again
+            except NatsError as error:  # the connection broke; they are delivered again
                 log.debug("renewal_failed", error=repr(error))
 
     # --- repeats that the stream may have discarded ---
 
     async def _on_submission_seen(self, message: Any) -> None:
-        """Every submission passes here, also on the gateways that do not answer it."""
+        """Called for every submission, also on gateways that do not answer it."""
         headers = message.headers
         message_id = headers.get(HEADER_MSG_ID) if headers else None
         if not message_id:
@@ -228,7 +228,7 @@ class Submissions:
             self._repeats.popitem(last=False)
 
     def _remember(self, key: _Key, entry: _Delivery, origin: Origin) -> None:
-        """From now on repeats come to ``_handle_repeat``; those that were received before this delivery do now."""
+        """Pass repeats to ``_handle_repeat`` from now on, and those that were received before this delivery at once."""
         self._recent[key] = entry
         self._recent.move_to_end(key)
         for seen in self._repeats.pop(key, [])[1:]:  # the first is this submission itself

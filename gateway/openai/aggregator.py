@@ -1,4 +1,4 @@
-"""Token items become one JSON response, as chat completions and completions without streaming have it. Pure."""
+"""Collects token items into one JSON response, for completions and chat completions without streaming. Pure."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -157,6 +157,6 @@ class AnswerAggregator:
         return self._in_slices([b'{"content":', *content, b"}"])
 
     def _in_slices(self, slices: list[bytes]) -> Any:
-        """A placeholder in the place of a struct: call it in the order in which the JSON has them."""
+        """A placeholder for a struct; call it in the order in which the structs appear in the JSON."""
         self._sliced.append(slices)
         return PLACEHOLDER

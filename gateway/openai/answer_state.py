@@ -1,4 +1,4 @@
-"""How far an answer is: state of its choices, usage, failure. Shared by streamed and whole answers."""
+"""The state of an answer: its choices, usage, failure. Shared by streamed and whole answers."""
 
 from gateway.openai.common import CHAT
 from gateway.openai.responses import PromptTokensDetails, UsageBody, serving_error
@@ -33,7 +33,7 @@ class ChoiceState:
         self.finish: Finish | None = None
 
     def finish_reason(self, parser: AnswerParser | None = None) -> str:
-        """For the client, once the choice has ended. ``parser``: of its text, if it was parsed."""
+        """The finish reason of an ended choice. ``parser``: of its text, if it was parsed."""
         assert self.finish is not None
         reason = self.finish.reason
         return "tool_calls" if reason == "stop" and parser is not None and parser.has_calls else reason

@@ -1,7 +1,7 @@
-"""JSON of large lists, encoded in slices and never put together in one piece.
+"""JSON of large lists, encoded in slices that are never joined.
 
 One call of the encoder, or one copy of a large string, holds the interpreter until it returns, also in a thread: 10 MB
-of log-probabilities in one call stop the event loop for 50 to 100 ms. Between two slices the event loop has its turn.
+of log-probabilities in one call block the event loop for 50 to 100 ms. Between two slices the event loop runs.
 """
 
 from collections.abc import Iterable, Sequence

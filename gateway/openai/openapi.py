@@ -129,7 +129,7 @@ OPERATIONS = (
         "/v1/requests/{id}",
         "Cancel a request",
         response=CancelResponse,
-        success=((202, "the request is being cancelled"), (200, "it is over; `state` tells how it ended")),
+        success=((202, "the request is being cancelled"), (200, "it has ended; `state` is how")),
         errors=(Code.request_not_found,),
         parameters=(_ID,),
     ),

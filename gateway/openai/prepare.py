@@ -59,7 +59,7 @@ def prepare_chat(
     body = parse_chat(data)
     _check_model(body.model, context)
     prompt = chat_prompt(body, context)
-    options = resolve_options(body, prompt.min_tokens, context, seed)  # also before media are fetched in vain
+    options = resolve_options(body, prompt.min_tokens, context, seed)  # before media are fetched for an invalid body
     if prompt.media:
         deadline_s = resolve_deadline_s(body, context.default_deadline_s)
         return PendingMediaRequest(body, prompt, deadline_s, now_ns, request_id)

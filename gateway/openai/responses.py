@@ -208,7 +208,7 @@ class Status(Struct, frozen=True, omit_defaults=True):
     output_tokens: int = 0  # images and videos: denoising steps done
     result: Any = None
     error: ErrorDetail | None = None
-    client_request_id: str = ""  # what the client called it in its own X-Request-Id
+    client_request_id: str = ""  # the client's own X-Request-Id
 
 
 def error_body(error: ServingError) -> ErrorBody:

@@ -1,4 +1,4 @@
-"""Token items become server-sent events. Pure.
+"""Renders token items as server-sent events. Pure.
 
 Everything shown is a function of each choice's tokens, so another gateway that is given the same items writes the same
 events and can continue after any of them. Items come from ``schemas.reassembly.TokenReassembler``: in order, each token

@@ -1,6 +1,6 @@
 """The tenants' accounts in the server's configuration: what the pipeline exports, and what a tenant imports of it.
 
-A tenant's account holds its users and its inboxes. The subjects of the NATS door lead from it into the pipeline's
+A tenant's account holds its users and its inboxes. The subjects of the NATS API lead from it into the pipeline's
 account with the tenant's name put in, and back; nothing else does.
 """
 

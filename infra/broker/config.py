@@ -1,7 +1,7 @@
 """The generated nats-server configuration: a pure function from settings and secrets to text.
 
 One account (``APP``) holds the application, with one user per role that may use only the subjects its role
-needs; a second (``SYS``) hears connects and disconnects; each tenant of the NATS door has its own (``accounts``).
+needs; a second (``SYS``) sees connects and disconnects; each tenant of the NATS API has its own (``accounts``).
 A process of role ``r`` connects with the inbox prefix ``_INBOX_r``, so that no role can read another's replies.
 """
 

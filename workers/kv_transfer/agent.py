@@ -30,7 +30,7 @@ class Agent(Protocol):
         """
 
     def remove(self, name: str) -> None:
-        """Forget a peer, known or not. Its transfers must have ended: their end could not be seen afterwards."""
+        """Forget a peer, known or not. Its transfers must have ended: their end could not be observed afterwards."""
 
     def post(self, op: str, peer: str, move: CopyOp) -> Any:
         """Start a "READ" or "WRITE"; may copy everything before it returns. Returns its handle.
@@ -43,7 +43,7 @@ class Agent(Protocol):
         """Whether it has completed.
 
         Raises:
-            PeerLost: it has failed; no byte of it moves any more.
+            PeerLost: it has failed; no more bytes are moved.
         """
 
     def release(self, handle: Any) -> None:
@@ -56,4 +56,4 @@ class Agent(Protocol):
         """Drive peers' transfers and connections."""
 
     def close(self) -> None:
-        """Close it and its connections: afterwards nothing it posted moves, and no peer reaches its pools."""
+        """Close it and its connections: afterwards none of its transfers moves bytes, and no peer reaches its pools."""

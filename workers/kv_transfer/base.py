@@ -36,8 +36,8 @@ class TransferError(Exception):
     blocks have another owner by now), "refused" (these blocks can never move: wrong layout, ids, version, metadata),
     "unavailable" (this transport is closed or broken).
 
-    ``settled`` is done when the *local* blocks of the transfer may be used again. It says nothing
-    of the peer's blocks after a failed write: what has left this process is still written there (``drained``).
+    ``settled`` is done when the *local* blocks of the transfer may be used again. It does not cover
+    the peer's blocks after a failed write: what has left this process is still written there (``drained``).
     """
 
     def __init__(self, cause: Cause, message: str, settled: "Future[None] | None" = None) -> None:

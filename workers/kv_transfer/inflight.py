@@ -130,14 +130,14 @@ class InflightTransfers:
         self._peers.lost(agent)
 
     def drain(self, future: "Future[None]") -> None:
-        """Complete the future when this agent has been driven for so long that nothing old can arrive any more."""
+        """Complete the future when this agent has been driven for long enough that no old bytes can arrive any more."""
         if self._closed:
             future.set_result(None)
         else:
             self._drains.append(_Drain(DRAIN_S, future))
 
     def step(self, now: float, clock: Callable[[], float]) -> bool:
-        """Drive everything once; whether anything began or ended."""
+        """Drive everything once; returns whether anything began or ended."""
         self.agent.progress()
         self._drain(min(now - self._stepped, TICK_S))
         self._stepped = now
@@ -154,7 +154,7 @@ class InflightTransfers:
         """Replace the agent: only that ends a transfer whose peer is stopped.
 
         Raises:
-            TransportUnavailable: there is none any more.
+            TransportUnavailable: no new agent can be made.
         """
         if self._closed:
             return
@@ -229,7 +229,7 @@ class InflightTransfers:
         transfer.at_risk = len(request.local)
 
     def _advance(self, transfer: _Transfer, clock: Callable[[], float]) -> bool:
-        """Post the next piece, or poll the one posted; whether either made progress."""
+        """Post the next piece, or poll the one posted; returns whether either made progress."""
         posted = transfer.handle is None
         try:
             if posted and not self._post_next(transfer):
@@ -277,7 +277,7 @@ class InflightTransfers:
         return True
 
     def _reload(self, transfer: _Transfer) -> bool:
-        """Load the peer again, once: it may be alive, and only the earlier connection dead."""
+        """Load the peer again, once: it may be running, and only the earlier connection broken."""
         if transfer.reloaded:
             return False
         transfer.reloaded = True

@@ -1,9 +1,9 @@
 """The peers that are loaded into the agent, and when one may be removed again.
 
-A peer is loaded once, for as long as it lives: loading and removing per request would leak a file descriptor each time.
-After an error it is removed before it is loaded again, but only when all its transfers have ended: afterwards the
-library could not tell their end. Metadata are compared with their digest first, because one damaged blob makes a name
-unusable until the agent is closed.
+A peer is loaded once, until it ends: loading and removing per request would leak a file descriptor each time. After an
+error it is removed before it is loaded again, but only when all its transfers have ended: afterwards the library could
+not report their end. Metadata are compared with their digest first, because one damaged blob makes a name unusable
+until the agent is closed.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ DIGEST_BYTES = 16
 
 
 def digest(metadata: bytes) -> bytes:
-    """What ``Endpoint.digest`` must be."""
+    """The value of ``Endpoint.digest``."""
     return blake3(metadata).digest(length=DIGEST_BYTES)
 
 
@@ -31,7 +31,7 @@ class _Peer:
 
 
 class LoadedPeers:
-    """Of one agent; used in its thread."""
+    """The peers of one agent; used in its thread."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -69,7 +69,7 @@ class LoadedPeers:
         self._peers[peer.agent] = _Peer(peer.digest)
 
     def usable(self, name: str) -> bool:
-        """Whether something may be posted now, ``load`` having succeeded some time ago."""
+        """Whether a transfer may be posted now, after an earlier ``load``."""
         return name in self._peers and not self._peers[name].ending
 
     def posted(self, name: str) -> None:
@@ -88,7 +88,7 @@ class LoadedPeers:
         self._remove(name)
 
     def lost(self, name: str) -> None:
-        """The peer has gone or must be loaded again; unknown names are ignored."""
+        """The peer has ended or must be loaded again; unknown names are ignored."""
         if peer := self._peers.get(name):
             peer.ending = True
             self._remove(name)

@@ -1,7 +1,7 @@
 """An agent that moves bytes within one process and behaves as between two; for tests.
 
-A ``LoopbackNetwork`` stands for what lies between the agents. An agent in it can be killed or stalled: a transfer
-posted to a stalled agent does not complete until the agent resumes; then the bytes move even if nobody waits for them.
+A ``LoopbackNetwork`` connects the agents. An agent in it can be killed or stalled: a transfer posted to a stalled agent
+does not complete until the agent resumes; then the bytes move even if nothing waits for them.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ VERSION = "1.0"
 
 
 class LoopbackNetwork:
-    """The agents that can reach each other. ``host``: what their endpoints say; "" makes ``path_between`` a write."""
+    """The agents that can reach each other. ``host``: of their endpoints; "" makes ``path_between`` a write."""
 
     def __init__(self, host: str = "loopback") -> None:
         self.host = host

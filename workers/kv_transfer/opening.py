@@ -28,7 +28,7 @@ def open_transport(
         on_renewed: called in the transport's thread when the agent had to be replaced, with the endpoint that peers
             need from then on.
         quarantine_s: how long a transfer that timed out may stay unfinished before the agent is replaced.
-        network: what the agents of "loopback" are in.
+        network: connects the agents of "loopback".
 
     Raises:
         TransportUnavailable: what to install, or what failed when it was tried.

@@ -11,7 +11,7 @@ SMALLEST_BYTES = 4096
 
 
 class ScratchBuffers:
-    """Buffers of one agent, kept as long as it lives. Free one only when nothing can write to it any more."""
+    """Buffers of one agent, kept until it is closed. Free one only when nothing can write to it any more."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent

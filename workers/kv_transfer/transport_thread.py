@@ -138,7 +138,7 @@ class TransportThread:
                 log.warning("transfer_thread_join_timeout", agent=self._name)
 
     def _submit(self, request: TransferRequest) -> "Future[TransferResult]":
-        request.future.set_running_or_notify_cancel()  # from here on nobody can cancel it, as nobody can the transfer
+        request.future.set_running_or_notify_cancel()  # from here on it cannot be cancelled, as the transfer cannot
         if not self._command(lambda transfers: transfers.start(request, time.monotonic())):
             request.future.set_exception(TransferError("unavailable", f"transport {self._name}: {self._closed}"))
         return request.future

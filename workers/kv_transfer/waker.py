@@ -1,4 +1,4 @@
-"""How an agent's thread sleeps: until a command comes, the agent has something to do, or a time has passed."""
+"""How an agent's thread sleeps: until there is a command, the agent has something to do, or a time has passed."""
 
 import contextlib
 import os
@@ -33,7 +33,7 @@ class Waker:
             os.write(self._write, b"\0")
 
     def sleep(self, seconds: float) -> bool:
-        """Sleep at most so long; whether a watched descriptor ended it. Below a millisecond nothing ends it early."""
+        """Sleep; returns whether a watched descriptor ended it. A sleep below a millisecond cannot end early."""
         if seconds < POLL_FLOOR_S:
             time.sleep(seconds)
             return False

@@ -2,7 +2,7 @@
 
 If ``PROMETHEUS_MULTIPROC_DIR`` is set at start, prometheus_client writes each process's values to a file in the
 directory that the variable names when the value is created. Each worker uses a directory of its own, so that neither
-other workers nor dead ones are added up.
+other workers nor ended ones are included.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ def own_directory(
 ) -> Iterator[Path | None]:
     """Point the variable to a new directory, removed when the block ends; None: the variable is not set.
 
-    Enter it before the first value is created and the first process is started. Removes what dead workers left.
+    Enter it before the first value is created and the first process is started. Removes the files of ended workers.
 
     Raises:
         ValueError: the directory cannot be made.

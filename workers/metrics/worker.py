@@ -43,16 +43,16 @@ class Metrics:
         self.logits_errors = Gauge(
             "penstock_worker_logits_errors", "calls of logits processors that failed, since start", registry=registry
         )
-        self.unsent = Gauge("penstock_worker_unsent_bytes", "output the broker could not take yet", registry=registry)
+        self.unsent = Gauge("penstock_worker_unsent_bytes", "output not yet sent to the broker", registry=registry)
         self.tasks = Gauge("penstock_worker_tasks", "asyncio tasks, counted when asked", registry=registry)
 
-        self.leases = Gauge("penstock_handoff_open_leases", "blocks of ours promised to others", registry=registry)
+        self.leases = Gauge("penstock_handoff_open_leases", "leases on blocks for other workers", registry=registry)
         self.pinned = Gauge("penstock_handoff_pinned_blocks", "blocks held under those leases", registry=registry)
         self.states = Counter("penstock_handoff_events", "lines of the ledger", ["state"], registry=registry)
-        self.moved = Counter("penstock_handoff_read_bytes", "taken over from other workers", registry=registry)
+        self.moved = Counter("penstock_handoff_read_bytes", "bytes read from other workers", registry=registry)
         self.moving = Histogram(
             "penstock_handoff_read_seconds",
-            "time to take over the blocks of one request",
+            "time to read the blocks of one request",
             registry=registry,
             buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5),
         )

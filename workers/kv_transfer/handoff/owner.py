@@ -119,7 +119,7 @@ class Owner:
                 self._pushed(pin)
 
     async def _settle(self, pin: Pin, error: TransferError) -> None:
-        """The blocks are still read until the transfer has really ended."""
+        """Free the blocks only when the transfer has really ended: until then they are read."""
         await asyncio.wait([asyncio.wrap_future(error.settled)])
         self._pushed(pin)
 
@@ -132,7 +132,7 @@ class Owner:
         self._engine.call(pin.free)
 
     def sweep(self, now: float) -> None:
-        """Several times a second: end leases whose time has passed."""
+        """End expired leases; called several times a second."""
         for pin, free in self._pins.expired(now):
             ticket = self._tickets.pop(pin.ticket)
             self._ledger.record(ticket, "expired", pin.target, blocks=len(pin.blocks))
@@ -141,7 +141,7 @@ class Owner:
                 self._free(pin)
 
     def lost(self, worker: str) -> None:
-        """A reader has gone: no other worker can use its tickets."""
+        """A reader has left: no other worker can use its tickets."""
         for ticket_id in [t for t in self._tickets if (pin := self._pins.get(t)) is not None and pin.target == worker]:
             self._end(ticket_id, "peer_lost")
 

@@ -1,4 +1,4 @@
-"""Watches the workers that blocks move to and from: connects to new ones ahead of use, forgets those that have gone."""
+"""Watches the workers that blocks move to and from: connects to new ones before they are used, forgets lost ones."""
 
 import asyncio
 import functools
@@ -48,7 +48,7 @@ class PeerWatcher:
         await self._following.aclose()
 
     def sweep(self) -> None:
-        """Several times a second: expire leases."""
+        """Expire leases; called several times a second."""
         self._watch.expire()
 
     def _joined(self, member: RegisteredWorker) -> None:

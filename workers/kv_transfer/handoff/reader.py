@@ -24,7 +24,7 @@ log = structlog.get_logger("handoff")
 
 RELEASE_S = 1.0
 RELEASE_ATTEMPTS = 3
-GRACE_S = 0.5  # an owner may reply to a push so much later than the transfer timeout
+GRACE_S = 0.5  # how much later than the transfer timeout an owner may reply to a push
 
 
 class Reader:
@@ -83,7 +83,7 @@ class Reader:
         self._ledger.record(ticket, "read", self._worker, blocks=len(positions), bytes=moved, seconds=seconds)
 
     def record_fetched(self, ticket: Ticket, seconds: float) -> None:
-        """The engine has fetched what a ticket without blocks stands for."""
+        """The engine has fetched the KV of a ticket without blocks."""
         self._ledger.record(ticket, "read", self._worker, seconds=seconds)
 
     async def _read(
@@ -146,7 +146,7 @@ class Reader:
         answer: "asyncio.Future[Pushed] | None",
         settled: "concurrent.futures.Future[None]",
     ) -> None:
-        """Until the owner replies that it no longer writes, or this agent, and with it all writes to it, is renewed."""
+        """Wait until the owner replies that it no longer writes, or this agent is renewed, which ends its writes."""
         try:
             over = False
             if answer is None:
@@ -171,7 +171,7 @@ class Reader:
             pending[1].set_result(Pushed("refused", f"the owner's answer cannot be read: {error}", settled=False))
 
     def lost(self, worker: str) -> None:
-        """An owner has gone: it will not reply."""
+        """An owner has left: it will not reply."""
         for owner, answer in self._pushes.values():
             if owner == worker and not answer.done():
                 answer.set_result(Pushed("peer_lost", "the owner of the blocks is gone", settled=False))
@@ -187,7 +187,7 @@ class Reader:
         settled.add_done_callback(record_settled)
 
     def release(self, ticket: Ticket) -> None:
-        """Tell the owner that the ticket is no longer needed. If that fails, the lease expires."""
+        """Release the ticket at its owner. If that fails, the lease expires."""
         self._spawn(self._release(ticket))
 
     async def _release(self, ticket: Ticket) -> None:

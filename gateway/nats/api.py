@@ -1,4 +1,4 @@
-"""The NATS door of a gateway: submissions, services and the table of tenants, opened and closed together."""
+"""The NATS API of a gateway: submissions, services and the table of tenants, opened and closed together."""
 
 import asyncio
 
@@ -13,8 +13,8 @@ from infra.bus.tasks import Tasks
 CUT_S = 1.0
 
 
-class NatsDoor:
-    """``tasks``: of the process; a failure of the door's upkeep ends it in order."""
+class NatsApi:
+    """``tasks``: of the process; if one of the background tasks fails, the process shuts down."""
 
     def __init__(self, gateway: Gateway, tasks: Tasks) -> None:
         self._tasks = tasks.group("nats")
@@ -34,7 +34,7 @@ class NatsDoor:
         await self._services.start()
 
     async def close(self, timeout: float) -> None:
-        """Take nothing more, give submissions ``timeout`` seconds; the rest is left to other gateways."""
+        """Take nothing more and wait ``timeout`` seconds for open submissions; the rest is left to other gateways."""
         await asyncio.gather(self._services.close(CUT_S), self._submissions.close(timeout))
         await self._table.stop()
         await self._tasks.aclose()
