@@ -72,6 +72,7 @@ COMMANDS = {
     "leases": Command("KV blocks that workers hold for each other right now", "infra.timeline.leases:run"),
     "top": Command("watch a running deployment in the terminal", "infra.operate.top:run"),
     "dashboard": Command("show a deployment in the browser", "infra.dashboard.main:run"),
+    "doctor": Command("find what is wrong, and how to mend it", "infra.operate.doctor.main:run"),
     "drain": Command("take workers out of service without failing a request", "infra.operate.drain:run"),
     "restart": Command("restart processes of `penstock up`, one after the other", "infra.operate.restart:run"),
     "forget": Command("delete what the log holds of requests that have ended", "infra.operate.forget:run"),

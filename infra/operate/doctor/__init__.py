@@ -1,0 +1,1 @@
+"""``penstock doctor``: one check for each cause of trouble, with its fix."""

@@ -1,0 +1,190 @@
+"""Checks of what runs: gateways, routers, workers, and the way of KV events from an engine to the routers' index."""
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+import msgspec
+
+from infra.broker.jetstream_api import request
+from infra.bus.connection import Bus
+from infra.launch.http import get
+from infra.launch.state import Running, State
+from infra.operate.doctor.finding import Finding, ok, problem, warning
+from infra.operate.observe import CLASSES
+from infra.operate.workers import registrations
+from schemas.fleet import Registration
+from schemas.fleet import State as WorkerState
+
+FULL = 0.95
+_SAMPLE = re.compile(r"^(\w+)(?:\{[^}]*\})? ([0-9.e+-]+)$", re.MULTILINE)
+
+
+def check_processes(state: State) -> list[Finding]:
+    """Whether everything that ``penstock up`` supervises runs."""
+    down = [process for process in state.processes if process.pid is None and not process.drained]
+    drained = [process.name for process in state.processes if process.drained]
+    found = [
+        problem("processes", f"{each.name} does not run at the moment", f"its log says why: logs/{each.name}.log")
+        for each in down
+    ]
+    if drained:
+        names = " ".join(drained)
+        found.append(warning("processes", f"drained: {names}", f"`penstock restart {names}` starts them again"))
+    return found or [ok("processes", f"all {len(state.processes)} run")]
+
+
+async def check_gateways(urls: Sequence[str]) -> list[Finding]:
+    """Whether each gateway could serve a request, and what it says is missing."""
+
+    class Answer(msgspec.Struct):
+        reasons: tuple[str, ...] = ()
+
+    found = []
+    for url in urls:
+        parts = urlsplit(url)
+        status, body = await get(parts.hostname or "", parts.port or 80, "/health/ready")
+        if status == 200:
+            found.append(ok("gateway", f"{url} is ready"))
+        elif not status:
+            fix = "check that it runs and that the port is open between here and there"
+            found.append(problem("gateway", f"{url} does not answer", fix))
+        else:
+            try:
+                reasons = msgspec.json.decode(body, type=Answer).reasons
+            except msgspec.MsgspecError:
+                reasons = ()
+            what = "; ".join(reasons) or body.decode(errors="replace")[:200]
+            found.append(problem("gateway", f"{url} is not ready: {what}", "mend what it names"))
+    return found
+
+
+async def check_fleet(bus: Bus, state: State | None) -> list[Finding]:
+    """Routers, workers and what is between them, as the broker sees them.
+
+    Raises:
+        ServingError, BrokerProblem: the broker does not answer.
+    """
+    found = await _routers(bus)
+    workers = await registrations(bus)
+    found += check_workers(workers)
+    found += await _kv_events(bus, workers, state)
+    return found
+
+
+async def _routers(bus: Bus) -> list[Finding]:
+    stream = bus.subjects.stream("REQUESTS")
+    pulls = held = unread = 0
+    for priority in CLASSES:
+        info = await request(bus.nc, f"CONSUMER.INFO.{stream}.router-{priority}", {})
+        pulls += info.get("num_waiting", 0)
+        held += info["num_ack_pending"]
+        unread += info["num_pending"]
+    if not pulls:
+        what = "no router takes requests" + (f"; {unread} wait" if unread else "")
+        return [problem("router", what, "start one: `penstock router`")]
+    waiting = f"; {held} requests wait for a worker" if held else ""
+    return [ok("router", f"requests are taken{waiting}")]
+
+
+def check_workers(workers: Sequence[Registration]) -> list[Finding]:
+    """Whether the registered workers can serve their models, and how well."""
+    if not workers:
+        fix = "start one: `penstock worker --model DIR`; if one runs, its log says why it is not registered"
+        return [problem("workers", "none is registered", fix)]
+    by_model: dict[str, list[Registration]] = defaultdict(list)
+    for each in workers:
+        by_model[each.model].append(each)
+    found = []
+    for model, those in by_model.items():
+        found += _model(model, those)
+    return found
+
+
+def _model(model: str, workers: Sequence[Registration]) -> list[Finding]:
+    ready = [each for each in workers if each.state is WorkerState.ready]
+    roles = {each.role for each in ready}
+    found: list[Finding] = []
+    if not roles & {"aggregated", "decode", "diffusion"}:
+        what = f"{model}: only {', '.join(sorted(roles)) or 'draining'} workers"
+        found.append(problem("roles", what, "start aggregated workers, or decode workers beside prefill workers"))
+    elif roles == {"decode"}:
+        fix = "start prefill workers, or aggregated ones instead"
+        found.append(warning("roles", f"{model}: decode workers compute prompts themselves", fix))
+    for name, fix in (
+        ("revision", "drain the workers of one; until then the newer ones stand by"),
+        ("tokenizer", "give all workers and gateways the same model directory"),
+        ("block_size", "start all workers with the same --block-size: they share no prefixes otherwise"),
+    ):
+        values = {getattr(each, name) for each in ready if getattr(each, name)}
+        if len(values) > 1:
+            what = f"{model}: {len(values)} different {name.replace('_', ' ')}s among its workers"
+            found.append(warning("same model", what, fix))
+    found += [finding for each in ready for finding in _load(each)]
+    if any(each.role in ("prefill", "decode") and each.transfer is None for each in ready):
+        fix = "start it with --transfer auto and NIXL installed"
+        found.append(problem("KV transport", f"{model}: a {'/'.join(sorted(roles))} worker cannot move KV", fix))
+    return found or [ok("workers", f"{model}: {len(ready)} ready, {', '.join(sorted(roles))}")]
+
+
+def _load(worker: Registration) -> list[Finding]:
+    found = []
+    blocks = worker.total_blocks * worker.dp_size
+    if worker.load.waiting and worker.load.used_blocks > FULL * blocks:
+        what = f"{worker.name}: {worker.load.waiting} sequences wait for KV blocks"
+        fix = "add workers, or give it more memory: --kv-blocks, or the engine's memory fraction"
+        found.append(warning("KV memory", what, fix))
+    elif worker.load.waiting > worker.slots * worker.dp_size:
+        what = f"{worker.name}: {worker.load.waiting} sequences wait for a slot"
+        found.append(warning("slots", what, "add workers, or raise --max-running if its memory allows"))
+    if not worker.kv_events and worker.role != "encode":
+        what = f"{worker.name} publishes no KV events: requests do not find their prefixes there"
+        found.append(warning("KV events", what, "leave the prefix cache and publishing of events on"))
+    return found
+
+
+async def _kv_events(bus: Bus, workers: Sequence[Registration], state: State | None) -> list[Finding]:
+    """Counts at each step: engine, stream, index. Where they end is where the chain is broken."""
+    publishing = [each for each in workers if each.kv_events and each.role in ("aggregated", "prefill", "decode")]
+    if not publishing:
+        return []
+    stream = bus.subjects.stream("KV")
+    info = await request(bus.nc, f"STREAM.INFO.{stream}", {"subjects_filter": bus.subjects.all("kv")})
+    counts = info["state"].get("subjects") or {}
+    cached = sum(each.load.cached_blocks + each.load.used_blocks for each in publishing)
+    messages = sum(counts.get(bus.subjects.kv(each.model, each.worker), 0) for each in publishing)
+    indexed = await _indexed(state)
+    steps = f"{cached:,} blocks in {len(publishing)} engines, {messages:,} messages in {stream}"
+    if indexed is None:
+        return [ok("KV events", steps)]
+    steps += f", {min(indexed):,} blocks in each router's index"
+    if cached and not messages:
+        # After an hour without events the stream is empty, and routers know the blocks from dumps.
+        if min(indexed):
+            return [ok("KV events", steps)]
+        fix = "look for `kv` in the workers' logs; an external engine's publisher port must be free on each rank"
+        return [problem("KV events", f"the engines' events do not arrive: {steps}", fix)]
+    if messages and cached and not min(indexed):
+        fix = "look at the routers' logs; they ask workers for a dump after a gap"
+        return [problem("KV events", f"the index is empty: {steps}", fix)]
+    return [ok("KV events", steps)]
+
+
+async def _indexed(state: State | None) -> list[int] | None:
+    """Blocks in the index of each router that serves metrics; None: none does."""
+    routers = [each for each in state.processes if each.role == "router" and each.metrics_url] if state else []
+    found = [value for each in routers if (value := (await metrics(each)).get("penstock_router_index_blocks"))
+             is not None]  # fmt: skip
+    return [int(value) for value in found] or None
+
+
+async def metrics(process: Running) -> dict[str, float]:
+    """The sums of a process's metrics by name; empty if it does not answer."""
+    parts = urlsplit(process.metrics_url)
+    status, body = await get(parts.hostname or "", parts.port or 80, parts.path)
+    found: dict[str, float] = defaultdict(float)
+    if status == 200:
+        for name, value in _SAMPLE.findall(body.decode(errors="replace")):
+            found[name] += float(value)
+    return dict(found)

@@ -1,0 +1,142 @@
+"""``penstock doctor``: run every check that is possible, print what was found, and how to mend it."""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+
+from configs.flags import Parser
+from configs.settings import GatewaySettings
+from infra.broker.jetstream_api import BrokerProblem
+from infra.broker.retention import uses
+from infra.bus.connection import Bus
+from infra.launch.state import State, read_state
+from infra.operate.doctor.broker import check_address, check_broker
+from infra.operate.doctor.bundle import write_bundle
+from infra.operate.doctor.finding import Finding, Status, problem, skipped
+from infra.operate.doctor.fleet import check_fleet, check_gateways, check_processes
+from infra.operate.doctor.logs import check_logs
+from infra.operate.doctor.machine import check_machine
+from infra.operate.workers import registrations
+from infra.terminal import stdout
+from infra.timeline.open_log import FAILURES, Source, add_flags, open_log
+from schemas.errors import ServingError
+from schemas.streams import topology
+
+_MARKS = {Status.ok: "[green]✓[/]", Status.warning: "[yellow]![/]", Status.problem: "[red]✗[/]",
+          Status.skipped: "[dim]–[/]"}  # fmt: skip
+
+
+class Examined(NamedTuple):
+    """What was found, and files for a bundle."""
+
+    findings: list[Finding]
+    files: dict[str, bytes]
+
+
+def run(argv: Sequence[str]) -> int:
+    """Check everything; exit status 1 if there is a problem."""
+    parser = Parser(
+        prog="penstock doctor",
+        description="check this machine, the broker, and everything that runs: each cause of trouble with its fix. "
+        "Exit status: 0, or 1 if something is wrong.",
+    )
+    parser.add_argument("--url", action="append", default=[], help="a gateway to check too; may be repeated")
+    parser.add_argument(
+        "--bundle", default="", metavar="FILE", help="write a .tar.gz for a bug report, without secrets and prompts"
+    )
+    parser.add_argument("--all", action="store_true", help="show also what is in order")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    add_flags(parser)
+    args = parser.parse_args(argv)
+    try:
+        return _report(args, asyncio.run(examine(Source.of(args), args.url)), stdout())
+    except OSError as error:
+        print(f"penstock doctor: {error}", file=sys.stderr)
+        return 1
+
+
+async def examine(source: Source, urls: Sequence[str] = ()) -> Examined:
+    """Run all checks. ``urls``: of gateways besides those of the data folder's deployment."""
+    data_dir = source.data_dir
+    state = _state(data_dir) if not source.nats_url else None
+    findings = await asyncio.to_thread(check_machine, data_dir, state, GatewaySettings().http_port)
+    files: dict[str, bytes] = {}
+    if state is not None:
+        findings += check_processes(state)
+    findings += await _through_broker(source, state, files)
+    findings += await check_gateways([*(state.http_urls if state is not None else ()), *urls])
+    if not source.nats_url:
+        findings += await asyncio.to_thread(check_logs, data_dir / "logs")
+    return Examined(findings, files)
+
+
+def _state(data_dir: Path) -> State | None:
+    try:
+        return read_state(data_dir / "state.json")
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+async def _through_broker(source: Source, state: State | None, files: dict[str, bytes]) -> list[Finding]:
+    """The checks that need the broker, or why it cannot be reached."""
+    url = source.nats_url or (state.nats_url if state is not None else "")
+    if url:
+        address = await asyncio.to_thread(check_address, url)
+        if address.status is Status.problem:
+            return [address]
+    try:
+        async with open_log(source, name="doctor", role="operator", streams=()) as log:
+            if log.stopped:
+                return [skipped("deployment", f"nothing runs on {source.data_dir}; `penstock up` starts it")]
+            findings = await check_broker(log.bus)
+            if not any(finding.status is Status.problem for finding in findings):
+                findings += await check_fleet(log.bus, state)
+                await _collect(log.bus, files)
+            return findings
+    except (ServingError, BrokerProblem) as error:
+        return [problem("broker", str(error), "check that it runs, its address and the credentials")]
+    except FAILURES as error:
+        return [skipped("deployment", str(error))]
+
+
+async def _collect(bus: Bus, files: dict[str, bytes]) -> None:
+    found = await uses(bus, topology(bus.subjects))
+    files["streams.json"] = msgspec.json.format(msgspec.json.encode(found), indent=2)
+    workers = [msgspec.to_builtins(each, builtin_types=()) for each in await registrations(bus)]
+    files["workers.json"] = msgspec.json.format(msgspec.json.encode(workers), indent=2)
+
+
+def _report(args: argparse.Namespace, examined: Examined, console: Console) -> int:
+    findings = examined.findings
+    if args.json:
+        for finding in findings:
+            console.file.write(msgspec.json.encode(finding).decode() + "\n")
+    else:
+        _print(findings, console, everything=args.all)
+    if args.bundle:
+        names = write_bundle(Path(args.bundle), findings, Path(args.data_dir), examined.files)
+        print(f"wrote {args.bundle} ({len(names)} files); look through it before you send it", file=sys.stderr)
+    return int(any(finding.status is Status.problem for finding in findings))
+
+
+def _print(findings: Sequence[Finding], console: Console, *, everything: bool) -> None:
+    shown = [each for each in findings if everything or each.status in (Status.warning, Status.problem)]
+    for each in shown:
+        console.print(
+            f"{_MARKS[each.status]} [bold]{each.check}[/]: {escape(each.what)}", highlight=False, soft_wrap=True
+        )
+        if each.fix:
+            console.print(f"    {escape(each.fix)}", highlight=False, soft_wrap=True)
+    count = {status: sum(each.status is status for each in findings) for status in Status}
+    console.print(
+        f"{count[Status.problem]} problems, {count[Status.warning]} warnings, {count[Status.ok]} in order, "
+        f"{count[Status.skipped]} not checked" + ("" if everything else " (--all shows them)"),
+        highlight=False,
+    )

@@ -1,0 +1,266 @@
+"""``penstock doctor``: one test for each cause that it names."""
+
+import asyncio
+import json
+import os
+import socket
+import stat
+import tarfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from infra.broker.server import EmbeddedNats
+from infra.bus.connection import Bus
+from infra.launch.http import get
+from infra.launch.state import Running, State, write_state
+from infra.operate.doctor import machine
+from infra.operate.doctor.broker import check_address, check_broker
+from infra.operate.doctor.bundle import redacted, write_bundle
+from infra.operate.doctor.finding import Finding, Status
+from infra.operate.doctor.fleet import check_fleet, check_gateways, check_processes, check_workers
+from infra.operate.doctor.logs import check_logs
+from infra.operate.doctor.main import run
+from schemas import wire
+from schemas.fleet import Load, Registration
+from schemas.fleet import State as WorkerState
+from schemas.subjects import Subjects
+from schemas.transfer import Endpoint
+from tests.infra.bus.support import opened
+
+
+@pytest.fixture
+async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
+    async with opened(broker, subjects) as bus:
+        yield bus
+
+
+@pytest.fixture
+def listening() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+def worker(name: str = "w-1", **more: object) -> Registration:
+    fields = {"model": "m", "role": "aggregated", "engine": "mock", "epoch": 1, "block_size": 32, "total_blocks": 100,
+              "slots": 8, "max_model_len": 64, "name": name}  # fmt: skip
+    return Registration(name, **(fields | more))  # type: ignore[arg-type]
+
+
+def statuses(findings: list[Finding]) -> dict[str, Status]:
+    return {finding.check: finding.status for finding in findings}
+
+
+# -- this machine -------------------------------------------------------------------------------------------------
+
+
+def test_a_port_that_another_program_has_is_named(listening: socket.socket) -> None:
+    port = listening.getsockname()[1]
+    finding = machine.check_port("127.0.0.1", port)
+    assert finding.status is Status.problem
+    assert str(port) in finding.what
+    assert "--http-port" in finding.fix
+
+
+def test_a_data_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("no folder")
+    finding = machine.check_data_folder(tmp_path / "data")
+    assert (finding.status, "is a file" in finding.what) == (Status.problem, True)
+
+
+def test_a_small_disk_is_a_warning_and_a_full_one_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for free, status in ((1 << 20, Status.problem), (1 << 30, Status.warning), (1 << 40, Status.ok)):
+        monkeypatch.setattr(
+            machine.shutil, "disk_usage", lambda _, free=free: type("U", (), {"free": free, "total": 1})()
+        )
+        assert machine.check_disk(tmp_path / "later").status is status
+
+
+def fake_smi(folder: Path, script: str) -> None:
+    path = folder / "nvidia-smi"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+@pytest.mark.parametrize(
+    ("script", "check", "status"),
+    [
+        ("echo NVIDIA H200, 570.1, 1 MiB, 2 MiB, 3 %", "GPU driver", Status.ok),
+        ("echo no devices were found >&2; exit 6", "GPU driver", Status.problem),
+    ],
+)
+def test_a_driver_is_asked_and_its_complaint_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, check: str, status: Status
+) -> None:
+    fake_smi(tmp_path, script)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert statuses(machine.check_gpus({}))[check] is status
+
+
+def test_hidden_gpus_are_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_smi(tmp_path, "echo NVIDIA H200")
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    findings = machine.check_gpus({"CUDA_VISIBLE_DEVICES": ""})
+    assert statuses(findings)["GPU"] is Status.problem
+    assert statuses(machine.check_gpus({"CUDA_VISIBLE_DEVICES": "0"})).get("GPU") is None
+
+
+# -- the broker ---------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_host_and_a_closed_port_are_different_causes(listening: socket.socket) -> None:
+    unknown = check_address("nats://no-such-host.invalid:4222")
+    assert "no known host" in unknown.what
+    host, port = listening.getsockname()
+    listening.close()
+    assert "nothing answers" in check_address(f"nats://{host}:{port}").what
+
+
+async def test_what_is_no_nats_server_is_named() -> None:
+    async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"220 mail\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(greet, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        finding = await asyncio.to_thread(check_address, f"nats://127.0.0.1:{port}")
+    assert "is no NATS server" in finding.what
+
+
+async def test_a_broker_in_order_has_no_finding_but_ok(bus: Bus) -> None:
+    assert set(statuses(await check_broker(bus)).values()) == {Status.ok}
+
+
+async def test_missing_streams_and_consumers_are_named_with_the_command_that_makes_them(bus: Bus) -> None:
+    await bus.js.delete_stream(bus.subjects.stream("HANDOFF"))
+    await bus.js.delete_consumer(bus.subjects.stream("REQUESTS"), "router-batch")
+    [finding] = [each for each in await check_broker(bus) if each.check == "streams"]
+    assert finding.status is Status.problem
+    assert "HANDOFF" in finding.what
+    assert "router-batch" in finding.what
+    assert "penstock streams apply" in finding.fix
+
+
+# -- what runs ----------------------------------------------------------------------------------------------------
+
+
+def test_processes_that_are_down_or_drained_are_named() -> None:
+    processes = (Running("router-0", "router"), Running("w", "worker", drained=True), Running("g", "gateway", 7))
+    down, drained = check_processes(State("", "", "", "", "ps", "m", processes))
+    assert (down.status, "router-0" in down.what) == (Status.problem, True)
+    assert (drained.status, "penstock restart w" in drained.fix) == (Status.warning, True)
+
+
+async def test_a_gateway_that_does_not_answer_is_a_problem(listening: socket.socket) -> None:
+    port = listening.getsockname()[1]
+    listening.close()
+    [finding] = await check_gateways([f"http://127.0.0.1:{port}"])
+    assert (finding.check, finding.status) == ("gateway", Status.problem)
+    assert (await get("127.0.0.1", port, "/"))[0] == 0
+
+
+async def test_a_deployment_without_routers_and_workers_names_what_to_start(bus: Bus) -> None:
+    findings = {finding.check: finding for finding in await check_fleet(bus, None)}
+    assert "penstock router" in findings["router"].fix
+    assert "penstock worker" in findings["workers"].fix
+
+
+@pytest.mark.parametrize(
+    ("workers", "check", "status"),
+    [
+        ([worker(role="encode")], "roles", Status.problem),
+        ([worker(state=WorkerState.draining)], "roles", Status.problem),
+        ([worker(role="decode", transfer=Endpoint("h", "x"))], "roles", Status.warning),
+        ([worker(role="prefill"), worker("w-2", role="decode")], "KV transport", Status.problem),
+        ([worker(revision="a"), worker("w-2", revision="b")], "same model", Status.warning),
+        ([worker(block_size=16), worker("w-2")], "same model", Status.warning),
+        ([worker(kv_events=False)], "KV events", Status.warning),
+        ([worker(load=Load(waiting=3, used_blocks=99))], "KV memory", Status.warning),
+        ([worker(load=Load(waiting=9))], "slots", Status.warning),
+        ([worker()], "workers", Status.ok),
+    ],
+)
+def test_what_is_wrong_with_a_fleet_is_found(workers: list[Registration], check: str, status: Status) -> None:
+    findings = check_workers(workers)
+    assert statuses(findings)[check] is status
+    assert all(finding.fix for finding in findings if finding.status is not Status.ok)
+
+
+async def test_engines_whose_kv_events_do_not_arrive_are_found_by_the_counts(bus: Bus) -> None:
+    me = worker(load=Load(cached_blocks=50))
+    await bus.js.publish(bus.subjects.lease(me.worker), wire.encode(me))
+    chain = [finding for finding in await check_fleet(bus, None) if finding.check == "KV events"]
+    assert "50 blocks in 1 engines, 0 messages" in chain[0].what
+
+
+# -- logs and the archive -----------------------------------------------------------------------------------------
+
+
+def test_a_gpu_out_of_memory_in_a_log_comes_with_the_three_settings_to_lower(tmp_path: Path) -> None:
+    (tmp_path / "worker-0.log").write_text("start\ntorch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB\nend\n")
+    (tmp_path / "worker-1.log").write_text("CUDA out of memory\n")
+    [finding] = check_logs(tmp_path)
+    assert finding.status is Status.problem
+    assert "worker-0.log, worker-1.log" in finding.what
+    assert all(word in finding.fix for word in ("max_num_tokens", "max_batch_size", "free_gpu_memory_fraction"))
+
+
+def test_logs_without_trouble_are_in_order(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text("all is well\n")
+    assert statuses(check_logs(tmp_path)) == {"logs": Status.ok}
+
+
+@pytest.mark.parametrize(
+    ("text", "secret"),
+    [
+        (b"nats://operator:hunter2@h:4222 x", b"hunter2"),
+        (b'"dashboard_url": "http://h:1/?token=hunter2"', b"hunter2"),
+        (b"Authorization: Bearer hunter2", b"hunter2"),
+        (b'{"api_key": "hunter2", "model": "m"}', b"hunter2"),
+    ],
+)
+def test_no_secret_gets_into_an_archive(text: bytes, secret: bytes) -> None:
+    clean = redacted(text)
+    assert secret not in clean
+    assert b"***" in clean
+
+
+def test_an_archive_has_findings_versions_and_logs(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "worker-0.log").write_text("nats://worker:geheim@h:1\n")
+    state = State("http://h:1", "nats://operator:geheim@h:2", "c", "s", "ps", "m")
+    write_state(tmp_path / "state.json", state)
+    path = tmp_path / "bundle.tar.gz"
+    write_bundle(path, [Finding("a", Status.ok, "b")], tmp_path, {"streams.json": b"[]"})
+    with tarfile.open(path) as archive:
+        contents = {
+            name.partition("/")[2]: file.read()
+            for name in archive.getnames()
+            if (file := archive.extractfile(name)) is not None
+        }
+    assert {"findings.json", "versions.txt", "state.json", "streams.json", "logs/worker-0.log"} <= set(contents)
+    assert not any(b"geheim" in data for data in contents.values())
+
+
+async def test_the_command_prints_findings_and_fails_if_there_is_a_problem(
+    bus: Bus, broker: EmbeddedNats, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--nats-url", broker.url(), "--namespace", bus.subjects.namespace]
+    assert await asyncio.to_thread(run, flags) == 1
+    shown = capsys.readouterr().out
+    assert "✗ router: no router takes requests" in shown
+    assert "start one: `penstock router`" in shown
+    assert await asyncio.to_thread(run, [*flags, "--json"]) == 1
+    findings = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {"check": "clock", "status": "ok"}.items() <= next(f for f in findings if f["check"] == "clock").items()
+
+
+async def test_a_broker_that_is_away_is_the_only_problem(
+    listening: socket.socket, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = listening.getsockname()[1]
+    listening.close()
+    assert await asyncio.to_thread(run, ["--nats-url", f"nats://127.0.0.1:{port}", "--json"]) == 1
+    findings = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [each["check"] for each in findings if each["status"] == "problem"] == ["broker"]
