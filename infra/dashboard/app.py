@@ -23,8 +23,8 @@ from infra.timeline.moments import clock, duration_ns, moment_ns
 from infra.timeline.open_log import Log
 from infra.timeline.read import read_timeline
 from infra.timeline.show_inspection import show
-from infra.timeline.summary import Criteria
 from schemas.errors import ServingError
+from schemas.summary import Criteria
 
 MAX_WATCHERS = 64
 PAGE_COLUMNS = 150

@@ -14,7 +14,7 @@ from infra.operate.observe import Snapshot
 from infra.sizes import show_size
 from infra.timeline.find_requests import Found
 from infra.timeline.moments import clock, show_duration, span
-from infra.timeline.summary import STATES
+from schemas.summary import STATES
 
 PER_PAGE = 100
 

@@ -17,10 +17,10 @@ from infra.bus.connection import Bus
 from infra.bus.direct_get import get_last, read
 from infra.operate.workers import registrations
 from infra.timeline.find_requests import of_entry
-from infra.timeline.summary import FAILED, RequestSummary
 from schemas.errors import Code, ServingError
 from schemas.fleet import Registration
 from schemas.streams import topology
+from schemas.summary import FAILED, RequestSummary
 
 SAMPLED = 200  # records per look
 WINDOW_S = 10.0  # over which rates, times and shares are taken

@@ -12,12 +12,12 @@ import structlog
 
 from infra.bus.connection import Bus
 from infra.bus.direct_get import Entry, get_last, get_last_of, read, read_backwards
-from infra.timeline.summary import RUNNING, WAITING, Criteria, RequestSummary, of_done, of_request
 from schemas import done, jobs, requests
 from schemas.jobs import Job, Revoke
 from schemas.requests import GenerateRequest
 from schemas.streams import LONGEST_DEADLINE_S
 from schemas.subjects import KEPT
+from schemas.summary import RUNNING, WAITING, Criteria, RequestSummary, of_done, of_request
 
 log = structlog.get_logger("timeline")
 

@@ -17,8 +17,8 @@ from infra.timeline.open_log import REQUEST_STREAMS, Source, add_flags, open_log
 from infra.timeline.read import read_timeline
 from infra.timeline.request_timeline import RequestTimeline
 from infra.timeline.show_inspection import show
-from infra.timeline.summary import as_dict
 from infra.timeline.texts import Texts
+from schemas.summary import as_dict
 
 
 class Options(NamedTuple):

@@ -25,11 +25,11 @@ from infra.timeline.events import (
 )
 from infra.timeline.phases import Phase, phases
 from infra.timeline.request_timeline import RequestTimeline
-from infra.timeline.summary import RUNNING, WAITING, RequestSummary, of_done, of_request
 from infra.timeline.token_lines import token_lines
 from schemas.done import Done
 from schemas.jobs import Candidate
 from schemas.requests import GenerateRequest
+from schemas.summary import RUNNING, WAITING, RequestSummary, of_done, of_request
 
 
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True):

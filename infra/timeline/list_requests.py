@@ -19,8 +19,8 @@ from infra.terminal import stdout
 from infra.timeline.find_requests import Found, ended, of_entry, unfinished
 from infra.timeline.moments import clock, duration_ns, moment_ns, span
 from infra.timeline.open_log import Log, Source, add_flags, open_log, run_command
-from infra.timeline.summary import STATES, WAITING, Criteria, RequestSummary, as_dict
 from infra.timeline.texts import Texts
+from schemas.summary import STATES, WAITING, Criteria, RequestSummary, as_dict
 
 POLL_S = 0.5
 SNIPPET = 60  # characters around what --grep found

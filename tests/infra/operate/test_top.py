@@ -13,10 +13,10 @@ from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
 from infra.operate.observe import Count, Observer, hit_rate, quantile, rates, workers
 from infra.operate.top import bar, picture, run
-from infra.timeline.summary import RequestSummary
 from schemas import wire
 from schemas.fleet import Load, Registration
 from schemas.subjects import Subjects
+from schemas.summary import RequestSummary
 from tests.infra.bus.support import opened
 from tests.infra.timeline.support import accept, end
 

@@ -12,9 +12,9 @@ from infra.bus.connection import Bus
 from infra.model.modeldir import TINY, load_tokenizer
 from infra.timeline.find_requests import ended, unfinished
 from infra.timeline.list_requests import run
-from infra.timeline.summary import Criteria
 from schemas.streams import ROUTER_ACK_WAIT_S
 from schemas.subjects import Subjects
+from schemas.summary import Criteria
 from schemas.wire import pack_tokens
 from tests.infra.bus.support import opened
 from tests.infra.timeline.support import accept, assign, end

@@ -1,4 +1,7 @@
-"""One line about a request: what lists of requests show and search. Pure."""
+"""One line about a request, from its messages: what lists of requests show and search. Pure.
+
+Part of the wire contract: it says what the messages of a request mean, for commands and the gateway alike.
+"""
 
 import msgspec
 
