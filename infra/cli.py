@@ -69,6 +69,7 @@ COMMANDS = {
     ),
     "export": Command("write recorded requests to a file", "infra.replay.export:run"),
     "import": Command("read an export into a data folder or a running broker", "infra.replay.import_log:run"),
+    "replay": Command("run recorded requests again and compare", "infra.replay.replay:run"),
     "leases": Command("KV blocks that workers hold for each other right now", "infra.timeline.leases:run"),
     "top": Command("watch a running deployment in the terminal", "infra.operate.top:run"),
     "dashboard": Command("show a deployment in the browser", "infra.dashboard.main:run"),

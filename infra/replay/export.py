@@ -145,7 +145,7 @@ async def export(
     with _without_gc():
         for stream, limits in header.streams.items():
             if limits.messages and (stream != "KV" or chosen.kv):
-                await _copy(log, stream, limits.last_seq, chosen, writer.add)
+                await copy_messages(log, stream, limits.last_seq, chosen, writer.add)
     writer.flush()
     return Counted(len(writer.requests), writer.messages, time.perf_counter() - began, writer.left_out)
 
@@ -197,7 +197,9 @@ def _without_gc() -> Iterator[None]:
             gc.enable()
 
 
-async def _copy(log: Log, stream: str, until_seq: int, chosen: Selection, add: Callable[[Record], None]) -> None:
+async def copy_messages(
+    log: Log, stream: str, until_seq: int, chosen: Selection, add: Callable[[Record], None]
+) -> None:
     """Give the messages of a stream to ``add`` that may be about selected requests.
 
     Raises:
@@ -271,7 +273,7 @@ async def _header(bus: Bus, args: argparse.Namespace, *, redacted: bool) -> File
         " ".join(asked) or "--all",
         redacted,
         tuple(await models(bus)),
-        {stream: limits for stream in STREAMS if (limits := await _limits(bus, stream)) is not None},
+        {stream: limits for stream in STREAMS if (limits := await limits_of(bus, stream)) is not None},
     )
 
 
@@ -282,7 +284,7 @@ def _version() -> str:
         return "unknown"
 
 
-async def _limits(bus: Bus, stream: str) -> StreamLimits | None:
+async def limits_of(bus: Bus, stream: str) -> StreamLimits | None:
     with contextlib.suppress(Exception):  # nats-py: many kinds; a deployment of an earlier build lacks some streams
         info = await bus.js.stream_info(bus.subjects.stream(stream))
         state, config = info.state, info.config

@@ -136,7 +136,7 @@ async def open_log(
         finally:
             lock.release()
         return
-    url, namespace = _running(source, data_dir)
+    url, namespace = running(source, data_dir)
     async with await _connect(url, name, role, namespace, timeout_s) as bus:
         yield Log(bus, stopped=False, url=url)
 
@@ -196,7 +196,7 @@ def _beside(data_dir: Path) -> str | None:
     return str(data_dir) if "TMPDIR" not in os.environ and os.access(data_dir, os.W_OK) else None
 
 
-def _running(source: Source, data_dir: Path) -> tuple[str, str]:
+def running(source: Source, data_dir: Path) -> tuple[str, str]:
     """URL and namespace of what runs on a data folder: a deployment, or a broker alone."""
     state: State | None = None
     with contextlib.suppress(OSError, msgspec.DecodeError):

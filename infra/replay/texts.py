@@ -1,0 +1,33 @@
+"""Differences as text, with the model's own tokenizer, if it is here."""
+
+import contextlib
+from collections.abc import Sequence
+
+import msgspec
+
+from infra.model.modeldir import ModelError, load_tokenizer, resolve
+from infra.replay.report import Report
+
+
+def with_texts(report: Report, model: str = "") -> Report:
+    """The report with the texts around first differences; unchanged if the tokenizer is not to be found."""
+    found = [each for each in report.comparisons if each.difference is not None]
+    if not found or not model:
+        return report
+    with contextlib.suppress(ModelError, OSError):
+        tokenizer = load_tokenizer(resolve(model))
+
+        def text(tokens: Sequence[int]) -> str:
+            return str(tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+        texts = {}
+        for each in found:
+            one = each.difference
+            assert one is not None
+            texts[each.id] = {
+                "before": text(one.before),
+                "recorded": text(one.recorded),
+                "replayed": text(one.replayed),
+            }
+        return msgspec.structs.replace(report, texts=texts)
+    return report
