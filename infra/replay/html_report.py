@@ -168,7 +168,8 @@ def _routes(report: Report) -> str:
     same = same_routes({(old, new): count for old, new, count in report.routes})
     rows = "".join(
         f"<tr><td><code>{escape(old)}</code></td><td><code>{escape(new)}</code></td>"
-        f'<td class="bar{"" if same.get(old) == new else " moved"}"><i style="width:{max(1.0, 100 * count / most):.1f}%"></i></td><td>{count:,}</td></tr>'
+        f'<td class="bar{"" if same.get(old) == new else " moved"}">'
+        f'<i style="width:{max(1.0, 100 * count / most):.1f}%"></i></td><td>{count:,}</td></tr>'
         for old, new, count in report.routes[:ROUTES]
     )
     more = (

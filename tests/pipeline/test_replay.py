@@ -1,0 +1,122 @@
+"""``penstock replay``: what one deployment recorded, run again on another."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from infra.bus.connection import Bus, connect
+from infra.cli import main
+from tests.pipeline.conftest import NewDeployment
+from tests.pipeline.support import Deployment, ending, registrations, until, words
+
+TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def recorded(new_deployment: NewDeployment) -> Deployment:
+    """About 10 ms per token."""
+    return new_deployment("--mock-speedup", "0.6", "--workers", "2")
+
+
+@pytest.fixture(scope="module")
+def fresh(new_deployment: NewDeployment) -> Deployment:
+    return new_deployment("--mock-speedup", "0", "--workers", "2")
+
+
+@pytest.fixture
+async def recorded_bus(recorded: Deployment) -> AsyncIterator[Bus]:
+    bus = await connect(recorded.state.nats_url, role="operator", name="test", namespace=recorded.state.namespace)
+    yield bus
+    await bus.close()
+
+
+async def ask(client: httpx.AsyncClient, number: int, count: int = TOKENS) -> str:
+    body = {"model": "tiny", "prompt": words(40, number), "max_tokens": count, "temperature": 1, "logprobs": 2}
+    answer = await client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return str(answer.headers["x-request-id"])
+
+
+async def replay(*argv: str, report: Path) -> tuple[int, dict[str, Any]]:
+    def run() -> tuple[int, dict[str, Any]]:
+        status = main(["replay", *argv, "--json", str(report)])
+        return status, json.loads(report.read_text())
+
+    return await asyncio.to_thread(run)
+
+
+async def test_requests_whose_worker_was_killed_give_the_same_answers_elsewhere_and_another_seed_does_not(
+    recorded: Deployment, fresh: Deployment, recorded_bus: Bus, tmp_path: Path
+) -> None:
+    file, report = str(tmp_path / "incident.jsonl"), tmp_path / "report.json"
+    async with httpx.AsyncClient(base_url=recorded.urls[0], trust_env=False, timeout=30) as client:
+        asked = [asyncio.create_task(ask(client, number)) for number in range(8)]
+        stream = recorded_bus.subjects.stream("TOKENS")
+
+        async def flowing() -> bool:
+            return (await recorded_bus.js.stream_info(stream)).state.messages > 15
+
+        await until(flowing, "tokens")
+        victim = next(iter((await registrations(recorded_bus)).values()))
+        os.kill(victim.pid, signal.SIGKILL)
+        ids = await asyncio.gather(*asked)
+    ends = [(await ending(recorded_bus, each))[1] for each in ids]
+    assert max(end.attempt for end in ends) == 2, "nothing was under way at the killed worker"
+    where = ["--data-dir", str(recorded.data_dir)]
+    assert await asyncio.to_thread(main, ["export", "--all", "-o", file, *where]) == 0
+
+    again = ["--file", file, "--data-dir", str(fresh.data_dir), "--speed", "max"]
+    page = tmp_path / "report.html"
+    status, found = await replay(*again, "--html", str(page), report=report)
+    assert (status, found["requests"], found["outcomes"]["same"]) == (0, 8, 8)
+    assert found["compared_tokens"] == 8 * TOKENS
+    assert found["logprob_gap"] == 0.0
+    assert found["recorded"]["itl"]["count"] > 0
+    assert "All 8 answers are the same" in page.read_text()
+
+    status, found = await replay(*again, "--seed", "7", report=report)
+    assert (status, found["outcomes"]["tokens"]) == (1, 8)
+    by_id = dict(zip(ids, ends, strict=True))
+    for each in found["comparisons"]:
+        one = each["difference"]
+        old = by_id[each["id"]].choices[0]
+        assert one["recorded"][0] != one["replayed"][0]
+        assert one["recorded"] == list(memoryview(old.tokens).cast("I"))[one["position"] :][: len(one["recorded"])]
+        assert one["margin"] == pytest.approx(0.6931, abs=1e-3)
+    status, _ = await replay(*again, "--seed", "7", "--fail-on", "errors", report=report)
+    assert status == 0
+
+
+async def test_the_recorded_pace_is_kept_and_can_be_faster(fresh: Deployment, tmp_path: Path) -> None:
+    async with httpx.AsyncClient(base_url=fresh.urls[0], trust_env=False, timeout=30) as client:
+        first = await ask(client, 100, 2)
+        await asyncio.sleep(0.6)  # the pace to be kept
+        second = await ask(client, 101, 2)
+    argv = [first, second, "--data-dir", str(fresh.data_dir)]
+    _, slow = await replay(*argv, report=tmp_path / "slow.json")
+    _, fast = await replay(*argv, "--speed", "30", report=tmp_path / "fast.json")
+    assert slow["seconds"] >= 0.6
+    assert fast["seconds"] < slow["seconds"]
+    assert (slow["outcomes"]["same"], fast["outcomes"]["same"]) == (2, 2)
+
+
+async def test_a_target_that_cannot_run_it_is_named(
+    fresh: Deployment, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ["--data-dir", str(fresh.data_dir)]
+    for argv, said in (
+        (["--all", "--model", "huge"], "it has tiny: choose one with --model"),
+        (["--all", "--target", str(tmp_path)], "--target"),
+        (["--all", "--set", "temprature=0"], "no such setting"),
+        (["--all", "--speed", "fast"], "--speed"),
+        ([], "--all"),
+    ):
+        assert await asyncio.to_thread(main, ["replay", *argv, *where]) == 1
+        assert said in capsys.readouterr().err
