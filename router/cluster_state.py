@@ -85,7 +85,7 @@ class ClusterState:
         if settings.kv_events:
             self._use_index(PrefixIndex(settings.max_index_blocks))
         self._registry = WorkerRegistry(bus, joined=self._on_joined, left=self._on_left, renewed=self._on_renewed)
-        self._disconnects = DisconnectWatch(self._is_worker_connection)
+        self.disconnects = DisconnectWatch(self._is_worker_connection)
         self._kv = self._tail("KV", "kv", self._on_kv)
         self._work = self._tail("WORK", "work", self._on_work)
         self._done = self._tail("DONE", "done", self._on_done)
@@ -94,7 +94,7 @@ class ClusterState:
         self._fetching: set[asyncio.Future[None]] = set()
         self._removing_stale_keys: asyncio.Task[None] | None = None
         self.stalled: frozenset[str] = frozenset()  # workers whose engines make no steps; set by the watchdog
-        self._left: OrderedDict[str, None] = OrderedDict()  # workers that left, the most recent last
+        self._left: OrderedDict[str, str] = OrderedDict()  # workers that left, the most recent last -> model
         self._connected_since = time.monotonic()
         self._snapshots = Snapshots(bus, settings.name)
         self._saved = (0, 0, 0)
@@ -140,7 +140,7 @@ class ClusterState:
         self._bus.on_reconnect.append(self._on_reconnect)
         self._connected_since = time.monotonic()
         if self._settings.sys_nats_url:
-            await self._disconnects.start(self._settings.sys_nats_url)
+            await self.disconnects.start(self._settings.sys_nats_url)
 
     async def _restore_index(self) -> int:
         """Take the index from a snapshot. Returns: its KV sequence; 0: there is none, so all workers have to dump."""
@@ -166,7 +166,7 @@ class ClusterState:
         if self._loader is not None:
             await self._loader.stop()
         await self._following.aclose()
-        await self._disconnects.stop()
+        await self.disconnects.stop()
 
     async def _on_reconnect(self) -> None:
         self._connected_since = time.monotonic()
@@ -196,7 +196,7 @@ class ClusterState:
             self._removing_stale_keys = self.tasks.spawn(
                 self._remove_stale_keys(), name="stale-keys", on_failure=_stale_keys_not_read
             )
-        if expired := self._disconnects.expired(time.monotonic()):
+        if expired := self.disconnects.expired(time.monotonic()):
             self._drop_connections(frozenset(expired))
         self.tracker.expire(now_ns, OVERDUE_NS, EXPIRE_REQUESTS)
         index = self.index or self._approximate
@@ -222,7 +222,7 @@ class ClusterState:
 
     def suspects(self) -> frozenset[str]:
         """Workers whose connection is broken at the moment, or whose engine is stalled."""
-        broken = self._disconnects.broken
+        broken = self.disconnects.broken
         if not broken:
             return self.stalled
         workers = self._registry.members.items()
@@ -248,6 +248,11 @@ class ClusterState:
             for stage in route:
                 if stage.role != ENCODE:
                     self._approximate.record((stage.worker, stage.rank), keys, now_ns / 1e9)
+
+    def model_of(self, worker: str) -> str:
+        """The model of a worker that is registered, or left not long ago; "": unknown."""
+        registration = self.tracker.worker(worker)
+        return registration.model if registration is not None else self._left.get(worker, "")
 
     def orphans(self) -> list[ActiveRequest]:
         """Requests with a stage left at an unregistered worker, once all workers have had time to register."""
@@ -359,19 +364,19 @@ class ClusterState:
         registration = worker.registration
         self.tracker.put_worker(registration)
         self._left.pop(registration.worker, None)
-        self._disconnects.restored(registration.connection)
+        self.disconnects.restored(registration.connection)
         if self._loader is not None and registration.kv_events:
             self._loader.ensure(registration.worker, registration.dp_size)
         self._listener.capacity_changed()
 
     def _on_renewed(self, worker: RegisteredWorker) -> None:
-        if self._disconnects.broken:
-            self._disconnects.restored(worker.registration.connection)
+        if self.disconnects.broken:
+            self.disconnects.restored(worker.registration.connection)
 
     def _on_left(self, worker: RegisteredWorker, why: str) -> None:
         name = worker.registration.worker
         requests = self.tracker.remove_worker(name)
-        self._left[name] = None
+        self._left[name] = worker.registration.model
         if len(self._left) > LEFT_REMEMBERED:
             self._left.popitem(last=False)
         if self._loader is not None:

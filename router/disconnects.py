@@ -11,6 +11,7 @@ import msgspec
 import structlog
 
 from infra.bus.connection import Bus, connect
+from router.ownership.membership import Link
 from schemas.errors import ServingError
 
 log = structlog.get_logger("router")
@@ -22,11 +23,15 @@ class DisconnectWatch:
     """``broken`` maps the name of each broken connection to the monotonic time when it broke.
 
     Args:
-        is_worker: whether a connection of this name belongs to a worker; others are ignored.
+        is_worker: whether a connection of this name belongs to a worker; others are not in ``broken``.
+
+    Attributes:
+        link_broke: called with every connection that broke.
     """
 
     def __init__(self, is_worker: Callable[[str], bool]) -> None:
         self._is_worker = is_worker
+        self.link_broke: Callable[[Link], None] = lambda link: None
         self.broken: dict[str, float] = {}
         self._system: Bus | None = None
 
@@ -57,30 +62,37 @@ class DisconnectWatch:
         return late
 
     async def _on_disconnect(self, message: Any) -> None:
-        name = _client_name(message.data)
-        if self._is_worker(name):
-            self.broken[name] = time.monotonic()
+        event = _read(message.data)
+        self.link_broke(Link(event.server.id, event.client.id))
+        if self._is_worker(event.client.name):
+            self.broken[event.client.name] = time.monotonic()
 
     async def _on_connect(self, message: Any) -> None:
-        self.broken.pop(_client_name(message.data), None)
+        self.broken.pop(_read(message.data).client.name, None)
 
 
 class _Client(msgspec.Struct, frozen=True):
     name: str = ""
+    id: int = 0
+
+
+class _Server(msgspec.Struct, frozen=True):
+    id: str = ""
 
 
 class _Event(msgspec.Struct, frozen=True):
     client: _Client = _Client()
+    server: _Server = _Server()
 
 
 _decode_event = msgspec.json.Decoder(_Event).decode
 
 
-def _client_name(data: bytes) -> str:
+def _read(data: bytes) -> _Event:
     try:
-        return _decode_event(data).client.name
+        return _decode_event(data)
     except msgspec.MsgspecError:
-        return ""
+        return _Event()
 
 
 def _on_closed(code: int) -> Any:

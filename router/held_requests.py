@@ -9,6 +9,8 @@ from router.placement.held_order import Held, HeldOrder
 from router.queue import QueueEntry
 from schemas.requests import Priority
 
+PASSED_ON = 2  # times the space: what other routers pass on comes on top
+
 
 class HeldRequests:
     """
@@ -42,7 +44,8 @@ class HeldRequests:
         return max(0, self._max_pending - self._held[priority])
 
     def hold(self, pending: PendingRequest, serving: int, registered: int, now_ns: int = 0) -> bool:
-        """Hold a request; False: its model has its share of the space, and its message must be delivered again later.
+        """Hold a request; False: its model has its share of the space, or others passed on more than there is space
+        for, and its message must be delivered again later.
 
         A later attempt, which has no message, is always held.
 
@@ -51,7 +54,8 @@ class HeldRequests:
             registered: number of all workers.
         """
         request = pending.request
-        if pending.reply and serving != registered and self._share_is_full(pending, serving):
+        full = self._held[request.priority] >= PASSED_ON * self._max_pending
+        if pending.reply and (full or (serving != registered and self._share_is_full(pending, serving))):
             self._deferred[request.id] = pending.reply
             return False
         keys = () if pending.computes_whole_prompt else keys_view(request.digests)
@@ -68,6 +72,13 @@ class HeldRequests:
             self._held[request.priority] += 1
             self._shares[request.priority, pending.share] += 1
         return True
+
+    def delivered_again(self, request_id: str, reply: str) -> bool:
+        """Whether a request is held. Its latest delivery counts: the broker ignores rejections of earlier ones."""
+        entry = self._queue.get(request_id)
+        if entry is not None and entry.item.item.reply:
+            entry.item.item.reply = reply
+        return entry is not None
 
     def remove(self, request_id: str) -> PendingRequest | None:
         return self._removed(self._queue.remove(request_id))

@@ -24,6 +24,7 @@ from schemas.tokens import carried
 log = structlog.get_logger("router")
 
 SCAN_S = 1.0
+SCANS_LEFT = 2
 RETURNS_REMEMBERED = 50_000
 UNKNOWN_S = 30.0  # a return of an unknown request is remembered for so long: its job may be read later
 WORKER_LOST = "worker_lost"
@@ -34,6 +35,8 @@ class Recovery:
     """
     Args:
         router: id of this router.
+        owns: whether this router owns the model of a worker. What concerns others' is left to their owners for two
+            scans, and then done here too, in case that its owner was lost.
         place: gives a later attempt to a worker, or holds it.
     """
 
@@ -48,6 +51,7 @@ class Recovery:
         background: BackgroundTasks,
         metrics: Metrics,
         max_attempts: int,
+        owns: Callable[[str], bool],
         place: Callable[[PendingRequest], Awaitable[bool]],
     ) -> None:
         self._bus = bus
@@ -58,20 +62,23 @@ class Recovery:
         self._background = background
         self._metrics = metrics
         self._max_attempts = max_attempts
+        self._owns = owns
         self._place = place
         self._returned: OrderedDict[str, tuple[int, str, float]] = OrderedDict()  # request -> attempt, reason, when
         self._recovering: set[tuple[str, int]] = set()
+        self._left_to_owner: dict[tuple[str, int], int] = {}  # request, attempt -> scans
         self._time_slice = TimeSlice()
 
     def on_worker_lost(self, worker: str, why: str, requests: list[ActiveRequest]) -> None:
         log.warning("worker_lost", worker=worker, why=why, requests=len(requests))
         self._metrics.lost.inc()
-        if requests:
+        if requests and self._owns(worker):
             self._background.spawn(self.recover(requests, WORKER_LOST), f"recover-{worker}")
 
     def on_stranded(self, entry: ActiveRequest) -> None:
         """A request was sent to a worker that had left before, or is on its way to one."""
-        self._background.spawn(self.recover([entry], WORKER_LOST), f"recover-{entry.request}")
+        if self._owns(entry.worker):
+            self._background.spawn(self.recover([entry], WORKER_LOST), f"recover-{entry.request}")
 
     def on_returned(self, request_id: str, attempt: int, why: str) -> None:
         """A worker returned an attempt."""
@@ -80,22 +87,39 @@ class Recovery:
         if len(self._returned) > RETURNS_REMEMBERED:
             self._returned.popitem(last=False)
         entry = self._cluster.tracker.request(request_id)
-        if entry is not None and entry.attempt == attempt:
+        if entry is not None and entry.attempt == attempt and self._owns(entry.worker):
             self._background.spawn(self.recover([entry], reason), f"recover-{request_id}")
 
     def on_stalled(self, entry: ActiveRequest, why: str) -> None:
         """The engine of a request's worker makes no steps: another worker continues it, once."""
-        self._background.spawn(self.recover([entry], f"{STALLED}: {why}"), f"recover-{entry.request}")
+        if self._owns(entry.worker):
+            self._background.spawn(self.recover([entry], f"{STALLED}: {why}"), f"recover-{entry.request}")
 
     async def scan(self) -> None:
         """Look for orphans and unhandled returns every second, whichever router placed them; never returns."""
         while True:
             await asyncio.sleep(SCAN_S)
-            orphans = self._cluster.orphans()
-            if orphans:
-                await self.recover(orphans, WORKER_LOST)
-            for reason, entries in self._unhandled_returns(time.monotonic()).items():
-                await self.recover(entries, reason)
+            await self.scan_now()
+
+    async def scan_now(self) -> None:
+        before, self._left_to_owner = self._left_to_owner, {}
+        if orphans := self._due(self._cluster.orphans(), before):
+            await self.recover(orphans, WORKER_LOST)
+        for reason, entries in self._unhandled_returns(time.monotonic()).items():
+            if due := self._due(entries, before):
+                await self.recover(due, reason)
+
+    def _due(self, entries: list[ActiveRequest], before: dict[tuple[str, int], int]) -> list[ActiveRequest]:
+        """Those to recover here: of own models, and what its owner has not recovered for two scans."""
+        due = []
+        for entry in entries:
+            name = (entry.request, entry.attempt)
+            scans = before.get(name, 0)
+            if scans >= SCANS_LEFT or self._owns(entry.worker):
+                due.append(entry)
+            else:
+                self._left_to_owner[name] = scans + 1
+        return due
 
     async def recover(self, entries: list[ActiveRequest], reason: str) -> None:
         """Requeue requests behind the tokens that they have streamed."""

@@ -1,8 +1,8 @@
 """A router replica: reads requests, decides where each one goes, and publishes its job to the first worker.
 
 All state is a fold of logs (KV events, WORK, DONE) and of the workers bucket, so any number of replicas decide alike.
-When a replica dies, the broker delivers the requests that it had not placed to another one; those that it had placed
-are in WORK.
+Each model's requests are held and placed by one of them, its owner (``ownership``). When a replica dies, another one
+gets the requests that it had not placed; those that it had placed are in WORK.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from configs.settings import RouterSettings
 from infra.bus.connection import Bus
 from infra.bus.loop_lag import TimeSlice
 from infra.bus.publisher import Ack, Publisher
-from infra.bus.puller import ACK, NAK, TERM, Puller
+from infra.bus.puller import ACK, NAK, TERM
 from router.background import BackgroundTasks
 from router.cluster_state import ClusterListener, ClusterState
 from router.decider import Decider
@@ -33,6 +33,7 @@ from router.job_message import build_job, build_load
 from router.load import ENCODE
 from router.maintenance import Maintenance
 from router.metrics import Metrics
+from router.ownership.intake import Intake
 from router.pending import PendingRequest
 from router.placement.held_order import HeldOrder
 from router.recovery import Recovery
@@ -62,7 +63,6 @@ class Router:
         self._settings = settings
         self._metrics = metrics
         self._cancels: OrderedDict[str, str] = OrderedDict()  # request -> reason
-        self._pullers: list[Puller] = []
         self._time_slice = TimeSlice()
         self._placing_held = False
         self.tasks = bus.tasks.group("router")
@@ -73,6 +73,17 @@ class Router:
             self.cluster.tracker, self._decider.arrays, self.cluster.overlaps, by_size=settings.mode == "kv"
         )
         self._held = HeldRequests(settings.max_pending, settings.local_prefill_tokens, order)
+        self.intake = Intake(
+            bus,
+            self.id,
+            tracker=self.cluster.tracker,
+            held=self._held,
+            background=self._background,
+            handle=self._on_request,
+            space=self._space,
+            taken_over=self._on_taken_over,
+        )
+        self.cluster.disconnects.link_broke = self.intake.membership.link_broke
         self._terminal = TerminalPublisher(
             bus, publisher, self.id, cluster=self.cluster, background=self._background, metrics=metrics
         )
@@ -85,6 +96,7 @@ class Router:
             background=self._background,
             metrics=metrics,
             max_attempts=settings.max_attempts,
+            owns=lambda worker: self.intake.owns(self.cluster.model_of(worker)),
             place=self.place,
         )
         self._maintenance = Maintenance(
@@ -115,17 +127,11 @@ class Router:
         if stalled_after_s:
             watching = watch(self._bus, self.cluster, self._metrics, stalled_after_s, recovery.on_stalled)
             self.tasks.spawn(watching, name="watchdog")
-        stream = self._bus.subjects.stream("REQUESTS")
-        for priority in Priority:
-            space = functools.partial(self._space, priority)
-            puller = Puller(self._bus, stream, f"router-{priority.value}", self._on_request, space)
-            await puller.start()
-            self._pullers.append(puller)
+        await self.intake.start(self.tasks)
         log.info("router_open", router=self.id, mode=self._settings.mode)
 
     async def close(self) -> None:
-        for puller in self._pullers:
-            await puller.drain()  # otherwise the requests that are returned below would come here again
+        await self.intake.stop()  # otherwise the requests that are returned below would come here again
         await self._terminal.drain(DRAIN_S)
         await self.tasks.aclose()
         for pending in self._held:
@@ -153,7 +159,7 @@ class Router:
         if known is not None or self.cluster.tracker.ended(request.id):  # its acknowledgement was lost
             await self._bus.nc.publish(message.reply, ACK)
             return
-        if request.id in self._terminal or request.id in self._held:  # redelivered
+        if request.id in self._terminal or self._held.delivered_again(request.id, message.reply):
             return
         await self.place(PendingRequest(request, message.data, message.reply, time.time_ns()))
         await self._time_slice.yield_if_spent()
@@ -280,6 +286,9 @@ class Router:
 
     # Held requests
 
+    def _on_taken_over(self) -> None:
+        self._background.spawn(self._recovery.scan_now(), "recovery")
+
     def _place_held_soon(self) -> None:
         """Workers may have capacity again: try once per turn of the event loop, not once per event."""
         if not self._placing_held and len(self._held):
@@ -298,8 +307,7 @@ class Router:
                 if turn is not None:
                     heapq.heappush(heads, (turn, lane))
             await self._time_slice.yield_if_spent()
-        for puller in self._pullers:
-            await puller.top_up()
+        await self.intake.top_up()
 
     async def _place_next(self, lane: str) -> bool:
         """Place the next held request of a lane that has a worker; False: none has."""

@@ -121,7 +121,12 @@ def topology(s: Subjects, *, record: bool = False) -> Topology:
     submit, gateways = submissions(s)
     return Topology(
         streams=(submit, *_streams(s, record)),
-        buckets=(followed("workers"), followed("tenants"), BucketSpec(s.bucket("idempotency"))),
+        buckets=(
+            followed("workers"),
+            followed("routers"),
+            followed("tenants"),
+            BucketSpec(s.bucket("idempotency")),
+        ),
         objects=(
             # A request may name an object up to half the object's age limit later, and then run this long.
             ObjectSpec(s.bucket("media"), 2 * HOUR + 5 * MINUTE, 4 * GIB),

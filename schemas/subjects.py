@@ -134,6 +134,10 @@ class Subjects:
     def control(self, worker: str) -> str:
         return f"{self.namespace}.ctl.{worker}"
 
+    def routed(self, router: str) -> str:
+        """Where a router receives the requests that another one read for it. Their replies acknowledge them."""
+        return f"{self.namespace}.routed.{router}"
+
     def progress(self, gateway: str) -> str:
         """Where a gateway answers how far a request is."""
         return f"{self.namespace}.progress.{gateway}"

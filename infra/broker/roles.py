@@ -111,12 +111,15 @@ def _router(s: Subjects) -> tuple[Right, ...]:
             *(f"$JS.API.CONSUMER.MSG.NEXT.{requests}.{name}" for name in consumers),
             *(f"$JS.ACK.{requests}.{name}.>" for name in consumers),
         )),
+        Right("share models among routers", (f"$KV.{s.bucket('routers')}.*", s.all("routed")), (s.all("routed"),)),
+        Right("return what a lost router had read", tuple(f"$JS.API.CONSUMER.INFO.{requests}.{c}" for c in consumers)),
         Right("publish again what waits for long", (s.all("request"),)),
         Right("place them, fence lost attempts, end what cannot run", (s.all("work"), s.all("tokens"), s.all("done"))),
         Right("ask workers for their blocks, and cancel", (s.all("ctl"), s.cancel), (s.cancel,)),
         Right("fence a dead worker", (f"$KV.{s.bucket('workers')}.*",)),
         Right("follow the log", (), (s.all("live"),)),
-        _reads(*(s.stream(name) for name in ("REQUESTS", "WORK", "TOKENS", "KV", "DONE")), *_buckets(s, "workers")),
+        _reads(*(s.stream(name) for name in ("REQUESTS", "WORK", "TOKENS", "KV", "DONE"))),
+        _reads(*_buckets(s, "workers", "routers")),
         _stores(s.bucket("snapshots")),
     )  # fmt: skip
 

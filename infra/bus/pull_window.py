@@ -91,7 +91,8 @@ class PullWindow:
         self.closed = True
 
 
-def pull_request(batch: int) -> bytes:
-    """The body of a request for ``batch`` messages."""
-    expires, heartbeat = int(EXPIRES_S * 1e9), int(HEARTBEAT_S * 1e9)
-    return b'{"batch":%d,"expires":%d,"idle_heartbeat":%d}' % (batch, expires, heartbeat)
+def pull_request(batch: int, expires_s: float = EXPIRES_S) -> bytes:
+    """The body of a request for ``batch`` messages; heartbeats only if it lives longer than one takes to be missed."""
+    expires, heartbeat = int(expires_s * 1e9), int(HEARTBEAT_S * 1e9)
+    beats = b',"idle_heartbeat":%d' % heartbeat if expires_s > 2 * HEARTBEAT_S else b""
+    return b'{"batch":%d,"expires":%d%b}' % (batch, expires, beats)

@@ -15,7 +15,7 @@ import structlog
 from infra.bus.connection import Bus
 from infra.bus.message import Message
 from infra.bus.pull_subscription import PullSubscription
-from infra.bus.pull_window import PullWindow, Received, pull_request
+from infra.bus.pull_window import EXPIRES_S, PullWindow, Received, pull_request
 
 log = structlog.get_logger("bus")
 
@@ -42,6 +42,8 @@ class Puller:
     Args:
         handle: called with each message; must not raise.
         room: how many more messages could be started now.
+        expires_s: a request that is not filled by then is made anew. What a process that is stopped had requested goes
+            to it for so long.
     """
 
     def __init__(
@@ -51,12 +53,15 @@ class Puller:
         consumer: str,
         handle: Callable[[Message], Awaitable[None]],
         room: Callable[[], int],
+        *,
+        expires_s: float = EXPIRES_S,
     ) -> None:
         self._bus = bus
         self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
         self._consumer = consumer
         self._handle = handle
         self._room = room
+        self._expires_s = expires_s
         self._window = PullWindow(time.monotonic())
         self._subs: list[PullSubscription] = []  # the last one is of this generation, the others are retiring
         self._turn = asyncio.Lock()  # held while subscriptions are opened and closed
@@ -97,7 +102,7 @@ class Puller:
             return
         batch = self._window.next_batch(self._room())
         if batch:
-            await self._bus.nc.publish(self._subject, pull_request(batch), reply=self._subs[-1].inbox)
+            await self._bus.nc.publish(self._subject, pull_request(batch, self._expires_s), reply=self._subs[-1].inbox)
 
     async def _on_message(self, message: Message, generation: int) -> None:
         if self._over:

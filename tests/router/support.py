@@ -61,10 +61,11 @@ class Routing:
         router = self.router
         self.bus.closing = True
         await self.bus.nc.close()
-        for puller in router._pullers:
+        for puller in router.intake.pullers.values():
             await puller.stop()
         await router.tasks.aclose()
         await router.cluster.tasks.aclose()
+        await router.cluster.disconnects.stop()
         await self.publisher.close()
 
 

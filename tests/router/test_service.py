@@ -318,7 +318,7 @@ async def test_a_job_that_fits_no_message_ends_its_request(
 # -- several replicas, and the end of one -------------------------------------------------------------------------
 
 
-async def test_replicas_place_every_request_once_and_agree(
+async def test_one_replica_places_every_request_once_and_the_other_agrees(
     broker: EmbeddedNats, pipeline: Subjects, clients: Clients
 ) -> None:
     async with routing(broker, pipeline, seed=1) as one, routing(broker, pipeline, seed=2) as two:
@@ -334,7 +334,7 @@ async def test_replicas_place_every_request_once_and_agree(
             await clients.placed(each_asked)
         assert sorted(await clients.order()) == sorted(each_asked.id for each_asked in asked)
         await clients.acknowledged(80)
-        assert {job.decision.router for _, job in await clients.work()} == {one.router.id, two.router.id}
+        assert len({job.decision.router for _, job in await clients.work()}) == 1
         for each_asked in asked[:30]:
             await stubs[0].finish(each_asked)
         await eventually(lambda: len(one.unfinished) == len(two.unfinished) == 50)

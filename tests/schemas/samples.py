@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from schemas import control, done, fleet, jobs, kv, requests, tenants, tokens, trace, transfer
+from schemas import control, done, fleet, jobs, kv, requests, routers, tenants, tokens, trace, transfer
 from schemas.wire import encode, pack_tokens
 
 REQUEST = requests.GenerateRequest(
@@ -160,6 +160,7 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         jobs.decode,
     ),
     "job_with_inputs": (msgspec.structs.replace(JOB, inputs=jobs.DecisionInputs(1, 2, 3, 4)), jobs.decode),
+    "router": (routers.Member("router-1-0a1b2c3d", 1_700_000_000_000_000_000, ("tiny",), "NSERVER", 7), routers.decode),
     "tenant": (tenants.Limits(("tiny", "other"), 7), tenants.decode),
     "revoke": (jobs.Revoke(REQUEST.id, 2), jobs.decode),
     "encoded": (transfer.Encoded(REQUEST.id, 2, msgspec.Raw(encode(1)), TICKET, 5, STAMPS), jobs.decode),

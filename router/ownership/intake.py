@@ -1,0 +1,182 @@
+"""The requests that this router gets: those of its models from the log, and those that other routers read for it."""
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Mapping
+from typing import NamedTuple
+
+import structlog
+from nats.errors import Error as NatsError
+
+from infra.bus.connection import Bus
+from infra.bus.message import Message
+from infra.bus.puller import Puller
+from infra.bus.tasks import Tasks
+from router.background import BackgroundTasks
+from router.held_requests import HeldRequests
+from router.load_tracker import LoadTracker
+from router.ownership.membership import Membership
+from router.ownership.takeover import redeliver
+from router.request_retention import sequence
+from schemas import routers
+from schemas.requests import Priority
+from schemas.subjects import token
+
+log = structlog.get_logger("router")
+
+# A stopped router's open requests still take messages. They end soon, and not at once together: a class without one may
+# look to gateways as if there were no router.
+EXPIRES_S = {Priority.interactive: 0.9, Priority.standard: 1.0, Priority.batch: 1.1}
+# After a lease ended. Until then a stopped router's requests may take a part of what is delivered again.
+AGAIN_S = max(EXPIRES_S.values()) - routers.LEASE_S + 0.1
+PASS_ON_S = 1.0
+_RESERVED = "$"  # the server refuses messages whose reply is "$JS.ACK…", so it travels without
+
+
+class PassedOn(NamedTuple):
+    """A request that another router read."""
+
+    subject: str
+    data: bytes
+    reply: str
+    headers: dict[str, str] | None = None
+
+
+class Intake:
+    """
+    Args:
+        handle: takes one request of this router.
+        space: further requests of a class that may be read from the log.
+        taken_over: called after this router became the owner of what a lost router owned.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        router: str,
+        *,
+        tracker: LoadTracker,
+        held: HeldRequests,
+        background: BackgroundTasks,
+        handle: Callable[[Message], Awaitable[None]],
+        space: Callable[[Priority], int],
+        taken_over: Callable[[], None],
+    ) -> None:
+        self._bus = bus
+        self._id = router
+        self._tracker = tracker
+        self._held = held
+        self._background = background
+        self._handle = handle
+        self._space = space
+        self._taken_over = taken_over
+        self._stream = bus.subjects.stream("REQUESTS")
+        self._names: Mapping[str, str] = {}
+        self._version = -1
+        self.membership = Membership(
+            bus, router, models=self._model_names, gained=self._on_gained, lost=self._pass_on_soon
+        )
+        self.pullers: dict[Priority, Puller] = {}
+        for priority in Priority:
+            self.pullers[priority] = Puller(
+                bus,
+                self._stream,
+                f"router-{priority.value}",
+                self._on_pulled,
+                functools.partial(self._room, priority),
+                expires_s=EXPIRES_S[priority],
+            )
+
+    async def start(self, tasks: Tasks) -> None:
+        await self._bus.nc.subscribe(self._bus.subjects.routed(self._id), cb=self._on_passed_on)
+        await self.membership.start(tasks)
+        for puller in self.pullers.values():
+            await puller.start()
+        if self.membership.alone:  # what is not acknowledged was read by a router that is gone
+            self._background.spawn(self._take_over(), "own")
+        tasks.spawn(self._pass_on_forever(), name="pass-on")
+
+    async def stop(self) -> None:
+        """Other routers take over; then nothing comes here any more, except what other routers pass on."""
+        await self.membership.stop()
+        for puller in self.pullers.values():
+            await puller.drain()
+
+    async def top_up(self) -> None:
+        """Read more, if there is space again."""
+        for puller in self.pullers.values():
+            await puller.top_up()
+
+    def owns(self, model: str) -> bool:
+        """
+        Args:
+            model: any of its names.
+        """
+        return self.membership.owns(token(model))
+
+    def _room(self, priority: Priority) -> int:
+        return self._space(priority) if self.membership.reads else 0
+
+    def _model_names(self) -> Mapping[str, str]:
+        """The models with workers: every name as a subject token, and the model's own name as one."""
+        if self._version != self._tracker.version:
+            workers = sorted(self._tracker.workers(), key=lambda each: each.worker)
+            aliases = {token(alias): token(each.model) for each in workers for alias in each.aliases}
+            self._names = aliases | {token(each.model): token(each.model) for each in workers}
+            self._version = self._tracker.version
+        return self._names
+
+    async def _on_pulled(self, message: Message) -> None:
+        owner = self.membership.owner(message.subject.split(".", 3)[2])
+        if owner == self._id:
+            await self._handle(message)
+        else:  # if that router is gone, the message is delivered again
+            await self._send(owner, message.data, message.reply)
+
+    async def _on_passed_on(self, message: Message) -> None:
+        await self._handle(PassedOn(message.subject, message.data, _RESERVED + message.reply))
+
+    async def _send(self, owner: str, request: bytes, reply: str) -> None:
+        await self._bus.nc.publish(self._bus.subjects.routed(owner), request, reply=reply.removeprefix(_RESERVED))
+
+    def _on_gained(self, after_loss: bool) -> None:
+        self._background.spawn(self._take_over() if after_loss else self.top_up(), "own")
+
+    async def _take_over(self) -> None:
+        await self.top_up()  # first, so that what is returned below has somewhere to go
+        self._taken_over()
+        try:
+            await self._redeliver()
+            await asyncio.sleep(AGAIN_S)
+            await self._redeliver()
+        except (NatsError, TimeoutError) as error:
+            log.warning("unplaced_requests_not_returned", error=repr(error), action="they come after their ack_wait")
+
+    async def _redeliver(self) -> None:
+        held = {sequence(pending.reply) for pending in self._held if pending.reply}
+        for priority in Priority:
+            await redeliver(self._bus, self._stream, f"router-{priority.value}", held)
+
+    # What is held here and owned by another router
+
+    def _pass_on_soon(self) -> None:
+        self._background.spawn(self._pass_on(), "pass-on")
+
+    async def _pass_on_forever(self) -> None:
+        while True:
+            await asyncio.sleep(PASS_ON_S)
+            await self._pass_on()
+
+    async def _pass_on(self) -> None:
+        """Later attempts stay: they have no message, and every router may place them."""
+        if not self.membership.shared or not self._bus.connected:
+            return
+        for pending in self._held:
+            if not pending.reply:
+                continue
+            owner = self.membership.owner(token(pending.request.model))
+            if owner != self._id and self._held.remove(pending.request.id) is not None:
+                try:
+                    await self._send(owner, pending.raw, pending.reply)
+                except (NatsError, OSError) as error:  # it is delivered again
+                    log.debug("request_not_passed_on", request=pending.request.id, error=repr(error))
