@@ -3,6 +3,7 @@
 import ctypes
 from array import array
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -38,6 +39,22 @@ def seeing(**options: Any) -> ScheduledEngine:
         str(DIRECTORY),
         NativeOptions(**{"kv_blocks": 64, "block_size": SIZE, "device": "cpu", "embed_slots": 8, **options}),
     )
+
+
+@cache
+def whole_answer(length: int, temperature: float) -> list[int]:
+    """What one engine answers to the first words of ``LONG``."""
+    sampling = Sampling(temperature=temperature, seed=7)
+    (found,) = tokens(run(demo(), [request(0, LONG[:length], 16, sampling)])).values()
+    return found
+
+
+@pytest.fixture(scope="module")
+def source() -> ScheduledEngine:
+    """A prefill engine, whose block numbers are not those of a new one."""
+    engine = demo()
+    run(engine, [request("before", LONG[5:150], 3)])
+    return engine
 
 
 def copy(source: Memory, target: Memory, blocks: Sequence[int], into: Sequence[int]) -> None:
@@ -84,15 +101,13 @@ def handed_off(
 
 
 @pytest.mark.parametrize("length", [530, 512, 20])
-@pytest.mark.parametrize(
-    "sampling", [Sampling(temperature=0), Sampling(temperature=0.9, seed=7)], ids=["greedy", "seed"]
-)
+@pytest.mark.parametrize("temperature", [0.0, 0.9], ids=["greedy", "seed"])
 @pytest.mark.parametrize("speculative", ["", str(DEMO.parent / "demo-draft"), "ngram"], ids=["plain", "draft", "ngram"])
-def test_a_prompt_prefilled_elsewhere_goes_on_as_if_here(length: int, sampling: Sampling, speculative: str) -> None:
-    words = LONG[:length]
-    (whole,) = tokens(run(demo(), [request(0, words, 16, sampling)])).values()
-    source, target = demo(), demo(kv_blocks=48, speculative_model=speculative)
-    run(source, [request("before", LONG[5:150], 3)])  # block numbers differ between the two
+def test_a_prompt_prefilled_elsewhere_goes_on_as_if_here(
+    source: ScheduledEngine, length: int, temperature: float, speculative: str
+) -> None:
+    words, whole, sampling = LONG[:length], whole_answer(length, temperature), Sampling(temperature, seed=7)
+    target = demo(kv_blocks=48, speculative_model=speculative)
     held, first = prefilled(source, request(0, words, 1, sampling, root=ROOT))
     assert first == whole[0]
     digests = split(chain(pack_tokens(array("I", words)), SIZE, ROOT))

@@ -26,6 +26,12 @@ def demo(name: str, **options: Any) -> ScheduledEngine:
     return build(str(modeldir.DEMO), NativeOptions(**PLAIN | {"speculative_model": name} | options))
 
 
+@cache
+def undisturbed(tag: str) -> dict[object, list[Output]]:
+    """Answers without speculation."""
+    return run(demo(""), asked(tag=tag))
+
+
 def asked(count: int = 28, **more: Any) -> list[SequenceRequest]:
     """Greedy and seeded, of different lengths, with and without EOS."""
     return [
@@ -62,7 +68,7 @@ def same(found: dict[object, list[Output]], wanted: dict[object, list[Output]]) 
 )
 def test_answers_are_those_without_speculation(name: str, options: dict[str, Any]) -> None:
     native = build(str(modeldir.DEMO), NativeOptions(**PLAIN | {"speculative_model": name} | options))
-    wanted = run(demo(""), asked(tag="a"))
+    wanted = undisturbed("a")
     same(run(native, asked(tag="a")), wanted)
     same(run(native, asked(tag="a")), wanted)  # from the prefix cache
     stats = native.stats()
