@@ -1,5 +1,6 @@
 """The ``penstock`` command, as users run it."""
 
+import json
 import os
 import signal
 import subprocess
@@ -16,12 +17,43 @@ from infra.broker.server import EmbeddedNats
 from infra.cli import ARGV, COMMANDS, NOTHING, main, split, usage
 from schemas.subjects import Subjects
 
+ROOT = Path(__file__).parents[2]
+
 
 def penstock(*argv: str, **environ: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-m", "infra.cli", *argv],
         capture_output=True, text=True, timeout=60, check=False, env=os.environ | environ,
     )  # fmt: skip
+
+
+_EACH = """
+import contextlib, io, json, sys
+from infra.cli import main
+runs = []
+for argv in json.load(sys.stdin):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = main(argv)
+        except SystemExit as error:
+            status = error.code
+            if isinstance(status, str):
+                print(status, file=sys.stderr)
+                status = 1
+    runs.append((status, out.getvalue(), err.getvalue()))
+json.dump(runs, sys.stdout)
+"""
+
+
+def run_each(commands: Sequence[Sequence[str]], folder: Path) -> "list[subprocess.CompletedProcess[str]]":
+    """The commands, one after the other, in one process that works in ``folder``."""
+    process = subprocess.run(
+        [sys.executable, "-c", _EACH], input=json.dumps(commands), cwd=folder,
+        capture_output=True, text=True, timeout=60, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    runs = json.loads(process.stdout)
+    return [subprocess.CompletedProcess(argv, *run) for argv, run in zip(commands, runs, strict=True)]
 
 
 def test_every_command_leads_somewhere() -> None:
@@ -43,51 +75,45 @@ def test_an_unknown_command_is_an_error(argv: Sequence[str], capsys: pytest.Capt
     assert "no command" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("argv", "meant"),
-    [
-        (["upp"], "did you mean `penstock up`?"),
-        (["gatway", "--http-port", "1"], "did you mean `penstock gateway`?"),
-        (["bench", "htp"], "did you mean `penstock bench http`?"),
-        (["up", "--http-prt", "1"], "--http-prt: did you mean --http-port?"),
-        (["up", "--engine", "mok"], "did you mean mock?"),
-        (["tenants", "add", "x", "--max-pendng=1"], "--max-pendng: did you mean --max-pending?"),
-        (["router", "--waiting-room", "3"], "--waiting-room: it is now --max-pending"),
-        (["worker", "--apply-logits-processors=[]"], "it is now --default-logits-processors"),
-        (["trace", "--patience-s=3"], "it is now --export-timeout-s"),
-        (["explain", "--data-dri", "x", "id"], "--data-dri: did you mean --data-dir?"),
-        (["leases", "--al"], "--al: did you mean --all?"),
-        (["recipe", "list", "--al"], "unknown flag --al"),
-        (["bench", "http", "--duration", "3"], "--duration: it is now --duration-s"),
-    ],
-)
-def test_a_typo_is_answered_with_what_was_probably_meant(argv: list[str], meant: str) -> None:
-    run = penstock(*argv)
-    assert run.returncode == 2
-    assert meant in run.stderr
-    assert len(run.stderr.splitlines()) <= 2
+TYPOS = [
+    (["upp"], "did you mean `penstock up`?"),
+    (["gatway", "--http-port", "1"], "did you mean `penstock gateway`?"),
+    (["bench", "htp"], "did you mean `penstock bench http`?"),
+    (["up", "--http-prt", "1"], "--http-prt: did you mean --http-port?"),
+    (["up", "--engine", "mok"], "did you mean mock?"),
+    (["tenants", "add", "x", "--max-pendng=1"], "--max-pendng: did you mean --max-pending?"),
+    (["router", "--waiting-room", "3"], "--waiting-room: it is now --max-pending"),
+    (["worker", "--apply-logits-processors=[]"], "it is now --default-logits-processors"),
+    (["trace", "--patience-s=3"], "it is now --export-timeout-s"),
+    (["explain", "--data-dri", "x", "id"], "--data-dri: did you mean --data-dir?"),
+    (["leases", "--al"], "--al: did you mean --all?"),
+    (["recipe", "list", "--al"], "unknown flag --al"),
+    (["bench", "http", "--duration", "3"], "--duration: it is now --duration-s"),
+]
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
+def test_a_typo_is_answered_with_what_was_probably_meant(tmp_path: Path) -> None:
+    runs = run_each([argv for argv, _ in TYPOS], tmp_path)
+    for (_, meant), run in zip(TYPOS, runs, strict=True):
+        assert run.returncode == 2, run
+        assert meant in run.stderr
+        assert len(run.stderr.splitlines()) <= 2
+
+
+def test_outside_a_data_folder_a_command_says_so_and_makes_none(tmp_path: Path) -> None:
+    commands = [
         ["explain", "01a20273-22e3-76da-9cd2-f4ab7803fedc"],
         ["leases"],
         ["trace", "--request=01a20273-22e3-76da-9cd2-f4ab7803fedc"],
         ["tenants", "list"],
         ["bench", "http", "--state", ".penstock/state.json"],
-    ],
-)
-def test_outside_a_data_folder_a_command_says_so_and_makes_none(
-    argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    run = penstock(*argv, PYTHONPATH=str(Path(__file__).parents[2]))
-    assert run.returncode == 1
-    told = run.stderr + run.stdout
-    assert ".penstock" in told
-    assert "4222" not in told
-    assert "Traceback" not in told
+    ]
+    for run in run_each(commands, tmp_path):
+        assert run.returncode == 1, run
+        output = run.stderr + run.stdout
+        assert ".penstock" in output
+        assert "4222" not in output
+        assert "Traceback" not in output
     assert list(tmp_path.iterdir()) == []
 
 
@@ -96,47 +122,47 @@ def test_the_first_of_two_words_tells_of_the_second(
     argv: list[str], status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(argv) == status
-    said = capsys.readouterr()
-    told = said.err if status else said.out
-    assert "penstock recipe COMMAND" in told
-    assert "generate  generate engine arguments" in told
-    assert "gateway" not in told
+    streams = capsys.readouterr()
+    output = streams.err if status else streams.out
+    assert "penstock recipe COMMAND" in output
+    assert "generate  generate engine arguments" in output
+    assert "gateway" not in output
 
 
-@pytest.mark.parametrize(
-    ("argv", "status", "said"),
-    [
-        (["polka"], 2, "penstock: no command 'polka' (see `penstock --help`)"),
-        (["inspect"], 2, "penstock inspect: missing: ID"),
-        (["completion", "csh"], 2, "penstock completion: 'csh' is not one of bash, fish, zsh"),
-        (
-            ["tenants", "ad", "x"],
-            2,
-            "penstock tenants: 'ad' is not one of add, list, rotate, remove: did you mean add?",
-        ),
-        (
-            ["router", "--namespace", "A B"],
-            2,
-            "penstock router: --namespace: 'A B' is not a lower-case word of at most",
-        ),
-        (["recipe", "check", "none.yaml"], 1, "none.yaml: No such file or directory"),
-        (["kubernetes", "render", "none.yaml"], 1, "none.yaml: No such file or directory"),
-        (["bench", "http", "--url", "http://127.0.0.1:1"], 1, "no server answers at http://127.0.0.1:1: start one"),
-        (["bench", "split", "--whole", "http://127.0.0.1:1"], 1, "http://127.0.0.1:1 does not answer"),
-        (
-            ["streams", "apply", "--nats-url", "nats://127.0.0.1:1"],
-            1,
-            "no connection to nats://127.0.0.1:1 (connection",
-        ),
-        (["eval", "demo", "--state", "none"], 2, "--state none: No such file or directory; start one"),
-    ],
-)
-def test_a_command_that_cannot_run_says_why_in_one_line(argv: list[str], status: int, said: str) -> None:
-    run = penstock(*argv)
-    assert run.returncode == status
-    assert said in run.stderr
-    lines = [line for line in run.stderr.splitlines() if not line.startswith("(see `")]
-    assert len(lines) == 1, run.stderr
+UNUSABLE: list[tuple[list[str], int, str]] = [
+    (["polka"], 2, "penstock: no command 'polka' (see `penstock --help`)"),
+    (["inspect"], 2, "penstock inspect: missing: ID"),
+    (["completion", "csh"], 2, "penstock completion: 'csh' is not one of bash, fish, zsh"),
+    (
+        ["tenants", "ad", "x"],
+        2,
+        "penstock tenants: 'ad' is not one of add, list, rotate, remove: did you mean add?",
+    ),
+    (
+        ["router", "--namespace", "A B"],
+        2,
+        "penstock router: --namespace: 'A B' is not a lower-case word of at most",
+    ),
+    (["recipe", "check", "none.yaml"], 1, "none.yaml: No such file or directory"),
+    (["kubernetes", "render", "none.yaml"], 1, "none.yaml: No such file or directory"),
+    (["bench", "http", "--url", "http://127.0.0.1:1"], 1, "no server answers at http://127.0.0.1:1: start one"),
+    (["bench", "split", "--whole", "http://127.0.0.1:1"], 1, "http://127.0.0.1:1 does not answer"),
+    (
+        ["streams", "apply", "--nats-url", "nats://127.0.0.1:1"],
+        1,
+        "no connection to nats://127.0.0.1:1 (connection",
+    ),
+    (["eval", "demo", "--state", "none"], 2, "--state none: No such file or directory; start one"),
+]
+
+
+def test_a_command_that_cannot_run_says_why_in_one_line(tmp_path: Path) -> None:
+    runs = run_each([argv for argv, _, _ in UNUSABLE], tmp_path)
+    for (_, status, message), run in zip(UNUSABLE, runs, strict=True):
+        assert run.returncode == status, run
+        assert message in run.stderr
+        lines = [line for line in run.stderr.splitlines() if not line.startswith("(see `")]
+        assert len(lines) == 1, run.stderr
 
 
 def test_ctrl_c_while_a_command_is_loaded_ends_it_without_a_traceback(

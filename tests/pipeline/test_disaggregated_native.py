@@ -323,9 +323,3 @@ async def test_a_worker_with_more_gets_the_requests_for_it_and_can_force_a_text_
     processors_of = {each.name: each.logits_processors for each in (await registrations(apart_bus)).values()}
     assert processors_of["own"] == ("allowed_tokens", "best", "forced_text", "temperature")
     assert processors_of["decode-0"] == ("allowed_tokens", "forced_text", "temperature")
-
-
-def test_a_flag_that_cannot_be_used_ends_the_start(apart: Deployment) -> None:
-    process = apart.also("worker", "--engine", "native", "--logits-processor", "x=no.such:Class")
-    process.wait_for("PYTHONPATH")
-    assert process._process.wait(20) == 2

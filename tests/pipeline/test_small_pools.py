@@ -12,8 +12,8 @@ from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import MODEL, Deployment, Oracle, Process, stopped, token_prompt, until
 from tests.pipeline.test_disaggregated import nothing_held, stages
 
-AT_ONCE = 10
-REQUESTS = 12
+AT_ONCE = 7
+REQUESTS = 8
 pytestmark = pytest.mark.timeout(120)
 
 
