@@ -1,8 +1,7 @@
 """The connection to the broker: reconnects without limit and runs hooks after each reconnect.
 
-nats-py closes a connection for good on some server errors, whatever the reconnect settings (a password changed
-by a reload, for example). A process that went on would never receive a message again, so it exits, and its supervisor
-starts another.
+nats-py closes a connection for good on some server errors (such as a password that was changed by a reload), whatever
+the reconnect settings. The process would never receive a message again, so it exits, and its supervisor starts another.
 """
 
 import asyncio
@@ -41,7 +40,7 @@ class Bus:
     """One connection.
 
     Guarantees: it reconnects for as long as the process runs, or ends the process if nats-py gives up. After each
-    reconnect the hooks run in order, in a task of their own; a hook that raises is logged and the next one runs.
+    reconnect the hooks run in order, in a task of their own; an error of a hook is logged, and the next one runs.
 
     Use it as a context manager, or call ``close``.
 
@@ -49,7 +48,7 @@ class Bus:
         tasks: the process's background tasks. Components spawn theirs in it, or in a group of it.
         on_reconnect: the hooks. Register one for every request or subscription whose answer a broken link can lose.
         closing: ``close`` was called.
-        last_error: that nats-py reported.
+        last_error: the last one that nats-py reported.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class Bus:
         return min(int(self.nc.max_payload), MAX_PAYLOAD) - HEADROOM
 
     def recover(self) -> None:
-        """Run the reconnect hooks. A recovery that still runs is cancelled: it worked on a dead link."""
+        """Run the reconnect hooks. A recovery that still runs is cancelled: it used the old connection."""
         if self._recovery is not None:
             self._recovery.cancel()
         self._recovery = self.tasks.spawn(self._recover(), name="bus-recovery")
@@ -165,7 +164,7 @@ async def _bounded(step: Coroutine[Any, Any, None]) -> None:
 
 
 def why_unreachable(error: Exception) -> str:
-    """Why no connection was made, for people."""
+    """Why no connection was made, as text for users."""
     if isinstance(error, ConnectionRefusedError):
         return "connection refused"
     if isinstance(error, socket.gaierror):

@@ -4,9 +4,9 @@ In a cluster any replica answers a direct get, including one that has not caught
 end or a "not found" holds for that replica only. So each is confirmed by the stream's leader before it is returned, and
 messages that the replica lacked are read from the leader. A single server is its own leader: nothing is asked twice.
 
-A leader that was stopped for longer than an election (4 s and more) may still answer in the moment it wakes. Where two
-processes must not both conclude "there is none", the conclusion is a write with an expected last sequence, which the
-stream refuses to one of them.
+A leader that was stopped for longer than an election (4 s and more) may still answer in the moment it resumes. Where
+two processes must not both conclude "there is none", the conclusion is a write with an expected last sequence, which
+the stream refuses to one of them.
 """
 
 import asyncio

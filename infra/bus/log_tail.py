@@ -1,4 +1,4 @@
-"""Following a stream: everything stored on some subjects, once, in stream order, from a chosen point on.
+"""Follows a stream: everything stored on some subjects, once, in stream order, from a chosen point on.
 
 Live messages come from the server's republished subject. It carries only what was stored, with the message's sequence
 and the previous sequence of its subject, so a gap shows at once and is read from the stream before the tail goes on.
@@ -36,7 +36,7 @@ class LogTail:
 
     Guarantees: every entry that the stream keeps is handled, once and in stream order, through reconnects, restarts of
     the broker and changes of leader. Entries that the stream discards before they are read are skipped. If the stream
-    was made anew or lost its end, everything in it is handled again (``stream_truncated`` in the log).
+    was recreated or lost its end, everything in it is handled again (``stream_truncated`` in the log).
 
     Follow one subject, or all of a stream: a filter that leaves out part of a stream makes every omission look like a
     gap, which costs a read.
@@ -58,7 +58,7 @@ class LogTail:
         self._since_ns = 0
         self._held: deque[Entry] = deque()
         self._starting = True
-        self._stale = False  # something may be stored that did not come live
+        self._stale = False  # stored entries may have been missed live
         self._repair: asyncio.Task[None] | None = None
         self._sub: Any = None
         self._idle: asyncio.Task[None] | None = None
@@ -222,7 +222,7 @@ class LogTail:
             seen = self.position
 
     async def _check_end(self) -> None:
-        """Start over with a stream that was made anew or lost its end: all of it would look old otherwise."""
+        """Start over with a stream that was recreated or lost its end: otherwise all of it would look old."""
         end = (await self._bus.js.stream_info(self._stream)).state.last_seq
         if end < self.position:
             log.error("stream_truncated", stream=self._stream, position=self.position, end=end)

@@ -1,4 +1,4 @@
-"""How late an event loop runs what is due (a gauge of every process), and how long work keeps that short."""
+"""Event-loop lag: measured as a gauge of every process, and kept short by slicing long work."""
 
 import asyncio
 import gc
@@ -14,7 +14,7 @@ SERVING_OBJECTS = 700  # new ones between two collections: Python's own default,
 
 
 class TimeSlice:
-    """For work in many small parts, none of which awaits anything: call ``yield_if_spent`` after each.
+    """For work in many small parts that never await: call ``yield_if_spent`` after each.
 
     A slice begins with its first part. What is published within one slice leaves in one write and arrives in one read,
     so to yield earlier costs every process behind this one a wake-up.
@@ -32,7 +32,7 @@ class TimeSlice:
             await asyncio.sleep(0)
 
     def _end(self) -> None:
-        """The event loop went on to something else."""
+        """The event loop has run other tasks."""
         self._began = 0.0
 
 

@@ -93,7 +93,7 @@ class Publisher:
         for pending in self._pending.values():
             if not pending.future.done():
                 pending.future.set_exception(ServingError(Code.shutting_down, "the process is stopping"))
-                pending.future.exception()  # read once: nobody may be waiting any more
+                pending.future.exception()  # retrieved here: the waiter may have been cancelled
         self._pending.clear()
 
     @property

@@ -30,10 +30,10 @@ class PullSubscription:
         await self._handle(message, self.generation)
 
     async def drain(self) -> None:
-        """Return when nothing is on its way any more and everything that came has been delivered."""
+        """Return when no message is in flight any more and all received ones have been delivered."""
         nc = self._bus.nc
         if self._bus.connected:
-            with contextlib.suppress(NatsError, OSError):  # what was on its way on a broken link never comes
+            with contextlib.suppress(NatsError, OSError):  # messages in flight on a broken connection are lost
                 await nc._send_unsubscribe(self._sub._id)
                 # The server's answer is behind its last message. The first PING may overtake what is buffered here.
                 await nc.flush(timeout=FLUSH_S)

@@ -1,7 +1,7 @@
-"""What was requested of a pull consumer and is still to come. Pure: time is an argument.
+"""Messages requested from a pull consumer and not yet received. Pure: time is an argument.
 
 Requests are counted in generations. After a reconnect, or when the server has been silent for too long, the requests
-made before count no more. A message of an earlier generation is taken all the same; this generation did not request it.
+made before no longer count. A message of an earlier generation is taken nevertheless, but not counted in this one.
 """
 
 import enum
@@ -31,7 +31,7 @@ class PullWindow:
 
     Attributes:
         generation: of the current requests.
-        requested: messages that may still come by them.
+        requested: messages that they may still bring.
         closed: nothing more is requested.
     """
 
@@ -72,7 +72,7 @@ class PullWindow:
         return Received.refused
 
     def taken(self, generation: int) -> None:
-        """A job was taken in, and the caller's room counts it."""
+        """A job was taken, and the caller's room counts it."""
         if generation == self.generation and self.requested:
             self.requested -= 1
 

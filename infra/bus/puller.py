@@ -1,4 +1,4 @@
-"""Taking messages from a durable pull consumer, as many as there is room for, over one long-lived request.
+"""Takes messages from a durable pull consumer, as many as there is room for, over one long-lived request.
 
 Not a FastStream subscriber: that takes batches behind a barrier, spins when the connection closes, and idles for
 seconds after the broker restarts. Here the caller reports its room, requests are renewed before they expire and at
@@ -42,8 +42,8 @@ class Puller:
     Args:
         handle: called with each message; must not raise.
         room: how many more messages could be started now.
-        expires_s: a request that is not filled by then is made anew. What a process that is stopped had requested goes
-            to it for so long.
+        expires_s: a request that is not filled by then is repeated. To a process that was stopped, messages are sent
+            for this long.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Puller:
     async def drain(self) -> None:
         """Stop, deliver what is on its way, close.
 
-        What takes longer than ``DRAIN_S``, because a handler or the broker does not go on, is delivered again later.
+        Messages that take longer than ``DRAIN_S``, because a handler or the broker hangs, are delivered again later.
         """
         await self.stop()
         with contextlib.suppress(TimeoutError):

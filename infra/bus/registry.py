@@ -16,7 +16,7 @@ from schemas import fleet
 log = structlog.get_logger("fleet")
 
 PAUSE_S = 1.0
-STALE_NS = int((fleet.LEASE_S + 2.0) * 1e9)  # a key older than this registers nobody
+STALE_NS = int((fleet.LEASE_S + 2.0) * 1e9)  # an older key is not a registration
 
 
 class RegisteredWorker(msgspec.Struct):
@@ -31,7 +31,7 @@ class WorkerRegistry:
     Guarantees: a worker that renews its lease is in ``members`` once ``start`` has returned. One that does not is
     removed after ``LEASE_S``, by the first ``expire`` while connected. This process's clock decides, not the bucket's
     expiry marker, which comes up to 0.3 s late and not at all while the broker restarts. After a reconnect all leases
-    start anew: until then, silence meant nothing.
+    start again: until then, silence meant nothing.
 
     A server that was killed can bring back keys that had expired, and then never removes them (seen on 2.15.1). Keys
     that are too old when the table is read stay apart in ``stale_keys`` (worker → revision) until they are renewed.
@@ -60,7 +60,7 @@ class WorkerRegistry:
         self._clock = clock
         self._checked = self._stale_since = clock()
         self._links = self._checked_links = bus.reconnects
-        self._reading_ns = 0  # Unix time at which the table began to be read; 0: it was read
+        self._reading_ns = 0  # Unix time at which reading of the table began; 0: it is complete
         self.members: dict[str, RegisteredWorker] = {}
         self.stale_keys: dict[str, int] = {}
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 WARN = 0.5  # of max_bytes
 FULL = 0.8  # no new work beyond; the rest is for requests under way
 FAIR = 0.6  # beyond, tenants that use more than their share are refused first
-CALM = 0.9  # of a threshold: an alarm ends below it
+CALM = 0.9  # share of a threshold below which its alarm ends
 MOST_SAMPLES = 512
 
 
@@ -90,7 +90,7 @@ class Alarm:
         self.on = False
 
     def update(self, level: float) -> bool:
-        """Take a new level; whether the alarm fired just now."""
+        """Set the level; returns whether the alarm fired just now."""
         was = self.on
         self.on = level >= (self._at * CALM if was else self._at)
         return self.on and not was

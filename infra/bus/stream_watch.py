@@ -1,4 +1,4 @@
-"""How full a stream is from its oldest unfinished message on: sampled now and then, never per request."""
+"""How full a stream is from its oldest unfinished message on: sampled periodically, never per request."""
 
 import structlog
 
@@ -34,7 +34,7 @@ class StreamWatch:
         """Take a sample.
 
         Raises:
-            nats.errors.Error, TimeoutError: the server did not answer; the samples so far stay.
+            nats.errors.Error, TimeoutError: the server did not answer; earlier samples are kept.
         """
         info = await self._bus.js.stream_info(self.stream)
         self._fill.add(StreamSample(info.state.first_seq, info.state.last_seq, info.state.bytes))

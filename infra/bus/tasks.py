@@ -1,7 +1,7 @@
 """Owners of background tasks: a group handles the failure of each task, and ends its tasks when it closes.
 
 A process has one group; its components have groups within it (``Tasks.group``). A task that fails either fails what it
-worked for (``on_failure``), or ends the process in order so that its supervisor restarts it. No task just stops.
+worked for (``on_failure``), or shuts the process down so that its supervisor restarts it. No task stops silently.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""A model's Jinja chat template: messages → prompt text. Compiled once; knows no tokens but the special ones' text.
+"""A model's Jinja chat template: messages → prompt text. Compiled once; of the tokens, only special ones have a role.
 
 Renders as ``apply_chat_template`` of transformers does (``transformers/utils/chat_template_utils.py``, 5.17), which
 templates are written for: the same sandbox, extensions, filters, globals and variables. It needs jinja2 alone.

@@ -40,7 +40,7 @@ class ModelError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Vision:
-    """How a prompt of this model represents images.
+    """How prompts of this model represent images.
 
     Attributes:
         image_token: text that the chat template writes once per image.
@@ -61,7 +61,7 @@ class ModelDir:
 
     Attributes:
         revision: digest of weights and configuration; equal wherever the directory has the same content.
-        tokenizer_digest: digest of the tokenizer; with another one the same ids are another text.
+        tokenizer_digest: digest of the tokenizer; with another one the same ids mean different text.
         max_model_len: prompt + output.
         vocab_size: width of the logits; token ids of requests are below it.
         sampling: the model's defaults, from generation_config.json.

@@ -1,4 +1,4 @@
-"""Keeps the text of control tokens in clients' messages plain text, so that nobody forges a role or a message's end.
+"""Keeps the text of control tokens in clients' messages plain text, so that clients cannot forge roles or messages.
 
 A tokenizer turns the text of an added token into that token wherever it stands. Where a client's text contains one, a
 mark is inserted into it before the template is rendered, and the mark's own tokens are left out of the prompt. So the

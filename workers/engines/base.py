@@ -32,7 +32,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """Fixed properties of an engine. Sizes are in tokens or blocks.
 
     An engine with attention data parallelism has ``dp_size`` ranks, each with an equal share of blocks and slots and a
-    prefix cache of its own: a sequence lives on one of them.
+    prefix cache of its own: a sequence runs on one of them.
     """
 
     name: str
@@ -234,7 +234,7 @@ class Engine(Protocol):
 
 
 class KvTransfer(Protocol):
-    """What an engine offers besides if KV blocks from other workers can be written into its pool (see ``memory``).
+    """The additional interface of an engine whose pool (see ``memory``) accepts KV blocks from other workers.
 
     Called from the engine thread only.
     """
@@ -252,12 +252,12 @@ class KvTransfer(Protocol):
         """The blocks were filled: enter them into the cache. They stay held until the reservation is released."""
 
     def release(self, reservation: Reservation) -> None:
-        """Free a reservation (adopted or not) that was given to no sequence."""
+        """Free a reservation (adopted or not) that no sequence was given."""
 
 
 def kv_transfer_of(engine: Engine) -> KvTransfer:
     """The capability of an engine that is known to have it: its worker's role needs it."""
-    assert engine.kv_transfer is not None, f"engine {engine.info.name} cannot take KV blocks over"
+    assert engine.kv_transfer is not None, f"engine {engine.info.name} cannot receive KV blocks"
     return engine.kv_transfer
 
 
@@ -270,7 +270,7 @@ class MediaReservation(msgspec.Struct, eq=False):
 
 
 class VisionEngine(Protocol):
-    """What an engine offers besides if its model takes images; an encode worker's engine offers little else.
+    """The additional interface of an engine whose model takes images; an encode worker's engine has little else.
 
     Embeddings lie in the pool "embeds" of ``Engine.memory``: slots of a fixed number of rows, one row per placeholder
     token. A medium with more tokens takes several slots. ``prepare`` may be called from any thread, the rest only from

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own that lives as long as its engine.
+"""An event loop in a thread of its own, open as long as its engine.
 
 Asynchronous engines (TensorRT-LLM, vLLM) bind their results, events and statistics to the loop that runs when they are
 requested, and their threads refuse to deliver to a loop that has stopped. One loop therefore serves all of it.
@@ -32,7 +32,7 @@ class LoopThread:
             self._loop.close()
 
     def post(self, function: Callable[..., object], *arguments: object) -> None:
-        """Call a function in the loop, after what was posted before."""
+        """Call a function in the loop, after those posted before."""
         self._loop.call_soon_threadsafe(function, *arguments)
 
     def run(self, work: Coroutine[Any, Any, Any], timeout: float) -> Any:
@@ -45,14 +45,14 @@ class LoopThread:
         return future.result(timeout + 5.0)
 
     def task(self, work: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
-        """Start something in the loop; to be called in it."""
+        """Start a task; call this in the loop."""
         task = self._loop.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._done)
         return task
 
     def later(self, seconds: float, function: Callable[..., object], *arguments: object) -> None:
-        """Call something in the loop after a while; to be called in it."""
+        """Call a function after ``seconds``; call this in the loop."""
         self._loop.call_later(seconds, function, *arguments)
 
     def _done(self, task: "asyncio.Task[Any]") -> None:

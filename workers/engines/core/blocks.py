@@ -1,11 +1,11 @@
-"""Which sequence holds which pool block, and under which names idle blocks can be found again.
+"""The block pool: which sequence holds which block, and the names under which idle blocks are found again. Pure.
 
-Knows digests, not tokens, and nothing of scheduling. Every operation costs O(1) per block.
+Blocks are named by digests; tokens and scheduling are unknown here. Every operation costs O(1) per block.
 
-Holdings are closed towards the front: whenever a name is in the cache, so are all names before it in its
-chain (routers match prefixes by bisection and rely on it). Three rules keep it so: a sequence frees its
-blocks last first, so that leaves are evicted before their parents; while it runs it only names a block whose
-ancestors it holds itself; a copy that nobody holds gives its name to a copy that somebody does.
+Whenever a name is in the cache, so are all names before it in its chain; routers, which match prefixes by bisection,
+rely on that. Three rules ensure it. A sequence frees its last block first, so that leaves are evicted before their
+parents. While it runs, it names only blocks whose ancestors it holds itself. A copy without a holder gives its name to
+a copy that has one.
 """
 
 from array import array
@@ -18,13 +18,13 @@ from workers.engines.core.offload import HostCache
 
 
 class BlockObserver(Protocol):
-    """Keeps something per block besides."""
+    """Keeps additional data per block."""
 
     def discard(self, block: int) -> None:
-        """The content of a block that nobody holds is no longer valid."""
+        """The content of a block without holders is no longer valid."""
 
     def move(self, block: int, copy: int) -> None:
-        """Nobody holds ``block``, and its name goes to a held copy."""
+        """The name of ``block``, which has no holder, moves to a held copy."""
 
 
 class BlockManager:
@@ -36,8 +36,8 @@ class BlockManager:
         host: keeps what is evicted.
 
     Attributes:
-        generations: one u32 per block, counted up whenever it is given out anew. Whoever copies a block to elsewhere
-            compares it afterwards: equal means that nobody can have written over it in the meantime.
+        generations: one u32 per block, increased whenever it is allocated. A reader that copies a block from another
+            process compares it afterwards: equal means that the block was not overwritten meanwhile.
         observer: notified of blocks that change their content.
     """
 
@@ -90,7 +90,7 @@ class BlockManager:
         return found
 
     def left(self, hits: list[int], fresh: int) -> int:
-        """What would be ``available`` after such a ``take``; below 0: there is no room for it."""
+        """``available`` after such a ``take``; below 0: there are too few blocks for it."""
         holders = self._holders
         revived = 0
         for block in hits:
@@ -99,7 +99,7 @@ class BlockManager:
         return self.available - fresh - revived
 
     def take(self, hits: list[int], fresh: int) -> list[int] | None:
-        """A new table: hold ``hits`` (from ``match``) and ``fresh`` empty blocks; None: there is no room."""
+        """Allocate a new table: hold ``hits`` (from ``match``) and ``fresh`` empty blocks; None: there are too few."""
         holders, idle = self._holders, self._idle
         if self.left(hits, fresh) < 0:
             return None
@@ -160,12 +160,12 @@ class BlockManager:
     def name(self, table: list[int], digests: list[bytes], start: int, stop: int, *, leaving: bool = False) -> int:
         """Make blocks ``start`` .. ``stop`` of a held table findable; returns the first position still unnamed.
 
-        The first copy of a block keeps the name. A table that is still in use stops there (its later names would
-        hang on a parent that it does not hold); it may try again, and at last when ``leaving``: its release
-        follows at once, so whoever holds the first copy releases it later.
+        The first copy of a block keeps the name. A table that is still in use stops there, since its later names would
+        depend on a parent that it does not hold; it may try again later, and goes on when ``leaving``: its release
+        follows at once, so the holder of the first copy releases that later.
         """
         cache, holders, names, parents = self._cache, self._holders, self._names, self._parents
-        # Names that are in the cache already come before those that are not: holdings are closed.
+        # Names that are already in the cache come before those that are not.
         while start < stop and (first := cache.get(digests[start])) is not None:
             if not holders[first]:  # idle: its name moves to our copy, and it is emptied
                 del self._idle[first]

@@ -1,4 +1,4 @@
-"""Sizes and policy of a scheduler, and what follows from them for one sequence. Pure."""
+"""Sizes and policy of a scheduler, and the limits of one sequence that follow from them. Pure."""
 
 import msgspec
 

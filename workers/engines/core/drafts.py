@@ -6,7 +6,7 @@ from workers.engines.core.sequence import Sampled, Sequence
 
 
 class DraftCounts:
-    """Since start."""
+    """Counts since start."""
 
     def __init__(self) -> None:
         self.drafts = 0  # sequences in steps with proposals
@@ -27,7 +27,7 @@ class DraftCounts:
 
 
 def accepted(draft: Seq[int], drawn: Seq[int]) -> int:
-    """How many leading proposals are what was drawn."""
+    """How many leading proposals equal the drawn tokens."""
     count = 0
     while count < len(draft) and draft[count] == drawn[count]:
         count += 1

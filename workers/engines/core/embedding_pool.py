@@ -1,4 +1,4 @@
-"""Image embeddings in a pool that prompts refer to: an encoder, and the cache of what it computed."""
+"""Image embeddings in a pool that prompts refer to: an encoder, and the cache of its results."""
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
@@ -90,7 +90,7 @@ class EmbeddingPool:
         return {"embeds": msgspec.structs.replace(self.encoder.memory(), generations=generations)}
 
     def check(self, media: Seq[MediaSpan], prompt_len: int, *, adopted: bool) -> None:
-        """Check that the media lie in the prompt, in order and apart, and in slots that exist.
+        """Check that the media lie in the prompt in order, without overlap, and in slots that exist.
 
         Args:
             adopted: the prompt's KV came from elsewhere, so its embeddings need not be here.

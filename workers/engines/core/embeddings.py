@@ -1,8 +1,8 @@
-"""Which slots of the embedding pool hold which medium. Knows digests, not pixels; every operation is O(1) per slot.
+"""Which slots of the embedding pool hold which medium. Pure: digests, not pixels. Every operation is O(1) per slot.
 
-A medium owns whole slots. While somebody holds it they stay; afterwards they stay findable, least recently used first
-to go, until their room is needed. The same medium may be filled twice at once, into different slots: the
-first to finish gets the name, the other's slots are freed on release.
+A medium owns whole slots. They are kept while it is held; afterwards it can still be found until its slots are needed,
+least recently used first. The same medium may be filled twice at once, into different slots: the first to finish gets
+the name, the other's slots are freed on release.
 """
 
 from array import array
@@ -20,7 +20,7 @@ Key = tuple[bytes, int]  # digest, tokens: what is in the slots depends on both
 
 
 class VisionEncoder(Protocol):
-    """The model side: what computes embeddings and keeps them, in slots 0 .. ``slots`` - 1."""
+    """The model side: computes embeddings and keeps them in slots 0 .. ``slots`` - 1."""
 
     slots: int
     slot_tokens: int
@@ -54,10 +54,10 @@ class _Entry(msgspec.Struct, eq=False):
 
 
 class EmbeddingCache:
-    """The pool: ``slots`` ids, each of a medium that is held, of one that can only be found again, or unused.
+    """The pool: ``slots`` ids, each of a held medium, of a cached one (not held, can be found), or unused.
 
     Attributes:
-        generations: one u32 per slot, counted up whenever it is given out anew. It never moves.
+        generations: one u32 per slot, increased whenever it is allocated. The array never moves.
     """
 
     def __init__(self, slots: int, slot_tokens: int) -> None:
@@ -74,12 +74,12 @@ class EmbeddingCache:
 
     @property
     def used_slots(self) -> int:
-        """Of media that somebody holds."""
+        """Slots of held media."""
         return self.total_slots - len(self._unused) - self._idle_slots
 
     @property
     def cached_slots(self) -> int:
-        """Of media that nobody holds, but that can be found."""
+        """Slots of media that are not held, but can be found."""
         return self._idle_slots
 
     @property
@@ -87,14 +87,14 @@ class EmbeddingCache:
         return len(self._unused)
 
     def needed(self, media: Iterable[Key]) -> int:
-        """Slots that (digest, tokens) each take together; the same medium counts once."""
+        """Slots that these (digest, tokens) take in total; the same medium counts once."""
         return sum(self._slots_of(tokens) for _, tokens in set(media))
 
     def _slots_of(self, tokens: int) -> int:
         return -(-tokens // self.slot_tokens)
 
     def reserve(self, media: Seq[Key]) -> MediaReservation | None:
-        """Hold slots for (digest, tokens) each; None: there is no room now.
+        """Hold slots for (digest, tokens) each; None: too few are free now.
 
         A medium that is named twice gets one set of slots; only the first of the two has to be filled.
 
@@ -145,14 +145,14 @@ class EmbeddingCache:
             self._unused.append(slot)
 
     def adopt(self, reservation: MediaReservation, numbers: Iterable[int] | None = None) -> None:
-        """These media (by their number in the reservation; None: all) are filled and can be found from now on."""
+        """Mark these media (by their number in the reservation; None: all) as filled, so that they can be found."""
         for number in range(len(reservation.slots)) if numbers is None else numbers:
             entry = self._entry(reservation, number)
             if self._named.setdefault(entry.key, entry) is entry:
                 entry.named = True
 
     def release(self, reservation: MediaReservation) -> None:
-        """Release the slots; a second time does nothing."""
+        """Release the slots; a second call does nothing."""
         for number in range(len(reservation.slots)):
             entry = self._entry(reservation, number)
             entry.holders -= 1
@@ -166,11 +166,11 @@ class EmbeddingCache:
         reservation.slots = []
 
     def tokens(self, reservation: MediaReservation, number: int) -> int:
-        """What a medium was reserved for."""
+        """The number of tokens that a medium was reserved with."""
         return self._entry(reservation, number).key[1]
 
     def generations_of(self, reservation: MediaReservation) -> list[int]:
-        """Of all slots, flattened in order."""
+        """Generations of all slots, flattened in order."""
         return [self.generations[slot] for slots in reservation.slots for slot in slots]
 
     def _entry(self, reservation: MediaReservation, number: int) -> _Entry:

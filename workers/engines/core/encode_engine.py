@@ -9,7 +9,7 @@ from workers.engines.core.embeddings import VisionEncoder
 
 
 class EncodeEngine:
-    """Implements ``workers.engines.base.Engine`` as far as every worker needs it; all work is in ``vision``.
+    """Implements the part of ``workers.engines.base.Engine`` that every worker needs; all work is in ``vision``.
 
     Its blocks, in ``info`` and ``stats``, are slots of the embedding pool. Owns ``encoder`` and closes it.
     """

@@ -115,7 +115,7 @@ class ScheduledEngine:
         return result._replace(failures=result.failures + failures) if failures else result
 
     def _copy(self, copier: BlockCopier) -> None:
-        """Blocks that this plan reassigns, and those that it reads."""
+        """Copy the blocks that this plan reassigns to the host, and those that it reads from there."""
         host = self._scheduler.blocks.host
         copies = None if host is None else host.take_copies()
         if copies is not None:

@@ -7,7 +7,7 @@ from workers.engines.core.windows import WindowRows
 
 
 class KvCacheManager:
-    """Allocates for sequences as they grow, names what they fill, and frees what they leave. Preempts nobody.
+    """Allocates blocks and rows for sequences as they grow, names full blocks, frees all at the end. Never preempts.
 
     Args:
         windows: rows of the sliding-window layers; None: they have no pool of their own.

@@ -1,4 +1,4 @@
-"""KV blocks in host memory: what leaves the device's prefix cache stays there under its name. Pure: it plans copies.
+"""KV blocks in host memory: blocks evicted from the device's prefix cache keep their names there. Pure: plans copies.
 
 A block that is evicted from the device is saved to a slot of the host's pool, and loaded into another block when a
 prompt needs it again. Copies are made before the next step computes, saves first, so that a block may be saved, loaded

@@ -6,7 +6,7 @@ Three rules prevent that:
 
 1. If there is no room for the head, the first behind it whose blocks are reserved goes before it: it needs little or
    nothing more, and its end makes room.
-2. What the first without a reservation needs is reserved for nobody behind it, so few go before it.
+2. The blocks that the first sequence without a reservation needs are not reserved for others, so few go before it.
 3. Reservations are reclaimed, the last one first: to whatever runs and has to grow, and, if nothing runs, to the head.
    Their sequences keep their places, and compute what is no longer in the cache.
 
@@ -35,7 +35,7 @@ class Admission(NamedTuple):
 class _BlockNeed(NamedTuple):
     hits: list[int]  # blocks that are there
     tail: list[int]  # the prompt's last one, not full, as it was handed off
-    fresh: int  # blocks besides
+    fresh: int  # further blocks
     named: int
     offloaded: list[bytes]  # names of the first fresh ones that the host has
 
@@ -164,12 +164,12 @@ class Queue:
     def _need(self, sequence: Sequence) -> _BlockNeed:
         size, scored = self._block_size, sequence.score >= sequence.prompt_len
         known = len(sequence.tokens)
-        # Never all that is known: the last token must be computed, for its logits; so must be what is scored.
+        # Never all known tokens: the last one must be computed for its logits, and so must scored ones.
         most = ((known if scored else sequence.score) - 1) // size
         reservation, tail = sequence.reservation, []
         offloaded: list[bytes] = []
         if reservation is not None and reservation.filled:
-            # Not by their names: another copy may have had those, and be gone.
+            # Not looked up by name: another copy may have had the name, and may have been evicted.
             hits = reservation.blocks[:most]
             named = min(reservation.named, len(hits))
             if scored and len(hits) == len(reservation.blocks) and known > sequence.prompt_len:

@@ -27,7 +27,7 @@ class StepReport:
         return bool(self._started or self._failures)
 
     def admitted(self, sequence: Sequence, cached: int) -> None:
-        """A sequence was admitted, with this many of its tokens in the cache; only its first admission is reported."""
+        """A sequence was admitted with this many cached tokens; only its first admission is reported."""
         if sequence.started:
             return
         sequence.started = True
@@ -52,7 +52,7 @@ class StepReport:
         return Output(sequence.key, token, "", logprob)
 
     def take(self) -> tuple[list[Started], list[Failure], list[Measured]]:
-        """All since the last call."""
+        """All events since the last call."""
         taken = self._started, self._failures, self._measured
         self._started, self._failures, self._measured = [], [], []
         return taken

@@ -12,8 +12,8 @@ class Reservations:
     """Implements ``workers.engines.base.KvTransfer``: blocks for prompts whose KV comes from another worker.
 
     Args:
-        headroom: blocks that must stay available besides: one for each running sequence to grow into, and what the
-            first waiting sequence without a reservation needs.
+        headroom: blocks that must stay available: one for each running sequence to grow into, and those that the first
+            waiting sequence without a reservation needs.
     """
 
     def __init__(self, blocks: BlockManager, headroom: Callable[[], int]) -> None:
@@ -44,7 +44,7 @@ class Reservations:
             )
 
     def release(self, reservation: Reservation) -> None:
-        """Free the blocks that no sequence has taken over; a second call does nothing."""
+        """Free the blocks that no sequence has taken; a second call does nothing."""
         table = reservation.blocks + reservation.tails
         self.reserved_blocks -= len(table)
         self._expected -= reservation.users
@@ -110,6 +110,6 @@ class HeldBlocks:
         return True
 
     def take_new(self) -> list[Held]:
-        """What was held since the last call."""
+        """Blocks held since the last call."""
         new, self._new = self._new, []
         return new

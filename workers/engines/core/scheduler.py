@@ -42,7 +42,7 @@ _tuple = tuple.__new__  # a named tuple's own __new__ costs twice as much, and t
 
 
 class Scheduler:
-    """Call ``schedule`` and ``commit`` in turn; between those pairs ``submit`` and ``cancel`` at will.
+    """Call ``schedule`` and ``commit`` in turn; ``submit`` and ``cancel`` may be called between such pairs.
 
     Steps may overlap: the next plan may be made before the last one is committed. It then includes tokens that are not
     known yet; a sequence that ends meanwhile keeps its blocks until its last plan is committed, and no sequence is
@@ -55,7 +55,7 @@ class Scheduler:
         queue: sequences that wait.
         running: in admission order.
         reservations: blocks for prompts that arrive from other workers.
-        drafts: what was proposed to sequences, and accepted.
+        drafts: counts of proposed and accepted tokens.
         held: blocks of prompts that other workers fetch.
     """
 

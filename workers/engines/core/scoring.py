@@ -44,7 +44,7 @@ class PromptScoring:
 
 
 def collect(slots: Seq[Slot]) -> list[Scored]:
-    """Take what the executor has left with the sequences of a step."""
+    """Take the scores that the executor has stored in the sequences of a step."""
     found = []
     for slot in slots:
         sequence = slot.sequence

@@ -1,4 +1,4 @@
-"""What the scheduler and an executor know of one sequence, and the plan of one step that passes between them."""
+"""State of one sequence, shared by scheduler and executor, and the plan of a step that the one gives to the other."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -32,7 +32,7 @@ class Sequence(msgspec.Struct, eq=False):
     computed: int = 0  # leading tokens whose KV is in ``blocks``, once the planned steps are done
     length: int = 0  # of ``tokens``, with those that planned steps will draw
     step: int = 0  # number of the last plan it is in
-    lockstep: bool = False  # what a step needs of it depends on the token that the step before draws
+    lockstep: bool = False  # a step depends on the token drawn by the step before in more than its last input
     ended: bool = False  # its blocks are kept until the step that still uses them is done
     draft: Seq[int] = ()  # proposed tokens behind ``tokens``, in the step that verifies them
     cached: int = 0  # prompt tokens found in the cache at first admission

@@ -14,7 +14,7 @@ A row is in one of four states:
 - free.
 
 A prefix of the cache can be reused up to a block border if the rows that a window behind it covers are all there.
-Passed rows leave without an event: what a router knows of a prefix then holds for the longest chains, and a request
+Passed rows are dropped without an event: a router's view of a prefix is exact for the longest chains, and a request
 that branches off inside one may find less.
 """
 
@@ -30,7 +30,7 @@ class WindowRows:
 
     Args:
         window: tokens that a query attends to in these layers, itself included.
-        only: the model has no other layers, so that this pool is all the memory there is.
+        only: the model has no other layers, so this pool is its whole KV cache.
     """
 
     def __init__(self, blocks: BlockManager, total_blocks: int, *, block_size: int, window: int, only: bool) -> None:

@@ -1,7 +1,7 @@
 """State of a prefilled prompt on its way from one worker's engine to another's (``Held.opaque``). Pure.
 
-The engines move the KV themselves; ``params`` is what they need for it. The other fields guard against mistakes: which
-tokens the KV belongs to, which engines can take it over, and that it is taken over once.
+The engines move the KV themselves; ``params`` is what they need for it. The other fields guard against mistakes: they
+name the tokens of the KV and the engines that can use it; ``ConsumedStates`` ensures that it is fetched once.
 """
 
 from array import array
@@ -84,14 +84,14 @@ def digest(tokens: Seq[int]) -> bytes:
 
 
 class ConsumedStates:
-    """States that were taken over. A second fetch is never safe: the first one frees the blocks."""
+    """States whose KV was fetched. A second fetch is never safe: the first one frees the blocks."""
 
     def __init__(self, remembered: int = 4096) -> None:
         self._seen: OrderedDict[tuple[object, ...], None] = OrderedDict()
         self._remembered = remembered
 
     def claim(self, *state: object) -> bool:
-        """Mark a state as taken over; False: it already was."""
+        """Mark a state as fetched; False: it already was."""
         if state in self._seen:
             return False
         self._seen[state] = None

@@ -1,6 +1,6 @@
 """The mock's model: the next token is a checksum of all tokens before it, and of the media among them.
 
-So any worker continues a sequence as any other would have, wherever it was cut, and a test can tell.
+So every worker continues a sequence with the same tokens, wherever it was interrupted, and tests can check that.
 """
 
 import math
@@ -21,7 +21,7 @@ from workers.engines.mock.memory import MockBlocks, MockVisionEncoder, seen
 from workers.engines.mock.timing import step_seconds
 
 GREEDY = Sampling(temperature=0.0)
-LOWEST_RANK = 64  # from here on all are equally unlikely
+LOWEST_RANK = 64  # from here on, all tokens are equally unlikely
 
 _pack = struct.Struct("<I").pack
 _tuple = tuple.__new__  # twice as fast as the named tuple's own
@@ -54,7 +54,7 @@ class Vocabulary:
         return token
 
     def logprob(self, token: int, wanted: int) -> Logprob:
-        """Half of the probability for ``token``, half of the rest for each next best."""
+        """``token`` has half of the probability, and each next best half of the rest."""
         allowed = self.allowed
         top = [token]
         index = 0
@@ -73,7 +73,7 @@ class Vocabulary:
         return Logprob(-math.log(2) * min(rank, LOWEST_RANK), self.logprob(best, wanted).top, rank)
 
     def _rank(self, best: int, token: int) -> int:
-        """Of another token than the best, in the order of ``logprob``; those that are never drawn come last."""
+        """The rank of a token other than the best, in the order of ``logprob``; excluded tokens come last."""
         allowed = self.allowed
         count = len(allowed)
         at = bisect_left(allowed, token)
@@ -125,10 +125,10 @@ class MockExecutor:
 
     Args:
         capacity: of the KV pool, tokens.
-        speedup: how much faster than life a step is; 0: it takes no time.
+        speedup: how many times faster than a GPU a step is; 0: it takes no time.
         sleep: waits so many seconds.
         blocks: memory that is read and written as a model's would be; None: there is none.
-        encoder: they belong to the engine.
+        encoder: of images; owned by the engine.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class MockExecutor:
         return sampled
 
     def _score(self, slot: Slot) -> None:
-        """A prompt's tokens are scored against those that the mock would have drawn greedily, and without looking."""
+        """Score a prompt's tokens against those that the mock would draw greedily, ignoring images."""
         sequence = slot.sequence
         tokens, first = sequence.tokens, sequence.score
         wanted = sequence.sampling.prompt_logprobs or 0
@@ -186,7 +186,7 @@ class MockExecutor:
             state = crc32(_pack(token), state)
 
     def _remember(self, blocks: MockBlocks, plan: list[Slot]) -> None:
-        for sequence, start, _, _ in plan:  # reads come before all writes, as nobody may read what this step writes
+        for sequence, start, _, _ in plan:  # all reads come before the writes: no slot may read what this step writes
             if sequence.arrived >= self._admitted:
                 self._admitted = sequence.arrived + 1
                 if start:
@@ -195,7 +195,7 @@ class MockExecutor:
             blocks.write(sequence, start, start + count)
 
     def _seen(self, sequence: Sequence) -> int:
-        """A model sees images through its KV; without any, we look into the embeddings themselves."""
+        """A model depends on images through its KV; without KV memory, the embeddings themselves are read."""
         if self._blocks is not None:
             return self._blocks.seen(sequence)
         assert self._encoder is not None
@@ -205,6 +205,6 @@ class MockExecutor:
         return {} if self._blocks is None else {"kv": self._blocks.memory()}
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         if self._blocks is not None:
             self._blocks.close()

@@ -1,8 +1,8 @@
 """The mock's memory: real bytes in pools that other workers read and write, so that a handoff moves something.
 
-What lies there is what a model's memory would depend on. A block holds a checksum of its tokens, of all blocks before
-it and of the media seen so far; a slot of embeddings is a stream that follows from the medium's raw bytes. So
-whoever goes on with foreign blocks can tell whether they are the right ones, and an answer whether its images were.
+The contents depend on the same inputs as a model's. A block holds a checksum of its tokens, of all blocks before it and
+of the media so far; a slot of embeddings holds a stream derived from the medium's raw bytes. So a worker that continues
+with blocks of another worker can verify that they are the right ones, and an answer shows whether its images were.
 """
 
 import ctypes
@@ -30,19 +30,19 @@ _unpack_from = struct.Struct("<I").unpack_from
 
 
 def embedding(raw: bytes, slots: int = 1) -> bytes:
-    """What the mock makes of a medium."""
+    """The mock's embedding of a medium."""
     return blake3(raw, key=_KEY).digest(slots * SLOT_BYTES)
 
 
 def seen(media: Seq[bytes], before: int = 0) -> int:
-    """Checksum of embeddings, in order; it is what the mock knows of a sequence's media."""
+    """Checksum of embeddings, in order: the mock's state of a sequence's media."""
     for each in media:
         before = crc32(each, before)
     return before
 
 
 class Pages:
-    """``count`` equal places in memory of this process's own, which takes none until it is used."""
+    """``count`` equal pages in private anonymous memory, which takes no space until it is used."""
 
     def __init__(self, count: int, size: int) -> None:
         self.count, self.size = count, size
@@ -57,7 +57,7 @@ class Pages:
         self.data.release()
         try:
             self._map.close()
-        except BufferError:  # somebody still reads; it goes with the last of them
+        except BufferError:  # still being read; it is freed with the last reader
             pass
 
 
@@ -78,7 +78,7 @@ def _rows(raw: bytes) -> int:
 
 
 class MockVisionEncoder:
-    """Implements ``workers.engines.core.embeddings.VisionEncoder``: an image takes one slot, whatever it shows."""
+    """Implements ``workers.engines.core.embeddings.VisionEncoder``: every image takes one slot."""
 
     def __init__(self, slots: int, slot_tokens: int) -> None:
         self.slots, self.slot_tokens = slots, slot_tokens
@@ -91,7 +91,7 @@ class MockVisionEncoder:
             RequestError: an unknown kind, no bytes, or embeddings that cannot be read.
         """
         if kind not in KINDS or not raw:
-            raise RequestError(Code.invalid_request, f"{len(raw)} bytes of kind {kind!r} are no medium")
+            raise RequestError(Code.invalid_request, f"{len(raw)} bytes of kind {kind!r} are not a medium")
         return Medium(raw, self.slot_tokens if kind != "embedding" else _rows(raw))
 
     def tokens(self, prepared: object) -> int:
@@ -139,10 +139,10 @@ class MockBlocks:
             self._put(sequence, prompt // size, 4, self._sum(sequence, prompt // size, prompt))
 
     def check(self, sequence: Sequence, end: int) -> None:
-        """That the tokens before ``end``, which were not computed for this sequence, are what its blocks hold.
+        """Check that the blocks hold the tokens before ``end``, which were not computed for this sequence.
 
         Raises:
-            EngineError: they are not.
+            EngineError: they do not.
         """
         size, width = self._size, self._width
         parts = [(position, 4 + width, (position + 1) * size) for position in range(end // size)]
@@ -155,7 +155,7 @@ class MockBlocks:
             if found != self._digest(sequence, position, upto, head):
                 raise EngineError(
                     f"block {sequence.blocks[position]} does not hold the tokens {position * size} to {upto} of the "
-                    f"sequence that was to go on with it"
+                    f"sequence that was to continue with it"
                 )
 
     def seen(self, sequence: Sequence) -> int:

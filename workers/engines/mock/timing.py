@@ -40,7 +40,7 @@ def decode_seconds(context: int, capacity: int) -> float:
 def step_seconds(plan: Iterable[Slot], capacity: int) -> float:
     """The duration of one step.
 
-    A sequence's first token comes out of its prefill; generated tokens that are computed again cost a decode only.
+    A sequence's first token comes from its prefill; generated tokens that are computed again cost only a decode.
     """
     sequences = before = now = context = 0
     for sequence, start, count, samples in plan:

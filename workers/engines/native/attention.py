@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 from workers.engines.native.pool import Pool
 
 NAME = "penstock"  # attn_implementation
-SHORT_TOKENS = 16  # spans of up to so many tokens are attended together: decodes, and proposed tokens to be verified
+SHORT_TOKENS = 16  # spans of up to this many tokens are attended together: decodes, and proposed tokens to verify
 TILE_SCORES = 1 << 24  # query x key positions whose mask exists at once in a long prefill
 
 
@@ -27,12 +27,12 @@ class Unsupported(Exception):
 
 
 class AttentionParams(NamedTuple):
-    """What a layer's attention does besides being causal.
+    """Parameters of a layer's causal attention.
 
     Attributes:
         scale: of the scores.
         window: tokens a query sees, itself included; None: all.
-        softcap: scores become softcap * tanh(score / softcap); 0: they stay.
+        softcap: scores become softcap * tanh(score / softcap); 0: unchanged.
         sinks: attention-sink logits, which count in the softmax's sum and add no value; None: none. (heads,), or of a
             shape that broadcasts over the scores of one key.
     """
@@ -70,7 +70,7 @@ def attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls; query, key, value are (1, heads, tokens, head_dim).
+    """The attention function that transformers calls; query, key, value are (1, heads, tokens, head_dim).
 
     Raises:
         Unsupported: the layer asks for more than causal attention (biases, a mask of its own), or the model
@@ -82,7 +82,7 @@ def attention(
         if kwargs.get(name) is not None:
             raise Unsupported(f"attention with {name}")
     if attention_mask is not None or not getattr(module, "is_causal", True):
-        raise Unsupported("attention that is not plainly causal")
+        raise Unsupported("attention that is not causal")
     if value.shape != key.shape:
         raise Unsupported(f"values of another shape than keys ({tuple(value.shape)}, {tuple(key.shape)})")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
@@ -217,7 +217,7 @@ class ReferenceAttention:
         groups = []
         for (tokens, _), members in alike.items():
             width = max(len(seen) for _, _, seen in members)
-            # Padded with its own blocks, so that nothing another sequence left can reach this one.
+            # Padded with its own blocks, so that no values of another sequence can reach this one.
             table = self._ints([seen + seen[:1] * (width - len(seen)) for _, _, seen in members])
             base = self._ints([base for _, base, _ in members])
             queries = self._ints([[*range(span.start, span.end)] for span, _, _ in members])[:, :, None]

@@ -40,7 +40,7 @@ class EmbeddingSlots:
             RequestError: it is broken, too large, or of another kind or shape.
         """
         if kind in media.IMAGES:
-            return media.picture(raw)
+            return media.first_frame(raw)
         if kind == media.EMBEDDING:
             return media.rows(raw, self.data.shape[2], self.data.dtype)
         kinds = ", ".join(sorted(media.IMAGES))

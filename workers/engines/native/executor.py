@@ -20,7 +20,7 @@ from workers.engines.native.vision import TorchVisionEncoder
 
 @contextmanager
 def device_errors(device: torch.device) -> Iterator[None]:
-    """Turn failures of a device into ``EngineError``."""
+    """Raise errors of a device as ``EngineError``."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -86,7 +86,7 @@ class TorchExecutor:
         logits = self._model.logits(inputs, places, last, self._paged(plan), self._embeddings(seen) if seen else None)
         if scored:
             score_slots(logits[len(rows) :], scoring)
-        if rows:  # copies tokens to the host, which waits for the KV writes too
+        if rows:  # copying the tokens to the host waits for the KV writes, too
             return choose(logits[: len(rows)], drawing, lengths).sampled()
         if self._model.device.type == "cuda":  # blocks are named next, and other processes may read named blocks
             torch.cuda.synchronize(self._model.device)
@@ -117,7 +117,7 @@ class TorchExecutor:
 
 
 def media_rows(slot: Slot, row: int, size: int) -> Iterator[tuple[int, int]]:
-    """For each placeholder token of a slot: its row in the batch, from ``row`` on, and its place in the pool.
+    """For each placeholder token of a slot: its row in the batch (from ``row`` on) and its row in the embedding pool.
 
     Args:
         size: tokens of a slot of the embedding pool.
@@ -130,7 +130,7 @@ def media_rows(slot: Slot, row: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def score_slots(logits: Tensor, scoring: Seq[Slot]) -> None:
-    """Give the sequences of ``scoring`` their scores; ``logits``: (positions of all of them, vocab), in their order."""
+    """Store the scores in the sequences of ``scoring``; ``logits``: (positions of all of them, vocab), in order."""
     at = 0
     for slot in scoring:
         sequence = slot.sequence

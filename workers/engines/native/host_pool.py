@@ -20,7 +20,7 @@ class HostPool:
         self._device = pool.data.device
         size, dtype = (slots, *pool.data.shape[1:]), pool.data.dtype
         try:
-            if self._device.type == "cuda":  # page-locked, so that copies do not hold up the engine
+            if self._device.type == "cuda":  # page-locked, so that copies are asynchronous
                 self._data = torch.zeros(size, dtype=dtype, pin_memory=True)
             else:
                 self._data = zeros(size, dtype, torch.device("cpu"))
@@ -28,7 +28,7 @@ class HostPool:
             raise EngineError(f"{slots} KV blocks do not fit into host memory; lower kv_offloading_size") from error
 
     def copy(self, copies: Copies) -> None:
-        """In the order of the device's queue: nothing waits, and later steps see them."""
+        """Queue the copies on the device, without waiting; later steps see the result."""
         assert self._pool is not None, "closed"
         blocks, slots = self._pool.data, self._data
         with device_errors(self._device), torch.inference_mode():

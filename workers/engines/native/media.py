@@ -16,7 +16,7 @@ IMAGES = frozenset({"image/png", "image/jpeg", "image/webp", "image/gif"})
 EMBEDDING = "embedding"
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # Pillow's other decoders are never reached
 MAX_PIXELS = 50_000_000  # width x height; decoded, three bytes each
-MAX_ASPECT = 100  # a picture of one row would be resized to one of enormous width
+MAX_ASPECT = 100  # an image of one row would be resized to an enormous width
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ class Rows:
     data: Tensor  # (tokens, hidden) in the model's dtype
 
 
-def picture(raw: bytes) -> Image.Image:
+def first_frame(raw: bytes) -> Image.Image:
     """The first frame of an image file, upright, as RGB.
 
     Raises:
-        RequestError: it is no image, truncated, or too large.
+        RequestError: it is not an image, is truncated, or is too large.
     """
     try:
         file = Image.open(io.BytesIO(raw), formats=FORMATS)
@@ -49,7 +49,7 @@ def picture(raw: bytes) -> Image.Image:
         raise _refused(f"an image has more than {MAX_PIXELS:,} pixels; send a smaller one") from error
     except Exception as error:  # decoders raise many types on broken files
         reason = str(error) if isinstance(error, OSError) and "truncated" in str(error) else "it cannot be decoded"
-        raise _refused(f"an image is no PNG, JPEG, WebP or GIF file that can be read: {reason}") from error
+        raise _refused(f"an image is not a readable PNG, JPEG, WebP or GIF file: {reason}") from error
     image: Image.Image = file
     try:
         image = ImageOps.exif_transpose(file)
@@ -65,9 +65,9 @@ def picture(raw: bytes) -> Image.Image:
 
 def _check_size(width: int, height: int) -> None:
     if width * height > MAX_PIXELS:
-        raise _refused(f"an image has {width} x {height} pixels; at most {MAX_PIXELS:,} are taken")
+        raise _refused(f"an image has {width} x {height} pixels; the limit is {MAX_PIXELS:,}")
     if max(width, height) > MAX_ASPECT * min(width, height):
-        raise _refused(f"an image has {width} x {height} pixels; one side may be {MAX_ASPECT} times the other at most")
+        raise _refused(f"an image has {width} x {height} pixels; one side may be at most {MAX_ASPECT} times the other")
 
 
 def pixels(image: Image.Image, processor: Any) -> Pixels:
@@ -85,7 +85,7 @@ def rows(raw: bytes, hidden: int, dtype: torch.dtype) -> Rows:
     try:
         tensors = list(load(raw).values())
     except Exception as error:  # of the file format's own type, or of json, utf-8, shapes
-        raise _refused("an embedding is no safetensors file that can be read") from error
+        raise _refused("an embedding is not a readable safetensors file") from error
     shapes = [tuple(tensor.shape) for tensor in tensors]
     if len(tensors) != 1 or tensors[0].dim() != 2 or not tensors[0].is_floating_point():
         raise _refused(f"an embedding is one tensor of floats of shape (tokens, {hidden}), not {shapes}")

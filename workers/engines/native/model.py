@@ -84,7 +84,7 @@ class Model:
 
 
 class _Probe:
-    """``Paged`` that only writes down what each layer asks for."""
+    """``Paged`` that only records the arguments of each layer."""
 
     def __init__(self) -> None:
         self.layers: dict[int, tuple[int, int]] = {}  # index -> (kv heads, head dim)
@@ -117,7 +117,7 @@ def load(model: str, *, device: torch.device, dtype: str = "auto") -> Model:
 
 
 def describe(loaded: Any, multimodal: bool = False) -> Model:
-    """What the engine must know of a model by transformers, whose attention is ``attention.NAME``.
+    """Describe a transformers model whose attention is ``attention.NAME``.
 
     Raises:
         ModelError: its attention cannot be paged.
@@ -169,7 +169,7 @@ def vision_encoder(model: str, loaded: Any, slots: int) -> vision.TorchVisionEnc
     """
     try:
         return vision.TorchVisionEncoder(loaded, vision.processor(model), slots)
-    except vision.Blind as error:
+    except vision.VisionUnsupported as error:
         raise ModelError(f"the vision encoder of {model!r} cannot be used: {first_line(error)}") from error
 
 

@@ -1,7 +1,7 @@
 """The memory of the KV cache: one tensor of equal blocks, and how many of them fit.
 
 Block-major: a block with all its layers is one contiguous range, so a transfer needs one descriptor per block.
-Knows nothing of sequences: the block manager assigns blocks.
+Sequences are unknown here: the block manager assigns blocks.
 """
 
 import math
@@ -99,7 +99,7 @@ class Pool:
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def clear(self, blocks: list[int]) -> None:
-        """Zero blocks that get a new owner: what a batch reads beside its own tokens must at least be finite."""
+        """Zero blocks that get a new owner: values that a batch reads beside its own tokens must be finite."""
         if blocks:
             self._raw.index_fill_(0, torch.tensor(blocks, device=self.data.device), 0)
 
@@ -118,7 +118,7 @@ class Pool:
 
 
 def zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, never empty(): a masked position still meets its weight 0, and 0 x NaN is NaN.
+    """Zeros, never empty(): a masked position is still multiplied by its weight 0, and 0 x NaN is NaN.
 
     On a CPU these are anonymous pages, which take no memory until a block is first used.
     """
@@ -148,7 +148,7 @@ def out_of_memory(error: Exception) -> str:
 
 
 def blocks_that_fit(block_bytes: int, wanted: int, device: torch.device, share: float = 0.0) -> int:
-    """How many blocks a pool may have: a share of free memory, or ``wanted`` if that is more and half would do.
+    """How many blocks a pool may have: a share of free memory, or ``wanted`` if that is more but half of it fits.
 
     Args:
         wanted: blocks of one sequence as long as the model takes.

@@ -15,7 +15,7 @@ KEPT = frozenset({"lm_head", "gate", "router"})  # output embeddings, and which 
 
 
 class Fp8Linear(nn.Module):
-    """Stands in for a linear layer.
+    """Replaces a linear layer.
 
     Attributes:
         weight: (out, in) float8_e4m3fn; times ``scale`` (out, 1) float32 it is the layer's.

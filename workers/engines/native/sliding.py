@@ -9,7 +9,7 @@ from workers.engines.native.attention import AttentionParams, Paged
 from workers.engines.native.pool import Pool
 
 MIN_SHARE = 0.25  # rows of sliding layers per block of full-attention layers
-MAX_EMPTY_BLOCKS = 1 << 18  # numbers of blocks of a model without full-attention layers: they take no memory
+MAX_EMPTY_BLOCKS = 1 << 18  # blocks of a model without full-attention layers: they take no memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ class PoolSizes:
 def pool_sizes(layers: SlidingLayers, blocks: int, *, block_size: int, max_running: int, model_len: int) -> PoolSizes:
     """Divide the memory of ``blocks`` blocks of all layers.
 
-    Both pools shall be full at the same time: with sequences of an eighth of the longest length, but at most four times
-    as long as a window, so that prefixes inside of cached sequences stay reusable, too.
+    Both pools should fill up at the same time, with sequences of an eighth of the longest length, but at most four
+    times as long as a window, so that prefixes inside cached sequences stay reusable, too.
     """
     window = (layers.window - 2) // block_size + 2
     longest = -(-model_len // block_size)

@@ -1,6 +1,6 @@
 """The vision encoder of a model: image processor, vision tower, projector, and the pool of their embeddings.
 
-How many tokens a picture takes is not read from the configuration but asked from the model, with a blank picture.
+How many tokens an image takes is not read from the configuration: the model is run on a blank image.
 """
 
 from collections.abc import Sequence as Seq
@@ -19,13 +19,13 @@ from workers.engines.native.embedding_slots import EmbeddingSlots
 from workers.engines.native.pool import free_bytes, out_of_memory
 
 KINDS = frozenset({"llava"})  # model types whose images we embed
-TOWERS = frozenset({"clip_vision_model", "siglip_vision_model"})  # of one picture size, hence of one number of tokens
+TOWERS = frozenset({"clip_vision_model", "siglip_vision_model"})  # fixed image size, so a fixed number of tokens
 DEFAULT_SLOTS = 256
 MEMORY_SHARE = 0.1  # of what is free
-BATCH = 16  # pictures in one pass through the tower
+BATCH = 16  # images in one pass through the tower
 
 
-class Blind(Exception):
+class VisionUnsupported(Exception):
     """This model's images cannot be embedded; the text says why."""
 
 
@@ -40,7 +40,7 @@ class TorchVisionEncoder:
         pool: the embeddings.
 
     Raises:
-        Blind: the model does not make of a picture what we expect.
+        VisionUnsupported: the model does not embed an image in the expected shape.
         EngineError: there is no memory for the pool.
     """
 
@@ -62,7 +62,7 @@ class TorchVisionEncoder:
         self.pool = EmbeddingSlots(self.slots, self.slot_tokens, hidden, self._dtype, self._device)
 
     def _blank(self) -> tuple[torch.Size, Tensor]:
-        """Shape of a picture for the tower, which must be the same for all, and the embeddings of a blank one."""
+        """The tower's input shape, which must be the same for all images, and the embeddings of a blank image."""
         try:
             blanks = [media.pixels(Image.new("RGB", size), self._processor) for size in ((64, 64), (90, 40))]
             with torch.inference_mode():
@@ -70,14 +70,14 @@ class TorchVisionEncoder:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            raise Blind(f"its image processor or vision tower fails on a blank picture: {error}") from error
+            raise VisionUnsupported(f"its image processor or vision tower fails on a blank image: {error}") from error
         if features.dim() != 2:
-            raise Blind(f"it embeds a picture as a tensor of shape {tuple(features.shape)}, not (tokens, hidden)")
+            raise VisionUnsupported(f"it embeds an image as a {tuple(features.shape)} tensor, not (tokens, hidden)")
         return blanks[0].data.shape, features
 
-    def _features(self, pictures: list[media.Pixels]) -> list[Tensor]:
+    def _features(self, images: list[media.Pixels]) -> list[Tensor]:
         """One (tokens, hidden) each."""
-        pixels = torch.stack([picture.data for picture in pictures]).to(self._device, self._dtype)
+        pixels = torch.stack([image.data for image in images]).to(self._device, self._dtype)
         return list(self._model.get_image_features(pixel_values=pixels).pooler_output)
 
     def prepare(self, raw: bytes, kind: str) -> object:
@@ -93,7 +93,7 @@ class TorchVisionEncoder:
         if isinstance(medium, media.Rows):
             return medium
         pixels = media.pixels(medium, self._processor)
-        if pixels.data.shape != self._shape:  # it would fail together with others, in the tower
+        if pixels.data.shape != self._shape:  # in the tower it would fail the whole batch
             raise RequestError(
                 Code.invalid_request,
                 f"an image became a tensor of {tuple(pixels.data.shape)}, this model takes {tuple(self._shape)}",
@@ -109,14 +109,14 @@ class TorchVisionEncoder:
         Raises:
             EngineError: the device is lost.
         """
-        pictures = [(slots, medium) for slots, medium in batch if isinstance(medium, media.Pixels)]
+        images = [(slots, medium) for slots, medium in batch if isinstance(medium, media.Pixels)]
         try:
             with torch.inference_mode():
                 for slots, medium in batch:
                     if isinstance(medium, media.Rows):
                         self.pool.write(slots, medium.data)
-                for at in range(0, len(pictures), BATCH):
-                    part = pictures[at : at + BATCH]
+                for at in range(0, len(images), BATCH):
+                    part = images[at : at + BATCH]
                     features = self._features([medium for _, medium in part])
                     for (slots, _), one in zip(part, features, strict=True):
                         self.pool.write(slots, one)
@@ -128,7 +128,7 @@ class TorchVisionEncoder:
             raise EngineError(f"encoding images failed on {self._device}: {error}") from error
 
     def take(self, places: Tensor) -> Tensor:
-        """Embeddings out of the pool.
+        """Read embeddings from the pool.
 
         Args:
             places: (n,) int64, slot x slot_tokens + row.
@@ -140,7 +140,7 @@ class TorchVisionEncoder:
         return self.pool.memory()
 
     def close(self) -> None:
-        """Give tower and pool back."""
+        """Free tower and pool."""
         self._model = None
         self.pool.close()
 
@@ -159,12 +159,12 @@ def processor(model: str) -> Any:
     """The model's image processor, on Pillow.
 
     Raises:
-        Blind: preprocessor_config.json is missing or malformed.
+        VisionUnsupported: preprocessor_config.json is missing or malformed.
     """
     try:
         return AutoImageProcessor.from_pretrained(model, backend="pil", trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise Blind(f"no usable preprocessor_config.json: {error}") from error
+        raise VisionUnsupported(f"no usable preprocessor_config.json: {error}") from error
 
 
 class LlavaTower(LlavaForConditionalGeneration):  # type: ignore[misc]  # transformers is not followed by mypy

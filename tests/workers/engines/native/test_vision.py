@@ -255,7 +255,7 @@ def changed(path: Path, name: str, **values: Any) -> str:
         ),
         ("config.json", {"vision_config": {"model_type": "pixtral"}}, "a pixtral vision tower is not supported"),
         ("preprocessor_config.json", {"do_center_crop": False, "size": {"shortest_edge": 96}}, "cannot be used.*blank"),
-        ("preprocessor_config.json", {"crop_size": {"height": 48, "width": 48}}, "cannot be used.*blank picture.*48"),
+        ("preprocessor_config.json", {"crop_size": {"height": 48, "width": 48}}, "cannot be used.*blank image.*48"),
         ("preprocessor_config.json", {"image_processor_type": "Nothing"}, "cannot be used.*preprocessor_config.json"),
     ],
 )
