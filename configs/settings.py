@@ -74,6 +74,10 @@ class GatewaySettings(Common, frozen=True, kw_only=True):
     access_log: Annotated[
         bool, about("log a line per HTTP request (http_request): method, path, status, duration, request id")
     ] = False
+    list_requests: Annotated[
+        bool,
+        about("answer GET /v1/requests: whoever reaches the port then sees all requests, and by their ids all answers"),
+    ] = False
     special_tokens_in_messages: Annotated[
         Literal["text", "control"],
         about(
@@ -426,6 +430,7 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     num_speculative_tokens: Annotated[int, _OF_WORKER] = _WORKER.num_speculative_tokens
     max_running: Annotated[int, _OF_WORKER] = _WORKER.max_running
     max_queue: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_queue
+    list_requests: Annotated[bool, _OF_GATEWAY] = _GATEWAY.list_requests
     max_media_bytes: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_media_bytes
     max_image_pixels: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_image_pixels
     max_images: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_images

@@ -17,6 +17,7 @@ from gateway.fleet import FleetView
 from gateway.log.completion import Completion
 from gateway.log.find import RequestFinder
 from gateway.log.inflight import InflightRequest
+from gateway.log.listing import RequestListing
 from gateway.log.lookup import RequestLookup, StoredRequest
 from gateway.log.progress import Progress
 from gateway.log.records import Records, is_whole
@@ -82,6 +83,7 @@ class Gateway:
         self._cancelling = 0
         self._lookup = RequestLookup(self.records, RequestFinder(bus, self.tasks))
         self.progress = Progress(bus, self.id, self._own.readers_of)
+        self.listing = RequestListing(bus, self.records, self.progress)
         self._retention = Retention(bus, metrics)
         self._queue_monitor = QueueMonitor(bus, metrics, settings.max_queue, lambda: self._own.readers)
 

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from gateway.http import request_list
 from gateway.http.answers import (
     INTERNAL,
     App,
@@ -85,6 +86,7 @@ def _others(gateway: Gateway, answering: Mapping[str, App]) -> Starlette:
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in answering.items()),
             Route("/v1/models", api.models),
             Route("/v1/models/{name:path}", api.model),
+            Route("/v1/requests", api.requests),
             Route("/v1/requests/{id}", api.request, methods=["GET"]),
             Route("/v1/requests/{id}", api.cancel, methods=["DELETE"]),
             Route("/v1/requests/{id}/stream", Reattach(gateway, ImageReattach(gateway))),
@@ -142,6 +144,13 @@ class _Api:
         if card is None:
             raise ServingError(Code.model_not_found, f"model {name[:200]!r} is not served here", param="model")
         return _reply(card)
+
+    async def requests(self, request: Request) -> Response:
+        if not self._gateway.settings.list_requests:
+            message = "this gateway does not list requests; its operator can start it with --list-requests"
+            raise ServingError(Code.unsupported, message)
+        query = request_list.parse(request.query_params)
+        return _reply(request_list.body(await self._gateway.listing.page(query.criteria, query.limit, query.after)))
 
     async def request(self, request: Request) -> Response:
         gateway = self._gateway

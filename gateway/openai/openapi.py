@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from gateway.http.request_list import RequestList
 from gateway.images.requests import ImageGenerationRequest, VideoGenerationRequest
 from gateway.images.responses import ImageProgressEvent, ImagesResponse
 from gateway.openai.requests import ChatCompletionRequest, CompletionRequest
@@ -115,6 +116,25 @@ OPERATIONS = (
         response=ModelCard,
         errors=(Code.model_not_found,),
         parameters=(("name", "path", "as listed by /v1/models"),),
+    ),
+    Operation(
+        "get",
+        "/v1/requests",
+        "List requests, the newest first (with --list-requests)",
+        response=RequestList,
+        errors=(Code.invalid_request, Code.unsupported),
+        parameters=(
+            ("limit", "query", "at most so many, 1 to 100; 20 if it is not given"),
+            ("after", "query", "`next_after` of the page before"),
+            ("model", "query", "as the client named it"),
+            ("state", "query", "queued, running, done, failed, cancelled; several with commas"),
+            ("since", "query", "accepted since: seconds since 1970, or an ISO 8601 time"),
+            ("until", "query", "accepted before"),
+            ("tenant", "query", "whose requests"),
+            ("user", "query", "the `user` field of the request"),
+            ("worker", "query", "id of its last worker, or the beginning of it"),
+            ("code", "query", "error code; any: every failure"),
+        ),
     ),
     Operation(
         "get",

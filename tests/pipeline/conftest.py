@@ -41,7 +41,7 @@ shared_deployment = pytest.fixture(scope="package", name="shared_deployment")(_d
 @pytest.fixture(scope="package")
 def fast(shared_deployment: NewDeployment) -> Deployment:
     flags = ("--mock-speedup", "0", "--workers", "2", "--gateways", "2", "--served-model-name", f"{MODEL_NAME},other")
-    return shared_deployment(*flags)
+    return shared_deployment(*flags, "--list-requests")
 
 
 @pytest.fixture(scope="package")

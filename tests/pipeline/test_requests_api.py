@@ -36,6 +36,30 @@ def client_of(url: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=url, trust_env=False, timeout=30)
 
 
+# -- all of them --------------------------------------------------------------------------------------------------
+
+
+async def test_requests_are_listed_in_pages_by_any_gateway(fast: Deployment, http: httpx.AsyncClient, bus: Bus) -> None:
+    user = f"lister-{new_request_id()}"
+    sent = []
+    for _ in range(3):
+        answer = await http.post(PATH, json={**CHAT, "user": user})
+        sent.append(answer.headers["x-request-id"])
+        await ending(bus, sent[-1])
+    for url in fast.state.http_urls:
+        async with client_of(url) as client:
+            first = (await client.get("/v1/requests", params={"user": user, "limit": 2})).json()
+            assert [each["id"] for each in first["data"]] == sent[:0:-1]
+            assert first["has_more"]
+            more = {"user": user, "limit": 2, "after": first["next_after"]}
+            last = (await client.get("/v1/requests", params=more)).json()
+            assert [each["id"] for each in last["data"]] == sent[:1]
+            (found,) = last["data"]
+            assert (found["state"], found["output_tokens"], found["model"]) == ("done", 20, "tiny")
+            refused = await client.get("/v1/requests", params={"limit": "many"})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "limit")
+
+
 # -- state and result ---------------------------------------------------------------------------------------------
 
 
