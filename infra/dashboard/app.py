@@ -1,13 +1,11 @@
 """The dashboard's pages and its stream of changes, over HTTP."""
 
-import io
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from pathlib import Path
 
 import msgspec
-from markupsafe import Markup, escape
-from rich.console import Console
+from markupsafe import Markup
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
@@ -17,17 +15,16 @@ from starlette.staticfiles import StaticFiles
 from infra.dashboard import pages
 from infra.dashboard.access import Access
 from infra.dashboard.live import Live, Moment
+from infra.timeline import inspection_page
 from infra.timeline.find_requests import ended, unfinished
 from infra.timeline.inspection import inspect
 from infra.timeline.moments import clock, duration_ns, moment_ns
 from infra.timeline.open_log import Log
 from infra.timeline.read import read_timeline
-from infra.timeline.show_inspection import show
 from schemas.errors import ServingError
 from schemas.summary import Criteria
 
 MAX_WATCHERS = 64
-PAGE_COLUMNS = 150
 FILTERS = ("state", "since", "until", "model", "tenant", "worker", "code", "min_duration", "min_ttft")
 # Nothing from elsewhere, and no script but ours: a prompt on a page must not become one.
 POLICY = (
@@ -110,13 +107,11 @@ class Dashboard:
     async def _request(self, request: Request) -> Response:
         request_id = request.path_params["id"]
         try:
-            timeline = await read_timeline(self._bus, request_id)
+            timeline = await read_timeline(self._bus, request_id, with_tokens=True)
         except ValueError as error:
             return self._problem("Not found", str(error), 404)
-        console = Console(file=io.StringIO(), record=True, width=PAGE_COLUMNS)
-        show(inspect(timeline, with_tokens=False), console, now_ns=time.time_ns())
-        body = Markup("<pre>{}</pre>").format(escape(console.export_text()))
-        return HTMLResponse(pages.request(request_id, body, namespace=self._namespace))
+        body = inspection_page.body(inspect(timeline))
+        return HTMLResponse(pages.request(request_id, Markup(body), namespace=self._namespace))
 
     async def _find(self, request: Request) -> Response:
         wanted = request.query_params.get("id", "").strip()

@@ -17,7 +17,7 @@ h1 { font-size: 1.15rem; overflow-wrap: anywhere } h2 { font-size: 1rem; margin-
 .bad { color: var(--bad) } .dim { color: var(--dim) }
 dl { display: flex; flex-wrap: wrap; gap: .3rem 1.6rem; margin: 0 } dt { color: var(--dim); font-size: .85em }
 dd { margin: 0; font-variant-numeric: tabular-nums; overflow-wrap: anywhere }
-.row { display: grid; grid-template-columns: 13rem 1fr 6rem; gap: .6rem; align-items: center; padding: .15rem 0 }
+.row { display: grid; grid-template-columns: 17rem 1fr 6rem; gap: .6rem; align-items: center; padding: .15rem 0 }
 .lane { background: var(--ground); border-radius: 3px; height: 1rem; position: relative }
 .lane i { position: absolute; top: 0; bottom: 0; border-radius: 3px; min-width: 3px; background: var(--generate) }
 .took { text-align: right; font-variant-numeric: tabular-nums } .name small { color: var(--dim) }
@@ -37,9 +37,14 @@ def page(found: Inspection) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body><main>\n"
-        + "\n".join(_body(found))
+        + body(found)
         + "\n</main></body></html>\n"
     )
+
+
+def body(found: Inspection) -> str:
+    """What the page shows, without its style, for pages that have their own."""
+    return "\n".join(_body(found))
 
 
 def _body(found: Inspection) -> Iterator[str]:
