@@ -71,6 +71,8 @@ COMMANDS = {
     "import": Command("read an export into a data folder or a running broker", "infra.replay.import_log:run"),
     "replay": Command("run recorded requests again and compare", "infra.replay.replay:run"),
     "leases": Command("KV blocks that workers hold for each other right now", "infra.timeline.leases:run"),
+    "index": Command("what each worker's cache held at a moment, from the log", "infra.whatif.index_command:run"),
+    "whatif": Command("decide recorded routing decisions again, with a change", "infra.whatif.main:run"),
     "top": Command("watch a running deployment in the terminal", "infra.operate.top:run"),
     "dashboard": Command("show a deployment in the browser", "infra.dashboard.main:run"),
     "doctor": Command("find what is wrong, and how to mend it", "infra.operate.doctor.main:run"),

@@ -1,0 +1,1 @@
+"""``penstock whatif``: recorded routing decisions, decided again with other weights, modes or workers."""

@@ -1,0 +1,176 @@
+"""``penstock index``: the routers' prefix index as it was at a moment, from the KV stream alone."""
+
+import argparse
+import time
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from configs.flags import Parser
+from configs.settings import RouterSettings
+from infra.bus.connection import Bus
+from infra.bus.direct_get import read
+from infra.launch.state import read_state
+from infra.operate.doctor.fleet import metrics
+from infra.operate.workers import registrations
+from infra.terminal import stdout
+from infra.timeline.moments import clock, moment_ns
+from infra.timeline.open_log import Source, add_flags, open_log, run_command
+from router.index_snapshot import index_at
+
+
+class TargetBlocks(msgspec.Struct, frozen=True):
+    """What one rank of a worker held. ``blocks`` None: its first events are no longer in the stream."""
+
+    worker: str
+    rank: int
+    blocks: int | None
+
+
+class RouterCheck(msgspec.Struct, frozen=True):
+    """A running router's checksum at its last checked sequence, and the one that the stream leads to."""
+
+    router: str
+    kv_seq: int
+    checksum: int
+    expected: int
+
+
+class IndexReport(msgspec.Struct, frozen=True):
+    """The index after ``kv_seq``. ``first_seq``: the oldest message that the stream still has."""
+
+    kv_seq: int
+    at_ns: int
+    first_seq: int
+    blocks: int
+    checksum: int
+    targets: tuple[TargetBlocks, ...]
+    routers: tuple[RouterCheck, ...] = ()
+
+
+def run(argv: Sequence[str]) -> int:
+    """Show the index; the exit status. 1 too if a router's checksum differs."""
+    parser = Parser(
+        prog="penstock index",
+        description="what each worker had in its cache at a moment, according to the KV stream, with the checksum that "
+        "a router had at that sequence",
+    )
+    parser.add_argument(
+        "--at", default="", metavar="SEQ|TIME", help="a sequence of the KV stream, 15m ago, or a time; default: now"
+    )
+    parser.add_argument("--check", action="store_true", help="compare the checksums of the routers that run here")
+    parser.add_argument(
+        "--max-blocks", type=int, default=RouterSettings().max_index_blocks, help="as the router's flag"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    add_flags(parser)
+    args = parser.parse_args(argv)
+    if args.check and args.nats_url:
+        parser.error("--check finds the routers by the data folder; leave out --nats-url")
+    return run_command("index", lambda: _run(args, Path(args.data_dir), stdout()))
+
+
+async def _run(args: argparse.Namespace, data_dir: Path, console: Console) -> None:
+    async with open_log(Source.of(args), name="index", role="operator", streams=("KV",)) as log:
+        if args.check and log.stopped:
+            raise ValueError("the deployment is stopped: there is no router to compare with")
+        entries = [each async for each in _entries(log.bus)]
+        if not entries:
+            raise ValueError("the KV stream is empty: it keeps an hour, or 7 days with --record")
+        seq = _sequence(args.at, entries)
+        found = report(seq, entries, args.max_blocks)
+        if args.check:
+            checks = [check async for check in _checks(log.bus, data_dir, entries, args.max_blocks)]
+            found = msgspec.structs.replace(found, routers=tuple(checks))
+    if args.json:
+        console.file.write(msgspec.json.encode(found).decode() + "\n")
+    else:
+        _print(found, console)
+    wrong = [check.router for check in found.routers if check.checksum != check.expected]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)} has another index than the KV stream leads to")
+
+
+Entries = Sequence[tuple[int, int, bytes]]  # sequence, Unix time in ns, data
+
+
+async def _entries(bus: Bus) -> AsyncGenerator[tuple[int, int, bytes], None]:
+    async for entry in read(bus, bus.subjects.stream("KV"), bus.subjects.all("kv")):
+        yield entry.seq, entry.time_ns, entry.data
+
+
+def _sequence(at: str, entries: Entries) -> int:
+    """The sequence that ``--at`` names.
+
+    Raises:
+        ValueError: it is no sequence or time, or before the first message.
+    """
+    first, last = entries[0], entries[-1]
+    if not at:
+        return last[0]
+    seq = int(at) if at.isdecimal() else _last_before(moment_ns(at, time.time_ns()), entries)
+    if not first[0] <= seq <= last[0]:
+        now_ns = time.time_ns()
+        raise ValueError(
+            f"--at {at}: the KV stream has {first[0]} to {last[0]}, "
+            f"from {clock(first[1], now_ns)} to {clock(last[1], now_ns)}"
+        )
+    return seq
+
+
+def _last_before(at_ns: int, entries: Entries) -> int:
+    return max((seq for seq, time_ns, _ in entries if time_ns <= at_ns), default=0)
+
+
+def report(seq: int, entries: Entries, max_blocks: int) -> IndexReport:
+    """The index after message ``seq``. Pure.
+
+    Args:
+        max_blocks: cap of the routers' index.
+    """
+    index = index_at(seq, ((at, data) for at, _, data in entries), max_blocks=max_blocks)
+    unknown = set(index.awaiting_dump())
+    known = {holding.target_id for holding, _, _ in index.feeds()}
+    targets = tuple(
+        TargetBlocks(*target_id, None if target_id in unknown else index.held(target_id))
+        for target_id in sorted(known | unknown)
+    )
+    at_ns = next(time_ns for at, time_ns, _ in reversed(entries) if at <= seq)
+    return IndexReport(seq, at_ns, entries[0][0], index.blocks, index.checksum(), targets)
+
+
+async def _checks(bus: Bus, data_dir: Path, entries: Entries, max_blocks: int) -> AsyncGenerator[RouterCheck, None]:
+    """Each router's last noted checksum beside that of the stream, for the workers that are registered now."""
+    registered = {each.worker for each in await registrations(bus)}
+    for process in read_state(data_dir / "state.json").processes:
+        if process.role != "router":
+            continue
+        noted = await metrics(process)
+        seq, checksum = (int(noted.get(f"penstock_router_index_{name}", 0)) for name in ("sequence", "checksum"))
+        index = index_at(seq, ((at, data) for at, _, data in entries), max_blocks=max_blocks)
+        for worker in index.workers() - registered:  # routers forget who has left, which is not in the stream
+            index.forget(worker)
+        yield RouterCheck(process.name, seq, checksum, index.checksum())
+
+
+def _print(found: IndexReport, console: Console) -> None:
+    console.print(
+        f"after message {found.kv_seq:,} of the KV stream, at {clock(found.at_ns, time.time_ns())}: "
+        f"{found.blocks:,} distinct blocks, checksum {found.checksum:012x}",
+        highlight=False,
+    )
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("worker", no_wrap=True)
+    table.add_column("rank", justify="right")
+    table.add_column("blocks", justify="right")
+    for target in found.targets:
+        blocks = f"{target.blocks:,}" if target.blocks is not None else f"unknown: it began before {found.first_seq:,}"
+        table.add_row(target.worker, str(target.rank), blocks)
+    console.print(table)
+    for check in found.routers:
+        same = check.checksum == check.expected
+        verdict = "[green]as the stream leads to[/]" if same else f"[red]the stream leads to {check.expected:012x}[/]"
+        console.print(f"{check.router} at {check.kv_seq:,}: {check.checksum:012x}, {verdict}", highlight=False)

@@ -1,0 +1,175 @@
+"""``penstock whatif``: what other weights, another mode or other workers would have made of recorded requests."""
+
+import argparse
+import time
+from collections.abc import AsyncGenerator, Sequence
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from configs.flags import Parser
+from infra.bus.connection import Bus
+from infra.bus.direct_get import read
+from infra.terminal import stdout
+from infra.timeline.find_requests import of_entry
+from infra.timeline.moments import clock, moment_ns, span
+from infra.timeline.open_log import Source, add_flags, open_log, run_command
+from infra.whatif.change import Change, Redecided, redecide
+from infra.whatif.report import Placement, Report, ms_per_token, report
+from router.routing import Weights
+from schemas import jobs
+from schemas.jobs import Job
+from schemas.streams import LONGEST_DEADLINE_S
+from schemas.subjects import KEPT
+
+DEFAULTS = Weights()
+
+
+def run(argv: Sequence[str]) -> int:
+    """Decide recorded decisions again; the exit status."""
+    parser = Parser(
+        prog="penstock whatif",
+        description="decide the routing decisions of the log again, as they were and with a change. Each decision has "
+        "the loads and caches of its record: what the change would have done to later ones is not followed "
+        "(`penstock bench router` simulates that).",
+    )
+    parser.add_argument("--since", default="", help="decided since: 15m, 2h ago, or 2026-11-22T09:30")
+    parser.add_argument("--until", default="", help="decided before; written like --since")
+    parser.add_argument("--model", default="", help="as the client named it")
+    parser.add_argument("--overlap-weight", type=float, default=DEFAULTS.overlap, help="as the router's flag")
+    parser.add_argument("--prefill-weight", type=float, default=DEFAULTS.prefill, help="as the router's flag")
+    parser.add_argument("--mode", default="kv", choices=("kv", "round_robin", "random", "least_loaded"))
+    parser.add_argument("--without", action="append", default=[], metavar="WORKER", help="not there; may be repeated")
+    parser.add_argument("--kill", action="append", default=[], metavar="WORKER", help="not there from --at on")
+    parser.add_argument("--at", default="", metavar="TIME", help="of --kill, written like --since")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    add_flags(parser)
+    args = parser.parse_args(argv)
+    if bool(args.kill) != bool(args.at):
+        parser.error("--kill and --at go together")
+    return run_command("whatif", lambda: _run(args, stdout()))
+
+
+async def _run(args: argparse.Namespace, console: Console) -> None:
+    now_ns = time.time_ns()
+    since_ns, until_ns, at_ns = (moment_ns(text, now_ns) if text else 0 for text in (args.since, args.until, args.at))
+    change = Change(
+        Weights(args.overlap_weight, args.prefill_weight),
+        args.mode,
+        frozenset(args.without),
+        frozenset(args.kill),
+        at_ns,
+    )
+    async with open_log(Source.of(args), name="whatif", role="operator", streams=("WORK", "DONE")) as log:
+        found = await decide_all(log.bus, change, since_ns=since_ns, until_ns=until_ns, model=args.model)
+    if args.json:
+        console.file.write(msgspec.json.encode(found).decode() + "\n")
+        return
+    _print(found, console)
+
+
+async def decide_all(bus: Bus, change: Change, *, since_ns: int = 0, until_ns: int = 0, model: str = "") -> Report:
+    """Decide all recorded decisions again that were made in a time (Unix, ns; 0: no limit).
+
+    Raises:
+        ServingError: a stream cannot be read.
+        ValueError: there is no decision that can be decided again.
+    """
+    total = 0
+    found: list[Redecided] = []
+    ahead: dict[str, tuple[int, float]] = {}  # by request: when its last decision was made, and the work ahead then
+    async for request_id, job in _jobs(bus, since_ns, until_ns):
+        if model and msgspec.msgpack.decode(job.request, type=_OfModel).model != model:
+            continue
+        total += 1
+        again = redecide(job, change, total - 1)
+        if again is not None:
+            found.append(again)
+            ahead[request_id] = (again.at_ns, again.recorded.ahead)
+    if not total:
+        raise ValueError("no routing decision was recorded in this time")
+    if not found:
+        raise ValueError(
+            f"none of {total:,} recorded decisions can be decided again: they are of an earlier release, of a mode "
+            "other than kv, or went to several workers in turn"
+        )
+    return report(total, found, await _measured(bus, ahead, since_ns))
+
+
+class _OfModel(msgspec.Struct):
+    model: str = ""
+
+
+async def _jobs(bus: Bus, since_ns: int, until_ns: int) -> AsyncGenerator[tuple[str, Job], None]:
+    """The jobs that routers have published, each with the id of its request."""
+    subjects = bus.subjects
+    async for entry in read(bus, subjects.stream("WORK"), subjects.all("work"), since_ns=since_ns):
+        if until_ns and entry.time_ns >= until_ns:
+            return
+        if KEPT in entry.subject.split("."):
+            continue
+        try:
+            job = jobs.decode(entry.data)
+        except msgspec.MsgspecError:
+            continue  # of a later release
+        if isinstance(job, Job):
+            yield entry.headers.get("Nats-Msg-Id", "").partition(":")[0], job
+
+
+async def _measured(bus: Bus, ahead: dict[str, tuple[int, float]], since_ns: int) -> float | None:
+    """Milliseconds to the first token per token of work ahead, from the records of these requests."""
+    measured = []
+    last_ns = max((at_ns for at_ns, _ in ahead.values()), default=0) + int(LONGEST_DEADLINE_S * 1e9)
+    async for entry in read(bus, bus.subjects.stream("DONE"), bus.subjects.all("done"), since_ns=since_ns):
+        if entry.time_ns > last_ns:
+            break
+        name = entry.subject.rpartition(".")[2]
+        if name in ahead and (record := of_entry(entry)) is not None and record.summary.first_token_ns:
+            at_ns, tokens = ahead[name]
+            measured.append(((record.summary.first_token_ns - at_ns) / 1e6, tokens))
+    return ms_per_token(measured)
+
+
+def _print(found: Report, console: Console) -> None:
+    now_ns = time.time_ns()
+    console.print(
+        f"{found.decisions:,} decisions from {clock(found.first_ns, now_ns)} to {clock(found.last_ns, now_ns)}; "
+        f"{found.usable:,} have a record that suffices\n"
+        f"this build decides {found.reproduced:,} of them as recorded ({found.reproduced / found.usable:.1%})",
+        highlight=False,
+    )
+    if found.reproduced < found.usable:
+        console.print("[yellow]the others were made with other weights, or by a build that decides differently[/]")
+    moved = f"{found.moved:,} go elsewhere ({found.moved / found.usable:.0%})"
+    waiting = f", {found.waiting:,} have no worker left and wait" if found.waiting else ""
+    console.print(f"with the change {moved}{waiting}\n", highlight=False)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("", "recorded", "what if", "change"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    was, then = found.recorded, found.then
+    table.add_row("prompt tokens from cache", f"{was.cached_share:.1%}", f"{then.cached_share:.1%}",
+                  f"{100 * (then.cached_share - was.cached_share):+.1f} points")  # fmt: skip
+    for name in ("p50", "p95"):
+        _row(table, f"tokens ahead of the first one, {name}", *(getattr(each, f"ahead_{name}") for each in (was, then)))
+    if found.ms_per_token is not None:
+        for name in ("p50", "p95"):
+            values = (_ms(each, name, found.ms_per_token) for each in (was, then))
+            table.add_row(f"predicted time to first token, {name}", *values, "")
+    table.add_row(
+        "busiest worker / mean", f"{was.balance:.2f}", f"{then.balance:.2f}", f"{then.balance - was.balance:+.2f}"
+    )
+    for worker in sorted(was.by_worker | then.by_worker):
+        before, after = was.by_worker.get(worker, 0), then.by_worker.get(worker, 0)
+        table.add_row(f"requests to {worker}", f"{before:,}", f"{after:,}", f"{after - before:+,}")
+    console.print(table)
+
+
+def _row(table: Table, name: str, was: float | None, then: float | None) -> None:
+    change = f"{(then / was - 1):+.0%}" if was and then is not None else ""
+    table.add_row(name, *("-" if value is None else f"{value:,.0f}" for value in (was, then)), change)
+
+
+def _ms(placement: Placement, name: str, ms_per_token: float) -> str:
+    ahead: float | None = getattr(placement, f"ahead_{name}")
+    return "-" if ahead is None else span(ahead * ms_per_token)

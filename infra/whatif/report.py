@@ -1,0 +1,101 @@
+"""What a change would have made of recorded decisions, in figures. Pure."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from infra.operate.observe import quantile
+from infra.whatif.change import Choice, Redecided
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """Where requests went. ``ahead``: prompt tokens that are computed before the first token, with those queued there.
+
+    Attributes:
+        cached_share: of all prompt tokens, those that came from a cache.
+        ahead_p50, ahead_p95: None: no request was placed.
+        balance: prompt tokens to compute at the busiest worker, relative to the mean; 1 is even.
+        by_worker: requests.
+    """
+
+    requests: int
+    cached_share: float
+    ahead_p50: float | None
+    ahead_p95: float | None
+    balance: float
+    by_worker: dict[str, int]
+
+
+class Report(msgspec.Struct, frozen=True):
+    """
+    Attributes:
+        decisions: in the log, within the time.
+        usable: those whose record suffices to decide again.
+        reproduced: those that this build decides as they were decided.
+        moved: those that go to another worker with the change.
+        waiting: those for which no worker is left.
+    """
+
+    decisions: int
+    usable: int
+    reproduced: int
+    moved: int
+    waiting: int
+    first_ns: int
+    last_ns: int
+    recorded: Placement
+    then: Placement
+    ms_per_token: float | None  # from work ahead to the first token, as measured; None: unknown
+
+
+def report(decisions: int, found: Sequence[Redecided], ms_per_token: float | None = None) -> Report:
+    """The figures of all decisions that could be made again."""
+    return Report(
+        decisions,
+        len(found),
+        sum(each.reproduced for each in found),
+        sum(each.then is not None and _target(each.then) != _target(each.recorded) for each in found),
+        sum(each.then is None for each in found),
+        min((each.at_ns for each in found), default=0),
+        max((each.at_ns for each in found), default=0),
+        _placement((each.recorded, each.prompt_tokens) for each in found),
+        _placement((each.then, each.prompt_tokens) for each in found if each.then is not None),
+        ms_per_token,
+    )
+
+
+def _target(choice: Choice) -> tuple[str, int]:
+    return choice.worker, choice.rank
+
+
+def _placement(choices: Iterable[tuple[Choice, int]]) -> Placement:
+    requests: Counter[str] = Counter()
+    work: Counter[str] = Counter()
+    prompt = cached = 0
+    ahead = []
+    for choice, tokens in choices:
+        requests[choice.worker] += 1
+        work[choice.worker] += tokens - choice.cached
+        prompt += tokens
+        cached += choice.cached
+        ahead.append(choice.ahead)
+    ahead.sort()
+    mean = sum(work.values()) / len(work) if work else 0.0
+    return Placement(
+        len(ahead),
+        cached / prompt if prompt else 0.0,
+        quantile(ahead, 0.5),
+        quantile(ahead, 0.95),
+        max(work.values()) / mean if mean else 1.0,
+        dict(sorted(requests.items())),
+    )
+
+
+def ms_per_token(measured: Iterable[tuple[float, float]]) -> float | None:
+    """Median of the time to the first token over the work ahead of it.
+
+    Args:
+        measured: (ms from the decision to the first token, tokens of work ahead).
+    """
+    return quantile(sorted(ms / ahead for ms, ahead in measured if ahead > 0), 0.5)
