@@ -76,8 +76,10 @@ def test_a_killed_worker_is_there_before_its_end() -> None:
     found = [Candidate("a-00000000", overlap_blocks=20), Candidate("b-00000000")]
     change = Change(killed=frozenset({"a"}), at_ns=500)
     before, after = (redecide(job(found, at_ns=at_ns), change, 0) for at_ns in (499, 500))
-    assert before is not None and before.then is not None
-    assert after is not None and after.then is not None
+    assert before is not None
+    assert before.then is not None
+    assert after is not None
+    assert after.then is not None
     assert (before.then.worker, after.then.worker) == ("a-00000000", "b-00000000")
 
 
