@@ -7,7 +7,8 @@ is never removed before the blocks that follow it in its prompt, so holdings sta
 from collections import deque
 from collections.abc import Sequence
 
-from router.holders import Holders, Holding, TargetId
+from router.depths import TargetId
+from router.holders import Holders, Holding
 
 
 class ApproximateIndex:

@@ -20,8 +20,9 @@ from infra.bus.direct_get import Entry
 from infra.bus.log_tail import LogTail
 from infra.bus.registry import RegisteredWorker, WorkerRegistry
 from router.approximate import ApproximateIndex
+from router.depths import TargetId
 from router.disconnects import DisconnectWatch
-from router.holders import TargetId, keys_view
+from router.holders import keys_view
 from router.index import PrefixIndex
 from router.index_loader import IndexLoader
 from router.job_message import Positions
@@ -219,6 +220,10 @@ class ClusterState:
     def overlaps(self, keys: Sequence[int]) -> Mapping[TargetId, int]:
         """Leading prompt blocks cached, by target."""
         return self.index.match(keys) if self.index is not None else self._approximate.match(keys)
+
+    def depths(self, keys: Sequence[int]) -> Mapping[TargetId, int]:
+        """``overlaps`` for a decision that is made at once."""
+        return self.index.depths(keys) if self.index is not None else self._approximate.match(keys)
 
     def suspects(self) -> frozenset[str]:
         """Workers whose connection is broken at the moment, or whose engine is stalled."""

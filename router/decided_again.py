@@ -6,7 +6,7 @@ the decision depended on. With the router's own weights the outcome is what it c
 
 from typing import NamedTuple
 
-from router.holders import TargetId
+from router.depths import TargetId
 from router.placement.cost import RequestSize, target_cost
 from router.routing import TIE, Weights
 from schemas.jobs import Candidate, Job

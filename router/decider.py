@@ -63,7 +63,7 @@ class Decider:
         decision = self._policy.decide(
             request,
             reusable,
-            self._cluster.overlaps(reusable),
+            self._cluster.depths(reusable),
             now_ns=now_ns,
             seed=inputs.seed,
             turn=inputs.number,

@@ -98,7 +98,7 @@ class HeldRequests:
 
     def is_waiting(self, pending: PendingRequest) -> bool:
         """Whether requests are held that wait for the same workers as ``pending``."""
-        return self._queue.turn(self._lane(pending)) is not None
+        return len(self._queue) > 0 and self._queue.turn(self._lane(pending)) is not None
 
     def candidates(self, lane_name: str, now_ns: int) -> list[PendingRequest]:
         """The requests of a lane to decide on, next first; after one was placed, the list is void."""

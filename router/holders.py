@@ -9,10 +9,9 @@ from collections.abc import Sequence
 
 from blake3 import blake3
 
+from router.depths import Depths, TargetBits, TargetId, bits_of
 from router.radix_tree import KEY_MASK, NOTHING, SLOT, RadixTree
 from schemas.blocks import DIGEST_BYTES, key_of, keys_of
-
-TargetId = tuple[str, int]  # worker id, attention data-parallel rank
 
 _CHECKSUM = (1 << 48) - 1  # whole numbers that a metric, which is a float, can have
 _LOW_BITS = bytes(byte & 15 for byte in range(256))
@@ -78,6 +77,7 @@ class Holders:
         self.refused = 0
         self.tree = RadixTree(max_blocks)
         self._by_bit: dict[int, Holding] = {}  # order has no meaning
+        self._bits = TargetBits()  # the same for who reads masks
         self._by_target: dict[TargetId, Holding] = {}
         self._live = 0
         self._ragged = 0
@@ -134,6 +134,7 @@ class Holders:
         if holding is None:
             return
         del self._by_bit[holding.bit]
+        self._bits.remove(holding.bit)
         self._live &= ~holding.bit
         self._ragged &= ~holding.bit
         self._retired |= holding.bit
@@ -213,6 +214,10 @@ class Holders:
                 found.update(dict.fromkeys(self._targets(mask), depth))
         return found
 
+    def depths(self, keys: Sequence[int]) -> Depths:
+        """``match`` as masks."""
+        return Depths(self.levels(keys), self._bits)
+
     def levels(self, keys: Sequence[int]) -> list[tuple[int, int]]:
         """``match`` as (mask of holders, number of leading ``keys`` held); no holder is in two masks."""
         found: list[tuple[int, int]] = []
@@ -271,6 +276,7 @@ class Holders:
 
     def _add(self, holding: Holding) -> Holding:
         self._by_target[holding.target_id] = self._by_bit[holding.bit] = holding
+        self._bits.put(holding.bit, holding.target_id)
         self._slots = max(self._slots, holding.bit.bit_length())
         self._live |= holding.bit
         self._names.clear()
@@ -388,13 +394,3 @@ def _common(chunk: Sequence[int], start: int, keys: Sequence[int], at: int) -> i
         else:
             high = middle - 1
     return low
-
-
-def bits_of(mask: int) -> list[int]:
-    """The bits of a mask, each alone, lowest first."""
-    bits = []
-    while mask:
-        bit = mask & -mask
-        bits.append(bit)
-        mask ^= bit
-    return bits

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from router.holders import Holders, Holding, TargetId, names_of
+from router.depths import Depths, TargetId
+from router.holders import Holders, Holding, names_of
 from schemas.blocks import DIGEST_BYTES
 from schemas.kv import Cleared, KvBatch, KvDump, KvEvent, Stored
 
@@ -170,6 +171,10 @@ class PrefixIndex:
             keys: of the prompt's blocks in order; ``holders.keys_view(digests)`` is the cheapest form.
         """
         return self.holders.match(keys)
+
+    def depths(self, keys: Sequence[int]) -> Depths:
+        """``match`` as masks, to be read at once."""
+        return self.holders.depths(keys)
 
     def awaiting_dump(self) -> list[TargetId]:
         """Targets whose events have a gap."""

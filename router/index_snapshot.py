@@ -10,7 +10,8 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 
 import msgspec
 
-from router.holders import Holding, bits_of
+from router.depths import bits_of
+from router.holders import Holding
 from router.index import PrefixIndex
 from router.radix_tree import Node
 from schemas import kv, wire

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from router.holders import TargetId
+from router.depths import TargetId
 from schemas.fleet import Registration
 from schemas.jobs import Stage
 
@@ -102,6 +102,8 @@ class TargetLoad:
         self.uncached_tokens += sign * load.uncached_tokens
 
     def prefill_tokens(self, now_ns: int, tokens_per_s: float) -> float:
+        if not self.backlog:
+            return 0.0
         drained = max(0, now_ns - self.at_ns) * tokens_per_s / 1e9
         return min(max(0.0, self.backlog - drained), float(self.uncached_tokens))
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from infra.bus.revisions import Revisions, revisions
-from router.holders import TargetId
+from router.depths import TargetId
 from router.load import ENCODE, ActiveRequest, Load, LoadState, RoutingTarget, StageLoad, TargetLoad, serves
 from router.placement.target_loads import ACTIVE, BACKLOG, COMPUTING, CONTEXT, SLOWNESS, TargetLoads, Task
 from schemas.blocks import DEFAULT_BLOCK_SIZE
@@ -381,8 +381,9 @@ class LoadTracker:
             held = self._targets.get(load.target_id)
             if held is None:
                 held = self._targets[load.target_id] = TargetLoad()
-            left = held.prefill_tokens(now_ns, self.tokens_per_s)
-            held.backlog, held.at_ns = left + load.uncached_tokens, max(now_ns, held.at_ns)
+            if load.uncached_tokens or held.backlog:
+                left = held.prefill_tokens(now_ns, self.tokens_per_s)
+                held.backlog, held.at_ns = left + load.uncached_tokens, max(now_ns, held.at_ns)
             held.requests[entry.request] = entry
             held.add(load, +1)
             if load.uncached_tokens:

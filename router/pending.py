@@ -9,6 +9,8 @@ from router.routing import RoutingRequest
 from schemas.requests import GenerateRequest
 from schemas.tokens import Finish, Logprob
 
+_NONE: frozenset[str] = frozenset()
+
 
 class PendingRequest(msgspec.Struct, eq=False):
     """A request that is to be placed, for the first time or again.
@@ -59,6 +61,8 @@ class PendingRequest(msgspec.Struct, eq=False):
     @property
     def resumed_tokens(self) -> int:
         """Tokens streamed for the choices that have not finished."""
+        if not self.resume:
+            return 0
         return sum(len(part) // 4 for i, part in enumerate(self.resume) if i not in self.finished)
 
     @property
@@ -69,7 +73,8 @@ class PendingRequest(msgspec.Struct, eq=False):
     @property
     def processors(self) -> frozenset[str]:
         """Names of the logits processors that its worker must have."""
-        return frozenset(each.name for each in self.request.sampling.logits_processors)
+        processors = self.request.sampling.logits_processors
+        return frozenset(each.name for each in processors) if processors else _NONE
 
 
 def routing_request(

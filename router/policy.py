@@ -15,8 +15,8 @@ from typing import NamedTuple
 import msgspec
 
 from router import encoders
+from router.depths import TargetId
 from router.filters import Requirement, rejection
-from router.holders import TargetId
 from router.load import ENCODE, RoutingTarget
 from router.pairs import PrefillPool, describe_path
 from router.placement.cost import TargetCost

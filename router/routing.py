@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from configs.settings import RouterMode
-from router.holders import TargetId
+from router.depths import TargetId
 from router.load import ENCODE, RoutingTarget
 from schemas.errors import Code
 from schemas.fleet import Registration

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from router.holders import TargetId
+from router.depths import TargetId
 from router.load import RoutingTarget
 from router.placement.cost import RequestSize, TargetCost, target_cost
 from router.routing import RoutingContext, RoutingRequest

@@ -4,9 +4,9 @@ A block that was sent to a target with one request can be reused there by the ne
 so: the events of a prompt lag behind by the whole queue in front of it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from router.holders import TargetId
+from router.depths import Depths, TargetBits, TargetId
 
 MAX_BLOCKS = 1 << 22  # different blocks of all active prompts; further ones match nothing
 
@@ -22,7 +22,7 @@ class ActivePrefixes:
         self._masks: dict[int, int] = {}  # by block; bits of forgotten targets may be left until they are swept
         self._counts: dict[TargetId, dict[int, int]] = {}
         self._bits: dict[TargetId, int] = {}
-        self._targets: dict[int, TargetId] = {}  # by bit
+        self._targets = TargetBits()
         self._present = 0  # bits of all targets
         self._forgotten: list[tuple[int, dict[int, int]]] = []  # a bit, which is free once its blocks are swept
 
@@ -63,7 +63,7 @@ class ActivePrefixes:
         counts = self._counts.pop(target, None)
         if counts is not None:
             bit = self._bits.pop(target)
-            del self._targets[bit]
+            self._targets.remove(bit)
             self._present &= ~bit
             self._forgotten.append((bit, counts))
 
@@ -79,18 +79,24 @@ class ActivePrefixes:
                 self._forgotten.pop()
         return not self._forgotten
 
-    def match(self, keys: Sequence[int]) -> dict[TargetId, int]:
-        """Leading blocks of a prompt that active requests have, by target; targets without any are absent."""
-        found: dict[TargetId, int] = {}
+    def match(self, keys: Sequence[int]) -> Depths:
+        """Leading blocks of a prompt that active requests have, by target; to be read at once."""
+        return Depths(self._levels(keys), self._targets)
+
+    def _levels(self, keys: Sequence[int]) -> list[tuple[int, int]]:
+        found: list[tuple[int, int]] = []
         if not len(keys):
             return found
         masks, end = self._masks, len(keys)
         held, depth = masks.get(keys[0], 0) & self._present, 0
         while held:
-            depth = self._common(keys, held, depth)
+            depth += 1
             further = held & masks.get(keys[depth], 0) if depth < end else 0
-            for bit in _single_bits(held ^ further):
-                found[self._targets[bit]] = depth
+            if further == held:
+                depth = self._common(keys, held, depth)
+                further = held & masks.get(keys[depth], 0) if depth < end else 0
+            if further != held:
+                found.append((held ^ further, depth))
             held = further
         return found
 
@@ -117,7 +123,8 @@ class ActivePrefixes:
         for bit, _ in self._forgotten:
             used |= bit
         bit = ~used & (used + 1)  # the lowest free one
-        self._bits[target], self._targets[bit] = bit, target
+        self._bits[target] = bit
+        self._targets.put(bit, target)
         self._present |= bit
         counts = self._counts[target] = {}
         return counts
@@ -128,10 +135,3 @@ class ActivePrefixes:
             self._masks[key] = mask
         else:
             self._masks.pop(key, None)
-
-
-def _single_bits(mask: int) -> Iterator[int]:
-    while mask:
-        bit = mask & -mask
-        yield bit
-        mask ^= bit

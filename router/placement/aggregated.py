@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from router.depths import TargetId
 from router.filters import rejection
-from router.holders import TargetId
 from router.load import RoutingTarget
 from router.load_tracker import LoadTracker
 from router.routing import PATIENCE_S, RoutingContext, RoutingRequest, Weights

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from configs.settings import RouterMode
-from router.holders import TargetId
+from router.depths import TargetId
 from router.load_tracker import LoadTracker
 from router.placement.decisions import Decisions, array_decisions
 from router.placement.held_order import Held, HeldOrder, Overlaps

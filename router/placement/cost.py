@@ -99,12 +99,14 @@ def terms(
     present = block_size * lower(higher(cached, leading), size.blocks)
     uncached = higher(1.0, size.tokens - present)
     work = uncached if overlap_weight == 1.0 else higher(1.0, size.tokens - overlap_weight * present)
-    work = higher(1.0, work - higher(0.0, block_size * size.shared - present))  # a shared prefix is free
-    occupied = at[ACTIVE] + running + (size.tokens // block_size - lower(leading, size.blocks))
-    read = at[CONTEXT] + size.tokens // block_size * size.sequences
+    if not isinstance(size.shared, int) or size.shared:  # a shared prefix is free
+        work = higher(1.0, work - higher(0.0, block_size * size.shared - present))
+    prompt_blocks = size.tokens // block_size
+    occupied = at[ACTIVE] + running + (prompt_blocks - lower(leading, size.blocks))
+    read = at[CONTEXT] + prompt_blocks * size.sequences
     beyond = higher(0.0, running + size.sequences - at[SLOTS])
     decode = slowness * (OCCUPANCY * block_size * read + SLOT_TOKENS * beyond)
-    scale = prefill_weight * slowness
+    scale = slowness if prefill_weight == 1.0 else prefill_weight * slowness
     prefill = scale * (at[BACKLOG] + OWN_WORK * work) + decode
     whole = prefill + scale * HELD_UP * work * (running - at[COMPUTING])
     room = (occupied + size.sequences <= FILL * at[BLOCKS]) & (running + size.sequences <= at[LIMIT])

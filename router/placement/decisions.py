@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from configs.settings import RouterMode
-from router.holders import TargetId
+from router.depths import TargetId
 from router.load_tracker import MODELS_CACHED, LoadTracker
 from router.placement.shared_prefixes import SharedPrefixes
 from router.policy import decide

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from router.holders import TargetId
+from router.depths import TargetId
 from router.load_tracker import LoadTracker
 from router.placement.aggregated import HeldRequest, aggregated_pool, is_ready
 from router.queue import SECOND_NS, QueueEntry, RequestQueue, delay_ns

@@ -8,7 +8,7 @@ while it is within ``NOISE`` of it: equally fast targets must not look different
 
 from statistics import median
 
-from router.holders import TargetId
+from router.depths import TargetId
 
 MEMORY = 200
 PRIOR = 20

@@ -6,7 +6,7 @@ No clock, no NATS. ``arrays.columns`` has the same as arrays.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from router.holders import TargetId
+from router.depths import Depths, TargetId
 from router.placement.active_prefixes import ActivePrefixes
 from router.placement.learned_costs import LearnedCosts
 
@@ -177,8 +177,8 @@ class TargetLoads:
         self.changed.add(row)
         return task
 
-    def prefixes(self, keys: Sequence[int]) -> dict[TargetId, int]:
-        """Leading blocks of a prompt that active requests have, by target; targets without any are absent."""
+    def prefixes(self, keys: Sequence[int]) -> Depths:
+        """Leading blocks of a prompt that active requests have, by target; to be read at once."""
         return self._prefixes.match(keys)
 
     def sweep(self, limit: int) -> bool:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router import radix_tree
-from router.holders import Holders, TargetId
+from router.depths import TargetId
+from router.holders import Holders
 from router.radix_tree import NOTHING
 from schemas.blocks import chain, keys_of, root
 from tests.properties import examples

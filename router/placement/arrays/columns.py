@@ -5,6 +5,7 @@ from numpy.typing import NDArray
 
 from router.placement.target_loads import BACKLOG, COLUMNS, TargetLoads
 
+_MOST = 2  # of the estimates: tokens, time, most tokens
 Rows = NDArray[np.intp]
 Column = NDArray[np.float64]
 
@@ -29,9 +30,10 @@ class LoadColumns:
             if row >= self._columns.shape[1]:
                 self._grow(row)
             self._columns[:, row] = loads.load(row)
-            self._estimates[:, row] = loads.estimates.get(row, (0.0, 0, 0))
+            if row in loads.estimates or self._estimates[_MOST, row]:
+                self._estimates[:, row] = loads.estimates.get(row, (0.0, 0, 0))
         loads.changed.clear()
-        columns = self._columns[:, rows]
+        columns = self._columns.take(rows, axis=1)
         if loads.estimates:
             tokens, at_ns, most = self._estimates[:, rows]
             drained = np.maximum(0.0, now_ns - at_ns) * (self._rate / 1e9)

@@ -9,15 +9,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from router.depths import TargetId
 from router.filters import rejection
-from router.holders import TargetId
 from router.load import RoutingTarget
 from router.load_tracker import LoadTracker
 from router.placement.aggregated import HeldRequest
 from router.placement.arrays.columns import Column, LoadColumns, Rows
 from router.placement.arrays.costs import Costs, RequestSizes, costs
 from router.placement.arrays.pool import IDLE, Pool, Pools
-from router.placement.target_loads import ACTIVE, BACKLOG, COMPUTING, CONTEXT, SEQUENCES, SLOWNESS
+from router.placement.target_loads import ACTIVE, BACKLOG, COMPUTING, CONTEXT, SEQUENCES, SLOTS, SLOWNESS
 from router.routing import PATIENCE_S, TIE, RoutingDecision, RoutingRequest, Weights, draw
 from router.score_table import STORED_CANDIDATES
 from router.scoring import size_of
@@ -55,9 +55,10 @@ class ArrayDecisions:
         if pool is None or len(pool.ids) <= self._few:
             return None
         columns = self._columns.read(pool.rows, now_ns)
-        both = np.zeros((2, len(pool.ids)))
+        both = np.zeros((2, len(pool.ids) + 1))
         pool.fill(both[0], overlaps)
         pool.fill(both[1], leading)
+        both = both[:, :-1]
         found = costs(
             size_of(request), both[0], both[1], columns, overlap_weight=weights.overlap, prefill_weight=weights.prefill
         )
@@ -84,12 +85,13 @@ class ArrayDecisions:
         pool = self._pools.pool(requests[0].request)
         assert pool is not None
         sizes = np.zeros((4, len(requests), 1))
-        cached, leading = np.zeros((2, len(requests), len(pool.ids)))
+        both = np.zeros((2, len(requests), len(pool.ids) + 1))
+        cached, leading = both[:, :, :-1]
         allowed = np.zeros(cached.shape, np.bool_)
         for number, held in enumerate(requests):
             sizes[:, number, 0] = size_of(held.request)
-            pool.fill(cached[number], held.overlaps)
-            pool.fill(leading[number], held.leading)
+            pool.fill(both[0, number], held.overlaps)
+            pool.fill(both[1, number], held.leading)
             allowed[number] = pool.allowed(held.request)
         found = costs(RequestSizes(*sizes), cached, leading, self._columns.read(pool.rows, now_ns))
         fits = found.fits & allowed
@@ -113,6 +115,15 @@ def _waits(found: Costs, allowed: NDArray[np.bool_], best: int, waited_s: float)
     return bool(waited_s < PATIENCE_S * (found.uncached_tokens[best] - found.uncached_tokens[better]))
 
 
+def _lowest(scores: Column, free: Rows, count: int) -> Rows:
+    """Those ``free`` with the lowest scores, the first of equal ones first."""
+    among = scores[free]
+    if len(free) > 4 * count:
+        near = np.flatnonzero(among <= np.partition(among, count)[count])
+        free, among = free[near], among[near]
+    return free[np.argsort(among, kind="stable")[:count]]
+
+
 class _ScoreTable(NamedTuple):
     """As ``score_table.table`` makes it."""
 
@@ -124,33 +135,38 @@ class _ScoreTable(NamedTuple):
 
     def lines(self, chosen: int, free: Rows) -> tuple[Candidate, ...]:
         scores = self.found.whole
-        order = free[np.argsort(scores[free], kind="stable")[: STORED_CANDIDATES + 1]]
-        places = [chosen, *(int(at) for at in order if at != chosen)][:STORED_CANDIDATES]
-        rejected: list[int] = []
+        best = _lowest(scores, free, STORED_CANDIDATES + 1).tolist()
+        places = [chosen, *(at for at in best if at != chosen)][:STORED_CANDIDATES]
+        reasons = [""] * len(places)
         if len(places) < STORED_CANDIDATES:
             taken = set(free.tolist())
-            rejected = [at for at in range(len(self.pool.ids)) if at not in taken][: STORED_CANDIDATES - len(places)]
-        reasons = [""] * len(places) + [self._rejection(at) for at in rejected]
-        places += rejected
-        columns = self.columns[:, places].T.tolist()
-        rows = zip(places, reasons, columns, self.present[places].tolist(), scores[places].tolist(), strict=True)
-        return tuple(self._line(*row) for row in rows)
-
-    def _line(self, at: int, reason: str, column: Sequence[float], overlap: float, score: float) -> Candidate:
-        worker, rank = self.pool.ids[at]
-        return Candidate(
-            worker,
-            int(overlap),
-            int(column[ACTIVE]),
-            int(column[BACKLOG]),
-            int(column[SEQUENCES]),
-            self.pool.registrations[at].slots,
-            0.0 if reason else score,
-            reason,
-            rank,
-            context_blocks=int(column[CONTEXT]),
-            computing=int(column[COMPUTING]),
-            slowness=column[SLOWNESS],
+            others = [at for at in range(len(self.pool.ids)) if at not in taken][: STORED_CANDIDATES - len(places)]
+            places += others
+            reasons += map(self._rejection, others)
+        at = np.array(places)
+        values = self.columns.take(at, axis=1)
+        counts = values.astype(np.int64).tolist()
+        rows = zip(
+            [self.pool.ids[at] for at in places],
+            self.present[at].astype(np.int64).tolist(),
+            counts[ACTIVE],
+            counts[BACKLOG],
+            counts[SEQUENCES],
+            counts[SLOTS],
+            scores[at].tolist(),
+            reasons,
+            counts[CONTEXT],
+            counts[COMPUTING],
+            values[SLOWNESS].tolist(),
+            strict=True,
+        )
+        return tuple(
+            [
+                Candidate(
+                    worker, overlap, active, backlog, running, slots, 0.0 if reason else score, reason, rank, "", *rest
+                )
+                for (worker, rank), overlap, active, backlog, running, slots, score, reason, *rest in rows
+            ]
         )
 
     def _rejection(self, at: int) -> str:

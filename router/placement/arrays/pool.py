@@ -7,8 +7,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from router.depths import Depths, TargetBits, TargetId
 from router.filters import rejection
-from router.holders import TargetId
 from router.load import Load, RoutingTarget
 from router.load_tracker import LoadTracker
 from router.placement.aggregated import aggregated_pool, is_plain
@@ -26,6 +26,8 @@ class Pool(NamedTuple):
     Attributes:
         usable: whether a target would take a request of no length, if it had room.
         longest, largest: tokens of prompt and answer together, tokens of a prompt, that a target takes.
+        least_longest, least_largest: that every target takes.
+        places: of the targets of bits, with the version that they are of.
     """
 
     ids: Sequence[TargetId]
@@ -35,21 +37,56 @@ class Pool(NamedTuple):
     usable: NDArray[np.bool_]
     longest: Column
     largest: Column
+    least_longest: float
+    least_largest: float
+    places: dict[TargetBits, tuple[int, Rows]]
 
     def fill(self, column: Column, blocks: Mapping[TargetId, int]) -> None:
-        """Write what is known of some targets to their places in ``column``."""
-        if not blocks:
+        """Write what is known of some targets to their places in ``column``.
+
+        Its last element is for targets of other pools: it is one longer than the pool.
+        """
+        if isinstance(blocks, Depths):
+            self._fill(column, blocks)
+        elif blocks:
+            elsewhere, place = len(self.ids), self.position.get
+            column[[place(target, elsewhere) for target in blocks]] = list(blocks.values())
+
+    def _fill(self, column: Column, depths: Depths) -> None:
+        levels = depths.levels
+        if not levels:
             return
-        known = [at for at in map(self.position.get, blocks) if at is not None]
-        if len(known) == len(blocks):
-            column[known] = list(blocks.values())
+        places = self._places_of(depths.bits)
+        width = len(places) // 8
+        if len(levels) == 1:
+            mask, depth = levels[0]
+            column[places[_set_bits(mask.to_bytes(width, "little"))]] = depth
             return
-        column[known] = [count for target, count in blocks.items() if target in self.position]
+        masks = b"".join([mask.to_bytes(width, "little") for mask, _ in levels])
+        counts = [mask.bit_count() for mask, _ in levels]
+        column[places[_set_bits(masks) & (len(places) - 1)]] = np.repeat([depth for _, depth in levels], counts)
+
+    def _places_of(self, bits: TargetBits) -> Rows:
+        """The place of the target of each bit; its length is a power of two, 8 or more."""
+        version, places = self.places.get(bits, (-1, None))
+        if places is None or version != bits.version:
+            most = max((bit.bit_length() for bit in bits.targets), default=0)
+            places = np.full(max(8, 1 << (most - 1).bit_length()), len(self.ids), np.intp)
+            for bit, target in bits.targets.items():
+                places[bit.bit_length() - 1] = self.position.get(target, len(self.ids))
+            self.places[bits] = bits.version, places
+        return places
 
     def allowed(self, request: RoutingRequest) -> NDArray[np.bool_]:
         """Targets that take the request now or once they have room."""
         tokens = request.prompt_tokens
+        if tokens + request.max_tokens <= self.least_longest and tokens < self.least_largest:
+            return self.usable
         return self.usable & (tokens + request.max_tokens <= self.longest) & (tokens < self.largest)
+
+
+def _set_bits(masks: bytes) -> Rows:
+    return np.flatnonzero(np.unpackbits(np.frombuffer(masks, np.uint8), bitorder="little").view(np.bool_))
 
 
 class Pools:
@@ -80,12 +117,17 @@ class Pools:
         ids = [(registration.worker, rank) for registration, rank in each_rank]
         registrations = [registration for registration, _ in each_rank]
         small = msgspec.structs.replace(request, prompt_tokens=0, max_tokens=0)
+        longest = np.array([each.max_model_len for each in registrations], np.float64)
+        largest = np.array([each.total_blocks * each.block_size for each in registrations], np.float64)
         return Pool(
             ids,
             registrations,
             {target: at for at, target in enumerate(ids)},
             np.array([self._tracker.loads.row(target) for target in ids], np.intp),
             np.array([not rejection(small, RoutingTarget(("", 0), each, IDLE)) for each in registrations]),
-            np.array([each.max_model_len for each in registrations], np.float64),
-            np.array([each.total_blocks * each.block_size for each in registrations], np.float64),
+            longest,
+            largest,
+            longest.min(),
+            largest.min(),
+            {},
         )

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from router.holders import TargetId
+from router.depths import TargetId
 from router.placement.core import Arrival, Placed, Placement
 from schemas.fleet import Registration
 

@@ -6,7 +6,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.holders import Holders, TargetId
+from router.depths import TargetId
+from router.holders import Holders
 from router.placement.core import Arrival, Placed, Placement
 from schemas.fleet import Registration
 

@@ -1,0 +1,75 @@
+"""How many leading blocks of a prompt each target has, as bit masks by depth. Data only.
+
+A match finds masks. For a decision among hundreds of targets, making a dict of them and an array of the dict costs
+several times the match.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+TargetId = tuple[str, int]  # worker id, attention data-parallel rank
+
+
+class TargetBits:
+    """Which target has which bit.
+
+    Attributes:
+        targets: by bit.
+        version: changes with ``targets``.
+    """
+
+    def __init__(self) -> None:
+        self.targets: dict[int, TargetId] = {}
+        self.version = 0
+
+    def put(self, bit: int, target: TargetId) -> None:
+        self.targets[bit] = target
+        self.version += 1
+
+    def remove(self, bit: int) -> None:
+        del self.targets[bit]
+        self.version += 1
+
+
+class Depths(Mapping[TargetId, int]):
+    """Leading blocks by target; targets without any are absent. To be read before ``bits`` changes.
+
+    Attributes:
+        levels: masks, each with a number of blocks; no bit is in two.
+    """
+
+    __slots__ = ("_blocks", "bits", "levels")
+
+    def __init__(self, levels: Sequence[tuple[int, int]], bits: TargetBits) -> None:
+        self.levels = levels
+        self.bits = bits
+        self._blocks: dict[TargetId, int] | None = None
+
+    @property
+    def blocks(self) -> dict[TargetId, int]:
+        """The same as a dict, made when it is asked for."""
+        if self._blocks is None:
+            targets = self.bits.targets
+            self._blocks = {targets[bit]: depth for mask, depth in self.levels for bit in bits_of(mask)}
+        return self._blocks
+
+    def get(self, target: TargetId, default: int = 0) -> int:  # type: ignore[override]
+        return self.blocks.get(target, default)
+
+    def __getitem__(self, target: TargetId) -> int:
+        return self.blocks[target]
+
+    def __iter__(self) -> Iterator[TargetId]:
+        return iter(self.blocks)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+
+def bits_of(mask: int) -> list[int]:
+    """The bits of a mask, each alone, lowest first."""
+    bits = []
+    while mask:
+        bit = mask & -mask
+        bits.append(bit)
+        mask ^= bit
+    return bits
