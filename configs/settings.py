@@ -217,6 +217,9 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
     mock_speedup: Annotated[
         float, Meta(ge=0, description="mock: how many times faster than a real engine; 0: without delays")
     ] = 1.0
+    play: Annotated[
+        str, about("mock: file of `penstock export` whose answers it plays, token by token, at the recorded times")
+    ] = ""
     mock_ranks: Annotated[Positive, about("mock: attention data-parallel ranks, each with its own cache")] = 1
     trtllm_backend: Annotated[Literal["pytorch", "autodeploy"], about("trtllm: backend that runs the model")] = (
         "pytorch"
@@ -438,6 +441,7 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     allowed_local_media_path: Annotated[str, _OF_GATEWAY] = _GATEWAY.allowed_local_media_path
     allow_private_media_addresses: Annotated[bool, _OF_GATEWAY] = _GATEWAY.allow_private_media_addresses
     mock_speedup: Annotated[float, _OF_WORKER] = _WORKER.mock_speedup
+    play: Annotated[str, _OF_WORKER] = _WORKER.play
     threads: Annotated[int, Meta(ge=0, description="CPU threads per native worker; 0: free cores / workers")] = 0
     handoff_lease_s: Annotated[float, _OF_WORKER] = _WORKER.handoff_lease_s
     local_prefill_tokens: Annotated[int, _OF_ROUTER] = _ROUTER.local_prefill_tokens

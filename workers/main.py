@@ -79,6 +79,8 @@ def check_settings(settings: WorkerSettings) -> None:
             )
     if settings.kv_offloading_size and (settings.engine != "native" or settings.role != "aggregated"):
         raise ValueError("--kv-offloading-size applies to the native engine with --role aggregated only")
+    if settings.play and settings.engine != "mock":
+        raise ValueError("--play applies to the mock engine: add --engine mock")
     if settings.speculative_model and settings.engine != "native":
         raise ValueError("--speculative-model applies to the native engine; others take it from --extra-engine-args")
     support = SUPPORT[settings.engine]

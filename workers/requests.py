@@ -165,6 +165,7 @@ def sequence_requests(
             score=score if sequence is scorer else 0,
             rank=rank,
             trace=trace,
+            client_request_id=request.client_request_id,
         )
         for sequence in open_
     ]

@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 
 from infra.bus.connection import Bus, connect
 from infra.cli import main
+from schemas.done import Done
 from tests.pipeline.conftest import NewDeployment
 from tests.pipeline.support import Deployment, ending, registrations, until, words
 
@@ -35,6 +36,13 @@ async def recorded_bus(recorded: Deployment) -> AsyncIterator[Bus]:
     bus = await connect(recorded.state.nats_url, role="operator", name="test", namespace=recorded.state.namespace)
     yield bus
     await bus.close()
+
+
+async def ended(deployment: Deployment, ids: Sequence[str]) -> list[Done]:
+    """Their records, which are stored a moment after the answers."""
+    state = deployment.state
+    async with await connect(state.nats_url, role="operator", name="test", namespace=state.namespace) as bus:
+        return [(await ending(bus, each))[1] for each in ids]
 
 
 async def ask(client: httpx.AsyncClient, number: int, count: int = TOKENS) -> str:
@@ -67,7 +75,7 @@ async def test_requests_whose_worker_was_killed_give_the_same_answers_elsewhere_
         victim = next(iter((await registrations(recorded_bus)).values()))
         os.kill(victim.pid, signal.SIGKILL)
         ids = await asyncio.gather(*asked)
-    ends = [(await ending(recorded_bus, each))[1] for each in ids]
+    ends = await ended(recorded, ids)
     assert max(end.attempt for end in ends) == 2, "nothing was under way at the killed worker"
     where = ["--data-dir", str(recorded.data_dir)]
     assert await asyncio.to_thread(main, ["export", "--all", "-o", file, *where]) == 0
@@ -99,6 +107,7 @@ async def test_the_recorded_pace_is_kept_and_can_be_faster(fresh: Deployment, tm
         first = await ask(client, 100, 2)
         await asyncio.sleep(0.6)  # the pace to be kept
         second = await ask(client, 101, 2)
+    await ended(fresh, (first, second))
     argv = [first, second, "--data-dir", str(fresh.data_dir)]
     _, slow = await replay(*argv, report=tmp_path / "slow.json")
     _, fast = await replay(*argv, "--speed", "30", report=tmp_path / "fast.json")
@@ -120,3 +129,25 @@ async def test_a_target_that_cannot_run_it_is_named(
     ):
         assert await asyncio.to_thread(main, ["replay", *argv, *where]) == 1
         assert said in capsys.readouterr().err
+
+
+async def test_a_mock_that_plays_a_recording_gives_its_tokens_at_its_times_and_other_prompts_its_own(
+    recorded: Deployment, new_deployment: NewDeployment, tmp_path: Path
+) -> None:
+    """The file is redacted: no engine would generate its placeholders."""
+    file = str(tmp_path / "played.jsonl")
+    async with httpx.AsyncClient(base_url=recorded.urls[0], trust_env=False, timeout=30) as client:
+        ids = [await ask(client, number, 20) for number in (200, 201)]
+    await ended(recorded, ids)
+    where = ["--data-dir", str(recorded.data_dir)]
+    assert await asyncio.to_thread(main, ["export", *ids, "--redact", "-o", file, *where]) == 0
+    player = new_deployment("--play", file, "--workers", "1", "--gateways", "1")
+    again = ["--file", file, "--speed", "max", "--json", str(tmp_path / "report.json")]
+    status, found = await replay(*again, "--data-dir", str(player.data_dir), report=tmp_path / "report.json")
+    assert (status, found["outcomes"]["same"], found["compared_tokens"]) == (0, 2, 40)
+    for side in ("recorded", "replayed"):
+        assert found[side]["itl"]["mean"] > 5, "a token takes 10 ms"
+    status, found = await replay(*again, *where, report=tmp_path / "report.json")
+    assert (status, found["outcomes"]["tokens"]) == (1, 2)
+    async with httpx.AsyncClient(base_url=player.urls[0], trust_env=False, timeout=30) as client:
+        await ask(client, 202, 5)

@@ -96,6 +96,7 @@ class SequenceRequest(msgspec.Struct):
     score: int = 0  # report log-probabilities of prompt tokens from this position (at least 1) on; 0: of none
     rank: int = 0  # data-parallel rank to run on; ignored without ranks
     trace: Mapping[str, str] | None = None  # W3C headers for the engine's own spans; None: it is not traced
+    client_request_id: str = ""  # the client's own id for it
 
 
 class Output(NamedTuple):

@@ -1,5 +1,6 @@
 """The engine made of a scheduler and an executor: each step is planned, computed and committed."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -39,6 +40,8 @@ class ScheduledEngine:
             which launches its own step before it waits for them.
         speculation: proposes tokens to ``executor``; not with ``ahead``, where the next plan is made too early.
         copier: of blocks to and from host memory, if the scheduler's ``blocks.host`` plans copies.
+    Attributes:
+        hold: which slots of a plan are to wait for a later step; None: none. Not with ``ahead``.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class ScheduledEngine:
     ) -> None:
         assert speculation is None or executor is not None
         assert (copier is None) == (scheduler.blocks.host is None)
+        self.hold: Callable[[list[Slot]], list[Slot]] | None = None
         self._speculation = speculation
         self._copier = copier
         self.info = info
@@ -104,6 +108,9 @@ class ScheduledEngine:
             plan = scheduler.unschedule(plan, missing)
             scoring = [slot for slot in scoring if slot not in missing]
             failures = [Failure(slot.sequence.key, Code.transfer_failed, MISSING_EMBEDDINGS) for slot in missing]
+        if self.hold is not None and plan and (waiting := self.hold(plan)):
+            plan = scheduler.postpone(plan, waiting)
+            scoring = [slot for slot in scoring if slot not in waiting]
         if self._copier is not None and plan:
             self._copy(self._copier)
         if self._executor is None:

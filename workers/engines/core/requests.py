@@ -60,6 +60,7 @@ def new_sequence(
         limit=min(len(prompt) + stop.max_tokens, limits.max_model_len, limits.pool_tokens + 1),
         extra=request.extra,
         media=request.media,
+        client_request_id=request.client_request_id,
         hold=request.hold,
         reservation=request.reservation,
         processors=processors,

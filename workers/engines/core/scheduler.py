@@ -231,15 +231,22 @@ class Scheduler:
 
     def unschedule(self, plan: list[Slot], slots: list[Slot]) -> list[Slot]:
         """Remove slots from the last plan and cancel their sequences."""
+        rest = self.postpone(plan, slots)
+        for slot in slots:
+            self.cancel(slot.sequence.key)
+        return rest
+
+    def postpone(self, plan: list[Slot], slots: list[Slot]) -> list[Slot]:
+        """Remove slots from the last plan; their sequences are in the next again."""
+        left = set()
         for sequence, start, _, samples in slots:
             sequence.computed = start
             sequence.length -= samples
             sequence.step = self._inflight.made - 1  # it may be in the previous plan, which may be in flight
-        rest = [slot for slot in plan if slot not in slots]
+            left.add(id(sequence))
+        rest = [slot for slot in plan if id(slot.sequence) not in left]
         if not rest:
             self._inflight.made -= 1
-        for slot in slots:
-            self.cancel(slot.sequence.key)
         return rest
 
     # -- commit ----------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The mock engine: a real scheduler, block manager, KV events and memory; no model, and simulated step times."""
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,8 @@ from workers.engines.core.engine import ScheduledEngine
 from workers.engines.core.scheduler import Scheduler
 from workers.engines.mock.executor import MockExecutor, Vocabulary
 from workers.engines.mock.memory import BLOCK_BYTES, MockBlocks, MockVisionEncoder
+from workers.engines.mock.play import Played, Player
+from workers.engines.mock.recording import read_recording
 
 DEFAULT_BLOCKS = 16_384
 DEFAULT_SLOTS = 256
@@ -40,6 +42,7 @@ class MockOptions:
         image_tokens: placeholder tokens of an image; 0: a text model.
         embed_slots: images whose embeddings are kept; 0: the default.
         no_evict: see ``Scheduler``.
+        played: recorded requests whose answers are played; all others get the mock's own.
     """
 
     vocab_size: int
@@ -57,6 +60,7 @@ class MockOptions:
     image_tokens: int = 0
     embed_slots: int = 0
     no_evict: bool = False
+    played: Sequence[Played] = ()
 
 
 def build(options: MockOptions, *, sleep: Callable[[float], None] = time.sleep) -> ScheduledEngine:
@@ -109,7 +113,11 @@ def build(options: MockOptions, *, sleep: Callable[[float], None] = time.sleep) 
         load_seconds=time.perf_counter() - started,
         max_batched_tokens=options.max_batched_tokens,
     )
-    return ScheduledEngine(info, scheduler, executor, encoder)
+    engine = ScheduledEngine(info, scheduler, executor, encoder)
+    if options.played:
+        executor.plays = True
+        engine.hold = Player(options.played, speedup=options.speedup, sleep=sleep).hold
+    return engine
 
 
 def build_data_parallel(
@@ -172,6 +180,8 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine | Dat
     ranks = settings.mock_ranks
     if ranks > 1 and settings.role != "aggregated":
         raise ValueError(f"--mock-ranks {ranks}: only workers of --role aggregated have ranks")
+    if ranks > 1 and settings.play:
+        raise ValueError(f"--mock-ranks {ranks}: --play takes workers of one rank; start more of them")
     options = MockOptions(
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
@@ -188,6 +198,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine | Dat
         image_tokens=0 if model.vision is None or ranks > 1 else model.vision.image_tokens,
         embed_slots=settings.embed_slots,
         no_evict=settings.scheduler_policy == "guaranteed_no_evict",
+        played=read_recording(settings.play, model.vocab_size) if settings.play else (),
     )
     return build(options) if ranks == 1 else build_data_parallel(ranks, options)
 

@@ -18,6 +18,7 @@ from schemas.transfer import Memory
 from schemas.wire import pack_tokens
 from workers.engines.core.sequence import Sampled, Sequence, Slot, scored_to
 from workers.engines.mock.memory import MockBlocks, MockVisionEncoder, seen
+from workers.engines.mock.play import is_played, recorded_token
 from workers.engines.mock.timing import step_seconds
 
 GREEDY = Sampling(temperature=0.0)
@@ -129,6 +130,8 @@ class MockExecutor:
         sleep: waits so many seconds.
         blocks: memory that is read and written as a model's would be; None: there is none.
         encoder: of images; owned by the engine.
+    Attributes:
+        plays: sequences may play a recording: the engine's ``hold`` is a ``Player``'s.
     """
 
     def __init__(
@@ -145,13 +148,16 @@ class MockExecutor:
         self._capacity = capacity
         self._blocks = blocks
         self._encoder = encoder
+        self.plays = False
         self._admitted = 0  # sequences with a smaller ``arrived`` have been here since their admission
         self._speedup = speedup
         self._sleep = sleep
 
     def execute(self, plan: list[Slot], scoring: Seq[Slot] = ()) -> list[Sampled]:
         if self._speedup:
-            self._sleep(step_seconds(plan, self._capacity) / self._speedup)
+            simulated = [slot for slot in plan if not is_played(slot)] if self.plays else plan
+            if simulated:
+                self._sleep(step_seconds(simulated, self._capacity) / self._speedup)
         if self._blocks is not None:
             self._remember(self._blocks, plan)
         for slot in scoring:
@@ -169,9 +175,15 @@ class MockExecutor:
             token = allowed[state % count]
             if token in sequence.stops and len(sequence.tokens) < sequence.stoppable:
                 token = self._vocabulary.token(state, sequence.stops)
+            recorded = recorded_token(sequence) if self.plays else None
+            if recorded is not None:
+                token = recorded[0]
             sequence.state = crc32(_pack(token), state)
             wanted = sequence.sampling.logprobs
-            logprob = None if wanted is None else self._vocabulary.logprob(token, wanted)
+            if wanted is None:
+                logprob = None
+            else:
+                logprob = (recorded[1] if recorded else None) or self._vocabulary.logprob(token, wanted)
             sampled.append(_tuple(Sampled, (token, logprob)))
         return sampled
 

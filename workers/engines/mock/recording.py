@@ -1,0 +1,126 @@
+"""Reads what the mock plays from an export: records for the answers, token batches for their times."""
+
+import gzip
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from infra.bus.direct_get import parse_time
+from schemas.done import Done, Outcome
+from schemas.requests import GenerateRequest
+from schemas.tokens import TokenBatch
+from schemas.wire import unpack_tokens
+from workers.engines.mock.play import Answer, Played
+
+FORMAT = "penstock-export"
+VERSION = 1
+_WANTED = (b'"stream":"TOKENS"', b'"stream":"DONE"', b'"stream":"REQUESTS"')
+
+
+class _Header(msgspec.Struct):
+    format: str
+    version: int
+
+
+class _Line(msgspec.Struct):
+    stream: str
+    time: str
+    body: msgspec.Raw = msgspec.Raw()
+    request: msgspec.Raw = msgspec.Raw()
+
+
+_read_header = msgspec.json.Decoder(_Header).decode
+_read_line = msgspec.json.Decoder(_Line).decode
+_read_request = msgspec.json.Decoder(GenerateRequest).decode
+_read_batch = msgspec.json.Decoder(TokenBatch).decode
+_read_done = msgspec.json.Decoder(Done).decode
+
+Stored = dict[tuple[str, int], list[tuple[float, int, int]]]  # by request and choice: (seconds, first, count)
+
+
+def read_recording(path: str, vocab_size: int) -> list[Played]:
+    """The requests of an export that have ended with tokens, in the order in which they did.
+
+    Raises:
+        ValueError: it cannot be read, has none, or its tokens are not this vocabulary's.
+    """
+    requests: dict[str, GenerateRequest] = {}
+    stored: Stored = {}
+    ended: list[Done] = []
+    try:
+        for number, line in enumerate(_lines(path), 1):
+            try:
+                _add(line, number, requests, stored, ended)
+            except (msgspec.MsgspecError, ValueError) as error:
+                raise ValueError(f"--play {path}, line {number}: {error}") from None
+    except (OSError, EOFError) as error:
+        raise ValueError(f"--play {path} cannot be read: {error}") from error
+    played = [found for event in ended if (found := _played(event, requests.get(event.request), stored)) is not None]
+    if not played:
+        raise ValueError(f"--play {path}: it has no answer to play; export whole requests, with their records")
+    largest = max((max(answer.tokens, default=0) for each in played for answer in each.answers), default=0)
+    if largest >= vocab_size:
+        raise ValueError(
+            f"--play {path}: its tokens go up to {largest}, and the model has {vocab_size}: name the recorded model's "
+            "directory with --model"
+        )
+    return played
+
+
+def _lines(path: str) -> Iterator[bytes]:
+    with gzip.open(path, "rb") if path.endswith(".gz") else Path(path).open("rb") as file:
+        yield from file
+
+
+def _add(line: bytes, number: int, requests: dict[str, GenerateRequest], stored: Stored, ended: list[Done]) -> None:
+    if number == 1:
+        header = _read_header(line)
+        if header.format != FORMAT or header.version > VERSION:
+            raise ValueError(f"not an export of format {VERSION}: it is {header.format} {header.version}")
+        return
+    if not line.startswith(b'{"stream":"') or not any(name in line[:40] for name in _WANTED):
+        return
+    found = _read_line(line)
+    body = bytes(found.body)
+    if not body:
+        return  # a message of another build
+    if found.stream == "REQUESTS":
+        request = _read_request(body)
+        requests[request.id] = request
+    elif found.stream == "TOKENS":
+        at = parse_time(found.time) / 1e9
+        for item in _read_batch(body).items:
+            if item.choice >= 0 and item.tokens:
+                stored.setdefault((item.request, item.choice), []).append((at, item.first, len(item.tokens) >> 2))
+    elif b'"type":"done"' in body[:40]:
+        event = _read_done(body)
+        ended.append(event)
+        if bytes(found.request) and event.request not in requests:
+            requests[event.request] = _read_request(found.request)
+
+
+def _played(event: Done, request: GenerateRequest | None, stored: Stored) -> Played | None:
+    if request is None or not request.prompt or not any(choice.tokens for choice in event.choices):
+        return None
+    answers = tuple(
+        _answer(event, choice, stored.get((event.request, index), [])) for index, choice in enumerate(event.choices)
+    )
+    return Played(event.request, request.prompt, request.sampling.seed, answers)
+
+
+def _answer(event: Done, choice: Outcome, stored: list[tuple[float, int, int]]) -> Answer:
+    """The choice with its times: from its token batches, else at equal steps to the end."""
+    tokens, times = unpack_tokens(choice.tokens), event.timings
+    count = len(tokens)
+    start = times.started_ns or times.created_ns
+    first = max(0.0, (times.first_token_ns - start) / 1e9) if times.first_token_ns else 0.0
+    whole = max(first, (times.ended_ns - start) / 1e9) if times.ended_ns else first
+    due = [first + (whole - first) * position / max(1, count - 1) for position in range(count)]
+    if stored:
+        began = min(stored)[0]
+        latest = first
+        for at, position, size in sorted(stored, key=lambda item: item[1]):
+            latest = max(latest, first + at - began)
+            due[position : position + size] = [latest] * len(due[position : position + size])
+    return Answer(tokens, due, choice.logprobs)
