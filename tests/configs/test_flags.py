@@ -68,7 +68,7 @@ def test_a_repeated_list_flag_adds_and_any_other_holds_the_last(argv: list[str])
     assert read(COUNTS="6,7").counts == (6, 7)
 
 
-def test_a_wrong_item_of_a_repeated_list_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_item_of_a_repeated_list_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     said = complaint(capsys, "--counts=1", "--counts=0")
     assert all(word in said for word in ("--counts", "must be at least 1", "not 0")), said
 

@@ -66,7 +66,7 @@ def test_what_is_too_much_or_of_another_shape_is_refused(context: PrepareContext
     assert (error.code, error.param) == (Code.invalid_request, field)
 
 
-def test_the_limit_of_the_arguments_is_told_and_can_be_reached(context: PrepareContext) -> None:
+def test_the_limit_of_the_arguments_is_named_and_can_be_reached(context: PrepareContext) -> None:
     def full(spare: int) -> Any:
         return [{"name": "a", "args": {"t": "x" * (MAX_PROCESSOR_BYTES - len('{"t":""}') - spare)}}]
 

@@ -265,7 +265,7 @@ async def test_routers_store_and_replace_snapshots(ready: EmbeddedNats, connect:
     assert errors == []
 
 
-async def test_the_system_user_hears_a_disconnect_by_name(ready: EmbeddedNats, connect: Connect) -> None:
+async def test_the_system_user_receives_a_disconnect_by_name(ready: EmbeddedNats, connect: Connect) -> None:
     ear = await connect(ready, "sys")
     gone = await ear.subscribe("$SYS.ACCOUNT.APP.DISCONNECT")
     await round_trip(ear)
@@ -351,7 +351,7 @@ def test_widening_keeps_what_it_does_not_know() -> None:
     "subject",
     ["work.aggregated.w1", "kv.m.w1", "tokens.g1", "done.t.m.r", "returned.m", "lease"],
 )
-async def test_what_is_stored_is_heard_where_the_schema_says(nc: Client, pipeline: Subjects, subject: str) -> None:
+async def test_what_is_stored_is_delivered_where_the_schema_says(nc: Client, pipeline: Subjects, subject: str) -> None:
     stored = pipeline.lease("w1") if subject == "lease" else f"{pipeline.namespace}.{subject}"
     heard = await nc.subscribe(pipeline.live(stored))
     await round_trip(nc)
@@ -384,7 +384,9 @@ async def test_a_server_without_jetstream_is_named(make_broker: MakeBroker, conn
         await apply(client, topology(S))
 
 
-async def test_a_role_that_may_not_create_streams_is_told_so(make_broker: MakeBroker, connect: Connect) -> None:
+async def test_a_role_that_may_not_create_streams_gets_an_error_that_says_so(
+    make_broker: MakeBroker, connect: Connect
+) -> None:
     server = make_broker()
     await server.start()
     client = await connect(server, "gateway")

@@ -63,7 +63,7 @@ def test_every_command_leads_somewhere() -> None:
             assert hasattr(settings, command.settings)
 
 
-def test_without_a_command_it_tells_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_command_it_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == main(["--help"]) == 0
     assert capsys.readouterr().out == (usage() + "\n") * 2
     assert all(name in usage() for name in COMMANDS)
@@ -118,7 +118,7 @@ def test_outside_a_data_folder_a_command_says_so_and_makes_none(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("argv", "status"), [(["recipe", "--help"], 0), (["recipe"], 2), (["recipe", "make"], 2)])
-def test_the_first_of_two_words_tells_of_the_second(
+def test_the_first_of_two_words_lists_the_second(
     argv: list[str], status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(argv) == status

@@ -158,7 +158,7 @@ def test_a_number_that_is_none_is_named(count: str, capsys: pytest.CaptureFixtur
     assert f"--gpus: {count!r} is not a whole number above 0" in capsys.readouterr().err
 
 
-def test_more_at_once_than_fits_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_at_once_than_fits_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_generate((BASE.replace("--concurrency 8", "--concurrency 500") + "--gpus 1").split()) == 0
     said = capsys.readouterr()
     assert "500 are to run there" in said.err

@@ -79,7 +79,7 @@ async def test_a_role_may_publish_what_its_rights_say_and_nothing_else(
 
 
 @pytest.mark.parametrize("role", NARROW)
-async def test_a_role_may_hear_what_its_rights_say_and_nothing_else(
+async def test_a_role_may_subscribe_to_what_its_rights_say_and_nothing_else(
     ready: EmbeddedNats, connect: Connect, role: str
 ) -> None:
     own = permissions(role, S)

@@ -128,7 +128,7 @@ async def test_a_long_context_asked_again_comes_from_the_cache_and_answers_alike
 # -- tool calls and thoughts ------------------------------------------------------------------------------------------
 
 
-async def test_the_demo_models_worker_says_what_it_writes(demo: Deployment) -> None:
+async def test_the_demo_models_worker_names_its_parsers(demo: Deployment) -> None:
     bus = await connect(demo.state.nats_url, role="client", name="test")
     for worker in (await registrations(bus)).values():
         assert (worker.reasoning_parser, worker.tool_call_parser) == ("basic", "hermes")
@@ -209,7 +209,7 @@ async def test_a_call_that_is_cut_off_is_shown_as_far_as_it_came(asking: openai.
     assert len(shown) > 2
 
 
-async def test_every_replica_and_the_nats_door_show_the_same(demo: Deployment) -> None:
+async def test_every_replica_and_nats_show_the_same(demo: Deployment) -> None:
     stream = {**BODY, "stream": True, "stream_options": {"include_usage": True}}
     async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
         answer = await client.post(demo.urls[0] + "/v1/chat/completions", json=stream)

@@ -186,7 +186,7 @@ async def test_each_kind_of_model_is_asked_at_its_own_endpoint(studio: httpx.Asy
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "request_not_found")
 
 
-async def test_the_nats_door_says_that_pictures_are_not_for_it(studio: httpx.AsyncClient, fast: Deployment) -> None:
+async def test_nats_refuses_image_generation(studio: httpx.AsyncClient, fast: Deployment) -> None:
     nc = await nats.connect(fast.state.client_nats_url)
     try:
         inbox = nc.new_inbox()

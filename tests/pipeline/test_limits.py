@@ -250,7 +250,7 @@ async def test_requests_wait_for_a_worker_within_the_queues_limit(
     await gauge_is(url, "penstock_gateway_open_requests", 0)
 
 
-async def test_a_cancellation_that_no_router_heard_is_sent_again(
+async def test_a_cancellation_that_no_router_received_is_sent_again(
     empty: Deployment, empty_http: httpx.AsyncClient, empty_bus: Bus
 ) -> None:
     asking = asyncio.create_task(empty_http.post(PATH, json=text_body(84, user="unheard", timeout_s=60)))

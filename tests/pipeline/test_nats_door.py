@@ -325,19 +325,19 @@ async def test_nothing_is_published_where_the_client_could_not_read(
     ],
     ids=lambda value: str(value)[:40],
 )
-async def test_a_submission_that_cannot_be_served_is_told_so_once(door: Submitter, body: Any, status: str) -> None:
+async def test_a_submission_that_cannot_be_served_gets_one_error(door: Submitter, body: Any, status: str) -> None:
     [message] = await door.ask(body)
     error = json.loads(message.data)["error"]
     assert error["code"] == status
     assert error["message"]
 
 
-async def test_a_model_that_nobody_serves_is_told_so(door: Submitter) -> None:
+async def test_a_model_that_nobody_serves_is_refused(door: Submitter) -> None:
     [message] = await door.ask({**CHAT, "model": "unknown"}, model="unknown")
     assert json.loads(message.data)["error"]["code"] == "model_not_found"
 
 
-async def test_a_failure_behind_the_door_ends_a_stream_with_an_error(door: Submitter) -> None:
+async def test_a_failure_behind_the_gateway_ends_a_stream_with_an_error(door: Submitter) -> None:
     [message] = await door.ask({**TEXT, **STREAM, "worker": "nobody"})
     assert json.loads(message.data)["error"]["code"] == "invalid_request"
 

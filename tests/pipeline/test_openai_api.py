@@ -27,7 +27,9 @@ def chat_prompt(oracle: Oracle) -> int:
     return len(oracle.prompt(CHAT))
 
 
-def test_a_chat_answer_is_what_the_engine_says_of_the_rendered_prompt(client: openai.OpenAI, oracle: Oracle) -> None:
+def test_a_chat_answer_is_what_the_engine_generates_from_the_rendered_prompt(
+    client: openai.OpenAI, oracle: Oracle
+) -> None:
     answer = client.chat.completions.create(**CHAT)
     [choice] = answer.choices
     assert choice.message.content == oracle.answer(CHAT, 12)
@@ -105,7 +107,7 @@ async def test_every_event_has_an_id_and_the_answer_names_its_request(http: http
     assert whole.json()["id"] == "chatcmpl-" + whole.headers["x-request-id"]
 
 
-async def test_without_include_usage_no_chunk_speaks_of_usage(http: httpx.AsyncClient) -> None:
+async def test_without_include_usage_no_chunk_has_usage(http: httpx.AsyncClient) -> None:
     answer = await http.post("/v1/completions", json={**TEXT, "stream": True})
     events = parse_sse(answer.content)[:-1]
     assert all("usage" not in event.body for event in events)

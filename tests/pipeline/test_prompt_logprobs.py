@@ -67,7 +67,7 @@ async def test_a_prompt_that_is_cached_is_scored_whole_and_stays_cached(
     raise AssertionError("never found in the cache")
 
 
-async def test_the_log_tells_them_again(http: httpx.AsyncClient) -> None:
+async def test_they_are_read_again_from_the_log(http: httpx.AsyncClient) -> None:
     answer = await http.post("/v1/completions", json=text(words(10, 4430), prompt_logprobs=1, echo=True, logprobs=1))
     status = (await http.get(f"/v1/requests/{answer.headers['x-request-id']}")).json()
     assert status["state"] == "done"

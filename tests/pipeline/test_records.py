@@ -286,7 +286,7 @@ async def test_an_id_is_looked_up_without_reading_the_log(new_deployment: NewDep
     assert (found["state"], found["output_tokens"]) == ("done", 6)
 
 
-async def test_a_running_request_is_found_in_its_shard_and_told_by_the_gateway_that_follows_it(
+async def test_a_running_request_is_found_in_its_shard_and_shown_by_the_gateway_that_follows_it(
     slow: Deployment, slow_http: httpx.AsyncClient, slow_bus: Bus
 ) -> None:
     asked = {**body("running"), "max_tokens": 400, "stream": True}

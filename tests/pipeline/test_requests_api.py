@@ -63,7 +63,7 @@ async def test_requests_are_listed_in_pages_by_any_gateway(fast: Deployment, htt
 # -- state and result ---------------------------------------------------------------------------------------------
 
 
-async def test_a_finished_request_is_told_from_every_replica(fast: Deployment, http: httpx.AsyncClient) -> None:
+async def test_a_finished_request_is_shown_by_every_replica(fast: Deployment, http: httpx.AsyncClient) -> None:
     answer = await http.post(PATH, json=CHAT)
     request_id = answer.headers["x-request-id"]
     for url in fast.urls:
@@ -81,7 +81,7 @@ async def test_a_finished_request_is_told_from_every_replica(fast: Deployment, h
                 assert (cancelled.status_code, cancelled.json()["state"]) == (200, "done")
 
 
-async def test_a_running_request_is_told_and_can_be_cancelled_from_another_replica(
+async def test_a_running_request_is_shown_and_can_be_cancelled_by_another_replica(
     slow: Deployment, slow_http: httpx.AsyncClient, slow_bus: Bus
 ) -> None:
     async with (

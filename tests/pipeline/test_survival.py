@@ -174,7 +174,7 @@ async def test_a_killed_workers_requests_go_on_elsewhere_behind_the_last_token(
     assert any(event.attempt > 1 for event in ends)
 
 
-async def test_scoring_a_prompt_goes_on_elsewhere_behind_what_was_told(
+async def test_scoring_a_prompt_goes_on_elsewhere_behind_what_was_streamed(
     fleet: Deployment, fleet_bus: Bus, oracle: Oracle
 ) -> None:
     """Killed in the midst of a prompt: the next worker's scores follow the last stored ones, as if nothing had been."""

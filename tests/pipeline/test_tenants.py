@@ -85,7 +85,7 @@ async def test_nobody_reads_or_cancels_what_is_anothers(doors: list[Submitter], 
     assert numbered(await owner.read({"id": request_id})) == numbered(messages)
 
 
-async def test_nobody_hears_anothers_answers_or_inboxes(doors: list[Submitter]) -> None:
+async def test_nobody_receives_anothers_answers_or_inboxes(doors: list[Submitter]) -> None:
     owner, other = doors
     heard = [await other.nc.subscribe(subject) for subject in ("_INBOX.>", "ps.answer.>", "ps.reply.>")]
     await round_trip(other.nc)

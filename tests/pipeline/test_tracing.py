@@ -163,7 +163,7 @@ async def test_what_the_client_does_not_want_sampled_is_not_sent(collector: Coll
     assert collector.of(unsampled) == []
 
 
-async def test_the_nats_door_takes_the_same_headers(traced: Deployment, collector: Collector) -> None:
+async def test_nats_takes_the_same_headers(traced: Deployment, collector: Collector) -> None:
     parent = PARENT.replace(TRACE, "1" * 32)
     nc = await nats.connect(traced.state.client_nats_url)
     try:

@@ -66,7 +66,7 @@ def test_what_cannot_be_judged_is_not_stalled(steps: dict[str, tuple[int, int]],
     assert not any(dog.check(steps, [entry], float(now)) for now in range(60))
 
 
-def test_a_request_that_came_late_to_a_quiet_worker_gets_its_time() -> None:
+def test_a_request_that_came_late_to_an_idle_worker_gets_its_time() -> None:
     dog, count = Watchdog(AFTER_S), {"w": (1, 7)}
     for now in range(100):  # an idle worker makes no steps
         dog.check(count, [], float(now))

@@ -69,7 +69,7 @@ def test_every_message_of_an_earlier_log_is_read(recorded: Recorded) -> None:
         assert request.tenant == "default"
 
 
-def test_an_earlier_logs_tokens_and_ends_say_what_its_clients_got(recorded: Recorded) -> None:
+def test_an_earlier_logs_tokens_and_ends_are_what_its_clients_got(recorded: Recorded) -> None:
     items = [item for batch in recorded.streams["TOKENS"] for item in batch.items]
     ends = {event.request: event for event in recorded.streams["DONE"] if isinstance(event, done.Done)}
     asked: dict[str, GenerateRequest] = {request.id: request for request in recorded.streams["REQUESTS"]}

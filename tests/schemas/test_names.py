@@ -95,7 +95,7 @@ def test_half_a_digest_is_refused() -> None:
 
 
 @given(st.integers(0, 253_402_300_799 * 10**9), st.binary(min_size=10, max_size=10))
-def test_request_ids_are_uuid7_and_tell_their_time(now_ns: int, randomness: bytes) -> None:
+def test_request_ids_are_uuid7_and_have_their_time(now_ns: int, randomness: bytes) -> None:
     text = ids.new_request_id(now_ns, randomness)
     parsed = uuid.UUID(text)
     assert str(parsed) == text
@@ -138,7 +138,7 @@ def test_every_code_has_a_name_and_a_status() -> None:
     assert not Code.invalid_request.retry
 
 
-def test_an_error_carries_what_a_front_door_needs() -> None:
+def test_an_error_carries_what_a_gateway_needs() -> None:
     error = ServingError(Code.queue_full, "wait", param="n", retry_after=2.0)
     assert (str(error), error.code, error.param, error.retry_after) == ("wait", Code.queue_full, "n", 2.0)
 

@@ -182,7 +182,7 @@ def test_the_prompts_logprobs_behind_a_gap_are_dropped_with_their_attempt() -> N
     assert (due.first, [entry.rank for entry in due.logprobs or ()]) == (3, [2, 2])
 
 
-def test_replay_tells_what_was_streamed_and_what_ended() -> None:
+def test_replay_returns_what_was_streamed_and_what_ended() -> None:
     items = [item(0, [1, 2]), item(0, [5], choice=1, finish="stop"), item(1, [2, 3]), fence(2), item(3, [666])]
     first, second = replay(items, 2)
     assert (list(unpack_tokens(first.tokens)), first.finish) == ([1, 2, 3], None)

@@ -81,7 +81,7 @@ def test_ids_follow_from_the_request_and_the_span() -> None:
         int(trace_id(odd), 16)
 
 
-def test_an_engine_is_told_whose_children_its_spans_are() -> None:
+def test_an_engine_gets_the_parent_of_its_spans() -> None:
     request = new_request_id()
     name = stage_name(1, "decode")
     assert headers(request, Trace(PARENT, "a=1"), name) == {

@@ -154,7 +154,7 @@ def test_too_few_gpus_and_a_folder_without_a_model_are_refused(trt: Any, tmp_pat
         trt.LLM(str(tmp_path))
 
 
-def test_speculation_is_said_with_instances_that_are_checked(trt: Any) -> None:
+def test_speculation_is_configured_with_instances_that_are_checked(trt: Any) -> None:
     from tensorrt_llm.llmapi import EagleDecodingConfig, LookaheadDecodingConfig, NGramDecodingConfig
     from tensorrt_llm.llmapi.llm_args import DecodingBaseConfig
 
@@ -201,7 +201,7 @@ def test_autodeploy_refuses_what_it_does_by_itself(trt: Any, options: dict[str, 
         trt.LLM(str(TINY), backend="_autodeploy", **options)
 
 
-def test_autodeploy_takes_its_own_and_defaults_that_are_said() -> None:
+def test_autodeploy_takes_its_own_and_explicit_defaults() -> None:
     from tensorrt_llm._torch.auto_deploy import LLM
 
     llm = LLM(str(TINY), tensor_parallel_size=1, world_size=1, model_kwargs={}, compile_backend="torch-cudagraph")
@@ -496,7 +496,7 @@ def test_bad_words_bias_and_penalties_steer(llm: Any) -> None:
     assert varied.count(77) == 1
 
 
-def test_prompt_logprobs_speak_of_each_prompt_token(llm: Any) -> None:
+def test_prompt_logprobs_cover_each_prompt_token(llm: Any) -> None:
     result = ask(llm, prompt_logprobs=1)
     entries = result.outputs[0].prompt_logprobs
     assert len(entries) == len(PROMPT)
@@ -615,7 +615,7 @@ def fold(events: list[dict[str, Any]]) -> dict[int, tuple[int | None, tuple[int,
     return found
 
 
-def test_events_tell_what_can_be_reused() -> None:
+def test_events_report_what_can_be_reused() -> None:
     from tensorrt_llm._standin import hooks
 
     with engine() as llm:
@@ -645,7 +645,7 @@ def test_events_tell_what_can_be_reused() -> None:
         assert len(tokens[-1]) == (len(PROMPT) + 7) % SIZE  # the last one is not full
 
 
-def test_evictions_are_told_and_only_leaves_go() -> None:
+def test_evictions_are_reported_and_only_leaves_go() -> None:
     from tensorrt_llm._standin import hooks
 
     with engine(kv={"max_tokens": 128}) as llm:
@@ -716,7 +716,7 @@ def test_blocks_that_go_to_the_host_are_updated(quirks: Any, null: bool) -> None
         assert not any(event["type"] == "removed" for event in events)
 
 
-def test_salts_share_nothing_and_cannot_be_told_from_events() -> None:
+def test_salts_share_nothing_and_do_not_show_in_events() -> None:
     from tensorrt_llm._standin import hooks
 
     with engine() as llm:

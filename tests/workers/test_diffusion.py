@@ -174,9 +174,7 @@ async def test_a_request_becomes_steps_a_stored_file_and_one_end(record: Record,
     await record.settled(worker.id)
 
 
-async def test_the_registration_says_what_is_made_and_asks_for_one_at_a_time(
-    record: Record, worker: WorkerHarness
-) -> None:
+async def test_the_registration_has_its_kind_and_one_slot(record: Record, worker: WorkerHarness) -> None:
     await eventually(lambda: record.registered(worker.id))
     registration = record.registered(worker.id)
     assert registration is not None
@@ -201,7 +199,7 @@ async def test_requests_wait_for_each_other_and_the_event_loop_for_none(record: 
     assert [ask.seed for ask in worker.painter.asked] == [1, 2]
 
 
-async def test_progress_is_told_while_the_engine_computes(record: Record, worker: WorkerHarness) -> None:
+async def test_progress_is_reported_while_the_engine_computes(record: Record, worker: WorkerHarness) -> None:
     worker.painter.hold()
     asked = picture()
     await give(record, worker.id, asked)
@@ -312,7 +310,7 @@ async def test_a_broken_engine_gives_the_request_back_as_poison(record: Record, 
     assert not record.done
 
 
-async def test_another_attempt_begins_anew_and_is_heard_once_it_is_further(
+async def test_another_attempt_begins_anew_and_is_shown_once_it_is_further(
     record: Record, worker: WorkerHarness
 ) -> None:
     worker.painter.hold()

@@ -580,7 +580,7 @@ async def test_a_session_that_ends_while_a_handoff_waits_for_room_takes_no_block
     await pair.decode.begin()
 
 
-async def test_a_handoff_by_a_worker_that_may_not_speak_ends_with_its_ticket_and_not_later(
+async def test_a_handoff_by_a_worker_that_may_not_publish_ends_with_its_ticket_and_not_later(
     record: Record, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pair.prefill.session._lease, "trusted", lambda: False)

@@ -337,7 +337,7 @@ def test_a_request_of_which_one_choice_is_refused_runs_none(harness: Callable[..
     assert h.items() == []
 
 
-def test_a_broken_engine_is_told_once_and_the_thread_ends() -> None:
+def test_a_broken_engine_is_reported_once_and_the_thread_ends() -> None:
     h = Harness()
     h.engine.error = EngineError("device lost")
     h.thread.submit([sequence(new_choice(), [1], 5)], refuse)
@@ -346,7 +346,7 @@ def test_a_broken_engine_is_told_once_and_the_thread_ends() -> None:
     assert h.engine.closed
 
 
-def test_an_engine_that_cannot_be_built_tells_who_waits_for_it() -> None:
+def test_an_engine_that_cannot_be_built_fails_whoever_waits_for_it() -> None:
     def build() -> Engine:
         raise ValueError("no weights")
 

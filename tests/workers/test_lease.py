@@ -153,7 +153,7 @@ async def test_a_lease_that_ran_out_while_the_process_slept_is_lost(bus: Bus, mo
         await owner.lease.stop()
 
 
-async def test_without_an_answer_for_a_while_nothing_may_be_said_until_a_renewal_succeeds(owner: Owner) -> None:
+async def test_without_an_answer_for_a_while_nothing_may_be_published_until_a_renewal_succeeds(owner: Owner) -> None:
     assert owner.lease.trusted()
     owner.offset = TRUST_S + 0.1
     assert not owner.lease.trusted()

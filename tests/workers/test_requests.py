@@ -118,7 +118,7 @@ def end(state: RunningRequest, *outcomes: done.Outcome) -> None:
     state.outcomes[:] = outcomes
 
 
-def test_the_terminal_event_tells_tokens_usage_and_times() -> None:
+def test_the_terminal_event_has_tokens_usage_and_times() -> None:
     state = active(request())
     end(state, done.Outcome(wire.pack_tokens([7, 8]), "length"), done.Outcome(wire.pack_tokens([9]), "stop", "x"))
     state.cached, state.started_ns, state.first_token_ns = 2, 16, 17

@@ -213,7 +213,7 @@ async def test_a_request_that_the_engine_refuses_fails_alone(record: Record, wor
     assert not worker.failures
 
 
-async def test_an_unreadable_job_is_dropped_and_said_in_the_log(record: Record, worker: WorkerHarness) -> None:
+async def test_an_unreadable_job_is_dropped_and_logged(record: Record, worker: WorkerHarness) -> None:
     with capture_logs() as logs:
         subject = record.bus.subjects.work("aggregated", worker.id)
         await record.bus.js.publish(subject, b"\xc1 not a job")
@@ -607,7 +607,7 @@ async def test_a_drain_is_not_held_up_by_a_revoked_request(record: Record, worke
     assert not record.returned
 
 
-async def test_a_worker_that_lost_its_lease_says_nothing_more_and_starts_anew(
+async def test_a_worker_that_lost_its_lease_publishes_nothing_more_and_starts_anew(
     record: Record, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker.engine.hold()

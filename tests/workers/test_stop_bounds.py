@@ -96,7 +96,7 @@ async def test_an_engine_in_a_long_step_is_not_waited_for(broker: EmbeddedNats, 
 
 
 @pytest.mark.parametrize("released", [False, True])
-async def test_a_lease_that_nobody_releases_is_waited_for_as_long_as_the_drain_and_orders_are_heard_until_then(
+async def test_a_lease_that_nobody_releases_is_waited_for_as_long_as_the_drain_and_orders_are_obeyed_until_then(
     broker: EmbeddedNats, record: Record, tmp_path: Path, released: bool
 ) -> None:
     namespace = record.bus.subjects.namespace

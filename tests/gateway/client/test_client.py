@@ -131,7 +131,7 @@ async def test_a_read_that_is_refused_for_now_is_asked_again(client: Client, doo
     assert len(door.reads) > len(refusals)
 
 
-async def test_a_read_that_nobody_hears_is_asked_again(client: Client, door: Door) -> None:
+async def test_a_read_that_nobody_receives_is_repeated(client: Client, door: Door) -> None:
     door.silent, door.deaf["read"] = 3, 2
     assert await text_of(client.chat(**ASKED, stream=True)) == "".join(WORDS)
     assert {read["from"] for read in door.reads} == {4}
@@ -252,7 +252,7 @@ async def test_no_gateway_at_all_ends_in_a_timeout(broker: EmbeddedNats) -> None
             await lonely.chat(**ASKED)
 
 
-async def test_no_broker_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missing_broker_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.client.connection.CONNECT_S", 0.3)
     with pytest.raises(Disconnected, match="no NATS server"):
         async with Client("nats://127.0.0.1:1"):

@@ -43,7 +43,7 @@ async def test_bytes_come_as_they_are_sent(site: Site) -> None:
     assert await Fetcher(LIMITS).fetch(data_url(body)) == body
 
 
-async def test_a_request_tells_no_more_than_it_must(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_reveals_no_more_than_it_must(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")

@@ -178,7 +178,7 @@ def test_other_addresses_are_not(address: str) -> None:
     check_address(address, OPEN)
 
 
-def test_a_refusal_does_not_tell_the_address() -> None:
+def test_a_refusal_does_not_reveal_the_address() -> None:
     with pytest.raises(MediaRejected) as caught:
         check_address("10.11.12.13", LIMITS)
     assert "10.11" not in str(caught.value)

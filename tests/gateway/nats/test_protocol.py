@@ -28,7 +28,7 @@ from tests.pipeline.support import MODEL, Oracle
         ("ps.cancel.acme", "cancel", Origin("acme", False)),
     ],
 )
-def test_a_subject_tells_whose_message_it_is(subject: str, kind: str, origin: Origin) -> None:
+def test_a_subject_shows_whose_message_it_is(subject: str, kind: str, origin: Origin) -> None:
     assert origin_of(subject, kind) == origin
 
 
@@ -46,7 +46,7 @@ def test_the_key_of_an_answer_can_be_computed_by_any_client() -> None:
         (b"nonsense", "text", ""),
     ],
 )
-def test_a_body_tells_how_it_wants_its_answer(body: bytes, endpoint: str, form: str) -> None:
+def test_a_body_states_how_it_wants_its_answer(body: bytes, endpoint: str, form: str) -> None:
     kind = shape_of(body)
     assert (kind.endpoint, kind.form) == (endpoint, form)
 

@@ -36,7 +36,7 @@ def sampling(context: PrepareContext, **options: Any) -> Sampling:
     return text(context, **options).request.sampling
 
 
-def test_who_does_not_ask_gets_a_request_that_says_nothing_of_it(context: PrepareContext) -> None:
+def test_a_request_that_does_not_ask_has_no_field_for_it(context: PrepareContext) -> None:
     request = text(context, logprobs=3).request
     assert (request.sampling.prompt_logprobs, request.echo, request.unanswered) == (None, False, False)
     assert b"prompt_logprobs" not in encode(request)

@@ -92,7 +92,7 @@ def test_character_by_character_the_result_is_the_same(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=named)
-def test_cut_off_anywhere_it_neither_fails_nor_says_anything_else(case: Case) -> None:
+def test_cut_off_anywhere_it_neither_fails_nor_yields_anything_else(case: Case) -> None:
     """What was shown of a longer answer is the beginning of it, whatever comes after."""
     made = reader(case.reasoning, case.tools, **case.options)
     shown: list[Delta | None] = []
@@ -217,7 +217,7 @@ def test_arguments_come_as_they_are_written() -> None:
         assert [call.function.arguments for call in delta.tool_calls] == [word]
 
 
-def test_the_names_that_workers_may_say_are_those_that_gateways_read() -> None:
+def test_the_names_that_workers_may_register_are_those_that_gateways_read() -> None:
     extra = {parser_names.AUTO, parser_names.NONE}
     assert set(get_args(parser_names.ReasoningParser)) == set(REASONING) | extra
     assert set(get_args(parser_names.ToolCallParser)) == set(TOOLS) | extra
@@ -290,14 +290,14 @@ def test_of_workers_that_disagree_the_one_that_is_there_longest_decides() -> Non
         ("<function=example_function_name>{{ json }}</function>", "", ""),
     ],
 )  # fmt: skip
-def test_a_template_tells_of_its_formats(template: str, reasoning: str, tools: str) -> None:
+def test_formats_are_detected_from_a_template(template: str, reasoning: str, tools: str) -> None:
     assert detection.reasoning_parser("auto", template) == reasoning
     assert detection.tool_call_parser("auto", template) == tools
     assert detection.reasoning_parser("none", template) == detection.tool_call_parser("none", template) == ""
     assert detection.tool_call_parser("mistral", template) == "mistral"
 
 
-def test_the_bundled_models_tell_of_their_formats() -> None:
+def test_formats_of_the_bundled_models_are_detected() -> None:
     found = {}
     for name in modeldir.BUNDLED:
         template = modeldir.load(modeldir.MODELS / name).template

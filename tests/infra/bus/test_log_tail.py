@@ -272,7 +272,7 @@ async def test_a_tail_that_cannot_start_leaves_nothing_behind(bus: Bus) -> None:
     assert len(bus.nc._subs) == subscriptions
 
 
-async def test_a_stopped_tail_hears_nothing_more(bus: Bus) -> None:
+async def test_a_stopped_tail_receives_nothing_more(bus: Bus) -> None:
     follower = Follower(bus)
     await follower.tail.start()
     await put(bus, "a", 2)

@@ -81,7 +81,7 @@ async def test_a_message_too_large_is_refused_before_it_is_sent(bus: Bus, publis
     assert publisher.waiting == 0
 
 
-async def test_a_refusal_by_the_stream_is_told(bus: Bus, publisher: Publisher) -> None:
+async def test_a_refusal_by_the_stream_is_reported(bus: Bus, publisher: Publisher) -> None:
     subject = bus.subjects.request("m", "batch")
     with pytest.raises(ServingError, match="refused"):
         await publisher.publish(subject, b"", "id", headers={"Nats-Expected-Last-Sequence": "7"})
@@ -197,7 +197,7 @@ async def test_closing_a_bus_does_not_end_the_process(broker: EmbeddedNats) -> N
     assert not ended
 
 
-async def test_a_flush_that_was_given_up_does_not_deafen_the_connection(bus: Bus) -> None:
+async def test_a_flush_that_was_given_up_leaves_the_connection_receiving(bus: Bus) -> None:
     flush = asyncio.create_task(bus.nc.flush())
     await asyncio.sleep(0)
     assert bus.nc._pongs
@@ -294,7 +294,7 @@ async def test_one_message_that_cannot_be_asked_about_does_not_hold_up_the_other
         await asyncio.wait_for(late, 5)
 
 
-async def test_a_server_that_accepts_and_says_nothing_is_passed_over_and_its_link_closed(
+async def test_a_server_that_accepts_and_sends_nothing_is_passed_over_and_its_link_closed(
     make_broker: Callable[..., EmbeddedNats],
 ) -> None:
     left = asyncio.Event()

@@ -105,7 +105,7 @@ async def test_a_removal_of_an_older_revision_removes_nothing(bus: Bus, watched:
     assert not watched.left
 
 
-async def test_a_silent_member_leaves_when_its_lease_has_passed(bus: Bus, watched: Watched) -> None:
+async def test_a_member_that_does_not_renew_leaves_when_its_lease_has_passed(bus: Bus, watched: Watched) -> None:
     watched.pass_time(fleet.LEASE_S)
     assert not watched.left
     watched.pass_time(0.25)

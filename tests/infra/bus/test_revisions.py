@@ -30,7 +30,7 @@ WORKERS = st.lists(
 
 
 @given(WORKERS, st.randoms(use_true_random=False))
-def test_the_order_in_which_workers_are_heard_of_does_not_matter(
+def test_the_order_in_which_workers_become_known_does_not_matter(
     workers: list[Registration], rng: random.Random
 ) -> None:
     found = revisions(workers, "t")

@@ -53,7 +53,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(tree: dict[str, An
     assert says in refused(tree)
 
 
-def test_all_unknown_keys_are_told_at_once() -> None:
+def test_all_unknown_keys_are_reported_at_once() -> None:
     assert refused({"a_key": 1, "kv_cache_config": {"b_key": 2}}).count("no such key") == 2
 
 

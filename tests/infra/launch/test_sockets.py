@@ -38,7 +38,7 @@ def test_an_address_of_another_machine_is_named_as_such() -> None:
         (errno.ENOBUFS, "cannot listen on h:80", False),
     ],
 )
-def test_each_cause_is_told_from_the_others(number: int, said: str, permanent: bool) -> None:
+def test_each_cause_is_distinguished_from_the_others(number: int, said: str, permanent: bool) -> None:
     problem = cannot_listen(OSError(number, os.strerror(number)), "h", 80)
     assert said in str(problem)
     assert problem.permanent is permanent

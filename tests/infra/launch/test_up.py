@@ -86,7 +86,7 @@ class Up:
 # -- a whole deployment -------------------------------------------------------------------------------------------
 
 
-async def test_a_deployment_starts_tells_where_it_is_and_stops_in_order(
+async def test_a_deployment_starts_prints_where_it_is_and_stops_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Where the user stands may hold folders named like ours.
@@ -326,7 +326,7 @@ def test_each_child_reads_back_the_settings_meant_for_it() -> None:
     assert children["worker-0"].settings.threads == 4  # type: ignore[attr-defined]
 
 
-def test_workers_are_told_how_the_model_writes() -> None:
+def test_workers_get_the_parsers_of_the_model() -> None:
     up = UpSettings(prefill=1, decode=1, reasoning_parser="qwen3", tool_call_parser="none")
     for child in planned(up).values():
         if isinstance(child.settings, WorkerSettings):

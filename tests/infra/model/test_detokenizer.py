@@ -64,7 +64,7 @@ def test_other_vocabularies_stream_what_the_tokenizer_decodes(text: str) -> None
     assert all("\ufffd" not in piece for piece in pieces)
 
 
-def test_both_kinds_of_vocabulary_are_told_apart() -> None:
+def test_both_kinds_of_vocabulary_are_distinguished() -> None:
     assert type(byte_level()[1].stream()).__name__ == "ByteStream"
     assert type(metaspace()[1].stream()).__name__ == "WindowStream"
 

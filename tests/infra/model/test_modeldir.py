@@ -20,7 +20,7 @@ def edit(file: Path, **values: object) -> None:
     file.write_text(json.dumps({**known, **values}))
 
 
-def test_a_directory_tells_its_limits_and_end_tokens(tmp_path: Path) -> None:
+def test_a_directory_has_its_limits_and_end_tokens(tmp_path: Path) -> None:
     model = load(write(tmp_path / "some-model"))
     assert (model.name, model.max_model_len, model.vocab_size) == ("some-model", 2048, 640)
     assert model.eos_token_ids == (0, 2)  # generation_config.json's, then the tokenizer's own <|im_end|>
@@ -214,12 +214,12 @@ def sees(path: Path, *, processor: dict[str, Any] | None = None, images: Any = N
     return load(path)
 
 
-def test_the_bundled_model_that_sees_says_how() -> None:
+def test_the_bundled_vision_model_describes_its_images() -> None:
     assert resolve("demo-vision") == MODELS / "demo-vision"
     assert load(resolve("demo-vision")).vision == Vision("<image>", 1279, 64, 256)
 
 
-def test_a_model_that_does_not_see_says_why(tmp_path: Path) -> None:
+def test_a_model_without_vision_says_why(tmp_path: Path) -> None:
     model = load(write(tmp_path))
     assert (model.vision, model.no_vision) == (None, "model type 'llama' takes no images")
     other = sees(tmp_path / "b", model_type="qwen2_5_vl")

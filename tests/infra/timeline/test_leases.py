@@ -35,7 +35,7 @@ def test_blocks_in_quarantine_are_shown_until_they_are_settled() -> None:
     assert not lease.is_open(NOW)
 
 
-def test_what_a_reader_says_may_be_stored_before_the_offer() -> None:
+def test_what_a_reader_reports_may_be_stored_before_the_offer() -> None:
     (lease,) = ticket_leases([line("leased", 1), line("read", 2), line("offered"), line("released", 3)]).values()
     assert not lease.is_open(NOW)
 

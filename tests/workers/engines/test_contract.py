@@ -95,7 +95,7 @@ def other_than(tokens: list[int], after: int) -> int:
 # -- what it says of itself
 
 
-def test_info_tells_the_sizes_that_were_asked_for(shared: Driver) -> None:
+def test_info_has_the_sizes_that_were_asked_for(shared: Driver) -> None:
     info = shared.engine.info
     assert (info.block_size, info.max_model_len, info.slots, info.vocab_size) == (BLOCK, LIMIT, SLOTS, 1280)
     assert (info.total_blocks, info.max_batched_tokens) == (POOL, BUDGET)
@@ -341,7 +341,7 @@ def test_scoring_goes_on_where_an_earlier_attempt_was(subject: Subject, shared: 
     assert seen.tokens() == whole[2:]
 
 
-def test_only_the_sequence_that_is_asked_tells_scores(subject: Subject, shared: Driver) -> None:
+def test_only_the_sequence_that_is_asked_returns_scores(subject: Subject, shared: Driver) -> None:
     """The other choices of a request have the same sampling."""
     requests = [scored(("k", choice), PROMPT, score=int(choice == 1), choice=choice) for choice in range(3)]
     seen = shared.run(*requests)
@@ -427,7 +427,7 @@ def test_cancelling_what_is_not_there_changes_nothing(shared: Driver) -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 4])
-def test_a_cancelled_sequence_is_silent_and_frees_all(make: Make, tokens: int) -> None:
+def test_a_cancelled_sequence_has_no_output_and_frees_all(make: Make, tokens: int) -> None:
     """Before its first step, after its first token, in the midst of its answer; while others go on."""
     driver = make()
     engine = driver.engine

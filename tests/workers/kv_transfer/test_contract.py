@@ -217,7 +217,7 @@ def test_a_worker_does_not_connect_to_itself(pair: Pair) -> None:
     assert failure(pair.reader.transport.connect(pair.reader.transport.endpoint)).cause == "refused"
 
 
-def test_a_forgotten_peer_can_be_used_again_if_it_lives(own: Pair) -> None:
+def test_a_forgotten_peer_can_be_used_again_if_it_still_runs(own: Pair) -> None:
     peer = own.owner.transport.endpoint
     own.reader.transport.read(peer, "kv", [1], [1]).result(WAIT_S)
     for _ in range(3):

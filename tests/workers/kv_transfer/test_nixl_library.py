@@ -70,7 +70,7 @@ def run(code: str, **environ: str) -> "subprocess.CompletedProcess[str]":
 
 
 @needs_nixl
-def test_opening_says_nothing_and_leaves_logging_and_signals_alone() -> None:
+def test_opening_prints_nothing_and_leaves_logging_and_signals_alone() -> None:
     done = run(QUIET, UCX_TCP_USER_TIMEOUT="7s")
     assert (done.returncode, done.stderr) == (0, "")
     [line] = done.stdout.splitlines()
@@ -85,7 +85,7 @@ def test_opening_says_nothing_and_leaves_logging_and_signals_alone() -> None:
 
 
 @needs_nixl
-def test_what_does_not_work_here_is_told_when_it_is_opened() -> None:
+def test_what_does_not_work_here_is_reported_when_it_is_opened() -> None:
     code = "from workers.kv_transfer.opening import open_transport\nopen_transport('nixl', 'bad', {})"
     done = run(code, UCX_TLS="no_such_transport")
     assert done.returncode == 1

@@ -97,7 +97,7 @@ def test_orders_that_nobody_has_taken_yet_are_answered_when_the_transport_ends()
     assert drained.result(WAIT_S) is None
 
 
-def test_an_error_in_what_is_told_of_a_renewal_does_not_end_the_transport() -> None:
+def test_an_error_in_the_callback_of_a_renewal_does_not_end_the_transport() -> None:
     network, pool, peer_pool = LoopbackNetwork(), Pool(), Pool()
     told: list[str] = []
 

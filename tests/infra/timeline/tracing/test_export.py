@@ -94,7 +94,7 @@ async def test_the_json_says_what_the_protobuf_says() -> None:
 @pytest.mark.parametrize(
     ("status", "path", "says"), [(200, "/v1/trace", "404"), (401, "/v1/traces", "401"), (None, "/v1/traces", "refused")]
 )
-async def test_why_spans_were_not_taken_is_said(
+async def test_why_spans_were_refused_is_logged(
     status: int | None, path: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(export, "SEND_S", 2.0)  # for one try more than the first, before which the reason is said

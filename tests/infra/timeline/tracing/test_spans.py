@@ -81,7 +81,7 @@ def test_one_trace_goes_through_gateway_router_prefill_and_decode(stamped: bool)
     assert [span.error for span in spans] == [None] * len(spans)
 
 
-def test_links_tell_who_handed_off() -> None:
+def test_links_name_who_handed_off() -> None:
     spans = spans_of(split())
     prefill = named(spans, "prefill").span_id
     assert [(link.span_id, link.why) for link in named(spans, "decode").links] == [(prefill, "handoff")]
@@ -123,7 +123,7 @@ def test_names_follow_the_genai_conventions() -> None:
     assert {name for name in root if name.startswith("gen_ai.")} <= names
 
 
-def test_the_routers_decision_is_told_without_its_table() -> None:
+def test_the_routers_decision_is_a_span_without_its_table() -> None:
     route = named(spans_of(split()), "route").attributes
     assert (
         route
@@ -140,7 +140,7 @@ def test_the_routers_decision_is_told_without_its_table() -> None:
     )
 
 
-def test_the_transfer_is_told_from_the_ledger() -> None:
+def test_the_transfer_is_read_from_the_ledger() -> None:
     transfer = named(spans_of(split()), "transfer")
     assert (transfer.service, transfer.instance) == ("worker", "d-1")
     assert (
@@ -306,7 +306,7 @@ def test_after_too_many_attempts_the_routers_last_word_is_a_span() -> None:
     assert named(spans, "route", 2).error == "gone"
 
 
-def test_an_unfinished_request_is_told_as_far_as_it_went() -> None:
+def test_an_unfinished_request_has_the_spans_that_ended() -> None:
     made = timeline()
     made.add_work("aggregated", "w-1", at(3), job(2, Stage("aggregated", "w-1")))
     spans = spans_of(made)
@@ -322,7 +322,7 @@ def test_a_message_that_is_stored_twice_counts_once() -> None:
     assert spans_of(made) == once
 
 
-def test_telling_it_twice_tells_the_same() -> None:
+def test_the_same_log_makes_the_same_spans() -> None:
     made = split(Trace(PARENT), stamped=True)
     assert spans_of(made) == spans_of(made) == spans_of(split(Trace(PARENT), stamped=True))
 

@@ -73,7 +73,7 @@ def test_consecutive_blocks_are_one_event_with_their_parent() -> None:
     assert manager.take_events() == []
 
 
-def test_a_name_that_leaves_and_comes_back_is_told_in_that_order() -> None:
+def test_a_name_that_leaves_and_comes_back_is_reported_in_that_order() -> None:
     manager = BlockManager(1)
     manager.release(hold(manager, "a"))
     manager.release(hold(manager, "b"))
@@ -125,7 +125,7 @@ def test_without_prefix_cache_released_blocks_are_just_free() -> None:
     assert manager.dump() == []
 
 
-def test_without_kv_events_the_cache_works_and_says_nothing() -> None:
+def test_without_kv_events_the_cache_works_and_reports_nothing() -> None:
     manager = BlockManager(2, kv_events=False)
     manager.release(hold(manager, "ab"))
     manager.release(hold(manager, "xy"))

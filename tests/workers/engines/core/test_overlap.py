@@ -115,7 +115,7 @@ def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_known() -> N
     assert not engine.has_work()
 
 
-def test_an_answer_that_ends_is_not_computed_further_if_its_length_tells() -> None:
+def test_an_answer_whose_end_is_known_by_its_length_is_not_computed_further() -> None:
     engine, executor, scheduler = ahead()
     engine.submit(request("a", [0, 1, 0], 2, root=ROOT))
     outputs = [output for _ in range(3) for output in engine.step().outputs]

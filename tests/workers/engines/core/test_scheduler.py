@@ -128,7 +128,7 @@ def test_another_root_shares_nothing() -> None:
     assert result.started == [Started("b", 0)]
 
 
-def test_without_prefix_cache_nothing_is_found_or_told() -> None:
+def test_without_prefix_cache_nothing_is_found_or_reported() -> None:
     bench = Bench(prefix_cache=False)
     for key in "ab":
         bench.scheduler.submit(request(key, list(range(9)), max_tokens=9))
@@ -304,7 +304,7 @@ def test_the_model_s_length_ends_with_length() -> None:
     assert [output.finish for output in outputs(bench)] == ["", "", "length"]
 
 
-def test_a_sequence_that_outgrows_the_pool_fails_by_name_and_its_neighbour_lives() -> None:
+def test_a_sequence_that_outgrows_the_pool_fails_by_name_and_its_neighbour_goes_on() -> None:
     bench = Bench(total_blocks=3)
     bench.scheduler.submit(request("a", [5] * 6, max_tokens=50))
     bench.scheduler.submit(request("b", [6] * 3, max_tokens=3))
@@ -354,7 +354,7 @@ def test_a_limit_below_one_is_refused(name: str) -> None:
         Scheduler(BlockManager(1), SchedulerConfig(**limits))
 
 
-def test_names_of_a_sequence_cancelled_last_are_still_told() -> None:
+def test_names_of_a_sequence_cancelled_last_are_still_reported() -> None:
     bench = Bench()
     for key in "ab":  # the same prompt at once: two copies, the first has the names
         bench.scheduler.submit(request(key, [5] * 4, max_tokens=9, token_ids=(), sampling=GREEDY))
@@ -370,7 +370,7 @@ def test_names_of_a_sequence_cancelled_last_are_still_told() -> None:
     assert not bench.scheduler.has_work()
 
 
-def test_an_evicted_name_is_told_in_the_step_that_took_its_block() -> None:
+def test_an_evicted_name_is_reported_in_the_step_that_took_its_block() -> None:
     bench = Bench(total_blocks=3)
     bench.scheduler.submit(request("a", [5] * 4, max_tokens=1))
     (stored,) = bench.step().events

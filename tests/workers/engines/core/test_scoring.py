@@ -112,7 +112,7 @@ def test_a_cached_prompt_is_computed_again_and_keeps_its_names() -> None:
 
 
 @pytest.mark.parametrize(("first", "cached"), [(1, 0), (4, 0), (5, 4), (39, 36), (40, 36), (99, 36)])
-def test_what_was_told_before_may_come_from_the_cache(first: int, cached: int) -> None:
+def test_what_was_scored_before_may_come_from_the_cache(first: int, cached: int) -> None:
     bench = Bench()
     bench.run(request("a", PROMPT))
     bench.run(request("b", PROMPT, sampling=ASKED, score=first))
@@ -173,7 +173,7 @@ def _arrays(tokens: list[int]):  # type: ignore[no-untyped-def]
 
 @examples(60)
 @given(st.data())
-def test_any_history_tells_each_position_once(data: st.DataObject) -> None:
+def test_any_history_scores_each_position_once(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 5))
     blocks = data.draw(st.integers(60 // size + 2, 100))
     bench = Bench(

@@ -154,7 +154,7 @@ def test_a_video_has_its_frames_and_is_repeatable(filmer: DiffusersEngine) -> No
     assert made(filmer, msgspec.structs.replace(VIDEO, frames=9))[0].shape[0] == 9
 
 
-def test_each_step_is_told_once_in_order(painter: DiffusersEngine, filmer: DiffusersEngine) -> None:
+def test_each_step_is_reported_once_in_order(painter: DiffusersEngine, filmer: DiffusersEngine) -> None:
     for engine, ask in ((painter, msgspec.structs.replace(IMAGE, images=2)), (filmer, VIDEO)):
         told: list[tuple[int, int]] = []
         engine.generate(ask, lambda done, total, told=told: told.append((done, total)))

@@ -13,9 +13,7 @@ TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=6)
 
 
 @given(TOKENS, TOKENS.filter(bool), st.integers(1, 6))
-def test_the_tokens_that_were_drawn_are_told_from_those_that_were_computed(
-    context: list[int], first: list[int], known: int
-) -> None:
+def test_drawn_tokens_are_distinguished_from_computed_ones(context: list[int], first: list[int], known: int) -> None:
     known = min(known, len(first))
     state = unpack(pack({"a": b"\x00"}, "l", context, first), "l")
     assert state.params == {"a": b"\x00"}

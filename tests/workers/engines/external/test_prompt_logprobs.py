@@ -29,11 +29,11 @@ def test_each_prompt_token_has_its_own_value_and_the_best() -> None:
     assert scores(ENTRIES, PROMPT, 2, 0) == [Logprob(-3.0, (), 40), Logprob(MISSING, (), 0)]
 
 
-def test_a_rank_that_the_engine_does_not_tell_is_not_invented() -> None:
+def test_a_rank_that_the_engine_does_not_report_is_not_invented() -> None:
     assert scores([entry(t6=(-0.5, None))], PROMPT[:2], 1, 1) == [Logprob(-0.5, ((6, -0.5),), 0)]
 
 
-def test_a_list_with_gaps_says_nothing() -> None:
+def test_a_list_with_gaps_yields_nothing() -> None:
     """As of an engine that took a part of the prompt from its cache: whose values they are cannot be told."""
     assert scores(ENTRIES[:2], PROMPT, 1, 1) == []
     assert scores(ENTRIES[:3], PROMPT, 1, 1) != []

@@ -88,7 +88,7 @@ def test_without_a_stream_it_works_in_the_current_one(streams: list[Any]) -> Non
         (1, torch.zeros(VOCAB), [[1]], "shape (32,)"),
     ],
 )
-def test_anything_but_one_request_with_one_beam_is_told_and_left_alone(
+def test_anything_but_one_request_with_one_beam_is_logged_and_left_alone(
     req_id: Any, logits: Tensor, ids: Any, words: str, logged: list[Any]
 ) -> None:
     made = form(chosen("Plus", token=1))

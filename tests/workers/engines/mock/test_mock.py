@@ -151,7 +151,7 @@ def test_ids_outside_the_vocabulary_are_refused(more: dict[str, list[int]]) -> N
     assert not engine.has_work()
 
 
-def test_stats_and_dump_tell_of_the_cache() -> None:
+def test_stats_and_dump_describe_the_cache() -> None:
     engine = build(MockOptions(vocab_size=300, block_size=8, total_blocks=32, speedup=0))
     answer(engine, request(1))
     stats = engine.stats()
@@ -188,7 +188,7 @@ def test_a_mock_of_a_model_has_its_limits_and_answers_in_text() -> None:
         assert "\ufffd" not in text
 
 
-def test_settings_may_shorten_the_model_and_quiet_its_events() -> None:
+def test_settings_may_shorten_the_model_and_turn_its_events_off() -> None:
     settings = WorkerSettings(engine="mock", max_model_len=100, publish_events_and_metrics=False)
     info = from_settings(settings, modeldir.TINY).info
     assert (info.max_model_len, info.total_blocks, info.kv_events) == (100, DEFAULT_BLOCKS, False)

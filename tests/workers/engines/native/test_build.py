@@ -63,9 +63,7 @@ def test_the_number_of_blocks_follows_the_fraction(fraction: float) -> None:
 
 
 @pytest.mark.parametrize("fraction", [0.1, 0.5])
-def test_a_pool_takes_the_fraction_that_it_is_told(
-    llama: Path, monkeypatch: pytest.MonkeyPatch, fraction: float
-) -> None:
+def test_a_pool_takes_the_configured_fraction(llama: Path, monkeypatch: pytest.MonkeyPatch, fraction: float) -> None:
     block_bytes = 3 * 2 * 32 * 2 * 16 * 4
     monkeypatch.setattr(pool_module, "free_bytes", lambda device: 100 * block_bytes)
     settings = WorkerSettings(model=str(llama), device="cpu", kv_memory_fraction=fraction)
@@ -176,7 +174,7 @@ def test_other_architectures_are_refused_before_weights_are_read(
         build(str(tmp_path), NativeOptions(device="cpu"))
 
 
-def test_models_that_do_more_than_the_interface_tells_are_refused(
+def test_models_that_do_more_than_the_interface_has_are_refused(
     model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     DiffLlamaForCausalLM(DiffLlamaConfig(**COMMON)).save_pretrained(tmp_path)

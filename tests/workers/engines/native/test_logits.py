@@ -196,7 +196,7 @@ def test_the_environment_can_force_a_text_on_a_worker_for_tests_of_what_is_aroun
         assert words in text(answer(native.from_settings(settings, modeldir.DEMO), ask()))
 
 
-def test_names_are_told_and_others_are_refused_without_harm(demo: ScheduledEngine) -> None:
+def test_names_are_reported_and_others_are_refused_without_harm(demo: ScheduledEngine) -> None:
     assert set(demo.info.logits_processors) >= {"temperature", "forced_text", "allowed_tokens", "Plus"}
     for wrong in (chosen("nobody"), chosen("temperature", temperature=0), chosen("temperature", warmth=1)):
         with pytest.raises(RequestError) as caught:

@@ -77,7 +77,7 @@ def test_special_tokens_are_single_and_end_answers(tokenizer: Any) -> None:
     assert set(build(str(TINY), NativeOptions(device="cpu", kv_blocks=1)).info.eos_token_ids) == {4093, 4095}
 
 
-def test_the_engine_says_what_transformers_says(tokenizer: Any) -> None:
+def test_the_engine_answers_as_transformers(tokenizer: Any) -> None:
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": PROSE}], add_generation_prompt=True, return_dict=True
     )["input_ids"]

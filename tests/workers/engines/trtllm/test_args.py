@@ -43,7 +43,7 @@ def test_what_nobody_mentions_is_left_to_the_engine() -> None:
     assert "cache_transceiver_config" not in tree
 
 
-def test_with_an_export_endpoint_requests_are_measured_and_without_nothing_is_said() -> None:
+def test_with_an_export_endpoint_requests_are_measured_and_without_one_they_are_not() -> None:
     tree = resolved(otlp="http://c:4317").tree
     assert (tree["otlp_traces_endpoint"], tree["return_perf_metrics"]) == ("http://c:4317", True)
     assert resolved(json='{"return_perf_metrics": false}', otlp="http://c:4317").tree["return_perf_metrics"] is False

@@ -57,7 +57,7 @@ def test_it_answers_what_our_own_engine_answers(make: Make, prompt: list[int], e
     assert not engine.has_work() or not engine.step().outputs
 
 
-def test_several_tokens_at_once_and_few_at_the_end_are_each_told_once(
+def test_several_tokens_at_once_and_few_at_the_end_each_come_once(
     make: Make, prompt: list[int], expected: list[int]
 ) -> None:
     engine = make(override_engine_args='{"stream_interval": 7}')
@@ -67,7 +67,7 @@ def test_several_tokens_at_once_and_few_at_the_end_are_each_told_once(
 
 
 @pytest.mark.parametrize("shown", [True, False])
-def test_the_stop_token_is_told_and_ends_it(
+def test_the_stop_token_is_reported_and_ends_it(
     make: Make, quirks: Any, prompt: list[int], expected: list[int], shown: bool
 ) -> None:
     quirks.eos_in_token_ids = shown
@@ -263,7 +263,7 @@ def idle(llm: Any) -> None:
         assert time.monotonic() < deadline, found
 
 
-def test_a_cancelled_sequence_says_nothing_more_and_is_aborted(make: Make, prompt: list[int]) -> None:
+def test_a_cancelled_sequence_has_no_more_output_and_is_aborted(make: Make, prompt: list[int]) -> None:
     engine = make()
     llm = engine._adapter._follower._llm
     engine.submit(ask("a", prompt, 400, ignore_eos=True))
@@ -330,7 +330,7 @@ def test_a_step_waits_but_not_long_and_never_spins(make: Make, prompt: list[int]
     until(engine, lambda results: results.ended("a"))
 
 
-def test_a_long_silence_is_said(make: Make, prompt: list[int], monkeypatch: Any) -> None:
+def test_a_long_silence_is_reported(make: Make, prompt: list[int], monkeypatch: Any) -> None:
     from structlog.testing import capture_logs
     from tensorrt_llm._standin import hooks
 
@@ -348,7 +348,7 @@ def test_a_long_silence_is_said(make: Make, prompt: list[int], monkeypatch: Any)
 # --- events and statistics
 
 
-def test_blocks_are_told_under_our_names(make: Make, prompt: list[int], vocabulary: modeldir.ModelDir) -> None:
+def test_blocks_are_reported_under_our_names(make: Make, prompt: list[int], vocabulary: modeldir.ModelDir) -> None:
     engine = make()
     wanted = names(vocabulary, prompt)
     results = run(engine, ask("a", prompt, 1))
@@ -363,7 +363,7 @@ def stored(results: Results) -> list[bytes]:
     return [name for event in results.events if isinstance(event, Stored) for name in blocks.split(event.digests)]
 
 
-def test_attention_dp_ranks_are_chosen_and_told_apart(
+def test_attention_dp_ranks_are_chosen_and_distinguished(
     make: Make, prompt: list[int], vocabulary: modeldir.ModelDir, quirks: Any
 ) -> None:
     quirks.gpus = 2
@@ -387,7 +387,7 @@ def of_rank_dump(engine: Any, rank: int) -> list[bytes]:
     return [name for event in engine.dump(rank) for name in blocks.split(event.digests)]
 
 
-def test_what_is_evicted_is_told(make: Make, prompt: list[int], vocabulary: modeldir.ModelDir) -> None:
+def test_what_is_evicted_is_reported(make: Make, prompt: list[int], vocabulary: modeldir.ModelDir) -> None:
     engine = make(kv_blocks=0, override_engine_args=f'{{"kv_cache_config": {{"max_tokens": {BLOCK * 12}}}}}')
     results = run(engine, ask("a", prompt, 1))
     others = [[token % 900 + 20 for token in range(n, n + 9 * BLOCK)] for n in range(0, 600, 100)]
@@ -439,7 +439,7 @@ async def nothing() -> None:
     """A turn of the loop."""
 
 
-def test_switched_off_it_reads_and_tells_nothing(make: Make, prompt: list[int]) -> None:
+def test_switched_off_it_reads_and_reports_nothing(make: Make, prompt: list[int]) -> None:
     engine = make(publish_events_and_metrics=False)
     results = run(engine, ask("a", prompt, 8, ignore_eos=True))
     assert results.events == []

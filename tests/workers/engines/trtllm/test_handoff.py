@@ -89,7 +89,7 @@ def test_a_state_that_cannot_be_used_costs_a_prompt_not_a_request(make: Make, wh
     assert first + results.tokens("d") == whole
 
 
-def test_a_transfer_that_fails_is_told_as_such(make: Make, tmp_path: Any) -> None:
+def test_a_transfer_that_fails_is_reported_as_such(make: Make, tmp_path: Any) -> None:
     prefill, decode = make(role="prefill"), make(role="decode")
     first, opaque = prefilled(prefill)
     for file in tmp_path.iterdir():

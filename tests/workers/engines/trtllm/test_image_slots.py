@@ -113,7 +113,7 @@ def test_pictures_and_embeddings_in_one_prompt_are_refused(engine: Any) -> None:
     assert error.value.code == Code.transfer_failed
 
 
-def test_a_prompt_that_text_cannot_say_is_refused(engine: Any) -> None:
+def test_a_prompt_that_text_cannot_express_is_refused(engine: Any) -> None:
     tokens, places = prompt("user: ", "\nWhat?")
     letters = [MODEL.tokenizer.encode(letter, add_special_tokens=False).ids[0] for letter in " the"]
     assert MODEL.tokenizer.encode(" the", add_special_tokens=False).ids != letters

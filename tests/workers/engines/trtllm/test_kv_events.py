@@ -154,7 +154,7 @@ def test_dropped_windows_still_count_in_the_sequence() -> None:
     assert ours.names == 2
 
 
-def test_partial_blocks_are_remembered_until_they_go_and_never_told() -> None:
+def test_partial_blocks_are_remembered_until_they_go_and_never_reported() -> None:
     source, ours = Source(), translator()
     events = ours.feed([source.stored([1, 2, 3], TOKENS[: SIZE + 2])])
     assert events == [Stored(names(TOKENS)[0])]
@@ -192,7 +192,7 @@ def test_a_cache_made_anew_is_empty() -> None:
     assert ours.dump() == []
 
 
-def test_blocks_in_host_memory_are_told_as_such_and_do_not_make_a_prompt_cheap() -> None:
+def test_blocks_in_host_memory_are_reported_as_such_and_do_not_make_a_prompt_cheap() -> None:
     source, ours = Source(), translator()
     first, second, _ = names(TOKENS)
     ours.feed([source.stored([1, 2], TOKENS[: 2 * SIZE])])
@@ -332,7 +332,7 @@ class Cache:
 
 @examples(60)
 @given(st.integers(0, 2**32), st.integers(1, 3), st.integers(1, 7))
-def test_the_fold_of_what_is_told_is_what_the_engine_holds(seed: int, ranks: int, batch: int) -> None:
+def test_the_fold_of_the_events_is_what_the_engine_holds(seed: int, ranks: int, batch: int) -> None:
     rng = random.Random(seed)
     caches = [Cache(rng, rank) for rank in range(ranks)]
     ours, index = translator(), Index()

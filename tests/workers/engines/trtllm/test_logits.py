@@ -74,7 +74,7 @@ def test_the_same_processors_give_what_they_give_in_the_native_engine(engine: En
     assert got["broken"] == got["plain"] != got["text"]
 
 
-def test_names_are_told(engine: Engine) -> None:
+def test_names_are_reported(engine: Engine) -> None:
     assert engine.info.logits_processors == ("RaisesHalfway", "TopK", "allowed_tokens", "forced_text", "temperature")
 
 

@@ -30,7 +30,7 @@ def ids(tokens: Sequence[Token]) -> list[int]:
 
 
 @given(st.lists(st.integers(10, 99), min_size=1, max_size=30), st.lists(st.integers(0, 30), max_size=8))
-def test_every_token_is_told_once_and_in_order_however_the_output_is_cut(tokens: list[int], cuts: list[int]) -> None:
+def test_every_token_comes_once_and_in_order_however_the_output_is_cut(tokens: list[int], cuts: list[int]) -> None:
     cursor, results = OutputCursor(limit=len(tokens)), list[Token]()
     for version in versions(tokens, cuts) * 2:
         new, failure = cursor.advance(version)
@@ -47,7 +47,7 @@ def test_every_token_is_told_once_and_in_order_however_the_output_is_cut(tokens:
     st.booleans(),
     st.booleans(),
 )
-def test_the_ending_token_is_told_whether_the_engine_shows_trims_or_never_had_it(
+def test_the_ending_token_is_reported_whether_the_engine_shows_trims_or_never_had_it(
     tokens: list[int], cuts: list[int], last: int, shown_before: bool, shown_at_end: bool
 ) -> None:
     """Trimmed: the last version is shorter than one before."""
@@ -71,7 +71,7 @@ def test_a_stop_token_counts_only_once_enough_tokens_are_out() -> None:
     assert results == [Token(EOS), Token(EOS), Token(EOS, "stop", None, EOS)]
 
 
-def test_tokens_behind_the_limit_are_not_told() -> None:
+def test_tokens_behind_the_limit_are_not_returned() -> None:
     assert ids(OutputCursor(limit=2).advance([20, 21, 22])[0]) == [20, 21]
 
 
@@ -80,7 +80,9 @@ def test_tokens_behind_the_limit_are_not_told() -> None:
     st.lists(st.integers(10, 99), min_size=1, max_size=9),
     st.lists(st.integers(1, 12), max_size=5),
 )
-def test_what_a_prefill_worker_told_is_not_told_again(skip: list[int], tokens: list[int], cuts: list[int]) -> None:
+def test_what_a_prefill_worker_returned_is_not_returned_again(
+    skip: list[int], tokens: list[int], cuts: list[int]
+) -> None:
     cursor, results = OutputCursor(limit=len(tokens), skip=skip), list[Token]()
     for version in versions([*skip, *tokens], cuts):
         results += cursor.advance(version)[0]

@@ -23,7 +23,7 @@ def seconds(value: float) -> timedelta:
     return timedelta(seconds=value)
 
 
-def test_only_what_happened_is_told() -> None:
+def test_only_what_happened_is_reported() -> None:
     timing = SimpleNamespace(
         arrival_time=seconds(100.0),
         first_scheduled_time=seconds(100.25),
@@ -94,7 +94,7 @@ def test_it_is_measured_also_where_nothing_is_published(make: Make) -> None:
     assert measured(results, "a")["e2e_s"] > 0
 
 
-def test_the_decode_engine_tells_of_the_transfer(make: Make) -> None:
+def test_the_decode_engine_reports_the_transfer(make: Make) -> None:
     prefill, decode = make(role="prefill"), make(role="decode")
     first = run(prefill, ask("p", PROMPT, 2, hold=True, ignore_eos=True, trace=TRACE))
     assert measured(first, "p")["prefill_s"] > 0

@@ -31,7 +31,7 @@ def test_greedy_is_none_of_the_three(sampling: Sampling) -> None:
     assert not asked(sampling).keys() & {"temperature", "top_p", "top_k", "min_p"}
 
 
-def test_a_temperature_of_one_is_said_since_silence_means_greedy() -> None:
+def test_a_temperature_of_one_is_passed_since_the_default_is_greedy() -> None:
     given = asked(Sampling(top_k=0))
     assert (given["temperature"], given["top_p"], given["top_k"]) == (1.0, 1.0, 0)
     assert "min_p" not in given

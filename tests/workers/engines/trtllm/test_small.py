@@ -129,7 +129,7 @@ def test_ordinary_lines_are_not(line: str) -> None:
     assert Detector().line(line, 0.0) is None
 
 
-def test_the_same_trouble_is_told_once_a_minute() -> None:
+def test_the_same_trouble_is_logged_once_a_minute() -> None:
     detector = Detector(60.0)
     results = [detector.line("num_fitting_reqs=0", now) is not None for now in (0.0, 1.0, 59.0, 60.0, 61.0)]
     assert results == [True, False, False, True, False]

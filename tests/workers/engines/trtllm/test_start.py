@@ -137,7 +137,7 @@ def test_wrong_arguments_are_refused_before_anything_is_loaded(standin: None, op
     assert says in str(error.value)
 
 
-def test_what_only_the_engine_refuses_is_told_in_its_words(make: Make, monkeypatch: Any) -> None:
+def test_what_only_the_engine_refuses_is_reported_in_its_words(make: Make, monkeypatch: Any) -> None:
     from tensorrt_llm import LLM
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -256,7 +256,7 @@ def test_what_its_processes_write_is_watched_and_forwarded(capfd: pytest.Capture
     assert results.err == "last words\n"
 
 
-def test_lines_of_its_log_become_diagnoses_while_it_lives(make: Make) -> None:
+def test_lines_of_its_log_become_diagnoses_while_it_runs(make: Make) -> None:
     engine = make()
     logger = logging.getLogger("TRT-LLM")
     with capture_logs() as lines:
@@ -271,7 +271,7 @@ def test_lines_of_its_log_become_diagnoses_while_it_lives(make: Make) -> None:
 @pytest.mark.parametrize(
     ("version", "words"), [("1.2.0", "use 1.2.1"), ("1.2.1", ""), ("1.3.0rc29", "written for 1.2.1")]
 )
-def test_releases_with_something_to_be_said(version: str, words: str) -> None:
+def test_releases_with_a_warning(version: str, words: str) -> None:
     said = list(api.notes(version))
     assert (words in said[0]) if words else not said
 

@@ -60,7 +60,7 @@ def test_a_release_without_the_later_exceptions_is_used(monkeypatch: pytest.Monk
     assert found.transient == ()
 
 
-def test_exceptions_that_a_release_has_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exceptions_that_a_release_has_are_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:
     refused, failed = (type(name, (Exception,), {}) for name in ("VLLMClientError", "GenerationError"))
     install(monkeypatch, VLLMClientError=refused, GenerationError=failed)
     found = api.load()

@@ -121,7 +121,7 @@ def test_kv_events_are_on_by_default_over_zmq() -> None:
     assert not resolved({"kv_events_config": {"publisher": "null"}}).kv_events
 
 
-def test_spans_of_its_own_go_where_the_worker_is_told() -> None:
+def test_its_own_spans_go_to_the_configured_endpoint() -> None:
     assert resolved(otlp="http://c:4317").tree["otlp_traces_endpoint"] == "http://c:4317"
     assert "otlp_traces_endpoint" not in resolved().tree
 
@@ -184,7 +184,7 @@ def test_processes_on_cpus_share_what_is_free_and_leave_most_of_it(monkeypatch: 
     assert cpu_bytes(wanted(), {}) == memory_budget.CPU_LIMIT_BYTES
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     assert len(refusal({"model": "x", "nonsense": 1, "tokenizer": "y"}).splitlines()) == 3
 
 

@@ -185,7 +185,7 @@ def test_a_prefill_engine_that_is_gone_costs_a_computation(make: Make) -> None:
     assert (seen.failures, seen.tokens(1)) == ([], whole[1:])
 
 
-def test_a_reset_cache_is_told(make: Make) -> None:
+def test_a_reset_cache_is_reported(make: Make) -> None:
     driver = make()
     driver.answer(ask(0, PROMPT))
     driver.remembers(PROMPT)
@@ -243,7 +243,7 @@ def test_closing_ends_threads_and_files(make: Make) -> None:
     assert counts() == before
 
 
-def test_an_end_in_order_is_not_told_as_a_failure(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_end_in_order_is_not_reported_as_a_failure(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     driver = make()
     driver.answer(ask(0, PROMPT, 2))
     driver.engine.close()

@@ -26,7 +26,7 @@ def made(**options: Any) -> Iterator[Driver]:
         driver.engine.close()
 
 
-def test_data_parallel_ranks_run_what_they_are_given_and_tell_of_their_own_blocks() -> None:
+def test_data_parallel_ranks_run_their_requests_and_report_their_own_blocks() -> None:
     with made(kv_blocks=32, override_engine_args='{"enforce_eager": true, "data_parallel_size": 2}') as driver:
         info = driver.engine.info
         assert (info.dp_size, info.total_blocks, info.slots) == (2, 64, 8)

@@ -113,7 +113,7 @@ def test_however_pieces_are_cut_tokens_come_once(tokens: list[int], data: st.Dat
 
 
 @pytest.mark.parametrize("piece", [([6],), ([5, 6],), ([5], None, "length")])
-def test_another_token_than_the_one_that_was_told_cannot_be_gone_on_with(piece: Any) -> None:
+def test_another_token_than_the_streamed_one_cannot_be_continued(piece: Any) -> None:
     with pytest.raises(Diverged):
         OutputCursor(known=[5, 7]).take(*piece)
 
@@ -134,7 +134,7 @@ def test_ends_without_a_token_are_failures(finish: str, adopted: bool, code: Cod
     assert failure.code == code
 
 
-def test_tokens_before_a_failure_are_told() -> None:
+def test_tokens_before_a_failure_are_returned() -> None:
     new, failure = OutputCursor().take([4], None, "error")
     assert (new, failure is not None) == ([Token(4)], True)
 
