@@ -78,6 +78,11 @@ COMMANDS = {
     "doctor": Command("find what is wrong, and how to mend it", "infra.operate.doctor.main:run"),
     "drain": Command("take workers out of service without failing a request", "infra.operate.drain:run"),
     "restart": Command("restart processes of `penstock up`, one after the other", "infra.operate.restart:run"),
+    "dead": Command(
+        "list, show and retry requests that lost their worker in every attempt",
+        "infra.operate.dead:run",
+        choices=("list", "show", "retry"),
+    ),
     "forget": Command("delete what the log holds of requests that have ended", "infra.operate.forget:run"),
     "recipe list": Command("list the recipes that come with penstock", "infra.recipes.cli:run_list"),
     "recipe show": Command("show a recipe and the commands that run it", "infra.recipes.cli:run_show"),

@@ -37,13 +37,19 @@ async def stream(bus: Bus, request: GenerateRequest, *tokens: int, worker: str =
 
 
 async def end(
-    bus: Bus, request: GenerateRequest, *tokens: int, worker: str = "w-1", code: str = "", took_ms: float = 50
+    bus: Bus,
+    request: GenerateRequest,
+    *tokens: int,
+    worker: str = "w-1",
+    code: str = "",
+    took_ms: float = 50,
+    attempt: int = 1,
 ) -> None:
     created = request.created_ns
     event = Done(
         request.id,
         request.model,
-        1,
+        attempt,
         worker,
         choices=() if code else (Outcome(pack_tokens(tokens), "stop"),),
         usage=Usage(len(request.prompt) // 4, len(tokens)),

@@ -1,0 +1,172 @@
+"""``penstock dead``: requests that lost their worker in every attempt, and what to do with them.
+
+Such a request may be the cause: a prompt that crashes an engine takes a worker with it at each attempt, until the
+router ends it with ``worker_lost`` after ``--max-attempts``.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from configs.flags import Parser
+from infra.replay import replay
+from infra.terminal import confirmed, stdout
+from infra.timeline import inspect
+from infra.timeline.find_requests import ended
+from infra.timeline.moments import clock, moment_ns
+from infra.timeline.open_log import REQUEST_STREAMS, Log, Source, add_flags, open_log, run_command
+from infra.timeline.read import read_timeline
+from infra.timeline.request_timeline import RequestTimeline
+from schemas.errors import Code
+from schemas.summary import Criteria, RequestSummary
+
+VERBS = ("list", "show", "retry")
+USAGE = f"usage: penstock dead {{{','.join(VERBS)}}} [FLAGS]"
+
+
+class Attempt(msgspec.Struct, frozen=True):
+    """One attempt and how it ended. ``engine_failed``: the worker reported that its engine failed on this request."""
+
+    attempt: int
+    worker: str
+    reason: str
+    engine_failed: bool
+
+
+class DeadRequest(msgspec.Struct, frozen=True):
+    """``attempts`` is empty when the jobs are no longer in the log; they are kept for a day."""
+
+    summary: RequestSummary
+    attempts: tuple[Attempt, ...]
+
+
+def run(argv: Sequence[str]) -> int:
+    """List, show or retry; the exit status."""
+    verb, rest = (argv[0], argv[1:]) if argv else ("", argv)
+    match verb:
+        case "list":
+            return _list(rest)
+        case "show":
+            return inspect.run(rest)
+        case "retry":
+            return _retry(rest)
+    print(f"{USAGE}\n\n`penstock dead VERB --help` lists the flags.", file=sys.stderr if argv else sys.stdout)
+    return 0 if verb in ("-h", "--help") else 2
+
+
+# --- list ---
+
+
+def _list(argv: Sequence[str]) -> int:
+    parser = Parser(
+        prog="penstock dead list", description="requests that lost their worker in every attempt, the last one first"
+    )
+    _selection(parser)
+    parser.add_argument("--limit", "-n", type=int, default=50, help="at most so many; 0: all")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    add_flags(parser)
+    args = parser.parse_args(argv)
+    return run_command("dead list", lambda: _print_list(args, stdout()))
+
+
+def _selection(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--since", default="", help="accepted since: 15m, 2h, 7d ago, or 2026-11-22T09:30")
+    parser.add_argument("--model", default="", help="as the client named it")
+
+
+async def _print_list(args: argparse.Namespace, console: Console) -> None:
+    async with open_log(Source.of(args), name="dead", streams=REQUEST_STREAMS) as log:
+        found = await dead_requests(log, args.since, args.model, args.limit)
+    if args.json:
+        for each in found:
+            console.file.write(msgspec.json.encode(each).decode() + "\n")
+        return
+    if not found:
+        console.print("no request has lost its worker in every attempt")
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("accepted", "id", "model", "prompt", "attempts"):
+        table.add_column(name, justify="right" if name == "prompt" else "left", no_wrap=name != "attempts")
+    now_ns = time.time_ns()
+    for each in found:
+        summary = each.summary
+        how = "\n".join(f"{one.worker}: {one.reason}" for one in each.attempts) or f"{summary.attempts}, not in the log"
+        cells = (clock(summary.created_ns, now_ns), summary.id, escape(summary.model), str(summary.prompt_tokens))
+        table.add_row(*cells, escape(how))
+    console.print(table)
+
+
+async def dead_requests(log: Log, since: str, model: str, limit: int) -> list[DeadRequest]:
+    """The requests, the last to end first.
+
+    Raises:
+        ServingError: the log cannot be read.
+        ValueError: ``since`` is no time.
+    """
+    since_ns = moment_ns(since, time.time_ns()) if since else 0
+    criteria = Criteria(since_ns=since_ns, model=model, code=Code.worker_lost)
+    found = []
+    async for _, each in ended(log.bus, criteria):
+        attempts = _attempts(await read_timeline(log.bus, each.summary.id))
+        found.append(DeadRequest(each.summary, attempts))
+        if len(found) == limit:
+            break
+    return found
+
+
+def _attempts(timeline: RequestTimeline) -> tuple[Attempt, ...]:
+    last = {stage.attempt: stage.worker for stage in timeline.stages}  # the stage that it had come to
+    found = []
+    for number, worker in sorted(last.items()):
+        returned = timeline.returned.get(number)
+        reason = returned.reason if returned is not None else "the worker was lost"
+        found.append(Attempt(number, worker, reason, returned is not None and returned.poison))
+    return tuple(found)
+
+
+# --- retry ---
+
+
+def _retry(argv: Sequence[str]) -> int:
+    parser = Parser(
+        prog="penstock dead retry",
+        description="run them again as new requests, one after the other; the answers are in the log, under the ids "
+        "that `penstock requests` shows",
+    )
+    parser.add_argument("ids", nargs="*", metavar="ID", help="requests")
+    parser.add_argument("--all", action="store_true", help="all that `penstock dead list` shows")
+    parser.add_argument("--worker", default="", help="run them on this worker only, which they may take with them")
+    parser.add_argument("--yes", "-y", action="store_true", help="do not ask")
+    _selection(parser)
+    add_flags(parser)
+    args = parser.parse_args(argv)
+    if bool(args.ids) == args.all:
+        parser.error("give ids of requests, or --all")
+    ids: list[str] = list(args.ids)
+
+    async def find() -> None:
+        async with open_log(Source.of(args), name="dead", streams=REQUEST_STREAMS) as log:
+            ids.extend(each.summary.id for each in await dead_requests(log, args.since, args.model, 0))
+
+    if args.all and (status := run_command("dead retry", find)):
+        return status
+    if not ids:
+        print("no request has lost its worker in every attempt")
+        return 0
+    where = f"worker {args.worker}" if args.worker else "any worker"
+    if not args.yes and not confirmed(f"Run {len(ids)} requests again on {where}? They may crash it."):
+        print("penstock dead retry: nothing was run; --yes runs them without asking", file=sys.stderr)
+        return 1
+    flags = ["--speed", "max", "--concurrency", "1", "--fail-on", "errors", "--data-dir", args.data_dir]
+    for name in ("nats_url", "namespace"):
+        if value := getattr(args, name):
+            flags += [f"--{name.replace('_', '-')}", value]
+    if args.worker:
+        flags += ["--set", f"worker={args.worker}"]
+    return replay.run([*ids, *flags])
