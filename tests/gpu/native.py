@@ -1,16 +1,21 @@
 """The native engine on a GPU: answers equal to the CPU's, and its speed with an 8B Llama's shape and random weights.
 
 python -m tests.gpu.native [parity] [speed] [profile]
+TRITON_INTERPRET=1 python -m tests.gpu.native parity --only llama     (without a GPU, slowly)
 """
 
 import argparse
+import contextlib
 import json
+import os
 import random
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -21,17 +26,26 @@ from schemas.requests import Sampling, Stop
 from tests.workers.engines.native import models
 from workers.engines.base import SequenceRequest
 from workers.engines.core.engine import ScheduledEngine
-from workers.engines.native import attention
+from workers.engines.native import attention, executors
+from workers.engines.native import build as engine_build
 from workers.engines.native.build import assemble, build
 from workers.engines.native.model import describe
 from workers.engines.native.options import NativeOptions
 
-LENGTHS = (1, 2, 7, 8, 9, 31, 40, 65, 100, 130, 200)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+LENGTHS = (1, 9, 40) if INTERPRETED else (1, 2, 7, 8, 9, 31, 40, 65, 100, 130, 200)
+ANSWER = 8 if INTERPRETED else 20  # tokens
 GREEDY = Sampling(temperature=0.0)
 SAMPLINGS = (
     (GREEDY, "greedy"),
     (Sampling(temperature=1.0, seed=7), "temperature 1"),
     (Sampling(temperature=1.0, top_p=0.9, top_k=50, seed=7), "top-k 50, top-p 0.9"),
+)
+DRAWN = (
+    (GREEDY, "greedy"),
+    (Sampling(temperature=0.8, seed=3), "drawn"),
+    (Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=3), "top-k and top-p"),
+    (Sampling(temperature=0.0, presence_penalty=1.0, logprobs=2), "penalised"),
 )
 LLAMA_8B = LlamaConfig(
     vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
@@ -167,50 +181,85 @@ def profile(engine: ScheduledEngine) -> None:
 def answers(engine: ScheduledEngine, vocab: int, sampling: Sampling) -> dict[object, list[int]]:
     draw = random.Random(5)
     requests = [
-        SequenceRequest(n, [draw.randrange(1, vocab - 2) for _ in range(length)], sampling, Stop(20, ignore_eos=True))
+        SequenceRequest(
+            n, [draw.randrange(1, vocab - 2) for _ in range(length)], sampling, Stop(ANSWER, ignore_eos=True)
+        )
         for n, length in enumerate(LENGTHS)
     ]
     return models.tokens(models.run(engine, requests))
 
 
-def same(name: str, path: Path, running: int = 8, blocks: int = 400) -> None:
+def same(name: str, path: Path, running: int = 8, blocks: int = 400, few: bool = False, **more: Any) -> None:
+    """Compare answers of the kernels with those of plain torch on a CPU. ``more``: options of the kernels' engine."""
     vocab = 0
-    for sampling, text in ((GREEDY, "greedy"), (Sampling(temperature=0.8, seed=3), "drawn"),
-                           (Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=3), "top-k and top-p"),
-                           (Sampling(temperature=0.0, presence_penalty=1.0, logprobs=2), "penalised")):  # fmt: skip
+    for sampling, text in DRAWN[: 1 if few else None]:
         found = []
-        for device in ("cpu", "cuda"):
+        for kernels in (False, True):
             options = NativeOptions(
-                device=device,
+                device="cuda" if kernels and not INTERPRETED else "cpu",
                 dtype="float32",
                 kv_blocks=blocks,
                 block_size=8,
                 max_running=running,
                 max_batched_tokens=96,
-                warm=device == "cuda",
+                warm=kernels and not INTERPRETED,
+                **more if kernels else {},
             )
-            engine = build(str(path), options)
-            vocab = vocab or engine.info.vocab_size
-            found.append(answers(engine, vocab, sampling))
+            with interpreted() if kernels and INTERPRETED else contextlib.nullcontext():
+                engine = build(str(path), options)
+                vocab = vocab or engine.info.vocab_size
+                found.append(answers(engine, vocab, sampling))
+            stats = engine.stats()
             engine.close()
         one, other = found
         alike = sum(one[key] == other[key] for key in one)
+        proposed = f", {stats.accepted_tokens} of {stats.draft_tokens} proposals" if stats.draft_tokens else ""
         print(
-            f"{name}, {text}: {alike} of {len(one)} answers equal the CPU's" + ("" if alike == len(one) else "   <--")
+            f"{name}, {text}: {alike} of {len(one)} answers equal the CPU's{proposed}"
+            + ("" if alike == len(one) else "   <--"),
+            flush=True,
         )
+
+
+@contextlib.contextmanager
+def interpreted() -> Iterator[None]:
+    """The kernels on a CPU, by Triton's interpreter."""
+    from workers.engines.native.cuda.prepare import prepare
+
+    def prepared(model: Any, reload: Any, *, invariant: bool = False) -> executors.Prepared:
+        return executors.Prepared(model, prepare(model, invariant=invariant))
+
+    with mock.patch.object(engine_build, "prepared", prepared):
+        yield
 
 
 def parity(asked: argparse.Namespace) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
+    draft = str(modeldir.DEMO.parent / "demo-draft")
+    cases: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in models.CONFIGS]
+    cases += [("llama, preempted", {"blocks": 60}), ("gemma3, preempted", {"blocks": 60})]
+    cases += [(f"{name}, one pool", {"few": True, "hybrid_kv_cache": False}) for name in ("gemma3", "gpt_oss")]
+    cases += [
+        (f"{name}, n-gram", {"few": True, "speculative_model": "ngram"}) for name in ("llama", "gemma3", "gpt_oss")
+    ]
+    cases += [
+        ("llama, invariant", {"batch_invariant": True}),
+        ("gemma3, invariant, preempted", {"few": True, "batch_invariant": True, "blocks": 60}),
+        ("demo", {}),
+        ("demo, one by one", {"running": 1}),
+        ("demo, n-gram", {"speculative_model": "ngram"}),
+        ("demo, draft model", {"speculative_model": draft}),
+        ("demo, draft model, preempted", {"few": True, "speculative_model": draft, "blocks": 60}),
+    ]
     with tempfile.TemporaryDirectory() as folder:
-        for name in models.CONFIGS:
+        for name, more in cases:
+            if asked.only and asked.only not in name:
+                continue
+            model = name.split(",")[0]
             try:
-                same(name, models.save(name, Path(folder)))
+                same(name, modeldir.DEMO if model == "demo" else models.save(model, Path(folder)), **more)
             except Exception:
                 traceback.print_exc(limit=-6)
-        same("llama, preempted", Path(folder) / "llama", blocks=60)
-    same("demo", modeldir.DEMO)
-    same("demo one by one", modeldir.DEMO, 1)
 
 
 def main() -> None:
@@ -219,9 +268,10 @@ def main() -> None:
     parser.add_argument("--batched", type=int, default=8192)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--rows", type=int, default=len(ROWS), help="how many rows of the table")
+    parser.add_argument("--only", default="", help="parity: models whose name has this")
     parser.add_argument("--trace", action="store_true", help="seconds of each of the first steps")
     asked = parser.parse_args()
-    print(torch.cuda.get_device_name(), torch.__version__, json.dumps(asked.what))
+    print("interpreted" if INTERPRETED else torch.cuda.get_device_name(), torch.__version__, json.dumps(asked.what))
     for what in asked.what:
         try:
             {"parity": parity, "speed": speed}[what](asked)

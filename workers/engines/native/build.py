@@ -4,24 +4,21 @@ import functools
 import os
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import structlog
 import torch
 
-from schemas.requests import Sampling, Stop
 from workers.engines import cpu_budget
-from workers.engines.base import EngineError, EngineInfo, SequenceRequest
+from workers.engines.base import EngineError, EngineInfo
 from workers.engines.core.blocks import BlockManager
 from workers.engines.core.config import SchedulerConfig
 from workers.engines.core.engine import ScheduledEngine
 from workers.engines.core.offload import HostCache
 from workers.engines.core.scheduler import Scheduler
-from workers.engines.core.sequence import Executor
 from workers.engines.logits import Registry
-from workers.engines.native.attention import Unsupported
-from workers.engines.native.draft import load_draft, make_speculation
+from workers.engines.native.draft import load_draft
 from workers.engines.native.executor import TorchExecutor
+from workers.engines.native.executors import make_executor, make_speculation, prepared
 from workers.engines.native.host_pool import HostPool
 from workers.engines.native.model import Model, ModelError, load, vision_encoder
 from workers.engines.native.options import DEFAULTS, NativeOptions
@@ -30,13 +27,7 @@ from workers.engines.native.pools import Pools, make_pools
 from workers.engines.native.quantize import quantize
 from workers.engines.native.vision import TorchVisionEncoder
 
-if TYPE_CHECKING:
-    from workers.engines.native.cuda.executor import CudaExecutor
-    from workers.engines.native.cuda.modules import Rotation
-
 log = structlog.get_logger("engine")
-
-WARM_TOKENS = 4  # prompt + output of a warm-up request
 
 
 def build(model: str, options: NativeOptions = DEFAULTS, *, processors: Registry | None = None) -> ScheduledEngine:
@@ -105,15 +96,16 @@ def assemble(
         limit = _model_len(options.max_model_len, loaded.max_positions)
         if draft is not None and draft.max_positions < limit:
             raise ModelError(f"the draft model takes {draft.max_positions} tokens; lower max_model_len ({limit}) to it")
-        rotation = None
-        if loaded.device.type == "cuda":
-            loaded, rotation = _with_kernels(loaded, reload)
-        if rotation is not None and options.speculative_model:
-            raise ModelError("the CUDA kernels do not verify proposed tokens yet; leave out --speculative-model")
-        # The CUDA kernels read one table of blocks per sequence.
-        hybrid = options.hybrid_kv_cache and rotation is None and draft is None and not options.kv_offloading_size
+        if options.batch_invariant and (options.quantization or draft is not None):
+            raise ModelError("batch_invariant excludes quantization and a draft model; leave them out")
+        target = prepared(loaded, reload, invariant=options.batch_invariant)
+        loaded = target.model
+        name, device = options.speculative_model, loaded.device
+        again = functools.partial(load, name, device=device, dtype=options.dtype)
+        proposing = None if draft is None else prepared(draft, again)
+        hybrid = options.hybrid_kv_cache and draft is None and not options.kv_offloading_size
         pools = make_pools(loaded, options, limit, hybrid=hybrid, draft=draft)
-        speculation = make_speculation(options, draft, pools.draft)
+        speculation = make_speculation(options, proposing, pools, limit)
     except torch.OutOfMemoryError as error:
         raise EngineError(out_of_memory(error)) from error
     host, copier = _offload(pools, options)
@@ -130,9 +122,11 @@ def assemble(
         ),
         pools.window_rows(blocks),
     )
-    executor, ahead = _executors(loaded, pools, rotation, encoder, options, limit)
+    executor = make_executor(target, pools, encoder, options, limit)
     info = _info(loaded, options, pools, limit, processors, time.perf_counter() - started)
-    return ScheduledEngine(info, scheduler, executor, encoder, processors, ahead, speculation, copier)
+    if isinstance(executor, TorchExecutor) or speculation is not None:  # proposals follow from the last step's tokens
+        return ScheduledEngine(info, scheduler, executor, encoder, processors, None, speculation, copier)
+    return ScheduledEngine(info, scheduler, None, encoder, processors, executor, None, copier)
 
 
 def _info(
@@ -165,82 +159,6 @@ def _offload(pools: Pools, options: NativeOptions) -> tuple[HostCache | None, Ho
     if slots < 1:
         raise EngineError(f"a KV block has {pools.kv.block_bytes} bytes; raise kv_offloading_size (GiB)")
     return HostCache(slots, kv_events=options.kv_events), HostPool(pools.kv, slots)
-
-
-def _executors(
-    model: Model,
-    pools: Pools,
-    rotation: "Rotation | None",
-    encoder: TorchVisionEncoder | None,
-    options: NativeOptions,
-    limit: int,
-) -> "tuple[TorchExecutor | None, CudaExecutor | None]":
-    """The engine's executor, warmed up if requested: a ``CudaExecutor`` if the model has CUDA kernels.
-
-    Args:
-        rotation: None: the model has no CUDA kernels.
-        limit: tokens of the longest sequence.
-    """
-    warm = options.warm and min(pools.kv.blocks * options.block_size, limit) > WARM_TOKENS
-    if rotation is None:
-        executor = TorchExecutor(model, pools.kv, encoder, pools.sliding)
-        if warm:
-            _warm_up(executor, pools, options.block_size, temperatures=(0.0,))
-        return executor, None
-    from workers.engines.native.cuda.executor import CudaExecutor
-
-    ahead = CudaExecutor(
-        model,
-        pools.kv,
-        rotation,
-        width=-(-limit // options.block_size) + 1,
-        max_running=options.max_running,
-        max_batched_tokens=options.max_batched_tokens,
-        encoder=encoder,
-    )
-    if options.warm:
-        ahead.capture()
-    if warm:
-        _warm_up(ahead, pools, options.block_size, temperatures=(0.0, 1.0))  # greedy and drawn tokens
-    return None, ahead
-
-
-def _with_kernels(model: Model, reload: Callable[[], Model] | None) -> "tuple[Model, Rotation | None]":
-    """Rewrite the model for the kernels of ``cuda``; None: Triton is missing, or they do not suit it."""
-    try:
-        from workers.engines.native.cuda.prepare import prepare
-    except ImportError as error:
-        log.warning("cuda_without_kernels", reason=f"{error}; install triton, which torch's CUDA builds come with")
-        return model, None
-    try:
-        return model, prepare(model)
-    except (ModelError, Unsupported) as error:
-        if reload is None:
-            raise
-        log.warning("cuda_without_kernels", model=type(model.forward).__name__, reason=str(error))
-        return reload(), None
-
-
-def _warm_up(executor: Executor, pools: Pools, block_size: int, *, temperatures: tuple[float, ...]) -> None:
-    """Compute a short request per temperature. A scheduler of its own keeps them out of metrics and prefix cache."""
-    blocks = BlockManager(pools.kv.blocks, prefix_cache=False)
-    scheduler = Scheduler(
-        blocks,
-        SchedulerConfig(
-            block_size=block_size,
-            max_running=1,
-            max_batched_tokens=WARM_TOKENS,
-            max_model_len=WARM_TOKENS,
-        ),
-        pools.window_rows(blocks),
-    )
-    half = WARM_TOKENS // 2
-    for temperature in temperatures:  # on CUDA each way of sampling has its own kernel
-        sampling = Sampling(temperature=temperature)
-        scheduler.submit(SequenceRequest(temperature, [0] * half, sampling, Stop(half, ignore_eos=True)))
-    while scheduler.has_work():
-        plan = scheduler.schedule()
-        scheduler.commit(plan, executor.execute(plan))
 
 
 def find_device(name: str) -> torch.device:

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.engines.core.ngram import NgramDrafter
 from workers.engines.core.sequence import Sequence, Slot
-from workers.engines.core.speculation import Speculation
 from workers.engines.native.attention import ReferenceAttention, Span
 from workers.engines.native.executor import device_errors
 from workers.engines.native.model import Model, ModelError, load
@@ -22,7 +20,7 @@ from workers.engines.native.sampler import choose
 
 
 @dataclass(slots=True)
-class _Progress:
+class Progress:
     """Of one sequence since its last admission; kept in ``Sequence.drafter_state``."""
 
     blocks: list[int]  # those of the admission
@@ -61,7 +59,7 @@ class DraftModel:
 
     def _propose(self, plan: list[Slot], limits: Seq[int]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in plan]
-        progress = [_progress(slot) for slot in plan]
+        progress = [progress_of(slot) for slot in plan]
         runs = []
         for slot, each in zip(plan, progress, strict=True):
             end = slot.start + slot.count
@@ -111,11 +109,12 @@ class DraftModel:
         self._model = self._pool = None
 
 
-def _progress(slot: Slot) -> _Progress:
+def progress_of(slot: Slot) -> Progress:
+    """Of a slot's sequence, before its tokens are computed."""
     sequence = slot.sequence
     progress = sequence.drafter_state
-    if not isinstance(progress, _Progress) or progress.blocks is not sequence.blocks:
-        progress = sequence.drafter_state = _Progress(sequence.blocks, slot.start, [])
+    if not isinstance(progress, Progress) or progress.blocks is not sequence.blocks:
+        progress = sequence.drafter_state = Progress(sequence.blocks, slot.start, [])
     progress.settle(sequence.tokens)
     progress.computed = min(progress.computed, slot.start + slot.count - 1)  # the last token's logits are needed
     return progress
@@ -137,19 +136,3 @@ def load_draft(options: NativeOptions, target: Model) -> Model | None:
             "needs the same tokenizer"
         )
     return draft
-
-
-def make_speculation(options: NativeOptions, draft: Model | None, pool: Pool | None) -> Speculation | None:
-    """
-    Args:
-        draft, pool: the draft model and its KV, if the options name one.
-    Raises:
-        ValueError: a number of tokens is out of range.
-    """
-    if options.speculative_model == NGRAM:
-        drafter = NgramDrafter(options.prompt_lookup_min, options.prompt_lookup_max)
-        return Speculation(drafter, options.num_speculative_tokens)
-    if draft is None:
-        return None
-    assert pool is not None
-    return Speculation(DraftModel(draft, pool), options.num_speculative_tokens)

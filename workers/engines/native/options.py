@@ -30,6 +30,7 @@ class NativeOptions:
         speculative_model: proposes tokens: a draft model, as ``model`` of ``build``, or "ngram"; "": none.
         num_speculative_tokens: proposed per step and sequence, at most.
         prompt_lookup_min, prompt_lookup_max: tokens that "ngram" must find again.
+        batch_invariant: on CUDA, compute each sequence in the same way whatever runs beside it, which takes longer.
         warm: compute a short request first, so that no client waits while libraries load and kernels are chosen.
     """
 
@@ -54,6 +55,7 @@ class NativeOptions:
     num_speculative_tokens: int = 4
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
+    batch_invariant: bool = False
     warm: bool = False
 
 

@@ -6,10 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.engines.core.sequence import Slot
 from workers.engines.native import sampler
 from workers.engines.native.cuda import rows
-from workers.engines.native.cuda.lanes import Lane
+from workers.engines.native.cuda.packing import Draw
 from workers.engines.native.cuda.upload import Upload
 
 CHUNK = 4096  # of the vocabulary, per program
@@ -21,7 +20,7 @@ class Draws:
 
     Args:
         upload: of the step, which takes what the draws need.
-        latest: (lanes,) int32, the token that was drawn last for each.
+        latest: (targets,) int32, the token that was drawn last for each.
     """
 
     def __init__(self, vocab: int, most: int, upload: Upload, latest: Tensor) -> None:
@@ -33,18 +32,16 @@ class Draws:
         self._counters = torch.zeros(most, dtype=torch.int32, device=device)
         self._drawn = torch.zeros(most, dtype=torch.int32, device=device)
 
-    def parameters(self, slots: Seq[Slot], used: Seq[Lane]) -> tuple[Tensor, Tensor] | None:
+    def parameters(self, draws: Seq[Draw]) -> tuple[Tensor, Tensor] | None:
         """Temperatures and keys of the draws, if any is at random."""
-        if not any(lane.draws for lane in used):
+        if not any(draw.lane.random for draw in draws):
             return None
-        temperatures = np.zeros(len(slots), np.float32)
-        keys = np.zeros(len(slots), np.uint64)
-        for row, (slot, lane) in enumerate(zip(slots, used, strict=True)):
-            if lane.draws:
-                sequence = slot.sequence
+        temperatures = np.zeros(len(draws), np.float32)
+        keys = np.zeros(len(draws), np.uint64)
+        for row, (sequence, lane, length, _) in enumerate(draws):
+            if lane.random:
                 temperatures[row] = max(sequence.sampling.temperature, 1e-5)
-                position = slot.start + slot.count - sequence.prompt_len
-                keys[row] = sampler.key(sequence.sampling.seed, sequence.choice, position)
+                keys[row] = sampler.key(sequence.sampling.seed, sequence.choice, length - sequence.prompt_len)
         upload = self._upload
         return (
             upload.put(temperatures.view(np.int32)).view(torch.float32),
@@ -52,23 +49,20 @@ class Draws:
         )
 
     def draw(
-        self,
-        logits: Tensor,
-        slots: Seq[Slot],
-        used: Seq[Lane],
-        targets: Tensor,
-        parameters: tuple[Tensor, Tensor] | None,
+        self, logits: Tensor, draws: Seq[Draw], targets: Tensor, parameters: tuple[Tensor, Tensor] | None
     ) -> "Tensor | sampler.Chosen":
-        count = len(slots)
-        plain = all(
-            lane.plain and slot.start + slot.count >= slot.sequence.stoppable
-            for slot, lane in zip(slots, used, strict=True)
-        )
-        if not plain:
-            lengths = [slot.start + slot.count for slot in slots]
-            chosen = sampler.choose(logits.float(), [slot.sequence for slot in slots], lengths)
+        """
+        Args:
+            logits: (draws, vocab).
+            targets: (draws,) int32, those of the draws on the device.
+            parameters: what the method of this name returned.
+        """
+        if not all(lane.plain and length >= sequence.stoppable for sequence, lane, length, _ in draws):
+            lengths = [draw.length for draw in draws]
+            chosen = sampler.choose(logits.float(), [draw.sequence for draw in draws], lengths)
             self._latest.index_copy_(0, targets.to(torch.int64), chosen.tokens.to(torch.int32))
             return chosen
+        count = len(draws)
         temperatures, keys = (self._drawn, self._drawn) if parameters is None else parameters
         rows.draw[(count, self._chunks)](
             logits, keys, temperatures, targets, self._best, self._where, self._counters, self._latest, self._drawn,

@@ -4,25 +4,46 @@ from workers.engines.core.sequence import Sequence
 
 
 class Lane:
-    __slots__ = ("blocks", "draws", "index", "plain", "told")
+    """The place of a sequence in the tables.
 
-    def __init__(self, index: int) -> None:
+    Attributes:
+        index: its row.
+        plain: its tokens are drawn from the logits as they are, but for temperature.
+        random: they are drawn at random, not greedily.
+    """
+
+    __slots__ = ("blocks", "index", "plain", "random", "rows", "sent_blocks", "sent_rows")
+
+    def __init__(self, index: int, sequence: Sequence) -> None:
         self.index = index
-        self.blocks: list[int] | None = None  # the list that was told of; a sequence that was preempted has a new one
-        self.told = 0  # leading blocks that are on the device
-        self.plain = False  # its tokens are drawn from the logits as they are, but for temperature
-        self.draws = False  # at random
+        # The lists that were sent: a sequence has new ones after a preemption.
+        self.blocks: list[int] | None = None
+        self.rows: list[int] | None = None
+        self.sent_blocks = 0  # leading entries that are on the device
+        self.sent_rows = 0
+        s = sequence.sampling
+        self.random = s.temperature > 0
+        penalty = s.repetition_penalty != 1 or s.presence_penalty != 0 or s.frequency_penalty != 0
+        narrowed = self.random and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0)
+        asked = s.logprobs is not None or bool(s.logit_bias) or sequence.processors is not None
+        self.plain = not (penalty or narrowed or asked)
 
 
 class Lanes:
     """Lanes for up to ``count`` sequences, and the changes to their tables that the device has not seen.
 
+    Args:
+        width: entries of a lane's row in each table.
+        sliding: a second table follows the first, of the pool rows of sliding-window layers.
+
     Attributes:
-        pairs: (place in the flattened tables, block) of each change.
+        places: of the changes, in the flattened tables.
+        values: the new entries.
     """
 
-    def __init__(self, count: int, width: int) -> None:
+    def __init__(self, count: int, width: int, *, sliding: bool = False) -> None:
         self._width = width
+        self._second = count * width if sliding else 0
         self._free = list(range(count - 1, -1, -1))
         self._lanes: dict[Sequence, Lane] = {}
         self.places: list[int] = []
@@ -35,25 +56,31 @@ class Lanes:
             lane = self._take(sequence)
         blocks = sequence.blocks
         if lane.blocks is not blocks:
-            lane.blocks, lane.told = blocks, 0
-        if lane.told < len(blocks):
-            start = lane.index * self._width
-            self.places += range(start + lane.told, start + len(blocks))
-            self.values += blocks[lane.told :]
-            lane.told = len(blocks)
+            lane.blocks, lane.sent_blocks = blocks, 0
+        if lane.sent_blocks < len(blocks):
+            self._change(lane.index * self._width, lane.sent_blocks, blocks)
+            lane.sent_blocks = len(blocks)
+        if self._second:
+            self._send_rows(lane, sequence.rows)
         return lane
+
+    def _send_rows(self, lane: Lane, rows: list[int]) -> None:
+        if lane.rows is not rows:
+            lane.rows, lane.sent_rows = rows, 0
+        if lane.sent_rows < len(rows):
+            self._change(self._second + lane.index * self._width, lane.sent_rows, rows)
+            lane.sent_rows = len(rows)
+
+    def _change(self, place: int, start: int, entries: list[int]) -> None:
+        self.places += range(place + start, place + len(entries))
+        # Kernels read entries behind a window without using them: even those must be blocks.
+        self.values += [max(entry, 0) for entry in entries[start:]]
 
     def _take(self, sequence: Sequence) -> Lane:
         if not self._free:
             for old in [each for each in self._lanes if not each.blocks]:  # ended, or preempted
                 self._free.append(self._lanes.pop(old).index)
-        lane = self._lanes[sequence] = Lane(self._free.pop())
-        s = sequence.sampling
-        lane.draws = s.temperature > 0
-        penalty = s.repetition_penalty != 1 or s.presence_penalty != 0 or s.frequency_penalty != 0
-        narrowed = lane.draws and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0)
-        asked = s.logprobs is not None or bool(s.logit_bias) or sequence.processors is not None
-        lane.plain = not (penalty or narrowed or asked)
+        lane = self._lanes[sequence] = Lane(self._free.pop(), sequence)
         return lane
 
     def taken(self) -> tuple[list[int], list[int]]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from workers.engines.native.cuda import rows
 from workers.engines.native.cuda.fusions import FUSIONS, dependent
+from workers.engines.native.cuda.products import invariant_product
 
 
 class Rotation:
@@ -73,6 +74,7 @@ class Linear(nn.Module):
     Attributes:
         residual: the product is added to it, in place.
         norm: the input still has to be normalised by it; only for a single row, see ``thin``.
+        invariant: a row's result does not depend on the number of rows. Stays set.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> None:
@@ -82,6 +84,7 @@ class Linear(nn.Module):
         self.scale = None if scale is None else nn.Parameter(scale, requires_grad=False)
         self.out_features, self.in_features = weight.shape
         self.residual: Tensor | None = None
+        self.invariant = False
         self.__dict__["norm"] = None  # a module, but no child: it stays where it is
 
     def part(self, start: int, stop: int) -> "Linear":
@@ -89,11 +92,15 @@ class Linear(nn.Module):
         values = (self.weight, self.bias, self.scale)
         weight, bias, scale = (None if each is None else each.data[start:stop] for each in values)
         assert weight is not None
-        return Linear(weight, bias, scale)
+        made = Linear(weight, bias, scale)
+        made.invariant = self.invariant
+        return made
 
     def thin(self, x: Tensor) -> bool:
         """Whether the kernel for one row serves it."""
         wide = x.dtype if self.scale is not None else self.weight.dtype
+        if self.invariant:
+            return False
         return x.numel() == self.in_features and x.is_contiguous() and x.dtype == wide != torch.float32
 
     def forward(self, x: Tensor) -> Tensor:
@@ -101,6 +108,8 @@ class Linear(nn.Module):
         norm, self.__dict__["norm"] = self.__dict__["norm"], None
         if norm is not None or self.thin(x):
             return self.single(x, residual, norm)
+        if self.invariant:
+            return invariant_product(x, self.weight, self.bias, residual)
         if self.scale is not None:
             out = self.narrow(x, self.scale)
             return out if residual is None else residual.add_(out)

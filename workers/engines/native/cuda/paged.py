@@ -14,6 +14,7 @@ from workers.engines.native.pool import Pool
 
 PROGRAMS = 256  # that a decode step's attention should be split into: about two for each multiprocessor
 MOST_SPLITS = 32
+FIXED_SPLITS = 8  # for any number of rows
 DECODE_TILE = 64
 
 
@@ -32,16 +33,27 @@ def splits(rows: int, kv_heads: int) -> int:
 
 
 class Scratch:
-    """What splits leave for the last of them, for any batch of up to ``rows`` decodes; counters are 0 between."""
+    """What splits leave for the last of them, for any batch of up to ``rows`` decodes; counters are 0 between.
 
-    def __init__(self, rows: int, kv_heads: int, heads: int, head_dim: int, device: torch.device) -> None:
+    Args:
+        fixed: how a row's keys are split does not depend on the number of rows.
+    """
+
+    def __init__(
+        self, rows: int, kv_heads: int, heads: int, head_dim: int, device: torch.device, fixed: bool = False
+    ) -> None:
+        self.rows = rows
+        self._fixed = fixed
         self.group = max(16, power(heads // kv_heads))
         self.dim = max(16, power(head_dim))
-        most = max(n * splits(n, kv_heads) for n in range(1, rows + 1)) * kv_heads
+        most = max(n * self.splits(n, kv_heads) for n in range(1, rows + 1)) * kv_heads
         self.acc = torch.empty(most * self.group * self.dim, dtype=torch.float32, device=device)
         self.best = torch.empty(most * self.group, dtype=torch.float32, device=device)
         self.total = torch.empty_like(self.best)
         self.counters = torch.zeros(rows * kv_heads, dtype=torch.int32, device=device)
+
+    def splits(self, rows: int, kv_heads: int) -> int:
+        return FIXED_SPLITS if self._fixed else splits(rows, kv_heads)
 
 
 @dataclass(slots=True)
@@ -91,8 +103,8 @@ class PagedAttention:
         }
         places = (rotated.stride(0), rotated.stride(1), batch.tables.stride(0), *self._strides)
         given = out if sinks is None else sinks
-        if batch.decodes:
-            self._decode(layer, rotated, given, out, (scale, softcap or 1.0), places, common)
+        for first in range(0, batch.decodes, self._scratch.rows):
+            self._decode(layer, rotated, given, out, (scale, softcap or 1.0), places, common, first)
         if batch.tiles is not None:
             attend.prefill[(heads, batch.tiles.shape[0])](
                 rotated, self._pool.data, batch.tables, batch.tiles, given, out, layer, scale, softcap or 1.0, *places,
@@ -112,12 +124,18 @@ class PagedAttention:
         scales: tuple[float, float],
         places: tuple[int, ...],
         common: dict[str, Any],
+        first: int,
     ) -> None:
+        """The rows from ``first`` on, as many as the scratch is made for."""
         batch, scratch = self._batch, self._scratch
+        rows = min(scratch.rows, batch.decodes - first)
+        lanes, positions = batch.lanes, batch.positions
+        if first:
+            query, out, lanes, positions = (each[first:] for each in (query, out, lanes, positions))
         kv_heads, heads = common["KV_HEADS"], query.shape[1]
-        parts, pdl = splits(batch.decodes, kv_heads), dependent(query.device, batch.decodes)
-        attend.decode[(batch.decodes, kv_heads, parts)](
-            query, self._pool.data, batch.tables, batch.lanes, batch.positions, sinks, out,
+        parts, pdl = scratch.splits(rows, kv_heads), dependent(query.device, rows)
+        attend.decode[(rows, kv_heads, parts)](
+            query, self._pool.data, batch.tables, lanes, positions, sinks, out,
             scratch.acc, scratch.best, scratch.total, scratch.counters, layer, *scales, *places,
             GROUP=heads // kv_heads, MEMBERS=power(heads // kv_heads), GROUP_P=scratch.group,
             TILE=DECODE_TILE if query.element_size() < 4 else 32,

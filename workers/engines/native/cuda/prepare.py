@@ -9,7 +9,7 @@ from workers.engines.native.attention import Paged
 from workers.engines.native.cuda.fusions import FUSIONS
 from workers.engines.native.cuda.modules import Rotation
 from workers.engines.native.cuda.paged import Batch, PagedAttention, Scratch, tile_rows
-from workers.engines.native.cuda.rewrite import rewrite, undo_layers
+from workers.engines.native.cuda.rewrite import make_invariant, rewrite, undo_layers
 from workers.engines.native.model import Model, ModelError
 from workers.engines.native.pool import Pool
 from workers.engines.native.quantize import Fp8Linear
@@ -18,8 +18,11 @@ from workers.engines.native.verify import ROUNDING, ROUNDING_FP8, reference, ver
 log = structlog.get_logger("engine")
 
 
-def prepare(model: Model) -> Rotation:
+def prepare(model: Model, *, invariant: bool = False) -> Rotation:
     """Rewrite a model in place; returns what its attention needs to rotate by itself.
+
+    Args:
+        invariant: a row's results shall not depend on the number of rows.
 
     Raises:
         ModelError: it no longer computes what it did; load it again.
@@ -28,7 +31,9 @@ def prepare(model: Model) -> Rotation:
     rounding = ROUNDING_FP8 if narrow else ROUNDING
     expected = reference(model)
     rotation, counts = rewrite(model.forward)
-    scratch = Scratch(1, model.shape.kv_heads, model.heads, model.shape.head_dim, model.device)
+    if invariant and (name := make_invariant(model.forward)):
+        raise ModelError(f"batch_invariant: {name} has no kernel whose results do not depend on the batch")
+    scratch = Scratch(1, model.shape.kv_heads, model.heads, model.shape.head_dim, model.device, invariant)
 
     def paged(pool: Pool, start: int, stop: int) -> Paged:
         tables, device = torch.tensor([[1, 0]], dtype=torch.int32, device=model.device), model.device

@@ -47,6 +47,19 @@ def rewrite(model: Any) -> tuple[Rotation, Counter[str]]:
     return rotation, counts
 
 
+def make_invariant(model: Any) -> str:
+    """Compute all products with kernels whose rows do not depend on the number of rows.
+
+    Returns: the name of a module for which there is none; empty: there is none such.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, Linear) and module.scale is None:
+            module.invariant = True
+        elif not isinstance(module, nn.Embedding) and any(each.dim() > 1 for each in module.parameters(recurse=False)):
+            return str(name)
+    return ""
+
+
 def undo_layers(model: Any) -> None:
     """Layers add their residuals themselves again."""
     for module in model.modules():

@@ -1,0 +1,141 @@
+"""A planned step as rows of one batch: rows that are decoded one by one come first, then chunks of prompts."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from workers.engines.core.sequence import Sequence, Slot, scored_to
+from workers.engines.native.cuda.lanes import Lane, Lanes
+from workers.engines.native.executor import media_rows
+
+UNKNOWN = -1  # a token that the step before draws; the device has it
+
+
+class Draw(NamedTuple):
+    """A token to be drawn from the logits of one row.
+
+    Attributes:
+        length: of the sequence without it.
+        target: where the device keeps the token for the next step.
+    """
+
+    sequence: Sequence
+    lane: Lane
+    length: int
+    target: int
+
+
+@dataclass(slots=True)
+class Packed:
+    """The rows of a batch, and what is wanted of them.
+
+    Attributes:
+        tokens: of each row, or ``UNKNOWN``.
+        decodes: how many leading rows are attended one by one.
+        tiles: of the other rows, as ``attend.prefill`` takes them: first row, its position, rows, lane.
+        drawn: rows whose logits the ``draws`` are made from.
+        order: for each token that the step returns, its number in ``draws``.
+        scored: rows whose logits score a prompt.
+        media: rows that are image embeddings, and their places in the pool of embeddings.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    lanes: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    decodes: int = 0
+    tiles: list[tuple[int, int, int, int]] = field(default_factory=list)
+    drawn: list[int] = field(default_factory=list)
+    draws: list[Draw] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)
+    scored: list[int] = field(default_factory=list)
+    media: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def single(self) -> bool:
+        """All rows are decoded: what graphs are captured for."""
+        return self.decodes == len(self.tokens) and not (self.media or self.scored)
+
+
+class Packing:
+    """Packs plans.
+
+    Args:
+        tile_rows: of one tile, at most.
+        singles: tokens that are decoded one by one if a slot has no more.
+        spare: a target that no step reads, for tokens drawn behind proposed ones.
+        media_tokens: of a slot of the pool of embeddings.
+        by_position: a generated token is attended alone, however many are computed in the step, and a token of a
+            prompt in a tile, even a single one; so the kernel does not depend on what else is in the batch.
+    """
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        *,
+        tile_rows: int,
+        singles: int,
+        spare: int,
+        media_tokens: int = 0,
+        by_position: bool = False,
+    ) -> None:
+        self._lanes, self._tile_rows, self._singles, self._spare = lanes, tile_rows, singles, spare
+        self._media_tokens, self._by_position = media_tokens, by_position
+
+    def pack(self, plan: Seq[Slot], scoring: Seq[Slot] = ()) -> Packed:
+        """
+        Args:
+            scoring: slots of the plan whose prompt tokens are to be scored.
+        """
+        packed = Packed()
+        tiled = []
+        for slot in plan:
+            count = self._tiled(slot)
+            if count:
+                tiled.append((slot, count))
+            if count < slot.count:
+                if not count:
+                    self._ask(packed, slot, len(packed.tokens), scoring)
+                self._put(packed, slot, slot.start + count, slot.start + slot.count)
+        packed.decodes = len(packed.tokens)
+        for slot, count in tiled:
+            row = len(packed.tokens)
+            self._ask(packed, slot, row, scoring)
+            lane = self._put(packed, slot, slot.start, slot.start + count)
+            for at in range(0, count, self._tile_rows):
+                packed.tiles.append((row + at, slot.start + at, min(self._tile_rows, count - at), lane.index))
+        packed.tiles.sort(key=lambda tile: -tile[1])  # the longest first
+        place = {slot.sequence: number for number, slot in enumerate(plan)}
+        draws = packed.draws
+        packed.order = sorted(range(len(draws)), key=lambda n: (place[draws[n].sequence], draws[n].length))
+        return packed
+
+    def _tiled(self, slot: Slot) -> int:
+        """How many of a slot's leading tokens go to tiles."""
+        if self._by_position:
+            return min(max(slot.sequence.prompt_len - slot.start, 0), slot.count)
+        return 0 if slot.count <= self._singles or slot.sequence.draft else slot.count
+
+    def _put(self, packed: Packed, slot: Slot, start: int, stop: int) -> Lane:
+        """Rows for the tokens of a slot from position ``start`` to ``stop``, and the draws from their logits."""
+        sequence, end, row = slot.sequence, slot.start + slot.count, len(packed.tokens)
+        border = end - len(sequence.draft)  # where the proposed tokens begin
+        lane = self._lanes.of(sequence)
+        packed.tokens += sequence.tokens[start : min(stop, border)]
+        packed.tokens += sequence.draft[max(start - border, 0) : max(stop - border, 0)]
+        packed.tokens += [UNKNOWN] * (row + stop - start - len(packed.tokens))
+        packed.lanes += [lane.index] * (stop - start)
+        packed.positions += range(start, stop)
+        if slot.samples:
+            for position in range(max(start, border - 1), stop):
+                target = self._spare if sequence.draft else lane.index
+                packed.drawn.append(row + position - start)
+                packed.draws.append(Draw(sequence, lane, position + 1, target))
+        return lane
+
+    def _ask(self, packed: Packed, slot: Slot, row: int, scoring: Seq[Slot]) -> None:
+        """Embeddings and scores of a slot whose first token is in ``row``."""
+        if slot.sequence.media and self._media_tokens:
+            packed.media += media_rows(slot, row, self._media_tokens)
+        if scoring and slot in scoring:
+            first = row - slot.start - 1
+            packed.scored += range(first + slot.sequence.score, first + scored_to(slot))

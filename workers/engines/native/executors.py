@@ -1,0 +1,159 @@
+"""Chooses and prepares what computes an engine's steps, and its draft model's: plain torch, or kernels for CUDA."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import structlog
+
+from schemas.requests import Sampling, Stop
+from workers.engines.base import SequenceRequest
+from workers.engines.core.blocks import BlockManager
+from workers.engines.core.config import SchedulerConfig
+from workers.engines.core.ngram import NgramDrafter
+from workers.engines.core.scheduler import Scheduler
+from workers.engines.core.sequence import Executor
+from workers.engines.core.speculation import Drafter, Speculation
+from workers.engines.native.attention import Unsupported
+from workers.engines.native.draft import DraftModel
+from workers.engines.native.executor import TorchExecutor
+from workers.engines.native.model import Model, ModelError
+from workers.engines.native.options import NGRAM, NativeOptions
+from workers.engines.native.pools import Pools
+from workers.engines.native.vision import TorchVisionEncoder
+
+if TYPE_CHECKING:
+    from workers.engines.native.cuda.executor import CudaExecutor
+    from workers.engines.native.cuda.modules import Rotation
+
+log = structlog.get_logger("engine")
+
+WARM_TOKENS = 4  # prompt + output of a warm-up request
+
+
+class Prepared(NamedTuple):
+    """A model to compute with; ``rotation``: of its CUDA kernels, None if it has none."""
+
+    model: Model
+    rotation: "Rotation | None" = None
+
+
+def prepared(model: Model, reload: Callable[[], Model] | None, *, invariant: bool = False) -> Prepared:
+    """Rewrite a model on CUDA for the kernels of ``cuda``, if Triton is there and they suit it.
+
+    Args:
+        reload: loads the model again if they do not.
+        invariant: what is computed for a sequence shall not depend on the others.
+
+    Raises:
+        ModelError: it has to be invariant and cannot be; or it has to be reloaded, without ``reload``.
+    """
+    if model.device.type != "cuda":
+        return Prepared(model)
+    try:
+        from workers.engines.native.cuda.prepare import prepare
+    except ImportError as error:
+        if invariant:
+            raise ModelError(f"batch_invariant needs triton, which torch's CUDA builds come with ({error})") from error
+        log.warning("cuda_without_kernels", reason=f"{error}; install triton, which torch's CUDA builds come with")
+        return Prepared(model)
+    try:
+        return Prepared(model, prepare(model, invariant=invariant))
+    except (ModelError, Unsupported) as error:
+        if reload is None or invariant:
+            raise
+        log.warning("cuda_without_kernels", model=type(model.forward).__name__, reason=str(error))
+        return Prepared(reload())
+
+
+def make_executor(
+    target: Prepared, pools: Pools, encoder: TorchVisionEncoder | None, options: NativeOptions, limit: int
+) -> "TorchExecutor | CudaExecutor":
+    """The engine's executor, warmed up if requested.
+
+    Args:
+        limit: tokens of the longest sequence.
+    """
+    model, rotation = target
+    warm = options.warm and min(pools.kv.blocks * options.block_size, limit) > WARM_TOKENS
+    if rotation is None:
+        executor = TorchExecutor(model, pools.kv, encoder, pools.sliding)
+        if warm:
+            _warm_up(executor, pools, options.block_size, temperatures=(0.0,))
+        return executor
+    from workers.engines.native.cuda.executor import CudaExecutor
+
+    made = CudaExecutor(
+        model,
+        pools.kv,
+        rotation,
+        width=-(-limit // options.block_size) + 1,
+        max_running=options.max_running,
+        max_batched_tokens=options.max_batched_tokens,
+        tokens_per_sequence=1 + (options.num_speculative_tokens if options.speculative_model else 0),
+        encoder=encoder,
+        sliding=pools.sliding,
+        invariant=options.batch_invariant,
+    )
+    if options.warm:
+        made.capture()
+    if warm:
+        _warm_up(made, pools, options.block_size, temperatures=(0.0, 1.0))  # greedy and drawn tokens
+    return made
+
+
+def make_speculation(options: NativeOptions, draft: Prepared | None, pools: Pools, limit: int) -> Speculation | None:
+    """
+    Args:
+        draft: the draft model, if the options name one.
+        limit: tokens of the longest sequence.
+
+    Raises:
+        ValueError: a number of tokens is out of range.
+    """
+    if options.speculative_model == NGRAM:
+        drafter: Drafter = NgramDrafter(options.prompt_lookup_min, options.prompt_lookup_max)
+        return Speculation(drafter, options.num_speculative_tokens)
+    if draft is None:
+        return None
+    assert pools.draft is not None
+    if draft.rotation is None:
+        return Speculation(DraftModel(draft.model, pools.draft), options.num_speculative_tokens)
+    from workers.engines.native.cuda.draft import CudaDraftModel
+    from workers.engines.native.cuda.executor import CudaExecutor
+
+    executor = CudaExecutor(
+        draft.model,
+        pools.draft,
+        draft.rotation,
+        width=-(-limit // options.block_size) + 1,
+        max_running=options.max_running,
+        max_batched_tokens=options.max_batched_tokens,
+        tokens_per_sequence=2,  # the last proposal, if all were accepted, and the token behind it
+        singles=2,
+        in_flight=options.num_speculative_tokens + 1,
+    )
+    if options.warm:
+        executor.capture()
+    return Speculation(CudaDraftModel(executor), options.num_speculative_tokens)
+
+
+def _warm_up(executor: Executor, pools: Pools, block_size: int, *, temperatures: tuple[float, ...]) -> None:
+    """Compute a short request per temperature. A scheduler of its own keeps them out of metrics and prefix cache."""
+    blocks = BlockManager(pools.kv.blocks, prefix_cache=False)
+    scheduler = Scheduler(
+        blocks,
+        SchedulerConfig(
+            block_size=block_size,
+            max_running=1,
+            max_batched_tokens=WARM_TOKENS,
+            max_model_len=WARM_TOKENS,
+        ),
+        pools.window_rows(blocks),
+    )
+    half = WARM_TOKENS // 2
+    for temperature in temperatures:  # on CUDA each way of sampling has its own kernel
+        sampling = Sampling(temperature=temperature)
+        scheduler.submit(SequenceRequest(temperature, [0] * half, sampling, Stop(half, ignore_eos=True)))
+    while scheduler.has_work():
+        plan = scheduler.schedule()
+        scheduler.commit(plan, executor.execute(plan))
