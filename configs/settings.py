@@ -194,7 +194,7 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
     ] = "auto"
     hybrid_kv_cache: Annotated[
         bool,
-        about("native: free KV blocks behind sliding windows; not with --role prefill or decode, or CUDA kernels"),
+        about("native: free KV blocks behind sliding windows; not with --role prefill or decode, or a draft model"),
     ] = True
     kv_offloading_size: Annotated[
         float, Meta(ge=0, description="native: GiB of host memory for KV blocks that leave the pool; 0: none")
@@ -206,6 +206,9 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
         str, about('native: proposes tokens that the model verifies: a draft model\'s directory or id, or "ngram"')
     ] = ""
     num_speculative_tokens: Annotated[Positive, about("native: tokens proposed per step, at most")] = 4
+    batch_invariant: Annotated[
+        bool, about("native: on CUDA, compute a request in the same way whatever runs beside it; slower")
+    ] = False
     prompt_lookup_min: Annotated[Positive, about("native, ngram: least tokens that must repeat")] = 2
     prompt_lookup_max: Annotated[Positive, about("native, ngram: tokens that are compared")] = 4
     kv_memory_fraction: Annotated[
@@ -431,6 +434,7 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     quantization: Annotated[Quantization, _OF_WORKER] = _WORKER.quantization
     speculative_model: Annotated[str, _OF_WORKER] = _WORKER.speculative_model
     num_speculative_tokens: Annotated[int, _OF_WORKER] = _WORKER.num_speculative_tokens
+    batch_invariant: Annotated[bool, _OF_WORKER] = _WORKER.batch_invariant
     max_running: Annotated[int, _OF_WORKER] = _WORKER.max_running
     max_queue: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_queue
     list_requests: Annotated[bool, _OF_GATEWAY] = _GATEWAY.list_requests

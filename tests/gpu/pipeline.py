@@ -1,10 +1,11 @@
-"""An engine through the whole pipeline (HTTP, broker, router, worker), the native one beside itself alone, on one GPU.
+"""An engine through the whole pipeline (HTTP, broker, router, worker), beside the same engine without it, on one GPU.
 
 python -m tests.gpu.pipeline --shape 8b --streams 1,32,128,256 [--engine vllm] [--profile]
 
-A model with random weights is written to a folder (keep it in memory: /dev/shm). First an engine in a process of its
-own runs so many sequences at a time, a new one for each that ends; then the same load comes over HTTP from `penstock
-bench http`. `--profile` needs py-spy.
+A model with random weights is written to a folder (keep it in memory: /dev/shm), unless it is there. First the native
+engine in a process of its own runs so many sequences at a time, a new one for each that ends; with `--engine vllm`,
+`vllm serve` with the same settings gets the load instead. Then the same load comes to a deployment over HTTP, from
+`penstock bench http`. `--profile` needs py-spy.
 """
 
 import argparse
@@ -36,6 +37,8 @@ SHAPES = {
     "tiny": (4200, 64, 128, 2, 4, 2),
 }
 LONGEST = 4096
+START_S = 160.0
+VLLM = {"gpu_memory_utilization": 0.85, "max_num_batched_tokens": 8192}
 ROOM = 18e9  # bytes of the largest shape, and some
 
 
@@ -59,16 +62,17 @@ def make(folder: Path, shape: str) -> Any:
 
     config = LlamaConfig(
         **dict(zip(_SIZES, SHAPES[shape], strict=True)),
-        max_position_embeddings=LONGEST, rope_theta=500000.0, tie_word_embeddings=False,
+        max_position_embeddings=2 * LONGEST, rope_theta=500000.0, tie_word_embeddings=False,
         bos_token_id=None, eos_token_id=4095, pad_token_id=4093, dtype="bfloat16",
         architectures=["LlamaForCausalLM"],
     )  # fmt: skip
     began = time.perf_counter()
     torch.manual_seed(1)
     model = native.large(config, "cuda" if torch.cuda.is_available() else "cpu")
-    folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder)
-    tokenizer(folder, config.vocab_size)
+    if not (folder / "tokenizer.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        model.save_pretrained(folder)
+        tokenizer(folder, config.vocab_size)
     print(f"{shape}: written in {time.perf_counter() - began:.1f} s", flush=True)
     return model
 
@@ -82,8 +86,7 @@ def alone(asked: argparse.Namespace, folder: Path) -> None:
     from workers.engines.native.options import NativeOptions
 
     made = make(folder, asked.shape)
-    if asked.engine != "native":
-        (folder / "alone.json").write_text("[]")
+    if asked.write:
         return
     began = time.perf_counter()
     engine = assemble(
@@ -160,10 +163,7 @@ def up(asked: argparse.Namespace, folder: Path, data: Path) -> tuple[subprocess.
     began = time.perf_counter()
     engine = ["--engine", asked.engine]
     if asked.engine == "vllm":
-        engine += [
-            "--override-engine-args",
-            json.dumps({"gpu_memory_utilization": 0.85, "max_num_batched_tokens": 8192}),
-        ]
+        engine += ["--override-engine-args", json.dumps(VLLM)]
     with (data / "up.log").open("wb") as out:
         process = subprocess.Popen(
             penstock("up", *engine, "--model", folder, "--data-dir", data / "penstock",
@@ -173,28 +173,78 @@ def up(asked: argparse.Namespace, folder: Path, data: Path) -> tuple[subprocess.
             stdout=out, stderr=subprocess.STDOUT,
         )  # fmt: skip
     while b'"ready"' not in (data / "up.log").read_bytes():
-        if process.poll() is not None or time.perf_counter() - began > 160:
+        if process.poll() is not None or time.perf_counter() - began > START_S:
             logs = (data / "up.log").read_text()[-3000:]
             process.kill()
             raise SystemExit(f"penstock up did not get ready:\n{logs}")
         time.sleep(0.1)
+    state = read_state(data / "penstock" / "state.json")
     print(f"penstock up ready after {time.perf_counter() - began:.1f} s", flush=True)
-    return process, read_state(data / "penstock" / "state.json")
+    prompt_tokens(state.http_url, state.model, 1)
+    print(f"first tokens {time.perf_counter() - began:.1f} s after its start", flush=True)
+    return process, state
 
 
-def prompt_tokens(state: State, words: int) -> int:
+def peer(asked: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """`vllm serve` under the same load."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    began, url, log = time.perf_counter(), f"http://127.0.0.1:{port}", folder.parent / "vllm.log"
+    flags = [word for name, value in VLLM.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--port", str(port),
+             "--max-num-seqs", str(asked.max_running), "--max-model-len", str(LONGEST), "--dtype", "bfloat16",
+             "--served-model-name", "model", *flags],
+            stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    try:
+        while not _answers(url + "/health"):
+            if process.poll() is not None or time.perf_counter() - began > START_S:
+                print("vllm serve did not get ready:\n", log.read_text()[-3000:])
+                return []
+            time.sleep(0.2)
+        words = words_for(folder, asked.prompt)
+        prompt_tokens(url, "model", 1)
+        print(f"vllm serve: first tokens after {time.perf_counter() - began:.1f} s", flush=True)
+        rows = []
+        for streams, generations in zip(asked.streams, asked.generations, strict=True):
+            bench(asked, log.parent, words, streams, generations, "--url", url).wait(timeout=150)
+            rows.append(row_of(log.parent, generations))
+        return rows
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def prompt_tokens(url: str, model: str, words: int) -> int:
+    """Of a prompt of so many words; asks for two tokens."""
     text = " ".join(random.Random(words).choices(WORDS, k=words))
-    body = {"model": state.model, "max_tokens": 2, "messages": [{"role": "user", "content": text}]}
+    body = {"model": model, "max_tokens": 2, "messages": [{"role": "user", "content": text}]}
     request = urllib.request.Request(
-        state.http_url + "/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        url + "/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         return int(json.load(answer)["usage"]["prompt_tokens"])
 
 
-def bench(asked: argparse.Namespace, data: Path, words: int, streams: int, generations: int) -> subprocess.Popen[Any]:
+def bench(
+    asked: argparse.Namespace, data: Path, words: int, streams: int, generations: int, *where: object
+) -> subprocess.Popen[Any]:
     return subprocess.Popen(
-        penstock("bench", "http", "--state", data / "penstock" / "state.json", "--concurrency", streams,
+        penstock("bench", "http", *where, "--concurrency", streams,
                  "--requests", streams * (generations - 1), "--warm-up-s", 0, "--seed", streams * 100 + generations,
                  "--prompt-words", words, "--shared-prefix", 0, "--output-tokens", asked.answer,
                  "--json", data / "bench.json"),
@@ -202,7 +252,7 @@ def bench(asked: argparse.Namespace, data: Path, words: int, streams: int, gener
     )  # fmt: skip
 
 
-def row_of(asked: argparse.Namespace, data: Path, generations: int) -> dict[str, Any]:
+def row_of(data: Path, generations: int) -> dict[str, Any]:
     """Without a warm-up the first request of each connection is in the time, but not among the requests: add it."""
     (row,) = json.loads((data / "bench.json").read_text())["stages"]
     less = (generations - 1) / generations
@@ -214,7 +264,8 @@ def row_of(asked: argparse.Namespace, data: Path, generations: int) -> dict[str,
 
 def profile(asked: argparse.Namespace, state: State, data: Path, words: int) -> None:
     """Where worker and gateway spend their time under the heaviest load: functions, with those they called."""
-    load = bench(asked, data, words, max(asked.streams), 3 + asked.generations[-1])
+    where = ("--state", data / "penstock" / "state.json")
+    load = bench(asked, data, words, max(asked.streams), 3 + asked.generations[-1], *where)
     time.sleep(3)
     for running in state.processes:
         if running.role not in ("worker", "gateway") or not running.pid:
@@ -251,7 +302,8 @@ def table(asked: argparse.Namespace, rows: list[dict[str, Any]], alone_rows: lis
     print("| streams | | tokens/s | TTFT p50 | p99 | ITL p50 | p99 (ms) | CPU-µs/token | of them |")
     print("|---|---|---|---|---|---|---|---|---|")
     for streams, bare, row in itertools.zip_longest(asked.streams, alone_rows, rows):
-        both = ((f"{asked.shape} {asked.engine} alone", bare), (f"{asked.shape} {asked.engine} pipeline", row))
+        apart = "vllm serve" if asked.engine == "vllm" else f"{asked.engine} alone"
+        both = ((f"{asked.shape} {apart}", bare), (f"{asked.shape} {asked.engine} pipeline", row))
         for title, each in both[not bare :]:
             times = " | ".join(f"{each[key]:.1f}" for key in ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms"))
             cpu = f"{each['total_cpu_us_per_token']:.0f}" if "errors" in each else ""
@@ -265,18 +317,30 @@ def table(asked: argparse.Namespace, rows: list[dict[str, Any]], alone_rows: lis
 
 def whole(asked: argparse.Namespace, folder: Path) -> None:
     """Both measurements and the table."""
-    arguments = ["--alone", "--folder", str(folder)]
-    subprocess.run([sys.executable, "-m", "tests.gpu.pipeline", *sys.argv[1:], *arguments], check=True, timeout=300)
+    here = [sys.executable, "-m", "tests.gpu.pipeline", *sys.argv[1:], "--alone", "--folder", str(folder)]
+    bare: list[dict[str, Any]] = []
+    if asked.engine == "vllm":
+        if not (folder / "tokenizer.json").exists():
+            subprocess.run([*here, "--write"], check=True, timeout=120)
+        bare = peer(asked, folder) if asked.bare else []
+    elif asked.bare:
+        subprocess.run(here, check=True, timeout=300)
+        bare = json.loads((folder / "alone.json").read_text())
     data = Path(tempfile.mkdtemp(prefix="pipeline-"))
     process, state = up(asked, folder, data)
     try:
         words = words_for(folder, asked.prompt)
-        print(f"prompts of {words} words are {prompt_tokens(state, words)} tokens", flush=True)
+        print(f"prompts of {words} words are {prompt_tokens(state.http_url, state.model, words)} tokens", flush=True)
         rows = []
         for streams, generations in zip(asked.streams, asked.generations, strict=True):
-            bench(asked, data, words, streams, generations).wait(timeout=120)
-            rows.append(row_of(asked, data, generations))
-        table(asked, rows, json.loads((folder / "alone.json").read_text()))
+            where = ("--state", data / "penstock" / "state.json")
+            bench(asked, data, words, streams, generations, *where).wait(timeout=120)
+            rows.append(row_of(data, generations))
+        table(asked, rows, bare)
+        if asked.json:
+            asked.json.write_text(
+                json.dumps({"shape": asked.shape, "engine": asked.engine, "bare": bare, "rows": rows})
+            )
         if asked.profile:
             profile(asked, state, data, words)
         report(data)
@@ -320,11 +384,17 @@ def main() -> None:
     parser.add_argument("--max-running", type=int, default=256)
     parser.add_argument("--kv-blocks", type=int, default=0)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--bare", action=argparse.BooleanOptionalAction, default=True, help="also without the pipeline")
+    parser.add_argument("--write", action="store_true", help="the model only")
+    parser.add_argument("--json", type=Path)
     parser.add_argument("--alone", action="store_true", help="the first half only")
     parser.add_argument("--folder", type=Path, help="of the model; default: one in /dev/shm, removed at the end")
     asked = parser.parse_args()
     if asked.alone:
         alone(asked, asked.folder)
+        return
+    if asked.write:
+        make(asked.folder / f"random-{asked.shape}", asked.shape)
         return
     memory = os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > ROOM
     folder = asked.folder or Path(tempfile.mkdtemp(prefix="model-", dir="/dev/shm" if memory else None))

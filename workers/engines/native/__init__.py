@@ -43,6 +43,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine:
         num_speculative_tokens=settings.num_speculative_tokens,
         prompt_lookup_min=settings.prompt_lookup_min,
         prompt_lookup_max=settings.prompt_lookup_max,
+        batch_invariant=settings.batch_invariant,
         warm=True,
     )
     return build(str(path), options, processors=edits)
