@@ -1,8 +1,12 @@
-"""Speculation on a GPU: the demo model's answers with and without proposals, which must be equal, and their speed.
+"""Speculation on a GPU: answers with and without proposals, which must be equal, and their speed.
 
-python -m tests.gpu.speculation
+python -m tests.gpu.speculation [demo] [8b]
+
+The demo model has a draft model that was trained for it. For an 8B Llama's shape with random weights there is none; a
+model that resembles it is made: the last layers add little to the residual stream, and the draft model lacks them.
 """
 
+import argparse
 import time
 from typing import Any
 
@@ -14,12 +18,14 @@ from infra.demo_model.template import prompt
 from infra.model import modeldir
 from schemas.requests import Sampling, Stop
 from workers.engines.base import SequenceRequest
-from workers.engines.native.build import build
+from workers.engines.native.build import assemble, build
+from workers.engines.native.model import describe
 from workers.engines.native.options import NativeOptions
 
 TASKS = ("copying", "counting", "facts", "json", "needle", "thinking")
 DRAFT = str(modeldir.DEMO.parent / "demo-draft")
 PER_TASK, NEW = 4, 160
+LAYERS, SHARE = 2, 0.02
 
 
 def asked(tag: object) -> list[SequenceRequest]:
@@ -45,8 +51,7 @@ def run(engine: Any, requests: list[SequenceRequest], together: int) -> tuple[fl
     return time.perf_counter() - began, found
 
 
-def main() -> None:
-    print(torch.cuda.get_device_name(), torch.__version__)
+def demo() -> None:
     plain: dict[int, dict[Any, list[int]]] = {}
     for dtype in ("float32",):
         for name, options in (("none", {}), ("n-gram", {"speculative_model": "ngram"}),
@@ -65,6 +70,58 @@ def main() -> None:
                 print(f"{dtype}, proposals: {name}, {together} at a time: {count / seconds:,.0f} tokens/s; {right} of "
                       f"{proposed} proposals right; {same} of {len(found)} answers equal", flush=True)  # fmt: skip
             engine.close()
+
+
+def pair() -> tuple[Any, Any]:
+    """An 8B-shaped model, and one of its first two layers."""
+    from tests.gpu.beside import config
+    from tests.gpu.native import large
+
+    torch.manual_seed(1)
+    target = large(config("8b"))
+    for layer in target.model.layers[LAYERS:]:
+        layer.self_attn.o_proj.weight.mul_(SHARE)
+        layer.mlp.down_proj.weight.mul_(SHARE)
+    shape = config("8b")
+    shape.num_hidden_layers = LAYERS
+    draft = large(shape)
+    kept = set(dict(draft.named_parameters()))
+    draft.load_state_dict({name: value for name, value in target.state_dict().items() if name in kept}, strict=False)
+    return target, draft
+
+
+def eight() -> None:
+    from tests.gpu.beside import SHAPES
+    from tests.gpu.native import ask, drive
+
+    vocab = SHAPES["8b"][0]
+    for tokens in (0, 2, 4, 6):
+        target, draft = pair()
+        options: dict[str, Any] = {"speculative_model": "draft", "num_speculative_tokens": tokens} if tokens else {}
+        made = NativeOptions(max_running=32, max_model_len=4096, warm=True, **options)
+        engine = assemble(describe(target), made, draft=describe(draft) if tokens else None)
+        del target, draft
+        for streams in (1, 8, 32):
+            drive(engine, ask(streams, 512, 8, vocab, 50 + streams))
+            before = engine.stats()
+            seconds = min(drive(engine, ask(streams, 512, 128, vocab, turn + streams))[0] for turn in (1, 2))
+            after = engine.stats()
+            proposed = after.draft_tokens - before.draft_tokens
+            right = after.accepted_tokens - before.accepted_tokens
+            print(f"8B, {tokens} proposals, {streams} x 512 -> 128: {streams * 128 / seconds:,.0f} tokens/s; "
+                  f"{right} of {proposed} right", flush=True)  # fmt: skip
+        engine.close()
+        del engine
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", nargs="*", default=["demo", "8b"])
+    asked = parser.parse_args()
+    print(torch.cuda.get_device_name(), torch.__version__)
+    for what in asked.what:
+        {"demo": demo, "8b": eight}[what]()
 
 
 if __name__ == "__main__":

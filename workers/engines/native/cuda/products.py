@@ -34,7 +34,7 @@ def shape_for(rows: int) -> Shape:
     return SOME if rows <= 2 * SOME.rows else MANY
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def product(
     x, weight, bias, added, out, rows, columns, x_stride, out_stride,
     K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP_ROWS: tl.constexpr,
