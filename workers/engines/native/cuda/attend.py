@@ -11,7 +11,7 @@ import triton.language as tl
 @triton.jit(do_not_specialize=["layer"])
 def store(
     q, k, v, cos, sin, rotated, pool, tables, lanes, positions, layer,
-    q_t, q_h, k_t, k_h, v_t, v_h, cos_t, width, block_stride, layer_stride, part_stride, limit,
+    q_t, q_h, k_t, k_h, v_t, v_h, cos_t, cos_d, width, block_stride, layer_stride, part_stride, limit,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr, DIM: tl.constexpr, HALF_P: tl.constexpr,
     PAGE: tl.constexpr, ROTATE: tl.constexpr, LIMITED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -29,8 +29,8 @@ def store(
     v_low = tl.load(v + token * v_t + head * v_h + dims, mask=fits, other=0.0)
     v_high = tl.load(v + token * v_t + head * v_h + HALF + dims, mask=fits, other=0.0)
     if ROTATE:
-        c = tl.load(cos + token * cos_t + dims, mask=fits, other=0.0).to(tl.float32)
-        s = tl.load(sin + token * cos_t + dims, mask=fits, other=0.0).to(tl.float32)
+        c = tl.load(cos + token * cos_t + dims * cos_d, mask=fits, other=0.0).to(tl.float32)
+        s = tl.load(sin + token * cos_t + dims * cos_d, mask=fits, other=0.0).to(tl.float32)
         dtype = low.dtype
         k_low, k_high = low.to(tl.float32), high.to(tl.float32)
         low = (k_low * c - k_high * s).to(dtype)

@@ -153,7 +153,7 @@ class PagedAttention:
         attend.store[(tokens, kv_heads)](
             query, key, value, cos, sin, rotated, pool.data, batch.tables, batch.lanes, batch.positions, layer,
             query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-            cos.stride(-2), batch.tables.stride(0), *self._strides, pool.limit or 1.0,
+            cos.stride(-2), cos.stride(-1), batch.tables.stride(0), *self._strides, pool.limit or 1.0,
             KV_HEADS=kv_heads, GROUP=heads // kv_heads, GROUP_P=power(heads // kv_heads), DIM=dim,
             HALF_P=power(dim // 2), PAGE=pool.block_size, ROTATE=turned is not None, LIMITED=pool.limit > 0,
             PDL=pdl, num_warps=2, **launch(pdl),

@@ -49,15 +49,16 @@ def product(
     right = (number % (GROUP_ROWS * wide)) // height
     mine, theirs = down * ROWS + tl.arange(0, ROWS), right * COLUMNS + tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
-    row, column = (mine % rows).to(tl.int64), (theirs % columns).to(tl.int64)  # what wraps around is not stored
-    left = x + row[:, None] * x_stride + depth[None, :]
+    exists = (mine < rows)[:, None]
+    column = (theirs % columns).to(tl.int64)  # what wraps around is not stored
+    left = x + mine.to(tl.int64)[:, None] * x_stride + depth[None, :]
     above = weight + column[None, :] * K + depth[:, None]
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     for at in range(0, K, DEPTH):
         if K % DEPTH == 0:
-            a, b = tl.load(left), tl.load(above)
+            a, b = tl.load(left, mask=exists, other=0.0), tl.load(above)
         else:
-            a = tl.load(left, mask=depth[None, :] < K - at, other=0.0)
+            a = tl.load(left, mask=exists & (depth[None, :] < K - at), other=0.0)
             b = tl.load(above, mask=depth[:, None] < K - at, other=0.0)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
         left += DEPTH

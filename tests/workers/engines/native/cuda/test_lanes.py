@@ -1,0 +1,71 @@
+"""Block tables on the device follow the sequences' lists."""
+
+from schemas.requests import Sampling, Stop
+from workers.engines.core.sequence import Sequence
+from workers.engines.native.cuda.lanes import Lanes
+
+WIDTH = 8
+
+
+def sequence(blocks: list[int], rows: list[int] | None = None, **sampling: object) -> Sequence:
+    made = Sequence(object(), [1], 1, Sampling(**sampling), Stop(max_tokens=1), 0, [], b"")  # type: ignore[arg-type]
+    made.blocks, made.rows = blocks, rows or []
+    return made
+
+
+def changes(lanes: Lanes) -> dict[int, int]:
+    return dict(zip(*lanes.taken(), strict=True))
+
+
+def test_only_new_blocks_are_sent() -> None:
+    lanes, one = Lanes(3, WIDTH), sequence([5, 6])
+    start = lanes.of(one).index * WIDTH
+    assert changes(lanes) == {start: 5, start + 1: 6}
+    one.blocks.append(7)
+    lanes.of(one)
+    assert changes(lanes) == {start + 2: 7}
+    lanes.of(one)
+    assert changes(lanes) == {}
+
+
+def test_after_a_preemption_all_blocks_are_sent_again() -> None:
+    lanes, one = Lanes(3, WIDTH), sequence([5, 6])
+    start = lanes.of(one).index * WIDTH
+    lanes.taken()
+    one.blocks = [9]
+    lanes.of(one)
+    assert changes(lanes) == {start: 9}
+
+
+def test_lanes_of_ended_sequences_are_given_to_others() -> None:
+    lanes = Lanes(2, WIDTH)
+    ended = [sequence([1]), sequence([2])]
+    taken = {lanes.of(each).index for each in ended}
+    for each in ended:
+        each.blocks = []
+    assert {lanes.of(sequence([3])).index, lanes.of(sequence([4])).index} == taken
+
+
+def test_rows_of_sliding_windows_are_in_a_second_table() -> None:
+    lanes, one = Lanes(3, WIDTH, sliding=True), sequence([5, 6, 7], [-1, 2])
+    first = lanes.of(one).index * WIDTH
+    second = 3 * WIDTH + first
+    assert changes(lanes) == {first: 5, first + 1: 6, first + 2: 7, second: 0, second + 1: 2}
+    one.rows.append(4)
+    lanes.of(one)
+    assert changes(lanes) == {second + 2: 4}
+    one.rows = [-1, -1, 3]
+    lanes.of(one)
+    assert changes(lanes) == {second: 0, second + 1: 0, second + 2: 3}
+
+
+def test_how_tokens_are_drawn_is_known_once() -> None:
+    lanes = Lanes(9, WIDTH)
+    assert lanes.of(sequence([1], temperature=0.0)).plain
+    assert not lanes.of(sequence([1], temperature=0.0)).random
+    drawn = lanes.of(sequence([1], temperature=0.7))
+    assert (drawn.plain, drawn.random) == (True, True)
+    assert not lanes.of(sequence([1], temperature=0.7, top_k=4)).plain
+    assert lanes.of(sequence([1], temperature=0.0, top_k=4)).plain, "greedy tokens need no filter"
+    assert not lanes.of(sequence([1], temperature=0.0, presence_penalty=1.0)).plain
+    assert not lanes.of(sequence([1], temperature=0.0, logprobs=1)).plain
