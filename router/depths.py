@@ -48,8 +48,10 @@ class Depths(Mapping[TargetId, int]):
     def blocks(self) -> dict[TargetId, int]:
         """The same as a dict, made when it is asked for."""
         if self._blocks is None:
-            targets = self.bits.targets
-            self._blocks = {targets[bit]: depth for mask, depth in self.levels for bit in bits_of(mask)}
+            targets, self._blocks = self.bits.targets, {}
+            for mask, depth in self.levels:
+                for bit in (mask,) if mask in targets else bits_of(mask):
+                    self._blocks[targets[bit]] = depth
         return self._blocks
 
     def get(self, target: TargetId, default: int = 0) -> int:  # type: ignore[override]
@@ -63,6 +65,11 @@ class Depths(Mapping[TargetId, int]):
 
     def __len__(self) -> int:
         return len(self.blocks)
+
+
+def as_dict(blocks: Mapping[TargetId, int]) -> Mapping[TargetId, int]:
+    """What many look-ups are cheaper in."""
+    return blocks.blocks if isinstance(blocks, Depths) else blocks
 
 
 def bits_of(mask: int) -> list[int]:

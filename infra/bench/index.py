@@ -9,16 +9,13 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 
+from infra.bench.decision import PROMPT_TOKENS, decisions
 from infra.bus.loop_lag import freeze_loaded
 from router.cluster_state import SWEEP_BLOCKS
 from router.holders import keys_view
 from router.index import PrefixIndex
 from router.index_snapshot import encoding, read_head, restoring
-from router.load import Load, RoutingTarget
-from router.policy import decide
-from router.routing import RoutingContext, RoutingRequest, Weights
 from schemas.blocks import split
-from schemas.fleet import Registration
 from schemas.kv import KvBatch, Removed, Stored
 
 MAX_BLOCKS = 16_000_000
@@ -223,19 +220,9 @@ def _resident_mib() -> float:
 
 
 def decision_figures() -> None:
-    request = RoutingRequest(model="m", prompt_tokens=4000, max_tokens=200, prompt_blocks=125)
-    for workers in (2, 64):
-        targets = [
-            RoutingTarget(
-                (f"w{w}", 0),
-                Registration(f"w{w}", "m", "aggregated", "mock", 1, 32, 16384, 256, 131072),
-                Load(requests=w, sequences=w, active_blocks=7 * w, prefill_tokens=100 * w),
-            )
-            for w in range(workers)
-        ]
-        overlaps = {target.id: w for w, target in enumerate(targets)}
-        cost = microseconds(lambda m=targets, o=overlaps: decide(RoutingContext(request, m, o, "kv", Weights(), 1)))  # type: ignore[misc]
-        print(f"decide, {workers} workers: {cost:.1f} µs")
+    print(f"decision with match, scoring and job, prompts of {PROMPT_TOKENS:,} tokens")
+    for workers, what, place in decisions():
+        print(f"  {workers:3} workers, {what:24} {microseconds(place):6.1f} µs")
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from configs.settings import RouterMode
-from router.depths import TargetId
+from router.depths import TargetId, as_dict
 from router.load_tracker import MODELS_CACHED, LoadTracker
 from router.placement.shared_prefixes import SharedPrefixes
 from router.policy import decide
@@ -75,12 +75,12 @@ class Decisions:
             overlaps, seed, turn, waited_s: as in ``RoutingContext``.
         """
         tracker, weights = self._tracker, self._weights
-        leading = tracker.loads.prefixes(keys) if self._mode == "kv" else {}
+        leading: Mapping[TargetId, int] = tracker.loads.prefixes(keys) if self._mode == "kv" else {}
         if self._arrays is not None and self._mode == "kv":
             found = self._arrays.decide(
                 request, overlaps, leading, weights, now_ns=now_ns, seed=seed, waited_s=waited_s
             )
             if found is not None:
                 return found
-        targets = tracker.targets(now_ns, request.model)
-        return decide(RoutingContext(request, targets, overlaps, self._mode, weights, seed, turn, leading, waited_s))
+        targets, cached, active = tracker.targets(now_ns, request.model), as_dict(overlaps), as_dict(leading)
+        return decide(RoutingContext(request, targets, cached, self._mode, weights, seed, turn, active, waited_s))

@@ -63,15 +63,16 @@ class ArrayDecisions:
             size_of(request), both[0], both[1], columns, overlap_weight=weights.overlap, prefill_weight=weights.prefill
         )
         allowed = pool.allowed(request)
-        free = np.flatnonzero(allowed & found.fits)
+        free = (allowed & found.fits).nonzero()[0]
         if not len(free):
             return None
         scores = found.whole[free]
-        ties = np.flatnonzero(scores - scores.min() <= TIE)
-        if waited_s is not None and _waits(found, allowed, int(free[int(scores.argmin())]), waited_s):
+        best = scores.argmin()
+        ties = (scores - scores[best] <= TIE).nonzero()[0]
+        if waited_s is not None and _waits(found, allowed, int(free[best]), waited_s):
             return None
         chosen = int(free[int(ties[draw(seed) % len(ties)])])
-        present = np.minimum(both.max(axis=0), request.prompt_blocks)
+        present = np.minimum(np.maximum(*both), request.prompt_blocks)
         worker, rank = pool.ids[chosen]
         table = _ScoreTable(request, pool, columns, found, present)
         return RoutingDecision((Stage("aggregated", worker, rank),), table.lines(chosen, free), int(present[chosen]))
@@ -119,9 +120,9 @@ def _lowest(scores: Column, free: Rows, count: int) -> Rows:
     """Those ``free`` with the lowest scores, the first of equal ones first."""
     among = scores[free]
     if len(free) > 4 * count:
-        near = np.flatnonzero(among <= np.partition(among, count)[count])
+        near = (among <= np.partition(among, count)[count]).nonzero()[0]
         free, among = free[near], among[near]
-    return free[np.argsort(among, kind="stable")[:count]]
+    return free[among.argsort(kind="stable")[:count]]
 
 
 class _ScoreTable(NamedTuple):

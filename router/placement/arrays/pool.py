@@ -86,7 +86,7 @@ class Pool(NamedTuple):
 
 
 def _set_bits(masks: bytes) -> Rows:
-    return np.flatnonzero(np.unpackbits(np.frombuffer(masks, np.uint8), bitorder="little").view(np.bool_))
+    return np.unpackbits(np.frombuffer(masks, np.uint8), bitorder="little").view(np.bool_).nonzero()[0]
 
 
 class Pools:

@@ -1,0 +1,95 @@
+"""What a router's decision costs: match, scoring and job of one request, by the number of workers."""
+
+import os
+import random
+from collections.abc import Callable, Iterator
+
+from router.holders import keys_view
+from router.index import PrefixIndex
+from router.job_message import Positions, build_job
+from router.load_tracker import LoadTracker
+from router.pending import PendingRequest, routing_request
+from router.placement.decisions import Decisions, array_decisions
+from router.routing import Weights
+from schemas import wire
+from schemas.blocks import DEFAULT_BLOCK_SIZE
+from schemas.fleet import Registration
+from schemas.jobs import DecisionInputs, LoadHeader
+from schemas.kv import KvBatch, Stored
+from schemas.requests import GenerateRequest, Stop
+
+WORKERS = (2, 8, 64, 512)
+PROMPT_TOKENS = 2_000
+ACTIVE = 15  # requests at each worker, with prompts of their own
+_BLOCKS = PROMPT_TOKENS // DEFAULT_BLOCK_SIZE
+HELD: dict[str, Callable[[int, int], int]] = {
+    "nobody has it": lambda worker, workers: 0,
+    "all have all": lambda worker, workers: _BLOCKS,
+    "all at different depths": lambda worker, workers: 1 + worker * (_BLOCKS - 1) // max(1, workers - 1),
+}
+
+
+class Fleet:
+    """Workers with active requests and some blocks of a prompt.
+
+    Args:
+        held: leading blocks of the prompt, by number of the worker.
+    """
+
+    def __init__(self, workers: int, held: Callable[[int, int], int]) -> None:
+        draw = random.Random(workers)
+        self.index, self.tracker = PrefixIndex(1 << 24), LoadTracker()
+        digests = os.urandom(16 * _BLOCKS)
+        for number in range(workers):
+            name = f"worker-{number:04}-0123abcd"
+            registration = Registration(name, "m", "aggregated", "mock", 1, DEFAULT_BLOCK_SIZE, 16384, 256, 131072)
+            self.tracker.put_worker(registration)
+            blocks = digests[: 16 * held(number, workers)]
+            own = Stored(os.urandom(16 * 64))
+            self.index.apply(KvBatch(name, 1, 0, (own, Stored(blocks)) if blocks else (own,)))
+            for active in range(ACTIVE):
+                load = LoadHeader(draw.randrange(100, 4000), 0, "gateway", 1 << 62, "standard", 1)
+                keys = keys_view(os.urandom(16 * 20))
+                self.tracker.admit(
+                    f"{number}-{active}", 1, name, load, now_ns=1, role="aggregated", echoed=True, keys=keys
+                )
+        request = GenerateRequest(
+            "01890000-0000-7000-8000-000000000000",
+            "m",
+            "gateway",
+            os.urandom(4 * PROMPT_TOKENS),
+            Stop(64),
+            1,
+            1 << 62,
+            digests,
+        )
+        self._pending = PendingRequest(request, wire.encode(request), "reply", 1)
+        self._decisions = Decisions(self.tracker, array_decisions(self.tracker), "kv", Weights())
+        self._turn = 0
+
+    def place(self) -> bytes:
+        """One request, from its arrival to the bytes of its job; nothing is admitted."""
+        self._turn += 1
+        pending, turn = self._pending, self._turn
+        keys = keys_view(pending.request.digests)
+        asked = routing_request(pending, keys, avoid=frozenset(), revision=None)
+        decision = self._decisions.decide(asked, keys, self.index.depths(keys), now_ns=turn, seed=turn, turn=turn)
+        job = build_job(
+            pending,
+            decision,
+            mode="kv",
+            router="router-0",
+            revision="",
+            prompt_blocks=len(keys),
+            positions=Positions(turn, turn, turn),
+            now_ns=turn,
+            inputs=DecisionInputs(turn, turn, 0, 0),
+        )
+        return wire.encode(job)
+
+
+def decisions() -> Iterator[tuple[int, str, Callable[[], bytes]]]:
+    """Number of workers, who has the prompt, and what to measure."""
+    for workers in WORKERS:
+        for what, held in HELD.items():
+            yield workers, what, Fleet(workers, held).place
