@@ -75,7 +75,7 @@ COMMANDS = {
     "whatif": Command("decide recorded routing decisions again, with a change", "infra.whatif.main:run"),
     "top": Command("watch a running deployment in the terminal", "infra.operate.top:run"),
     "dashboard": Command("show a deployment in the browser", "infra.dashboard.main:run"),
-    "doctor": Command("find what is wrong, and how to mend it", "infra.operate.doctor.main:run"),
+    "doctor": Command("find problems, and how to fix them", "infra.operate.doctor.main:run"),
     "drain": Command("take workers out of service without failing a request", "infra.operate.drain:run"),
     "restart": Command("restart processes of `penstock up`, one after the other", "infra.operate.restart:run"),
     "dead": Command(

@@ -21,7 +21,7 @@ _PROBE_S = 2.0
 
 
 class BrokerProblem(Exception):
-    """The server cannot carry the pipeline as it is; the text says what is wrong and how to mend it."""
+    """The server cannot carry the pipeline as it is; the text says what is wrong and how to fix it."""
 
 
 async def existing_config(nc: Client, verb: str, not_found: int) -> Config | None:

@@ -1,4 +1,4 @@
-"""``penstock doctor``: run every check that is possible, print what was found, and how to mend it."""
+"""``penstock doctor``: run every check that is possible, print what was found, and how to fix it."""
 
 import argparse
 import asyncio
