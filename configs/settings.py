@@ -141,6 +141,14 @@ class RouterSettings(Common, frozen=True, kw_only=True):
             "0: never",
         ),
     ] = 120.0
+    resteer_after_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="seconds, at least, that a worker computes no prompt until what waits there goes to an idle "
+            "worker; 0: never",
+        ),
+    ] = 5.0
     revision_wait_s: Annotated[
         Seconds,
         about("seconds that a started answer waits for a worker of the same model revision after losing its own"),

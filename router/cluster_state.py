@@ -95,6 +95,7 @@ class ClusterState:
         self._fetching: set[asyncio.Future[None]] = set()
         self._removing_stale_keys: asyncio.Task[None] | None = None
         self.stalled: frozenset[str] = frozenset()  # workers whose engines make no steps; set by the watchdog
+        self.late: frozenset[str] = frozenset()  # workers whose requests are placed again; set by ``resteer``
         self._left: OrderedDict[str, str] = OrderedDict()  # workers that left, the most recent last -> model
         self._connected_since = time.monotonic()
         self._snapshots = Snapshots(bus, settings.name)
@@ -226,12 +227,13 @@ class ClusterState:
         return self.index.depths(keys) if self.index is not None else self._approximate.match(keys)
 
     def suspects(self) -> frozenset[str]:
-        """Workers whose connection is broken at the moment, or whose engine is stalled."""
+        """Workers whose connection is broken at the moment, whose engine is stalled, or that are late."""
         broken = self.disconnects.broken
+        slow = self.stalled | self.late
         if not broken:
-            return self.stalled
+            return slow
         workers = self._registry.members.items()
-        return self.stalled | {name for name, worker in workers if worker.registration.connection in broken}
+        return slow | {name for name, worker in workers if worker.registration.connection in broken}
 
     def steps(self) -> dict[str, tuple[int, int]]:
         """Epoch of each worker, and the steps of its engine by its last renewal (-1: unknown)."""

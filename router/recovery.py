@@ -28,6 +28,7 @@ SCANS_LEFT = 2
 RETURNS_REMEMBERED = 50_000
 UNKNOWN_S = 30.0  # a return of an unknown request is remembered for so long: its job may be read later
 WORKER_LOST = "worker_lost"
+LATE = "resteered"  # begins the reason of a request that waited at a worker that is late
 STALLED = "stalled"  # begins the reason of a request whose worker's engine makes no steps
 
 
@@ -95,6 +96,11 @@ class Recovery:
         if self._owns(entry.worker):
             self._background.spawn(self.recover([entry], f"{STALLED}: {why}"), f"recover-{entry.request}")
 
+    def on_late(self, entry: ActiveRequest, why: str) -> None:
+        """A request waits at a worker that is late, and another worker is idle."""
+        if self._owns(entry.worker):
+            self._background.spawn(self.recover([entry], f"{LATE}: {why}"), f"recover-{entry.request}")
+
     async def scan(self) -> None:
         """Look for orphans and unhandled returns every second, whichever router placed them; never returns."""
         while True:
@@ -154,7 +160,7 @@ class Recovery:
         if entry is None or entry.attempt != attempt.attempt:
             return  # its terminal event, or the decision of another router, was read in the meantime
         stalled = reason.startswith(STALLED)
-        if stalled or (reason == WORKER_LOST and entry.later):
+        if stalled or reason.startswith(LATE) or (reason == WORKER_LOST and entry.later):
             await self._revoke(entry)
         pending = _next_attempt(attempt, reason, time.time_ns())
         if len(pending.finished) == pending.request.n:

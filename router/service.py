@@ -37,6 +37,7 @@ from router.ownership.intake import Intake
 from router.pending import PendingRequest
 from router.placement.held_order import HeldOrder
 from router.recovery import Recovery
+from router.resteering import resteer
 from router.routing import RoutingDecision
 from router.terminal_publisher import TerminalPublisher
 from router.watchdog import watch
@@ -127,6 +128,9 @@ class Router:
         if stalled_after_s:
             watching = watch(self._bus, self.cluster, self._metrics, stalled_after_s, recovery.on_stalled)
             self.tasks.spawn(watching, name="watchdog")
+        if self._settings.resteer_after_s:
+            resteering = resteer(self._bus, self.cluster, self._settings.resteer_after_s, recovery.on_late)
+            self.tasks.spawn(resteering, name="resteering")
         await self.intake.start(self.tasks)
         log.info("router_open", router=self.id, mode=self._settings.mode)
 

@@ -76,6 +76,14 @@ class LearnedCosts:
         slowness = min(max(ratios[target] / self._medians[model], FASTEST), SLOWEST)
         return 1.0 if abs(slowness - 1) < NOISE else slowness
 
+    def expected(self, model: str, tokens: int, least_samples: int) -> float | None:
+        """Seconds that a prompt with so many tokens to compute takes, by the mean of the model's targets.
+
+        None: it would rest on fewer samples.
+        """
+        fit = self._fits.get(model)
+        return fit.expected(tokens) if fit is not None and fit.count >= least_samples else None
+
     def forget(self, target: TargetId) -> None:
         self._targets.pop(target, None)
         for ratios in self._ratios.values():

@@ -141,6 +141,14 @@ class TargetLoads:
         """Whether ``stored`` could find that a prompt is computed."""
         return bool(self._computing.get(target))
 
+    def uncomputed(self, target: TargetId) -> list[Task]:
+        """The tasks of which ``stored`` will find when their prompt is computed."""
+        return [task for among in self._computing.get(target, {}).values() for task in among.values()]
+
+    def computed_ns(self, target: TargetId) -> int:
+        """When a target computed a prompt last; 0: not yet."""
+        return self._computed_ns.get(target, 0)
+
     def stored(self, target: TargetId, keys: Sequence[int], now_ns: int = 0) -> list[Task]:
         """KV events: ``target`` now holds these blocks. Returns the tasks whose prompt is thereby computed.
 
