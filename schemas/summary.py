@@ -58,8 +58,7 @@ class RequestSummary(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def as_dict(summary: RequestSummary) -> dict[str, object]:
     """All fields, as commands and the gateway write them in JSON; with ``ttft_ms`` and ``duration_ms``."""
-    found: dict[str, object] = {name: getattr(summary, name) for name in summary.__struct_fields__}
-    return found | {"ttft_ms": summary.ttft_ms, "duration_ms": summary.duration_ms}
+    return msgspec.structs.asdict(summary) | {"ttft_ms": summary.ttft_ms, "duration_ms": summary.duration_ms}
 
 
 def of_request(

@@ -5,8 +5,8 @@
 No process of a deployment runs: this one publishes the messages itself (requests, jobs with score tables, handoffs,
 ledger lines, token batches, records), with the structs that the processes use, in the order and with the times in which
 it publishes them. So a log of any size is there in minutes, and everything that reads logs can be measured on it. Half
-of the requests are disaggregated. Some fail, are cancelled, or are continued by a second worker. There are no KV events
-and no consumers.
+of the requests are disaggregated. Some fail, are cancelled, or are continued by a second worker. There are no KV
+events, and no consumers: a deployment that starts on this log would run every request again.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -322,7 +323,7 @@ async def _run(data_dir: Path, namespace: str, count: int, seed: int) -> None:
     try:
         url = server.url()
         async with await connect(url, role="operator", name="recording", namespace=namespace) as bus:
-            await apply(bus.nc, topology(bus.subjects, record=True))
+            await apply(bus.nc, replace(topology(bus.subjects, record=True), consumers=()))
             await record(bus, count, seed, _Progress(count))
     finally:
         await server.stop()

@@ -4,31 +4,34 @@ import argparse
 import asyncio
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from configs.flags import Parser
 from infra.bus.connection import Bus
 from infra.bus.direct_get import get_last, read
 from infra.terminal import stdout
 from infra.timeline.find_requests import Found, ended, of_entry, unfinished
-from infra.timeline.moments import clock, duration_ns, moment_ns, span
+from infra.timeline.moments import duration_ns, moment_ns
 from infra.timeline.open_log import Log, Source, add_flags, open_log, run_command
+from infra.timeline.request_lines import RequestLine, lines
+from infra.timeline.summary_cache import cache_folder, summaries
 from infra.timeline.texts import Texts
-from schemas.summary import STATES, WAITING, Criteria, RequestSummary, as_dict
+from schemas.summary import STATES, WAITING, Criteria, as_dict
 
 POLL_S = 0.5
+WRITTEN_TOGETHER = 500  # lines
+_encode = msgspec.json.Encoder().encode
 SNIPPET = 60  # characters around what --grep found
-_STYLES = {"finished": "green", "failed": "red", "cancelled": "yellow", "running": "cyan", "waiting": "magenta"}
 
 
 class Options(NamedTuple):
-    """What to list and how. ``limit``: at most so many; 0: all."""
+    """What to list and how. ``limit``: at most so many; 0: all. ``cache``: folder of summaries; None: no cache."""
 
     criteria: Criteria
     limit: int
@@ -36,11 +39,7 @@ class Options(NamedTuple):
     as_json: bool
     grep: re.Pattern[str] | None
     texts: Texts
-
-
-class _Line(NamedTuple):
-    summary: RequestSummary
-    match: str  # what --grep found, with its surroundings
+    cache: Path | None
 
 
 def run(argv: Sequence[str]) -> int:
@@ -97,7 +96,8 @@ def _options(args: argparse.Namespace) -> Options:
         grep = re.compile(args.grep, re.IGNORECASE if args.ignore_case else 0) if args.grep else None
     except re.error as error:
         raise ValueError(f"--grep {args.grep!r} is not a regular expression: {error}") from error
-    return Options(criteria, args.limit, args.follow, args.json, grep, Texts(args.model_path))
+    cache = None if args.file else cache_folder(None if args.nats_url else Path(args.data_dir))
+    return Options(criteria, args.limit, args.follow, args.json, grep, Texts(args.model_path), cache)
 
 
 async def _run(source: Source, options: Options, console: Console) -> None:
@@ -105,15 +105,15 @@ async def _run(source: Source, options: Options, console: Console) -> None:
         if options.follow and log.stopped:
             raise ValueError("the deployment is stopped: there is nothing to follow")
         last = await get_last(log.bus, log.bus.subjects.stream("DONE"), log.bus.subjects.all("done"))
-        lines = [line async for line in _list(log, options)]
-        _print(lines, options, console, header=True)
-        if not lines and not options.as_json and not options.follow:
+        found = [line async for line in _list(log, options)]
+        _print(found, options, console, header=True)
+        if not found and not options.as_json and not options.follow:
             console.print("no request matches")
         if options.follow:
             await _follow(log.bus, last.seq if last is not None else 0, options, console)
 
 
-async def _list(log: Log, options: Options) -> AsyncGenerator[_Line, None]:
+async def _list(log: Log, options: Options) -> AsyncGenerator[RequestLine, None]:
     count = 0
     criteria = options.criteria
     states = criteria.states
@@ -126,12 +126,21 @@ async def _list(log: Log, options: Options) -> AsyncGenerator[_Line, None]:
                 return
     if states and not states - {"waiting", "running"}:
         return
-    async for _, each in ended(log.bus, criteria):
+    async for line in _ended(log.bus, options):
+        yield line
+        count += 1
+        if count == options.limit:
+            return
+
+
+async def _ended(bus: Bus, options: Options) -> AsyncGenerator[RequestLine, None]:
+    if options.grep is None and options.cache is not None:
+        async for summary in summaries(bus, options.criteria, options.cache):
+            yield RequestLine(summary)
+        return
+    async for _, each in ended(bus, options.criteria):  # with what --grep searches
         if (line := _line(each, options)) is not None:
             yield line
-            count += 1
-            if count == options.limit:
-                return
 
 
 def _may_be_unfinished(criteria: Criteria) -> bool:
@@ -143,75 +152,50 @@ def _may_be_unfinished(criteria: Criteria) -> bool:
 async def _follow(bus: Bus, after: int, options: Options, console: Console) -> None:
     stream, subject = bus.subjects.stream("DONE"), bus.subjects.all("done")
     while True:
-        lines = []
+        new = []
         async for entry in read(bus, stream, subject, after=after):
             after = entry.seq
             found = of_entry(entry)
             if found is not None and options.criteria.accepts(found.summary):
                 line = _line(found, options)
-                lines += [line] if line is not None else []
-        _print(lines, options, console, header=False)
+                new += [line] if line is not None else []
+        _print(new, options, console, header=False)
         await asyncio.sleep(POLL_S)
 
 
-def _line(found: Found, options: Options) -> _Line | None:
+def _line(found: Found, options: Options) -> RequestLine | None:
     if options.grep is None:
-        return _Line(found.summary, "")
+        return RequestLine(found.summary)
     texts = [options.texts.prompt(found.request)] if found.request is not None else []
     texts += options.texts.outputs(found.record) if found.record is not None else []
     for text in texts:
         if match := options.grep.search(text):
             start, end = max(0, match.start() - SNIPPET // 2), match.end() + SNIPPET // 2
-            return _Line(found.summary, " ".join(text[start:end].split()))
+            return RequestLine(found.summary, " ".join(text[start:end].split()))
     return None
 
 
-def _print(lines: Sequence[_Line], options: Options, console: Console, *, header: bool) -> None:
+def _print(found: Sequence[RequestLine], options: Options, console: Console, *, header: bool) -> None:
+    written: Iterable[str]
     if options.as_json:
-        for line in lines:
-            console.file.write(msgspec.json.encode(_as_dict(line)).decode() + "\n")
-        console.file.flush()
-    elif lines:
-        console.print(_table(lines, options, width=console.width, header=header))
+        written = (_encode(_as_dict(line)).decode() for line in found)
+    elif found:
+        width, colours = console.width, console.color_system is not None and not console.no_color
+        name = ("text" if options.grep is not None else "error") if header else ""
+        written = lines(found, width=width, now_ns=time.time_ns(), header=name, colours=colours)
+    else:
+        return
+    for part in _batched(written, WRITTEN_TOGETHER):  # standard output is flushed at each line's end
+        console.file.write("\n".join(part) + "\n")
+    console.file.flush()
 
 
-def _as_dict(line: _Line) -> dict[str, object]:
+def _batched(items: Iterable[str], size: int) -> Iterator[list[str]]:
+    """The items in lists of ``size``."""
+    rest = iter(items)
+    while part := list(islice(rest, size)):
+        yield part
+
+
+def _as_dict(line: RequestLine) -> dict[str, object]:
     return as_dict(line.summary) | ({"match": line.match} if line.match else {})
-
-
-def _table(lines: Sequence[_Line], options: Options, *, width: int, header: bool) -> Table:
-    now_ns = time.time_ns()
-    table = Table(box=None, show_header=header, pad_edge=False, header_style="bold")
-    columns = [column for column in _COLUMNS if width >= column.from_width]
-    for column in columns:
-        justify: Literal["left", "right"] = "right" if column.number else "left"
-        table.add_column(column.name, justify=justify, no_wrap=True, min_width=column.width)
-    table.add_column("text" if options.grep is not None else "error", overflow="ellipsis", no_wrap=True)
-    for summary, match in lines:
-        cells = [column.cell(summary, now_ns) for column in columns]
-        table.add_row(*cells, escape(match or summary.message))
-    return table
-
-
-class _Column(NamedTuple):
-    """A column of the list. Fixed ``width``: rows that --follow adds later stand below the first ones."""
-
-    name: str
-    width: int
-    cell: Callable[[RequestSummary, int], str]
-    from_width: int = 0  # of the terminal: a narrower one does not show it
-    number: bool = False
-
-
-_COLUMNS = (
-    _Column("accepted", 12, lambda found, now_ns: clock(found.created_ns, now_ns)),
-    _Column("id", 36, lambda found, _: found.id),
-    _Column("state", 9, lambda found, _: f"[{_STYLES[found.state]}]{found.code or found.state}[/]"),
-    _Column("model", 6, lambda found, _: escape(found.model), 130),
-    _Column("worker", 17, lambda found, _: escape(found.worker), 105),
-    _Column("prompt", 6, lambda found, _: str(found.prompt_tokens), 90, number=True),
-    _Column("cached", 6, lambda found, _: str(found.cached_tokens), 130, number=True),
-    _Column("out", 5, lambda found, _: str(found.completion_tokens), number=True),
-    _Column("ttft", 9, lambda found, _: span(found.ttft_ms), 120, number=True),
-    _Column("duration", 9, lambda found, _: span(found.duration_ms), number=True),
-)
