@@ -1,5 +1,6 @@
 """The dashboard's pages and its stream of changes, over HTTP."""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from pathlib import Path
@@ -15,9 +16,11 @@ from starlette.staticfiles import StaticFiles
 from infra.dashboard import pages
 from infra.dashboard.access import Access
 from infra.dashboard.live import Live, Moment
+from infra.dashboard.reports import list_reports
 from infra.timeline import inspection_page
 from infra.timeline.find_requests import ended, unfinished
 from infra.timeline.inspection import inspect
+from infra.timeline.leases import leases, stopped_ns
 from infra.timeline.moments import clock, duration_ns, moment_ns
 from infra.timeline.open_log import Log
 from infra.timeline.read import read_timeline
@@ -32,6 +35,9 @@ POLICY = (
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
 
+# A report is one file with its own style, from wherever it was copied: no script runs in it.
+REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; sandbox"
+
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -40,9 +46,11 @@ class Dashboard:
 
     Args:
         live: None for a stopped deployment.
+        reports: folder of HTML reports to list; None: there is none.
     """
 
-    def __init__(self, log: Log, live: Live | None, access: Access) -> None:
+    def __init__(self, log: Log, live: Live | None, access: Access, reports: Path | None = None) -> None:
+        self._reports = reports
         self._bus = log.bus
         self._stopped = log.stopped
         self._live = live
@@ -57,6 +65,9 @@ class Dashboard:
             Route("/requests", self._guarded(self._requests)),
             Route("/requests/{id}", self._guarded(self._request)),
             Route("/find", self._guarded(self._find)),
+            Route("/leases", self._guarded(self._leases)),
+            Route("/reports", self._guarded(self._list_reports)),
+            Route("/reports/{name}", self._guarded(self._report)),
             Mount("/static", StaticFiles(directory=Path(__file__).parent / "static")),
         ]
         return Starlette(routes=routes)
@@ -70,7 +81,7 @@ class Dashboard:
                 found = await endpoint(request)
             except ServingError as error:
                 found = self._problem("The broker does not answer", error.message, 503)
-            found.headers["Content-Security-Policy"] = POLICY
+            found.headers.setdefault("Content-Security-Policy", POLICY)
             found.headers["Referrer-Policy"] = "no-referrer"
             found.headers["Cache-Control"] = "no-store"
             return found
@@ -116,6 +127,23 @@ class Dashboard:
     async def _find(self, request: Request) -> Response:
         wanted = request.query_params.get("id", "").strip()
         return RedirectResponse(f"/requests/{wanted}" if wanted and "/" not in wanted else "/requests", 303)
+
+    async def _leases(self, request: Request) -> Response:
+        now_ns = await stopped_ns(self._bus) if self._stopped else time.time_ns()
+        found = await leases(self._bus, now_ns)
+        return HTMLResponse(pages.leases(found, now_ns, stopped=self._stopped, namespace=self._namespace))
+
+    async def _list_reports(self, request: Request) -> Response:
+        found = await asyncio.to_thread(list_reports, self._reports)
+        return HTMLResponse(pages.reports(found, self._reports, namespace=self._namespace))
+
+    async def _report(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in [report.name for report in await asyncio.to_thread(list_reports, self._reports)]:
+            return self._problem("Not found", f"there is no report {name}", 404)
+        assert self._reports is not None
+        text = await asyncio.to_thread((self._reports / name).read_text, encoding="utf-8", errors="replace")
+        return HTMLResponse(text, headers={"Content-Security-Policy": REPORT_POLICY})
 
     # --- changes ---
 

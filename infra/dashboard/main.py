@@ -13,6 +13,7 @@ from infra.broker.datadir import prepare
 from infra.dashboard.access import Access, stored_token
 from infra.dashboard.app import Dashboard
 from infra.dashboard.live import Live
+from infra.dashboard.reports import FOLDER
 from infra.launch.http import base_url
 from infra.launch.sockets import CannotListen, bind
 from infra.operate.observe import Observer
@@ -51,7 +52,8 @@ async def _run(args: argparse.Namespace) -> None:
         token = args.token or (secrets.token_urlsafe(18) if args.nats_url else _token_of(source))
         async with open_log(source, name="dashboard", role="operator", streams=REQUEST_STREAMS) as log:
             live = None if log.stopped else Live(Observer(log.bus), INTERVAL_S)
-            app = Dashboard(log, live, Access(token, port)).application()
+            reports = None if args.nats_url else source.data_dir / FOLDER
+            app = Dashboard(log, live, Access(token, port), reports).application()
             config = uvicorn.Config(
                 app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=CLOSE_S
             )

@@ -1,7 +1,7 @@
 """HTML of the dashboard's pages. Everything that comes from requests is escaped by the templates."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,12 @@ from markupsafe import Markup
 
 from infra.dashboard.charts import sparkline
 from infra.dashboard.live import Moment
+from infra.dashboard.reports import ReportFile
 from infra.operate.observe import Snapshot
 from infra.sizes import show_size
 from infra.timeline.find_requests import Found
 from infra.timeline.moments import clock, show_duration, span
+from infra.timeline.ticket_lease import TicketLease
 from schemas.summary import STATES
 
 PER_PAGE = 100
@@ -116,6 +118,26 @@ def requests(found: Sequence[Found], query: dict[str, str], *, older: int, error
 def request(request_id: str, body: Markup, *, namespace: str) -> str:
     """The page of one request."""
     return _render("request.html", id=request_id, body=body, namespace=namespace, here="requests")
+
+
+def leases(found: Mapping[str, TicketLease], now_ns: int, *, stopped: bool, namespace: str) -> str:
+    """KV blocks that workers hold for each other, open leases first."""
+    ordered = sorted(found.items(), key=lambda each: (not each[1].is_open(now_ns), -each[1].offer.at_ns))
+    return _render(
+        "leases.html",
+        found=ordered[:PER_PAGE],
+        open=sum(lease.is_open(now_ns) for lease in found.values()),
+        count=len(found),
+        now_ns=now_ns,
+        stopped=stopped,
+        namespace=namespace,
+        here="leases",
+    )
+
+
+def reports(found: Sequence[ReportFile], folder: Path | None, *, namespace: str) -> str:
+    """The list of reports."""
+    return _render("reports.html", found=found, folder=folder, namespace=namespace, here="reports")
 
 
 def problem(title: str, text: str, *, namespace: str) -> str:

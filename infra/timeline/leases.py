@@ -71,13 +71,13 @@ def run(argv: Sequence[str]) -> int:
 
 async def _run(source: Source, console: Console, everything: bool) -> None:
     async with open_log(source, name="leases", streams=["HANDOFF"]) as log:
-        now_ns = await _stopped_ns(log.bus) if log.stopped else time.time_ns()
+        now_ns = await stopped_ns(log.bus) if log.stopped else time.time_ns()
         if log.stopped:
             console.print(f"the deployment is stopped; leases as of {format_time(now_ns)}")
         show(await leases(log.bus, now_ns), now_ns, console, everything=everything)
 
 
-async def _stopped_ns(bus: Bus) -> int:
+async def stopped_ns(bus: Bus) -> int:
     """When the last line of a stopped deployment's ledger was stored; now, if it has none."""
     last = await get_last(bus, bus.subjects.stream("HANDOFF"), bus.subjects.all("handoff"))
     return last.time_ns if last is not None else time.time_ns()
