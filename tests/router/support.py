@@ -70,9 +70,11 @@ class Routing:
 
 
 @contextlib.asynccontextmanager
-async def routing(server: EmbeddedNats, subjects: Subjects, **settings: Any) -> AsyncIterator[Routing]:
-    """A router that is open."""
-    async with dial(server, subjects, "router") as bus:
+async def routing(
+    server: EmbeddedNats, subjects: Subjects, *, url: str = "", **settings: Any
+) -> AsyncIterator[Routing]:
+    """A router that is open; ``url``: of the broker, in another way than the server's own."""
+    async with dial(server, subjects, "router", url=url) as bus:
         made = Routing(bus, RouterSettings(**{"seed": 1} | settings))
         await made.publisher.open()
         await made.router.open()

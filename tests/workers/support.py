@@ -104,11 +104,13 @@ DRAWN = Sampling(temperature=1.0, seed=7)
 
 
 @contextlib.asynccontextmanager
-async def dial(server: EmbeddedNats, subjects: Subjects, name: str = "test", **options: Any) -> AsyncIterator[Bus]:
+async def dial(
+    server: EmbeddedNats, subjects: Subjects, name: str = "test", *, url: str = "", **options: Any
+) -> AsyncIterator[Bus]:
     """A connection whose end would not end the test run; fails if the server closed it."""
     ended: list[int] = []
     bus = await connect(
-        server.url("operator"),
+        url or server.url("operator"),
         role="operator",
         name=name,
         namespace=subjects.namespace,

@@ -1,7 +1,9 @@
 """Router replicas on a real nats-server: one owner a model, and what happens when owners come, go and are lost."""
 
 import asyncio
+import contextlib
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -244,6 +246,79 @@ async def test_an_owner_that_was_stopped_leaves_the_model_to_its_heir(
         await eventually(lambda: not stopped.owns(MODEL) and not stopped.reads)
         await asyncio.sleep(2 * routers.RENEW_S)
         assert member_of(standby).owns(MODEL)
+
+
+class Relay:
+    """A link to the broker that can be cut: nothing arrives, at either end, and neither end is told."""
+
+    def __init__(self, server: EmbeddedNats) -> None:
+        self._server = server
+        self._open = asyncio.Event()
+        self._open.set()
+
+    def cut(self) -> None:
+        self._open.clear()
+
+    def restore(self) -> None:
+        self._open.set()
+
+    def url(self, role: str) -> str:
+        return f"{self._server.url(role).rpartition(':')[0]}:{self.port}"
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator["Relay"]:
+        links = await asyncio.start_server(self._link, "127.0.0.1", 0)
+        self.port = links.sockets[0].getsockname()[1]
+        try:
+            yield self
+        finally:
+            self.restore()
+            links.close()
+
+    async def _link(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        port = int(self._server.url().rpartition(":")[2])
+        there, back = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(self._carry(reader, back), self._carry(there, writer))
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                await self._open.wait()
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+
+async def test_an_owner_whose_network_is_cut_is_replaced_and_nothing_is_placed_twice(
+    broker: EmbeddedNats, pipeline: Subjects, clients: Clients
+) -> None:
+    async with (
+        Relay(broker).running() as relay,
+        routing(broker, pipeline, url=relay.url("operator")) as far,
+        routing(broker, pipeline) as near,
+    ):
+        await clients.stub("w1", slots=1000)
+        assert (await roles(far, near))[0] is far, "it is the earlier one"
+        first = [request() for _ in range(10)]
+        await clients.ask(*first)
+        for each in first:
+            await clients.placed(each)
+        relay.cut()
+        second = [request() for _ in range(20)]
+        await clients.ask(*second)
+        for each in second:
+            _, job = await clients.placed(each)
+            assert job.decision.router == near.router.id
+        relay.restore()
+        await eventually(lambda: member_of(far)._owners == member_of(near)._owners)
+        await roles(far, near)
+        third = [request() for _ in range(20)]
+        await clients.ask(*third)
+        for each in third:
+            await clients.placed(each)
+        await clients.acknowledged(50)
+        assert len(await clients.work()) == 50
+        await eventually(lambda: far.unfinished == near.unfinished)
 
 
 async def test_a_renewal_that_is_read_after_the_end_of_its_connection_revives_nobody(
