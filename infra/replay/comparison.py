@@ -11,6 +11,7 @@ from schemas.tokens import FAILURES, Logprob
 from schemas.wire import unpack_tokens
 
 CONTEXT = 12  # tokens shown before and after the first difference
+TEXT = 5  # characters for each, of texts
 
 SAME, TOKENS, FINISH, ERROR, UNANSWERED, RECOVERED = "same", "tokens", "finish", "error", "unanswered", "recovered"
 OUTCOMES = (SAME, TOKENS, FINISH, ERROR, UNANSWERED, RECOVERED)
@@ -34,6 +35,16 @@ class Difference(msgspec.Struct, frozen=True, omit_defaults=True):
     replayed: tuple[int, ...] = ()
     margin: float | None = None
     margin_of: str = ""
+
+
+class TextDifference(msgspec.Struct, frozen=True, omit_defaults=True):
+    """As ``Difference``, of texts: ``position`` counts characters."""
+
+    choice: int
+    position: int
+    before: str
+    recorded: str
+    replayed: str
 
 
 class Timing(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -73,6 +84,7 @@ class Comparison(msgspec.Struct, frozen=True, omit_defaults=True):
     replayed_cached: int = 0
     recorded_timing: Timing = Timing()
     replayed_timing: Timing = Timing()
+    text_difference: TextDifference | None = None
 
 
 def compare(recorded: Run, replayed: Run) -> Comparison:
@@ -107,6 +119,29 @@ def compare(recorded: Run, replayed: Run) -> Comparison:
         timing(recorded),
         timing(replayed),
     )
+
+
+def compare_texts(recorded: Run, replayed: Run, old: Sequence[str], new: Sequence[str]) -> Comparison:
+    """As ``compare``, where the replay has no token ids but each choice's text.
+
+    Args:
+        old, new: the choices' texts.
+    """
+    found = compare(recorded, replayed)
+    if found.replayed_code or replayed.done is None or found.outcome == RECOVERED:
+        return found
+    found = msgspec.structs.replace(found, outcome=SAME, difference=None, compared=0)
+    for choice, (one, other) in enumerate(zip(old, new, strict=False)):
+        if one != other:
+            pairs = enumerate(zip(one, other, strict=False))
+            at = next((at for at, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))
+            shown = slice(at, at + CONTEXT * TEXT)
+            before = one[max(0, at - CONTEXT * TEXT) : at]
+            difference = TextDifference(choice, at, before, one[shown], other[shown])
+            return msgspec.structs.replace(found, outcome=TOKENS, text_difference=difference)
+    if found.recorded_finish != found.replayed_finish and not found.recorded_code:
+        return msgspec.structs.replace(found, outcome=FINISH)
+    return found
 
 
 def timing(run: Run) -> Timing:

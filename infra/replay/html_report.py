@@ -2,7 +2,7 @@
 
 from html import escape
 
-from infra.replay.comparison import RECOVERED, SAME, Comparison
+from infra.replay.comparison import RECOVERED, SAME, Comparison, TextDifference
 from infra.replay.files import writing
 from infra.replay.plots import distribution, duration
 from infra.replay.report import Measured, Report, Series, same_routes
@@ -132,6 +132,8 @@ def _differences(report: Report) -> str:
 def _card(report: Report, each: Comparison) -> str:
     head = f'<h3><span class="badge {each.outcome}">{each.outcome}</span> <code>{escape(each.id)}</code></h3>'
     again = f'<p class="again">run again as <code>{escape(each.replay_id or "–")}</code></p>'
+    if each.text_difference is not None:
+        return f'<article class="card">{head}{again}{_texts(each.text_difference)}</article>'
     one = each.difference
     if one is None:
         said = each.replayed_code or ", ".join(each.replayed_finish) or "no answer"
@@ -149,6 +151,15 @@ def _card(report: Report, each: Comparison) -> str:
         for label, tokens in (("recorded", one.recorded), ("replayed", one.replayed))
     )
     return f'<article class="card">{head}{again}{where}<table class="sides">{rows}</table></article>'
+
+
+def _texts(one: TextDifference) -> str:
+    rows = "".join(
+        f'<tr><th>{label}</th><td class="text"><span class="before">{escape(one.before)}</span>'
+        f'<mark class="{label}">{escape(text) or "(the answer ends here)"}</mark></td></tr>'
+        for label, text in (("recorded", one.recorded), ("replayed", one.replayed))
+    )
+    return f'<p>choice {one.choice}, character {one.position}</p><table class="sides">{rows}</table>'
 
 
 def _side(before: tuple[int, ...], tokens: tuple[int, ...], texts: dict[str, str] | None, label: str) -> str:

@@ -3,6 +3,7 @@
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -34,6 +35,21 @@ class Measured(msgspec.Struct, frozen=True):
     e2e: Series | None
     cached_tokens: int
     prompt_tokens: int
+
+
+class Replayed(NamedTuple):
+    """What ran again.
+
+    Attributes:
+        target: where, as people write it.
+        runs: recorded and replayed, those of ``comparisons``.
+        seconds: from the first request to the last end.
+    """
+
+    target: str
+    runs: Sequence[tuple[Run, Run]]
+    comparisons: Sequence[Comparison]
+    seconds: float
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -79,21 +95,13 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def make_report(
-    comparisons: Sequence[Comparison],
-    runs: Sequence[tuple[Run, Run]],
-    *,
-    source: str,
-    target: str,
-    settings: Mapping[str, str],
-    skipped: Mapping[str, int],
-    seconds: float,
-    tolerance: float,
+    replayed: Replayed, *, source: str, settings: Mapping[str, str], skipped: Mapping[str, int], tolerance: float
 ) -> Report:
     """
     Args:
-        runs: recorded and replayed, those of ``comparisons``.
         tolerance: of log-probabilities; what differs by more is counted.
     """
+    comparisons, seconds = replayed.comparisons, replayed.seconds
     counted = Counter(each.outcome for each in comparisons)
     gaps = [each.logprob_gap for each in comparisons if each.logprob_gap is not None]
     routes = Counter(
@@ -107,7 +115,7 @@ def make_report(
     rest = [each for each in comparisons if each.outcome in (SAME, RECOVERED)]
     return Report(
         source,
-        target,
+        replayed.target,
         dict(settings),
         len(comparisons),
         dict(skipped),
@@ -115,8 +123,8 @@ def make_report(
         sum(each.compared for each in comparisons),
         seconds,
         len(comparisons) / seconds if seconds else 0.0,
-        measured([old for old, _ in runs]),
-        measured([new for _, new in runs]),
+        measured([old for old, _ in replayed.runs]),
+        measured([new for _, new in replayed.runs]),
         moved,
         tuple((old, new, count) for (old, new), count in routes.most_common()),
         max(gaps, default=None),

@@ -83,6 +83,13 @@ def _difference(report: Report, each: Comparison, console: Console) -> None:
     console.print(f"\n[red]{each.outcome}[/] {each.id} ⇒ {each.replay_id}", highlight=False)
     if each.replayed_code or each.outcome == "unanswered":
         console.print(f"  {each.replayed_code or 'no answer'}: {escape(each.message)}", highlight=False)
+    text_difference = each.text_difference
+    if text_difference is not None:
+        console.print(f"  choice {text_difference.choice}, character {text_difference.position}", highlight=False)
+        for label in ("recorded", "replayed"):
+            shown = f"{text_difference.before!r} + {getattr(text_difference, label)!r}"
+            console.print(f"  {label}: {escape(shown)}", highlight=False, soft_wrap=True)
+        return
     one = each.difference
     if one is None:
         if each.outcome == "finish":

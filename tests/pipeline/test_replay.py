@@ -116,6 +116,23 @@ async def test_the_recorded_pace_is_kept_and_can_be_faster(fresh: Deployment, tm
     assert (slow["outcomes"]["same"], fast["outcomes"]["same"]) == (2, 2)
 
 
+async def test_over_http_the_texts_are_compared(recorded: Deployment, fresh: Deployment, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    async with httpx.AsyncClient(base_url=fresh.urls[0], trust_env=False, timeout=30) as client:
+        ids = [await ask(client, number, 12) for number in range(300, 304)]
+    await ended(fresh, ids)
+    argv = [*ids, "--data-dir", str(fresh.data_dir), "--speed", "max", "--target", f"{recorded.urls[0]}/v1"]
+    status, found = await replay(*argv, report=report)
+    assert (status, found["outcomes"]["same"]) == (0, 4)
+    assert found["recorded"]["prompt_tokens"] == found["replayed"]["prompt_tokens"]
+    status, found = await replay(*argv, "--seed", "7", "--html", str(tmp_path / "r.html"), report=report)
+    assert (status, found["outcomes"]["tokens"]) == (1, 4)
+    assert all(each["text_difference"]["recorded"] for each in found["comparisons"])
+    status, found = await replay(*argv, "--model", "none", report=report)
+    assert (status, found["outcomes"]["error"]) == (1, 4)
+    assert found["comparisons"][0]["replayed_code"] == "http_404"
+
+
 async def test_a_target_that_cannot_run_it_is_named(
     fresh: Deployment, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,11 +4,11 @@ from html.parser import HTMLParser
 
 import msgspec
 
-from infra.replay.comparison import Comparison, Difference, Timing
+from infra.replay.comparison import Comparison, Difference, TextDifference, Timing
 from infra.replay.html_report import html
 from infra.replay.plots import distribution, duration
 from infra.replay.recording import Run
-from infra.replay.report import Report, make_report, same_routes, series
+from infra.replay.report import Replayed, Report, make_report, same_routes, series
 
 VOID = ("meta", "br", "line", "circle", "polyline", "i", "path")
 
@@ -36,8 +36,8 @@ class Checker(HTMLParser):
 def report(*comparisons: Comparison) -> Report:
     runs = [(Run(each.id, stored={0: [(0, 1), (5_000_000, 2)]}), Run("x", stored={})) for each in comparisons]
     return make_report(
-        comparisons, runs, source="<b>", target="t", settings={"speed": "max"}, skipped={"unfinished": 2}, seconds=2.0,
-        tolerance=0.1,
+        Replayed("t", runs, comparisons, 2.0),
+        source="<b>", settings={"speed": "max"}, skipped={"unfinished": 2}, tolerance=0.1,
     )  # fmt: skip
 
 
@@ -67,6 +67,7 @@ def test_the_page_is_well_formed_loads_nothing_and_escapes_what_users_wrote() ->
         one("1", "tokens", difference=difference, recorded_timing=timing),
         one("2", "error", replayed_code="engine_error", message="<script>alert(1)</script>"),
         one("3"),
+        one("4", "tokens", text_difference=TextDifference(0, 4, "<i>", "<u>", "")),
     )
     texts = {"1": {"before": "<b>", "recorded": "<i>", "replayed": ""}}
     for each in (found, msgspec.structs.replace(found, texts=texts)):
@@ -75,7 +76,7 @@ def test_the_page_is_well_formed_loads_nothing_and_escapes_what_users_wrote() ->
         checker.feed(page)
         assert (checker.open, checker.loaded) == ([], [])
         assert "<script" not in page
-        assert "2 of 3 answers differ; 1 got no answer" in page
+        assert "3 of 4 answers differ; 1 got no answer" in page
         assert "a near tie" in page
 
 

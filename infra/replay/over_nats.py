@@ -1,0 +1,142 @@
+"""Recorded requests again on a deployment of ours: published like a gateway's, and read back from its log."""
+
+import argparse
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from infra.bus.connection import Bus
+from infra.bus.publisher import Publisher
+from infra.replay.changes import Changes, Target, as_new
+from infra.replay.comparison import Comparison, compare
+from infra.replay.export import copy_messages, limits_of, workers
+from infra.replay.nats_sender import MAX_OPEN, NatsSender, Planned, Sent
+from infra.replay.record_line import Record
+from infra.replay.recording import Recording, Run
+from infra.replay.report import Replayed
+from infra.replay.selection import Selection
+from infra.timeline.open_log import Log, Source, open_log, running
+from schemas.fleet import Registration
+from schemas.requests import GenerateRequest
+
+READ = ("REQUESTS", "WORK", "TOKENS", "DONE")
+
+
+async def collect(log: Log, chosen: Selection) -> Recording:
+    """The selected requests of a log.
+
+    Raises:
+        ServingError: the log cannot be read.
+    """
+    found = Recording()
+
+    def add(record: Record) -> None:
+        part = record if chosen.everything else chosen.part(record)
+        if part is not None:
+            found.add(part)
+
+    for stream in READ:
+        limits = await limits_of(log.bus, stream)
+        if limits is not None and limits.messages:
+            await copy_messages(log, stream, limits.last_seq, chosen, add)
+    return found
+
+
+async def replay_over_nats(
+    args: argparse.Namespace, log: Log, runs: Sequence[Run], changes: Changes, speed: float
+) -> Replayed:
+    """Run recorded requests on the target that the flags name.
+
+    Args:
+        log: where they were recorded.
+        speed: times the recorded pace; 0: as fast as possible.
+    Raises:
+        ValueError: there is no target, or it does not serve the model.
+        ServingError: its broker does not answer.
+    """
+    async with _target(args, log) as there:
+        sent = await _send(there.bus, runs, await workers(there.bus), changes, speed, args)
+        again = await collect(there, Selection(frozenset(sent.ids.values()), kv=False))
+        where = f"namespace {there.bus.subjects.namespace}" + (f" of {args.target}" if args.target else "")
+    pairs = [_pair(run, sent, again) for run in runs]
+    comparisons = [_refused(compare(old, new), sent.refused.get(old.id, "")) for old, new in pairs]
+    return Replayed(where, pairs, comparisons, sent.seconds)
+
+
+@contextlib.asynccontextmanager
+async def _target(args: argparse.Namespace, log: Log) -> AsyncIterator[Log]:
+    """The deployment that runs the requests."""
+    source = Source.of(args)
+    where, namespace = args.target, args.target_namespace
+    if not where and not log.stopped and namespace in ("", log.bus.subjects.namespace):
+        yield log
+        return
+    if not where and log.stopped and not source.file:
+        raise ValueError("the recorded deployment is stopped: name one that runs with --target")
+    if where.startswith(("nats://", "tls://")):
+        url = where
+    elif not where and not log.stopped:
+        url = log.url
+    else:
+        folder = Path(where) if where else source.data_dir
+        try:
+            url, found = running(Source(folder), folder.resolve())
+        except ValueError:
+            raise ValueError(f"no deployment runs in {folder}: name one with --target") from None
+        namespace = namespace or found
+    async with open_log(Source(source.data_dir, url, namespace), name="replay", role="operator") as there:
+        yield there
+
+
+async def _send(
+    bus: Bus,
+    runs: Sequence[Run],
+    fleet: Sequence[Registration],
+    changes: Changes,
+    speed: float,
+    args: argparse.Namespace,
+) -> Sent:
+    gateway = f"replay-{secrets.token_hex(4)}"
+    targets = {name: _model(name, fleet, changes) for name in {run.request.model for run in runs if run.request}}
+    first = runs[0].request
+    assert first is not None
+
+    def planned(run: Run) -> Planned:
+        request = run.request
+        assert request is not None
+
+        def make(name: str, now_ns: int) -> GenerateRequest:
+            return as_new(request, name, gateway, now_ns, targets[request.model], changes)
+
+        at_s = (request.created_ns - first.created_ns) / 1e9 / speed if speed else 0.0
+        return Planned(run.id, at_s, make)
+
+    concurrency = MAX_OPEN if speed else max(1, args.concurrency)
+    async with Publisher(bus) as publisher:
+        sender = NatsSender(bus, publisher, concurrency=concurrency, timeout_s=args.timeout_s)
+        return await sender.send([planned(run) for run in runs])
+
+
+def _model(recorded: str, fleet: Sequence[Registration], changes: Changes) -> Target:
+    """
+    Raises:
+        ValueError: no worker of the target serves the model.
+    """
+    wanted = changes.model or recorded
+    for worker in fleet:
+        if wanted in (worker.model, *worker.aliases) and worker.role != "encode":
+            return Target(worker.model, worker.revision, worker.block_size, worker.tokenizer)
+    served = ", ".join(sorted({worker.model for worker in fleet})) or "no model"
+    raise ValueError(f"no worker of the target serves {wanted}; it has {served}: choose one with --model")
+
+
+def _pair(run: Run, sent: Sent, again: Recording) -> tuple[Run, Run]:
+    name = sent.ids.get(run.id, "")
+    return run, again.runs.get(name, Run(name, run.request, stored={}))
+
+
+def _refused(found: Comparison, why: str) -> Comparison:
+    return msgspec.structs.replace(found, message=why) if why else found
