@@ -1,1 +1,1 @@
-"""The embedded nats-server: where its binary is, its configuration, its life, and the streams on it."""
+"""The embedded nats-server: its binary, its configuration, starting and stopping it, and the streams on it."""

@@ -1,20 +1,20 @@
 """The tenants' accounts in the server's configuration: what the pipeline exports, and what a tenant imports of it.
 
 A tenant's account holds its users and its inboxes. The subjects of the NATS API lead from it into the pipeline's
-account with the tenant's name put in, and back; nothing else does.
+account, with the tenant's name inserted, and back; no other subjects do.
 """
 
 from dataclasses import dataclass
 
 from schemas.subjects import Subjects
 
-# An answer may take as long as a request's deadline; the reply subject is good until it has been silent for this long.
+# An answer may take as long as a request's deadline; the reply subject expires when it has been silent for this long.
 REPLY_S = "2h"
 
 
 @dataclass(frozen=True, slots=True)
 class TenantUser:
-    """``password`` is written as it is: quoted, or the name of a variable."""
+    """``password`` is written unchanged: quoted, or the name of a variable."""
 
     tenant: str
     user: str
@@ -64,14 +64,14 @@ def account(user: TenantUser, s: Subjects) -> str:
         for kind, pairs in (("service", services), ("stream", streams))
         for subject, to in pairs
     )
-    allow, hear = (", ".join(f'"{one}"' for one in list_) for list_ in (publishes(s), subscribes(s)))
+    allow, listen = (", ".join(f'"{one}"' for one in list_) for list_ in (publishes(s), subscribes(s)))
     return f"""  T_{tenant.replace("-", "_")} {{
     imports: [
 {imports}    ]
     users: [
       {{ user: "{user.user}", password: {user.password}, permissions: {{
         publish: {{ allow: [{allow}] }}
-        subscribe: {{ allow: [{hear}] }}
+        subscribe: {{ allow: [{listen}] }}
       }}}}
     ]
   }}

@@ -1,4 +1,4 @@
-"""Bring a server to the topology: streams, buckets and shared consumers made or widened, never deleted.
+"""Applies the topology to a server: streams, buckets and shared consumers are created or enlarged, never deleted.
 
 Limits only grow, except those that the operator has set with ``penstock streams set``: they stay as they are.
 """
@@ -29,7 +29,7 @@ SET_BY_OPERATOR = "penstock-set-by-operator"
 
 
 async def apply(nc: Client, topology: Topology, replicas: int = 1) -> list[str]:
-    """Make what is missing, widen what is too narrow; what was done, one line each (none: all was there).
+    """Create what is missing, enlarge what is too small; returns the changes, one line each (none: nothing to do).
 
     Safe to repeat and to run on several machines at once.
 
@@ -48,7 +48,7 @@ async def apply(nc: Client, topology: Topology, replicas: int = 1) -> list[str]:
 
 
 async def apply_submissions(nc: Client, subjects: Subjects, tenant: str, max_pending: int) -> list[str]:
-    """One tenant's stream of submissions, made or changed.
+    """Create or change one tenant's stream of submissions.
 
     Raises:
         BrokerProblem: as ``apply``.
@@ -60,7 +60,7 @@ async def apply_submissions(nc: Client, subjects: Subjects, tenant: str, max_pen
 
 
 async def create_streams(nc: Client, configs: Iterable[Config]) -> None:
-    """Make these streams, none of which exists with another configuration.
+    """Create these streams, none of which exists with another configuration.
 
     Raises:
         BrokerProblem: as ``apply``.
@@ -70,10 +70,10 @@ async def create_streams(nc: Client, configs: Iterable[Config]) -> None:
 
 
 async def check(nc: Client, topology: Topology) -> None:
-    """What must hold before anything is made.
+    """Check the server's version and limits before anything is created.
 
     Raises:
-        BrokerProblem: it does not.
+        BrokerProblem: one of them does not suffice.
     """
     version = parse_version(f"v{nc.connected_server_version}")
     if version is None or version[:2] < MINIMUM:

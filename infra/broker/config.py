@@ -18,7 +18,7 @@ USERS = (*ROLES, "sys")
 
 # Each stream has its own max_bytes; the store's limit only must not be below their sum, for any number of namespaces.
 STORE_BYTES = 1 << 50
-SYNC_S = 120  # between two syncs of the store, unless it syncs always: the server's own default, said aloud
+SYNC_S = 120  # between two syncs of the store, unless it syncs always: the server's own default, made explicit
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ class Lock:
 
 
 def holder(path: Path) -> int | None:
-    """Process id of the holder of a ``Lock`` on ``path``; None: nobody holds it."""
+    """Process id of the holder of a ``Lock`` on ``path``; None: it is not held."""
     with suppress(OSError, ValueError), path.open("rb") as file:
         try:
             fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,8 +1,8 @@
-"""A full disk, and the way back from it.
+"""Detects a full disk, and recovers from it.
 
-A stream of nats-server (2.15) that met "no space left on device" answers no publish any more, also once there is room
-again, until the server starts anew. So the server is ended then, and whoever keeps it starts it; clients reconnect and
-send again what was never confirmed.
+A stream of nats-server (2.15) that got "no space left on device" answers no more publishes, even when there is room
+again, until the server restarts. So the server is stopped when there is room, and its supervisor restarts it; clients
+reconnect and resend what was not confirmed.
 """
 
 import asyncio
@@ -20,10 +20,10 @@ import structlog
 log = structlog.get_logger("broker")
 
 FULL = b"no space left on device"
-ROOM_BYTES = 64 << 20  # free space that a new start is worth, or a twentieth of a small disk
+ROOM_BYTES = 64 << 20  # free space from which a restart makes sense, or a twentieth of a small disk
 SCARCE = 0.02  # of the disk: a warning before it is full
 EVERY_S = 1.0
-REST_S = 30.0  # between two starts: a disk without inodes, or over a quota, has room and is full all the same
+REST_S = 30.0  # between two restarts: a disk without inodes, or over a quota, has free bytes and is full nevertheless
 
 
 class Server(Protocol):
@@ -83,7 +83,7 @@ class DiskWatch:
         if self._met_the_end() and not self._full:
             self._full = True
             log.error(
-                "disk_full", folder=str(folder), free_bytes=usage.free, action="make room; the broker then goes on"
+                "disk_full", folder=str(folder), free_bytes=usage.free, action="make room; the broker then recovers"
             )
         room = min(ROOM_BYTES, usage.total // 20)
         if self._full and usage.free >= room and (now := self._clock()) >= self._restart_after:

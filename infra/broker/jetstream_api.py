@@ -21,7 +21,7 @@ _PROBE_S = 2.0
 
 
 class BrokerProblem(Exception):
-    """The server cannot carry the pipeline as it is; the text says what is wrong and how to fix it."""
+    """The server cannot run the pipeline in its present state; the text says what is wrong and how to fix it."""
 
 
 async def existing_config(nc: Client, verb: str, not_found: int) -> Config | None:
@@ -56,7 +56,7 @@ async def _ask(nc: Client, verb: str, body: Config) -> Config | ApiError:
     """
     subject = f"$JS.API.{verb}"
     payload = json.dumps(body).encode() if body else b""
-    # A forbidden publish is never answered, only reported beside: look after a short wait, then be patient.
+    # A forbidden publish is not answered, only reported separately: check after a short wait, then wait longer.
     for timeout_s in (_PROBE_S, _TIMEOUT_S):
         try:
             reply = await nc.request(subject, payload, timeout=timeout_s)

@@ -27,7 +27,7 @@ CONNECT_S = 10.0
 
 
 def run(settings: NatsSettings) -> int:
-    """Run the embedded broker in the foreground; it is started again should it end."""
+    """Run the embedded broker in the foreground; it is restarted if it exits."""
     setup("auto", "info", name="nats")
     try:
         return asyncio.run(_serve(settings))
@@ -69,7 +69,7 @@ async def _serve(settings: NatsSettings) -> int:
 
 
 def run_apply(settings: StreamsSettings) -> int:
-    """Make the streams on a broker and say what was done."""
+    """Create the streams on a broker and print what was done."""
     try:
         subjects = Subjects(settings.namespace)
         done = asyncio.run(apply_at(settings.nats_url, subjects, settings.replicas, record=settings.record))
@@ -95,7 +95,7 @@ async def apply_at(url: str, subjects: Subjects, replicas: int = 1, *, record: b
 
 
 async def connect_operator(url: str) -> Client:
-    """A connection for administration: given up after a few seconds, where a serving process would go on.
+    """A connection for administration: fails after a few seconds, where a serving process would retry.
 
     Raises:
         BrokerProblem: no server answers there, or it refuses the credentials.

@@ -1,9 +1,9 @@
-"""Making a running embedded broker read its configuration anew, from any process of its user.
+"""Makes a running embedded broker reload its configuration, from any process of its user.
 
 A tenant's account that is new to the server has its stream imports at once, but its service imports only after a second
-reload (nats-server 2.15.1), so there are always two. Nobody else's connection, subscription or reply is disturbed, but
-while the accounts are exchanged a submission may be answered with "no responders": nothing is stored then, and its
-client publishes it again (3 of 11,954 during 50 reloads).
+reload (nats-server 2.15.1), so there are always two. Connections, subscriptions and replies of others are not
+disturbed, but while the accounts are exchanged a submission may be answered with "no responders": nothing is stored
+then, and its client publishes it again (3 of 11,954 during 50 reloads).
 """
 
 import os
@@ -19,7 +19,7 @@ _DONE = re.compile(rb"Reloaded server configuration|Failed to reload server conf
 
 
 def reload(data_dir: Path) -> None:
-    """Have the broker that runs on this folder take over what is written in it.
+    """Have the broker that runs on this folder apply the configuration in it.
 
     Raises:
         BrokerProblem: no broker runs there, or it refused the configuration.

@@ -90,7 +90,7 @@ def _use(info: Config, description: str, now_s: float) -> StreamUse:
 
 
 def check(stream: str, max_age_s: float | None, max_bytes: int | None) -> None:
-    """Whether these limits are possible for a stream (its name without the namespace); None: as it is.
+    """Check these limits of a stream (its name without the namespace); None: unchanged.
 
     Raises:
         ValueError: they are not, or there is no such stream.
@@ -102,7 +102,7 @@ def check(stream: str, max_age_s: float | None, max_bytes: int | None) -> None:
     if max_age_s is not None and max_age_s < MIN_AGE_S:
         raise ValueError(
             f"--max-age: {stream} must keep messages for at least {MIN_AGE_S / HOUR:g} h, the longest deadline of a "
-            "request; shorter ones would lose what still runs"
+            "request; otherwise running requests could be lost"
         )
     if max_bytes is not None and max_bytes < MIN_BYTES:
         raise ValueError(f"--max-bytes: at least {MIN_BYTES // MIB} MiB")
@@ -127,7 +127,7 @@ async def loss(bus: Bus, use: StreamUse, max_age_s: float | None, max_bytes: int
 
 
 async def set_limits(nc: Client, name: str, max_age_s: float | None, max_bytes: int | None) -> None:
-    """Set the limits of a stream; None: as it is.
+    """Set the limits of a stream; None: unchanged.
 
     Raises:
         BrokerProblem: there is no such stream, or the broker refuses.

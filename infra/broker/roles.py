@@ -1,7 +1,7 @@
 """What each role may publish and subscribe, and why: the least that it uses, by name where a name can be known.
 
-Roles share one broker user per role, and a subject's tokens can only be given whole. So what belongs to one worker is
-open to all workers (``SHARED`` says what that means); whoever holds a worker's password is trusted with the pool.
+There is one broker user per role, and permissions cover whole tokens of a subject. So the subjects of one worker are
+open to all workers (``SHARED`` says what that means): whoever has a worker's password is trusted with the whole pool.
 """
 
 from typing import NamedTuple
@@ -10,16 +10,16 @@ from infra.broker.accounts import publishes, subscribes
 from schemas.subjects import Subjects
 
 ROLES = ("gateway", "router", "worker", "client", "operator")
-DOOR = ("submit", "ask", "read", "cancel", "pass")  # what gateways receive from NATS clients, and from each other
+CLIENT_KINDS = ("submit", "ask", "read", "cancel", "pass")  # subjects of NATS clients, and between gateways
 CLASSES = ("interactive", "standard", "batch")
 
 SHARED = (
     "A worker may publish tokens, terminal events and returns of any request, jobs to any worker, and any worker's "
     "registration: each is one user, and requests come to any of them. Attempts, leases and the one terminal event per "
-    "request keep an erring worker from harm, not a hostile one.",
+    "request limit the harm of a faulty worker, not of a hostile one.",
     "A worker may pull and acknowledge another worker's jobs, and receive its control messages: consumers and subjects "
     "have the names of workers, which are made at start.",
-    "A worker may not delete consumers, its own included: the broker removes one that nobody has used for 120 s.",
+    "A worker may not delete consumers, its own included: the broker removes one that was not used for 120 s.",
     "A gateway or router reads every subject of a stream that it may read: direct gets are allowed by stream only.",
     "A gateway may publish below `_R_.`, where the broker expects the answers of services.",
 )
@@ -82,7 +82,9 @@ def _gateway(s: Subjects) -> tuple[Right, ...]:
     return (
         Right("accept and cancel requests", (s.all("request"), s.cancel)),
         Right(
-            "receive from NATS clients and other gateways", (), (*(s.all(kind) for kind in DOOR), f"{s.namespace}.read")
+            "receive from NATS clients and other gateways",
+            (),
+            (*(s.all(kind) for kind in CLIENT_KINDS), f"{s.namespace}.read"),
         ),
         Right("answer NATS clients", (s.all("answer"), s.all("to"), s.all("pass"), "_R_.>")),
         Right(

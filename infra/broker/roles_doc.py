@@ -1,4 +1,4 @@
-"""``python -m infra.broker.roles_doc``: write docs/roles.md anew."""
+"""``python -m infra.broker.roles_doc``: regenerates docs/roles.md."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The life of the embedded nats-server: start on a data directory, wait until it answers, stop, kill."""
+"""The process of the embedded nats-server: start on a data directory, wait until it answers, stop, kill."""
 
 import asyncio
 import contextlib
@@ -126,7 +126,7 @@ class EmbeddedNats:
         self._lock.release()
 
     def terminate(self) -> None:
-        """Ask it to end in order; ``wait`` tells when it did."""
+        """Ask it to shut down; ``wait`` returns when it has."""
         if self.pid and self._process is not None:
             self._process.terminate()
 
@@ -203,12 +203,12 @@ class EmbeddedNats:
 
 
 def end_stale(pid_file: Path, config: Path) -> None:
-    """End a server that outlived its supervisor; the caller holds the lock, so nobody supervises it any more."""
+    """End a server that outlived its supervisor; the caller holds the lock, so it has no supervisor any more."""
     try:
         pid = int(pid_file.read_text())
     except (OSError, ValueError):
         return
-    # The pid may meanwhile be anyone's: only a process started on this very configuration is ours.
+    # The pid may have been reused: only a process started with this configuration file is ours.
     if pid <= 0 or str(config) not in _command_line(pid):
         return
     for sign, patience in ((signal.SIGTERM, _TERM_S), (signal.SIGKILL, 5.0)):

@@ -1,7 +1,7 @@
 """The tenants of a data folder: one file that says who they are, and one with the credentials of each.
 
 The broker's configuration takes the passwords from here at each start, ``penstock tenants`` writes it and has the
-running broker read it anew. What gateways must know (``schemas.tenants.Limits``) is in the ``tenants`` bucket as well.
+running broker reload it. What gateways need (``schemas.tenants.Limits``) is in the ``tenants`` bucket as well.
 """
 
 import fcntl
@@ -52,7 +52,7 @@ def load(data_dir: Path) -> Tenants:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Tenants)
     except msgspec.MsgspecError as error:
-        raise ValueError(f"{path} is damaged ({error}): mend it, or remove it and add the tenants again") from error
+        raise ValueError(f"{path} is damaged ({error}): repair it, or remove it and add the tenants again") from error
 
 
 def save(data_dir: Path, tenants: Tenants) -> None:
@@ -67,7 +67,7 @@ def write_accounts(data_dir: Path, client_password: str, subjects: Subjects) -> 
 
 @contextmanager
 def held(data_dir: Path) -> Iterator[None]:
-    """Nobody else changes the tenants meanwhile: waits for whoever does."""
+    """Locks the tenants against changes by other processes; waits for the lock."""
     data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     fd = os.open(data_dir / "tenants.lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:

@@ -1,4 +1,4 @@
-"""``penstock tenants``: who may use the NATS API, and how much.
+"""``penstock tenants``: manages tenants of the NATS API and their limits.
 
 On the broker of a data folder everything is done at once. With ``--nats-url`` (a broker of your own) streams and limits
 are made there, and ``tenants.conf`` is written, for the ``accounts`` block of the server's configuration.
@@ -66,7 +66,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="penstock tenants", description="manage who may use the NATS API, and how much")
+    parser = Parser(prog="penstock tenants", description="manage tenants of the NATS API and their limits")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="{add,list,rotate,remove}")
     for verb, about in (
         ("add", "add a tenant or change its limits, and write its credentials"),
@@ -127,7 +127,7 @@ def _place(args: argparse.Namespace) -> Place:
 async def _change(place: Place, known: Tenants, name: str, args: argparse.Namespace) -> None:
     """
     Raises:
-        BrokerProblem: the broker does not take it.
+        BrokerProblem: the broker refuses it.
         ValueError: there is no such tenant.
     """
     if args.verb != "add" and name not in known:

@@ -22,7 +22,7 @@ def die_with_parent() -> Callable[[], None] | None:
 
     def apply() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before the call
+        if os.getppid() != parent:  # the parent ended before the call
             os._exit(1)
 
     return apply

@@ -1,4 +1,4 @@
-"""One deployment: started in order, kept alive until a signal, stopped in order."""
+"""One deployment: started in order, supervised until a signal, stopped in order."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,7 @@ log = structlog.get_logger("up")
 
 _TRIES = 3  # exits of one process before all is ready, after which the start has failed
 _POLL_S = 0.05
-ROUTER_STANDSTILL_S = 2.0  # a stopped router is killed after this: its requests then wait for no more than 5 s
+ROUTER_STANDSTILL_S = 2.0  # a stopped router is killed after this, so that its requests wait for at most 5 s
 
 
 class UpFailed(Exception):
@@ -160,7 +160,7 @@ class Deployment:
             )
             for planned in self._planned:
                 self._board.starting(planned.name)
-                # A lone router that stands still holds up every request, and has nothing that another start would lose.
+                # A lone stopped router blocks every request, and a restart loses nothing.
                 standstill_s = ROUTER_STANDSTILL_S if planned.role == "router" else None
                 keeper = Keeper(
                     self._process(planned), self._on_change, standstill_s=standstill_s, give_up=self._give_up
@@ -171,7 +171,7 @@ class Deployment:
             await self._start_dashboard()
 
     async def _start_dashboard(self) -> None:
-        """Once everything else is ready: it takes CPU time to start, and nobody waits for it."""
+        """Started once everything else is ready: it takes CPU time to start, and nothing waits for it."""
         port = free_port(self.settings.dashboard_port)
         self._dashboard_url = f"http://127.0.0.1:{port}/?token={stored_token(self.data_dir)}"
         argv = [sys.executable, "-m", "infra.cli", "dashboard", "--data-dir", str(self.data_dir), "--port", str(port)]

@@ -10,9 +10,9 @@ from infra.launch.sockets import CannotListen, listening, own_ports
 class Doors:
     """The shared listening socket, owned by the supervisor and inherited by every gateway, and the ports of each.
 
-    A connection that arrives while no gateway accepts waits in the socket, so that a gateway that stops or is started
-    again resets nobody. Several gateways also listen on ports of their own, after the shared one: there it is known
-    which of them answers.
+    A connection that arrives while no gateway accepts waits in the socket, so that stopping or restarting a gateway
+    resets no connection. Several gateways also listen on ports of their own, after the shared one, to be reached one
+    by one.
     """
 
     def __init__(self, host: str) -> None:

@@ -102,7 +102,7 @@ class Process:
         with self.log_path.open("ab", buffering=0) as log:
             while chunk := await _lines(pipe):
                 log.write(chunk)
-                with contextlib.suppress(OSError, ValueError):  # our own reader is gone
+                with contextlib.suppress(OSError, ValueError):  # the reader of our output has exited
                     sys.stdout.buffer.write(chunk)
                     sys.stdout.buffer.flush()
 

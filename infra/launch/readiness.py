@@ -12,7 +12,7 @@ from schemas.subjects import Subjects
 
 
 class Readiness:
-    """Who is not ready yet, and what they answered.
+    """The processes that are not ready yet, and their answers.
 
     Args:
         workers: names of the workers to wait for.
@@ -33,7 +33,7 @@ class Readiness:
         self._ready = ready
 
     async def look(self, nc: Client, subjects: Subjects) -> None:
-        """Ask once; whoever is ready now is no longer in ``waiting``."""
+        """Ask once; processes that are ready are removed from ``waiting``."""
         if missing := self._workers & self.waiting.keys():
             for name in await registered(nc, subjects) & missing:
                 self._done(name)

@@ -68,7 +68,7 @@ class Board:
 
 
 def readable(line: str) -> str:
-    """A line of a child's log, for people: of one in JSON what happened and why."""
+    """A line of a child's log in readable form: of a JSON line the event and its cause."""
     try:
         entry = json.loads(line)
     except ValueError:
@@ -82,7 +82,7 @@ def readable(line: str) -> str:
 
 
 def curl_line(http_url: str, model: str, makes: str = "text") -> str:
-    """A command that asks the deployment something."""
+    """A command that sends a request to the deployment."""
     body: dict[str, object] = {"model": model}
     if makes == "text":
         path, options = "chat/completions", "-N "

@@ -59,7 +59,7 @@ def listening(host: str, port: int) -> socket.socket:
 def check_free(host: str, port: int, *, port_flag: str = "--http-port", host_flag: str = "--http-host") -> None:
     """
     Raises:
-        CannotListen: nobody can listen there now.
+        CannotListen: the port cannot be used now.
     """
     bind(host, port, port_flag=port_flag, host_flag=host_flag).close()
 

@@ -1,4 +1,4 @@
-"""Keeping one child process alive: started again when it ends, never twice at once, stopped in bounded time."""
+"""Supervises one child process: restarts it when it exits, never twice at once, and stops it in bounded time."""
 
 import asyncio
 import contextlib
@@ -14,8 +14,8 @@ from schemas.control import DRAINED
 
 log = structlog.get_logger("up")
 
-USAGE = 2  # a child's exit status for settings it cannot use: starting it again would not help
-LOOK_S = 0.25  # between two looks at a child that must not stand still
+USAGE = 2  # a child's exit status for settings that it cannot use: a restart would not help
+LOOK_S = 0.25  # between two checks of a child that must not be stopped
 
 
 class Child(Protocol):
@@ -61,8 +61,8 @@ class Keeper:
 
     Args:
         changed: called after each start and each end.
-        standstill_s: how long the child may be stopped (SIGSTOP, a debugger's break) before it is killed and started
-            again; None: as long as it likes.
+        standstill_s: how long the child may be stopped (SIGSTOP, a debugger's break) before it is killed and
+            restarted; None: no limit.
         give_up: asked after each exit; True: the child is not started again.
     """
 
@@ -88,7 +88,7 @@ class Keeper:
         self._began = 0.0
 
     async def start(self) -> None:
-        """Start the child; from then on it is kept. What the first start raises is raised here."""
+        """Start the child, and supervise it from then on. Raises what the first start raises."""
         self._began = time.monotonic()
         await self.child.start()
         self._changed(self)
@@ -172,7 +172,7 @@ class Keeper:
         except Exception as error:  # a port still taken, no memory to fork: tried again later
             log.error("restart_failed", name=self.child.name, error=str(error))
             return False
-        if self._stopping:  # asked while it was starting, when there was nobody to tell
+        if self._stopping:  # asked while the child was starting and could not be signalled
             self.child.terminate()
         self._changed(self)
         return True
