@@ -147,7 +147,7 @@ def record_problems(
     if once and len(requests) > 1:
         yield Problem("duplicated", f"accepted {len(requests)} times: {', '.join(requests)}", requests[0])
     left = any(client.left or client.outcome == "cancelled" for client in clients)
-    told = {client.code for client in clients if client.outcome == "failed"}
+    reported = {client.code for client in clients if client.outcome == "failed"}
     denied = {client.request: client.code or "no end" for client in clients if client.outcome in ("failed", "hung")}
     for request in requests:
         found = ends.get(request, ())
@@ -159,7 +159,7 @@ def record_problems(
         for end in found[:1]:
             if not end.code and request in denied:
                 yield Problem("lost", f"its record is ok, and a client got {denied[request]}", request)
-            if end.code and not (left and end.code == "cancelled") and end.code not in told:
+            if end.code and not (left and end.code == "cancelled") and end.code not in reported:
                 yield Problem("failed", f"ended with {end.code}: {end.message} (attempt {end.attempt})", request)
             yield from _token_problems(end, expected)
 

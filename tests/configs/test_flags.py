@@ -69,8 +69,8 @@ def test_a_repeated_list_flag_adds_and_any_other_holds_the_last(argv: list[str])
 
 
 def test_a_wrong_item_of_a_repeated_list_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    said = complaint(capsys, "--counts=1", "--counts=0")
-    assert all(word in said for word in ("--counts", "must be at least 1", "not 0")), said
+    message = complaint(capsys, "--counts=1", "--counts=0")
+    assert all(word in message for word in ("--counts", "must be at least 1", "not 0")), message
 
 
 @pytest.mark.parametrize(
@@ -92,13 +92,13 @@ def test_a_wrong_item_of_a_repeated_list_is_reported(capsys: pytest.CaptureFixtu
 def test_a_wrong_flag_is_named_with_its_value_and_limit(
     capsys: pytest.CaptureFixture[str], argv: list[str], words: list[str]
 ) -> None:
-    said = complaint(capsys, *argv)
-    assert all(word in said for word in words), said
+    message = complaint(capsys, *argv)
+    assert all(word in message for word in words), message
 
 
 def test_a_wrong_variable_is_named_as_such_and_all_problems_come_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    said = complaint(capsys, "--ratio", "-1", PORT="0", KIND="?")
-    assert all(word in said for word in ("PENSTOCK_PORT", "PENSTOCK_KIND", "--ratio")), said
+    message = complaint(capsys, "--ratio", "-1", PORT="0", KIND="?")
+    assert all(word in message for word in ("PENSTOCK_PORT", "PENSTOCK_KIND", "--ratio")), message
 
 
 def test_a_missing_required_flag_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,9 +111,9 @@ def test_help_names_flags_limits_and_defaults(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit) as ended:
         read("--help")
     assert ended.value.code == 0
-    said = " ".join(capsys.readouterr().out.split())
+    message = " ".join(capsys.readouterr().out.split())
     for words in ("--port N where, 100% sure (default: 80)", "--cache, --no-cache", "{one,two}", "(default: on)"):
-        assert words in said
+        assert words in message
 
 
 @given(
@@ -151,8 +151,8 @@ def test_an_unknown_parser_is_refused_with_the_known_ones(
 ) -> None:
     with pytest.raises(SystemExit):
         parse(kind, [flag, "hermse"], prog="penstock", environ={})
-    said = capsys.readouterr().err
-    assert all(word in said for word in (flag, "'hermse'", "auto", "none", "gpt_oss", "mistral")), said
+    message = capsys.readouterr().err
+    assert all(word in message for word in (flag, "'hermse'", "auto", "none", "gpt_oss", "mistral")), message
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_penstock_yaml_in_the_working_directory_is_read_unless_another_file_is_n
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("http-prt: 1", "unknown setting http-prt: did you mean http-port?"),
         ("config: x", "unknown setting config"),
@@ -234,14 +234,14 @@ def test_penstock_yaml_in_the_working_directory_is_read_unless_another_file_is_n
     ],
 )
 def test_a_wrong_file_is_named_with_what_was_probably_meant(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         up_with(tmp_path, text)
     assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert said in told
-    assert "settings.yaml" in told
+    output = capsys.readouterr().err
+    assert message in output
+    assert "settings.yaml" in output
 
 
 def test_a_missing_file_is_an_error_only_if_it_was_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,9 +40,9 @@ def test_the_generator_makes_the_golden_files_and_the_advisor_has_nothing_agains
     for name, path in zip(names, paths, strict=True):
         assert Path(path).read_text(encoding="utf-8") == (GOLDEN / f"{name}.yaml").read_text(encoding="utf-8")
     assert run_check(paths) == 0
-    told = capsys.readouterr().out
-    assert told.count("no findings") == len(names)
-    assert "they agree" in told or len(names) == 1
+    output = capsys.readouterr().out
+    assert output.count("no findings") == len(names)
+    assert "they agree" in output or len(names) == 1
 
 
 def test_generated_speculation_is_the_models_own_layer_on_both_sides() -> None:

@@ -239,8 +239,8 @@ def test_a_header_with_an_unknown_key_is_refused_and_any_other_comment_is_none()
 
 def test_list_names_every_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_list([]) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in told[1:]] == list(MEMBERS)
+    output = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in output[1:]] == list(MEMBERS)
     assert set(RECIPES) < set(MEMBERS)
 
 
@@ -253,11 +253,11 @@ def test_the_matrix_names_every_engine_and_every_feature(capsys: pytest.CaptureF
 
 def test_show_prints_the_file_and_the_commands_of_its_set(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_show(["llama3-prefill", "--model", "/models/llama 3"]) == 0
-    told = capsys.readouterr().out
-    assert told.startswith(of("llama3-prefill").text.rstrip())
+    output = capsys.readouterr().out
+    assert output.startswith(of("llama3-prefill").text.rstrip())
     for role in ("aggregated", "prefill", "decode"):
-        assert f"--role {role} --model '/models/llama 3'" in told
-    assert "penstock up --recipe llama3 --model '/models/llama 3'" in told
+        assert f"--role {role} --model '/models/llama 3'" in output
+    assert "penstock up --recipe llama3 --model '/models/llama 3'" in output
     assert run_show(["deepseek-r1-wideep-decode"]) == 0
     assert "penstock up" not in capsys.readouterr().out  # more than one machine
     assert run_show(["llama5"]) == 2
@@ -268,9 +268,9 @@ def test_show_prints_the_file_and_the_commands_of_its_set(capsys: pytest.Capture
 def test_check_says_that_a_whole_set_is_sound(members: str, capsys: pytest.CaptureFixture[str]) -> None:
     names = [name for name, recipe in RECIPES.items() if recipe.header and recipe.header.set == members]
     assert run_check(names) == 0
-    told = capsys.readouterr().out
-    assert told.count("no findings") == len(names)
-    assert "they agree" in told or len(names) == 1
+    output = capsys.readouterr().out
+    assert output.count("no findings") == len(names)
+    assert "they agree" in output or len(names) == 1
 
 
 @pytest.mark.parametrize(
@@ -290,9 +290,9 @@ def test_check_says_that_a_whole_set_is_sound(members: str, capsys: pytest.Captu
 )
 def test_check_refuses_what_does_not_fit(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_check(argv) == 1
-    told = capsys.readouterr().out
-    assert f"error   {says}" in told
-    assert "fix: " in told
+    output = capsys.readouterr().out
+    assert f"error   {says}" in output
+    assert "fix: " in output
 
 
 def test_check_leaves_another_engine_s_file_to_its_worker(capsys: pytest.CaptureFixture[str]) -> None:
@@ -363,7 +363,7 @@ class Launched:
             env={"PATH": path, "PENSTOCK": str(command), "HEARD": str(fifo), "DATA_DIR": str(folder), **environ},
         )  # fmt: skip
 
-    def hear(self, calls: int) -> dict[str, tuple[str, str, list[str]]]:
+    def received(self, calls: int) -> dict[str, tuple[str, str, list[str]]]:
         """Calls by name (workers by role): NATS URL, devices, arguments."""
         found = {}
         for _ in range(calls):
@@ -404,7 +404,7 @@ def test_a_script_is_sound_bash(script: Path) -> None:
 
 
 def test_the_aggregated_script_starts_all_processes_with_its_defaults(launch) -> None:  # type: ignore[no-untyped-def]
-    calls = launch("aggregated.sh", PENSTOCK_NATS_URL="nats://elsewhere:4222").hear(4)
+    calls = launch("aggregated.sh", PENSTOCK_NATS_URL="nats://elsewhere:4222").received(4)
     assert set(calls) == {"streams", "router", "gateway", "aggregated"}
     assert {url for url, _, _ in calls.values()} == {"nats://elsewhere:4222"}
     argv = calls["aggregated"][2]
@@ -418,7 +418,7 @@ def test_the_aggregated_script_starts_all_processes_with_its_defaults(launch) ->
 
 
 def test_the_speculative_quick_start_runs_vllm_with_its_recipe_and_nothing_else(launch, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    calls = launch("speculative_vllm.sh", PENSTOCK_NATS_URL="nats://x:1").hear(4)
+    calls = launch("speculative_vllm.sh", PENSTOCK_NATS_URL="nats://x:1").received(4)
     argv = calls["aggregated"][2]
     model = "meta-llama/Llama-3.1-8B-Instruct"
     assert [after(argv, f"--{flag}") for flag in ("engine", "model", "served-model-name")] == ["vllm", model, model]
@@ -434,7 +434,7 @@ def test_every_default_of_the_aggregated_script_can_be_set(launch) -> None:  # t
     calls = launch(
         "aggregated.sh", MODEL_PATH="/m", SERVED_MODEL_NAME="mine", AGG_ENGINE_ARGS="/mine.yaml", HTTP_PORT="9",
         MODALITY="multimodal", NATS_PORT="1", PENSTOCK_NATS_URL="nats://x:1", ROUTER_MODE="random", BLOCK_SIZE="64",
-    ).hear(4)  # fmt: skip
+    ).received(4)  # fmt: skip
     worker, gateway = calls["aggregated"][2], calls["gateway"][2]
     assert [after(worker, f"--{flag}") for flag in ("model", "served-model-name", "extra-engine-args")] == [
         "/m", "mine", "/mine.yaml",
@@ -457,7 +457,7 @@ def test_every_default_of_the_aggregated_script_can_be_set(launch) -> None:  # t
 def test_the_modality_and_the_engine_choose_model_and_arguments(  # type: ignore[no-untyped-def]
     launch, environ: dict[str, str], role: str, flag: str, value: str
 ) -> None:
-    argv = launch("aggregated.sh", PENSTOCK_NATS_URL="nats://x:1", **environ).hear(4)[role][2]
+    argv = launch("aggregated.sh", PENSTOCK_NATS_URL="nats://x:1", **environ).received(4)[role][2]
     assert after(argv, flag).endswith(value)
     assert ("--extra-engine-args" in argv) == (environ.get("ENGINE", "trtllm") == "trtllm" and role == "aggregated")
 
@@ -465,9 +465,9 @@ def test_the_modality_and_the_engine_choose_model_and_arguments(  # type: ignore
 def test_the_disaggregated_script_checks_the_pair_and_gives_each_worker_its_gpu_and_file(  # type: ignore[no-untyped-def]
     launch,
 ) -> None:
-    calls = launch("disaggregated.sh", MODALITY="multimodal", PENSTOCK_NATS_URL="nats://x:1", DECODE_DEVICES="6").hear(
-        7
-    )
+    calls = launch(
+        "disaggregated.sh", MODALITY="multimodal", PENSTOCK_NATS_URL="nats://x:1", DECODE_DEVICES="6"
+    ).received(7)
     assert [Path(given.partition("=")[2]).name for given in calls["recipe"][2][1:]] == [
         "llava16-prefill.yaml", "llava16-decode.yaml",
     ]  # fmt: skip
@@ -486,7 +486,7 @@ def test_a_script_without_broker_starts_one_and_ends_all_with_it(  # type: ignor
     with socket.create_server(("127.0.0.1", 0)) as broker:
         port = str(broker.getsockname()[1])
         launched = launch("aggregated.sh", NATS_PORT=port)
-        calls = launched.hear(5)
+        calls = launched.received(5)
         assert after(calls["nats"][2], "--data-dir") == str(tmp_path)
         roles = {"streams": "operator", "router": "router", "gateway": "gateway", "aggregated": "worker"}
         urls = {name: f"nats://{role}:{role[0]}@127.0.0.1:{port}" for name, role in roles.items()}

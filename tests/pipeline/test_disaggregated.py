@@ -145,7 +145,7 @@ async def test_a_prompt_is_scored_once_by_whoever_computes_it(
     for choice in answer.json()["choices"]:
         assert choice["text"] == oracle.answer(asked, 6, choice["index"])
         assert described(choice["prompt_logprobs"], prompt, 2) == oracle.scores(asked, 2)
-    items = await said(split_bus, request_id(answer))
+    items = await token_items(split_bus, request_id(answer))
     assert [item.first for item in items if item.choice == PROMPT] == positions(items)
     short = body(token_prompt(50, 85), prompt_logprobs=0, max_tokens=3)
     local = await ask(split_http, short)
@@ -154,7 +154,7 @@ async def test_a_prompt_is_scored_once_by_whoever_computes_it(
     assert described(entries, short["prompt"], 0) == oracle.scores(short, 0)
 
 
-async def said(bus: Bus, request_id: str) -> list[TokenItem]:
+async def token_items(bus: Bus, request_id: str) -> list[TokenItem]:
     """Everything in the token stream of a request."""
     subjects = bus.subjects
     found = []

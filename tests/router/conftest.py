@@ -1,4 +1,4 @@
-"""One router, stub workers, and a record of everything published, on a real nats-server."""
+"""One router, stub workers, and a client that follows all streams, on a real nats-server."""
 
 from collections.abc import AsyncIterator
 
@@ -7,18 +7,18 @@ import pytest
 from infra.broker.server import EmbeddedNats
 from schemas.subjects import Subjects
 from tests.router.support import Clients, Routing, routing
-from tests.workers.support import Record, recording
+from tests.workers.support import LogClient, log_client
 
 
 @pytest.fixture
-async def record(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[Record]:
-    async with recording(broker, pipeline) as record:
-        yield record
+async def log(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[LogClient]:
+    async with log_client(broker, pipeline) as log:
+        yield log
 
 
 @pytest.fixture
-async def clients(record: Record) -> AsyncIterator[Clients]:
-    clients = Clients(record)
+async def clients(log: LogClient) -> AsyncIterator[Clients]:
+    clients = Clients(log)
     yield clients
     await clients.stop()
 

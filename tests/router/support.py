@@ -22,7 +22,7 @@ from schemas.requests import GenerateRequest
 from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, HEADER_RETURNED, Subjects
 from schemas.transfer import Encoded, Endpoint, Memory, Prefilled, Ticket
 from tests.infra.bus.support import eventually
-from tests.workers.support import BLOCK, MODEL, Record, dial
+from tests.workers.support import BLOCK, MODEL, LogClient, dial
 
 
 class Routing:
@@ -204,9 +204,9 @@ def endpoint(
 class Clients:
     """What the test publishes as a gateway, and what the routers make of it."""
 
-    def __init__(self, record: Record) -> None:
-        self.record = record
-        self.bus = record.bus
+    def __init__(self, log: LogClient) -> None:
+        self.log = log
+        self.bus = log.bus
         self._stubs: list[Stub] = []
 
     async def stub(self, worker: str = "w1", **fields: Any) -> Stub:

@@ -16,14 +16,14 @@ from schemas.subjects import HEADER_MSG_ID, Subjects
 from schemas.transfer import Handoff, Handoffs, Memory
 from tests.infra.bus.support import eventually
 from tests.router.support import Clients, endpoint, routing
-from tests.workers.support import Record, request
+from tests.workers.support import LogClient, request
 
 
 async def test_the_timeline_of_a_request_with_three_stages_and_two_attempts(
-    broker: EmbeddedNats, pipeline: Subjects, record: Record
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient
 ) -> None:
-    clients = Clients(record)
-    bus, place = record.bus, endpoint("h", embeds=Memory(0, 3 << 20, 10))
+    clients = Clients(log)
+    bus, place = log.bus, endpoint("h", embeds=Memory(0, 3 << 20, 10))
     async with routing(broker, pipeline) as one:
         roles = {"e1": "encode", "p1": "prefill", "d1": "decode"}
         stubs = {name: await clients.stub(name, role=role, transfer=place) for name, role in roles.items()}
@@ -37,7 +37,7 @@ async def test_the_timeline_of_a_request_with_three_stages_and_two_attempts(
         stubs["d2"] = await clients.stub("d2", role="decode", transfer=place)
         await one.knows("d2")
         await stubs["d1"].stop()
-        await record.remove_key("d1")
+        await log.remove_key("d1")
         _, again = await clients.placed(asked, 2)
         await stubs["e1"].hand_off(again)
         onward = jobs.Job(again.request, 2, again.decision, route=again.route[1:])
@@ -51,12 +51,12 @@ async def test_the_timeline_of_a_request_with_three_stages_and_two_attempts(
         await bus.js.publish(bus.subjects.handoff("p1"), wire.encode(Handoffs("p1", ledger)))
         await eventually(lambda: one.unfinished == {asked.id: (2, "d2")})
         await stubs["d2"].finish(asked, 2)
-        told = await read_timeline(bus, asked.id)
+        found_timeline = await read_timeline(bus, asked.id)
         out = io.StringIO()
-        show(inspect(told, with_tokens=False), Console(file=out, width=200), now_ns=0)
-        said = out.getvalue()
+        show(inspect(found_timeline, with_tokens=False), Console(file=out, width=200), now_ns=0)
+        output = out.getvalue()
     await clients.stop()
-    assert [routed.attempt for routed in told.routed] == [1, 2]
+    assert [routed.attempt for routed in found_timeline.routed] == [1, 2]
     for line in (
         "to encode e1 → prefill p1 → decode d1, after waiting",
         "to encode e1 → prefill p1 → decode d2, after waiting",
@@ -68,10 +68,12 @@ async def test_the_timeline_of_a_request_with_three_stages_and_two_attempts(
         "p1: offered, 100 blocks",
         "d2: read, 100 blocks, 0.01 MiB in 1.5 ms",
     ):
-        assert line in said, said
-    assert "another" not in said
-    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in said.splitlines() if line.startswith("│")]
-    found = inspect(told, with_tokens=False)
+        assert line in output, output
+    assert "another" not in output
+    rows = [
+        [cell.strip() for cell in line.strip("│").split("│")] for line in output.splitlines() if line.startswith("│")
+    ]
+    found = inspect(found_timeline, with_tokens=False)
     stages = [(phase.attempt, phase.name, phase.where) for phase in found.phases if phase.service == "worker"]
     stages = [each for each in stages if each[1] in ("encode", "prefill", "decode")]
     expected = [(1, "encode", "e1"), (1, "prefill", "p1")]
@@ -80,9 +82,9 @@ async def test_the_timeline_of_a_request_with_three_stages_and_two_attempts(
 
 
 async def test_a_request_of_one_stage_has_no_lines_about_stages(
-    broker: EmbeddedNats, pipeline: Subjects, record: Record
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient
 ) -> None:
-    clients = Clients(record)
+    clients = Clients(log)
     async with routing(broker, pipeline) as one:
         await clients.stub("w1")
         await one.knows("w1")
@@ -90,11 +92,11 @@ async def test_a_request_of_one_stage_has_no_lines_about_stages(
         await clients.ask(asked)
         await clients.placed(asked)
         out = io.StringIO()
-        found = inspect(await read_timeline(record.bus, asked.id), with_tokens=False)
+        found = inspect(await read_timeline(log.bus, asked.id), with_tokens=False)
         show(found, Console(file=out, width=200), now_ns=0)
     await clients.stop()
-    said = out.getvalue()
-    assert "in mode kv to w1, after waiting" in said
+    output = out.getvalue()
+    assert "in mode kv to w1, after waiting" in output
     for word in ("→", "split", "stage", "handed"):
-        assert word not in said
-    assert HEADER_MSG_ID not in said
+        assert word not in output
+    assert HEADER_MSG_ID not in output

@@ -56,7 +56,7 @@ async def test_a_worker_that_left_meanwhile_is_not_in_the_restored_index(
     stubs = [await clients.stub("w1"), await clients.stub("w2")]
     await remembered(broker, pipeline, stubs)
     await stubs[1].stop()
-    await clients.record.remove_key("w2")
+    await clients.log.remove_key("w2")
     async with routing(broker, pipeline) as one:
         await one.knows("w1")
         assert found(one)[:2] == [{("w1", 0): 10}, {}]

@@ -190,7 +190,7 @@ STAGED_END = st.tuples(st.sampled_from(["done", "returned"]), st.just("rs"), st.
 Step = tuple[str, str, int, int]
 
 
-def heard(f: LoadTracker, step: Step) -> None:
+def apply_step(f: LoadTracker, step: Step) -> None:
     """One message of the log: to the stage that has so many stages left, itself included."""
     kind, names, attempt, left = step
     for request in names:
@@ -213,7 +213,7 @@ def test_order_and_repetition_do_not_matter_for_requests_with_stages(events: lis
     one, two = fleet(), fleet()
     for f, log in ((one, events), (two, shuffled)):
         for step in log:
-            heard(f, step)
+            apply_step(f, step)
     assert {e.request: e for e in one.active()} == {e.request: e for e in two.active()}
     for place in PLACES:
         first, second = one.load(place, 0), two.load(place, 0)

@@ -7,7 +7,7 @@ from schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
 from tests.router.support import Clients, Routing, routing
 from tests.router.test_recovery import lose, on, streamed
-from tests.workers.support import Record, answer, request
+from tests.workers.support import LogClient, answer, request
 
 
 async def test_one_revision_serves_and_the_next_takes_over_when_it_drains(clients: Clients, one: Routing) -> None:
@@ -49,12 +49,12 @@ async def test_a_worker_with_another_tokenizer_is_given_nothing(clients: Clients
     assert (await clients.placed(asked))[0] == "older-build"
 
 
-async def test_an_answer_that_has_begun_waits_for_its_revision(record: Record, clients: Clients, one: Routing) -> None:
+async def test_an_answer_that_has_begun_waits_for_its_revision(log: LogClient, clients: Clients, one: Routing) -> None:
     asked = request(max_tokens=20)
     stub = await on(clients, one, "w1", asked, revision="old")
     await clients.stub("w2", revision="new", epoch=2, slots=100)
     await one.knows("w2")
-    await streamed(record, asked, answer(asked, 7))
+    await streamed(log, asked, answer(asked, 7))
     await lose(clients, stub)
     await eventually(lambda: one.waiting == [asked.id])
     other = request()  # is not held up by it
@@ -66,7 +66,7 @@ async def test_an_answer_that_has_begun_waits_for_its_revision(record: Record, c
 
 
 async def test_an_answer_whose_revision_does_not_come_back_ends_with_the_reason(
-    broker: EmbeddedNats, pipeline: Subjects, record: Record, clients: Clients
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, clients: Clients
 ) -> None:
     async with routing(broker, pipeline, revision_wait_s=0.5) as one:
         asked, unheard = request(max_tokens=20), request()
@@ -75,11 +75,11 @@ async def test_an_answer_whose_revision_does_not_come_back_ends_with_the_reason(
         await clients.placed(unheard)
         await clients.stub("w2", revision="new", epoch=2)
         await one.knows("w2")
-        await streamed(record, asked, answer(asked, 7))
+        await streamed(log, asked, answer(asked, 7))
         await eventually(lambda: len(one.unfinished) == 2)
         await lose(clients, stub)
         assert (await clients.placed(unheard, 2))[0] == "w2"  # nobody has heard anything of it yet
-        end = await record.end(asked)
+        end = await log.end(asked)
         assert end.code == Code.revision_unavailable
         assert "first 7 tokens" in end.message
         assert "--revision-wait-s" in end.message

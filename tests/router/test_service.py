@@ -26,14 +26,14 @@ from schemas.subjects import HEADER_LOAD, Subjects
 from schemas.tokens import WHOLE_REQUEST
 from tests.infra.bus.support import eventually
 from tests.router.support import Clients, Routing, routing
-from tests.workers.support import MODEL, Record, answer, request, run_worker
+from tests.workers.support import MODEL, LogClient, answer, request, run_worker
 
 
-async def is_ended_by_the_router(record: Record, asked: GenerateRequest, code: Code) -> str:
+async def is_ended_by_the_router(log: LogClient, asked: GenerateRequest, code: Code) -> str:
     """Exactly one terminal event and one item for all choices; its message."""
-    end = await record.end(asked)
+    end = await log.end(asked)
     assert (end.code, end.worker) == (code, "")
-    (item,) = [item for item in record.items if item.request == asked.id]
+    (item,) = [item for item in log.items if item.request == asked.id]
     assert item.choice == WHOLE_REQUEST
     assert item.finish is not None
     assert (item.finish.code, item.finish.message) == (code, end.message)
@@ -160,7 +160,7 @@ async def test_a_models_waiting_requests_leave_room_for_those_of_others(
 
 
 async def test_what_fails_while_a_request_is_placed_fails_for_that_request_only(
-    record: Record, clients: Clients, one: Routing, monkeypatch: pytest.MonkeyPatch
+    log: LogClient, clients: Clients, one: Routing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await clients.stub("w1", slots=100)
     await one.knows("w1")
@@ -174,7 +174,7 @@ async def test_what_fails_while_a_request_is_placed_fails_for_that_request_only(
 
     monkeypatch.setattr(decisions, "decide", failing)
     await clients.ask(bad, good)
-    message = await is_ended_by_the_router(record, bad, Code.internal)
+    message = await is_ended_by_the_router(log, bad, Code.internal)
     assert "ZeroDivisionError" in message
     await clients.placed(good)
     await clients.acknowledged(2)
@@ -229,10 +229,10 @@ async def test_without_cache_events_past_decisions_stand_for_them(
 # -- requests that routers end ------------------------------------------------------------------------------------
 
 
-async def test_the_deadline_of_a_held_request_ends_it_once(record: Record, clients: Clients, one: Routing) -> None:
+async def test_the_deadline_of_a_held_request_ends_it_once(log: LogClient, clients: Clients, one: Routing) -> None:
     asked = request(deadline_s=0.3, n=2)
     await clients.ask(asked)
-    message = await is_ended_by_the_router(record, asked, Code.deadline_exceeded)
+    message = await is_ended_by_the_router(log, asked, Code.deadline_exceeded)
     assert "deadline" in message
     assert time.time_ns() >= asked.deadline_ns
     await clients.acknowledged(1)
@@ -241,11 +241,11 @@ async def test_the_deadline_of_a_held_request_ends_it_once(record: Record, clien
     await clients.ask(other)
     await clients.placed(other)
     assert await clients.order() == [other.id]
-    await eventually(lambda: len(record.ends(asked)) == 1)
+    await eventually(lambda: len(log.ends(asked)) == 1)
 
 
 async def test_cancelled_while_it_waits(
-    broker: EmbeddedNats, pipeline: Subjects, record: Record, clients: Clients, one: Routing
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, clients: Clients, one: Routing
 ) -> None:
     async with routing(broker, pipeline) as other:
         asked, kept = request(), request()
@@ -254,7 +254,7 @@ async def test_cancelled_while_it_waits(
         for _ in range(2):  # gateways repeat themselves
             for routing_ in (one, other):
                 await routing_.router.on_cancel(asked.id, "gone")
-        assert await is_ended_by_the_router(record, asked, Code.cancelled) == "gone"
+        assert await is_ended_by_the_router(log, asked, Code.cancelled) == "gone"
         assert one.waiting + other.waiting == [kept.id]
         await clients.stub("w1")
         await clients.placed(kept)
@@ -262,13 +262,13 @@ async def test_cancelled_while_it_waits(
         assert await clients.order() == [kept.id]
 
 
-async def test_a_cancel_may_overtake_its_request(record: Record, clients: Clients, one: Routing) -> None:
+async def test_a_cancel_may_overtake_its_request(log: LogClient, clients: Clients, one: Routing) -> None:
     await clients.stub("w1")
     await one.knows("w1")
     asked = request()
     await one.router.on_cancel(asked.id, "gone")
     await clients.ask(asked)
-    await is_ended_by_the_router(record, asked, Code.cancelled)
+    await is_ended_by_the_router(log, asked, Code.cancelled)
     assert await clients.work() == []
 
 
@@ -277,18 +277,18 @@ async def test_a_cancel_may_overtake_its_request(record: Record, clients: Client
     [(900, 200, Code.context_length_exceeded), (450, 8, Code.out_of_blocks)],
 )
 async def test_what_no_worker_can_ever_run_is_ended_at_once(
-    record: Record, clients: Clients, one: Routing, prompt: int, max_tokens: int, code: Code
+    log: LogClient, clients: Clients, one: Routing, prompt: int, max_tokens: int, code: Code
 ) -> None:
     await clients.stub("w1", total_blocks=100)
     await one.knows("w1")
     asked = request([1] * prompt, max_tokens)
     await clients.ask(asked)
-    await is_ended_by_the_router(record, asked, code)
+    await is_ended_by_the_router(log, asked, code)
     await clients.acknowledged(1)
 
 
 async def test_direct_mode_goes_to_the_named_worker_or_nowhere(
-    broker: EmbeddedNats, pipeline: Subjects, record: Record, clients: Clients
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, clients: Clients
 ) -> None:
     async with routing(broker, pipeline, mode="direct") as one:
         for name in ("w1", "w2"):
@@ -299,19 +299,19 @@ async def test_direct_mode_goes_to_the_named_worker_or_nowhere(
         assert (await clients.placed(known))[0] == "w2"
         assert (await clients.placed(by_name))[0] == "w1"
         for asked in (unknown, unnamed):
-            await is_ended_by_the_router(record, asked, Code.invalid_request)
+            await is_ended_by_the_router(log, asked, Code.invalid_request)
         await clients.acknowledged(4)
 
 
 async def test_a_job_that_fits_no_message_ends_its_request(
-    record: Record, clients: Clients, one: Routing, monkeypatch: pytest.MonkeyPatch
+    log: LogClient, clients: Clients, one: Routing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await clients.stub("w1")
     await one.knows("w1")
     asked = request([1] * 400)
     monkeypatch.setattr(type(one.bus), "max_message", property(lambda bus: 1000))
     await clients.ask(asked)
-    await is_ended_by_the_router(record, asked, Code.body_too_large)
+    await is_ended_by_the_router(log, asked, Code.body_too_large)
     assert one.unfinished == {}
 
 
@@ -392,18 +392,18 @@ async def test_a_request_is_not_acknowledged_while_its_job_is_on_the_way(
     asked = request()
     await clients.ask(asked)
     await eventually(lambda: asked.id in one.unfinished)
-    said: list[bytes] = []
+    received: list[bytes] = []
 
-    async def heard(message: Any) -> None:
-        said.append(message.data)
+    async def receive(message: Any) -> None:
+        received.append(message.data)
 
     reply = clients.bus.nc.new_inbox()
-    await clients.bus.nc.subscribe(reply, cb=heard)
+    await clients.bus.nc.subscribe(reply, cb=receive)
     await clients.bus.nc.flush()
     await one.router._on_request(SimpleNamespace(data=wire.encode(asked), subject="again", reply=reply))
     await one.bus.nc.publish(reply, b"end")
-    await eventually(lambda: said)
-    assert said == [b"end"]
+    await eventually(lambda: received)
+    assert received == [b"end"]
     on_the_way.cancel()
 
 
@@ -447,24 +447,24 @@ async def test_what_a_killed_router_held_is_placed_within_two_seconds(
                 await clients.placed(each)
                 await worker.finish(each)
             await worker.stop()
-            await clients.record.remove_key(worker.id)
+            await clients.log.remove_key(worker.id)
     assert len(await clients.work()) == 30
 
 
 async def test_a_copy_that_waited_here_does_not_end_a_request_that_ran_elsewhere(
-    record: Record, clients: Clients, one: Routing
+    log: LogClient, clients: Clients, one: Routing
 ) -> None:
     """Two replicas may hold one request; what the log says of it goes before what this one remembers."""
     asked = request(deadline_s=1.0)
     await clients.ask(asked)
     await eventually(lambda: one.waiting == [asked.id])
-    await record.give("w9", asked)  # by another replica
+    await log.send_job("w9", asked)  # by another replica
     other = await clients.stub("w9", model="elsewhere")
     await other.finish(asked)
     await eventually(lambda: one.waiting == [], 10)
     await clients.acknowledged(1)
-    assert record.items == []
-    await eventually(lambda: len(record.ends(asked)) == 1)
+    assert log.items == []
+    await eventually(lambda: len(log.ends(asked)) == 1)
     assert len(await clients.work()) == 1
 
 
@@ -535,21 +535,21 @@ async def _dump(clients: Clients, worker: str) -> Any:
 
 
 async def test_a_router_that_comes_late_learns_a_worker_by_its_dump(
-    broker: EmbeddedNats, pipeline: Subjects, record: Record, clients: Clients
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, clients: Clients
 ) -> None:
     async with run_worker(broker, pipeline) as worker, routing(broker, pipeline) as early:
         await early.knows(worker.id)
         for i in range(3):
             asked = request([i] * 41)
             await clients.ask(asked)
-            await record.end(asked)
-            assert record.streamed(asked) == answer(asked)
+            await log.end(asked)
+            assert log.streamed(asked) == answer(asked)
         async with routing(broker, pipeline) as late:
             await eventually(lambda: index_of(late.router).held((worker.id, 0)) > 0)
             for i in range(3, 6):
                 asked = request([i] * 41)
                 await clients.ask(asked)
-                await record.end(asked)
+                await log.end(asked)
             held = len({d for event in (await worker.session.dump(0)).events for d in _names(event)})
             both = [index_of(each.router) for each in (early, late)]
             await eventually(lambda: [index.held((worker.id, 0)) for index in both] == [held, held])
@@ -562,14 +562,14 @@ def _names(event: Any) -> list[bytes]:
 
 
 async def test_a_worker_that_leaves_takes_its_blocks_out_of_the_index(
-    record: Record, clients: Clients, one: Routing
+    log: LogClient, clients: Clients, one: Routing
 ) -> None:
     stub = await clients.stub("w1")
     await one.knows("w1")
     await stub.store(request([1] * 41).digests)
     await eventually(lambda: index_of(one.router).held(("w1", 0)) == 10)
     await stub.stop()
-    await record.remove_key("w1")
+    await log.remove_key("w1")
     await eventually(lambda: not one.router.cluster.tracker.workers())
     assert index_of(one.router).held(("w1", 0)) == 0
 

@@ -17,7 +17,7 @@ from schemas.subjects import Subjects
 from schemas.transfer import Memory
 from tests.infra.bus.support import eventually
 from tests.router.support import Clients, Routing, Stub, endpoint, routing
-from tests.workers.support import Record, answer, ids, request
+from tests.workers.support import LogClient, answer, ids, request
 
 LONG = list(range(1, 402))  # 100 full blocks, and more than a decode worker computes itself
 EMBEDS = endpoint("h", embeds=Memory(0, 100, 10))
@@ -33,7 +33,7 @@ async def fleet(clients: Clients, *routers: Routing, **roles: str) -> dict[str, 
 
 async def lose(clients: Clients, stub: Stub) -> None:
     await stub.stop()
-    await clients.record.remove_key(stub.id)
+    await clients.log.remove_key(stub.id)
 
 
 def load(router: Routing, worker: str, rank: int = 0) -> tuple[int, int]:
@@ -55,7 +55,7 @@ def picture(**options: Any) -> GenerateRequest:
 
 
 async def test_a_long_prompt_is_split_and_counts_at_both_workers_in_every_router(
-    broker: EmbeddedNats, pipeline: Subjects, record: Record, clients: Clients, one: Routing
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, clients: Clients, one: Routing
 ) -> None:
     async with routing(broker, pipeline) as two:
         stubs = await fleet(clients, one, two, p1="prefill", d2="decode")
@@ -105,7 +105,7 @@ async def test_short_and_known_prompts_stay_on_a_decode_worker(clients: Clients,
 
 
 async def test_an_empty_pool_is_replaced_by_the_other_and_a_full_one_is_waited_for(
-    record: Record, clients: Clients, one: Routing
+    log: LogClient, clients: Clients, one: Routing
 ) -> None:
     stubs = await fleet(clients, one, p="prefill")
     first, second, third = request(LONG), request(LONG), request(LONG)
@@ -223,13 +223,13 @@ def _onward(job: jobs.Job) -> jobs.Job:
 
 
 async def test_an_image_that_no_worker_accepts_is_refused_with_the_reason(
-    record: Record, clients: Clients, one: Routing
+    log: LogClient, clients: Clients, one: Routing
 ) -> None:
     await clients.stub("a")
     await one.knows("a")
     asked = picture()
     await clients.ask(asked)
-    end = await record.end(asked)
+    end = await log.end(asked)
     assert end.code == Code.unsupported
     assert "start an encode worker" in end.message
     await clients.stub("v", vision=True)
@@ -265,7 +265,7 @@ def only_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("only_at_once")
 async def test_a_decode_worker_that_dies_while_its_prefill_runs_costs_one_attempt(
-    broker: EmbeddedNats, pipeline: Subjects, record: Record, clients: Clients
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, clients: Clients
 ) -> None:
     async with routing(broker, pipeline) as one, routing(broker, pipeline, seed=2) as two:
         stubs = await fleet(clients, one, two, p="prefill", d1="decode")
@@ -282,7 +282,7 @@ async def test_a_decode_worker_that_dies_while_its_prefill_runs_costs_one_attemp
         await eventually(lambda: echoed(one, asked, 2) and echoed(two, asked, 2))
         assert await clients.revoked() == [("p", jobs.Revoke(asked.id, 1))], "once, by whichever router"
         assert [load(one, name)[0] for name in ("p", "d1", "d2")] == [1, 0, 1]
-        (fence,) = [item for item in record.items if item.attempt == 2]
+        (fence,) = [item for item in log.items if item.attempt == 2]
         assert fence.request == asked.id
 
 
@@ -307,7 +307,7 @@ async def test_a_prefill_worker_that_dies_after_its_handoff_does_not_matter_to_t
 
 @pytest.mark.usefixtures("only_at_once")
 async def test_a_handoff_to_a_worker_that_left_is_recovered_at_once(
-    record: Record, clients: Clients, one: Routing
+    log: LogClient, clients: Clients, one: Routing
 ) -> None:
     """The router had not heard of the attempt when the worker died: it was another router's."""
     stubs = await fleet(clients, one, p="prefill", d1="decode", d2="decode")
@@ -316,7 +316,7 @@ async def test_a_handoff_to_a_worker_that_left_is_recovered_at_once(
     job = jobs.Job(msgspec.Raw(wire.encode(asked)), 1, decision, route=(Stage("decode", "d1"),))
     await lose(clients, stubs["d1"])
     await eventually(lambda: len(one.router.cluster.tracker.workers()) == 2)
-    await record.say(asked, 1, answer(asked, 1))
+    await log.publish_tokens(asked, 1, answer(asked, 1))
     await stubs["p"].hand_off(job, (wire.pack_tokens(answer(asked, 1)),))
     _, again = await clients.placed(asked, 2)
     assert [stage.worker for stage in again.decision.route] == ["p", "d2"]

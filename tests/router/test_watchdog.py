@@ -15,7 +15,7 @@ from schemas.subjects import Subjects
 from schemas.tokens import TokenItem
 from tests.infra.bus.support import eventually
 from tests.router.support import Clients, routing
-from tests.workers.support import Record, answer, engine, request, run_worker
+from tests.workers.support import LogClient, answer, engine, request, run_worker
 
 AFTER_S = 10.0
 
@@ -104,14 +104,14 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet, "RENEW_S", 0.05)
 
 
-def streamed_by(record: Record, attempt: int) -> list[TokenItem]:
-    return [item for item in record.items if item.attempt == attempt and item.tokens]
+def streamed_by(log: LogClient, attempt: int) -> list[TokenItem]:
+    return [item for item in log.items if item.attempt == attempt and item.tokens]
 
 
 async def test_another_worker_continues_what_a_hanging_engine_had_begun(
     broker: EmbeddedNats, pipeline: Subjects, clients: Clients, soon: None
 ) -> None:
-    record = clients.record
+    log = clients.log
     first, second, asked = engine(), engine(), request(max_tokens=12)
     first.hold()
     async with (
@@ -121,21 +121,21 @@ async def test_another_worker_continues_what_a_hanging_engine_had_begun(
         await clients.ask(asked)
         assert (await clients.placed(asked))[0] == hanging.session.id
         first.allow(5)
-        await eventually(lambda: len(streamed_by(record, 1)) > 0)
+        await eventually(lambda: len(streamed_by(log, 1)) > 0)
         async with run_worker(broker, pipeline, second) as other:
             worker, job = await clients.placed(asked, attempt=2)
             assert worker == other.session.id
             assert job.decision.reason.startswith("stalled: no step of the engine for 1 s at aggregated worker")
             assert hanging.session.id in job.decision.reason
-            done = await record.end(asked)
+            done = await log.end(asked)
             assert (done.code, done.attempt, done.worker) == ("", 2, other.session.id)
-            assert record.streamed(asked) == answer(asked, 12)
+            assert log.streamed(asked) == answer(asked, 12)
             labels = {"stage": "aggregated"}
             assert one.registry.get_sample_value("penstock_router_stalled_requests_total", labels) == 1.0
             first.resume()  # the kernel returns after all: nothing of it counts
             await eventually(lambda: not hanging.session._requests.running)
-            assert record.streamed(asked) == answer(asked, 12)
-            assert len(record.ends(asked)) == 1
+            assert log.streamed(asked) == answer(asked, 12)
+            assert len(log.ends(asked)) == 1
 
 
 async def test_a_request_that_stalls_again_fails_with_both_workers_named(
@@ -150,7 +150,7 @@ async def test_a_request_that_stalls_again_fails_with_both_workers_named(
         routing(broker, pipeline, stalled_after_s=1.0),
     ):
         await clients.ask(asked)
-        done = await clients.record.end(asked)
+        done = await clients.log.end(asked)
         assert (done.code, done.attempt) == ("engine_error", 3)
         assert done.message.startswith("stalled: no step of the engine for 1 s at")
         assert one.session.id in done.message
@@ -174,6 +174,6 @@ async def test_slow_steps_and_requests_behind_them_are_no_stall(
             slow.allow(1)
         slow.resume()
         for asked in prompts:
-            done = await clients.record.end(asked)
+            done = await clients.log.end(asked)
             assert (done.code, done.attempt, done.worker) == ("", 1, worker.session.id)
         assert one.registry.get_sample_value("penstock_router_stalled_requests_total", {"stage": "aggregated"}) is None

@@ -158,10 +158,10 @@ def test_speculation_is_configured_with_instances_that_are_checked(trt: Any) -> 
     from tensorrt_llm.llmapi import EagleDecodingConfig, LookaheadDecodingConfig, NGramDecodingConfig
     from tensorrt_llm.llmapi.llm_args import DecodingBaseConfig
 
-    told = {"decoding_type": "NGram", "max_draft_len": 2, "max_matching_ngram_size": 2}
-    config = DecodingBaseConfig.from_dict(told)
+    options_given = {"decoding_type": "NGram", "max_draft_len": 2, "max_matching_ngram_size": 2}
+    config = DecodingBaseConfig.from_dict(options_given)
     assert isinstance(config, NGramDecodingConfig)
-    assert "decoding_type" not in told
+    assert "decoding_type" not in options_given
     with engine(TINY, speculative_config=config):
         pass
     for wrong in (
@@ -472,14 +472,14 @@ def test_the_end_id_ends_with_or_without_itself(llm: Any, quirks: Any, kept: boo
 
 
 def test_seeds_choices_and_their_order(llm: Any) -> None:
-    def said(seed: int) -> list[list[int]]:
+    def sampled(seed: int) -> list[list[int]]:
         result = ask(llm, temperature=1.0, seed=seed, n=2, best_of=2)
         assert [output.index for output in result.outputs] == [0, 1]
         return [output.token_ids for output in result.outputs]
 
-    assert said(3) == said(3)
-    assert said(3) != said(4)
-    assert said(3)[0] != said(3)[1]
+    assert sampled(3) == sampled(3)
+    assert sampled(3) != sampled(4)
+    assert sampled(3)[0] != sampled(3)[1]
     best = ask(llm, temperature=1.0, seed=3, n=1, best_of=4, logprobs=1)
     assert [output.index for output in best.outputs] == [0]
     four = ask(llm, temperature=1.0, seed=3, n=4, best_of=4, logprobs=1).outputs
@@ -668,7 +668,7 @@ def test_a_full_buffer_loses_the_oldest_and_ids_show_it() -> None:
         events = llm.get_kv_cache_events(timeout=0)
         assert len(events) == 2
         assert events[0]["event_id"] > 1
-        hooks.tell(llm, {"type": "removed", "block_hashes": [5]}, skip=3)
+        hooks.emit(llm, {"type": "removed", "block_hashes": [5]}, skip=3)
         hooks.counts(llm)
         (event,) = llm.get_kv_cache_events(timeout=0.5)
         assert event["event_id"] == events[-1]["event_id"] + 4

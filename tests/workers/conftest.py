@@ -1,4 +1,4 @@
-"""A record of what a worker says, on a real nats-server."""
+"""Workers on a real nats-server, and a client that follows their streams."""
 
 from collections.abc import AsyncIterator
 
@@ -6,10 +6,10 @@ import pytest
 
 from infra.broker.server import EmbeddedNats
 from schemas.subjects import Subjects
-from tests.workers.support import Record, recording
+from tests.workers.support import LogClient, log_client
 
 
 @pytest.fixture
-async def record(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[Record]:
-    async with recording(broker, pipeline) as record:
-        yield record
+async def log(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[LogClient]:
+    async with log_client(broker, pipeline) as log:
+        yield log

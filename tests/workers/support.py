@@ -100,7 +100,7 @@ def ids(packed: bytes) -> list[int]:
 DRAWN = Sampling(temperature=1.0, seed=7)
 
 
-# -- connections and what the logs say ----------------------------------------------------------------------------
+# -- connections and the log --------------------------------------------------------------------------------------
 
 
 @contextlib.asynccontextmanager
@@ -124,8 +124,8 @@ async def dial(
     assert not ended
 
 
-class Record:
-    """Everything that is said in a namespace, as it is stored; and the means to say something into it."""
+class LogClient:
+    """Follows all streams of a namespace, and publishes into them as routers and other workers do."""
 
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
@@ -137,13 +137,15 @@ class Record:
         self.registrations: list[tuple[str, fleet.Registration | None]] = []
         s = bus.subjects
         bucket = s.bucket("workers")
-        # Of tokens each gateway by itself: live, all of them together cannot be told from other streams.
-        heard = [(s.stream("TOKENS"), s.tokens(gateway), self._on_tokens) for gateway in GATEWAYS]
+        # Of tokens each gateway by itself: live, all of them together cannot be distinguished from other streams.
+        token_streams = [(s.stream("TOKENS"), s.tokens(gateway), self._on_tokens) for gateway in GATEWAYS]
         follow: tuple[tuple[str, str, Callable[[Entry], None]], ...] = (
             (s.stream("KV"), s.all("kv"), lambda e: self.kv.append(kv.decode(e.data))),
             (f"KV_{bucket}", f"$KV.{bucket}.>", self._on_registration),
         )
-        self._tails = [LogTail(bus, stream, subject, s.live(subject), on) for stream, subject, on in (*heard, *follow)]
+        self._tails = [
+            LogTail(bus, stream, subject, s.live(subject), on) for stream, subject, on in (*token_streams, *follow)
+        ]
         self._ends: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -180,7 +182,7 @@ class Record:
         gone = "KV-Operation" in entry.headers or not entry.data
         self.registrations.append((worker, None if gone else fleet.decode(entry.data)))
 
-    # what was said
+    # what was published
 
     @property
     def items(self) -> list[TokenItem]:
@@ -218,7 +220,7 @@ class Record:
                 found = registration
         return found
 
-    async def told(self, asked: GenerateRequest) -> list[Handoff]:
+    async def handoffs(self, asked: GenerateRequest) -> list[Handoff]:
         """The ledger's lines about a request, as they happened."""
         lines: list[Handoff] = []
         subjects = self.bus.subjects
@@ -230,7 +232,7 @@ class Record:
         """States in the ledger, in order, once all of ``wanted`` are among them, each as often as it is named."""
         deadline = time.monotonic() + 15
         while True:
-            states = [line.state for line in await self.told(asked)]
+            states = [line.state for line in await self.handoffs(asked)]
             if Counter(wanted) <= Counter(states):
                 return states
             assert time.monotonic() < deadline, states
@@ -239,12 +241,12 @@ class Record:
     async def failure(self, asked: GenerateRequest) -> str:
         """Why a handoff failed."""
         await self.states(asked, "failed")
-        (failed,) = [line for line in await self.told(asked) if line.state == "failed"]
+        (failed,) = [line for line in await self.handoffs(asked) if line.state == "failed"]
         return failed.cause
 
-    # saying something
+    # publishing
 
-    async def give(
+    async def send_job(
         self,
         worker: str,
         asked: GenerateRequest,
@@ -268,9 +270,11 @@ class Record:
         subject = self.bus.subjects.work(role, worker)
         return int((await self.bus.js.publish(subject, wire.encode(job), headers=headers)).seq)
 
-    async def say(self, asked: GenerateRequest, attempt: int, said: Sequence[int], choice: int = 0) -> None:
+    async def publish_tokens(
+        self, asked: GenerateRequest, attempt: int, streamed: Sequence[int], choice: int = 0
+    ) -> None:
         """Stream tokens as another worker that ran an attempt from its beginning."""
-        item = TokenItem(asked.id, attempt, choice, 0, wire.pack_tokens(said))
+        item = TokenItem(asked.id, attempt, choice, 0, wire.pack_tokens(streamed))
         batch = wire.encode(TokenBatch("other", 0, 0, (item,)))
         await self.bus.js.publish(self.bus.subjects.tokens(asked.gateway), batch)
 
@@ -279,7 +283,7 @@ class Record:
         await self.bus.js.publish(subject, wire.encode(jobs.Revoke(asked.id, attempt)))
 
     async def settled(self, worker: str) -> None:
-        """Until the worker has acknowledged everything that it was ever given."""
+        """Until the worker has acknowledged every job."""
         deadline = time.monotonic() + 10
         while True:
             info = await self.bus.js.consumer_info(self.bus.subjects.stream("WORK"), worker)
@@ -300,14 +304,14 @@ class Record:
 
 
 @contextlib.asynccontextmanager
-async def recording(server: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Record]:
-    async with dial(server, subjects, "record") as bus:
-        record = Record(bus)
-        await record.start()
+async def log_client(server: EmbeddedNats, subjects: Subjects) -> AsyncIterator[LogClient]:
+    async with dial(server, subjects, "log-client") as bus:
+        log = LogClient(bus)
+        await log.start()
         try:
-            yield record
+            yield log
         finally:
-            await record.stop()
+            await log.stop()
 
 
 # -- an engine in the test's hands --------------------------------------------------------------------------------
@@ -427,7 +431,7 @@ class WorkerHarness:
         return session
 
     async def die(self) -> None:
-        """As if the process were killed: nothing more is said, the lease is left to run out."""
+        """As if the process were killed: nothing more is published, and the lease runs out."""
         for subscription in self._controls:
             await subscription.unsubscribe()
         await self.session.fence()

@@ -7,24 +7,24 @@ from configs.settings import WorkerSettings
 from infra.broker.server import EmbeddedNats
 from schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
-from tests.workers.support import Record, engine, run_worker
+from tests.workers.support import LogClient, engine, run_worker
 from workers.kv_transfer.loopback import LoopbackNetwork
 
 
 @pytest.mark.parametrize("role", ["aggregated", "prefill", "decode"])
 @pytest.mark.parametrize(("flags", "name"), [((), "worker"), (("--name", "left"), "left")])
 async def test_work_comes_by_role_and_name(
-    broker: EmbeddedNats, pipeline: Subjects, record: Record, role: str, flags: tuple[str, ...], name: str
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, role: str, flags: tuple[str, ...], name: str
 ) -> None:
     settings = parse(WorkerSettings, ["--role", role, *flags], prog="worker", environ={})
     held, network = engine(memory_block_bytes=64), LoopbackNetwork("here")
     async with run_worker(broker, pipeline, held, network=network, role=settings.role, name=settings.name) as worker:
         assert worker.id.rpartition("-")[0] == name  # the rest differs between its sessions
         stream = pipeline.stream("WORK")
-        consumer = await record.bus.js.consumer_info(stream, worker.id)
+        consumer = await log.bus.js.consumer_info(stream, worker.id)
         assert consumer.config.filter_subject == f"{pipeline.namespace}.work.{role}.{worker.id}"
-        await eventually(lambda: record.registered(worker.id))
-        found = record.registered(worker.id)
+        await eventually(lambda: log.registered(worker.id))
+        found = log.registered(worker.id)
         assert found is not None
         assert (found.role, found.name) == (role, settings.name)
         info = held.info

@@ -27,7 +27,7 @@ from schemas.requests import Diffusion, GenerateRequest
 from schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
 from tests.pipeline.support import Process
-from tests.workers.support import Record, dial, ids, request
+from tests.workers.support import LogClient, dial, ids, request
 from workers import diffusion_backend as module
 from workers.engines.base import EngineError, RequestError
 from workers.engines.diffusion.base import GeneratedMedia, Progress
@@ -150,43 +150,43 @@ def picture(seed: int = 9, deadline_s: float = 60.0, **more: Any) -> GenerateReq
     return request((), deadline_s=deadline_s, digests=b"", diffusion=ask)
 
 
-async def give(record: Record, worker: str, asked: GenerateRequest, attempt: int = 1, **more: Any) -> None:
-    await record.give(worker, asked, attempt, role="diffusion", **more)
+async def send(log: LogClient, worker: str, asked: GenerateRequest, attempt: int = 1, **more: Any) -> None:
+    await log.send_job(worker, asked, attempt, role="diffusion", **more)
 
 
-async def test_a_request_becomes_steps_a_stored_file_and_one_end(record: Record, worker: WorkerHarness) -> None:
+async def test_a_request_becomes_steps_a_stored_file_and_one_end(log: LogClient, worker: WorkerHarness) -> None:
     asked = picture(images=2)
-    await give(record, worker.id, asked)
-    end = await record.end(asked)
+    await send(log, worker.id, asked)
+    end = await log.end(asked)
     assert (end.code, end.worker, end.choices[0].reason) == ("", worker.id, "stop")
-    assert end.usage.completion == len(record.streamed(asked)) == 2 * STEPS
+    assert end.usage.completion == len(log.streamed(asked)) == 2 * STEPS
     t = end.timings
     assert t.created_ns <= t.routed_ns <= t.started_ns <= t.first_token_ns <= t.ended_ns
     files = end.choices[0].files
-    finish = record.progress(asked)[0].finish
+    finish = log.progress(asked)[0].finish
     assert finish is not None
     assert finish.files == files
     assert [file.name for file in files] == [f"{asked.id}-1-{i}.png" for i in range(2)]
     for file in files:
-        data = await get(record.bus, "results", file.name, limit=1 << 20)
+        data = await get(log.bus, "results", file.name, limit=1 << 20)
         assert (len(data), file.type, file.width, file.height) == (file.bytes, "image/png", 16, 8)
         assert Image.open(io.BytesIO(data)).getpixel((0, 0)) == (9, 9, 9)
-    await record.settled(worker.id)
+    await log.settled(worker.id)
 
 
-async def test_the_registration_has_its_kind_and_one_slot(record: Record, worker: WorkerHarness) -> None:
-    await eventually(lambda: record.registered(worker.id))
-    registration = record.registered(worker.id)
+async def test_the_registration_has_its_kind_and_one_slot(log: LogClient, worker: WorkerHarness) -> None:
+    await eventually(lambda: log.registered(worker.id))
+    registration = log.registered(worker.id)
     assert registration is not None
     assert (registration.role, registration.diffusion) == ("diffusion", MADE)
     assert (registration.slots, registration.queue, registration.kv_events) == (1, 0, False)
 
 
-async def test_requests_wait_for_each_other_and_the_event_loop_for_none(record: Record, worker: WorkerHarness) -> None:
+async def test_requests_wait_for_each_other_and_the_event_loop_for_none(log: LogClient, worker: WorkerHarness) -> None:
     worker.painter.hold()
     first, second = picture(1), picture(2)
-    await give(record, worker.id, first)
-    await give(record, worker.id, second)
+    await send(log, worker.id, first)
+    await send(log, worker.id, second)
     await eventually(lambda: len(worker.painter.asked) == 1 and len(worker.session._requests.running) == 2)
     began = time.monotonic()
     page = await worker.session.dump(0)  # any order is answered while the engine computes
@@ -194,196 +194,196 @@ async def test_requests_wait_for_each_other_and_the_event_loop_for_none(record: 
     assert time.monotonic() - began < 0.05
     assert page.events == ()
     worker.painter.release()
-    assert [(await record.end(asked)).code for asked in (first, second)] == ["", ""]
+    assert [(await log.end(asked)).code for asked in (first, second)] == ["", ""]
     assert worker.painter.most_at_once == 1
     assert [ask.seed for ask in worker.painter.asked] == [1, 2]
 
 
-async def test_progress_is_reported_while_the_engine_computes(record: Record, worker: WorkerHarness) -> None:
+async def test_progress_is_reported_while_the_engine_computes(log: LogClient, worker: WorkerHarness) -> None:
     worker.painter.hold()
     asked = picture()
-    await give(record, worker.id, asked)
+    await send(log, worker.id, asked)
     for done in (2, 5):
         worker.painter.allow(done - worker.painter.steps)
-        await record.has_streamed(asked, done)
-        assert len(record.streamed(asked)) == done
-    assert not record.ends(asked)
+        await log.has_streamed(asked, done)
+        assert len(log.streamed(asked)) == done
+    assert not log.ends(asked)
     worker.painter.release()
-    await record.end(asked)
+    await log.end(asked)
 
 
-async def test_a_cancelled_request_ends_at_its_next_step(record: Record, worker: WorkerHarness) -> None:
+async def test_a_cancelled_request_ends_at_its_next_step(log: LogClient, worker: WorkerHarness) -> None:
     worker.painter.hold()
     asked, after = picture(), picture(3)
-    await give(record, worker.id, asked)
+    await send(log, worker.id, asked)
     worker.painter.allow(2)
-    await record.has_streamed(asked, 2)
+    await log.has_streamed(asked, 2)
     await worker.session.on_cancel(asked.id, "gone")
-    assert not record.ends(asked)
-    await give(record, worker.id, after)
+    assert not log.ends(asked)
+    await send(log, worker.id, after)
     worker.painter.allow(1)
-    end = await record.end(asked)
+    end = await log.end(asked)
     assert (end.code, end.usage.completion) == (Code.cancelled, 2)
     worker.painter.release()
-    assert (await record.end(after)).code == ""
+    assert (await log.end(after)).code == ""
     assert worker.painter.steps == 2 + 1 + STEPS
 
 
-async def test_a_request_that_waits_is_cancelled_at_once(record: Record, worker: WorkerHarness) -> None:
+async def test_a_request_that_waits_is_cancelled_at_once(log: LogClient, worker: WorkerHarness) -> None:
     worker.painter.hold()
     first, second = picture(), picture(2)
-    await give(record, worker.id, first)
-    await give(record, worker.id, second)
+    await send(log, worker.id, first)
+    await send(log, worker.id, second)
     await eventually(lambda: len(worker.session._requests.running) == 2)
     await worker.session.on_cancel(second.id, "gone")
-    assert (await record.end(second)).code == Code.cancelled
-    assert not record.ends(first)
+    assert (await log.end(second)).code == Code.cancelled
+    assert not log.ends(first)
     worker.painter.release()
-    assert (await record.end(first)).code == ""
+    assert (await log.end(first)).code == ""
     assert len(worker.painter.asked) == 1
 
 
 async def test_a_request_that_cannot_be_stopped_is_ended_all_the_same(
-    broker: EmbeddedNats, pipeline: Subjects, record: Record
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient
 ) -> None:
     async with run_worker(broker, pipeline, ControlledPipeline(interruptible=False)) as worker:
         worker.painter.hold()
         asked, after = picture(deadline_s=0.5), picture(2)
-        await give(record, worker.id, asked)
+        await send(log, worker.id, asked)
         await eventually(lambda: worker.painter.asked)
-        assert (await record.end(asked)).code == Code.deadline_exceeded
-        await give(record, worker.id, after)
+        assert (await log.end(asked)).code == Code.deadline_exceeded
+        await send(log, worker.id, after)
         worker.painter.release()
-        assert (await record.end(after)).code == ""
+        assert (await log.end(after)).code == ""
         assert worker.painter.most_at_once == 1
-        assert len(record.ends(asked)) == 1
+        assert len(log.ends(asked)) == 1
 
 
-async def test_a_request_that_the_engine_refuses_ends_alone(record: Record, worker: WorkerHarness) -> None:
+async def test_a_request_that_the_engine_refuses_ends_alone(log: LogClient, worker: WorkerHarness) -> None:
     worker.painter.fails = RequestError(Code.invalid_request, "too odd")
     bad, good = picture(), picture(2)
-    await give(record, worker.id, bad)
-    end = await record.end(bad)
+    await send(log, worker.id, bad)
+    end = await log.end(bad)
     assert (end.code, end.message) == (Code.invalid_request, "too odd")
     worker.painter.fails = None
-    await give(record, worker.id, good)
-    assert (await record.end(good)).code == ""
+    await send(log, worker.id, good)
+    assert (await log.end(good)).code == ""
     assert not worker.broken
 
 
 async def test_a_picture_that_no_file_can_hold_ends_its_request_alone(
-    record: Record, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
+    log: LogClient, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wide = GeneratedMedia(np.zeros((1, 1, 16_384, 3), dtype=np.uint8))
     monkeypatch.setattr(worker.painter, "generate", lambda ask, progress: [wide])
     asked = picture()
     assert asked.diffusion is not None
     as_webp = msgspec.structs.replace(asked.diffusion, format="webp")
-    await give(record, worker.id, msgspec.structs.replace(asked, diffusion=as_webp))
-    end = await record.end(asked)
+    await send(log, worker.id, msgspec.structs.replace(asked, diffusion=as_webp))
+    end = await log.end(asked)
     assert end.code == Code.engine_error
     assert "16384x1 could not be written as webp" in end.message
     assert not worker.broken
 
 
-async def test_a_request_for_tokens_is_refused(record: Record, worker: WorkerHarness) -> None:
+async def test_a_request_for_tokens_is_refused(log: LogClient, worker: WorkerHarness) -> None:
     asked = request()
-    await give(record, worker.id, asked)
-    end = await record.end(asked)
+    await send(log, worker.id, asked)
+    end = await log.end(asked)
     assert end.code == Code.invalid_request
     assert not worker.painter.asked
 
 
-async def test_a_broken_engine_gives_the_request_back_as_poison(record: Record, worker: WorkerHarness) -> None:
+async def test_a_broken_engine_gives_the_request_back_as_poison(log: LogClient, worker: WorkerHarness) -> None:
     worker.painter.hold()
     running, waiting = picture(), picture(2)
-    await give(record, worker.id, running)
-    await give(record, worker.id, waiting)
+    await send(log, worker.id, running)
+    await send(log, worker.id, waiting)
     await eventually(lambda: len(worker.session._requests.running) == 2)
     worker.painter.fails = RuntimeError("the device is gone")
     worker.painter.release()
     await eventually(lambda: worker.broken)
     await worker.session.fail(f"engine_error: {worker.broken[0]!r}")
-    back = [await record.handed_back(asked) for asked in (running, waiting)]
+    back = [await log.handed_back(asked) for asked in (running, waiting)]
     assert [event.poison for event in back] == [True, False]
     assert "the device is gone" in back[0].reason
-    assert not record.done
+    assert not log.done
 
 
 async def test_another_attempt_begins_anew_and_is_shown_once_it_is_further(
-    record: Record, worker: WorkerHarness
+    log: LogClient, worker: WorkerHarness
 ) -> None:
     worker.painter.hold()
     asked = picture()
-    told = [70, 71, 72]
-    await record.say(asked, 1, told)
-    await give(record, worker.id, asked, attempt=2, resume=(wire.pack_tokens(told),))
+    streamed_before = [70, 71, 72]
+    await log.publish_tokens(asked, 1, streamed_before)
+    await send(log, worker.id, asked, attempt=2, resume=(wire.pack_tokens(streamed_before),))
     worker.painter.allow(2)
-    await eventually(lambda: any(item.attempt == 2 for item in record.items))
-    assert record.streamed(asked) == told
+    await eventually(lambda: any(item.attempt == 2 for item in log.items))
+    assert log.streamed(asked) == streamed_before
     worker.painter.allow(2)
-    await record.has_streamed(asked, 4)
-    assert record.streamed(asked)[:3] == told
+    await log.has_streamed(asked, 4)
+    assert log.streamed(asked)[:3] == streamed_before
     worker.painter.release()
-    end = await record.end(asked)
+    end = await log.end(asked)
     assert worker.painter.steps == STEPS, "nothing of an attempt is taken over"
     assert (end.attempt, len(ids(end.choices[0].tokens))) == (2, STEPS)
     assert end.choices[0].files[0].name == f"{asked.id}-2-0.png"
 
 
-async def test_a_later_attempt_takes_the_place_of_one_that_runs_here(record: Record, worker: WorkerHarness) -> None:
+async def test_a_later_attempt_takes_the_place_of_one_that_runs_here(log: LogClient, worker: WorkerHarness) -> None:
     worker.painter.hold()
     asked = picture()
-    await give(record, worker.id, asked)
+    await send(log, worker.id, asked)
     await eventually(lambda: worker.painter.asked)
-    await give(record, worker.id, asked, attempt=2)
+    await send(log, worker.id, asked, attempt=2)
     await eventually(lambda: worker.session._requests.running[asked.id].attempt == 2)
     worker.painter.release()
-    end = await record.end(asked)
+    end = await log.end(asked)
     assert end.attempt == 2
-    await record.settled(worker.id)
-    assert len(record.ends(asked)) == 1
+    await log.settled(worker.id)
+    assert len(log.ends(asked)) == 1
 
 
-async def test_draining_finishes_the_picture_and_requeues_what_waits(record: Record, worker: WorkerHarness) -> None:
+async def test_draining_finishes_the_picture_and_requeues_what_waits(log: LogClient, worker: WorkerHarness) -> None:
     worker.painter.hold()
     running, waiting = picture(), picture(2)
-    await give(record, worker.id, running)
-    await give(record, worker.id, waiting)
+    await send(log, worker.id, running)
+    await send(log, worker.id, waiting)
     await eventually(lambda: worker.painter.asked and len(worker.session._requests.running) == 2)
     draining = asyncio.create_task(worker.session.drain(20))
-    back = await record.handed_back(waiting)
+    back = await log.handed_back(waiting)
     assert (back.reason, back.poison) == ("draining", False)
     assert not draining.done()
     worker.painter.release()
-    assert (await record.end(running)).code == ""
+    assert (await log.end(running)).code == ""
     await draining
-    await eventually(lambda: record.registrations[-1] == (worker.id, None))
+    await eventually(lambda: log.registrations[-1] == (worker.id, None))
     assert len(worker.painter.asked) == 1
 
 
 async def test_a_session_without_its_lease_publishes_nothing_of_its_picture(
-    record: Record, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
+    log: LogClient, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker.painter.hold()
     asked, after = picture(), picture(2)
-    await give(record, worker.id, asked)
+    await send(log, worker.id, asked)
     await eventually(lambda: worker.painter.asked)
     old = worker.session
-    await record.remove_key(old.id)
+    await log.remove_key(old.id)
     await asyncio.wait_for(old.lost.wait(), 10)
     await old.fence()
     await worker.begin()
-    await give(record, worker.id, after)
+    await send(log, worker.id, after)
     worker.painter.release()
-    assert (await record.end(after)).worker == worker.id != old.id
-    assert not record.ends(asked)
-    assert not [item for item in record.items if item.request == asked.id]
+    assert (await log.end(after)).worker == worker.id != old.id
+    assert not log.ends(asked)
+    assert not [item for item in log.items if item.request == asked.id]
     assert worker.painter.most_at_once == 1
 
 
 async def test_while_trust_is_in_doubt_the_end_waits(
-    record: Record, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
+    log: LogClient, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = picture()
     doubted = asyncio.Event()
@@ -393,58 +393,58 @@ async def test_while_trust_is_in_doubt_the_end_waits(
         return False
 
     monkeypatch.setattr(worker.session._lease, "trusted", in_doubt)
-    await give(record, worker.id, asked)
+    await send(log, worker.id, asked)
     await asyncio.wait_for(doubted.wait(), 10)
-    assert not record.ends(asked)
+    assert not log.ends(asked)
     monkeypatch.undo()
-    assert (await record.end(asked)).code == ""
+    assert (await log.end(asked)).code == ""
 
 
 # -- the process --------------------------------------------------------------------------------------------------
 
 
 async def test_a_worker_process_serves_and_ends_in_good_order(
-    broker: EmbeddedNats, record: Record, monkeypatch: pytest.MonkeyPatch
+    broker: EmbeddedNats, log: LogClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     painter = ControlledPipeline()
     monkeypatch.setattr(module, "build_engine", lambda settings: painter)
     settings = WorkerSettings(
         nats_url=broker.url("operator"),
-        namespace=record.bus.subjects.namespace,
+        namespace=log.bus.subjects.namespace,
         role="diffusion",
         model="owner/painter",
         name="p",
     )
     serving = asyncio.create_task(WorkerProcess(settings, module.DiffusionBackend).serve())
-    await eventually(lambda: record.registrations or serving.done())
-    worker, registration = record.registrations[-1]
+    await eventually(lambda: log.registrations or serving.done())
+    worker, registration = log.registrations[-1]
     assert registration is not None
     assert registration.model == "owner/painter"
     asked = picture()
-    await give(record, worker, asked)
-    assert (await record.end(asked)).code == ""
-    subject = record.bus.subjects.control(worker)
-    released = await record.bus.nc.request(subject, wire.encode(control.Release("t", "w")), timeout=5)
+    await send(log, worker, asked)
+    assert (await log.end(asked)).code == ""
+    subject = log.bus.subjects.control(worker)
+    released = await log.bus.nc.request(subject, wire.encode(control.Release("t", "w")), timeout=5)
     assert "pins no blocks" in control.decode_ok(released.data).error
-    await record.bus.nc.request(subject, wire.encode(control.Drain()), timeout=5)
+    await log.bus.nc.request(subject, wire.encode(control.Drain()), timeout=5)
     assert await asyncio.wait_for(serving, 20) == 0
     assert painter.closes == 1
 
 
 async def test_a_process_with_a_broken_engine_ends_with_status_70(
-    broker: EmbeddedNats, record: Record, monkeypatch: pytest.MonkeyPatch
+    broker: EmbeddedNats, log: LogClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     painter = ControlledPipeline()
     painter.fails = RuntimeError("the device is gone")
     monkeypatch.setattr(module, "build_engine", lambda settings: painter)
     settings = WorkerSettings(
-        nats_url=broker.url("operator"), namespace=record.bus.subjects.namespace, role="diffusion", model="painter"
+        nats_url=broker.url("operator"), namespace=log.bus.subjects.namespace, role="diffusion", model="painter"
     )
     serving = asyncio.create_task(WorkerProcess(settings, module.DiffusionBackend).serve())
-    await eventually(lambda: record.registrations or serving.done())
+    await eventually(lambda: log.registrations or serving.done())
     asked = picture()
-    await give(record, record.registrations[-1][0], asked)
-    assert (await record.handed_back(asked)).poison
+    await send(log, log.registrations[-1][0], asked)
+    assert (await log.handed_back(asked)).poison
     assert await asyncio.wait_for(serving, 20) == 70
 
 

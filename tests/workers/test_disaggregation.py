@@ -33,7 +33,7 @@ from tests.workers.support import (
     REVISION,
     VOCABULARY,
     ControlledEngine,
-    Record,
+    LogClient,
     WorkerHarness,
     answer,
     engine,
@@ -93,14 +93,14 @@ async def pair(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[Pair]:
         yield made
 
 
-async def give(record: Record, pair: Pair, asked: GenerateRequest, attempt: int = 1) -> None:
-    await record.give(pair.prefill.id, asked, attempt, role="prefill", route=pair.route)
+async def send_jobs(log: LogClient, pair: Pair, asked: GenerateRequest, attempt: int = 1) -> None:
+    await log.send_job(pair.prefill.id, asked, attempt, role="prefill", route=pair.route)
 
 
-async def handed(record: Record, asked: GenerateRequest) -> Prefilled:
+async def handed(log: LogClient, asked: GenerateRequest) -> Prefilled:
     """What prefill sent to decode."""
-    s = record.bus.subjects
-    found = [jobs.decode(entry.data) async for entry in read(record.bus, s.stream("WORK"), s.all("work"))]
+    s = log.bus.subjects
+    found = [jobs.decode(entry.data) async for entry in read(log.bus, s.stream("WORK"), s.all("work"))]
     (message,) = [each for each in found if isinstance(each, Prefilled) and each.request == asked.id]
     return message
 
@@ -114,117 +114,117 @@ async def computed(run_worker: WorkerHarness) -> int:
 
 
 @pytest.mark.parametrize("length", [BLOCK, BLOCK + 1, 30, 32, 33])
-async def test_decode_goes_on_behind_the_token_that_prefill_streamed(record: Record, pair: Pair, length: int) -> None:
+async def test_decode_goes_on_behind_the_token_that_prefill_streamed(log: LogClient, pair: Pair, length: int) -> None:
     asked = request(list(range(1, length + 1)))
-    await give(record, pair, asked)
-    end = await record.end(asked)
-    assert record.streamed(asked) == answer(asked)
+    await send_jobs(log, pair, asked)
+    end = await log.end(asked)
+    assert log.streamed(asked) == answer(asked)
     assert (end.worker, end.attempt, end.code) == (pair.decode.id, 1, "")
     assert end.timings.started_ns <= end.timings.first_token_ns <= end.timings.ended_ns
-    batches = {batch.worker: batch for batch in record.batches}
+    batches = {batch.worker: batch for batch in log.batches}
     assert [item.first for item in batches[pair.prefill.id].items] == [0]
-    assert all(item.first > 0 for batch in record.batches if batch.worker == pair.decode.id for item in batch.items)
-    states = await record.states(asked, "read", "released")
+    assert all(item.first > 0 for batch in log.batches if batch.worker == pair.decode.id for item in batch.items)
+    states = await log.states(asked, "read", "released")
     assert states == ["offered", "leased", "read", "released"]
     await pair.free()
 
 
-async def test_each_stage_of_a_traced_request_leaves_its_own_stamps(record: Record, pair: Pair) -> None:
+async def test_each_stage_of_a_traced_request_leaves_its_own_stamps(log: LogClient, pair: Pair) -> None:
     asked = request(PROMPT, trace=Trace())
-    await give(record, pair, asked)
-    end = await record.end(asked)
-    before, after = (await handed(record, asked)).stamps, end.stamps
+    await send_jobs(log, pair, asked)
+    end = await log.end(asked)
+    before, after = (await handed(log, asked)).stamps, end.stamps
     assert before is not None
     assert after is not None
     assert 0 < before.received_ns <= before.started_ns <= before.first_token_ns <= after.received_ns
     assert after.received_ns <= after.started_ns <= after.first_token_ns <= end.timings.ended_ns
     assert end.timings.first_token_ns == before.first_token_ns  # the request's own
     plain = request(PROMPT[::-1])
-    await give(record, pair, plain)
-    assert (await record.end(plain)).stamps is None
-    assert (await handed(record, plain)).stamps is None
+    await send_jobs(log, pair, plain)
+    assert (await log.end(plain)).stamps is None
+    assert (await handed(log, plain)).stamps is None
     await pair.free()
 
 
-async def test_choices_share_the_prompt_and_go_on_apart(record: Record, pair: Pair) -> None:
+async def test_choices_share_the_prompt_and_go_on_apart(log: LogClient, pair: Pair) -> None:
     asked = request(PROMPT, n=3, sampling=DRAWN)
-    await give(record, pair, asked)
-    end = await record.end(asked)
+    await send_jobs(log, pair, asked)
+    end = await log.end(asked)
     assert [ids(outcome.tokens) for outcome in end.choices] == [answer(asked, choice=choice) for choice in range(3)]
     assert end.usage.cached == 0
     await pair.free()
 
 
-async def test_a_prompt_that_decode_knows_already_is_not_moved_again(record: Record, pair: Pair) -> None:
+async def test_a_prompt_that_decode_knows_already_is_not_moved_again(log: LogClient, pair: Pair) -> None:
     first, second = request(PROMPT[:28]), request(PROMPT[:28])
-    await give(record, pair, first)
-    await record.end(first)
-    await give(record, pair, second)
-    end = await record.end(second)
+    await send_jobs(log, pair, first)
+    await log.end(first)
+    await send_jobs(log, pair, second)
+    end = await log.end(second)
     assert end.usage.cached == 24, "the last block is computed for its logits"
-    assert [part.finish.cached_tokens for part in record.progress(first) if part.finish] == [0], "brought, not cached"
-    states = await record.states(second, "released")
+    assert [part.finish.cached_tokens for part in log.progress(first) if part.finish] == [0], "brought, not cached"
+    states = await log.states(second, "released")
     assert states == ["offered", "released"]
 
 
-async def test_only_what_is_missing_is_moved(record: Record, pair: Pair) -> None:
+async def test_only_what_is_missing_is_moved(log: LogClient, pair: Pair) -> None:
     first, second = request(PROMPT[:16]), request(PROMPT)
     for asked in (first, second):
-        await give(record, pair, asked)
-        await record.end(asked)
-        assert record.streamed(asked) == answer(asked)
-    await record.states(second, "read", "released")
-    (read,) = [line for line in await record.told(second) if line.state == "read"]
+        await send_jobs(log, pair, asked)
+        await log.end(asked)
+        assert log.streamed(asked) == answer(asked)
+    await log.states(second, "read", "released")
+    (read,) = [line for line in await log.handoffs(second) if line.state == "read"]
     assert read.blocks == 8 - 4
 
 
-async def test_an_answer_of_one_token_ends_at_prefill(record: Record, pair: Pair) -> None:
+async def test_an_answer_of_one_token_ends_at_prefill(log: LogClient, pair: Pair) -> None:
     asked = request(PROMPT, max_tokens=1)
-    await give(record, pair, asked)
-    end = await record.end(asked)
+    await send_jobs(log, pair, asked)
+    end = await log.end(asked)
     assert end.worker == pair.prefill.id
-    assert record.streamed(asked) == answer(asked)
-    assert await record.told(asked) == []
+    assert log.streamed(asked) == answer(asked)
+    assert await log.handoffs(asked) == []
     await pair.free()
 
 
-async def test_a_job_without_a_route_is_done_whole_by_any_of_them(record: Record, pair: Pair) -> None:
+async def test_a_job_without_a_route_is_done_whole_by_any_of_them(log: LogClient, pair: Pair) -> None:
     for worker_, role in ((pair.prefill, "prefill"), (pair.decode, "decode")):
         asked = request(PROMPT)
-        await record.give(worker_.id, asked, role=role)
-        end = await record.end(asked)
+        await log.send_job(worker_.id, asked, role=role)
+        end = await log.end(asked)
         assert end.worker == worker_.id
-        assert record.streamed(asked) == answer(asked)
+        assert log.streamed(asked) == answer(asked)
 
 
-async def test_a_resumed_request_is_handed_off_with_all_that_was_streamed(record: Record, pair: Pair) -> None:
+async def test_a_resumed_request_is_handed_off_with_all_that_was_streamed(log: LogClient, pair: Pair) -> None:
     asked = request(PROMPT, max_tokens=12)
     whole = answer(asked)
-    await record.say(asked, 1, whole[:5])
-    await record.give(
+    await log.publish_tokens(asked, 1, whole[:5])
+    await log.send_job(
         pair.prefill.id, asked, 2, resume=(wire.pack_tokens(whole[:5]),), role="prefill", route=pair.route
     )
-    await record.end(asked)
-    assert record.streamed(asked) == whole
+    await log.end(asked)
+    assert log.streamed(asked) == whole
     await pair.free()
 
 
-async def test_what_decode_adopted_is_in_its_cache_and_its_events(record: Record, pair: Pair) -> None:
+async def test_what_decode_adopted_is_in_its_cache_and_its_events(log: LogClient, pair: Pair) -> None:
     asked = request(PROMPT)
-    await give(record, pair, asked)
-    await record.end(asked)
+    await send_jobs(log, pair, asked)
+    await log.end(asked)
     for worker in (pair.prefill.id, pair.decode.id):
-        events = [event for batch in record.kv if batch.worker == worker for event in batch.events]
+        events = [event for batch in log.kv if batch.worker == worker for event in batch.events]
         assert b"".join(event.digests for event in events).startswith(asked.digests)  # type: ignore[union-attr]
 
 
-async def test_over_tcp_the_owner_pushes(broker: EmbeddedNats, pipeline: Subjects, record: Record) -> None:
+async def test_over_tcp_the_owner_pushes(broker: EmbeddedNats, pipeline: Subjects, log: LogClient) -> None:
     async with paired(broker, pipeline, host="") as pair:
         asked = request(PROMPT, n=2, sampling=DRAWN)
-        await give(record, pair, asked)
-        end = await record.end(asked)
+        await send_jobs(log, pair, asked)
+        end = await log.end(asked)
         assert [ids(outcome.tokens) for outcome in end.choices] == [answer(asked, choice=choice) for choice in range(2)]
-        assert await record.states(asked, "read", "released") == ["offered", "leased", "read", "released"]
+        assert await log.states(asked, "read", "released") == ["offered", "leased", "read", "released"]
         assert pair.prefill.transport is not None
         assert pair.prefill.transport.stats().bytes_written
         await pair.free()
@@ -233,47 +233,47 @@ async def test_over_tcp_the_owner_pushes(broker: EmbeddedNats, pipeline: Subject
 # -- failure ------------------------------------------------------------------------------------------------------
 
 
-async def test_an_owner_that_is_gone_means_computing_again(record: Record, pair: Pair) -> None:
+async def test_an_owner_that_is_gone_means_computing_again(log: LogClient, pair: Pair) -> None:
     assert pair.prefill.transport is not None
     pair.network.stall(pair.prefill.transport.endpoint.agent)
     asked = request(PROMPT)
-    await give(record, pair, asked)
+    await send_jobs(log, pair, asked)
     await eventually(lambda: pair.decode.transport is not None and pair.decode.transport.stats().live)
     pair.network.kill(pair.prefill.transport.endpoint.agent)
-    end = await record.end(asked)
+    end = await log.end(asked)
     assert (end.worker, end.code) == (pair.decode.id, "")
-    assert record.streamed(asked) == answer(asked)
-    assert await record.failure(asked) == "peer_lost"
+    assert log.streamed(asked) == answer(asked)
+    assert await log.failure(asked) == "peer_lost"
     await pair.free()
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["brought", "computed again"])
 async def test_a_prompt_is_scored_by_prefill_whatever_becomes_of_its_blocks(
-    record: Record, pair: Pair, lost: bool
+    log: LogClient, pair: Pair, lost: bool
 ) -> None:
     asked = request(PROMPT, n=2, sampling=Sampling(temperature=0.0, prompt_logprobs=2))
     assert pair.prefill.transport is not None
     agent = pair.prefill.transport.endpoint.agent
     if lost:
         pair.network.stall(agent)
-    await give(record, pair, asked)
+    await send_jobs(log, pair, asked)
     if lost:
         await eventually(lambda: pair.decode.transport is not None and pair.decode.transport.stats().live)
         pair.network.kill(agent)
-    end = await record.end(asked)
+    end = await log.end(asked)
     assert [ids(outcome.tokens) for outcome in end.choices] == [answer(asked)] * 2
     assert end.worker == pair.decode.id
-    told = [(batch.worker, item) for batch in record.batches for item in batch.items if item.choice == PROMPT_ITEM]
-    assert {worker for worker, _ in told} == {pair.prefill.id}
-    assert [value for _, item in told for value in item.logprobs or ()] == [
+    scores = [(batch.worker, item) for batch in log.batches for item in batch.items if item.choice == PROMPT_ITEM]
+    assert {worker for worker, _ in scores} == {pair.prefill.id}
+    assert [value for _, item in scores for value in item.logprobs or ()] == [
         VOCABULARY.score(crc32(wire.pack_tokens(PROMPT[:at])), PROMPT[at], 2) for at in range(1, len(PROMPT))
     ]
-    assert (await record.states(asked, "failed" if lost else "read"))[0] == "offered"
+    assert (await log.states(asked, "failed" if lost else "read"))[0] == "offered"
 
 
 @pytest.mark.parametrize("host", ["here", ""], ids=["read", "write"])
 async def test_a_stalled_transfer_ends_in_time_and_its_blocks_wait_in_quarantine(
-    broker: EmbeddedNats, pipeline: Subjects, record: Record, host: str
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, host: str
 ) -> None:
     async with paired(broker, pipeline, host=host) as pair:
         assert pair.prefill.transport is not None
@@ -281,191 +281,191 @@ async def test_a_stalled_transfer_ends_in_time_and_its_blocks_wait_in_quarantine
         pair.network.stall(agent)
         asked = request(PROMPT)
         began = time.monotonic()
-        await give(record, pair, asked)
-        await record.end(asked)
+        await send_jobs(log, pair, asked)
+        await log.end(asked)
         assert time.monotonic() - began < FAST["transfer_timeout_s"] + 3
-        assert record.streamed(asked) == answer(asked)
-        states = await record.states(asked, "quarantined", "failed")
+        assert log.streamed(asked) == answer(asked)
+        states = await log.states(asked, "quarantined", "failed")
         assert states[:2] == ["offered", "leased"]
         assert (await pair.decode.stats()).pinned_blocks == 8, "nobody else gets what may still be written to"
         pair.network.resume(agent)  # its late data lands in the quarantined blocks
         await pair.decode.frees_everything()
-        await record.states(asked, "settled", "released")
+        await log.states(asked, "settled", "released")
         again = request(PROMPT)
-        await record.give(pair.decode.id, again, role="decode")
-        await record.end(again)
-        assert record.streamed(again) == answer(again)
+        await log.send_job(pair.decode.id, again, role="decode")
+        await log.end(again)
+        assert log.streamed(again) == answer(again)
         await pair.free()
 
 
-async def test_a_quarantine_without_end_is_ended_by_a_new_agent(record: Record, pair: Pair) -> None:
+async def test_a_quarantine_without_end_is_ended_by_a_new_agent(log: LogClient, pair: Pair) -> None:
     assert pair.prefill.transport is not None
     assert pair.decode.transport is not None
     pair.network.stall(pair.prefill.transport.endpoint.agent)
     old = pair.decode.transport.endpoint.agent
     asked = request(PROMPT)
-    await give(record, pair, asked)
-    await record.end(asked)
+    await send_jobs(log, pair, asked)
+    await log.end(asked)
     await pair.free()
     assert pair.decode.transport.endpoint.agent != old
     pair.network.resume(pair.prefill.transport.endpoint.agent)
     after = request(list(range(100, 130)))
-    await give(record, pair, after)
-    await record.end(after)
-    assert "read" in await record.states(after, "read", "released")
+    await send_jobs(log, pair, after)
+    await log.end(after)
+    assert "read" in await log.states(after, "read", "released")
 
 
-async def test_a_lease_that_nobody_comes_for_expires(record: Record, pair: Pair) -> None:
+async def test_a_lease_that_nobody_comes_for_expires(log: LogClient, pair: Pair) -> None:
     asked = request(PROMPT)
     nobody = (Stage("decode", "nobody"),)
-    await record.give(pair.prefill.id, asked, role="prefill", route=nobody)
+    await log.send_job(pair.prefill.id, asked, role="prefill", route=nobody)
     await eventually(lambda: pair.prefill.session._executor._disagg.open_leases)
     assert (await pair.prefill.stats()).pinned_blocks == 8
     await pair.prefill.frees_everything()
-    assert await record.states(asked, "expired") == ["offered", "expired"]
+    assert await log.states(asked, "expired") == ["offered", "expired"]
 
 
-async def test_a_ticket_whose_lease_has_passed_is_not_read(record: Record, pair: Pair) -> None:
+async def test_a_ticket_whose_lease_has_passed_is_not_read(log: LogClient, pair: Pair) -> None:
     asked = request(PROMPT)
-    await record.give(pair.prefill.id, asked, role="prefill", route=(Stage("decode", "nobody"),))
-    await record.states(asked, "expired")
-    stored = await record.bus.js.get_last_msg(
-        record.bus.subjects.stream("WORK"), record.bus.subjects.work("decode", "nobody"), direct=True
+    await log.send_job(pair.prefill.id, asked, role="prefill", route=(Stage("decode", "nobody"),))
+    await log.states(asked, "expired")
+    stored = await log.bus.js.get_last_msg(
+        log.bus.subjects.stream("WORK"), log.bus.subjects.work("decode", "nobody"), direct=True
     )
     assert stored.data is not None
-    await record.bus.js.publish(record.bus.subjects.work("decode", pair.decode.id), stored.data)
-    await record.end(asked)
-    assert record.streamed(asked) == answer(asked)
-    assert await record.failure(asked) == "stale"
+    await log.bus.js.publish(log.bus.subjects.work("decode", pair.decode.id), stored.data)
+    await log.end(asked)
+    assert log.streamed(asked) == answer(asked)
+    assert await log.failure(asked) == "stale"
 
 
-async def test_blocks_with_a_new_owner_are_recognised_after_the_read(record: Record, pair: Pair) -> None:
+async def test_blocks_with_a_new_owner_are_recognised_after_the_read(log: LogClient, pair: Pair) -> None:
     """The lease is the first line of defence; this is the second: a ticket that lies about its lease."""
     asked = request(PROMPT)
-    await record.give(pair.prefill.id, asked, role="prefill", route=(Stage("decode", "nobody"),))
-    await record.states(asked, "expired")
-    stored = await record.bus.js.get_last_msg(
-        record.bus.subjects.stream("WORK"), record.bus.subjects.work("decode", "nobody"), direct=True
+    await log.send_job(pair.prefill.id, asked, role="prefill", route=(Stage("decode", "nobody"),))
+    await log.states(asked, "expired")
+    stored = await log.bus.js.get_last_msg(
+        log.bus.subjects.stream("WORK"), log.bus.subjects.work("decode", "nobody"), direct=True
     )
     for start in range(100, 700, 30):  # until every block of the pool has been given out again
         other = request(list(range(start, start + 30)), max_tokens=90)
-        await record.give(pair.prefill.id, other, role="prefill")
-        await record.end(other)
+        await log.send_job(pair.prefill.id, other, role="prefill")
+        await log.end(other)
     assert stored.data is not None
     message = jobs.decode(stored.data)
     assert isinstance(message, Prefilled)
     ticket = msgspec.structs.replace(message.ticket, lease_ns=time.time_ns() + 10**10)
     lying = msgspec.structs.replace(message, ticket=ticket)
-    await record.bus.js.publish(record.bus.subjects.work("decode", pair.decode.id), wire.encode(lying))
-    await record.end(asked)
-    assert record.streamed(asked) == answer(asked)
-    assert await record.failure(asked) == "stale"
+    await log.bus.js.publish(log.bus.subjects.work("decode", pair.decode.id), wire.encode(lying))
+    await log.end(asked)
+    assert log.streamed(asked) == answer(asked)
+    assert await log.failure(asked) == "stale"
     await pair.free()
 
 
 async def test_without_room_at_decode_the_handoff_waits_until_there_is_some(
-    broker: EmbeddedNats, pipeline: Subjects, record: Record
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient
 ) -> None:
     async with paired(broker, pipeline, pools=(512, 16)) as pair:
         long = request(list(range(500, 540)), max_tokens=20)
         pair.decode.engine.hold()
-        await record.give(pair.decode.id, long, role="decode")
+        await log.send_job(pair.decode.id, long, role="decode")
         pair.decode.engine.allow(2)
-        await record.has_streamed(long)
+        await log.has_streamed(long)
         asked = request(PROMPT)
-        await give(record, pair, asked)
-        await record.has_streamed(asked)
+        await send_jobs(log, pair, asked)
+        await log.has_streamed(asked)
         pair.decode.engine.resume()
-        await record.end(asked)
-        await record.end(long)
-        assert record.streamed(asked) == answer(asked)
+        await log.end(asked)
+        await log.end(long)
+        assert log.streamed(asked) == answer(asked)
         await pair.free()
 
 
 async def test_a_request_cancelled_before_during_and_after_the_handoff_leaves_nothing(
-    record: Record, pair: Pair
+    log: LogClient, pair: Pair
 ) -> None:
     before = request(PROMPT)
     pair.prefill.engine.hold()
-    await give(record, pair, before)
+    await send_jobs(log, pair, before)
     await eventually(lambda: before.id in pair.prefill.session._requests.running)
     for worker_ in (pair.prefill, pair.decode):
         await worker_.session.on_cancel(before.id, "gone")
     pair.prefill.engine.resume()
-    assert (await record.end(before)).code == Code.cancelled
+    assert (await log.end(before)).code == Code.cancelled
 
     assert pair.prefill.transport is not None
     pair.network.stall(pair.prefill.transport.endpoint.agent)
     during = request(list(range(200, 230)))
-    await give(record, pair, during)
+    await send_jobs(log, pair, during)
     await eventually(lambda: pair.decode.transport is not None and pair.decode.transport.stats().live)
     for worker_ in (pair.prefill, pair.decode):
         await worker_.session.on_cancel(during.id, "gone")
-    assert (await record.end(during)).code == Code.cancelled
+    assert (await log.end(during)).code == Code.cancelled
     pair.network.resume(pair.prefill.transport.endpoint.agent)
 
     after = request(list(range(300, 330)), max_tokens=900)
     pair.decode.engine.hold()
-    await give(record, pair, after)
-    await record.states(after, "released")
+    await send_jobs(log, pair, after)
+    await log.states(after, "released")
     for worker_ in (pair.prefill, pair.decode):
         await worker_.session.on_cancel(after.id, "gone")
     pair.decode.engine.resume()
-    assert (await record.end(after)).code == Code.cancelled
+    assert (await log.end(after)).code == Code.cancelled
     await pair.free()
 
 
-async def test_a_revoked_attempt_frees_its_blocks(record: Record, pair: Pair) -> None:
+async def test_a_revoked_attempt_frees_its_blocks(log: LogClient, pair: Pair) -> None:
     pair.prefill.engine.hold()
     asked = request(PROMPT, max_tokens=20)
-    await give(record, pair, asked)
+    await send_jobs(log, pair, asked)
     await eventually(lambda: asked.id in pair.prefill.session._requests.running)
-    await record.revoke(pair.prefill.id, asked, 1, role="prefill")
+    await log.revoke(pair.prefill.id, asked, 1, role="prefill")
     await eventually(lambda: asked.id not in pair.prefill.session._requests.running)
     pair.prefill.engine.resume()
     await pair.prefill.frees_everything()
-    assert await record.told(asked) == []
+    assert await log.handoffs(asked) == []
 
 
-async def test_a_worker_that_lost_its_lease_frees_everything_it_held_for_others(record: Record, pair: Pair) -> None:
+async def test_a_worker_that_lost_its_lease_frees_everything_it_held_for_others(log: LogClient, pair: Pair) -> None:
     asked = request(PROMPT)
-    await record.give(pair.prefill.id, asked, role="prefill", route=(Stage("decode", "nobody"),))
-    await record.has_streamed(asked)
+    await log.send_job(pair.prefill.id, asked, role="prefill", route=(Stage("decode", "nobody"),))
+    await log.has_streamed(asked)
     await eventually(lambda: pair.prefill.session._executor._disagg.open_leases)
     await pair.prefill.session.fence()
     await pair.prefill.frees_everything()
     await pair.prefill.begin()
 
 
-async def test_a_reader_that_leaves_ends_the_lease_at_once(record: Record, pair: Pair) -> None:
+async def test_a_reader_that_leaves_ends_the_lease_at_once(log: LogClient, pair: Pair) -> None:
     assert pair.prefill.transport is not None
     pair.network.stall(pair.prefill.transport.endpoint.agent)
     asked = request(PROMPT)
-    await give(record, pair, asked)
+    await send_jobs(log, pair, asked)
     await eventually(lambda: pair.prefill.session._executor._disagg.open_leases)
-    await record.remove_key(pair.decode.id)
+    await log.remove_key(pair.decode.id)
     began = time.monotonic()
     await pair.prefill.frees_everything()
     assert time.monotonic() - began < 1.5, "not only when the lease passed"
     pair.network.resume(pair.prefill.transport.endpoint.agent)
 
 
-async def test_an_order_for_an_unknown_ticket_is_answered(record: Record, pair: Pair) -> None:
-    subject = record.bus.subjects.control(pair.prefill.id)
-    reply = await record.bus.nc.request(subject, wire.encode(control.Release("no:1:decode")), timeout=2)
+async def test_an_order_for_an_unknown_ticket_is_answered(log: LogClient, pair: Pair) -> None:
+    subject = log.bus.subjects.control(pair.prefill.id)
+    reply = await log.bus.nc.request(subject, wire.encode(control.Release("no:1:decode")), timeout=2)
     assert "no such ticket" in control.decode_ok(reply.data).error
     assert pair.decode.transport is not None
     push = control.Push("no:1:decode", "x", pair.decode.transport.endpoint, b"", b"", 1.0)
-    reply = await record.bus.nc.request(subject, wire.encode(push), timeout=2)
+    reply = await log.bus.nc.request(subject, wire.encode(push), timeout=2)
     assert control.decode_pushed(reply.data).cause == "stale"
 
 
-async def test_many_handoffs_at_once_are_all_right_and_leave_nothing(record: Record, pair: Pair) -> None:
+async def test_many_handoffs_at_once_are_all_right_and_leave_nothing(log: LogClient, pair: Pair) -> None:
     asked = [request(list(range(start, start + 5 + start % 40))) for start in range(1, 600, 10)]
-    await asyncio.gather(*(give(record, pair, each) for each in asked))
+    await asyncio.gather(*(send_jobs(log, pair, each) for each in asked))
     for each in asked:
-        await record.end(each)
-        assert record.streamed(each) == answer(each)
+        await log.end(each)
+        assert log.streamed(each) == answer(each)
     await pair.free()
 
 
@@ -474,7 +474,7 @@ async def test_many_handoffs_at_once_are_all_right_and_leave_nothing(record: Rec
 
 @pytest.mark.parametrize("pools", [(512, 20), (512, 33), (512, 64), (20, 512), (24, 24), (20, 33), (33, 20)], ids=str)
 async def test_whatever_the_ratio_of_the_pools_every_request_ends_with_its_answer(
-    broker: EmbeddedNats, pipeline: Subjects, record: Record, pools: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, pools: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disaggregation, "BLOCK_WAIT_S", 0.05)  # so that many give up waiting for room
     async with paired(broker, pipeline, pools=pools) as pair:
@@ -482,14 +482,14 @@ async def test_whatever_the_ratio_of_the_pools_every_request_ends_with_its_answe
             request(list(range(start, start + 28 + start % 29)), max_tokens=20, n=2 if start % 50 == 1 else 1)
             for start in range(1, 600, 25)
         ]
-        await asyncio.gather(*(give(record, pair, each) for each in asked))
+        await asyncio.gather(*(send_jobs(log, pair, each) for each in asked))
         for each in asked[::8]:
             await pair.prefill.session.on_cancel(each.id, "gone")
             await pair.decode.session.on_cancel(each.id, "gone")
         for number, each in enumerate(asked):
-            end = await record.end(each)
+            end = await log.end(each)
             if number % 8:
-                assert [record.streamed(each, choice) for choice in range(each.n)] == [
+                assert [log.streamed(each, choice) for choice in range(each.n)] == [
                     answer(each, choice=choice) for choice in range(each.n)
                 ]
                 assert (end.attempt, end.code) == (1, "")
@@ -497,7 +497,7 @@ async def test_whatever_the_ratio_of_the_pools_every_request_ends_with_its_answe
 
 
 async def test_a_preempted_request_whose_prompt_was_handed_off_goes_on_with_the_same_answer(
-    broker: EmbeddedNats, pipeline: Subjects, record: Record
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient
 ) -> None:
     async with paired(broker, pipeline, pools=(512, 30)) as pair:
         asked = [request(list(range(start, start + 30)), max_tokens=40) for start in (1, 101)]
@@ -505,16 +505,16 @@ async def test_a_preempted_request_whose_prompt_was_handed_off_goes_on_with_the_
 
         def both_run() -> bool:
             pair.decode.engine.allow(1)
-            return len([each for each in asked if len(record.streamed(each)) > 1]) == 2
+            return len([each for each in asked if len(log.streamed(each)) > 1]) == 2
 
         for each in asked:
-            await give(record, pair, each)
+            await send_jobs(log, pair, each)
         await eventually(both_run)
-        assert max(len(record.streamed(each)) for each in asked) < 25
+        assert max(len(log.streamed(each)) for each in asked) < 25
         pair.decode.engine.resume()
         for each in asked:  # 8 blocks each at first, and 18 in the end
-            await record.end(each)
-            assert record.streamed(each) == answer(each)
+            await log.end(each)
+            assert log.streamed(each) == answer(each)
         assert (await pair.decode.stats()).preemptions
         await pair.free()
 
@@ -529,7 +529,7 @@ async def full(worker_: WorkerHarness) -> Reservation:
 
 
 async def test_a_handoff_that_waits_for_room_asks_no_more_than_it_must_and_goes_on_at_once(
-    record: Record, pair: Pair
+    log: LogClient, pair: Pair
 ) -> None:
     taken = await full(pair.decode)
     asks: list[int] = []
@@ -541,26 +541,26 @@ async def test_a_handoff_that_waits_for_room_asks_no_more_than_it_must_and_goes_
 
     pair.decode.engine._engine.kv_transfer.reserve = counted  # type: ignore[method-assign]
     asked = request(PROMPT)
-    await give(record, pair, asked)
+    await send_jobs(log, pair, asked)
     await eventually(lambda: asks)
     await asyncio.sleep(0.6)
     assert len(asks) < 12, "it looks again and again"  # each time that somebody asks the engine for its numbers
     began = time.monotonic()
     pair.decode.thread.call(lambda engine: engine.kv_transfer.release(taken))
-    await record.states(asked, "read")
+    await log.states(asked, "read")
     assert time.monotonic() - began < 0.5
-    await record.end(asked)
+    await log.end(asked)
     await pair.free()
 
 
-async def test_a_request_cancelled_while_it_waits_for_room_ends_at_once(record: Record, pair: Pair) -> None:
+async def test_a_request_cancelled_while_it_waits_for_room_ends_at_once(log: LogClient, pair: Pair) -> None:
     taken = await full(pair.decode)
     asked = request(PROMPT)
-    await give(record, pair, asked)
+    await send_jobs(log, pair, asked)
     await eventually(lambda: pair.decode.session._executor._disagg._reserver._waits)
     began = time.monotonic()
     await pair.decode.session.on_cancel(asked.id, "gone")
-    assert (await record.end(asked)).code == Code.cancelled
+    assert (await log.end(asked)).code == Code.cancelled
     await eventually(lambda: not pair.decode.session._executor._stage_tasks)
     assert time.monotonic() - began < disaggregation.BLOCK_WAIT_S / 2
     pair.decode.thread.call(lambda engine: engine.kv_transfer.release(taken))
@@ -568,11 +568,11 @@ async def test_a_request_cancelled_while_it_waits_for_room_ends_at_once(record: 
 
 
 async def test_a_session_that_ends_while_a_handoff_waits_for_room_takes_no_blocks_with_it(
-    record: Record, pair: Pair
+    log: LogClient, pair: Pair
 ) -> None:
     taken = await full(pair.decode)
     asked = request(PROMPT)
-    await give(record, pair, asked)
+    await send_jobs(log, pair, asked)
     await eventually(lambda: pair.decode.session._executor._disagg._reserver._waits)
     await pair.decode.session.fence()
     pair.decode.thread.call(lambda engine: engine.kv_transfer.release(taken))
@@ -581,30 +581,30 @@ async def test_a_session_that_ends_while_a_handoff_waits_for_room_takes_no_block
 
 
 async def test_a_handoff_by_a_worker_that_may_not_publish_ends_with_its_ticket_and_not_later(
-    record: Record, pair: Pair, monkeypatch: pytest.MonkeyPatch
+    log: LogClient, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pair.prefill.session._lease, "trusted", lambda: False)
     asked = request(PROMPT)
     began = time.monotonic()
-    await give(record, pair, asked)
-    assert "in doubt" in (await record.handed_back(asked)).reason
+    await send_jobs(log, pair, asked)
+    assert "in doubt" in (await log.handed_back(asked)).reason
     assert time.monotonic() - began < FAST["handoff_lease_s"] + 2
     await pair.free()
 
 
 async def test_a_drain_in_the_midst_of_a_handoff_whose_owner_stands_still_ends_in_time(
-    broker: EmbeddedNats, pipeline: Subjects, record: Record
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient
 ) -> None:
     async with paired(broker, pipeline, transfer_timeout_s=60.0, handoff_lease_s=90.0) as pair:
         assert pair.prefill.transport is not None
         pair.network.stall(pair.prefill.transport.endpoint.agent)
         asked = request(PROMPT)
-        await give(record, pair, asked)
+        await send_jobs(log, pair, asked)
         await eventually(lambda: pair.decode.transport is not None and pair.decode.transport.stats().live)
         began = time.monotonic()
         await pair.decode.session.drain(0.3)
         assert time.monotonic() - began < 0.3 + GRACE_S
-        assert (await record.handed_back(asked)).reason == "draining"
+        assert (await log.handed_back(asked)).reason == "draining"
         await pair.prefill.frees_everything()
         pair.network.resume(pair.prefill.transport.endpoint.agent)
 
@@ -650,13 +650,13 @@ async def trio(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[Trio]:
         yield made
 
 
-async def picturing(record: Record, *raws: bytes, prompt: list[int] | None = None, **options: Any) -> GenerateRequest:
+async def picturing(log: LogClient, *raws: bytes, prompt: list[int] | None = None, **options: Any) -> GenerateRequest:
     """A request with images at the beginning of its prompt, which are in the object store."""
     tokens = [999] * (IMAGE_TOKENS * len(raws)) + (prompt or PROMPT)
     media = []
     for number, raw in enumerate(raws):
         digest = blake3(raw).digest()
-        await object_store.put(record.bus, "media", digest.hex(), raw)
+        await object_store.put(log.bus, "media", digest.hex(), raw)
         media.append(Media(digest, "image/png", len(raw), number * IMAGE_TOKENS, IMAGE_TOKENS))
     spans = [(each.position, each.tokens, each.digest) for each in media]
     packed = wire.pack_tokens(tokens)
@@ -676,35 +676,35 @@ def picture_answer(asked: GenerateRequest, *raws: bytes, choice: int = 0) -> lis
     )
 
 
-async def show(record: Record, trio: Trio, asked: GenerateRequest) -> None:
-    await record.give(trio.encode.id, asked, role="encode", route=trio.route)
+async def show(log: LogClient, trio: Trio, asked: GenerateRequest) -> None:
+    await log.send_job(trio.encode.id, asked, role="encode", route=trio.route)
 
 
-async def test_embeddings_and_kv_pass_through_three_workers(record: Record, trio: Trio) -> None:
-    asked = await picturing(record, b"one", b"two", n=2, sampling=DRAWN)
-    await show(record, trio, asked)
-    end = await record.end(asked)
+async def test_embeddings_and_kv_pass_through_three_workers(log: LogClient, trio: Trio) -> None:
+    asked = await picturing(log, b"one", b"two", n=2, sampling=DRAWN)
+    await show(log, trio, asked)
+    end = await log.end(asked)
     assert end.worker == trio.decode.id
     assert [ids(outcome.tokens) for outcome in end.choices] == [
         picture_answer(asked, b"one", b"two", choice=choice) for choice in range(2)
     ]
-    assert await record.states(asked, *["read"] * 2, *["released"] * 2), "embeddings, then KV"
+    assert await log.states(asked, *["read"] * 2, *["released"] * 2), "embeddings, then KV"
     await trio.free()
 
 
-async def test_another_picture_with_the_same_words_is_another_prompt(record: Record, trio: Trio) -> None:
+async def test_another_picture_with_the_same_words_is_another_prompt(log: LogClient, trio: Trio) -> None:
     answers = []
     for raw in (b"one", b"two"):
-        asked = await picturing(record, raw)
-        await show(record, trio, asked)
-        end = await record.end(asked)
+        asked = await picturing(log, raw)
+        await show(log, trio, asked)
+        end = await log.end(asked)
         assert end.usage.cached == 0
-        answers.append(record.streamed(asked))
+        answers.append(log.streamed(asked))
         assert answers[-1] == picture_answer(asked, raw)
     assert answers[0] != answers[1]
 
 
-async def test_the_same_picture_is_encoded_once(record: Record, trio: Trio, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_same_picture_is_encoded_once(log: LogClient, trio: Trio, monkeypatch: pytest.MonkeyPatch) -> None:
     fetched: list[str] = []
     real = object_store.get
 
@@ -714,16 +714,16 @@ async def test_the_same_picture_is_encoded_once(record: Record, trio: Trio, monk
 
     monkeypatch.setattr(object_store, "get", counted)
     for start in (100, 200):
-        asked = await picturing(record, b"one", prompt=list(range(start, start + 30)))
-        await show(record, trio, asked)
-        await record.end(asked)
-        assert record.streamed(asked) == picture_answer(asked, b"one")
+        asked = await picturing(log, b"one", prompt=list(range(start, start + 30)))
+        await show(log, trio, asked)
+        await log.end(asked)
+        assert log.streamed(asked) == picture_answer(asked, b"one")
     assert fetched == [blake3(b"one").digest().hex()]
 
 
 @pytest.mark.parametrize("host", ["here", ""], ids=["read", "write"])
 async def test_an_encode_worker_that_does_not_move_means_encoding_at_the_next(
-    broker: EmbeddedNats, pipeline: Subjects, record: Record, host: str
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, host: str
 ) -> None:
     async with three(broker, pipeline, host) as trio:
         assert trio.encode.transport is not None
@@ -731,43 +731,43 @@ async def test_an_encode_worker_that_does_not_move_means_encoding_at_the_next(
         stalled = (trio.encode if host else trio.prefill).transport
         assert stalled is not None
         trio.network.stall(stalled.endpoint.agent)
-        asked = await picturing(record, b"one", prompt=PROMPT)
-        await record.give(trio.encode.id, asked, role="encode", route=trio.route[:1])
-        end = await record.end(asked)
+        asked = await picturing(log, b"one", prompt=PROMPT)
+        await log.send_job(trio.encode.id, asked, role="encode", route=trio.route[:1])
+        end = await log.end(asked)
         assert (end.worker, end.code) == (trio.prefill.id, "")
-        assert record.streamed(asked) == picture_answer(asked, b"one")
-        assert await record.failure(asked) == "timeout"
+        assert log.streamed(asked) == picture_answer(asked, b"one")
+        assert await log.failure(asked) == "timeout"
         trio.network.resume(stalled.endpoint.agent)
         await trio.free()
 
 
-async def test_pictures_are_encoded_where_they_are_needed_if_nobody_did_before(record: Record, trio: Trio) -> None:
-    asked = await picturing(record, b"one")
-    await record.give(trio.prefill.id, asked, role="prefill")
-    await record.end(asked)
-    assert record.streamed(asked) == picture_answer(asked, b"one")
+async def test_pictures_are_encoded_where_they_are_needed_if_nobody_did_before(log: LogClient, trio: Trio) -> None:
+    asked = await picturing(log, b"one")
+    await log.send_job(trio.prefill.id, asked, role="prefill")
+    await log.end(asked)
+    assert log.streamed(asked) == picture_answer(asked, b"one")
     await trio.free()
 
 
-async def test_a_picture_that_is_not_in_the_store_ends_the_request_with_its_reason(record: Record, trio: Trio) -> None:
+async def test_a_picture_that_is_not_in_the_store_ends_the_request_with_its_reason(log: LogClient, trio: Trio) -> None:
     digest = blake3(b"never stored").digest()
     asked = request([999] * 4 + PROMPT, media=(Media(digest, "image/png", 12, 0, 4),))
-    await show(record, trio, asked)
-    end = await record.end(asked)
+    await show(log, trio, asked)
+    end = await log.end(asked)
     assert end.code == Code.request_not_found
     assert "never stored" in end.message
     await trio.free()
 
 
-async def test_more_pictures_than_slots_are_refused_and_few_wait_for_each_other(record: Record, trio: Trio) -> None:
-    many = await picturing(record, *(b"%d" % number for number in range(5)))
-    await show(record, trio, many)
-    end = await record.end(many)
+async def test_more_pictures_than_slots_are_refused_and_few_wait_for_each_other(log: LogClient, trio: Trio) -> None:
+    many = await picturing(log, *(b"%d" % number for number in range(5)))
+    await show(log, trio, many)
+    end = await log.end(many)
     assert end.code == Code.out_of_blocks
     assert "embed_slots" in end.message
-    asked = [await picturing(record, b"a%d" % n, b"b%d" % n, prompt=list(range(n, n + 20))) for n in range(6)]
-    await asyncio.gather(*(show(record, trio, each) for each in asked))
+    asked = [await picturing(log, b"a%d" % n, b"b%d" % n, prompt=list(range(n, n + 20))) for n in range(6)]
+    await asyncio.gather(*(show(log, trio, each) for each in asked))
     for n, each in enumerate(asked):
-        await record.end(each)
-        assert record.streamed(each) == picture_answer(each, b"a%d" % n, b"b%d" % n)
+        await log.end(each)
+        assert log.streamed(each) == picture_answer(each, b"a%d" % n, b"b%d" % n)
     await trio.free()

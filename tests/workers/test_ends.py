@@ -13,7 +13,7 @@ from schemas import done, wire
 from schemas.requests import Sampling
 from schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
-from tests.workers.support import Record, WorkerHarness, answer, engine, request, run_worker
+from tests.workers.support import LogClient, WorkerHarness, answer, engine, request, run_worker
 
 
 @pytest.fixture
@@ -22,75 +22,73 @@ async def worker(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[Work
         yield worker
 
 
-async def limit(record: Record, **changes: Any) -> None:
+async def limit(log: LogClient, **changes: Any) -> None:
     """Change the limits of the stream of terminal events."""
-    name = record.bus.subjects.stream("DONE")
-    reply = await record.bus.nc.request(f"$JS.API.STREAM.INFO.{name}", b"")
+    name = log.bus.subjects.stream("DONE")
+    reply = await log.bus.nc.request(f"$JS.API.STREAM.INFO.{name}", b"")
     config = json.loads(reply.data)["config"] | changes
     config.pop("metadata", None)
-    reply = await record.bus.nc.request(f"$JS.API.STREAM.UPDATE.{name}", json.dumps(config).encode())
+    reply = await log.bus.nc.request(f"$JS.API.STREAM.UPDATE.{name}", json.dumps(config).encode())
     assert "error" not in json.loads(reply.data), reply.data
 
 
-async def refuse_ends(record: Record) -> None:
+async def refuse_ends(log: LogClient) -> None:
     """No terminal event is stored from now on, as on a full disk."""
-    await record.bus.js.publish(
-        record.bus.subjects.returned("filler"), wire.encode(done.Returned("f", "m", 1, "w", ""))
-    )
-    await limit(record, max_msgs=1, discard="new")
+    await log.bus.js.publish(log.bus.subjects.returned("filler"), wire.encode(done.Returned("f", "m", 1, "w", "")))
+    await limit(log, max_msgs=1, discard="new")
 
 
-async def take_ends(record: Record) -> None:
-    await limit(record, max_msgs=-1, discard="old")
+async def take_ends(log: LogClient) -> None:
+    await limit(log, max_msgs=-1, discard="old")
 
 
-async def unacknowledged(record: Record, worker: WorkerHarness) -> int:
-    info = await record.bus.js.consumer_info(record.bus.subjects.stream("WORK"), worker.id)
+async def unacknowledged(log: LogClient, worker: WorkerHarness) -> int:
+    info = await log.bus.js.consumer_info(log.bus.subjects.stream("WORK"), worker.id)
     return int(info.num_ack_pending or 0)
 
 
 async def test_a_terminal_event_that_is_refused_is_stored_once_that_is_possible(
-    record: Record, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
+    log: LogClient, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its job, delivered again meanwhile, is neither run again nor acknowledged."""
     monkeypatch.setattr("infra.bus.publisher.RESEND_S", 0.1)
     asked = request()
-    await refuse_ends(record)
-    await record.give(worker.id, asked)
-    await eventually(lambda: record.progress(asked)[0].finish is not None)
+    await refuse_ends(log)
+    await log.send_job(worker.id, asked)
+    await eventually(lambda: log.progress(asked)[0].finish is not None)
     await eventually(lambda: worker.session._requests.ending)
     steps = worker.engine.steps
-    await record.give(worker.id, asked, msg_id="delivered-again")
+    await log.send_job(worker.id, asked, msg_id="delivered-again")
     await eventually(lambda: worker.session._requests.ending[asked.id].delivery.metadata.sequence.consumer == 2)
-    assert await unacknowledged(record, worker) == 2
-    assert not record.ends(asked)
-    await take_ends(record)
-    end = await record.end(asked)
+    assert await unacknowledged(log, worker) == 2
+    assert not log.ends(asked)
+    await take_ends(log)
+    end = await log.end(asked)
     assert end.choices[0].tokens == wire.pack_tokens(answer(asked))
     assert worker.engine.steps == steps
     await eventually(lambda: not worker.session._requests.ending)
-    again = await record.give(worker.id, asked, msg_id="delivered-late")
+    again = await log.send_job(worker.id, asked, msg_id="delivered-late")
     assert again
     await eventually(lambda: not worker.session._requests.running and worker.session._requests.has_ended(asked.id))
-    assert len(record.ends(asked)) == 1
+    assert len(log.ends(asked)) == 1
 
 
 async def test_a_return_that_is_refused_is_stored_once_that_is_possible(
-    record: Record, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
+    log: LogClient, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("infra.bus.publisher.RESEND_S", 0.1)
     worker.engine.hold()
     asked = request()
-    await record.give(worker.id, asked)
+    await log.send_job(worker.id, asked)
     await eventually(lambda: worker.session._requests.running)
-    await refuse_ends(record)
+    await refuse_ends(log)
     worker.session._terminal.requeue(worker.session._requests.running[asked.id], "a test")
     await eventually(lambda: asked.id in worker.session._requests.ending)
     assert not worker.session._requests.has_ended(asked.id)
-    assert await unacknowledged(record, worker) == 1
-    await take_ends(record)
-    assert (await record.handed_back(asked)).reason == "a test"
-    await record.settled(worker.id)
+    assert await unacknowledged(log, worker) == 1
+    await take_ends(log)
+    assert (await log.handed_back(asked)).reason == "a test"
+    await log.settled(worker.id)
 
 
 class Doubt:
@@ -111,71 +109,71 @@ class Doubt:
         self._monkeypatch.undo()
 
 
-async def ends_in_doubt(record: Record, worker: WorkerHarness, doubt: Doubt) -> Any:
+async def ends_in_doubt(log: LogClient, worker: WorkerHarness, doubt: Doubt) -> Any:
     """A request that has streamed some tokens, and whose rest and end fall into the doubt."""
     worker.engine.hold()
     asked = request()
-    await record.give(worker.id, asked)
+    await log.send_job(worker.id, asked)
     worker.engine.allow(4)
-    await record.has_streamed(asked)
+    await log.has_streamed(asked)
     doubt.begin()
     worker.engine.resume()
     await eventually(lambda: worker.session._requests.ending)
     await eventually(lambda: worker.publisher.waiting == 1)
     await asyncio.sleep(0.3)  # longer than the publisher's sweep
-    assert not record.ends(asked)
-    assert record.progress(asked)[0].finish is None
+    assert not log.ends(asked)
+    assert log.progress(asked)[0].finish is None
     return asked
 
 
 async def test_a_terminal_event_waits_until_the_lease_is_good_and_the_tokens_before_it_are_sent(
-    record: Record, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
+    log: LogClient, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     doubt = Doubt(worker, monkeypatch)
-    asked = await ends_in_doubt(record, worker, doubt)
+    asked = await ends_in_doubt(log, worker, doubt)
     doubt.end()
-    await record.end(asked)
-    assert record.streamed(asked) == answer(asked)
-    await record.settled(worker.id)
+    await log.end(asked)
+    assert log.streamed(asked) == answer(asked)
+    await log.settled(worker.id)
 
 
 async def test_a_terminal_event_is_dropped_with_the_tokens_before_it_if_the_lease_is_lost(
-    record: Record, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
+    log: LogClient, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or routers would take the request for finished, and nobody would send the rest."""
     doubt = Doubt(worker, monkeypatch)
-    asked = await ends_in_doubt(record, worker, doubt)
-    await record.remove_key(worker.id)
+    asked = await ends_in_doubt(log, worker, doubt)
+    await log.remove_key(worker.id)
     doubt.end()
     await asyncio.wait_for(worker.session.lost.wait(), 10)
     await worker.session.fence()
     await eventually(lambda: not worker.publisher.waiting)
-    assert not record.ends(asked)
-    assert record.progress(asked)[0].finish is None
+    assert not log.ends(asked)
+    assert log.progress(asked)[0].finish is None
 
 
-async def test_the_terminal_event_is_the_record_of_its_request(record: Record, worker: WorkerHarness) -> None:
+async def test_the_terminal_event_is_the_record_of_its_request(log: LogClient, worker: WorkerHarness) -> None:
     asked = request(n=2, tenant="acme", client_request_id="theirs", sampling=Sampling(temperature=0, logprobs=2))
-    await record.give(worker.id, asked)
-    end = await record.end(asked)
+    await log.send_job(worker.id, asked)
+    end = await log.end(asked)
     assert done.request_of(end) == asked
     assert not end.left_out
-    streamed = record.progress(asked)
+    streamed = log.progress(asked)
     assert [(choice.tokens, choice.logprobs) for choice in end.choices] == [(p.tokens, p.logprobs) for p in streamed]
     assert all(choice.logprobs for choice in end.choices)
-    subject = record.bus.subjects.done("acme", asked.model, asked.id)
-    stored = await record.bus.js.get_last_msg(record.bus.subjects.stream("DONE"), subject)
+    subject = log.bus.subjects.done("acme", asked.model, asked.id)
+    stored = await log.bus.js.get_last_msg(log.bus.subjects.stream("DONE"), subject)
     assert stored.data == wire.encode(end)
 
 
 async def test_log_probabilities_of_earlier_attempts_are_kept_if_the_job_has_them(
-    record: Record, broker: EmbeddedNats, pipeline: Subjects
+    log: LogClient, broker: EmbeddedNats, pipeline: Subjects
 ) -> None:
     asked = request(sampling=Sampling(temperature=0, logprobs=1))
     async with run_worker(broker, pipeline, engine()) as worker:
-        await record.say(asked, 1, answer(asked)[:3])
-        await record.give(worker.id, asked, attempt=2, resume=(wire.pack_tokens(answer(asked)[:3]),))
-        end = await record.end(asked)
+        await log.publish_tokens(asked, 1, answer(asked)[:3])
+        await log.send_job(worker.id, asked, attempt=2, resume=(wire.pack_tokens(answer(asked)[:3]),))
+        end = await log.end(asked)
     assert end.choices[0].tokens == wire.pack_tokens(answer(asked))
     assert (end.choices[0].logprobs, end.left_out) == ((), ("logprobs",))
 

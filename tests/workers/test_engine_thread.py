@@ -256,11 +256,11 @@ def test_a_cancelled_sequence_frees_its_blocks_after_its_tokens_were_flushed(
     done = threading.Event()
     flushed = []
 
-    def told() -> None:
+    def cancelled() -> None:
         flushed.append(h.flushes.qsize())
         done.set()
 
-    h.thread.cancel([choice], told)
+    h.thread.cancel([choice], cancelled)
     h.engine.gate.release(1000)
     assert done.wait(10)
     before = [h.flushes.get(timeout=10) for _ in range(flushed[0])]  # flushed before ``told``

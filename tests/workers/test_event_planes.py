@@ -16,7 +16,7 @@ from schemas.requests import GenerateRequest
 from schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
 from tests.router.support import Clients, Routing, routing
-from tests.workers.support import BLOCK, REVISION, ControlledEngine, Record, WorkerHarness, request, run_worker
+from tests.workers.support import BLOCK, REVISION, ControlledEngine, LogClient, WorkerHarness, request, run_worker
 from workers.engines import mock
 from workers.engines.base import StepResult
 from workers.engines.events.publisher import Publisher
@@ -28,8 +28,8 @@ PROMPTS = [[n % 5, *range(n % 7 * 8), n] * 2 for n in range(24)]  # more than fi
 
 
 @pytest.fixture
-async def clients(record: Record) -> AsyncIterator[Clients]:
-    made = Clients(record)
+async def clients(log: LogClient) -> AsyncIterator[Clients]:
+    made = Clients(log)
     yield made
     await made.stop()
 
@@ -92,23 +92,23 @@ def held(worker: WorkerHarness) -> dict[int, int]:
     return {rank: sum(len(event.digests) // 16 for event in events) for rank, events in enumerate(dumps)}
 
 
-async def run(record: Record, worker: WorkerHarness, prompt: list[int], rank: int) -> GenerateRequest:
+async def run(log: LogClient, worker: WorkerHarness, prompt: list[int], rank: int) -> GenerateRequest:
     """Give a job to a rank as a router would; returns when it has ended."""
     asked = request(prompt, 2)
-    await record.give(worker.id, asked, rank=rank)
-    await record.end(asked)
+    await log.send_job(worker.id, asked, rank=rank)
+    await log.end(asked)
     return asked
 
 
 async def test_the_same_engine_gives_the_same_index_on_both_planes(
-    broker: EmbeddedNats, pipeline: Subjects, record: Record
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient
 ) -> None:
     async with contextlib.AsyncExitStack() as stack:
         router = await stack.enter_async_context(routing(broker, pipeline))
         workers = [await stack.enter_async_context(worker(broker, pipeline, plane)) for plane in PLANES]
         for number, prompt in enumerate(PROMPTS):
             for each in workers:
-                await run(record, each, prompt, number % RANKS)
+                await run(log, each, prompt, number % RANKS)
         for each in workers:
             wanted = held(each)
             await eventually(
@@ -121,7 +121,7 @@ async def test_the_same_engine_gives_the_same_index_on_both_planes(
         assert all(count > 30 for count, _ in one.values())
         removed = 0
         for each in workers:
-            mine = [batch for batch in record.kv if batch.worker == each.id]
+            mine = [batch for batch in log.kv if batch.worker == each.id]
             for rank in range(RANKS):
                 seqs = [batch.seq for batch in mine if batch.rank == rank]
                 assert seqs == list(range(len(seqs)))
@@ -132,7 +132,7 @@ async def test_the_same_engine_gives_the_same_index_on_both_planes(
 
 @pytest.mark.parametrize("plane", PLANES)
 async def test_a_repeated_prompt_goes_to_its_worker_and_rank(
-    broker: EmbeddedNats, pipeline: Subjects, record: Record, clients: Clients, plane: str
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, clients: Clients, plane: str
 ) -> None:
     async with worker(broker, pipeline, plane) as here, routing(broker, pipeline) as router:
         await router.knows(here.id)
@@ -143,7 +143,7 @@ async def test_a_repeated_prompt_goes_to_its_worker_and_rank(
             for turn in range(2):
                 asked = request(prompt, 2)
                 await clients.ask(asked)
-                end = await record.end(asked)
+                end = await log.end(asked)
                 _, job = await clients.placed(asked)
                 places[-1].append(job.decision.rank)
                 assert end.usage.cached == (32 if turn else 0)
@@ -155,31 +155,31 @@ async def test_a_repeated_prompt_goes_to_its_worker_and_rank(
 
 @pytest.mark.parametrize("plane", PLANES)
 async def test_a_cleared_cache_is_forgotten(
-    broker: EmbeddedNats, pipeline: Subjects, record: Record, plane: str
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, plane: str
 ) -> None:
     async with worker(broker, pipeline, plane) as here, routing(broker, pipeline) as router:
         await router.knows(here.id)
-        first = await run(record, here, [1] * 41, 0)
+        first = await run(log, here, [1] * 41, 0)
         await eventually(lambda: index_of(router).held((here.id, 0)) == 10)
         here.inner.clears = True  # type: ignore[attr-defined]
-        second = await run(record, here, [2] * 41, 0)
+        second = await run(log, here, [2] * 41, 0)
         await eventually(lambda: index_of(router).match(keys_view(second.digests)) == {(here.id, 0): 10})
         assert index_of(router).match(keys_view(first.digests)) == {}
 
 
 @pytest.mark.parametrize("plane", PLANES)
 async def test_a_router_that_starts_later_learns_all_ranks_by_a_dump_in_pages(
-    broker: EmbeddedNats, pipeline: Subjects, record: Record, plane: str, monkeypatch: pytest.MonkeyPatch
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, plane: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with worker(broker, pipeline, plane) as here, routing(broker, pipeline) as early:
         await early.knows(here.id)
         for number, prompt in enumerate(PROMPTS):
-            await run(record, here, prompt, number % RANKS)
+            await run(log, here, prompt, number % RANKS)
         monkeypatch.setattr("workers.session.WorkerSession.dump", _small_pages)
         async with routing(broker, pipeline) as late:
             both = [index_of(each) for each in (early, late)]
             await eventually(lambda: both[0].checksum() == both[1].checksum())
-            await run(record, here, [3] * 41, 1)
+            await run(log, here, [3] * 41, 1)
             await eventually(lambda: both[0].checksum() == both[1].checksum() and both[0].held((here.id, 1)) > 0)
             wanted = held(here)
             await eventually(lambda: {rank: both[1].held((here.id, rank)) for rank in range(RANKS)} == wanted)
@@ -191,7 +191,7 @@ async def _small_pages(session: Any, page: int) -> kv.KvDump:
 
 
 async def test_a_cache_beside_the_engine_counts_until_it_dies(
-    broker: EmbeddedNats, pipeline: Subjects, record: Record
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient
 ) -> None:
     """Three hops: its publisher, the worker's stream, the router."""
     cache = Publisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", block_size=BLOCK, rank=1)
@@ -201,7 +201,7 @@ async def test_a_cache_beside_the_engine_counts_until_it_dies(
         cache.publish([kv.Stored(asked.digests)])
         cache.publish([kv.Stored(elsewhere.digests)])
         cache.publish([kv.Removed(elsewhere.digests)])
-        own = await run(record, here, [9] * 41, 1)
+        own = await run(log, here, [9] * 41, 1)
         index = index_of(router)
         place = (here.id, 1)
         await eventually(lambda: index.held(place) == 20)
@@ -211,18 +211,18 @@ async def test_a_cache_beside_the_engine_counts_until_it_dies(
         await eventually(lambda: index.held(place) == 10)
         assert index.match(keys_view(own.digests)) == {place: 10}
         assert index.awaiting_dump() == []
-        seqs = [batch.seq for batch in record.kv if (batch.worker, batch.rank) == place]
+        seqs = [batch.seq for batch in log.kv if (batch.worker, batch.rank) == place]
         assert seqs == list(range(len(seqs)))
 
 
 @pytest.mark.parametrize("plane", PLANES)
 async def test_a_worker_that_registers_anew_is_known_whole_though_it_publishes_before_its_dump(
-    broker: EmbeddedNats, pipeline: Subjects, record: Record, plane: str
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, plane: str
 ) -> None:
     async with worker(broker, pipeline, plane) as here, routing(broker, pipeline) as router:
-        await run(record, here, [1] * 41, 1)
+        await run(log, here, [1] * 41, 1)
         await here.die()
         await here.begin()
         await router.knows(here.id)
-        await run(record, here, [2] * 41, 1)
+        await run(log, here, [2] * 41, 1)
         await eventually(lambda: index_of(router).held((here.id, 1)) == 20)

@@ -9,8 +9,8 @@ from infra.broker.server import EmbeddedNats
 from schemas.errors import Code
 from schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
-from tests.workers.support import Record, answer, request, run_worker
-from tests.workers.test_disaggregation import PROMPT, Pair, give, pair
+from tests.workers.support import LogClient, answer, request, run_worker
+from tests.workers.test_disaggregation import PROMPT, Pair, pair, send_jobs
 
 __all__ = ["pair"]
 
@@ -24,79 +24,79 @@ class Fault(Exception):
 def fails_for(asked: str, real: Any) -> Any:
     """``Reporter.items`` that fails for a request's items."""
 
-    async def items(gateway: str, said: tuple[Any, ...]) -> None:
-        if any(item.request == asked for item in said):
+    async def items(gateway: str, items_sent: tuple[Any, ...]) -> None:
+        if any(item.request == asked for item in items_sent):
             raise Fault
-        await real(gateway, said)
+        await real(gateway, items_sent)
 
     return items
 
 
 async def test_a_flush_that_fails_gives_its_requests_back_and_the_neighbours_go_on(
-    broker: EmbeddedNats, pipeline: Subjects, record: Record, monkeypatch: pytest.MonkeyPatch
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with run_worker(broker, pipeline) as worker:
         hit, beside = request(max_tokens=400), request(list(range(50, 70)), max_tokens=400, gateway="g1")
         report = worker.session._reporter
         monkeypatch.setattr(report, "items", fails_for(hit.id, report.items))
         began = time.monotonic()
-        await record.give(worker.id, hit)
-        await record.give(worker.id, beside)
-        assert "Fault" in (await record.handed_back(hit)).reason
+        await log.send_job(worker.id, hit)
+        await log.send_job(worker.id, beside)
+        assert "Fault" in (await log.handed_back(hit)).reason
         assert time.monotonic() - began < SOON_S
-        await record.end(beside)
-        assert record.streamed(beside) == answer(beside)
+        await log.end(beside)
+        assert log.streamed(beside) == answer(beside)
         await worker.frees_everything()
-        await record.settled(worker.id)
-        assert not record.ends(hit)
-        seqs = [batch.seq for batch in record.kv if batch.worker == worker.id]
+        await log.settled(worker.id)
+        assert not log.ends(hit)
+        seqs = [batch.seq for batch in log.kv if batch.worker == worker.id]
         assert seqs == list(range(len(seqs)))
         assert not worker.fatal
 
 
 async def test_a_flush_that_fails_in_a_second_attempt_too_ends_the_request_with_the_reason(
-    broker: EmbeddedNats, pipeline: Subjects, record: Record, monkeypatch: pytest.MonkeyPatch
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with run_worker(broker, pipeline) as worker:
         hit = request(max_tokens=400)
         report = worker.session._reporter
         monkeypatch.setattr(report, "items", fails_for(hit.id, report.items))
-        await record.give(worker.id, hit, attempt=2)
-        await eventually(lambda: record.ends(hit), SOON_S)
-        (end,) = record.ends(hit)
+        await log.send_job(worker.id, hit, attempt=2)
+        await eventually(lambda: log.ends(hit), SOON_S)
+        (end,) = log.ends(hit)
         assert end.code == Code.internal
         assert "Fault" in end.message
         await worker.frees_everything()
-        await record.settled(worker.id)
+        await log.settled(worker.id)
 
 
 async def test_a_kv_batch_that_fails_leaves_a_gap_and_no_request_waits(
-    broker: EmbeddedNats, pipeline: Subjects, record: Record, monkeypatch: pytest.MonkeyPatch
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with run_worker(broker, pipeline) as worker:
         real = worker.session._reporter.events
         failed: list[int] = []
 
-        async def events(model: str, rank: int, seq: int, said: Any) -> None:
+        async def events(model: str, rank: int, seq: int, items_sent: Any) -> None:
             if not failed:
                 failed.append(seq)
                 raise Fault
-            await real(model, rank, seq, said)
+            await real(model, rank, seq, items_sent)
 
         monkeypatch.setattr(worker.session._reporter, "events", events)
         asked = request(list(range(1, 40)), max_tokens=200)
-        await record.give(worker.id, asked)
-        await record.end(asked)
-        assert record.streamed(asked) == answer(asked)
-        await eventually(lambda: [batch for batch in record.kv if batch.worker == worker.id])
-        seqs = [batch.seq for batch in record.kv if batch.worker == worker.id]
+        await log.send_job(worker.id, asked)
+        await log.end(asked)
+        assert log.streamed(asked) == answer(asked)
+        await eventually(lambda: [batch for batch in log.kv if batch.worker == worker.id])
+        seqs = [batch.seq for batch in log.kv if batch.worker == worker.id]
         assert seqs == list(range(failed[0] + 1, failed[0] + 1 + len(seqs)))
 
 
 @pytest.mark.parametrize("attempt", [1, 2])
 @pytest.mark.parametrize("stage", ["send_prefilled", "on_prefilled"])
 async def test_a_stage_that_fails_ends_its_request_within_seconds_and_leaks_no_block(
-    record: Record, pair: Pair, monkeypatch: pytest.MonkeyPatch, stage: str, attempt: int
+    log: LogClient, pair: Pair, monkeypatch: pytest.MonkeyPatch, stage: str, attempt: int
 ) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise Fault
@@ -108,18 +108,18 @@ async def test_a_stage_that_fails_ends_its_request_within_seconds_and_leaks_no_b
         monkeypatch.setattr(pair.decode.session._executor._disagg._reserver, "_quarantine_s", 0.1)
     asked = request(PROMPT)
     began = time.monotonic()
-    await give(record, pair, asked, attempt)
+    await send_jobs(log, pair, asked, attempt)
     if attempt == 1:
-        assert "Fault" in (await record.handed_back(asked)).reason
+        assert "Fault" in (await log.handed_back(asked)).reason
     else:
-        assert (await record.end(asked)).code == Code.internal
+        assert (await log.end(asked)).code == Code.internal
     assert time.monotonic() - began < SOON_S
     await pair.free()
 
 
 @pytest.mark.parametrize("attempt", [1, 2])
 async def test_a_request_that_cannot_even_begin_ends_within_seconds(
-    broker: EmbeddedNats, pipeline: Subjects, record: Record, monkeypatch: pytest.MonkeyPatch, attempt: int
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, monkeypatch: pytest.MonkeyPatch, attempt: int
 ) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise Fault
@@ -128,18 +128,18 @@ async def test_a_request_that_cannot_even_begin_ends_within_seconds(
     async with run_worker(broker, pipeline) as worker:
         asked = request()
         began = time.monotonic()
-        await record.give(worker.id, asked, attempt)
+        await log.send_job(worker.id, asked, attempt)
         if attempt == 1:
-            assert "Fault" in (await record.handed_back(asked)).reason
+            assert "Fault" in (await log.handed_back(asked)).reason
         else:
-            assert (await record.end(asked)).code == Code.internal
+            assert (await log.end(asked)).code == Code.internal
         assert time.monotonic() - began < SOON_S
-        await record.settled(worker.id)
+        await log.settled(worker.id)
 
 
 @pytest.mark.parametrize("what", ["housekeeping", "sweep", "flushes"])
 async def test_upkeep_that_fails_ends_the_process_in_order(
-    broker: EmbeddedNats, pipeline: Subjects, record: Record, monkeypatch: pytest.MonkeyPatch, what: str
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     async with run_worker(broker, pipeline) as worker:
 
@@ -148,9 +148,9 @@ async def test_upkeep_that_fails_ends_the_process_in_order(
 
         worker.engine.hold()
         asked = request(max_tokens=900)
-        await record.give(worker.id, asked)
+        await log.send_job(worker.id, asked)
         worker.engine.allow(3)
-        await record.has_streamed(asked)
+        await log.has_streamed(asked)
         if what == "housekeeping":
             monkeypatch.setattr(worker.session._housekeeping, "_each_time", fail)
         elif what == "sweep":  # of the publisher, where no single message is to blame
@@ -164,5 +164,5 @@ async def test_upkeep_that_fails_ends_the_process_in_order(
         began = time.monotonic()
         await worker.session.fail("a task of the worker failed", poison=False)  # as the process does
         assert time.monotonic() - began < SOON_S
-        assert (await record.handed_back(asked)).poison is False
-        await eventually(lambda: record.registered(worker.id) is None)
+        assert (await log.handed_back(asked)).poison is False
+        await eventually(lambda: log.registered(worker.id) is None)

@@ -19,7 +19,7 @@ from schemas.subjects import Subjects
 from schemas.tokens import Finish
 from schemas.trace import Trace
 from tests.infra.bus.support import eventually
-from tests.workers.support import DRAWN, Record, WorkerHarness, answer, engine, ids, request, run_worker
+from tests.workers.support import DRAWN, LogClient, WorkerHarness, answer, engine, ids, request, run_worker
 from workers import housekeeping as module
 from workers.engines.mock.executor import Vocabulary
 
@@ -43,75 +43,75 @@ async def narrow(broker: EmbeddedNats, pipeline: Subjects) -> AsyncIterator[Work
 
 
 async def test_a_job_becomes_tokens_then_a_terminal_event_then_an_acknowledgement(
-    record: Record, worker: WorkerHarness
+    log: LogClient, worker: WorkerHarness
 ) -> None:
     asked = request(user="ann")
     before = time.time_ns()
-    await record.give(worker.id, asked)
-    end = await record.end(asked)
-    assert record.streamed(asked) == answer(asked)
-    assert record.progress(asked)[0].finish == Finish("length", None, 0)
+    await log.send_job(worker.id, asked)
+    end = await log.end(asked)
+    assert log.streamed(asked) == answer(asked)
+    assert log.progress(asked)[0].finish == Finish("length", None, 0)
     assert (end.worker, end.attempt, end.code, end.user, end.model) == (worker.id, 1, "", "ann", "m")
     assert end.choices == (done.Outcome(wire.pack_tokens(answer(asked)), "length"),)
     assert end.usage == done.Usage(prompt=5, completion=8, cached=0)
     t = end.timings
     assert t.created_ns == asked.created_ns
     assert before <= t.routed_ns <= t.started_ns <= t.first_token_ns <= t.ended_ns <= time.time_ns()
-    await record.settled(worker.id)
-    assert len(record.ends(asked)) == 1
+    await log.settled(worker.id)
+    assert len(log.ends(asked)) == 1
 
 
-async def test_a_traced_request_leaves_stamps_and_no_other_is_larger(record: Record, worker: WorkerHarness) -> None:
+async def test_a_traced_request_leaves_stamps_and_no_other_is_larger(log: LogClient, worker: WorkerHarness) -> None:
     traced, unsampled, plain = request(trace=Trace()), request(trace=Trace(UNSAMPLED)), request()
     for asked in (traced, unsampled, plain):
-        await record.give(worker.id, asked)
-    end = await record.end(traced)
+        await log.send_job(worker.id, asked)
+    end = await log.end(traced)
     stamps, t = end.stamps, end.timings
     assert stamps is not None
     assert t.routed_ns <= stamps.received_ns <= stamps.started_ns == t.started_ns
     assert stamps.started_ns <= stamps.first_token_ns == t.first_token_ns <= t.ended_ns
     assert (stamps.preemptions, stamps.engine) == (0, {})
     for asked in (unsampled, plain):
-        other = await record.end(asked)
+        other = await log.end(asked)
         assert other.stamps is None
         assert b"stamps" not in wire.encode(other)
     await worker.frees_everything()
 
 
-async def test_the_prompt_of_an_earlier_request_is_cached_and_counted(record: Record, worker: WorkerHarness) -> None:
+async def test_the_prompt_of_an_earlier_request_is_cached_and_counted(log: LogClient, worker: WorkerHarness) -> None:
     prompt = list(range(1, 14))  # three full blocks and a rest
     first, second = request(prompt), request(prompt)
-    await record.give(worker.id, first)
-    assert (await record.end(first)).usage.cached == 0
-    await record.give(worker.id, second)
-    assert (await record.end(second)).usage.cached == 12
-    finish = record.progress(second)[0].finish
+    await log.send_job(worker.id, first)
+    assert (await log.end(first)).usage.cached == 0
+    await log.send_job(worker.id, second)
+    assert (await log.end(second)).usage.cached == 12
+    finish = log.progress(second)[0].finish
     assert finish is not None
     assert finish.cached_tokens == 12
 
 
-async def test_choices_are_drawn_apart_and_end_in_one_event(record: Record, worker: WorkerHarness) -> None:
+async def test_choices_are_drawn_apart_and_end_in_one_event(log: LogClient, worker: WorkerHarness) -> None:
     asked = request(n=3, sampling=DRAWN)
-    await record.give(worker.id, asked)
-    end = await record.end(asked)
+    await log.send_job(worker.id, asked)
+    end = await log.end(asked)
     expected = [answer(asked, choice=choice) for choice in range(3)]
     assert expected[0] != expected[1]
-    assert [record.streamed(asked, choice) for choice in range(3)] == expected
+    assert [log.streamed(asked, choice) for choice in range(3)] == expected
     assert [ids(outcome.tokens) for outcome in end.choices] == expected
     assert end.usage.completion == 24
 
 
-async def test_each_gateway_gets_its_own_requests_only(record: Record, worker: WorkerHarness) -> None:
+async def test_each_gateway_gets_its_own_requests_only(log: LogClient, worker: WorkerHarness) -> None:
     here, there = request(gateway="g1"), request(gateway="g2")
     worker.engine.hold()
-    await record.give(worker.id, here)
-    await record.give(worker.id, there)
+    await log.send_job(worker.id, here)
+    await log.send_job(worker.id, there)
     worker.engine.resume()
-    await record.end(here)
-    await record.end(there)
+    await log.end(here)
+    await log.end(there)
     for gateway, asked in (("g1", here), ("g2", there)):
-        stored = await record.bus.js.get_last_msg(
-            record.bus.subjects.stream("TOKENS"), record.bus.subjects.tokens(gateway), direct=True
+        stored = await log.bus.js.get_last_msg(
+            log.bus.subjects.stream("TOKENS"), log.bus.subjects.tokens(gateway), direct=True
         )
         assert stored.data is not None
         assert asked.id.encode() in stored.data
@@ -120,51 +120,51 @@ async def test_each_gateway_gets_its_own_requests_only(record: Record, worker: W
 
 @pytest.mark.parametrize("cut", [1, 3, 7])
 async def test_a_resumed_request_goes_on_as_if_nothing_had_happened(
-    record: Record, worker: WorkerHarness, cut: int
+    log: LogClient, worker: WorkerHarness, cut: int
 ) -> None:
     asked = request(n=2, sampling=DRAWN)
     whole = [answer(asked, choice=choice) for choice in range(2)]
     resume = (wire.pack_tokens(whole[0][:cut]), b"")
-    await record.say(asked, 1, whole[0][:cut])
-    await record.give(worker.id, asked, attempt=2, resume=resume)
-    end = await record.end(asked)
+    await log.publish_tokens(asked, 1, whole[0][:cut])
+    await log.send_job(worker.id, asked, attempt=2, resume=resume)
+    end = await log.end(asked)
     assert [ids(outcome.tokens) for outcome in end.choices] == whole
     assert end.attempt == 2
     assert end.usage.completion == 16
-    assert [record.streamed(asked, choice) for choice in range(2)] == whole
-    again = [item for item in record.items if item.attempt == 2]
+    assert [log.streamed(asked, choice) for choice in range(2)] == whole
+    again = [item for item in log.items if item.attempt == 2]
     firsts = [min(item.first for item in again if item.choice == choice) for choice in range(2)]
     assert firsts == [cut, 0], "what the client has is not streamed again"
 
 
-async def test_a_choice_that_had_ended_stays_ended(record: Record, worker: WorkerHarness) -> None:
+async def test_a_choice_that_had_ended_stays_ended(log: LogClient, worker: WorkerHarness) -> None:
     asked = request(n=2, sampling=DRAWN)
     early = wire.pack_tokens(answer(asked, 3))
     ending = Finish("stop", "x")
-    await record.give(worker.id, asked, attempt=2, resume=(early, b""), finished=(0,), endings=(ending,))
-    await eventually(lambda: record.ends(asked))
-    (end,) = record.ends(asked)
+    await log.send_job(worker.id, asked, attempt=2, resume=(early, b""), finished=(0,), endings=(ending,))
+    await eventually(lambda: log.ends(asked))
+    (end,) = log.ends(asked)
     assert end.choices[0] == done.Outcome(early, "stop", "x")
     assert ids(end.choices[1].tokens) == answer(asked, choice=1)
-    assert {item.choice for item in record.items} == {1}
+    assert {item.choice for item in log.items} == {1}
 
 
 async def test_an_attempt_that_died_between_its_last_token_and_its_end_is_ended_without_the_engine(
-    record: Record, worker: WorkerHarness
+    log: LogClient, worker: WorkerHarness
 ) -> None:
     asked = request(n=2, sampling=DRAWN)
     whole = tuple(wire.pack_tokens(answer(asked, choice=choice)) for choice in range(2))
     for choice in range(2):
-        await record.say(asked, 1, ids(whole[choice]), choice)
-    await record.give(worker.id, asked, attempt=2, resume=whole)
-    end = await record.end(asked)
+        await log.publish_tokens(asked, 1, ids(whole[choice]), choice)
+    await log.send_job(worker.id, asked, attempt=2, resume=whole)
+    end = await log.end(asked)
     assert end.choices == tuple(done.Outcome(part, "length") for part in whole)
     assert worker.engine.steps == 0
-    await record.settled(worker.id)
+    await log.settled(worker.id)
 
 
 async def test_a_stop_string_ends_the_answer_where_it_appears(
-    broker: EmbeddedNats, pipeline: Subjects, record: Record
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient
 ) -> None:
     tokenizer = load_tokenizer(TINY)
     size = tokenizer.get_vocab_size()
@@ -176,158 +176,158 @@ async def test_a_stop_string_ends_the_answer_where_it_appears(
         stop = tokenizer.decode(expected)[100:108]
         length = next(i for i in range(1, 61) if stop in tokenizer.decode(expected[:i]))
         asked = request(max_tokens=60, strings=("never said", stop))
-        await record.give(worker.id, asked)
-        end = await record.end(asked)
+        await log.send_job(worker.id, asked)
+        end = await log.end(asked)
         assert end.choices == (done.Outcome(wire.pack_tokens(expected[:length]), "stop", stop),)
-        assert record.streamed(asked) == expected[:length]
+        assert log.streamed(asked) == expected[:length]
         await worker.frees_everything()
 
         resumed = request(max_tokens=60, strings=(stop,))
         part = wire.pack_tokens(expected[: length - 1])  # the string is cut in two
-        await record.say(resumed, 1, ids(part))
-        await record.give(worker.id, resumed, attempt=2, resume=(part,))
-        assert (await record.end(resumed)).choices == end.choices
+        await log.publish_tokens(resumed, 1, ids(part))
+        await log.send_job(worker.id, resumed, attempt=2, resume=(part,))
+        assert (await log.end(resumed)).choices == end.choices
 
 
 # -- what goes wrong ----------------------------------------------------------------------------------------------
 
 
-async def test_a_request_that_the_engine_refuses_fails_alone(record: Record, worker: WorkerHarness) -> None:
+async def test_a_request_that_the_engine_refuses_fails_alone(log: LogClient, worker: WorkerHarness) -> None:
     worker.engine.hold()
     neighbours = [request([i, 2, 3]) for i in range(3)]
     long, odd = request([1] * 1000, n=2), request([5000])
     for asked in (neighbours[0], long, neighbours[1], odd, neighbours[2]):
-        await record.give(worker.id, asked)
+        await log.send_job(worker.id, asked)
     worker.engine.resume()
     for asked in neighbours:
-        assert (await record.end(asked)).code == ""
-        assert record.streamed(asked) == answer(asked)
+        assert (await log.end(asked)).code == ""
+        assert log.streamed(asked) == answer(asked)
     for asked, code in ((long, Code.context_length_exceeded), (odd, Code.invalid_request)):
-        end = await record.end(asked)
+        end = await log.end(asked)
         assert end.code == code
         assert end.message
         assert [outcome.reason for outcome in end.choices] == ["error"] * asked.n
-        for part in record.progress(asked):
+        for part in log.progress(asked):
             assert part.finish == Finish("error", None, 0, code, end.message)
-    await record.settled(worker.id)
+    await log.settled(worker.id)
     assert not worker.failures
 
 
-async def test_an_unreadable_job_is_dropped_and_logged(record: Record, worker: WorkerHarness) -> None:
+async def test_an_unreadable_job_is_dropped_and_logged(log: LogClient, worker: WorkerHarness) -> None:
     with capture_logs() as logs:
-        subject = record.bus.subjects.work("aggregated", worker.id)
-        await record.bus.js.publish(subject, b"\xc1 not a job")
+        subject = log.bus.subjects.work("aggregated", worker.id)
+        await log.bus.js.publish(subject, b"\xc1 not a job")
         asked = request()
-        await record.give(worker.id, asked)
-        await record.end(asked)
-    assert record.streamed(asked) == answer(asked)
+        await log.send_job(worker.id, asked)
+        await log.end(asked)
+    assert log.streamed(asked) == answer(asked)
     assert [entry["event"] for entry in logs if entry["log_level"] == "error"] == ["job_unreadable"]
-    await record.settled(worker.id)
+    await log.settled(worker.id)
 
 
-async def test_when_the_engine_breaks_every_request_is_requeued(record: Record, narrow: WorkerHarness) -> None:
+async def test_when_the_engine_breaks_every_request_is_requeued(log: LogClient, narrow: WorkerHarness) -> None:
     narrow.engine.hold()
     running, waiting = request(), request()
-    await record.give(narrow.id, running)
+    await log.send_job(narrow.id, running)
     narrow.engine.allow(1)
-    await record.has_streamed(running)
-    await record.give(narrow.id, waiting)
+    await log.has_streamed(running)
+    await log.send_job(narrow.id, waiting)
     await eventually(lambda: len(narrow.session._requests.running) == 2)
     narrow.engine.breaks_at = narrow.engine.steps
     narrow.engine.resume()
     await eventually(lambda: narrow.failures)
     await narrow.session.fail("engine_error: gone")
-    back = [await record.handed_back(asked) for asked in (running, waiting)]
+    back = [await log.handed_back(asked) for asked in (running, waiting)]
     assert [event.poison for event in back] == [True, False]
     assert {(event.worker, event.attempt, event.reason) for event in back} == {(narrow.id, 1, "engine_error: gone")}
-    await eventually(lambda: record.registrations[-1] == (narrow.id, None))
-    assert not record.done
+    await eventually(lambda: log.registrations[-1] == (narrow.id, None))
+    assert not log.done
 
 
 # -- cancellation and deadlines -----------------------------------------------------------------------------------
 
 
-async def is_cancelled(record: Record, worker: WorkerHarness, *all_asked: Any) -> None:
+async def is_cancelled(log: LogClient, worker: WorkerHarness, *all_asked: Any) -> None:
     for asked in all_asked:
-        end = await record.end(asked)
+        end = await log.end(asked)
         assert (end.code, end.message) == (Code.cancelled, "gone")
-        assert end.choices[0].tokens == record.progress(asked)[0].tokens
-        finish = record.progress(asked)[0].finish
+        assert end.choices[0].tokens == log.progress(asked)[0].tokens
+        finish = log.progress(asked)[0].finish
         assert finish is not None
         assert (finish.reason, finish.code) == ("cancelled", Code.cancelled)
-    await record.settled(worker.id)
+    await log.settled(worker.id)
     await worker.frees_everything()
-    assert sorted(event.request for event in record.done) == sorted({event.request for event in record.done})
+    assert sorted(event.request for event in log.done) == sorted({event.request for event in log.done})
 
 
-async def test_a_cancel_may_come_before_its_job(record: Record, worker: WorkerHarness) -> None:
+async def test_a_cancel_may_come_before_its_job(log: LogClient, worker: WorkerHarness) -> None:
     asked = request()
     await worker.session.on_cancel(asked.id, "gone")
-    await record.give(worker.id, asked)
-    await is_cancelled(record, worker, asked)
+    await log.send_job(worker.id, asked)
+    await is_cancelled(log, worker, asked)
     assert worker.engine.steps == 0
 
 
-async def test_cancelled_while_it_waits_for_a_slot(record: Record, narrow: WorkerHarness) -> None:
+async def test_cancelled_while_it_waits_for_a_slot(log: LogClient, narrow: WorkerHarness) -> None:
     narrow.engine.hold()
     running, waiting = request(max_tokens=20), request()
-    await record.give(narrow.id, running)
+    await log.send_job(narrow.id, running)
     narrow.engine.allow(1)
-    await record.has_streamed(running)
-    await record.give(narrow.id, waiting)
+    await log.has_streamed(running)
+    await log.send_job(narrow.id, waiting)
     await eventually(lambda: len(narrow.session._requests.running) == 2)
     await narrow.session.on_cancel(waiting.id, "gone")
     await narrow.session.on_cancel(waiting.id, "gone")  # gateways repeat themselves
     narrow.engine.allow(1)
-    await record.end(waiting)
-    assert record.streamed(waiting) == []
+    await log.end(waiting)
+    assert log.streamed(waiting) == []
     narrow.engine.resume()
-    assert (await record.end(running)).code == ""
-    await is_cancelled(record, narrow, waiting)
+    assert (await log.end(running)).code == ""
+    await is_cancelled(log, narrow, waiting)
 
 
-async def test_cancelled_while_it_runs(record: Record, worker: WorkerHarness) -> None:
+async def test_cancelled_while_it_runs(log: LogClient, worker: WorkerHarness) -> None:
     worker.engine.hold()
     asked, neighbour = request(max_tokens=500), request(max_tokens=20)
-    await record.give(worker.id, asked)
-    await record.give(worker.id, neighbour)
+    await log.send_job(worker.id, asked)
+    await log.send_job(worker.id, neighbour)
     worker.engine.allow(2)
-    await record.has_streamed(asked)
+    await log.has_streamed(asked)
     await worker.session.on_cancel(asked.id, "gone")
     worker.engine.resume()
-    assert (await record.end(neighbour)).code == ""
-    await is_cancelled(record, worker, asked)
-    got = record.streamed(asked)
+    assert (await log.end(neighbour)).code == ""
+    await is_cancelled(log, worker, asked)
+    got = log.streamed(asked)
     assert 0 < len(got) < 500
     assert got == answer(asked, len(got))
     await worker.session.on_cancel(asked.id, "gone")  # too late: it changes nothing
-    await record.settled(worker.id)
-    assert len(record.ends(asked)) == 1
+    await log.settled(worker.id)
+    assert len(log.ends(asked)) == 1
 
 
-async def test_a_deadline_ends_a_running_request_with_what_it_has(record: Record, worker: WorkerHarness) -> None:
+async def test_a_deadline_ends_a_running_request_with_what_it_has(log: LogClient, worker: WorkerHarness) -> None:
     worker.engine.hold()
     asked = request(max_tokens=500, deadline_s=0.5)
-    await record.give(worker.id, asked)
+    await log.send_job(worker.id, asked)
     worker.engine.allow(1)
-    await record.has_streamed(asked)
+    await log.has_streamed(asked)
     await eventually(lambda: time.time_ns() > asked.deadline_ns)
     await eventually(lambda: worker.session._requests.running[asked.id].cancelled is not None)
     worker.engine.resume()
-    end = await record.end(asked)
+    end = await log.end(asked)
     assert end.code == Code.deadline_exceeded
     assert "deadline" in end.message
-    got = record.streamed(asked)
+    got = log.streamed(asked)
     assert ids(end.choices[0].tokens) == got == answer(asked, len(got))
     assert end.choices[0].reason == "error"
     await worker.frees_everything()
-    await record.settled(worker.id)
+    await log.settled(worker.id)
 
 
-async def test_a_request_whose_deadline_passed_on_its_way_is_not_started(record: Record, worker: WorkerHarness) -> None:
+async def test_a_request_whose_deadline_passed_on_its_way_is_not_started(log: LogClient, worker: WorkerHarness) -> None:
     asked = request(deadline_s=-1)
-    await record.give(worker.id, asked)
-    assert (await record.end(asked)).code == Code.deadline_exceeded
+    await log.send_job(worker.id, asked)
+    assert (await log.end(asked)).code == Code.deadline_exceeded
     assert worker.engine.steps == 0
 
 
@@ -335,178 +335,178 @@ async def test_a_request_whose_deadline_passed_on_its_way_is_not_started(record:
 
 
 async def test_a_job_that_is_delivered_again_runs_once(
-    broker: EmbeddedNats, pipeline: Subjects, record: Record, monkeypatch: pytest.MonkeyPatch
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "ACK_WAIT_S", 0.3)
     async with run_worker(broker, pipeline) as worker:
         monkeypatch.setattr(module, "ACK_WAIT_S", 300)  # the consumer is made; from now on nothing is renewed
         worker.engine.hold()
         asked = request()
-        await record.give(worker.id, asked)
+        await log.send_job(worker.id, asked)
         worker.engine.allow(1)
-        await record.has_streamed(asked)
-        stream = record.bus.subjects.stream("WORK")
+        await log.has_streamed(asked)
+        stream = log.bus.subjects.stream("WORK")
         deliveries = 0
         while deliveries < 3:
-            info = await record.bus.js.consumer_info(stream, worker.id)
+            info = await log.bus.js.consumer_info(stream, worker.id)
             assert info.delivered is not None
             deliveries = info.delivered.consumer_seq or 0
             await asyncio.sleep(0.02)
         worker.engine.resume()
-        await record.end(asked)
-        await record.settled(worker.id)
-        await record.give(worker.id, asked, msg_id="again")  # after its end
-        await record.settled(worker.id)
-        assert sum(len(ids(item.tokens)) for item in record.items) == 8
-        assert len(record.ends(asked)) == 1
+        await log.end(asked)
+        await log.settled(worker.id)
+        await log.send_job(worker.id, asked, msg_id="again")  # after its end
+        await log.settled(worker.id)
+        assert sum(len(ids(item.tokens)) for item in log.items) == 8
+        assert len(log.ends(asked)) == 1
 
 
-async def test_a_job_of_an_older_attempt_is_dropped(record: Record, worker: WorkerHarness) -> None:
+async def test_a_job_of_an_older_attempt_is_dropped(log: LogClient, worker: WorkerHarness) -> None:
     worker.engine.hold()
     asked = request()
-    await record.give(worker.id, asked, attempt=3)
+    await log.send_job(worker.id, asked, attempt=3)
     worker.engine.allow(1)
-    await record.has_streamed(asked)
-    await record.give(worker.id, asked, attempt=2)
+    await log.has_streamed(asked)
+    await log.send_job(worker.id, asked, attempt=2)
     worker.engine.resume()
-    assert (await record.end(asked)).attempt == 3
-    await record.settled(worker.id)  # also the message of the attempt that ran
-    assert {item.attempt for item in record.items} == {3}
-    await record.give(worker.id, asked, attempt=1)
-    await record.settled(worker.id)
-    assert len(record.ends(asked)) == 1
+    assert (await log.end(asked)).attempt == 3
+    await log.settled(worker.id)  # also the message of the attempt that ran
+    assert {item.attempt for item in log.items} == {3}
+    await log.send_job(worker.id, asked, attempt=1)
+    await log.settled(worker.id)
+    assert len(log.ends(asked)) == 1
 
 
-async def test_a_newer_attempt_takes_the_place_of_the_one_that_runs(record: Record, worker: WorkerHarness) -> None:
+async def test_a_newer_attempt_takes_the_place_of_the_one_that_runs(log: LogClient, worker: WorkerHarness) -> None:
     worker.engine.hold()
     asked = request(max_tokens=20)
-    await record.give(worker.id, asked)
+    await log.send_job(worker.id, asked)
     worker.engine.allow(1)
-    await record.has_streamed(asked)
-    await record.give(worker.id, asked, attempt=2, resume=(record.progress(asked)[0].tokens,))
+    await log.has_streamed(asked)
+    await log.send_job(worker.id, asked, attempt=2, resume=(log.progress(asked)[0].tokens,))
     await eventually(lambda: worker.session._requests.running[asked.id].attempt == 2)
     worker.engine.resume()
-    end = await record.end(asked)
+    end = await log.end(asked)
     assert (end.attempt, ids(end.choices[0].tokens)) == (2, answer(asked))
-    assert record.streamed(asked) == answer(asked)
-    await record.settled(worker.id)
+    assert log.streamed(asked) == answer(asked)
+    await log.settled(worker.id)
     await worker.frees_everything()
 
 
-async def test_a_revoked_attempt_is_dropped_without_a_word(record: Record, worker: WorkerHarness) -> None:
+async def test_a_revoked_attempt_is_dropped_without_a_word(log: LogClient, worker: WorkerHarness) -> None:
     worker.engine.hold()
     asked = request(max_tokens=500)
-    await record.give(worker.id, asked)
+    await log.send_job(worker.id, asked)
     worker.engine.allow(1)
-    await record.has_streamed(asked)
-    await record.revoke(worker.id, asked, 1)
+    await log.has_streamed(asked)
+    await log.revoke(worker.id, asked, 1)
     await eventually(lambda: not worker.session._requests.running)
     worker.engine.resume()
     await worker.frees_everything()
-    await record.give(worker.id, asked, msg_id="late")
-    await record.settled(worker.id)
-    assert not record.ends(asked)
-    assert not record.returned
-    assert record.progress(asked)[0].finish is None
+    await log.send_job(worker.id, asked, msg_id="late")
+    await log.settled(worker.id)
+    assert not log.ends(asked)
+    assert not log.returned
+    assert log.progress(asked)[0].finish is None
 
 
 async def test_a_long_job_is_not_delivered_again_while_it_runs(
-    broker: EmbeddedNats, pipeline: Subjects, record: Record, monkeypatch: pytest.MonkeyPatch
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "ACK_WAIT_S", 0.5)
     async with run_worker(broker, pipeline) as worker:
         worker.engine.hold()
         asked = request()
-        await record.give(worker.id, asked)
+        await log.send_job(worker.id, asked)
         await asyncio.sleep(1.6)  # three times the ack_wait: time itself is what is tested
-        info = await record.bus.js.consumer_info(record.bus.subjects.stream("WORK"), worker.id)
+        info = await log.bus.js.consumer_info(log.bus.subjects.stream("WORK"), worker.id)
         assert info.delivered is not None
         assert (info.delivered.consumer_seq, info.num_ack_pending) == (1, 1)
         worker.engine.resume()
-        await record.end(asked)
-        await record.settled(worker.id)
+        await log.end(asked)
+        await log.settled(worker.id)
 
 
 # -- messages -----------------------------------------------------------------------------------------------------
 
 
 async def test_output_that_does_not_fit_one_message_is_split(
-    record: Record, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
+    log: LogClient, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = 600
     monkeypatch.setattr(Bus, "max_message", property(lambda bus: limit))
     worker.engine.hold()
     asked = [request([i + 1, 2], max_tokens=1) for i in range(40)]
     for one in asked:
-        await record.give(worker.id, one)
+        await log.send_job(worker.id, one)
     await eventually(lambda: len(worker.session._requests.running) == 40)
     worker.engine.resume()
     for one in asked:
-        await record.end(one)
-        assert record.streamed(one) == answer(one)
-    sizes = [len(wire.encode(batch)) for batch in record.batches]
+        await log.end(one)
+        assert log.streamed(one) == answer(one)
+    sizes = [len(wire.encode(batch)) for batch in log.batches]
     assert max(sizes) <= limit < sum(sizes)
-    assert [batch.seq for batch in record.batches] == list(range(len(sizes)))
+    assert [batch.seq for batch in log.batches] == list(range(len(sizes)))
 
 
-async def test_logprobs_travel_with_their_tokens(record: Record, worker: WorkerHarness) -> None:
+async def test_logprobs_travel_with_their_tokens(log: LogClient, worker: WorkerHarness) -> None:
     asked = request(sampling=Sampling(temperature=0.0, logprobs=2))
-    await record.give(worker.id, asked)
-    await record.end(asked)
-    for item in record.items:
+    await log.send_job(worker.id, asked)
+    await log.end(asked)
+    for item in log.items:
         assert item.logprobs is not None
         assert len(item.logprobs) == len(ids(item.tokens))
         assert [p.top[0][0] for p in item.logprobs] == ids(item.tokens)
 
 
-async def test_cache_events_are_published_in_one_unbroken_row(record: Record, worker: WorkerHarness) -> None:
+async def test_cache_events_are_published_in_one_unbroken_row(log: LogClient, worker: WorkerHarness) -> None:
     for i in range(3):
         asked = request([i] * 9)
-        await record.give(worker.id, asked)
-        await record.end(asked)
-    await eventually(lambda: len(record.kv) >= 3)
-    assert [batch.seq for batch in record.kv] == list(range(len(record.kv)))
-    assert {(batch.worker, batch.epoch) for batch in record.kv} == {(worker.id, worker.session.epoch)}
-    registration = record.registered(worker.id)
+        await log.send_job(worker.id, asked)
+        await log.end(asked)
+    await eventually(lambda: len(log.kv) >= 3)
+    assert [batch.seq for batch in log.kv] == list(range(len(log.kv)))
+    assert {(batch.worker, batch.epoch) for batch in log.kv} == {(worker.id, worker.session.epoch)}
+    registration = log.registered(worker.id)
     assert registration is not None
     assert registration.kv_events
     assert registration.epoch == worker.session.epoch
 
 
 async def test_with_events_switched_off_not_one_is_published(
-    broker: EmbeddedNats, pipeline: Subjects, record: Record
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient
 ) -> None:
     async with run_worker(broker, pipeline, publish_events_and_metrics=False) as worker:
         for i in range(3):
             asked = request([i] * 9)
-            await record.give(worker.id, asked)
-            await record.end(asked)
-            assert record.streamed(asked) == answer(asked)
-        await eventually(lambda: record.registered(worker.id))
-        registration = record.registered(worker.id)
+            await log.send_job(worker.id, asked)
+            await log.end(asked)
+            assert log.streamed(asked) == answer(asked)
+        await eventually(lambda: log.registered(worker.id))
+        registration = log.registered(worker.id)
         assert registration is not None
         assert not registration.kv_events
-        info = await record.bus.js.stream_info(record.bus.subjects.stream("KV"))
+        info = await log.bus.js.stream_info(log.bus.subjects.stream("KV"))
         assert info.state.last_seq == 0
 
 
 async def test_a_dump_names_what_the_events_named_in_pages_that_fit(
-    record: Record, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
+    log: LogClient, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for i in range(4):
         asked = request([i + 1] * 40)
-        await record.give(worker.id, asked)
-        await record.end(asked)
-    await eventually(lambda: record.kv and record.kv[-1].seq == worker.thread._output.kv_seq(0) - 1)
-    told = {d for batch in record.kv for event in batch.events for d in _digests(event)}
+        await log.send_job(worker.id, asked)
+        await log.end(asked)
+    await eventually(lambda: log.kv and log.kv[-1].seq == worker.thread._output.kv_seq(0) - 1)
+    reported = {d for batch in log.kv for event in batch.events for d in _digests(event)}
     monkeypatch.setattr(Bus, "max_message", property(lambda bus: 512))
     pages = [await worker.session.dump(0)]
     while pages[-1].next_page:
         pages.append(await worker.session.dump(pages[-1].next_page))
     assert len(pages) > 1
-    assert {d for page in pages for event in page.events for d in _digests(event)} == told
+    assert {d for page in pages for event in page.events for d in _digests(event)} == reported
     assert {(page.worker, page.epoch, page.seq) for page in pages} == {
-        (worker.id, worker.session.epoch, record.kv[-1].seq)
+        (worker.id, worker.session.epoch, log.kv[-1].seq)
     }
 
 
@@ -517,38 +517,38 @@ def _digests(event: Any) -> list[bytes]:
 # -- leaving ------------------------------------------------------------------------------------------------------
 
 
-async def test_a_draining_worker_ends_what_runs_and_requeues_the_rest(record: Record, narrow: WorkerHarness) -> None:
+async def test_a_draining_worker_ends_what_runs_and_requeues_the_rest(log: LogClient, narrow: WorkerHarness) -> None:
     narrow.engine.hold()
     running, *others = [request(max_tokens=20) for _ in range(4)]
-    await record.give(narrow.id, running)
+    await log.send_job(narrow.id, running)
     narrow.engine.allow(1)
-    await record.has_streamed(running)
+    await log.has_streamed(running)
     for asked in others:
-        await record.give(narrow.id, asked)
+        await log.send_job(narrow.id, asked)
     draining = asyncio.create_task(narrow.session.drain(20))
     for asked in others:  # also those that it had no room for
-        event = await record.handed_back(asked)
+        event = await log.handed_back(asked)
         assert (event.reason, event.poison) == ("draining", False)
-    await eventually(lambda: _state(record, narrow) is fleet.State.draining)
+    await eventually(lambda: _state(log, narrow) is fleet.State.draining)
     late = request()
-    await record.give(narrow.id, late)  # by a router that did not know yet
-    await record.handed_back(late)
+    await log.send_job(narrow.id, late)  # by a router that did not know yet
+    await log.handed_back(late)
     assert not draining.done()
     narrow.engine.resume()
-    assert (await record.end(running)).code == ""
-    assert record.streamed(running) == answer(running)
+    assert (await log.end(running)).code == ""
+    assert log.streamed(running) == answer(running)
     await asyncio.wait_for(draining, 10)
-    await eventually(lambda: record.registrations[-1] == (narrow.id, None))
-    assert len(record.done) == 1
-    assert not [asked for asked in others if record.streamed(asked)]
+    await eventually(lambda: log.registrations[-1] == (narrow.id, None))
+    assert len(log.done) == 1
+    assert not [asked for asked in others if log.streamed(asked)]
 
 
 async def test_a_request_whose_first_token_is_on_its_way_when_the_drain_begins_is_ended_here(
-    record: Record, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
+    log: LogClient, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = request(max_tokens=20)
     worker.engine.hold()
-    await record.give(worker.id, asked)
+    await log.send_job(worker.id, asked)
     await eventually(lambda: _running(worker, asked))
     active = worker.session._requests.running[asked.id]
     update = worker.session._lease.update
@@ -562,61 +562,61 @@ async def test_a_request_whose_first_token_is_on_its_way_when_the_drain_begins_i
 
     monkeypatch.setattr(worker.session._lease, "update", begun_meanwhile)
     draining = asyncio.create_task(worker.session.drain(20))
-    await record.has_streamed(asked)
+    await log.has_streamed(asked)
     worker.engine.resume()
-    assert (await record.end(asked)).code == ""
-    assert record.streamed(asked) == answer(asked)
+    assert (await log.end(asked)).code == ""
+    assert log.streamed(asked) == answer(asked)
     await asyncio.wait_for(draining, 10)
-    assert not record.returned
+    assert not log.returned
 
 
 def _running(worker: WorkerHarness, asked: Any) -> bool:
     return asked.id in worker.session._requests.running
 
 
-def _state(record: Record, worker: WorkerHarness) -> fleet.State | None:
-    registration = record.registered(worker.id)
+def _state(log: LogClient, worker: WorkerHarness) -> fleet.State | None:
+    registration = log.registered(worker.id)
     return registration.state if registration is not None else None
 
 
-async def test_what_does_not_end_in_the_drain_time_is_requeued_too(record: Record, worker: WorkerHarness) -> None:
+async def test_what_does_not_end_in_the_drain_time_is_requeued_too(log: LogClient, worker: WorkerHarness) -> None:
     worker.engine.hold()
     asked = request(max_tokens=500)
-    await record.give(worker.id, asked)
+    await log.send_job(worker.id, asked)
     worker.engine.allow(1)
-    await record.has_streamed(asked)
+    await log.has_streamed(asked)
     began = time.monotonic()
     await worker.session.drain(0.3)
     assert time.monotonic() - began < 5
-    assert (await record.handed_back(asked)).reason == "draining"
-    await eventually(lambda: record.registrations[-1] == (worker.id, None))
-    assert not record.ends(asked)
+    assert (await log.handed_back(asked)).reason == "draining"
+    await eventually(lambda: log.registrations[-1] == (worker.id, None))
+    assert not log.ends(asked)
 
 
-async def test_a_drain_is_not_held_up_by_a_revoked_request(record: Record, worker: WorkerHarness) -> None:
+async def test_a_drain_is_not_held_up_by_a_revoked_request(log: LogClient, worker: WorkerHarness) -> None:
     worker.engine.hold()
     asked = request(max_tokens=500)
-    await record.give(worker.id, asked)
+    await log.send_job(worker.id, asked)
     worker.engine.allow(1)
-    await record.has_streamed(asked)
+    await log.has_streamed(asked)
     draining = asyncio.create_task(worker.session.drain(60))
-    await eventually(lambda: _state(record, worker) is fleet.State.draining)
-    await record.revoke(worker.id, asked, 1)
+    await eventually(lambda: _state(log, worker) is fleet.State.draining)
+    await log.revoke(worker.id, asked, 1)
     await asyncio.wait_for(draining, 10)
-    assert not record.ends(asked)
-    assert not record.returned
+    assert not log.ends(asked)
+    assert not log.returned
 
 
 async def test_a_worker_that_lost_its_lease_publishes_nothing_more_and_starts_anew(
-    record: Record, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
+    log: LogClient, worker: WorkerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker.engine.hold()
     asked = request(max_tokens=500)
-    await record.give(worker.id, asked)
+    await log.send_job(worker.id, asked)
     worker.engine.allow(1)
-    await record.has_streamed(asked)
-    old, said = worker.id, len(record.batches)
-    await record.remove_key(old)
+    await log.has_streamed(asked)
+    old, batches_before = worker.id, len(log.batches)
+    await log.remove_key(old)
     await asyncio.wait_for(worker.session.lost.wait(), 10)
     worker.engine.allow(1)
     worker.engine.resume()
@@ -625,37 +625,37 @@ async def test_a_worker_that_lost_its_lease_publishes_nothing_more_and_starts_an
     assert worker.id != old
     await worker.frees_everything()
     again = request([6] * 9)
-    await record.give(worker.id, again)
-    assert (await record.end(again)).worker == worker.id
-    assert {batch.worker for batch in record.batches[said:]} == {worker.id}
-    assert not record.ends(asked)
-    assert not record.returned
-    await eventually(lambda: worker.id in {batch.worker for batch in record.kv})
-    assert next(batch.seq for batch in record.kv if batch.worker == worker.id) == 1  # its cache was not empty
-    assert record.registered(old) is None
+    await log.send_job(worker.id, again)
+    assert (await log.end(again)).worker == worker.id
+    assert {batch.worker for batch in log.batches[batches_before:]} == {worker.id}
+    assert not log.ends(asked)
+    assert not log.returned
+    await eventually(lambda: worker.id in {batch.worker for batch in log.kv})
+    assert next(batch.seq for batch in log.kv if batch.worker == worker.id) == 1  # its cache was not empty
+    assert log.registered(old) is None
 
 
 async def test_a_job_that_reaches_a_worker_while_it_gives_up_its_name_is_not_run(
-    record: Record, worker: WorkerHarness
+    log: LogClient, worker: WorkerHarness
 ) -> None:
     """Its output would come under the next name, and nobody would end it."""
     worker.engine.hold()
     running, stray = request(max_tokens=500), request()
-    await record.give(worker.id, running)
+    await log.send_job(worker.id, running)
     worker.engine.allow(1)
-    await record.has_streamed(running)
+    await log.has_streamed(running)
     old = worker.session
     giving_up = asyncio.create_task(old.fence())
     await eventually(lambda: not old._requests.running)
-    await record.give(old.id, stray)
-    await record.bus.js.consumer_info(record.bus.subjects.stream("WORK"), old.id)  # the server has dealt with it
+    await log.send_job(old.id, stray)
+    await log.bus.js.consumer_info(log.bus.subjects.stream("WORK"), old.id)  # the server has dealt with it
     await worker.bus.nc.flush()
     worker.engine.resume()
     await giving_up
     await worker.begin()
     asked = request()
-    await record.give(worker.id, asked)
-    await record.end(asked)
+    await log.send_job(worker.id, asked)
+    await log.end(asked)
     assert old._requests.running == {}
-    assert [item for item in record.items if item.request == stray.id] == []
+    assert [item for item in log.items if item.request == stray.id] == []
     await worker.frees_everything()

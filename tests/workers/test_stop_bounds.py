@@ -21,7 +21,7 @@ from schemas.subjects import Subjects
 from tests.conftest import Connect
 from tests.infra.bus.support import eventually
 from tests.pipeline.support import Process
-from tests.workers.support import Record, engine, request
+from tests.workers.support import LogClient, engine, request
 from workers import token_backend as module
 from workers.process import WorkerProcess
 from workers.stopping import GRACE_S, Stopping
@@ -49,12 +49,12 @@ async def ends(process: Process, within_s: float = BOUND_S) -> tuple[int, float]
     return status, time.monotonic() - began
 
 
-async def taken(record: Record, worker: str) -> None:
+async def taken(log: LogClient, worker: str) -> None:
     """Until it has a job."""
-    stream = record.bus.subjects.stream("WORK")
+    stream = log.bus.subjects.stream("WORK")
 
     async def pending() -> bool:
-        info = await record.bus.js.consumer_info(stream, worker)
+        info = await log.bus.js.consumer_info(stream, worker)
         return bool(info.num_ack_pending)
 
     deadline = time.monotonic() + 10
@@ -62,10 +62,10 @@ async def taken(record: Record, worker: str) -> None:
         assert time.monotonic() < deadline
 
 
-async def registered(record: Record, process: Process) -> str:
+async def registered(log: LogClient, process: Process) -> str:
     await asyncio.to_thread(process.wait_for, "worker_registered")
-    await eventually(lambda: record.registrations and record.registrations[-1][1] is not None)
-    return record.registrations[-1][0]
+    await eventually(lambda: log.registrations and log.registrations[-1][1] is not None)
+    return log.registrations[-1][0]
 
 
 async def test_workers_of_all_roles_end_in_time_without_a_broker(
@@ -82,30 +82,30 @@ async def test_workers_of_all_roles_end_in_time_without_a_broker(
     assert [status for status, _ in found] == [0] * 4, found
 
 
-async def test_an_engine_in_a_long_step_is_not_waited_for(broker: EmbeddedNats, record: Record, tmp_path: Path) -> None:
-    namespace = record.bus.subjects.namespace
+async def test_an_engine_in_a_long_step_is_not_waited_for(broker: EmbeddedNats, log: LogClient, tmp_path: Path) -> None:
+    namespace = log.bus.subjects.namespace
     process = start(broker, tmp_path, "aggregated", namespace, "--mock-speedup", "0.0001")
-    worker = await registered(record, process)
+    worker = await registered(log, process)
     asked = request(list(range(1, 500)), model="tiny")
-    await record.give(worker, asked)
-    await taken(record, worker)
+    await log.send_job(worker, asked)
+    await taken(log, worker)
     status, _ = await ends(process)
     assert status == 0
-    assert (await record.handed_back(asked)).reason == "draining"
-    assert record.registered(worker) is None
+    assert (await log.handed_back(asked)).reason == "draining"
+    assert log.registered(worker) is None
 
 
 @pytest.mark.parametrize("released", [False, True])
 async def test_a_lease_that_nobody_releases_is_waited_for_as_long_as_the_drain_and_orders_are_obeyed_until_then(
-    broker: EmbeddedNats, record: Record, tmp_path: Path, released: bool
+    broker: EmbeddedNats, log: LogClient, tmp_path: Path, released: bool
 ) -> None:
-    namespace = record.bus.subjects.namespace
+    namespace = log.bus.subjects.namespace
     flags = ("--mock-speedup", "0")
     process = start(broker, tmp_path, "prefill", namespace, *flags, drain_s=20 if released else DRAIN_S)
-    worker = await registered(record, process)
+    worker = await registered(log, process)
     asked = request(list(range(1, 200)), model="tiny")
-    await record.give(worker, asked, role="prefill", route=(Stage("decode", "nobody"),))
-    await record.states(asked, "offered")
+    await log.send_job(worker, asked, role="prefill", route=(Stage("decode", "nobody"),))
+    await log.states(asked, "offered")
     if not released:
         status, took = await ends(process)
         assert (status, took > DRAIN_S) == (0, True)
@@ -113,21 +113,21 @@ async def test_a_lease_that_nobody_releases_is_waited_for_as_long_as_the_drain_a
     process.ask_to_stop()
     await asyncio.to_thread(process.wait_for, "draining")
     order = control.Release(f"{asked.id}:1:decode", "nobody")
-    reply = await record.bus.nc.request(record.bus.subjects.control(worker), wire.encode(order), timeout=5)
+    reply = await log.bus.nc.request(log.bus.subjects.control(worker), wire.encode(order), timeout=5)
     assert control.decode_ok(reply.data) == control.Ok()
     assert await asyncio.to_thread(process.wait, 8) == 0
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 async def test_a_second_signal_ends_it_at_once(
-    broker: EmbeddedNats, record: Record, tmp_path: Path, signum: signal.Signals
+    broker: EmbeddedNats, log: LogClient, tmp_path: Path, signum: signal.Signals
 ) -> None:
-    namespace = record.bus.subjects.namespace
+    namespace = log.bus.subjects.namespace
     process = start(broker, tmp_path, "aggregated", namespace, "--mock-speedup", "0.2", drain_s=60)
-    worker = await registered(record, process)
+    worker = await registered(log, process)
     asked = request(model="tiny", max_tokens=900)
-    await record.give(worker, asked)
-    await record.has_streamed(asked)
+    await log.send_job(worker, asked)
+    await log.has_streamed(asked)
     process.ask_to_stop()
     await asyncio.to_thread(process.wait_for, "draining")
     began = time.monotonic()
@@ -137,7 +137,7 @@ async def test_a_second_signal_ends_it_at_once(
 
 
 async def test_a_stop_while_the_engine_is_loading_does_not_wait_for_it(
-    broker: EmbeddedNats, record: Record, monkeypatch: pytest.MonkeyPatch
+    broker: EmbeddedNats, log: LogClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads, held = threading.Event(), engine()
 
@@ -148,7 +148,7 @@ async def test_a_stop_while_the_engine_is_loading_does_not_wait_for_it(
     monkeypatch.setattr(module, "build_engine", build)
     monkeypatch.setattr(module, "JOIN_S", 0.3)
     ended: list[int] = []
-    url, namespace = broker.url("operator"), record.bus.subjects.namespace
+    url, namespace = broker.url("operator"), log.bus.subjects.namespace
     settings = WorkerSettings(nats_url=url, namespace=namespace, engine="mock", model=str(TINY), drain_s=5)
     worker = WorkerProcess(settings, module.TokenBackend, ended.append)
     serving = asyncio.create_task(worker.serve())
@@ -156,7 +156,7 @@ async def test_a_stop_while_the_engine_is_loading_does_not_wait_for_it(
     worker._stopping.ask()
     assert await asyncio.wait_for(serving, 5) == 0
     assert ended == [0]
-    assert not record.registrations
+    assert not log.registrations
     loads.set()
     await eventually(lambda: held.closes)
 

@@ -13,7 +13,7 @@ from schemas import control, fleet, wire
 from schemas.subjects import Subjects
 from tests.infra.bus.support import eventually
 from tests.pipeline.support import Oracle, Process
-from tests.workers.support import ControlledEngine, Record, answer, engine, ids, request
+from tests.workers.support import ControlledEngine, LogClient, answer, engine, ids, request
 from workers import token_backend as module
 from workers.engines.base import Engine
 from workers.main import check_settings
@@ -34,7 +34,7 @@ class Served:
     def __init__(
         self,
         broker: EmbeddedNats,
-        record: Record,
+        log: LogClient,
         held: ControlledEngine,
         monkeypatch: pytest.MonkeyPatch,
         drain_s: float = 20.0,
@@ -43,11 +43,11 @@ class Served:
             return held
 
         monkeypatch.setattr(module, "build_engine", build)
-        self.record = record
+        self.log = log
         self.engine = held
         settings = WorkerSettings(
             nats_url=broker.url("operator"),
-            namespace=record.bus.subjects.namespace,
+            namespace=log.bus.subjects.namespace,
             engine="mock",
             model=str(TINY),
             served_model_name=MODEL,
@@ -61,7 +61,7 @@ class Served:
         """The id of the registered session."""
 
         def found() -> str:
-            known = [worker for worker, registration in self.record.registrations if registration is not None]
+            known = [worker for worker, registration in self.log.registrations if registration is not None]
             return known[-1] if known and known[-1] != other_than else ""
 
         await eventually(lambda: found() or self.task.done())
@@ -73,108 +73,108 @@ class Served:
 
 
 async def test_a_broken_engine_ends_the_process_in_good_order(
-    broker: EmbeddedNats, record: Record, monkeypatch: pytest.MonkeyPatch
+    broker: EmbeddedNats, log: LogClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = engine(max_running=1)
-    served = Served(broker, record, held, monkeypatch)
+    served = Served(broker, log, held, monkeypatch)
     worker = await served.registered()
     held.hold()
     running, waiting = request(model=MODEL), request(model=MODEL)
-    await record.give(worker, running)
+    await log.send_job(worker, running)
     held.allow(1)
-    await record.has_streamed(running)
-    await record.give(worker, waiting)
+    await log.has_streamed(running)
+    await log.send_job(worker, waiting)
     held.breaks_at = held.steps
     assert await served.status() == EXIT_ENGINE == 70
-    back = [await record.handed_back(asked) for asked in (running, waiting)]
+    back = [await log.handed_back(asked) for asked in (running, waiting)]
     assert [event.poison for event in back] == [True, False]
     assert all("the device is gone" in event.reason for event in back)
-    await eventually(lambda: record.registrations[-1] == (worker, None))
+    await eventually(lambda: log.registrations[-1] == (worker, None))
     assert held.closes == 1
-    assert not record.done
+    assert not log.done
 
 
 async def test_a_drain_order_is_answered_and_ends_the_process(
-    broker: EmbeddedNats, record: Record, monkeypatch: pytest.MonkeyPatch
+    broker: EmbeddedNats, log: LogClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = engine()
-    served = Served(broker, record, held, monkeypatch)
+    served = Served(broker, log, held, monkeypatch)
     worker = await served.registered()
     held.hold()
     asked = request(model=MODEL)
-    await record.give(worker, asked)
+    await log.send_job(worker, asked)
     held.allow(1)
-    await record.has_streamed(asked)
-    subject = record.bus.subjects.control(worker)
-    reply = await record.bus.nc.request(subject, wire.encode(control.Drain()), timeout=5)
+    await log.has_streamed(asked)
+    subject = log.bus.subjects.control(worker)
+    reply = await log.bus.nc.request(subject, wire.encode(control.Drain()), timeout=5)
     assert control.decode_ok(reply.data) == control.Ok()
     assert await served.status() == EXIT_OK
-    assert ids((await record.end(asked)).choices[0].tokens) == answer(asked)
-    await eventually(lambda: record.registrations[-1] == (worker, None))
+    assert ids((await log.end(asked)).choices[0].tokens) == answer(asked)
+    await eventually(lambda: log.registrations[-1] == (worker, None))
     assert held.closes == 1
 
 
 async def test_a_worker_that_is_drained_for_good_ends_with_a_status_of_its_own(
-    broker: EmbeddedNats, record: Record, monkeypatch: pytest.MonkeyPatch
+    broker: EmbeddedNats, log: LogClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served = Served(broker, record, engine(), monkeypatch)
+    served = Served(broker, log, engine(), monkeypatch)
     worker = await served.registered()
     order = wire.encode(control.Drain(stay_down=True))
-    await record.bus.nc.request(record.bus.subjects.control(worker), order, timeout=5)
+    await log.bus.nc.request(log.bus.subjects.control(worker), order, timeout=5)
     assert await served.status() == control.DRAINED
 
 
 async def test_a_cancel_message_reaches_the_session(
-    broker: EmbeddedNats, record: Record, monkeypatch: pytest.MonkeyPatch
+    broker: EmbeddedNats, log: LogClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = engine()
-    served = Served(broker, record, held, monkeypatch)
+    served = Served(broker, log, held, monkeypatch)
     worker = await served.registered()
     held.hold()
     asked = request(model=MODEL, max_tokens=500)
-    await record.give(worker, asked)
+    await log.send_job(worker, asked)
     held.allow(1)
-    await record.has_streamed(asked)
-    await record.bus.nc.publish(record.bus.subjects.cancel, wire.encode(control.Cancel(asked.id, "gone")))
-    await record.bus.nc.request(record.bus.subjects.control(worker), wire.encode(control.DumpKv(1)), timeout=5)
+    await log.has_streamed(asked)
+    await log.bus.nc.publish(log.bus.subjects.cancel, wire.encode(control.Cancel(asked.id, "gone")))
+    await log.bus.nc.request(log.bus.subjects.control(worker), wire.encode(control.DumpKv(1)), timeout=5)
     held.resume()
-    assert (await record.end(asked)).code == "cancelled"
-    await record.bus.nc.request(record.bus.subjects.control(worker), wire.encode(control.Drain()), timeout=5)
+    assert (await log.end(asked)).code == "cancelled"
+    await log.bus.nc.request(log.bus.subjects.control(worker), wire.encode(control.Drain()), timeout=5)
     assert await served.status() == EXIT_OK
 
 
 async def test_after_losing_its_lease_the_process_goes_on_under_a_new_name(
-    broker: EmbeddedNats, record: Record, monkeypatch: pytest.MonkeyPatch
+    broker: EmbeddedNats, log: LogClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = engine()
-    served = Served(broker, record, held, monkeypatch)
+    served = Served(broker, log, held, monkeypatch)
     old = await served.registered()
     held.hold()
     asked = request(model=MODEL, max_tokens=500)
-    await record.give(old, asked)
+    await log.send_job(old, asked)
     held.allow(1)
-    await record.has_streamed(asked)
-    said = len(record.batches)
+    await log.has_streamed(asked)
+    said = len(log.batches)
     session = served.worker._session
     assert session is not None
-    await record.remove_key(old)
+    await log.remove_key(old)
     await asyncio.wait_for(session.lost.wait(), 10)
     held.resume()
     new = await served.registered(other_than=old)
     assert new != old
     again = request(model=MODEL)
-    await record.give(new, again)
-    assert (await record.end(again)).worker == new
-    assert {batch.worker for batch in record.batches[said:]} == {new}
-    assert not record.ends(asked)
-    assert not record.returned
-    await record.bus.nc.request(record.bus.subjects.control(new), wire.encode(control.Drain()), timeout=5)
+    await log.send_job(new, again)
+    assert (await log.end(again)).worker == new
+    assert {batch.worker for batch in log.batches[said:]} == {new}
+    assert not log.ends(asked)
+    assert not log.returned
+    await log.bus.nc.request(log.bus.subjects.control(new), wire.encode(control.Drain()), timeout=5)
     assert await served.status() == EXIT_OK
     assert held.closes == 1
 
 
 async def test_sigterm_during_a_stream_ends_it_properly(
-    broker: EmbeddedNats, record: Record, pipeline: Subjects, tmp_path: Path
+    broker: EmbeddedNats, log: LogClient, pipeline: Subjects, tmp_path: Path
 ) -> None:
     process = Process(
         tmp_path / "worker.log",
@@ -183,16 +183,16 @@ async def test_sigterm_during_a_stream_ends_it_properly(
         nats_url=broker.url("operator"),
     )
     await asyncio.to_thread(process.wait_for, "worker_registered")
-    worker = record.registrations[-1][0]
+    worker = log.registrations[-1][0]
     asked = request(model=MODEL, max_tokens=150)  # about a second
-    await record.give(worker, asked)
-    await record.has_streamed(asked)
-    assert not record.ends(asked)
+    await log.send_job(worker, asked)
+    await log.has_streamed(asked)
+    assert not log.ends(asked)
     assert await asyncio.to_thread(process.stop) == 0
-    end = await record.end(asked)
+    end = await log.end(asked)
     assert (end.code, end.choices[0].reason) == ("", "length")
-    assert ids(end.choices[0].tokens) == record.streamed(asked) == answer(asked, vocabulary=Oracle().vocabulary)
-    await eventually(lambda: record.registrations[-1] == (worker, None))
+    assert ids(end.choices[0].tokens) == log.streamed(asked) == answer(asked, vocabulary=Oracle().vocabulary)
+    await eventually(lambda: log.registrations[-1] == (worker, None))
     assert "drain_timeout" not in process.log.read_text()
 
 

@@ -26,14 +26,14 @@ class Site:
     def url(self, path: str) -> str:
         return f"http://127.0.0.1:{self.port}{path}"
 
-    def give(self, path: str, body: bytes, *headers: str, status: str = "200 OK", length: bool = True) -> str:
+    def serve(self, path: str, body: bytes, *headers: str, status: str = "200 OK", length: bool = True) -> str:
         """Answer a path like any web server; returns its URL."""
         lines = [f"HTTP/1.1 {status}", *headers, *([f"Content-Length: {len(body)}"] if length else [])]
         self.answers[path] = "\r\n".join([*lines, "", ""]).encode() + body
         return self.url(path)
 
     def redirect(self, path: str, to: str) -> str:
-        return self.give(path, b"", f"Location: {to}", status="302 Found")
+        return self.serve(path, b"", f"Location: {to}", status="302 Found")
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError), contextlib.closing(writer):

@@ -35,8 +35,8 @@ async def refusal(url: str, limits: MediaLimits = LIMITS) -> MediaRejected:
 
 async def test_bytes_come_as_they_are_sent(site: Site) -> None:
     body = os.urandom(100_000)
-    assert await Fetcher(LIMITS).fetch(site.give("/a", body, "Content-Type: text/html")) == body
-    assert await Fetcher(LIMITS).fetch(site.give("/b?x=1&y=%20", body, length=False)) == body
+    assert await Fetcher(LIMITS).fetch(site.serve("/a", body, "Content-Type: text/html")) == body
+    assert await Fetcher(LIMITS).fetch(site.serve("/b?x=1&y=%20", body, length=False)) == body
     chunked = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
     site.answers["/c"] = chunked
     assert await Fetcher(LIMITS).fetch(site.url("/c")) == b"abcde"
@@ -47,7 +47,7 @@ async def test_a_request_reveals_no_more_than_it_must(site: Site, monkeypatch: p
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
-    site.give("/", b"x", "Set-Cookie: a=b")
+    site.serve("/", b"x", "Set-Cookie: a=b")
     fetcher = Fetcher(LIMITS)
     await fetcher.fetch(site.url("/#secret"))
     await fetcher.fetch(site.url(""))
@@ -139,7 +139,7 @@ async def test_a_server_that_is_not_there_is_an_error_with_its_name(site: Site) 
 
 
 async def test_three_redirects_are_followed_and_not_four(site: Site) -> None:
-    site.give("/0", b"found")
+    site.serve("/0", b"found")
     for number in range(1, 5):
         site.redirect(f"/{number}", f"/{number - 1}" if number % 2 else site.url(f"/{number - 1}"))
     assert await Fetcher(LIMITS).fetch(site.url("/3")) == b"found"
@@ -172,7 +172,7 @@ CLOSED = LIMITS._replace(private=False)
 
 async def test_a_name_that_means_a_public_address_is_asked(site: Site, net: dict[str, list[list[str]]]) -> None:
     net["public.test"] = [[PUBLIC]]
-    site.give("/x", b"found")
+    site.serve("/x", b"found")
     assert await Fetcher(CLOSED).fetch("http://public.test/x") == b"found"
     assert "Host: public.test\r\n" in site.asked[0]
 
@@ -197,7 +197,7 @@ async def test_every_way_to_write_this_machine_is_refused(site: Site, host: str)
 async def test_a_name_that_changes_its_mind_is_asked_once(site: Site, net: dict[str, list[list[str]]]) -> None:
     """DNS rebinding: checked as one address, connected to as another."""
     net["rebind.test"] = [[PUBLIC], ["127.0.0.1"]]
-    site.give("/x", b"found")
+    site.serve("/x", b"found")
     assert await Fetcher(CLOSED).fetch("http://rebind.test/x") == b"found"
     assert net["rebind.test"] == [["127.0.0.1"]]  # one look-up for check and connection
     assert "private" in str(await refusal("http://rebind.test/x", CLOSED))
@@ -298,7 +298,7 @@ def test_a_file_that_becomes_a_link_while_it_is_opened_is_not_followed(
 
 async def test_nothing_stays_open(site: Site, root: Path) -> None:
     fetcher = Fetcher(LIMITS._replace(root=str(root), timeout_s=0.2))
-    site.give("/ok", b"x")
+    site.serve("/ok", b"x")
     site.answers["/endless"] = endless
     before = len(os.listdir("/proc/self/fd"))
     for url in (site.url("/ok"), site.url("/endless"), f"{root}/a.png", f"{root}/gone", f"{root}/deep"):

@@ -91,7 +91,7 @@ async def test_an_image_is_stored_as_it_came_before_its_request_is_made(bus: Bus
     body = chat_body(
         "one",
         image(data_url(PNG, "image/jpeg")),  # what the client calls it does not count
-        image(site.give("/x", others["jpeg"], "Content-Type: text/html")),
+        image(site.serve("/x", others["jpeg"], "Content-Type: text/html")),
         image(f"file://{tmp_path}/a.gif"),
         image(data_url(others["webp"])),
     )
@@ -234,7 +234,7 @@ async def test_one_bad_image_ends_the_loading_of_the_others(bus: Bus, site: Site
 
 async def test_nothing_is_fetched_for_a_body_that_is_refused_anyway(bus: Bus, site: Site) -> None:
     gateway = gateway_on(bus, max_images=2)
-    url = site.give("/x", PNG)
+    url = site.serve("/x", PNG)
     for body in (
         chat_body(image(url), model="other"),
         chat_body(image(url), image(url), image(url)),

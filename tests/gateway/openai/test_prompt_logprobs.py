@@ -132,7 +132,7 @@ def prompt_items(request: GenerateRequest, size: int = 3, top: int = 2) -> list[
     ]
 
 
-def said(model: ModelDir, words: str, *, choice: int = 0, logprobs: bool = False) -> list[TokenItem]:
+def scored_items(model: ModelDir, words: str, *, choice: int = 0, logprobs: bool = False) -> list[TokenItem]:
     ids = model.tokenizer.encode(words, add_special_tokens=False).ids
     values = tuple(value(100 + at, token) for at, token in enumerate(ids)) if logprobs else None
     return [TokenItem("r", 1, choice, 0, pack_tokens(ids), Finish("length"), values)]
@@ -147,7 +147,7 @@ def shown(request: GenerateRequest, model: ModelDir, items: list[TokenItem], **o
 def test_each_prompt_token_is_described_and_the_first_is_null(model: ModelDir, context: PrepareContext) -> None:
     request = text(context, prompt_logprobs=2, n=2).request
     tokens = unpack_tokens(request.prompt)
-    items = [*prompt_items(request), *said(model, " all", choice=1), *said(model, " none")]
+    items = [*prompt_items(request), *scored_items(model, " all", choice=1), *scored_items(model, " none")]
     choices = shown(request, model, items)["choices"]
     assert [choice["text"] for choice in choices] == [" none", " all"]
     assert choices[0]["prompt_logprobs"] == choices[1]["prompt_logprobs"]
@@ -167,7 +167,7 @@ def test_each_prompt_token_is_described_and_the_first_is_null(model: ModelDir, c
 
 def test_a_chat_answer_has_them_once(model: ModelDir, context: PrepareContext) -> None:
     request = chat(context, prompt_logprobs=0, n=2).request
-    items = [*prompt_items(request, top=0), *said(model, "a"), *said(model, "b", choice=1)]
+    items = [*prompt_items(request, top=0), *scored_items(model, "a"), *scored_items(model, "b", choice=1)]
     body = shown(request, model, items)
     assert all("prompt_logprobs" not in choice for choice in body["choices"])
     tokens = unpack_tokens(request.prompt)
@@ -176,15 +176,15 @@ def test_a_chat_answer_has_them_once(model: ModelDir, context: PrepareContext) -
 
 def test_who_does_not_ask_is_not_shown_any(model: ModelDir, context: PrepareContext) -> None:
     request = text(context).request
-    body = shown(request, model, said(model, "a"))
+    body = shown(request, model, scored_items(model, "a"))
     assert "prompt_logprobs" not in body["choices"][0]
-    assert "prompt_logprobs" not in shown(chat(context).request, model, said(model, "a"))
+    assert "prompt_logprobs" not in shown(chat(context).request, model, scored_items(model, "a"))
 
 
 def test_an_impossible_token_has_a_number_and_an_unknown_rank_is_null(model: ModelDir, context: PrepareContext) -> None:
     request = text(context, [5, 6], prompt_logprobs=1).request
     item = TokenItem("r", 1, PROMPT, 1, b"", None, (Logprob(float("-inf"), ((9, -0.1),)),))
-    entry = shown(request, model, [item, *said(model, "a")])["choices"][0]["prompt_logprobs"][1]
+    entry = shown(request, model, [item, *scored_items(model, "a")])["choices"][0]["prompt_logprobs"][1]
     assert (entry["6"]["logprob"], entry["6"]["rank"]) == (-9999.0, None)
     assert entry["9"]["rank"] == 1
 
@@ -192,7 +192,7 @@ def test_an_impossible_token_has_a_number_and_an_unknown_rank_is_null(model: Mod
 def test_echo_puts_the_prompt_in_front_with_its_logprobs_and_offsets(model: ModelDir, context: PrepareContext) -> None:
     words = "The broker keeps héé 漢字 and 🙂"
     request = text(context, words, echo=True, logprobs=1).request
-    items = [*prompt_items(request), *said(model, " all of it", logprobs=True)]
+    items = [*prompt_items(request), *scored_items(model, " all of it", logprobs=True)]
     choice = shown(request, model, items)["choices"][0]
     assert choice["text"] == words + " all of it"
     logprobs = choice["logprobs"]
@@ -211,15 +211,15 @@ def test_echo_puts_the_prompt_in_front_with_its_logprobs_and_offsets(model: Mode
 
 
 def test_echo_without_logprobs_is_text_only(model: ModelDir, context: PrepareContext) -> None:
-    body = shown(text(context, echo=True).request, model, said(model, " all"))
+    body = shown(text(context, echo=True).request, model, scored_items(model, " all"))
     assert (body["choices"][0]["text"], body["choices"][0]["logprobs"]) == ("The broker keeps all", None)
-    assert body["usage"]["completion_tokens"] == len(unpack_tokens(said(model, " all")[0].tokens))
+    assert body["usage"]["completion_tokens"] == len(unpack_tokens(scored_items(model, " all")[0].tokens))
 
 
 def test_scoring_alone_shows_the_prompt_alone(model: ModelDir, context: PrepareContext) -> None:
     request = text(context, echo=True, logprobs=2, max_tokens=0).request
     stopped = [TokenItem("r", 1, 0, 0, pack_tokens([2]), Finish("stop", 2), (Logprob(-1.0),))]
-    for items in (said(model, "a", logprobs=True), stopped):
+    for items in (scored_items(model, "a", logprobs=True), stopped):
         assert len(items[0].tokens) == 4
         body = shown(request, model, [*prompt_items(request), *items])
         (choice,) = body["choices"]
@@ -232,15 +232,15 @@ def test_an_answer_without_its_prompt_s_values_is_an_error_unless_they_are_forgo
     model: ModelDir, context: PrepareContext
 ) -> None:
     request = text(context, prompt_logprobs=2).request
-    items = [*prompt_items(request)[:-1], *said(model, " all")]
+    items = [*prompt_items(request)[:-1], *scored_items(model, " all")]
     with pytest.raises(ServingError) as caught:
         shown(request, model, items)
     assert caught.value.code is Code.engine_error
-    late = shown(request, model, said(model, " all"), late=True)
+    late = shown(request, model, scored_items(model, " all"), late=True)
     assert late["choices"][0]["prompt_logprobs"] is None
     echoed = text(context, echo=True, logprobs=1).request
-    logprobs = shown(echoed, model, said(model, " all", logprobs=True), late=True)["choices"][0]["logprobs"]
-    own = len(unpack_tokens(said(model, " all")[0].tokens))
+    logprobs = shown(echoed, model, scored_items(model, " all", logprobs=True), late=True)["choices"][0]["logprobs"]
+    own = len(unpack_tokens(scored_items(model, " all")[0].tokens))
     assert logprobs["token_logprobs"][:-own] == [None] * len(unpack_tokens(echoed.prompt))
     assert None not in logprobs["token_logprobs"][-own:]
 
@@ -248,7 +248,9 @@ def test_an_answer_without_its_prompt_s_values_is_an_error_unless_they_are_forgo
 def test_a_stream_that_is_attached_to_it_shows_the_answer(model: ModelDir, context: PrepareContext) -> None:
     request = text(context, prompt_logprobs=2, echo=True, n=2).request
     renderer = StreamRenderer(request, model.detokenizer)
-    data = renderer.push([*prompt_items(request), *said(model, " all"), *said(model, " none", choice=1)])
+    data = renderer.push(
+        [*prompt_items(request), *scored_items(model, " all"), *scored_items(model, " none", choice=1)]
+    )
     assert renderer.done
     bodies = [json.loads(line[6:]) for line in data.decode().splitlines() if line.startswith("data: {")]
     texts = ["", ""]
@@ -257,8 +259,8 @@ def test_a_stream_that_is_attached_to_it_shows_the_answer(model: ModelDir, conte
         texts[choice["index"]] += choice["text"]
     assert texts == [" all", " none"]
     hidden = text(context, echo=True, max_tokens=0).request
-    assert b'"text":"a"' not in StreamRenderer(hidden, model.detokenizer).push(said(model, "a"))
-    assert b'"text":"a"' in StreamRenderer(request, model.detokenizer).push(said(model, "a"))
+    assert b'"text":"a"' not in StreamRenderer(hidden, model.detokenizer).push(scored_items(model, "a"))
+    assert b'"text":"a"' in StreamRenderer(request, model.detokenizer).push(scored_items(model, "a"))
 
 
 def test_large_answers_are_written_beside_the_streams_of_others(model: ModelDir, context: PrepareContext) -> None:

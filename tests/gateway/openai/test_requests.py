@@ -291,21 +291,21 @@ def test_images_are_collected_in_their_order_and_text_between_them_is_kept() -> 
     def at(url: str) -> dict[str, Any]:
         return {"type": "image_url", "image_url": {"url": url}}
 
-    def said(text: str) -> dict[str, Any]:
+    def content_of(text: str) -> dict[str, Any]:
         return {"type": "text", "text": text}
 
     body = chat(
         messages=[
-            {"role": "user", "content": [at("a"), said("x"), said("y"), at("b"), at("c")]},
+            {"role": "user", "content": [at("a"), content_of("x"), content_of("y"), at("b"), at("c")]},
             {"role": "user", "content": "plain"},
-            {"role": "user", "content": [said("z"), {"type": "image_embeds", "image_embeds": "d"}]},
+            {"role": "user", "content": [content_of("z"), {"type": "image_embeds", "image_embeds": "d"}]},
         ]
     )
     image = {"type": "image"}
     assert [message["content"] for message in template_messages(body.messages)] == [
-        [image, said("x\ny"), image, image],
+        [image, content_of("x\ny"), image, image],
         "plain",
-        [said("z"), image],
+        [content_of("z"), image],
     ]
     assert media_parts(body.messages) == [
         MediaPart("messages[0].content[0].image_url", "a"),

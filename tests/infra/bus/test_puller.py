@@ -66,7 +66,7 @@ async def make_consumer(bus: Bus, **options: Any) -> None:
     )
 
 
-async def give(bus: Bus, *jobs: int) -> None:
+async def publish_jobs(bus: Bus, *jobs: int) -> None:
     for job in jobs:
         await bus.js.publish(bus.subjects.work("aggregated", CONSUMER), b"%d" % job)
 
@@ -92,7 +92,7 @@ async def unacked(bus: Bus) -> int:
 @pytest.mark.parametrize("slow", [False, True])
 async def test_never_more_is_taken_than_there_is_room_for(bus: Bus, slow: bool) -> None:
     await make_consumer(bus)
-    await give(bus, *range(40))
+    await publish_jobs(bus, *range(40))
     taker = Taker(bus, slots=5)
     taker.slow = slow
     await taker.puller.start()
@@ -113,7 +113,7 @@ async def test_work_that_comes_later_is_taken_at_once(bus: Bus) -> None:
     await taker.puller.start()
     await bus.nc.flush()
     began = time.monotonic()
-    await give(bus, 1)
+    await publish_jobs(bus, 1)
     await eventually(lambda: taker.seen == [b"1"])
     assert time.monotonic() - began < 0.5
     await taker.puller.close()
@@ -123,7 +123,7 @@ async def test_without_room_nothing_is_asked_for(bus: Bus) -> None:
     await make_consumer(bus)
     taker = Taker(bus, slots=0)
     await taker.puller.start()
-    await give(bus, 1)
+    await publish_jobs(bus, 1)
     info = await bus.js.consumer_info(bus.subjects.stream("WORK"), CONSUMER)
     assert info.num_waiting == 0
     taker.slots = 1
@@ -134,7 +134,7 @@ async def test_without_room_nothing_is_asked_for(bus: Bus) -> None:
 
 async def test_a_message_given_back_comes_again(bus: Bus) -> None:
     await make_consumer(bus)
-    await give(bus, 1)
+    await publish_jobs(bus, 1)
     taker = Taker(bus, slots=1)
     await taker.puller.start()
     await eventually(lambda: taker.held)
@@ -146,19 +146,19 @@ async def test_a_message_given_back_comes_again(bus: Bus) -> None:
 
 async def test_after_a_stop_no_room_is_asked_for_and_after_a_close_nothing_arrives(bus: Bus) -> None:
     await make_consumer(bus)
-    await give(bus, 1)
+    await publish_jobs(bus, 1)
     taker = Taker(bus, slots=1)
     await taker.puller.start()
     await eventually(lambda: taker.held)
     await taker.puller.stop()
     await taker.finish()
-    await give(bus, 2)
+    await publish_jobs(bus, 2)
     assert await delivered(bus) == 1
     other = Taker(bus, slots=3)
     await other.puller.start()
     await eventually(lambda: other.seen == [b"2"])
     await other.puller.close()
-    await give(bus, 3)
+    await publish_jobs(bus, 3)
     await bus.nc.flush()
     assert other.seen == [b"2"]
     assert await unacked(bus) == 1
@@ -176,7 +176,7 @@ async def test_a_handler_that_raises_does_not_use_up_the_room(bus: Bus) -> None:
 
     puller = Puller(bus, bus.subjects.stream("WORK"), CONSUMER, handle, lambda: 1)
     await puller.start()
-    await give(bus, 1, 2)
+    await publish_jobs(bus, 1, 2)
     await eventually(lambda: seen == [b"1", b"2"])
     await puller.close()
 
@@ -207,7 +207,7 @@ async def test_without_its_consumer_it_asks_now_and_then_and_goes_on_when_it_is_
     await eventually(lambda: asked >= before + 2, 5)
     assert asked <= before + 2
     await make_consumer(bus)
-    await give(bus, 1)
+    await publish_jobs(bus, 1)
     began = time.monotonic()
     await eventually(lambda: taker.seen == [b"1"], 5)
     assert time.monotonic() - began < 2
@@ -223,7 +223,7 @@ async def test_it_goes_on_at_once_after_the_server_was_killed(
         await make_consumer(bus)
         taker = Taker(bus, slots=4)
         await taker.puller.start()
-        await give(bus, 1)
+        await publish_jobs(bus, 1)
         await eventually(lambda: taker.seen == [b"1"])
         await taker.finish()
         server.kill()
@@ -231,7 +231,7 @@ async def test_it_goes_on_at_once_after_the_server_was_killed(
         await server.start()
         await eventually(lambda: bus.connected)
         began = time.monotonic()
-        await give(bus, 2)
+        await publish_jobs(bus, 2)
         await eventually(lambda: b"2" in taker.seen)
         assert time.monotonic() - began < 1.0
         await taker.puller.close()
@@ -270,7 +270,7 @@ async def test_after_a_drain_nothing_is_delivered_and_all_that_came_has_been(bus
         came = 0
         taker = Slow(bus)
         await taker.puller.start()
-        giving = asyncio.create_task(give(bus, *range(60)))
+        giving = asyncio.create_task(publish_jobs(bus, *range(60)))
         await asyncio.sleep(delay)
         restarting = [asyncio.create_task(taker.puller._restart()) for _ in range(restarts)]
         await taker.puller.drain()
@@ -296,7 +296,7 @@ async def test_a_drain_delivers_what_had_come_although_the_server_is_gone_and_no
         await make_consumer(bus)
         taker = Slow(bus)
         await taker.puller.start()
-        await give(bus, *range(20))
+        await publish_jobs(bus, *range(20))
         server.kill()
         await eventually(lambda: not bus.connected)
         began = time.monotonic()
@@ -305,7 +305,7 @@ async def test_a_drain_delivers_what_had_come_although_the_server_is_gone_and_no
         seen = len(taker.seen)
         await server.start()
         await eventually(lambda: bus.connected)
-        await give(bus, 99)
+        await publish_jobs(bus, 99)
         await bus.nc.flush()
         await asyncio.sleep(0.2)  # whatever would come now
         assert len(taker.seen) == seen
@@ -329,7 +329,7 @@ async def test_a_drain_waits_for_what_came_before_a_reconnect(bus: Bus) -> None:
     await make_consumer(bus)
     taker = Gated(bus)
     await taker.puller.start()
-    await give(bus, 1, 2, 3)
+    await publish_jobs(bus, 1, 2, 3)
     await eventually(lambda: taker.begun)
     await bus.nc.flush()
     await taker.puller._restart()
@@ -348,12 +348,12 @@ async def test_a_handler_that_hangs_does_not_hold_up_a_drain_for_ever_and_gets_n
     await make_consumer(bus)
     taker = Gated(bus)
     await taker.puller.start()
-    await give(bus, 1, 2)
+    await publish_jobs(bus, 1, 2)
     await eventually(lambda: taker.begun)
     began = time.monotonic()
     await taker.puller.drain()
     assert time.monotonic() - began < 2.0
     taker.gate.set()
-    await give(bus, 3)
+    await publish_jobs(bus, 3)
     await bus.nc.flush()
     assert taker.begun == [b"1"]

@@ -269,8 +269,8 @@ def said_to(port: int, user: str, password: str) -> str:
         link.makefile("rw", newline="\r\n") as lines,
     ):
         assert lines.readline().startswith("INFO ")
-        told = json.dumps({"user": user, "pass": password, "verbose": False})
-        lines.write(f"CONNECT {told}\r\nPING\r\n")
+        credentials = json.dumps({"user": user, "pass": password, "verbose": False})
+        lines.write(f"CONNECT {credentials}\r\nPING\r\n")
         lines.flush()
         return lines.readline().strip()
 
@@ -443,13 +443,13 @@ def test_pictures_alone_need_no_language_model() -> None:
 
 def test_render_prints_yaml_below_the_commands_for_the_secrets(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_render(["llama4-eagle-gb200.yaml"]) == 0
-    told = capsys.readouterr().out
-    commands = [line.lstrip("# ") for line in told.splitlines() if line.startswith("#  ")]
+    output = capsys.readouterr().out
+    commands = [line.lstrip("# ") for line in output.splitlines() if line.startswith("#  ")]
     assert all(shlex.split(line) for line in commands)
     wanted = {re.search(r"secret generic (\S+)", line)[1] for line in commands if "secret generic" in line}  # type: ignore[index]
-    used = set(re.findall(r"secretKeyRef:\s+name: (\S+)", told)) | set(re.findall(r"secretName: (\S+)", told))
+    used = set(re.findall(r"secretKeyRef:\s+name: (\S+)", output)) | set(re.findall(r"secretName: (\S+)", output))
     assert wanted == used == {"llama4-nats", "llama4-ssh", "hub-token"}
-    assert len(list(yaml.safe_load_all(told))) > 8
+    assert len(list(yaml.safe_load_all(output))) > 8
     assert run_render(["no-such.yaml"]) == 1
     assert "no-such.yaml" in capsys.readouterr().err
 

@@ -35,7 +35,7 @@ def workers(*, gpus: tuple[str, ...] | None = None, **given: Any) -> dict[str, P
     return {child.name: child for child in children}
 
 
-def told(child: Planned, *fields: str) -> list[Any]:
+def settings_of(child: Planned, *fields: str) -> list[Any]:
     return [getattr(child.settings, field) for field in fields]
 
 
@@ -48,12 +48,12 @@ def test_a_recipe_brings_engine_model_roles_files_and_gpus() -> None:
     for name, devices in (("prefill-0", ("0", "1", "2", "3")), ("decode-0", ("4", "5", "6", "7"))):
         child = found[name]
         assert child.gpus == devices  # as the recipe's own header has it
-        assert told(child, "role", "engine", "model", "max_model_len") == [
+        assert settings_of(child, "role", "engine", "model", "max_model_len") == [
             name.partition("-")[0], "trtllm", "openai/gpt-oss-120b", 36864,
         ]  # fmt: skip
-        assert Path(told(child, "extra_engine_args")[0]).name == f"gpt-oss-120b-{name.partition('-')[0]}.yaml"
+        assert Path(settings_of(child, "extra_engine_args")[0]).name == f"gpt-oss-120b-{name.partition('-')[0]}.yaml"
         assert child.environ({})["CUDA_VISIBLE_DEVICES"] == ",".join(devices)
-    assert told(found["gateway-0"], "model", "block_size") == ["openai/gpt-oss-120b", 32]
+    assert settings_of(found["gateway-0"], "model", "block_size") == ["openai/gpt-oss-120b", 32]
     assert "CUDA_VISIBLE_DEVICES" not in found["router-0"].environ({})
 
 
@@ -232,20 +232,20 @@ def test_gpus_come_from_the_flag_the_environment_or_the_devices(tmp_path: Path) 
 def test_pictures_come_alone_or_beside_a_language_model() -> None:
     alone = workers(diffusion=2, diffusion_model="/d", diffusion_served_name="painter")
     assert [name for name in alone if alone[name].role == "worker"] == ["diffusion-0", "diffusion-1"]
-    assert told(alone["diffusion-1"], "role", "engine", "model", "served_model_name") == [
+    assert settings_of(alone["diffusion-1"], "role", "engine", "model", "served_model_name") == [
         "diffusion", "native", "/d", "painter",
     ]  # fmt: skip
-    assert told(alone["gateway-0"], "model") == [""]  # nobody asked for a language model
+    assert settings_of(alone["gateway-0"], "model") == [""]  # nobody asked for a language model
     beside = workers(engine="mock", model="/m", diffusion=1, diffusion_model="/d", served_model_name="talker")
     assert {"worker-0", "diffusion-0"} <= set(beside)
-    assert told(beside["diffusion-0"], "served_model_name") == [""]
-    assert told(beside["worker-0"], "served_model_name") == ["talker"]
+    assert settings_of(beside["diffusion-0"], "served_model_name") == [""]
+    assert settings_of(beside["worker-0"], "served_model_name") == ["talker"]
 
 
 def test_logits_processors_reach_the_workers_that_have_logits() -> None:
     found = workers(engine="native", workers=1, encode=1, logits_processor=("a=m:A", "b=m:B"))
-    assert told(found["worker-0"], "logits_processor") == [("a=m:A", "b=m:B")]
-    assert told(found["encode-0"], "logits_processor") == [()]
+    assert settings_of(found["worker-0"], "logits_processor") == [("a=m:A", "b=m:B")]
+    assert settings_of(found["encode-0"], "logits_processor") == [()]
 
 
 @pytest.mark.parametrize("kind", [WorkerSettings, RouterSettings, GatewaySettings])

@@ -29,7 +29,7 @@ from schemas.wire import pack_tokens
 from tests.infra.timeline.support import accept, assign, end, stream
 from tests.infra.timeline.tracing import samples
 from tests.router.support import Clients, routing
-from tests.workers.support import answer, engine, recording, request, run_worker
+from tests.workers.support import answer, engine, log_client, request, run_worker
 
 S = 1_000_000_000
 
@@ -183,21 +183,21 @@ async def test_both_attempts_of_a_request_whose_worker_died_are_shown(broker: Em
     first = engine()
     first.hold()
     async with (
-        recording(broker, pipeline) as record,
+        log_client(broker, pipeline) as log,
         run_worker(broker, pipeline, first) as dying,
         routing(broker, pipeline) as one,
     ):
-        clients = Clients(record)
+        clients = Clients(log)
         await clients.ask(asked)
         await clients.placed(asked)
         first.allow(5)
-        await record.has_streamed(asked)
+        await log.has_streamed(asked)
         async with run_worker(broker, pipeline, engine()) as other:
             await one.knows(other.id)
             await dying.die()
-            await record.end(asked, within_s=20)
-            assert record.streamed(asked) == answer(asked, 12)
-            found = inspect(await read_timeline(record.bus, asked.id, with_tokens=True))
+            await log.end(asked, within_s=20)
+            assert log.streamed(asked) == answer(asked, 12)
+            found = inspect(await read_timeline(log.bus, asked.id, with_tokens=True))
     assert (found.request.state, found.request.attempts) == ("finished", 2)
     assert {phase.where for phase in found.phases if phase.name == "aggregated"} == {dying.id, other.id}
     (continued,) = [entry for entry in found.events if entry.kind == "continued"]
@@ -209,11 +209,11 @@ async def test_both_attempts_of_a_request_whose_worker_died_are_shown(broker: Em
 async def test_the_command_writes_text_json_and_a_page(
     broker: EmbeddedNats, pipeline: Subjects, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with recording(broker, pipeline) as record:
-        asked = await accept(record.bus, model="tiny")
-        await assign(record.bus, asked)
-        await stream(record.bus, asked, 5, 6)
-        await end(record.bus, asked, 5, 6)
+    async with log_client(broker, pipeline) as log:
+        asked = await accept(log.bus, model="tiny")
+        await assign(log.bus, asked)
+        await stream(log.bus, asked, 5, 6)
+        await end(log.bus, asked, 5, 6)
         flags = ["--nats-url", broker.url(), "--namespace", pipeline.namespace]
 
         async def said(*more: str, status: int = 0, run: Callable[..., int] = run) -> str:

@@ -136,12 +136,12 @@ def test_drawn_answers_are_resumed_where_they_stopped(subject: Subject, shared: 
 
 
 def test_seeds_and_choices_decide_what_is_drawn(shared: Driver) -> None:
-    def said(seed: int, choice: int = 0) -> list[int]:
+    def drawn(seed: int, choice: int = 0) -> list[int]:
         return shared.answer(ask(0, PROMPT, 12, Sampling(temperature=1.0, seed=seed), choice=choice))
 
-    assert said(3) == said(3)
-    assert said(2**63 - 1) == said(2**63 - 1)
-    assert len({tuple(said(*variant)) for variant in ((3, 0), (3, 1), (4, 0))}) == 3
+    assert drawn(3) == drawn(3)
+    assert drawn(2**63 - 1) == drawn(2**63 - 1)
+    assert len({tuple(drawn(*variant)) for variant in ((3, 0), (3, 1), (4, 0))}) == 3
 
 
 def test_choices_of_a_request_run_together_as_each_alone(shared: Driver) -> None:
@@ -218,16 +218,16 @@ def test_nothing_stops_before_min_tokens(subject: Subject, shared: Driver) -> No
 def test_the_end_token_ends_unless_ignored_or_too_early(subject: Subject, shared: Driver) -> None:
     needs(subject, EOS)
     seen = shared.run(ask(0, ENDING, 60, stop={"ignore_eos": False}))
-    said = seen.tokens()
-    assert len(said) < 60
-    assert said[-1] in shared.engine.info.eos_token_ids
-    assert (seen.outputs[-1].finish, seen.outputs[-1].stop_token) == ("stop", said[-1])
-    on = shared.run(ask(0, ENDING, len(said) + 4))
-    assert on.tokens()[: len(said)] == said
+    drawn = seen.tokens()
+    assert len(drawn) < 60
+    assert drawn[-1] in shared.engine.info.eos_token_ids
+    assert (seen.outputs[-1].finish, seen.outputs[-1].stop_token) == ("stop", drawn[-1])
+    on = shared.run(ask(0, ENDING, len(drawn) + 4))
+    assert on.tokens()[: len(drawn)] == drawn
     assert on.outputs[-1].finish == "length"
-    late = shared.run(ask(0, ENDING, 60, stop={"ignore_eos": False, "min_tokens": len(said) + 2}))
-    assert len(late.tokens()) > len(said) + 2
-    assert said[-1] not in late.tokens()[: len(said)]
+    late = shared.run(ask(0, ENDING, 60, stop={"ignore_eos": False, "min_tokens": len(drawn) + 2}))
+    assert len(late.tokens()) > len(drawn) + 2
+    assert drawn[-1] not in late.tokens()[: len(drawn)]
 
 
 # -- log-probabilities
@@ -570,14 +570,14 @@ def test_a_dump_is_the_fold_of_all_events_also_behind_evictions(make: Make) -> N
     for number in range(8):
         driver.answer(ask(0, [*PROMPT[:40], *WORDS[number * 20 :][:120]], 12))
         driver.idle()
-    told = driver.fold()
+    reported = driver.fold()
     dumped = driver.engine.dump()
-    assert fold(dumped) == told
+    assert fold(dumped) == reported
     assert all(event.digests for event in dumped)  # type: ignore[union-attr]
-    assert 0 < len(told) <= 20
-    assert len(fold(driver.seen.events[:3])) < len(set(told) | set(fold(driver.seen.events)))
+    assert 0 < len(reported) <= 20
+    assert len(fold(driver.seen.events[:3])) < len(set(reported) | set(fold(driver.seen.events)))
     latest = names([*PROMPT[:40], *WORDS[140:260]])
-    assert set(latest) <= set(told)
+    assert set(latest) <= set(reported)
     assert driver.run(ask(0, [*PROMPT[:40], *WORDS[140:260]])).cached() >= (160 - 1) // BLOCK * BLOCK
 
 
@@ -696,10 +696,10 @@ def test_a_state_is_good_for_one_sequence_of_its_own_prompt(subject: Subject, ma
     source, target = two(make)
     held, first = prefilled(source, ask("h", PROMPT))
     other = target.answer(ask(0, PROMPT[::-1], 8))
-    for prompt, said in ((PROMPT[::-1], other[:1]), (PROMPT, [first]), (PROMPT, [first])):
+    for prompt, drawn in ((PROMPT[::-1], other[:1]), (PROMPT, [first]), (PROMPT, [first])):
         whole = target.answer(ask(0, prompt, 8, base=b"r" * 16))
         try:
-            seen = target.run(ask(1, prompt, generated=said, opaque=held.opaque))
+            seen = target.run(ask(1, prompt, generated=drawn, opaque=held.opaque))
         except RequestError:
             continue
         assert seen.failures or seen.tokens(1) == whole[1:]

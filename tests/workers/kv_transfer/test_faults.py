@@ -45,15 +45,15 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     """Open this process's own transport over the given path."""
     transports: list[Transport] = []
 
-    def open_here(tls: str, quarantine_s: float = 60.0, told: list[Endpoint] | None = None, **pool: int) -> Any:
+    def open_here(tls: str, quarantine_s: float = 60.0, endpoints: list[Endpoint] | None = None, **pool: int) -> Any:
         if tls:
             monkeypatch.setenv("UCX_TLS", tls)
         else:
             monkeypatch.delenv("UCX_TLS", raising=False)
         mine = Pool(**pool)
-        tell = told.append if told is not None else lambda _: None
+        callback = endpoints.append if endpoints is not None else lambda _: None
         name = f"faults-{secrets.token_hex(4)}"
-        transport = open_transport("nixl", name, {"kv": mine.memory}, on_renewed=tell, quarantine_s=quarantine_s)
+        transport = open_transport("nixl", name, {"kv": mine.memory}, on_renewed=callback, quarantine_s=quarantine_s)
         transports.append(transport)
         return transport, mine
 
@@ -176,9 +176,9 @@ def test_late_bytes_of_a_stopped_peer_come_before_settled(start: Start, opened: 
 
 
 def test_late_bytes_never_come_once_the_agent_was_renewed(start: Start, opened: Open) -> None:
-    told: list[Endpoint] = []
+    endpoints: list[Endpoint] = []
     peer, other = start("tcp", **BIG), start("tcp", "other", **BIG)
-    transport, pool = opened("tcp", quarantine_s=0.3, told=told, **BIG)
+    transport, pool = opened("tcp", quarantine_s=0.3, endpoints=endpoints, **BIG)
     before = transport.endpoint.agent
     transport.connect(peer.endpoint).result(WAIT_S)
     transport.connect(other.endpoint).result(WAIT_S)
@@ -187,12 +187,12 @@ def test_late_bytes_never_come_once_the_agent_was_renewed(start: Start, opened: 
     assert error.cause == "timeout"
     error.settled.result(WAIT_S)
     pool.blocks[:] = 0x55
-    until(lambda: bool(told), "told of the new endpoint")
-    assert [each.agent for each in told] == [before + ".1"]
+    until(lambda: bool(endpoints), "told of the new endpoint")
+    assert [each.agent for each in endpoints] == [before + ".1"]
     peer.signal(signal.SIGCONT)  # UCX may end it now, as a reader that closes in the middle does to an owner over TCP
     transport.read(other.endpoint, "kv", [7], [0]).result(WAIT_S)
     assert pool.values([0]) == [[8]]
-    assert other.ask("write", told[0], [3], [1], WAIT_S) == BIG["block_bytes"]  # and others reach it by its new name
+    assert other.ask("write", endpoints[0], [3], [1], WAIT_S) == BIG["block_bytes"]  # by its new name
     assert pool.values([1]) == [[4]]
     assert bool((pool.blocks[2:] == 0x55).all())
 

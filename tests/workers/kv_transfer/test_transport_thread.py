@@ -99,18 +99,18 @@ def test_orders_that_nobody_has_taken_yet_are_answered_when_the_transport_ends()
 
 def test_an_error_in_the_callback_of_a_renewal_does_not_end_the_transport() -> None:
     network, pool, peer_pool = LoopbackNetwork(), Pool(), Pool()
-    told: list[str] = []
+    renewed: list[str] = []
 
-    def tell(endpoint: Endpoint) -> None:
-        told.append(endpoint.agent)
+    def on_renewal(endpoint: Endpoint) -> None:
+        renewed.append(endpoint.agent)
         raise ZeroDivisionError
 
-    transport = open_transport("loopback", "mover-told", {"kv": pool.memory}, network=network, on_renewed=tell)
+    transport = open_transport("loopback", "mover-told", {"kv": pool.memory}, network=network, on_renewed=on_renewal)
     peer = LoopbackAgent(network, "peer", {"kv": peer_pool.memory}).endpoint
     assert isinstance(transport, TransportThread)
     transport.renew()
     assert transport.read(peer, "kv", [1], [1]).result(WAIT_S).bytes
-    assert told == ["mover-told.1"]
+    assert renewed == ["mover-told.1"]
     transport.close()
 
 

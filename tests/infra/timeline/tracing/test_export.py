@@ -78,7 +78,7 @@ async def test_the_json_says_what_the_protobuf_says() -> None:
     ours = json_format.ParseDict(raw, ExportTraceServiceRequest())
     theirs = encode_spans(await exported(spans))
 
-    def told(request: Any) -> dict[bytes, Any]:
+    def resource_of(request: Any) -> dict[bytes, Any]:
         found = {}
         for resource in request.resource_spans:
             for span in resource.scope_spans[0].spans:
@@ -88,7 +88,7 @@ async def test_the_json_says_what_the_protobuf_says() -> None:
                 found[span.span_id] = span
         return found
 
-    assert told(ours) == told(theirs)
+    assert resource_of(ours) == resource_of(theirs)
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,7 @@ class Cache:
         self._make_room(count)
         self.taken += count
 
-    def give(self, count: int) -> None:
+    def put_back(self, count: int) -> None:
         self.taken -= count
         assert self.taken >= 0
 

@@ -627,7 +627,7 @@ class Engine:
         if run.kv is not None:
             self._store(rank, run, final=True)
         rank.cache.release(run.held)
-        rank.cache.give(run.own)
+        rank.cache.put_back(run.own)
         run.held, run.own, run.kv = [], 0, None
 
     # -- answers

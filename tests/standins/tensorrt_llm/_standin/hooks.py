@@ -32,7 +32,7 @@ def die(llm: Any, error: BaseException | None = None) -> None:
     engine(llm).fail(error or RuntimeError("CUDA error: an illegal memory access was encountered"))
 
 
-def tell(llm: Any, data: dict[str, Any], window: int | None = None, skip: int = 0, rank: int = 0) -> None:
+def emit(llm: Any, data: dict[str, Any], window: int | None = None, skip: int = 0, rank: int = 0) -> None:
     """An event of its own making; ``skip``: ids that are left out before it, as after an overflow."""
 
     def put(ranks: Any) -> None:

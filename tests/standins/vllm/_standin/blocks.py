@@ -81,7 +81,7 @@ class Pool:
             found.append(block)
         return found
 
-    def give(self, blocks: list[Block]) -> None:
+    def release(self, blocks: list[Block]) -> None:
         """In the order of a sequence; its last block goes first when room is needed."""
         for block in reversed(blocks):
             block.refs -= 1

@@ -51,7 +51,7 @@ class Request:
     cached: int | None = None
     fetching: bool = False
     scored: list[dict[int, Logprob] | None] = field(default_factory=lambda: [None])
-    told: bool = False  # of ``scored``
+    scores_sent: bool = False  # of ``scored``
 
     @property
     def tokens(self) -> list[int]:
@@ -107,7 +107,7 @@ class Core:
 
     def let_go(self, id: str) -> None:
         blocks, _ = self.offers.pop(id, ([], 0.0))
-        self.pool.give(blocks)
+        self.pool.release(blocks)
         if (file := shelf(self.engine_id, id)) is not None:
             file.unlink(missing_ok=True)
 
@@ -170,20 +170,20 @@ class Core:
             more = -(-len(tokens) // self.size) - len(found)
             taken = self.pool.take(more)
             if taken is None:
-                self.pool.give(request.blocks)
+                self.pool.release(request.blocks)
                 request.blocks, request.computed, request.named = [], 0, 0
                 request.transfer["do_remote_prefill"] = True
                 return False
             kv = self._fetch(request.transfer, len(tokens))
             if kv is None and self.policy == "fail":
-                self.pool.give(taken)
+                self.pool.release(taken)
                 piece = Piece(request, None, None)
                 piece.finish = "error"
                 self._end(request, keep=False)
                 pieces.append(piece)
                 return True
             if kv is None:
-                self.pool.give(taken)
+                self.pool.release(taken)
             else:
                 parts.append(kv[:, :, :, request.computed : len(tokens) - 1])
                 request.blocks += taken
@@ -232,7 +232,7 @@ class Core:
                 return False
 
     def _preempt(self, request: Request, *, queue: bool = True) -> None:
-        self.pool.give(request.blocks)
+        self.pool.release(request.blocks)
         request.blocks, request.kv, request.computed, request.named = [], None, 0, 0
         if queue:
             self.running.remove(request)
@@ -254,8 +254,8 @@ class Core:
         token, logprobs = self._draw(request, logits)
         request.generated.append(token)
         piece = Piece(request, token, logprobs)
-        if every and not request.told:
-            request.told, piece.prompt_logprobs = True, request.scored
+        if every and not request.scores_sent:
+            request.scores_sent, piece.prompt_logprobs = True, request.scored
         self._check_stop(request, piece)
         if piece.finish is not None:
             offered = request.transfer is not None and bool(request.transfer.get("do_remote_decode"))
@@ -358,7 +358,7 @@ class Core:
             if source is not None:
                 source.let_go(str(params.get("remote_request_id")))
         if not keep:
-            self.pool.give(request.blocks)
+            self.pool.release(request.blocks)
         request.blocks, request.kv = [], None
 
 

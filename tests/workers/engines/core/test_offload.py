@@ -49,7 +49,7 @@ class Rig:
         self.copier = Copier(self.memory)
         info = EngineInfo("mock", SIZE, blocks, 3, 200, 6, (), True)
         self.engine = ScheduledEngine(info, self.scheduler, self.memory, copier=self.copier)
-        self.mirror, self.told = Mirror(), set[bytes]()
+        self.mirror, self.reported = Mirror(), set[bytes]()
         self.cached: dict[object, int] = {}
 
     def step(self) -> StepResult:
@@ -58,11 +58,11 @@ class Rig:
         self.mirror.apply([event for event in result.events if not getattr(event, "tier", 0)])
         for event in result.events:
             if isinstance(event, Stored) and event.tier == HOST:
-                assert event.digests not in self.told
-                self.told.add(event.digests)
+                assert event.digests not in self.reported
+                self.reported.add(event.digests)
             elif isinstance(event, Removed) and event.tier == HOST:
-                self.told.remove(event.digests)
-        assert self.told == set(self.host._names)
+                self.reported.remove(event.digests)
+        assert self.reported == set(self.host._names)
         assert len(self.host._names) + len(self.host._free) == self.host.slots
         check_pool(self.manager, [sequence.blocks for sequence in self.scheduler.running])
         self.memory.check_names(self.manager)
@@ -86,21 +86,21 @@ def test_a_prompt_that_left_the_device_is_loaded_and_not_computed() -> None:
     rig = Rig(12, 30)
     rig.run("a", prompt(33), 4)
     rig.run("b", prompt(40, 1), 4)
-    assert rig.told
+    assert rig.reported
     assert rig.run("c", prompt(33), 4) == expected_tokens(prompt(33), 4, WORDS)
     assert rig.cached["c"] == 32
     stats = rig.engine.stats()
     assert stats.loaded_blocks > 0
-    assert stats.host_blocks == len(rig.told)
+    assert stats.host_blocks == len(rig.reported)
     dumped = {name for event in rig.engine.dump() if event.tier == HOST for name in split(event.digests)}  # type: ignore[union-attr]
-    assert dumped == rig.told
+    assert dumped == rig.reported
 
 
 def test_a_full_host_drops_the_least_recently_used() -> None:
     rig = Rig(12, 4)
     for salt in range(4):
         rig.run(salt, prompt(40, salt), 2)
-    assert len(rig.told) == 4
+    assert len(rig.reported) == 4
 
 
 def test_slots_of_blocks_that_are_being_loaded_are_not_reassigned() -> None:

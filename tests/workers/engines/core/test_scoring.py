@@ -101,11 +101,11 @@ PROMPT = [(7 * i * i + 3) % 50 for i in range(40)]
 def test_a_cached_prompt_is_computed_again_and_keeps_its_names() -> None:
     bench = Bench()
     bench.run(request("a", PROMPT))
-    told = len(bench.blocks.dump())
+    dumped = len(bench.blocks.dump())
     bench.run(request("b", PROMPT, sampling=ASKED, score=1))
     assert bench.cached == {"a": 0, "b": 0}
     assert bench.values == {"b": expected(PROMPT)}
-    assert len(bench.blocks.dump()) == told
+    assert len(bench.blocks.dump()) == dumped
     bench.run(request("c", PROMPT))
     assert bench.cached["c"] == 36
     assert bench.answers["a"] == bench.answers["b"] == bench.answers["c"]

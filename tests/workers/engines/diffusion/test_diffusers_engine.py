@@ -156,27 +156,27 @@ def test_a_video_has_its_frames_and_is_repeatable(filmer: DiffusersEngine) -> No
 
 def test_each_step_is_reported_once_in_order(painter: DiffusersEngine, filmer: DiffusersEngine) -> None:
     for engine, ask in ((painter, msgspec.structs.replace(IMAGE, images=2)), (filmer, VIDEO)):
-        told: list[tuple[int, int]] = []
-        engine.generate(ask, lambda done, total, told=told: told.append((done, total)))
+        progress: list[tuple[int, int]] = []
+        engine.generate(ask, lambda done, total, progress=progress: progress.append((done, total)))
         steps = ask.steps * ask.images
-        assert told == [(done, steps) for done in range(1, steps + 1)]
+        assert progress == [(done, steps) for done in range(1, steps + 1)]
 
 
 @pytest.mark.parametrize("at", [1, 2])
 def test_a_request_can_be_interrupted_between_two_steps_and_the_next_one_is_whole(
     painter: DiffusersEngine, at: int
 ) -> None:
-    told = []
+    progress = []
 
     def stop(done: int, total: int) -> None:
-        told.append(done)
+        progress.append(done)
         if done == at:
             raise Interrupted
 
     before = made(painter, IMAGE)[0]
     with pytest.raises(Interrupted):
         painter.generate(IMAGE, stop)
-    assert told == list(range(1, at + 1))
+    assert progress == list(range(1, at + 1))
     assert np.array_equal(made(painter, IMAGE)[0], before)
 
 

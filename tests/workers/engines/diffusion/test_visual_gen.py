@@ -96,8 +96,8 @@ def loaded(tmp_path: Path, pipeline: str) -> visual_gen.VisualGen:
 
 
 def generate(engine: visual_gen.VisualGen, ask: Diffusion) -> tuple[list[GeneratedMedia], list[tuple[int, int]]]:
-    told: list[tuple[int, int]] = []
-    return engine.generate(ask, lambda done, total: told.append((done, total))), told
+    progress: list[tuple[int, int]] = []
+    return engine.generate(ask, lambda done, total: progress.append((done, total))), progress
 
 
 def test_a_release_without_visual_generation_is_refused_with_the_way_out(
@@ -134,9 +134,9 @@ def test_a_video_with_or_without_a_batch_axis(
     monkeypatch.setattr(VisualGen, "batched", batched)
     engine = loaded(tmp_path, "WanPipeline")
     assert (engine.diffuser.kind, engine.diffuser.width, engine.diffuser.frames) == ("video", 832, 81)
-    (film,), told = generate(engine, VIDEO)
+    (film,), progress = generate(engine, VIDEO)
     assert (film.frames.shape, film.frame_rate) == ((5, 16, 32, 3), 8.0)
-    assert told == [(0, 1), (1, 1)]
+    assert progress == [(0, 1), (1, 1)]
     ((prompt, params),) = VisualGen.made[0].asked
     assert prompt == "a wave"
     assert params == VisualGenParams(16, 32, 4, 2.0, 3, 5, 8.0, "blur")
@@ -146,10 +146,10 @@ def test_a_video_with_or_without_a_batch_axis(
 
 def test_images_are_made_one_by_one_without_what_they_do_not_support(package: types.ModuleType, tmp_path: Path) -> None:
     engine = loaded(tmp_path, "FluxPipeline")
-    pictures, told = generate(engine, IMAGE)
+    pictures, progress = generate(engine, IMAGE)
     assert [picture.frames.shape for picture in pictures] == [(1, 16, 32, 3)] * 2
     assert [params.seed for _, params in VisualGen.made[0].asked] == [3, 4]
-    assert told == [(0, 2), (1, 2), (2, 2)]
+    assert progress == [(0, 2), (1, 2), (2, 2)]
 
 
 def test_a_request_is_not_begun_once_it_was_stopped(package: types.ModuleType, tmp_path: Path) -> None:

@@ -71,35 +71,35 @@ def test_where_the_prompt_ends_does_not_matter() -> None:
 def test_choices_and_seeds_differ_only_when_drawn() -> None:
     vocabulary = Vocabulary(1000)
 
-    def said(temperature: float, seed: int, choice: int) -> tuple[int, ...]:
+    def generated_by(temperature: float, seed: int, choice: int) -> tuple[int, ...]:
         sampling = Sampling(temperature=temperature, seed=seed)
         return tuple(expected_tokens(PROMPT, 8, vocabulary, sampling=sampling, choice=choice))
 
     variants = [(seed, choice) for seed in (1, 2, 2**63 - 1) for choice in (0, 1)]
-    assert len({said(0.0, *variant) for variant in variants}) == 1
-    assert len({said(1.0, *variant) for variant in variants}) == len(variants)
+    assert len({generated_by(0.0, *variant) for variant in variants}) == 1
+    assert len({generated_by(1.0, *variant) for variant in variants}) == len(variants)
 
 
 def test_excluded_ids_are_never_drawn_and_the_others_are() -> None:
-    said = set(
+    generated_by = set(
         tokens(answer(build(MockOptions(vocab_size=12, excluded=(0, 3, 11), speedup=0)), request(300, prompt=[1])))
     )
-    assert said == set(range(12)) - {0, 3, 11}
+    assert generated_by == set(range(12)) - {0, 3, 11}
     with pytest.raises(ValueError, match="all 3 token ids are excluded"):
         build(MockOptions(vocab_size=3, excluded=range(5)))
 
 
 def test_eos_and_stop_ids_are_not_drawn_before_min_tokens() -> None:
-    def said(min_tokens: int) -> list[Output]:
+    def generated_by(min_tokens: int) -> list[Output]:
         engine = build(MockOptions(vocab_size=6, eos_token_ids=(2,), speedup=0))
         return answer(engine, request(400, prompt=[1], token_ids=(4, 5), min_tokens=min_tokens))
 
-    early = said(0)
+    early = generated_by(0)
     assert early[-1].finish == "stop"
     assert early[-1].stop_token == early[-1].token
-    assert said(len(early) - 1) == early
+    assert generated_by(len(early) - 1) == early
     for minimum in (len(early), len(early) + 1, 30):
-        late = said(minimum)
+        late = generated_by(minimum)
         assert not {2, 4, 5} & set(tokens(late[:-1]))
         assert len(late) > minimum
         assert late[-1].finish == "stop"
@@ -109,13 +109,13 @@ def test_eos_and_stop_ids_are_not_drawn_before_min_tokens() -> None:
 
 
 def test_min_tokens_counts_what_earlier_attempts_generated() -> None:
-    def said(generated: list[int]) -> list[int]:
+    def generated_by(generated: list[int]) -> list[int]:
         engine = build(MockOptions(vocab_size=6, eos_token_ids=(2,), speedup=0))
         return tokens(answer(engine, request(400, prompt=[1], token_ids=(4, 5), min_tokens=12, generated=generated)))
 
-    whole = said([])
+    whole = generated_by([])
     for cut in (5, 11, 12):
-        assert said(whole[:cut]) == whole[cut:]
+        assert generated_by(whole[:cut]) == whole[cut:]
 
 
 def test_if_all_ids_are_barred_one_is_drawn_all_the_same() -> None:
@@ -201,12 +201,12 @@ def test_settings_say_whether_a_sequence_may_be_evicted(policy: Literal["max_uti
     for key in "ab":
         asked = request(40, prompt=[ord(key), *PROMPT[:30]], ignore_eos=True)
         engine.submit(msgspec.structs.replace(asked, key=key))
-    told: dict[object, int] = {}
+    counts: dict[object, int] = {}
     waited = False
     while engine.has_work():
         for output in engine.step().outputs:
-            told[output.key] = told.get(output.key, 0) + 1
+            counts[output.key] = counts.get(output.key, 0) + 1
         waited = waited or engine.stats().waiting > 0
-    assert told == {"a": 40, "b": 40}
+    assert counts == {"a": 40, "b": 40}
     assert waited
     assert (engine.stats().preemptions > 0) == evicted

@@ -407,7 +407,7 @@ def test_lost_events_clear_what_routers_know(make: Make, prompt: list[int]) -> N
     engine = make()
     results = run(engine, ask("a", prompt, 1))
     until(engine, lambda results: bool(stored(results)), results)
-    hooks.tell(engine._adapter._follower._llm, {"type": "removed", "block_hashes": []}, skip=2)
+    hooks.emit(engine._adapter._follower._llm, {"type": "removed", "block_hashes": []}, skip=2)
     until(engine, lambda results: Cleared() in results.events, results)
     assert engine.dump() == []
 

@@ -23,12 +23,12 @@ async def test_partners_are_reached_before_any_block_moves_and_those_that_cannot
         ):
             wanted = "peer_connected" if reached else "peer_connect_failed"
             await eventually(lambda: len([line for line in lines if line["event"] == wanted]) == 2)
-            told = [line for line in lines if line["event"].startswith("peer_")]
-            assert {line["worker"] for line in told} == {prefill.id, decode.id}
-            assert {line["event"] for line in told} == {wanted}
+            logged = [line for line in lines if line["event"].startswith("peer_")]
+            assert {line["worker"] for line in logged} == {prefill.id, decode.id}
+            assert {line["event"] for line in logged} == {wanted}
             if not reached:
-                assert all(line["log_level"] == "warning" for line in told)
-                assert all("is not there" in line["error"] for line in told)
+                assert all(line["log_level"] == "warning" for line in logged)
+                assert all("is not there" in line["error"] for line in logged)
 
 
 async def test_workers_that_never_meet_are_not_reached(broker: EmbeddedNats, pipeline: Subjects) -> None:
@@ -42,6 +42,10 @@ async def test_workers_that_never_meet_are_not_reached(broker: EmbeddedNats, pip
             run_worker(broker, pipeline, engine(memory_block_bytes=64), network=network, role="decode") as last,
         ):
             await eventually(lambda: sum(line["event"] == "peer_connected" for line in lines) >= 4)
-            told = [line["worker"] for line in lines if line["event"] == "peer_connected"]
-            assert sorted(told.count(worker) for worker in set(told)) == [1, 1, 2]  # both prefills by it, it by both
-            assert told.count(last.id) == 2
+            logged = [line["worker"] for line in lines if line["event"] == "peer_connected"]
+            assert sorted(logged.count(worker) for worker in set(logged)) == [
+                1,
+                1,
+                2,
+            ]  # both prefills by it, it by both
+            assert logged.count(last.id) == 2
