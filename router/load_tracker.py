@@ -372,11 +372,12 @@ class LoadTracker:
         self._requests[entry.request] = entry
         loads = self._stage_loads[entry.request] = []
         computed = entry.handed
-        for stage, load in zip(entry.stages, entry.stage_loads(), strict=True):
+        roles = (entry.role, *(stage.role for stage in entry.later)) if entry.later else (entry.role,)
+        for role, load in zip(roles, entry.stage_loads(), strict=True):
             # Blocks that come from another worker cannot be reused before they are there.
-            keys = () if computed or stage.role == ENCODE else self._keys.get(entry.request, ())
-            loads.append(self._tracked(entry, stage.role, keys, load, now_ns))
-            computed = computed or stage.role != ENCODE
+            keys = () if computed or role == ENCODE else self._keys.get(entry.request, ())
+            loads.append(self._tracked(entry, role, keys, load, now_ns))
+            computed = computed or role != ENCODE
         for load in loads:
             held = self._targets.get(load.target_id)
             if held is None:
@@ -398,7 +399,8 @@ class LoadTracker:
         at_ns = 0 if entry.role == ENCODE else now_ns
         context = 0 if role == ENCODE else entry.prompt_blocks
         task = Task(entry.request, load.target_id, keys, load.blocks, uncached, load.sequences, context, at_ns)
-        return load._replace(uncached_tokens=0) if self.loads.add(task) else load
+        tracked = self.loads.add(task)
+        return StageLoad(load.target_id, load.sequences, load.blocks, 0) if tracked else load
 
     def _put_target(self, target_id: TargetId, registration: Registration) -> None:
         size, blocks = registration.block_size, registration.total_blocks
