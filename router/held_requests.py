@@ -3,10 +3,10 @@
 from collections import Counter
 from collections.abc import Iterator
 
+from router.class_queue import QueueEntry
 from router.holders import keys_view
 from router.pending import PendingRequest, lane, routing_request
 from router.placement.held_order import Held, HeldOrder
-from router.queue import QueueEntry
 from schemas.requests import Priority
 
 PASSED_ON = 2  # times the space: what other routers pass on comes on top
@@ -67,6 +67,7 @@ class HeldRequests:
             deadline_ns=request.deadline_ns,
             now_ns=now_ns,
             lane=self._lane(pending),
+            tenant=request.tenant,
         )
         if entered:
             self._held[request.priority] += 1

@@ -2,20 +2,20 @@
 
 1. Classes take turns: each request brings its class one turn, dated at its arrival, and the oldest turn is next, where
    a lower class has a handicap. A request that is taken uses up its class' oldest turn, whatever its deadline.
-2. In a class the order is by due time: the arrival, plus ``DELAY_NS`` for each prompt token that no target caches, at
-   most ``PATIENCE_NS``. Short prompts are first, long ones first come, first served, and none waits for ever.
-3. A request is due ``URGENT_NS`` before its deadline if that comes first.
-4. The requests of a lane wait for the same workers. The first ``WINDOW`` of a lane are tried in this order, since a
+2. In a class the tenant is next that has had least work for its weight (``class_queue``); weights are equal by default.
+3. A tenant's requests are in the order of their due times: the arrival, plus ``DELAY_NS`` for each prompt token that no
+   target caches, at most ``PATIENCE_NS``; or ``URGENT_NS`` before the deadline if that comes first.
+4. Who was overtaken by a quarter of the work that was held in front of it goes first, however long its prompt; who was
+   overtaken by half of it is tried alone, until there is room. Nothing of this holds in the first five seconds.
+5. The requests of a lane wait for the same workers. The first ``WINDOW`` of a lane are tried in this order, since a
    shorter prompt may fit where a longer one does not; lanes do not wait for each other.
-5. What is pushed with a later arrival, such as a tenant's that is ahead of its share, waits for the others.
-
-No request is overtaken by one that arrived later by more than its class' handicap, ``PATIENCE_NS`` and twice URGENT.
 """
 
 import heapq
-from bisect import bisect_left, insort
-from collections.abc import Iterator
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Generic, TypeVar
+
+from router.class_queue import ClassQueue, QueueEntry
 
 T = TypeVar("T")
 
@@ -33,52 +33,18 @@ def delay_ns(uncached_tokens: float) -> int:
     return min(int(DELAY_NS * max(SHORTEST_TOKENS, uncached_tokens)), PATIENCE_NS)
 
 
-class QueueEntry(NamedTuple, Generic[T]):
-    """One held request. Times are Unix ns."""
-
-    due_ns: int
-    order: int
-    id: str
-    deadline_ns: int
-    arrived_ns: int
-    lane: str
-    rank: int
-    item: T
-
-
-class _Class(Generic[T]):
-    """The requests of one class in one lane."""
-
-    __slots__ = ("heap", "turns")
-
-    def __init__(self) -> None:
-        self.heap: list[QueueEntry[T]] = []  # removed entries stay until they reach the top
-        self.turns: list[int] = []  # arrivals, oldest first: one per request
-
-    def first(self, count: int, waiting: dict[str, QueueEntry[T]]) -> list[QueueEntry[T]]:
-        """The requests that are due first."""
-        heap = self.heap
-        found: list[QueueEntry[T]] = []
-        while heap and len(found) < count:
-            entry = heapq.heappop(heap)
-            if waiting.get(entry.id) is entry:
-                found.append(entry)
-        for entry in found:
-            heapq.heappush(heap, entry)
-        return found
-
-    def remove_turn(self, arrived_ns: int) -> None:
-        """A request is removed without being taken: its own turn goes or, if that is used up, the next one."""
-        del self.turns[min(bisect_left(self.turns, arrived_ns), len(self.turns) - 1)]
-
-
 class RequestQueue(Generic[T]):
-    """At most ``limit`` requests in lanes, which do not wait for each other."""
+    """At most ``limit`` requests in lanes, which do not wait for each other.
 
-    def __init__(self, limit: int) -> None:
+    Args:
+        weights: by tenant, above 0; 1 unless given.
+    """
+
+    def __init__(self, limit: int, weights: Mapping[str, float] | None = None) -> None:
         self.limit = limit
+        self._weights = weights or {}
         self._waiting: dict[str, QueueEntry[T]] = {}
-        self._lanes: dict[str, dict[int, _Class[T]]] = {}  # by lane and rank; none is empty
+        self._lanes: dict[str, dict[int, ClassQueue[T]]] = {}  # by lane and rank; none is empty
         self._deadlines: list[tuple[int, int, str]] = []
         self._order = 0
 
@@ -100,7 +66,17 @@ class RequestQueue(Generic[T]):
         return list(self._lanes)
 
     def push(
-        self, id: str, item: T, *, rank: int, arrived_ns: int, deadline_ns: int, lane: str = "", delay_ns: int = 0
+        self,
+        id: str,
+        item: T,
+        *,
+        rank: int,
+        arrived_ns: int,
+        deadline_ns: int,
+        lane: str = "",
+        delay_ns: int = 0,
+        tenant: str = "",
+        size: float = 1.0,
     ) -> bool:
         """Add a request; False: the queue is full, or has it already.
 
@@ -108,15 +84,18 @@ class RequestQueue(Generic[T]):
             rank: of its class, 0 is served first (``Priority.rank``).
             arrived_ns: its first arrival, also when it is requeued, so that it keeps its turn.
             delay_ns: by the size of its prompt, see the function.
+            size: work that it counts as, in prompt tokens to compute.
         """
         if id in self._waiting or len(self._waiting) >= self.limit:
             return False
         self._order += 1
         due = min(arrived_ns + delay_ns, deadline_ns - URGENT_NS)
-        entry = QueueEntry(due, self._order, id, deadline_ns, arrived_ns, lane, rank, item)
+        entry = QueueEntry(due, self._order, id, deadline_ns, arrived_ns, lane, rank, item, tenant, size)
         self._waiting[id] = entry
-        self._admit(entry)
-        insort(self._lanes[lane][rank].turns, arrived_ns)
+        classes = self._lanes.setdefault(lane, {})
+        if rank not in classes:
+            classes[rank] = ClassQueue(self._weights)
+        classes[rank].push(entry)
         heapq.heappush(self._deadlines, (deadline_ns, entry.order, id))
         if len(self._deadlines) > 2 * len(self._waiting) + 64:
             self._compact()
@@ -128,26 +107,29 @@ class RequestQueue(Generic[T]):
         due = min(old.arrived_ns + delay_ns, old.deadline_ns - URGENT_NS)
         if due != old.due_ns:
             entry = self._waiting[id] = old._replace(due_ns=due)
-            among = self._lanes[entry.lane][entry.rank]
-            heapq.heappush(among.heap, entry)
-            if len(among.heap) > 2 * len(among.turns) + 64:
-                among.heap = [each for each in among.heap if self._waiting.get(each.id) is each]
-                heapq.heapify(among.heap)
+            self._lanes[entry.lane][entry.rank].moved(entry, self._waiting)
 
-    def window(self, lane: str = "", size: int = WINDOW) -> list[QueueEntry[T]]:
-        """The requests of a lane to try, in order: those of the class whose turn is next, then of the other classes."""
+    def window(self, lane: str = "", size: int = WINDOW, now_ns: int = 0) -> list[QueueEntry[T]]:
+        """The requests of a lane to try, in order: those of the class whose turn is next, then of the other classes.
+
+        Args:
+            now_ns: 0: unknown, nothing is overdue.
+        """
         classes = self._lanes.get(lane, {})
         found: list[QueueEntry[T]] = []
         for _, rank in sorted(_turn(rank, each) for rank, each in classes.items()):
-            among = classes[rank]
-            if len(found) < size:
-                found += among.first(size - len(found), self._waiting)
+            if len(found) == size:
+                break
+            entries, alone = classes[rank].first(size - len(found), self._waiting, now_ns)
+            if alone and not found:
+                return entries
+            found += entries
         return found
 
     def take(self, id: str) -> QueueEntry[T]:
         """Remove and return a request that is placed: it uses up the oldest turn of its class."""
         entry = self._waiting.pop(id)
-        del self._lanes[entry.lane][entry.rank].turns[0]
+        self._lanes[entry.lane][entry.rank].take(entry, self._waiting)
         self._delete_empty(entry)
         return entry
 
@@ -160,7 +142,7 @@ class RequestQueue(Generic[T]):
         """Remove and return one request, wherever it stands."""
         entry = self._waiting.pop(id, None)
         if entry is not None:
-            self._lanes[entry.lane][entry.rank].remove_turn(entry.arrived_ns)
+            self._lanes[entry.lane][entry.rank].remove(entry, self._waiting)
             self._delete_empty(entry)
         return entry
 
@@ -175,13 +157,6 @@ class RequestQueue(Generic[T]):
                 late.append(entry)
         return late
 
-    def _admit(self, entry: QueueEntry[T]) -> None:
-        classes = self._lanes.setdefault(entry.lane, {})
-        among = classes.get(entry.rank)
-        if among is None:
-            among = classes[entry.rank] = _Class()
-        heapq.heappush(among.heap, entry)
-
     def _delete_empty(self, entry: QueueEntry[T]) -> None:
         classes = self._lanes[entry.lane]
         if not classes[entry.rank].turns:
@@ -193,16 +168,8 @@ class RequestQueue(Generic[T]):
         """Remove what is left of removed entries."""
         self._deadlines = [(e.deadline_ns, e.order, e.id) for e in self._waiting.values()]
         heapq.heapify(self._deadlines)
-        for classes in self._lanes.values():
-            for among in classes.values():
-                among.heap.clear()
-        for entry in self._waiting.values():
-            self._admit(entry)
 
 
-def _turn(rank: int, among: _Class[T]) -> tuple[int, int]:
+def _turn(rank: int, among: ClassQueue[T]) -> tuple[int, int]:
     """The turn of a class; of two equal ones the higher class is next."""
     return among.turns[0] + HANDICAP_NS[min(rank, len(HANDICAP_NS) - 1)], rank
-
-
-__all__ = ["HANDICAP_NS", "SECOND_NS", "URGENT_NS", "QueueEntry", "RequestQueue"]

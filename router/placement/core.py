@@ -49,6 +49,7 @@ class Arrival(NamedTuple):
     seed: int = 0
     model: str = ""
     max_tokens: int = 1
+    tenant: str = ""
 
 
 class Placed(NamedTuple):
@@ -113,6 +114,7 @@ class Placement:
             arrived_ns=arrival.arrived_ns,
             deadline_ns=arrival.deadline_ns,
             now_ns=now_ns,
+            tenant=arrival.tenant,
         )
         self._changed = True
         return None

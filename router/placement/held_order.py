@@ -8,10 +8,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from router.class_queue import QueueEntry
 from router.depths import TargetId
 from router.load_tracker import LoadTracker
 from router.placement.aggregated import HeldRequest, aggregated_pool, is_ready
-from router.queue import SECOND_NS, QueueEntry, RequestQueue, delay_ns
+from router.queue import SECOND_NS, SHORTEST_TOKENS, RequestQueue, delay_ns
 from router.routing import RoutingRequest
 
 if TYPE_CHECKING:
@@ -67,12 +68,20 @@ class HeldOrder(Generic[T]):
         deadline_ns: int,
         now_ns: int,
         lane: str = "",
+        tenant: str = "",
     ) -> bool:
         """As ``RequestQueue.push``."""
-        delay = self._look(id, held, now_ns)
-        queue = self.queue
-        return queue.push(
-            id, held, rank=rank, arrived_ns=arrived_ns, deadline_ns=deadline_ns, lane=lane, delay_ns=delay
+        tokens = self._look(id, held, now_ns)
+        return self.queue.push(
+            id,
+            held,
+            rank=rank,
+            arrived_ns=arrived_ns,
+            deadline_ns=deadline_ns,
+            lane=lane,
+            delay_ns=delay_ns(tokens) if self._by_size else 0,
+            tenant=tenant,
+            size=max(SHORTEST_TOKENS, tokens),
         )
 
     def refresh(self, now_ns: int) -> None:
@@ -83,14 +92,14 @@ class HeldOrder(Generic[T]):
             looked_ns, id = self._looked.popleft()
             entry = self.queue.get(id)
             if entry is not None and entry.item.looked_ns == looked_ns:
-                self.queue.delay(id, self._look(id, entry.item, now_ns))
+                self.queue.delay(id, delay_ns(self._look(id, entry.item, now_ns)))
 
     def candidates(self, lane: str, now_ns: int) -> Iterator[QueueEntry[Held[T]]]:
         """The requests of a lane to decide on, next first. After one was placed, ask again."""
         if not self._by_size:
             yield from self.queue.window(lane, 1)
             return
-        window = self.queue.window(lane)
+        window = self.queue.window(lane, now_ns=now_ns)
         if not window:
             return
         if not aggregated_pool(self._tracker, window[0].item.request):
@@ -99,16 +108,17 @@ class HeldOrder(Generic[T]):
         yield from self._ready(window, now_ns)
 
     def _look(self, id: str, held: Held[T], now_ns: int) -> int:
-        """Look up what is cached of a prompt; returns by how much the size of the rest delays it."""
+        """Look up what is cached of a prompt; returns how many tokens no target has."""
         held.looked_ns = now_ns
+        tokens = held.request.prompt_tokens + held.request.resumed_tokens
         if not self._by_size:
-            return 0
+            return tokens
         held.cached = self._overlaps(held.keys)
         leading = self._tracker.loads.prefixes(held.keys)
         blocks = max(max(held.cached.values(), default=0), max(leading.values(), default=0))
         self._looked.append((now_ns, id))
         size = self._tracker.block_size(held.request.model)
-        return delay_ns(held.request.prompt_tokens + held.request.resumed_tokens - blocks * size)
+        return tokens - blocks * size
 
     def _ready(self, window: Sequence[QueueEntry[Held[T]]], now_ns: int) -> Iterator[QueueEntry[Held[T]]]:
         """The requests that have a target with room and need not wait for a better one."""

@@ -6,7 +6,8 @@ from typing import TypeVar
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.queue import HANDICAP_NS, PATIENCE_NS, SECOND_NS, URGENT_NS, QueueEntry, RequestQueue, delay_ns
+from router.class_queue import QueueEntry
+from router.queue import HANDICAP_NS, PATIENCE_NS, SECOND_NS, URGENT_NS, RequestQueue, delay_ns
 from tests.properties import examples
 
 T = TypeVar("T")
@@ -191,7 +192,9 @@ def test_removed_requests_leave_nothing_behind() -> None:
     for i in range(10_000):
         waiting.push(str(i), None, rank=0, arrived_ns=i, deadline_ns=LATER)
         waiting.remove(str(i))
-    assert len(waiting._lanes[""][0].heap) <= 100
+    (tenant,) = waiting._lanes[""][0]._tenants.values()
+    assert len(tenant.heap) <= 100
+    assert len(tenant.limits) <= 100
     assert pop(waiting) is not None
     assert pop(waiting) is None
 

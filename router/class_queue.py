@@ -1,0 +1,179 @@
+"""The order of held requests within one class: tenants by their shares, a tenant's by due time. No clock, no tasks.
+
+Work is counted in prompt tokens to compute, when a request is pushed. A tenant has had the work of what was taken of
+it, divided by its weight; the one that has had least is next. Who comes back from having nothing held begins with no
+less than whoever was next last. So the shares of tenants that always have something held converge to their weights.
+
+Within a tenant each request has a limit: 1.25 times the work that was held in front of it when it came. Once the tenant
+has had so much since then, it is overdue, and goes first. Limits never decrease from one request to the next, so the
+overdue ones are the oldest. Hence a request is overtaken by at most a quarter of what it would wait for anyway.
+"""
+
+import heapq
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Mapping
+from typing import Generic, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+OVERTAKEN = 1.25  # of the work that is held in front of a request
+ALONE = 1.5  # of that work, from which on nothing else is tried
+OVERDUE_NS = 5_000_000_000  # no request is overdue before
+
+
+class QueueEntry(NamedTuple, Generic[T]):
+    """One held request. Times are Unix ns."""
+
+    due_ns: int
+    order: int
+    id: str
+    deadline_ns: int
+    arrived_ns: int
+    lane: str
+    rank: int
+    item: T
+    tenant: str = ""
+    size: float = 1.0
+
+
+class _Limit(NamedTuple):
+    """When a request is overdue, and when it is tried alone: work that its tenant has had by then."""
+
+    entry_order: int
+    id: str
+    overdue: float
+    alone: float
+
+
+class _Tenant(Generic[T]):
+    """The requests of one tenant."""
+
+    __slots__ = ("count", "had", "heap", "held", "limits", "passed")
+
+    def __init__(self, passed: float) -> None:
+        self.heap: list[QueueEntry[T]] = []  # by due time; removed entries stay until they reach the top
+        self.limits: deque[_Limit] = deque()  # oldest first; those of removed entries stay until they are first
+        self.count = 0
+        self.held = 0.0  # work
+        self.had = 0.0
+        self.passed = passed  # work by weight
+
+    def push(self, entry: QueueEntry[T]) -> None:
+        heapq.heappush(self.heap, entry)
+        overdue, alone = self.had + OVERTAKEN * self.held, self.had + ALONE * self.held
+        if self.limits:
+            overdue, alone = max(overdue, self.limits[-1].overdue), max(alone, self.limits[-1].alone)
+        self.limits.append(_Limit(entry.order, entry.id, overdue, alone))
+        self.count += 1
+        self.held += entry.size
+
+    def first(self, count: int, waiting: Mapping[str, QueueEntry[T]], now_ns: int) -> tuple[list[QueueEntry[T]], bool]:
+        """The next requests, and whether the first of them is tried alone."""
+        found = self._overdue(count, waiting, now_ns)
+        if found and self.had > self.limits[0].alone:
+            return found[:1], True
+        taken, kept = {entry.id for entry in found}, []
+        while self.heap and len(found) < count:
+            entry = heapq.heappop(self.heap)
+            if waiting.get(entry.id) is entry:
+                kept.append(entry)
+                if entry.id not in taken:
+                    found.append(entry)
+        for entry in kept:
+            heapq.heappush(self.heap, entry)
+        return found, False
+
+    def compact(self, waiting: Mapping[str, QueueEntry[T]]) -> None:
+        """Remove what is left of removed entries, once it is more than half."""
+        if len(self.heap) > 2 * self.count + 64:
+            self.heap = [each for each in self.heap if waiting.get(each.id) is each]
+            heapq.heapify(self.heap)
+        if len(self.limits) > 2 * self.count + 64:
+            self.limits = deque(each for each in self.limits if _is_waiting(each, waiting))
+
+    def _overdue(self, count: int, waiting: Mapping[str, QueueEntry[T]], now_ns: int) -> list[QueueEntry[T]]:
+        limits = self.limits
+        while limits and not _is_waiting(limits[0], waiting):
+            limits.popleft()
+        found: list[QueueEntry[T]] = []
+        for limit in limits:
+            if len(found) == count or self.had <= limit.overdue:
+                break
+            if _is_waiting(limit, waiting):
+                entry = waiting[limit.id]
+                if now_ns - entry.arrived_ns < OVERDUE_NS:
+                    break
+                found.append(entry)
+        return found
+
+
+class ClassQueue(Generic[T]):
+    """The requests of one class in one lane.
+
+    Attributes:
+        turns: arrivals, oldest first: one per request.
+    """
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self.turns: list[int] = []
+        self._weights = weights
+        self._tenants: dict[str, _Tenant[T]] = {}
+        self._reached = 0.0  # what the tenant taken last had passed before
+        self._gone: dict[str, float] = {}  # what tenants without held requests had passed, if that is further
+
+    def push(self, entry: QueueEntry[T]) -> None:
+        insort(self.turns, entry.arrived_ns)
+        tenant = self._tenants.get(entry.tenant)
+        if tenant is None:
+            passed = max(self._gone.pop(entry.tenant, 0.0), self._reached)
+            tenant = self._tenants[entry.tenant] = _Tenant(passed)
+        tenant.push(entry)
+
+    def moved(self, entry: QueueEntry[T], waiting: Mapping[str, QueueEntry[T]]) -> None:
+        """The due time of an entry changed."""
+        tenant = self._tenants[entry.tenant]
+        heapq.heappush(tenant.heap, entry)
+        tenant.compact(waiting)
+
+    def first(self, count: int, waiting: Mapping[str, QueueEntry[T]], now_ns: int) -> tuple[list[QueueEntry[T]], bool]:
+        """The requests to try next, and whether only the first of them."""
+        by_share = sorted(self._tenants, key=lambda name: (self._tenants[name].passed, name))
+        each = max(1, count // max(1, len(by_share)))
+        found: list[QueueEntry[T]] = []
+        for name in by_share[:count]:
+            entries, alone = self._tenants[name].first(each, waiting, now_ns)
+            if alone and not found:
+                return entries, True
+            found += entries
+        return found, False
+
+    def take(self, entry: QueueEntry[T], waiting: Mapping[str, QueueEntry[T]]) -> None:
+        """A request was taken: it uses up the oldest turn, and counts for its tenant."""
+        del self.turns[0]
+        tenant = self._tenants[entry.tenant]
+        self._reached = max(self._reached, tenant.passed)
+        tenant.had += entry.size
+        tenant.passed += entry.size / self._weights.get(entry.tenant, 1.0)
+        self._drop(entry, tenant, waiting)
+
+    def remove(self, entry: QueueEntry[T], waiting: Mapping[str, QueueEntry[T]]) -> None:
+        """A request left without being taken: its own turn goes or, if that is used up, the next one."""
+        del self.turns[min(bisect_left(self.turns, entry.arrived_ns), len(self.turns) - 1)]
+        self._drop(entry, self._tenants[entry.tenant], waiting)
+
+    def _drop(self, entry: QueueEntry[T], tenant: _Tenant[T], waiting: Mapping[str, QueueEntry[T]]) -> None:
+        tenant.count -= 1
+        tenant.held -= entry.size
+        if tenant.count:
+            tenant.compact(waiting)
+            return
+        del self._tenants[entry.tenant]
+        self._gone[entry.tenant] = tenant.passed
+        if len(self._gone) > 2 * len(self._tenants) + 64:
+            self._gone = {name: passed for name, passed in self._gone.items() if passed > self._reached}
+
+
+def _is_waiting(limit: _Limit, waiting: Mapping[str, QueueEntry[T]]) -> bool:
+    entry = waiting.get(limit.id)
+    return entry is not None and entry.order == limit.entry_order
