@@ -4,9 +4,10 @@ Work is counted in prompt tokens to compute, when a request is pushed. A tenant 
 it, divided by its weight; the one that has had least is next. Who comes back from having nothing held begins with no
 less than whoever was next last. So the shares of tenants that always have something held converge to their weights.
 
-Within a tenant each request has a limit: 1.25 times the work that was held in front of it when it came. Once the tenant
-has had so much since then, it is overdue, and goes first. Limits never decrease from one request to the next, so the
-overdue ones are the oldest. Hence a request is overtaken by at most a quarter of what it would wait for anyway.
+Within a tenant each request has a limit: six times the work that was held in front of it when it came. Once the
+tenant has had so much since then, it is overdue, and goes first. Limits never decrease from one request to the next, so
+the overdue ones are the oldest. Hence every request is placed after at most six times the work that first come, first
+served would place before it. An overdue one that no target has room for is tried alone after eight times that work.
 """
 
 import heapq
@@ -17,8 +18,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-OVERTAKEN = 1.25  # of the work that is held in front of a request
-ALONE = 1.5  # of that work, from which on nothing else is tried
+OVERDUE_AFTER = 6.0  # times the work that was held in front of a request
+ALONE_AFTER = 8.0  # times that work, from which on nothing else is tried
 OVERDUE_NS = 5_000_000_000  # no request is overdue before
 
 
@@ -61,7 +62,7 @@ class _Tenant(Generic[T]):
 
     def push(self, entry: QueueEntry[T]) -> None:
         heapq.heappush(self.heap, entry)
-        overdue, alone = self.had + OVERTAKEN * self.held, self.had + ALONE * self.held
+        overdue, alone = self.had + OVERDUE_AFTER * self.held, self.had + ALONE_AFTER * self.held
         if self.limits:
             overdue, alone = max(overdue, self.limits[-1].overdue), max(alone, self.limits[-1].alone)
         self.limits.append(_Limit(entry.order, entry.id, overdue, alone))

@@ -306,7 +306,7 @@ class ClusterState:
                 self._listener.request_stranded(stranded)
 
     def _on_done(self, entry: Entry) -> None:
-        self.tracker.finish(entry.headers.get(HEADER_MSG_ID, ""))
+        self.tracker.finish(entry.headers.get(HEADER_MSG_ID, ""), time.time_ns())
         self._listener.capacity_changed()
 
     def _on_returned(self, entry: Entry) -> None:

@@ -66,6 +66,7 @@ def _score(size: RequestSize, at: Candidate, block_size: int, weights: Weights) 
         at.prefill_tokens,
         at.computing,
         at.slowness,
+        at.decode_slowness,
     )
     return target_cost(
         size,

@@ -81,8 +81,9 @@ class Load(msgspec.Struct, frozen=True, omit_defaults=True):
     active_blocks: int = 0  # prompt blocks of its active requests; cached blocks count where they were computed
     prefill_tokens: float = 0.0  # prompt tokens still to compute
     computing: int = 0  # sequences whose prompt is known not to be computed yet
-    slowness: float = 1.0  # time per token, relative to the other targets of the model
+    slowness: float = 1.0  # time per prompt token, relative to the other targets of the model
     context_blocks: int = 0  # prompt blocks of its active sequences, shared ones counted for each
+    decode_slowness: float = 1.0  # time per step, relative to the other targets of the model
 
 
 class TargetLoad:

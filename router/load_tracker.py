@@ -16,7 +16,16 @@ import msgspec
 from infra.bus.revisions import Revisions, revisions
 from router.depths import TargetId
 from router.load import ENCODE, ActiveRequest, Load, LoadState, RoutingTarget, StageLoad, TargetLoad, serves
-from router.placement.target_loads import ACTIVE, BACKLOG, COMPUTING, CONTEXT, SLOWNESS, TargetLoads, Task
+from router.placement.target_loads import (
+    ACTIVE,
+    BACKLOG,
+    COMPUTING,
+    CONTEXT,
+    DECODE_SLOWNESS,
+    SLOWNESS,
+    TargetLoads,
+    Task,
+)
 from schemas.blocks import DEFAULT_BLOCK_SIZE
 from schemas.fleet import Registration, State
 from schemas.jobs import LoadHeader, Stage
@@ -92,12 +101,11 @@ class LoadTracker:
 
     def targets(self, now_ns: int, model: str) -> list[RoutingTarget]:
         """All targets of a model with their load, sorted by worker and rank."""
-        found = []
-        for registration in self.serving(model):
-            for rank in range(registration.dp_size):
-                target_id = (registration.worker, rank)
-                found.append(RoutingTarget(target_id, registration, self.load(target_id, now_ns)))
-        return found
+        return [
+            RoutingTarget((each.worker, rank), each, self.load((each.worker, rank), now_ns))
+            for each in self.serving(model)
+            for rank in range(each.dp_size)
+        ]
 
     def stored(self, target_id: TargetId, keys: Sequence[int], now_ns: int) -> bool:
         """KV events: a target now holds these blocks. Returns whether a prompt is thereby computed."""
@@ -136,7 +144,7 @@ class LoadTracker:
             return Load(len(held.requests), held.sequences, held.blocks, held.prefill_tokens(now_ns, self.tokens_per_s))
         column = self.loads.load(row)
         if held is None:
-            return Load(slowness=column[SLOWNESS])
+            return Load(slowness=column[SLOWNESS], decode_slowness=column[DECODE_SLOWNESS])
         return Load(
             len(held.requests),
             held.sequences,
@@ -145,6 +153,7 @@ class LoadTracker:
             int(column[COMPUTING]),
             column[SLOWNESS],
             int(column[CONTEXT]),
+            column[DECODE_SLOWNESS],
         )
 
     def capacity(self, worker: str, rank: int = 0) -> int:
@@ -237,12 +246,12 @@ class LoadTracker:
             self._update(msgspec.structs.replace(old, seq=seq))
         return True
 
-    def finish(self, request: str) -> ActiveRequest | None:
-        """The terminal event of a request: every attempt is over, and none may begin."""
+    def finish(self, request: str, now_ns: int = 0) -> ActiveRequest | None:
+        """The terminal event of a request: every attempt is over. ``now_ns`` 0: nothing is learnt from it."""
         self._close(request, _ENDED)
         entry = self._requests.get(request)
         if entry is not None:
-            self._remove(entry)
+            self._remove(entry, now_ns)
         return entry
 
     def end_attempt(self, request: str, attempt: int) -> ActiveRequest | None:
@@ -423,11 +432,11 @@ class LoadTracker:
         for load in self._stage_loads[entry.request]:
             self._targets[load.target_id].requests[entry.request] = entry
 
-    def _remove(self, entry: ActiveRequest) -> None:
+    def _remove(self, entry: ActiveRequest, now_ns: int = 0) -> None:
         del self._requests[entry.request]
         self._keys.pop(entry.request, None)
         for load in self._stage_loads.pop(entry.request):
-            self.loads.end(entry.request, load.target_id)
+            self.loads.end(entry.request, load.target_id, now_ns)
             held = self._targets.get(load.target_id)
             if held is not None:  # None: a malformed route named the target twice
                 held.requests.pop(entry.request, None)

@@ -44,6 +44,7 @@ def candidate(
         load.context_blocks,
         load.computing,
         load.slowness,
+        load.decode_slowness,
     )
 
 

@@ -55,4 +55,5 @@ def _columns(target: RoutingTarget) -> Sequence[float]:
         load.prefill_tokens,
         load.computing,
         load.slowness,
+        load.decode_slowness,
     )

@@ -25,7 +25,8 @@ class Candidate(msgspec.Struct, frozen=True, omit_defaults=True):
     role: str = ""  # the stage it was scored for; "": the whole request
     context_blocks: int = 0  # prompt blocks of its sequences, shared ones counted for each
     computing: int = 0  # of ``running``, those whose prompt was not computed yet
-    slowness: float = 1.0  # learnt: time per token, relative to the model's other targets
+    slowness: float = 1.0  # learnt: time per prompt token, relative to the model's other targets
+    decode_slowness: float = 1.0  # the same per step
 
 
 class Stage(msgspec.Struct, frozen=True, omit_defaults=True):

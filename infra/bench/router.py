@@ -47,6 +47,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     encode: Annotated[int, Meta(ge=0, description="encode workers for images")] = 0
     ranks: Annotated[int, Meta(ge=1, description="attention data-parallel ranks of each worker")] = 1
     slow_workers: Annotated[int, Meta(ge=0, description="of the workers, how many run at half speed")] = 0
+    slow_decode: Annotated[int, Meta(ge=0, description="of the workers, how many decode at half speed")] = 0
     replicas: Annotated[int, Meta(ge=1, description="routers of policy kv; they see each other 5 ms late")] = 1
     blocks: Annotated[int, Meta(ge=1, description="KV blocks per rank")] = 16384
     block_size: Annotated[int, Meta(ge=2, description="tokens per block")] = 64
@@ -96,10 +97,17 @@ def fleet(settings: Settings) -> Fleet:
     if bool(settings.prefill) != bool(settings.decode):
         raise BadBench("--prefill and --decode go together")
     roles = ["prefill"] * settings.prefill + ["decode"] * settings.decode or ["aggregated"] * settings.workers
-    if settings.slow_workers > len(roles):
-        raise BadBench(f"--slow-workers {settings.slow_workers}: there are {len(roles)} workers")
+    for flag, count in (("--slow-workers", settings.slow_workers), ("--slow-decode", settings.slow_decode)):
+        if count > len(roles):
+            raise BadBench(f"{flag} {count}: there are {len(roles)} workers")
     workers = tuple(
-        WorkerSpec(role, settings.blocks, settings.ranks, 2.0 if number < settings.slow_workers else 1.0)
+        WorkerSpec(
+            role,
+            settings.blocks,
+            settings.ranks,
+            slowness=2.0 if number < settings.slow_workers else 1.0,
+            decode_slowness=2.0 if number < settings.slow_decode else 1.0,
+        )
         for number, role in enumerate(roles)
     )
     return Fleet(workers, settings.block_size, round(settings.transfer_us_per_token * 1e3), settings.encode)

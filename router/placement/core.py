@@ -137,9 +137,9 @@ class Placement:
             self.tracker.admit(request, entry.attempt, first.worker, load, now_ns=now_ns, echoed=True, handed=True)
             self._changed = True
 
-    def ended(self, request: str) -> None:
-        """A request ended; unknown requests are ignored."""
-        if self.tracker.finish(request) is not None:
+    def ended(self, request: str, now_ns: int = 0) -> None:
+        """A request ended; unknown requests are ignored. ``now_ns`` 0: unknown, no costs are learnt."""
+        if self.tracker.finish(request, now_ns) is not None:
             self._changed = True
 
     def pump(self, now_ns: int) -> Iterator[Placed]:

@@ -1,8 +1,8 @@
 """What a request costs at each target, in prompt tokens of work. Pure.
 
-    whole request   slowness · (A + 2 u + u · d / 64  +  D / 16 + 3000 w)
-    prefill stage   slowness · (A + 2 u               +  D / 16 + 3000 w)
-    decode stage    slowness · (                         D / 16 + 3000 w)
+    whole request   s · (A + 2 u + u · d / 64)  +  t · (D / 16 + 3000 w)
+    prefill stage   s · (A + 2 u)               +  t · (D / 16 + 3000 w)
+    decode stage                                   t · (D / 16 + 3000 w)
 
 u: tokens of the prompt that the target neither caches nor is about to compute for another request, at least 1; but
    those of a prefix that many prompts share are free (``shared_prefixes``)
@@ -10,7 +10,7 @@ A: tokens that it has yet to compute for other requests, which come first
 d: sequences that it is decoding, each of which u holds up
 D: prompt tokens of its active sequences, with this request; every step reads them, shared ones for each sequence
 w: sequences beyond its slots, with this request; each waits for another to end, about an answer's time per slot
-slowness: time per token relative to the other targets, learnt
+s, t: time per prompt token and per step relative to the other targets, learnt
 
 u counts twice: once for this request, once for those that come behind it. A target has room for a request if it is
 idle, or if the blocks of all its active prompts, one for the answer of each sequence included, fill at most ``FILL`` of
@@ -27,6 +27,7 @@ from router.placement.target_loads import (
     BLOCKS,
     COMPUTING,
     CONTEXT,
+    DECODE_SLOWNESS,
     LIMIT,
     SEQUENCES,
     SLOTS,
@@ -105,7 +106,7 @@ def terms(
     occupied = at[ACTIVE] + running + (prompt_blocks - lower(leading, size.blocks))
     read = at[CONTEXT] + prompt_blocks * size.sequences
     beyond = higher(0.0, running + size.sequences - at[SLOTS])
-    decode = slowness * (OCCUPANCY * block_size * read + SLOT_TOKENS * beyond)
+    decode = at[DECODE_SLOWNESS] * (OCCUPANCY * block_size * read + SLOT_TOKENS * beyond)
     scale = slowness if prefill_weight == 1.0 else prefill_weight * slowness
     prefill = scale * (at[BACKLOG] + OWN_WORK * work) + decode
     whole = prefill + scale * HELD_UP * work * (running - at[COMPUTING])

@@ -1,9 +1,13 @@
-"""How slow each target computes prompts, learnt from how long they took. No clock, no NATS.
+"""How slow each target computes prompts, or decodes, learnt from how long that took. No clock, no NATS.
 
 All targets of a model together give the time of a prompt as ``a + b · tokens``, by least squares over recent prompts.
 A target's slowness is the time that its prompts took over the time that they should have taken, relative to the median
 of the model's targets. It begins at 1, moves with ``PRIOR`` prompts, forgets after ``MEMORY`` prompts, and counts as 1
 while it is within ``NOISE`` of it: equally fast targets must not look different because of what else they had to do.
+
+Decoding is learnt in the same way, from the time between a computed prompt and the end of its request. Its tokens are
+those of the context that the target read in each step. How many tokens a request generated is not known, which is the
+same for all targets on average; what is left of it is within ``DECODE_NOISE``.
 """
 
 from statistics import median
@@ -13,6 +17,7 @@ from router.depths import TargetId
 MEMORY = 200
 PRIOR = 20
 NOISE = 0.2
+DECODE_NOISE = 0.35
 MEDIAN_EVERY = 32  # prompts of a model
 SLOWEST, FASTEST = 8.0, 0.125
 _FADE = 1 - 1 / MEMORY
@@ -47,18 +52,22 @@ class _Fit:
 class LearnedCosts:
     """Slowness by target.
 
+    Args:
+        noise: so close to 1 it counts as 1.
+
     Attributes:
         samples: prompts that were learnt from.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, noise: float = NOISE) -> None:
         self.samples = 0
+        self._noise = noise
         self._fits: dict[str, _Fit] = {}  # by model
         self._ratios: dict[str, dict[TargetId, float]] = {}  # by model: time over expected time
         self._medians: dict[str, float] = {}
         self._targets: dict[TargetId, tuple[float, float]] = {}  # seconds that prompts took, and should have taken
 
-    def computed(self, model: str, target: TargetId, tokens: int, seconds: float) -> float:
+    def computed(self, model: str, target: TargetId, tokens: float, seconds: float) -> float:
         """A target computed ``tokens`` of prompts in ``seconds``; returns its slowness from now on."""
         fit = self._fits.setdefault(model, _Fit())
         fit.add(tokens, seconds)
@@ -74,7 +83,7 @@ class LearnedCosts:
         if self.samples % MEDIAN_EVERY == 0 or model not in self._medians:
             self._medians[model] = median(ratios.values())
         slowness = min(max(ratios[target] / self._medians[model], FASTEST), SLOWEST)
-        return 1.0 if abs(slowness - 1) < NOISE else slowness
+        return 1.0 if abs(slowness - 1) < self._noise else slowness
 
     def expected(self, model: str, tokens: int, least_samples: int) -> float | None:
         """Seconds that a prompt with so many tokens to compute takes, by the mean of the model's targets.

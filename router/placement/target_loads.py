@@ -8,10 +8,12 @@ from typing import NamedTuple
 
 from router.depths import Depths, TargetId
 from router.placement.active_prefixes import ActivePrefixes
-from router.placement.learned_costs import LearnedCosts
+from router.placement.learned_costs import DECODE_NOISE, LearnedCosts
 
-COLUMNS = 10
-BLOCK_SIZE, BLOCKS, SLOTS, LIMIT, SEQUENCES, ACTIVE, CONTEXT, BACKLOG, COMPUTING, SLOWNESS = range(COLUMNS)
+COLUMNS = 11
+BLOCK_SIZE, BLOCKS, SLOTS, LIMIT, SEQUENCES, ACTIVE, CONTEXT, BACKLOG, COMPUTING, SLOWNESS, DECODE_SLOWNESS = range(
+    COLUMNS
+)
 
 
 class Task(NamedTuple):
@@ -41,7 +43,8 @@ class TargetLoads:
     Columns: BLOCK_SIZE in tokens; BLOCKS of the KV cache; SLOTS for sequences that run at once, LIMIT and number of all
     SEQUENCES; ACTIVE, distinct prompt blocks of unfinished requests; CONTEXT, the same with shared blocks counted for
     every sequence, as a decode step reads them; BACKLOG, uncached prompt tokens that are not computed yet; COMPUTING,
-    sequences whose prompt is not computed yet; SLOWNESS, time per token relative to the model's other targets.
+    sequences whose prompt is not computed yet; SLOWNESS and DECODE_SLOWNESS, time per prompt token and per
+    step relative to the model's other targets.
 
     Attributes:
         changed: rows that changed since ``LoadColumns`` read them last.
@@ -57,6 +60,8 @@ class TargetLoads:
         self._prefixes = ActivePrefixes()
         self._tasks: dict[tuple[str, TargetId], Task] = {}
         self.learned = LearnedCosts()
+        self.learned_decode = LearnedCosts(DECODE_NOISE)
+        self._decoding: dict[tuple[str, TargetId], tuple[int, float]] = {}  # since when, and how much context there was
         self._models: dict[TargetId, str] = {}
         self._computed_ns: dict[TargetId, int] = {}  # when the last prompt was computed
         self._computing: dict[TargetId, dict[int, dict[str, Task]]] = {}  # by last key of the prompt and request
@@ -92,7 +97,7 @@ class TargetLoads:
             if row == len(self._values):
                 self._values.append([])
             self._values[row] = [0.0] * COLUMNS
-            self._values[row][SLOWNESS] = 1.0
+            self._values[row][SLOWNESS] = self._values[row][DECODE_SLOWNESS] = 1.0
         values = self._values[row]
         values[BLOCK_SIZE], values[BLOCKS], values[SLOTS], values[LIMIT] = block_size, blocks, slots, limit
         self.changed.add(row)
@@ -109,10 +114,12 @@ class TargetLoads:
         lost = [task for (_, at), task in self._tasks.items() if at == target]
         for task in lost:
             del self._tasks[task.request, target]
+            self._decoding.pop((task.request, target), None)
         self._computing.pop(target, None)
         self._models.pop(target, None)
         self._computed_ns.pop(target, None)
         self.learned.forget(target)
+        self.learned_decode.forget(target)
         self._prefixes.forget(target)
         return lost
 
@@ -131,6 +138,8 @@ class TargetLoads:
         values[CONTEXT] += task.context * task.sequences
         values[ACTIVE] += self._prefixes.add(task.target, task.keys) if task.keys else task.blocks
         if task.uncached_tokens < values[BLOCK_SIZE] or not task.keys:
+            if not task.uncached_tokens:
+                self._decodes(task, task.at_ns)
             return False
         self._computing.setdefault(task.target, {}).setdefault(task.keys[-1], {})[task.request] = task
         values[BACKLOG] += task.uncached_tokens
@@ -168,17 +177,27 @@ class TargetLoads:
             row = self._rows[target]
             self._values[row][SLOWNESS] = slowness
             self.changed.add(row)
+        for task in done:
+            self._decodes(task, now_ns)
         self._computed_ns[target] = now_ns
         return done
 
-    def end(self, request: str, target: TargetId) -> Task | None:
-        """A request ended, or left for its next stage."""
+    def end(self, request: str, target: TargetId, now_ns: int = 0) -> Task | None:
+        """A request ended, or left for its next stage.
+
+        Args:
+            now_ns: 0: unknown, or it was not served to its end; nothing is learnt from it.
+        """
         task = self._tasks.pop((request, target), None)
         if task is None:
             return None
         self._computed(task)
         row = self._rows[target]
         values = self._values[row]
+        since_ns, context = self._decoding.pop((request, target), (0, 0.0))
+        if 0 < since_ns < now_ns:
+            seconds = (now_ns - since_ns) / 1e9
+            values[DECODE_SLOWNESS] = self.learned_decode.computed(self._models[target], target, context, seconds)
         values[SEQUENCES] -= task.sequences
         values[CONTEXT] -= task.context * task.sequences
         values[ACTIVE] -= self._prefixes.remove(target, task.keys) if task.keys else task.blocks
@@ -192,6 +211,12 @@ class TargetLoads:
     def sweep(self, limit: int) -> bool:
         """As ``ActivePrefixes.sweep``."""
         return self._prefixes.sweep(limit)
+
+    def _decodes(self, task: Task, now_ns: int) -> None:
+        """A request's prompt is computed, so that its tokens come from now on."""
+        if now_ns:
+            values = self._values[self._rows[task.target]]
+            self._decoding[task.request, task.target] = now_ns, values[CONTEXT] * values[BLOCK_SIZE]
 
     def _computed(self, task: Task) -> None:
         among = self._computing.get(task.target, {})

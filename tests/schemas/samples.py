@@ -153,7 +153,7 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
             JOB,
             decision=msgspec.structs.replace(
                 JOB.decision,
-                candidates=(jobs.Candidate("w-a", 2, 10, 500, 3, 8, 1.5, "", 1, "", 12, 1, 2.0),),
+                candidates=(jobs.Candidate("w-a", 2, 10, 500, 3, 8, 1.5, "", 1, "", 12, 1, 2.0, 1.5),),
             ),
             inputs=jobs.DecisionInputs(1, 2, 3, 4, 5, 64),
         ),

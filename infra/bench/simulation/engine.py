@@ -83,6 +83,7 @@ class Engine:
     Args:
         holds: blocks of ended sequences stay in use until ``release`` (a prefill worker).
         slowness: factor on the duration of every pass; 2 is half the speed.
+        decode_slowness: a further factor on its decode part.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Engine:
         max_batched_tokens: int = MAX_BATCHED_TOKENS,
         holds: bool = False,
         slowness: float = 1.0,
+        decode_slowness: float = 1.0,
     ) -> None:
         self.cache = BlockCache(blocks)
         self.block_size = block_size
@@ -102,6 +104,7 @@ class Engine:
         self._max_batched_tokens = max_batched_tokens
         self._holds = holds
         self._slowness = slowness
+        self._decode_slowness = slowness * decode_slowness
         self._pool_tokens = blocks * block_size
         self._waiting: deque[EngineSequence] = deque()
         self._handing: deque[tuple[EngineSequence, Callable[[], None]]] = deque()
@@ -192,14 +195,15 @@ class Engine:
             if tokens or admitted or preempted:
                 return self.form()  # tokens computed again after a preemption cost no time alone
             return [0] if self._rejected else []
-        duration = self._scaled(work.duration_ns())
+        duration = _scaled(work.duration_ns(), self._slowness)
         if not decoding:
             return [duration]
         if admitted or preempted or tokens or (self._waiting and self.takes_more):
             self._blocked = False
-            return [duration + self._scaled(decode_ns(context, self._pool_tokens))]
+            return [duration + _scaled(decode_ns(context, self._pool_tokens), self._decode_slowness)]
         durations = decode_run_ns(context, decoding, self._pool_tokens, self._equal_passes())
-        return durations if self._slowness == 1.0 else [self._scaled(each) for each in durations]
+        slowness = self._decode_slowness
+        return durations if slowness == 1.0 else [_scaled(each, slowness) for each in durations]
 
     def finish(self, passes: int) -> Outcome:
         """The first ``passes`` of the run that ``form`` returned are over."""
@@ -347,9 +351,6 @@ class Engine:
             passes += 1
         return passes
 
-    def _scaled(self, duration_ns: int) -> int:
-        return duration_ns if self._slowness == 1.0 else round(duration_ns * self._slowness)
-
 
 @dataclass(slots=True)
 class _PrefillWork:
@@ -370,3 +371,7 @@ class _PrefillWork:
         if not self.sequences:
             return 0
         return prefill_ns(self.sequences, self.total // self.sequences, self.before // self.sequences)
+
+
+def _scaled(duration_ns: int, factor: float) -> int:
+    return duration_ns if factor == 1.0 else round(duration_ns * factor)

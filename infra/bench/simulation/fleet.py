@@ -68,6 +68,7 @@ class _Worker:
                 max_sequences=spec.max_sequences,
                 holds=spec.role == "prefill",
                 slowness=spec.slowness,
+                decode_slowness=spec.decode_slowness,
             )
             for _ in range(spec.ranks)
         ]

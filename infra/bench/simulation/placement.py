@@ -86,7 +86,7 @@ class PlacementPolicy:
     def finished(self, request: Request, now_ns: int) -> None:
         self._encoders.finished(request)
         for router in self._cores:
-            router.ended(str(request.index))
+            router.ended(str(request.index), now_ns)
 
     def _placement(self, router: core.Placement, placed: core.Placed, now_ns: int) -> Placement:
         if len(self._cores) > 1:

@@ -19,12 +19,14 @@ class WorkerSpec:
         blocks: KV blocks of each rank.
         ranks: attention data-parallel ranks, each a target of its own; their passes run in step.
         slowness: factor on the duration of each pass.
+        decode_slowness: a further one on its decode part.
     """
 
     role: str = "aggregated"
     blocks: int = 16384
     ranks: int = 1
     slowness: float = 1.0
+    decode_slowness: float = 1.0
     max_sequences: int = MAX_SEQUENCES
 
 

@@ -17,7 +17,16 @@ from router.placement.aggregated import HeldRequest
 from router.placement.arrays.columns import Column, LoadColumns, Rows
 from router.placement.arrays.costs import Costs, RequestSizes, costs
 from router.placement.arrays.pool import IDLE, Pool, Pools
-from router.placement.target_loads import ACTIVE, BACKLOG, COMPUTING, CONTEXT, SEQUENCES, SLOTS, SLOWNESS
+from router.placement.target_loads import (
+    ACTIVE,
+    BACKLOG,
+    COMPUTING,
+    CONTEXT,
+    DECODE_SLOWNESS,
+    SEQUENCES,
+    SLOTS,
+    SLOWNESS,
+)
 from router.routing import PATIENCE_S, TIE, RoutingDecision, RoutingRequest, Weights, draw
 from router.score_table import STORED_CANDIDATES
 from router.scoring import size_of
@@ -159,6 +168,7 @@ class _ScoreTable(NamedTuple):
             counts[CONTEXT],
             counts[COMPUTING],
             values[SLOWNESS].tolist(),
+            values[DECODE_SLOWNESS].tolist(),
             strict=True,
         )
         return tuple(

@@ -77,8 +77,9 @@ def test_a_plot_without_matplotlib_names_the_extra(
 def test_a_fleet_has_the_roles_ranks_and_speeds_of_its_flags() -> None:
     pairs = fleet(Settings(prefill=2, decode=1, blocks=100))
     assert [worker.role for worker in pairs.workers] == ["prefill", "prefill", "decode"]
-    slow = fleet(Settings(workers=3, ranks=2, slow_workers=1))
+    slow = fleet(Settings(workers=3, ranks=2, slow_workers=1, slow_decode=2))
     assert [worker.slowness for worker in slow.workers] == [2.0, 1.0, 1.0]
+    assert [worker.decode_slowness for worker in slow.workers] == [2.0, 2.0, 1.0]
     assert len(slow.targets) == 6
     with pytest.raises(BadBench):
         fleet(Settings(decode=1))

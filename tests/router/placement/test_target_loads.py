@@ -1,7 +1,7 @@
 """What targets have to do, and what it costs."""
 
 from router.placement.cost import SLOT_TOKENS, RequestSize, target_cost
-from router.placement.target_loads import ACTIVE, CONTEXT, TargetLoads, Task
+from router.placement.target_loads import ACTIVE, CONTEXT, DECODE_SLOWNESS, SLOWNESS, TargetLoads, Task
 
 
 def test_a_step_reads_shared_blocks_once_for_every_sequence_and_memory_holds_them_once() -> None:
@@ -19,5 +19,36 @@ def test_a_step_reads_shared_blocks_once_for_every_sequence_and_memory_holds_the
 
 def test_a_target_without_a_free_slot_costs_the_wait_for_one() -> None:
     size = RequestSize(320, 10, 1)
-    free, taken = ([32, 1000, slots, 20, 8, 0, 0, 0, 0, 1.0] for slots in (9, 8))
+    free, taken = ([32, 1000, slots, 20, 8, 0, 0, 0, 0, 1.0, 1.0] for slots in (9, 8))
     assert target_cost(size, 0, 0, taken).whole - target_cost(size, 0, 0, free).whole == SLOT_TOKENS
+
+
+def test_a_target_that_decodes_at_half_speed_costs_more_for_what_it_decodes_only() -> None:
+    """Learnt from how long requests took between their computed prompt and their end."""
+    loads, second = TargetLoads(), 1_000_000_000
+    for name in "abcd":
+        loads.put((name, 0), block_size=32, blocks=1000, slots=4, limit=8)
+    now = second
+    for number in range(400):
+        name = "abcd"[number % 4]
+        keys = list(range(10 * number, 10 * number + 10))
+        loads.add(Task(f"r{number}", (name, 0), keys, 10, 320, context=10, at_ns=now))
+        loads.stored((name, 0), keys, now + second // 20)
+        loads.end(f"r{number}", (name, 0), now + second // 20 + (2 if name == "a" else 1) * second)
+        now += 5 * second
+    slow, fast = loads.load(0), loads.load(1)
+    assert 1.7 < slow[DECODE_SLOWNESS] < 2.3
+    assert (slow[SLOWNESS], fast[SLOWNESS], fast[DECODE_SLOWNESS]) == (1.0, 1.0, 1.0)
+    slow_cost, fast_cost = (target_cost(RequestSize(320, 10, 1), 0, 0, at) for at in (slow, fast))
+    assert slow_cost.decode > 1.7 * fast_cost.decode
+    assert slow_cost.whole - slow_cost.decode == fast_cost.whole - fast_cost.decode
+
+
+def test_nothing_is_learnt_of_a_request_that_was_not_served_to_its_end() -> None:
+    loads = TargetLoads()
+    loads.put(("w", 0), block_size=32, blocks=1000, slots=4, limit=8)
+    loads.add(Task("r", ("w", 0), [1, 2], 2, 64, context=2, at_ns=1))
+    loads.stored(("w", 0), [1, 2], 10)
+    loads.end("r", ("w", 0))
+    assert loads.learned_decode.samples == 0
+    assert not loads._decoding

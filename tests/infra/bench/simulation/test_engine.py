@@ -157,8 +157,8 @@ def test_a_preempted_sequence_ends_and_every_block_is_free_or_cached() -> None:
 
 
 def test_half_the_speed_takes_twice_the_time() -> None:
-    def total(slowness: float) -> int:
-        engine = Engine(1000, 64, slowness=slowness)
+    def total(slowness: float, decode_slowness: float = 1.0) -> int:
+        engine = Engine(1000, 64, slowness=slowness, decode_slowness=decode_slowness)
         engine.add(EngineSequence(0, 5000, 100, list(range(78))))
         ns = 0
         while engine.has_work:
@@ -168,3 +168,4 @@ def test_half_the_speed_takes_twice_the_time() -> None:
         return ns
 
     assert abs(total(2.0) - 2 * total(1.0)) <= 200
+    assert total(1.0) < total(1.0, 2.0) < total(2.0)
