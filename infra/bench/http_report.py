@@ -6,6 +6,7 @@ from msgspec import Struct
 from rich.table import Table
 
 from infra.bench.answers import Tally
+from infra.quantile import quantile
 from infra.terminal import stdout
 
 _BUSY = 0.85  # share of a core from which the generator is itself the limit
@@ -47,12 +48,12 @@ def figures(concurrency: int, seconds: float, tally: Tally, spent: Mapping[str, 
         errors=dict(tally.errors),
         requests_per_s=round(tally.requests / seconds, 1),
         tokens_per_s=round(tally.tokens / seconds, 1),
-        ttft_p50_ms=percentile(first, 0.5) * 1e3,
-        ttft_p99_ms=percentile(first, 0.99) * 1e3,
-        itl_p50_ms=percentile(between, 0.5) * 1e3,
-        itl_p99_ms=percentile(between, 0.99) * 1e3,
-        latency_p50_ms=percentile(total, 0.5) * 1e3,
-        latency_p99_ms=percentile(total, 0.99) * 1e3,
+        ttft_p50_ms=quantile(first, 0.5, 0.0) * 1e3,
+        ttft_p99_ms=quantile(first, 0.99, 0.0) * 1e3,
+        itl_p50_ms=quantile(between, 0.5, 0.0) * 1e3,
+        itl_p99_ms=quantile(between, 0.99, 0.0) * 1e3,
+        latency_p50_ms=quantile(total, 0.5, 0.0) * 1e3,
+        latency_p99_ms=quantile(total, 0.99, 0.0) * 1e3,
         tokens_per_event=round(tally.tokens / max(1, tally.events), 3),
         cpu_us_per_token={name: round(cpu / tokens * 1e6, 2) for name, cpu in spent.items()},
         total_cpu_us_per_token=round(sum(spent.values()) / tokens * 1e6, 2),
@@ -60,11 +61,6 @@ def figures(concurrency: int, seconds: float, tally: Tally, spent: Mapping[str, 
         own_cpu_us_per_token=round(own_s / tokens * 1e6, 2),
         own_cpu_share=round(own_s / seconds, 3),
     )
-
-
-def percentile(ordered: list[float], share: float) -> float:
-    """Nearest rank; 0.0 of nothing."""
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
 def report(stages: list[Stage], processes: Mapping[str, int]) -> None:

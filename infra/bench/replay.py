@@ -5,6 +5,7 @@ realistic timing: ``penstock up --engine mock --mock-speedup 1 --router-mode kv`
 """
 
 import asyncio
+import math
 import random
 import sys
 import time
@@ -20,10 +21,10 @@ from rich.table import Table
 
 from gateway.client import Client, PenstockError
 from infra.bench.plots import PlotsMissing, plot_prefix_ratios
-from infra.bench.simulation.figures import quantile
 from infra.bench.simulation.trace import Multipliers, Row, Trace, TraceError, multiplied, read
 from infra.bench.simulation.workloads import WORKLOADS, generate
 from infra.launch.state import State, read_state
+from infra.quantile import quantile
 from infra.terminal import stdout
 
 _FIRST_TOKEN = 16  # ids below may be special
@@ -284,8 +285,8 @@ def figures(deployment: str, label: str, answers: Sequence[Answered], failed: in
         failed,
         sum(each.cached_tokens for each in answers) / sum(each.prompt_tokens for each in answers),
         sum(ttft) / count,
-        quantile(ttft, 0.5),
-        quantile(ttft, 0.99),
+        quantile(ttft, 0.5, math.nan),
+        quantile(ttft, 0.99, math.nan),
         ttft[-1],
         sum(each.last - each.sent for each in answers) * 1e3 / count,
         sum(each.last - each.first for each in answers) * 1e3 / max(1, gaps),

@@ -16,6 +16,7 @@ from infra.broker.retention import StreamUse
 from infra.bus.connection import Bus
 from infra.bus.direct_get import get_last, read
 from infra.operate.workers import registrations
+from infra.quantile import quantile
 from infra.timeline.find_requests import of_entry
 from schemas.errors import Code, ServingError
 from schemas.fleet import Registration
@@ -202,10 +203,10 @@ def rates(counts: Sequence[Count], recent: Sequence[RequestSummary]) -> Rates:
         sum(each.state == FAILED for each in recent) / len(recent) if recent else None,
         ended_per_s * tokens,
         hit_rate(recent),
-        quantile(ttfts, 0.5),
-        quantile(ttfts, 0.95),
-        quantile(durations, 0.5),
-        quantile(durations, 0.95),
+        quantile(ttfts, 0.5, None),
+        quantile(ttfts, 0.95, None),
+        quantile(durations, 0.5, None),
+        quantile(durations, 0.95, None),
     )
 
 
@@ -216,8 +217,3 @@ def hit_rate(recent: Iterable[RequestSummary]) -> float | None:
         prompt += each.prompt_tokens
         cached += each.cached_tokens
     return cached / prompt if prompt else None
-
-
-def quantile(ordered: Sequence[float], share: float) -> float | None:
-    """The value below which ``share`` of the ordered values are (nearest rank); None: there are none."""
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None

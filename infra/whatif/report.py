@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from infra.operate.observe import quantile
+from infra.quantile import quantile
 from infra.whatif.change import Choice, Redecided
 
 
@@ -85,8 +85,8 @@ def _placement(choices: Iterable[tuple[Choice, int]]) -> Placement:
     return Placement(
         len(ahead),
         cached / prompt if prompt else 0.0,
-        quantile(ahead, 0.5),
-        quantile(ahead, 0.95),
+        quantile(ahead, 0.5, None),
+        quantile(ahead, 0.95, None),
         max(work.values()) / mean if mean else 1.0,
         dict(sorted(requests.items())),
     )
@@ -98,4 +98,4 @@ def ms_per_token(measured: Iterable[tuple[float, float]]) -> float | None:
     Args:
         measured: (ms from the decision to the first token, tokens of work ahead).
     """
-    return quantile(sorted(ms / ahead for ms, ahead in measured if ahead > 0), 0.5)
+    return quantile(sorted(ms / ahead for ms, ahead in measured if ahead > 0), 0.5, None)

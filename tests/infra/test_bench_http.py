@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from infra.bench.answers import Connection, Tally
 from infra.bench.cpu import cpu_seconds
 from infra.bench.http import BenchFailed, Requests, Settings, Target, _measure, _target
-from infra.bench.http_report import Stage, figures, percentile
+from infra.bench.http_report import Stage, figures
 from infra.launch.state import Running, State, write_state
 
 TOKENS = 4
@@ -250,13 +250,6 @@ def test_figures_divide_cpu_by_tokens() -> None:
     assert stage.cpu_us_per_token == {"a": 10.0, "b": 20.0}
     assert (stage.total_cpu_us_per_token, stage.cpu_ms_per_request, stage.own_cpu_share) == (30.0, 15.0, 0.25)
     assert msgspec.json.decode(msgspec.json.encode(stage))["latency_p99_ms"] == 300.0
-
-
-@given(st.lists(st.floats(min_value=0, max_value=1e6), min_size=1), st.floats(min_value=0, max_value=1))
-def test_a_percentile_is_one_of_the_values_with_enough_below_it(values: list[float], share: float) -> None:
-    found = percentile(sorted(values), share)
-    assert found in values
-    assert sum(value <= found for value in values) >= share * len(values)
 
 
 def test_cpu_time_grows_with_work() -> None:

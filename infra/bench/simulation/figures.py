@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from infra.bench.simulation.fleet import Result, Served
 from infra.bench.simulation.policy import Fleet, Target
+from infra.quantile import quantile
 
 # Two-sided 95 % quantiles of Student's t by degrees of freedom; the last one holds beyond.
 _T95 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.16, 2.145, 2.131, 2.12)
@@ -60,8 +61,8 @@ def figures(fleet: Fleet, result: Result) -> Figures:
         unfinished=len(result.served) - len(done),
         hit_rate=sum(served.cached_tokens for served in done) / sum(served.request.prompt_tokens for served in done),
         ttft_mean=statistics.fmean(ttft),
-        ttft_p50=quantile(ttft, 0.5),
-        ttft_p99=quantile(ttft, 0.99),
+        ttft_p50=quantile(ttft, 0.5, math.nan),
+        ttft_p99=quantile(ttft, 0.99, math.nan),
         ttft_max=ttft[-1],
         e2e_mean=statistics.fmean((served.last_ns - served.request.arrival_ns) / 1e6 for served in done),
         itl_mean=sum(served.last_ns - served.first_ns for served in done) / 1e6 / max(1, gaps),
@@ -70,10 +71,6 @@ def figures(fleet: Fleet, result: Result) -> Figures:
         served=_imbalance(fleet, done, lambda served: served.request.prompt_tokens),
         preemptions=result.preemptions,
     )
-
-
-def quantile(ordered: Sequence[float], share: float) -> float:
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> Interval:

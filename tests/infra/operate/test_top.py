@@ -11,7 +11,7 @@ from rich.console import Console
 
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
-from infra.operate.observe import Count, Observer, hit_rate, quantile, rates, workers
+from infra.operate.observe import Count, Observer, hit_rate, rates, workers
 from infra.operate.top import bar, picture, run
 from schemas import wire
 from schemas.fleet import Load, Registration
@@ -53,10 +53,6 @@ def test_nothing_ended_means_that_times_and_shares_are_unknown() -> None:
 
 def test_a_hit_rate_counts_tokens_not_requests() -> None:
     assert hit_rate([summary(prompt=900, cached=900), summary(prompt=100)]) == 0.9
-
-
-def test_quantiles_are_of_the_nearest_rank() -> None:
-    assert [quantile([1.0, 2.0, 3.0, 4.0], share) for share in (0.0, 0.5, 0.95, 1.0)] == [1.0, 3.0, 4.0, 4.0]
 
 
 def test_workers_share_the_output_by_what_they_finished() -> None:
