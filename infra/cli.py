@@ -37,7 +37,7 @@ COMMANDS = {
     "up": Command(
         "run a whole deployment on this machine: broker, router, workers, gateway",
         "infra.launch.main:run",
-        "UpSettings",
+        "configs.up_settings:UpSettings",
     ),
     "nats": Command("run the embedded broker alone", "infra.broker.main:run", "NatsSettings"),
     "streams apply": Command(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import structlog
 
-from configs.settings import UpSettings
+from configs.up_settings import UpSettings
 from infra.broker.datadir import Lock
 from infra.broker.disk import DiskWatch
 from infra.broker.main import apply_at, connect_operator

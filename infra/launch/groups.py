@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from configs.settings import UpSettings, WorkerSettings
+from configs.settings import WorkerSettings
+from configs.up_settings import UpSettings
 from infra.engine_args import compatibility
 from infra.engine_args.tree import BadArguments, Tree, decode, merge, parse_json
 from infra.model import modeldir

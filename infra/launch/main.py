@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from configs.logs import setup
-from configs.settings import UpSettings
+from configs.up_settings import UpSettings
 from infra.broker.binary import NoServerBinary
 from infra.broker.datadir import DataDirBusy, DataDirUnusable
 from infra.broker.jetstream_api import BrokerProblem

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.flags import PREFIX, flags_of, to_argv, to_environ
-from configs.settings import Common, GatewaySettings, RouterSettings, TraceSettings, UpSettings, WorkerSettings
+from configs.settings import Common, GatewaySettings, RouterSettings, TraceSettings, WorkerSettings
+from configs.up_settings import UpSettings
 from infra.launch.groups import Fleet, assign
 
 SECRET = ("nats_url", "sys_nats_url")  # with passwords: passed in the environment, which ps hides from other users

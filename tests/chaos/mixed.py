@@ -35,7 +35,7 @@ def _become(role: str, flags: list[str]) -> NoReturn:
 
 def _supervise(flags: Sequence[str]) -> int:
     from configs.flags import parse
-    from configs.settings import UpSettings
+    from configs.up_settings import UpSettings
     from infra.launch.main import run
 
     settings = parse(UpSettings, flags, prog="penstock up")

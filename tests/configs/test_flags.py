@@ -9,15 +9,8 @@ from hypothesis import strategies as st
 from msgspec import Meta, Struct
 
 from configs.flags import flags_of, parse, to_argv, to_environ
-from configs.settings import (
-    GatewaySettings,
-    NatsSettings,
-    RouterSettings,
-    SameAs,
-    TraceSettings,
-    UpSettings,
-    WorkerSettings,
-)
+from configs.settings import GatewaySettings, NatsSettings, RouterSettings, SameAs, TraceSettings, WorkerSettings
+from configs.up_settings import UpSettings
 
 
 class Example(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

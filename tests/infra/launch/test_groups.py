@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.flags import flags_of
-from configs.settings import GatewaySettings, RouterSettings, UpSettings, WorkerSettings
+from configs.settings import GatewaySettings, RouterSettings, WorkerSettings
+from configs.up_settings import UpSettings
 from infra.engine_args.tree import BadArguments, parse_yaml
 from infra.launch.deployment import read_args
 from infra.launch.groups import Fleet, Group, PlanError, assign, fleet_of, gpus_of

@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.flags import parse
-from configs.settings import GatewaySettings, RouterSettings, TraceSettings, UpSettings, WorkerSettings
+from configs.settings import GatewaySettings, RouterSettings, TraceSettings, WorkerSettings
+from configs.up_settings import UpSettings
 from infra.broker.datadir import DataDirBusy
 from infra.launch.deployment import Deployment, UpFailed
 from infra.launch.groups import fleet_of
@@ -205,7 +206,8 @@ async def test_one_deployment_per_data_directory(tmp_path: Path) -> None:
 
 async def test_children_die_with_a_killed_supervisor(tmp_path: Path) -> None:
     code = (
-        "import sys, asyncio; from infra.launch.deployment import Deployment; from configs.settings import UpSettings;"
+        "import sys, asyncio; from infra.launch.deployment import Deployment;"
+        "from configs.up_settings import UpSettings;"
         "from tests.infra.launch.test_up import fake;"
         "asyncio.run(Deployment(UpSettings(data_dir=sys.argv[1], http_port=0), command=fake).run())"
     )

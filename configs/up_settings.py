@@ -1,0 +1,138 @@
+"""The settings of ``penstock up``: its own, and those of its processes that it passes on."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from configs.settings import (
+    CONFIG_FILE,
+    Common,
+    Durability,
+    GatewaySettings,
+    NatsSettings,
+    Positive,
+    Quantization,
+    RouterMode,
+    RouterSettings,
+    SameAs,
+    Seconds,
+    WorkerSettings,
+    about,
+)
+from schemas.parser_names import ReasoningParser, ToolCallParser
+
+_GATEWAY, _ROUTER, _WORKER, _NATS = GatewaySettings(), RouterSettings(), WorkerSettings(), NatsSettings()
+_OF_GATEWAY, _OF_ROUTER, _OF_WORKER = SameAs(GatewaySettings), SameAs(RouterSettings), SameAs(WorkerSettings)
+_OF_NATS, _OF_ALL = SameAs(NatsSettings), SameAs(Common)
+
+
+class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``penstock up``: its own settings, and those of its processes that it passes on."""
+
+    config: Annotated[
+        str, about(f"YAML file of these settings, named as the flags; flags win; default: {CONFIG_FILE}, if it exists")
+    ] = ""
+    model: Annotated[
+        str, about("model directory or Hugging Face id; default: the demo model, or a tiny one for the mock engine")
+    ] = ""
+    served_model_name: Annotated[str, _OF_WORKER] = _WORKER.served_model_name
+    engine: Annotated[
+        Literal["auto", "native", "mock", "trtllm", "vllm"], about("inference engine; auto: the recipe's, else native")
+    ] = "auto"
+    recipe: Annotated[str, about("recipe for model, roles and engine arguments; `penstock recipe list` names them")] = (
+        ""
+    )
+    workers: Annotated[
+        int,
+        Meta(ge=-1, description="aggregated workers; -1: one, or none if --prefill, --decode or --diffusion suffice"),
+    ] = -1
+    prefill: Annotated[int, Meta(ge=0, description="prefill workers, which compute prompts and hand off the KV")] = 0
+    decode: Annotated[
+        int, Meta(ge=0, description="decode workers, which generate from handed-off KV, and run short prompts alone")
+    ] = 0
+    encode: Annotated[int, Meta(ge=0, description="encode workers, which turn images into embeddings")] = 0
+    diffusion: Annotated[int, Meta(ge=0, description="diffusion workers, which make images or videos")] = 0
+    diffusion_model: Annotated[str, about("diffusers directory or Hugging Face id for the diffusion workers")] = ""
+    diffusion_served_name: Annotated[str, about("its name for clients; default: the directory's name")] = ""
+    diffusion_engine: Annotated[
+        Literal["native", "trtllm"], about("engine of the diffusion workers; native: diffusers")
+    ] = "native"
+    gpus: Annotated[
+        tuple[str, ...],
+        about("GPUs to assign to workers, in order; default: CUDA_VISIBLE_DEVICES, else all; none: assign none"),
+    ] = ()
+    tensor_parallel_size: Annotated[int, _OF_WORKER] = _WORKER.tensor_parallel_size
+    max_model_len: Annotated[int, _OF_WORKER] = _WORKER.max_model_len
+    extra_engine_args: Annotated[str, _OF_WORKER] = _WORKER.extra_engine_args
+    prefill_engine_args: Annotated[str, about("trtllm, vllm: --extra-engine-args of the prefill workers")] = ""
+    decode_engine_args: Annotated[str, about("trtllm, vllm: --extra-engine-args of the decode workers")] = ""
+    encode_engine_args: Annotated[str, about("trtllm: --extra-engine-args of the encode workers")] = ""
+    override_engine_args: Annotated[str, _OF_WORKER] = _WORKER.override_engine_args
+    logits_processor: Annotated[tuple[str, ...], _OF_WORKER] = _WORKER.logits_processor
+    default_logits_processors: Annotated[str, _OF_WORKER] = _WORKER.default_logits_processors
+    gateways: Annotated[
+        Positive, about("gateway processes, which share --http-port; the ports after it are one gateway's each")
+    ] = 1
+    routers: Annotated[Positive, about("router processes")] = 1
+    router_mode: Annotated[RouterMode, about("how a worker is chosen; kv: by cached blocks and load")] = _ROUTER.mode
+    http_host: Annotated[str, _OF_GATEWAY] = _GATEWAY.http_host
+    http_port: Annotated[int, _OF_GATEWAY] = _GATEWAY.http_port
+    metrics_port: Annotated[
+        int,
+        Meta(
+            ge=-1,
+            le=65535,
+            description="first port of Prometheus metrics, one per worker and router; 0: any free ports; -1: none",
+        ),
+    ] = 0
+    dashboard_port: Annotated[
+        int,
+        Meta(
+            ge=-1,
+            le=65535,
+            description="port of the dashboard on loopback, or any free one if it is taken; 0: any free one; -1: none",
+        ),
+    ] = 8480
+    data_dir: Annotated[str, about("folder of the store, passwords, logs and state.json")] = _NATS.data_dir
+    nats_url: Annotated[
+        str, about("URLs of a broker to use, comma-separated, with the operator's credentials; default: start one")
+    ] = ""
+    nats_port: Annotated[
+        int, Meta(ge=0, le=65535, description="port of the embedded broker on loopback; 0: the last one, or any free")
+    ] = 0
+    durability: Annotated[Durability, _OF_NATS] = _NATS.durability
+    record: Annotated[bool, _OF_NATS] = _NATS.record
+    namespace: Annotated[str, _OF_NATS] = _NATS.namespace
+    chat_template: Annotated[str, _OF_GATEWAY] = _GATEWAY.chat_template
+    reasoning_parser: Annotated[ReasoningParser, _OF_WORKER] = _WORKER.reasoning_parser
+    tool_call_parser: Annotated[ToolCallParser, _OF_WORKER] = _WORKER.tool_call_parser
+    block_size: Annotated[int, _OF_WORKER] = _WORKER.block_size
+    kv_blocks: Annotated[int, _OF_WORKER] = _WORKER.kv_blocks
+    quantization: Annotated[Quantization, _OF_WORKER] = _WORKER.quantization
+    speculative_model: Annotated[str, _OF_WORKER] = _WORKER.speculative_model
+    num_speculative_tokens: Annotated[int, _OF_WORKER] = _WORKER.num_speculative_tokens
+    batch_invariant: Annotated[bool, _OF_WORKER] = _WORKER.batch_invariant
+    max_running: Annotated[int, _OF_WORKER] = _WORKER.max_running
+    max_queue: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_queue
+    list_requests: Annotated[bool, _OF_GATEWAY] = _GATEWAY.list_requests
+    max_media_bytes: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_media_bytes
+    max_image_pixels: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_image_pixels
+    max_images: Annotated[int, _OF_GATEWAY] = _GATEWAY.max_images
+    media_timeout_s: Annotated[float, _OF_GATEWAY] = _GATEWAY.media_timeout_s
+    allowed_local_media_path: Annotated[str, _OF_GATEWAY] = _GATEWAY.allowed_local_media_path
+    allow_private_media_addresses: Annotated[bool, _OF_GATEWAY] = _GATEWAY.allow_private_media_addresses
+    mock_speedup: Annotated[float, _OF_WORKER] = _WORKER.mock_speedup
+    play: Annotated[str, _OF_WORKER] = _WORKER.play
+    threads: Annotated[int, Meta(ge=0, description="CPU threads per native worker; 0: free cores / workers")] = 0
+    handoff_lease_s: Annotated[float, _OF_WORKER] = _WORKER.handoff_lease_s
+    local_prefill_tokens: Annotated[int, _OF_ROUTER] = _ROUTER.local_prefill_tokens
+    log_format: Annotated[Literal["auto", "text", "json"], _OF_ALL] = "auto"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], _OF_ALL] = "info"
+    ready_s: Annotated[
+        float,
+        Meta(ge=0, description="seconds to wait for readiness; 0: 120, or 3600 with trtllm, vllm or diffusion"),
+    ] = 0.0
+    drain_s: Annotated[Seconds, about("seconds that open requests may take to finish after Ctrl-C or SIGTERM")] = 30.0
+    otlp_endpoint: Annotated[
+        str, about("OTLP URL: trace every request and send the spans there, such as http://127.0.0.1:4318/v1/traces")
+    ] = ""
