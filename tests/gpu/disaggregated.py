@@ -129,7 +129,7 @@ def rows(asked: argparse.Namespace, layout: str) -> dict[str, Any]:
               f"{one['second_ms']:.1f} ms; {one['reads']:.0f} reads, each {one['read_ms']:.2f} ms, "
               f"{one['gb_per_s']:.0f} GB/s, {one['failures']:.0f} failed", flush=True)  # fmt: skip
         for streams in asked.streams:
-            for long in (0, asked.long):
+            for long in (0, asked.long) if asked.pure else (asked.long,):
                 each = found["mixed"][f"{streams}+{long}"] = mixed(asked, state, data, streams, long)
                 for name, stage in each.items():
                     print(f"| {layout} | {streams} + {long} | {name} | {stage['tokens_per_s']:,.0f} | "
@@ -167,6 +167,7 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=256, help="tokens of the answers that run")
     parser.add_argument("--streams", type=ints, default=(64,))
     parser.add_argument("--long", type=int, default=6, help="long prompts at a time")
+    parser.add_argument("--pure", action=argparse.BooleanOptionalAction, default=True, help="short prompts alone, too")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=12.0)
     parser.add_argument("--json", type=Path)

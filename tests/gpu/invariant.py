@@ -1,6 +1,6 @@
 """The batch-invariant mode on a GPU: whether answers depend on what runs beside them, and what that costs.
 
-python -m tests.gpu.invariant [--shape 8b]
+python -m tests.gpu.invariant [--shape 8b] [--sweep]
 """
 
 import argparse
@@ -45,6 +45,36 @@ def tiles() -> None:
         print("  ", ", ".join(line), flush=True)
 
 
+def sweep() -> None:
+    """Times of other tiles, for few and for many rows."""
+    few = [products.Shape(64, columns, depth, 4, stages) for columns, depth, stages in
+           ((16, 128, 6), (16, 256, 4), (32, 64, 8), (32, 128, 5), (32, 256, 3), (64, 64, 6), (64, 128, 4))]  # fmt: skip
+    some = [products.Shape(128, columns, depth, warps, stages) for columns, depth, warps, stages in
+            ((32, 128, 4, 4), (64, 64, 4, 4), (64, 64, 4, 6), (64, 128, 4, 4), (128, 64, 4, 4), (128, 64, 8, 4))]  # fmt: skip
+    many = [products.Shape(rows, columns, 64, 8, stages) for rows, columns, stages in
+            ((128, 128, 4), (128, 256, 3), (128, 256, 4), (256, 128, 3), (256, 128, 4))]  # fmt: skip
+    usual = products.shape_for
+    for counts, shapes in (((1, 16, 64), few), ((96, 128, 256), some), ((512, 2048, 8192), many)):
+        for count in counts:
+            found = []
+            for shape in shapes:
+                products.shape_for = lambda rows, shape=shape: shape  # type: ignore[misc]
+                total = 0.0
+                for columns, inner in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
+                    weight = torch.randn((columns, inner), device=DEVICE, dtype=torch.bfloat16) * 0.02
+                    x = torch.randn((count, inner), device=DEVICE, dtype=torch.bfloat16)
+                    try:
+                        total += _timed(_ours, x, weight)
+                    except Exception as error:  # a tile that does not fit
+                        total = float("inf")
+                        print(f"  {tuple(shape)}: {str(error)[:80]}")
+                        break
+                found.append((total * 1e6, tuple(shape)))
+            found.sort()
+            print(f"{count} rows, us of a layer:", "; ".join(f"{shape} {us:.0f}" for us, shape in found), flush=True)
+    products.shape_for = usual
+
+
 def _ours(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return products.invariant_product(x, weight, None, None)
 
@@ -87,8 +117,12 @@ def answers(
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", choices=("8b", "0.3b"), default="8b")
+    parser.add_argument("--sweep", action="store_true", help="times of other tiles only")
     asked = parser.parse_args()
     print(torch.cuda.get_device_name(), torch.__version__)
+    if asked.sweep:
+        sweep()
+        return
     tiles()
     vocab = SHAPES[asked.shape][0]
     for invariant in (False, True):

@@ -74,7 +74,9 @@ class Case:
         sink = torch.randn(self.heads, device=self.device).to(self.dtype) if sinks else None
         rotation = modules.Rotation()
         if rotate:
-            rotation._left = (self.cos, self.sin)
+            # As GPT-OSS makes them if there are sinks: a token's are not beside each other.
+            turned = (each.transpose(1, 2).contiguous().transpose(1, 2) for each in (self.cos, self.sin))
+            rotation._left = tuple(turned) if sinks else (self.cos, self.sin)  # type: ignore[assignment]
         paged = PagedAttention(self.pool, self.scratch, rotation, self.batch)
         found = paged.attend(1, self.q, self.k, self.v, AttentionParams(self.dim**-0.5, window, softcap, sink))
         q, k = (self.rotated(self.q), self.rotated(self.k)) if rotate else (self.q, self.k)
