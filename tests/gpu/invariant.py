@@ -47,17 +47,14 @@ def tiles() -> None:
 
 def sweep() -> None:
     """Times of other tiles, for few and for many rows."""
-    few = [products.Shape(64, columns, depth, 4, stages) for columns, depth, stages in
-           ((16, 128, 6), (16, 256, 4), (32, 64, 8), (32, 128, 5), (32, 256, 3), (64, 64, 6), (64, 128, 4))]  # fmt: skip
-    some = [products.Shape(128, columns, depth, warps, stages) for columns, depth, warps, stages in
-            ((32, 128, 4, 4), (64, 64, 4, 4), (64, 64, 4, 6), (64, 128, 4, 4), (128, 64, 4, 4), (128, 64, 8, 4))]  # fmt: skip
-    many = [products.Shape(rows, columns, 64, 8, stages) for rows, columns, stages in
-            ((128, 128, 4), (128, 256, 3), (128, 256, 4), (256, 128, 3), (256, 128, 4))]  # fmt: skip
+    few = ((64, 16, 256, 4, 4), (64, 32, 64, 4, 8), (64, 32, 128, 4, 5), (64, 64, 64, 4, 6), (64, 64, 128, 4, 4))
+    some = ((128, 32, 128, 4, 4), (128, 64, 64, 4, 4), (128, 128, 64, 4, 4), (128, 128, 64, 8, 4))
+    many = ((128, 128, 64, 8, 4), (128, 256, 64, 8, 3), (256, 128, 64, 8, 3))
     usual = products.shape_for
     for counts, shapes in (((1, 16, 64), few), ((96, 128, 256), some), ((512, 2048, 8192), many)):
         for count in counts:
             found = []
-            for shape in shapes:
+            for shape in (products.Shape(*each) for each in shapes):
                 products.shape_for = lambda rows, shape=shape: shape  # type: ignore[misc]
                 total = 0.0
                 for columns, inner in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
