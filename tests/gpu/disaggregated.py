@@ -93,12 +93,12 @@ def single(asked: argparse.Namespace, state: State, data: Path) -> dict[str, flo
     }
 
 
-def load(state: State, data: Path, name: str, streams: int, words: int, answer: int, seconds: float) -> Any:
+def load(state: State, data: Path, name: str, streams: int, words: int, answer: int, seconds: float, seed: int) -> Any:
     out = data / f"{name}.json"
     process = subprocess.Popen(
         penstock("bench", "http", "--url", state.http_url, "--concurrency", streams, "--duration-s", seconds,
                  "--warm-up-s", 3, "--prompt-words", words, "--shared-prefix", 0, "--output-tokens", answer,
-                 "--seed", streams, "--json", out),
+                 "--seed", seed, "--json", out),
         stdout=subprocess.DEVNULL,
     )  # fmt: skip
     return process, out
@@ -106,11 +106,12 @@ def load(state: State, data: Path, name: str, streams: int, words: int, answer: 
 
 def mixed(asked: argparse.Namespace, state: State, data: Path, streams: int, long: int) -> dict[str, Any]:
     """Figures of the running answers, and of the long prompts beside them."""
+    seed = 1000 * streams + 10 * long  # no prompt twice
     loads = {
-        "short": load(state, data, "short", streams, words_for(asked.folder, asked.short), asked.answer, asked.seconds)
+        "short": load(state, data, "short", streams, words_for(asked.folder, asked.short), asked.answer, asked.seconds, seed)
     }
     if long:
-        loads["long"] = load(state, data, "long", long, words_for(asked.folder, asked.prompt - 96), 4, asked.seconds)
+        loads["long"] = load(state, data, "long", long, words_for(asked.folder, asked.prompt - 96), 4, asked.seconds, seed + 1)
     found = {}
     for name, (process, out) in loads.items():
         process.wait(timeout=asked.seconds + 60)
@@ -129,7 +130,7 @@ def rows(asked: argparse.Namespace, layout: str) -> dict[str, Any]:
               f"{one['second_ms']:.1f} ms; {one['reads']:.0f} reads, each {one['read_ms']:.2f} ms, "
               f"{one['gb_per_s']:.0f} GB/s, {one['failures']:.0f} failed", flush=True)  # fmt: skip
         for streams in asked.streams:
-            for long in (0, asked.long) if asked.pure else (asked.long,):
+            for long in asked.long:
                 each = found["mixed"][f"{streams}+{long}"] = mixed(asked, state, data, streams, long)
                 for name, stage in each.items():
                     print(f"| {layout} | {streams} + {long} | {name} | {stage['tokens_per_s']:,.0f} | "
@@ -166,8 +167,7 @@ def main() -> None:
     parser.add_argument("--short", type=int, default=256, help="tokens of a short one")
     parser.add_argument("--answer", type=int, default=256, help="tokens of the answers that run")
     parser.add_argument("--streams", type=ints, default=(64,))
-    parser.add_argument("--long", type=int, default=6, help="long prompts at a time")
-    parser.add_argument("--pure", action=argparse.BooleanOptionalAction, default=True, help="short prompts alone, too")
+    parser.add_argument("--long", type=ints, default=(0, 6), help="long prompts at a time")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=12.0)
     parser.add_argument("--json", type=Path)
