@@ -107,11 +107,10 @@ def load(state: State, data: Path, name: str, streams: int, words: int, answer: 
 def mixed(asked: argparse.Namespace, state: State, data: Path, streams: int, long: int) -> dict[str, Any]:
     """Figures of the running answers, and of the long prompts beside them."""
     seed = 1000 * streams + 10 * long  # no prompt twice
-    loads = {
-        "short": load(state, data, "short", streams, words_for(asked.folder, asked.short), asked.answer, asked.seconds, seed)
-    }
+    words = words_for(asked.folder, asked.short), words_for(asked.folder, asked.prompt - 96)
+    loads = {"short": load(state, data, "short", streams, words[0], asked.answer, asked.seconds, seed)}
     if long:
-        loads["long"] = load(state, data, "long", long, words_for(asked.folder, asked.prompt - 96), 4, asked.seconds, seed + 1)
+        loads["long"] = load(state, data, "long", long, words[1], 4, asked.seconds, seed + 1)
     found = {}
     for name, (process, out) in loads.items():
         process.wait(timeout=asked.seconds + 60)
@@ -177,7 +176,8 @@ def main() -> None:
     print("| layout | short + long | of | tokens/s | requests/s | TTFT p50 | p99 | ITL p50 | p99 (ms) | failed |")
     found = {layout: rows(asked, layout) for layout in asked.layouts.split(",")}
     if asked.json:
-        asked.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        figures = {"engine": asked.engine, "layouts": found}
+        asked.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     sys.stdout.flush()
 
 

@@ -1,6 +1,6 @@
 """Throughput against latency, from the figures of other scripts, as a PNG file. Needs matplotlib.
 
-python -m tests.gpu.pareto --pipeline native.json vllm.json --split split.json --out docs/images/h200-pareto.png
+python -m tests.gpu.pareto --pipeline native.json vllm.json --split native-split.json vllm-split.json --out FILE.png
 """
 
 import argparse
@@ -14,7 +14,7 @@ NAMES = {"native": "native engine", "vllm": "vLLM 0.26"}
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--pipeline", type=Path, nargs="+", default=[], help="of tests.gpu.pipeline --json")
-    parser.add_argument("--split", type=Path, help="of tests.gpu.disaggregated --json")
+    parser.add_argument("--split", type=Path, nargs="+", default=[], help="of tests.gpu.disaggregated --json")
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
     from matplotlib import pyplot
@@ -27,16 +27,15 @@ def main() -> None:
             line(left, found["bare"], "vllm serve", "s--")
     left.set_title("one H200, 8B shape, 512 -> 128 tokens, 1 to 256 streams", fontsize=9)
     left.set_xlabel("ms per token of an answer, the first included (p50)", fontsize=8)
-    if asked.split:
-        found = json.loads(asked.split.read_text())
+    for path in asked.split:
+        found = json.loads(path.read_text())
         for layout, style in (("aggregated", "s--"), ("split", "o-")):
-            mixed = [each for each in found[layout]["mixed"].values() if "long" in each]
-            short = [each["short"] for each in mixed]
+            short = [each["short"] for each in found["layouts"][layout]["mixed"].values()]
             right.plot([each["itl_p99_ms"] for each in short], [each["tokens_per_s"] for each in short], style,
-                       markersize=4, label=layout)  # fmt: skip
-        right.set_title("two H200, 256 -> 256 tokens beside prompts of 4,000", fontsize=9)
-        right.set_xlabel("inter-token latency, p99 (ms)", fontsize=8)
-        right.set_xscale("log")
+                       markersize=4, label=f"{layout}, {NAMES[found['engine']]}")  # fmt: skip
+    right.set_title("two H200, 64 x 256 -> 256 tokens, alone and beside six prompts of 4,000", fontsize=9)
+    right.set_xlabel("inter-token latency, p99 (ms)", fontsize=8)
+    right.set_xscale("log")
     for axis in (left, right):
         axis.set_ylabel("tokens/s", fontsize=8)
         axis.tick_params(labelsize=7)
