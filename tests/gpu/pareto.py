@@ -33,7 +33,7 @@ def main() -> None:
             short = [each["short"] for each in found["layouts"][layout]["mixed"].values()]
             right.plot([each["itl_p99_ms"] for each in short], [each["tokens_per_s"] for each in short], style,
                        markersize=4, label=f"{layout}, {NAMES[found['engine']]}")  # fmt: skip
-    right.set_title("two H200, 64 x 256 -> 256 tokens, alone and beside six prompts of 4,000", fontsize=9)
+    right.set_title("two H200, 64 x 256 -> 256, alone and beside six prompts of 4,000", fontsize=9)
     right.set_xlabel("inter-token latency, p99 (ms)", fontsize=8)
     right.set_xscale("log")
     for axis in (left, right):
