@@ -1,6 +1,12 @@
-"""A request's timeline, read from the broker by direct get: it needs neither a consumer nor any other process."""
+"""A request's timeline, read from the broker by direct get: it needs neither a consumer nor any other process.
+
+A batch that is filtered by subject costs the broker a count of what is left: up to seconds with a million messages
+whose blocks are not in memory (nats-server 2.15.1), where one without a filter takes a few milliseconds. So short
+windows of time are read whole, and searched here.
+"""
 
 import contextlib
+from collections.abc import AsyncGenerator
 
 import msgspec
 
@@ -15,9 +21,10 @@ from schemas.streams import CLOCK_SKEW_NS
 from schemas.subjects import HEADER_MSG_ID, KEPT
 from schemas.transfer import Handoff, decode_ledger
 
-NEAR_NS = 100_000_000  # a stage's clock and the broker's differ by less, or all of WORK is read
-NEAR_BATCH = 50
-LEDGER_BATCH = 200
+NEAR_NS = 100_000_000  # the clocks of a process and of the broker differ by less, or more is read
+LONG_NS = 20_000_000_000  # a window above which the broker filters
+NEAR_BATCH, TOKENS_BATCH = 100, 300
+EVERYTHING = ">"
 
 
 async def read_timeline(bus: Bus, request_id: str, *, with_tokens: bool = False) -> RequestTimeline:
@@ -38,9 +45,11 @@ async def read_timeline(bus: Bus, request_id: str, *, with_tokens: bool = False)
     timeline.add_request(request)
     if last is None:
         last = await _end_up_to_0_1(bus, request, since)
-    await _add_ends(bus, timeline, since, last)
+    if last is not None:
+        timeline.add_end(done.decode(last.data), last.time_ns)
     ended_ns = timeline.done.timings.ended_ns if timeline.done is not None else 0
     until_ns = ended_ns + CLOCK_SKEW_NS if ended_ns else 0
+    await _add_returns(bus, timeline, since, until_ns)
     await _add_work(bus, timeline, since, until_ns)
     if any(stage.handed_off for stage in timeline.stages):
         for line in await _ledger(bus, timeline, since, until_ns):
@@ -50,12 +59,30 @@ async def read_timeline(bus: Bus, request_id: str, *, with_tokens: bool = False)
     return timeline
 
 
+async def _window(
+    bus: Bus, name: str, subject: str, since_ns: int, until_ns: int, batch: int = NEAR_BATCH
+) -> AsyncGenerator[Entry, None]:
+    """What was stored from ``since_ns`` to ``until_ns`` (0: to the end); short windows with all subjects."""
+    short = until_ns and until_ns - since_ns < LONG_NS
+    wanted = EVERYTHING if short else subject
+    stored = read(bus, bus.subjects.stream(name), wanted, since_ns=since_ns, batch=batch)
+    async with contextlib.aclosing(stored) as entries:
+        async for entry in entries:
+            if until_ns and entry.time_ns > until_ns:
+                return
+            yield entry
+
+
 async def _request(bus: Bus, request_id: str, since: int, last: Entry | None) -> GenerateRequest | None:
     """The request from its record, if it has ended, or from REQUESTS."""
     event = done.decode(last.data) if last is not None else None
     if isinstance(event, done.Done) and event.submitted and "prompt" not in event.left_out:
         return done.request_of(event)
     subjects = bus.subjects
+    near = since + CLOCK_SKEW_NS - NEAR_NS
+    async for entry in _window(bus, "REQUESTS", EVERYTHING, near, near + 3 * NEAR_NS):
+        if entry.headers.get(HEADER_MSG_ID) == request_id:
+            return requests.decode(entry.data)
     for subject in (subjects.shard_of(request_id), subjects.unsharded):
         async for entry in read(bus, subjects.stream("REQUESTS"), subject, since_ns=since):
             if entry.headers.get(HEADER_MSG_ID) == request_id:
@@ -66,69 +93,64 @@ async def _request(bus: Bus, request_id: str, since: int, last: Entry | None) ->
 async def _end_up_to_0_1(bus: Bus, request: GenerateRequest, since: int) -> Entry | None:
     """The terminal event as releases up to 0.1 stored it; None: there is none, the request still runs."""
     subjects = bus.subjects
+    if await get_last(bus, subjects.stream("DONE"), subjects.done_together(request.model)) is None:
+        return None
     async for entry in read(bus, subjects.stream("DONE"), subjects.done_together(request.model), since_ns=since):
         if entry.headers.get(HEADER_MSG_ID) == request.id:
             return entry
     return None
 
 
-async def _add_ends(bus: Bus, timeline: RequestTimeline, since: int, last: Entry | None) -> None:
-    subjects = bus.subjects
-    async for entry in read(bus, subjects.stream("DONE"), subjects.all("returned"), since_ns=since):
-        if last is not None and entry.time_ns > last.time_ns:
-            break
-        if entry.headers.get(HEADER_MSG_ID, "").startswith(timeline.request_id):
+async def _add_returns(bus: Bus, timeline: RequestTimeline, since: int, until_ns: int) -> None:
+    """The attempts that workers gave back. The first one leaves none if it was the last."""
+    if timeline.done is not None and timeline.done.attempt == 1:
+        return
+    async for entry in _window(bus, "DONE", bus.subjects.all("returned"), since, until_ns):
+        if entry.headers.get(HEADER_MSG_ID, "").startswith(f"{timeline.request_id}:"):
             timeline.add_end(done.decode(entry.data), entry.time_ns)
-    if last is not None:
-        timeline.add_end(done.decode(last.data), last.time_ns)
 
 
 async def _add_work(bus: Bus, timeline: RequestTimeline, since: int, until_ns: int) -> None:
     """The request's jobs, and what its workers handed to each other."""
     if await _add_only_attempt(bus, timeline):
         return
-    async for entry in read(bus, bus.subjects.stream("WORK"), bus.subjects.all("work"), since_ns=since):
+    async for entry in _window(bus, "WORK", bus.subjects.all("work"), since, until_ns):
         if _is_work_of(timeline.request_id, entry):
             _add_job(timeline, entry)
-        elif until_ns and entry.time_ns > until_ns:
-            break
 
 
 async def _add_only_attempt(bus: Bus, timeline: RequestTimeline) -> bool:
-    """The messages of a request that ended in its first attempt, from its workers' subjects alone.
+    """The messages of a request that ended in its first attempt, from the moments in which they were stored.
 
-    Its record names the last worker, whose message names the others. False: look in all of WORK.
+    The first one tells how many there are. False: not all were found, look further.
     """
-    done = timeline.done
-    if done is None or done.attempt != 1 or not done.worker or not done.timings.routed_ns:
+    event = timeline.done
+    if event is None or event.attempt != 1 or not event.worker or not event.timings.routed_ns:
         return False
-    found: dict[str, Entry] = {}
-    workers = [done.worker]
-    for worker in workers:  # which grows
-        entry = await _first_work(bus, timeline.request_id, worker, done.timings.routed_ns, done.timings.ended_ns)
-        if entry is None:
+    times, found = event.timings, dict[str, Entry]()
+    first = await _first_work(bus, timeline.request_id, found, times.routed_ns, times.ended_ns)
+    if first is None:
+        return False
+    message = jobs.decode(first.data)
+    route = message.decision.route if isinstance(message, jobs.Job) else ()
+    for number in range(1, len(route)):  # the last stage's begins with the first token, those between before it
+        since = times.first_token_ns if number == len(route) - 1 and times.first_token_ns else first.time_ns
+        if await _first_work(bus, timeline.request_id, found, since, times.ended_ns) is None:
             return False
-        found[worker] = entry
-        message = jobs.decode(entry.data)
-        if isinstance(message, jobs.Revoke):
-            return False
-        job = message if isinstance(message, jobs.Job) else jobs.decode_job(message.job)
-        workers += [stage.worker for stage in job.decision.route if stage.worker not in workers]
     for entry in sorted(found.values(), key=lambda each: each.seq):
         _add_job(timeline, entry)
     return True
 
 
-async def _first_work(bus: Bus, request_id: str, worker: str, since_ns: int, until_ns: int) -> Entry | None:
-    """The first message about a request to a worker; None: there is none near these times."""
-    stream, subject = bus.subjects.stream("WORK"), bus.subjects.work("*", worker)
-    entries = read(bus, stream, subject, since_ns=since_ns - NEAR_NS, batch=NEAR_BATCH)
-    async with contextlib.aclosing(entries):
+async def _first_work(bus: Bus, request_id: str, found: dict[str, Entry], since_ns: int, until_ns: int) -> Entry | None:
+    """The first message about a request that is not in ``found`` yet, to which it is added; None: there is none."""
+    since, until = since_ns - NEAR_NS, until_ns + NEAR_NS
+    async with contextlib.aclosing(_window(bus, "WORK", bus.subjects.all("work"), since, until)) as entries:
         async for entry in entries:
-            if _is_work_of(request_id, entry):
+            name = entry.headers.get(HEADER_MSG_ID, "")
+            if _is_work_of(request_id, entry) and name not in found:
+                found[name] = entry
                 return entry
-            if entry.time_ns > until_ns + NEAR_NS:
-                break
     return None
 
 
@@ -144,33 +166,26 @@ def _add_job(timeline: RequestTimeline, entry: Entry) -> None:
 
 async def _ledger(bus: Bus, timeline: RequestTimeline, since: int, until_ns: int) -> list[Handoff]:
     """What workers reported about this request's tickets; nothing if the deployment has no ledger."""
-    done, request_id = timeline.done, timeline.request_id
-    if done is not None and done.attempt == 1 and done.timings.routed_ns:
-        since, until_ns = done.timings.routed_ns - NEAR_NS, done.timings.ended_ns + NEAR_NS
-    found, name = [], request_id.encode()
-    for worker in dict.fromkeys(stage.worker for stage in timeline.stages):  # only they write about it
-        with contextlib.suppress(ServingError):
-            subject = bus.subjects.handoff(worker)
-            async for entry in read(bus, bus.subjects.stream("HANDOFF"), subject, since_ns=since, batch=LEDGER_BATCH):
-                if until_ns and entry.time_ns > until_ns:
-                    break
-                if name not in entry.data:
-                    continue
-                with contextlib.suppress(msgspec.MsgspecError):
-                    events = decode_ledger(entry.data).events
-                    found += [(entry.seq, event) for event in events if event.ticket.startswith(request_id)]
-    return [event for _, event in sorted(found, key=lambda pair: pair[0])]
+    event, found, name = timeline.done, list[Handoff](), timeline.request_id.encode()
+    if event is not None and event.attempt == 1 and event.timings.routed_ns:
+        since, until_ns = event.timings.routed_ns - NEAR_NS, event.timings.ended_ns + NEAR_NS
+    with contextlib.suppress(ServingError):
+        async for entry in _window(bus, "HANDOFF", bus.subjects.all("handoff"), since, until_ns):
+            if name not in entry.data:
+                continue
+            with contextlib.suppress(msgspec.MsgspecError):
+                events = decode_ledger(entry.data).events
+                found += [each for each in events if each.ticket.startswith(timeline.request_id)]
+    return found
 
 
 async def _add_tokens(bus: Bus, timeline: RequestTimeline, since: int, until_ns: int) -> None:
     """All batches that the request's gateway got while the request ran: a worker's flush has those of many requests."""
-    done, name = timeline.done, timeline.request_id.encode()
-    if done is not None and done.attempt == 1 and done.timings.started_ns:
-        since, until_ns = done.timings.started_ns - NEAR_NS, done.timings.ended_ns + NEAR_NS
+    event, name = timeline.done, timeline.request_id.encode()
+    if event is not None and event.attempt == 1 and event.timings.started_ns:
+        since, until_ns = event.timings.started_ns - NEAR_NS, event.timings.ended_ns + NEAR_NS
     subject = bus.subjects.tokens(timeline.request.gateway)
-    async for entry in read(bus, bus.subjects.stream("TOKENS"), subject, since_ns=since, batch=LEDGER_BATCH):
-        if until_ns and entry.time_ns > until_ns:
-            break
+    async for entry in _window(bus, "TOKENS", subject, since, until_ns, TOKENS_BATCH):
         if name not in entry.data:
             continue
         batch = tokens.decode(entry.data)
