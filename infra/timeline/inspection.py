@@ -48,6 +48,12 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     decided_at: dict[str, int] = {}
 
 
+def line_of(entry: Entry) -> str:
+    """An event as one line: with the process in front, unless the text names it."""
+    named = entry.where in entry.text.replace(",", " ").split()
+    return entry.text if named or not entry.where else f"{entry.where}: {entry.text}"
+
+
 class Content(msgspec.Struct, frozen=True, omit_defaults=True):
     """What was asked and answered, as text or as token ids; only if it was asked for."""
 
@@ -82,7 +88,11 @@ def inspect(timeline: RequestTimeline, *, with_tokens: bool = True) -> Inspectio
     summary = of_done(done) if done is not None else _unfinished(timeline)
     if not summary.priority:  # a record without its request
         summary = msgspec.structs.replace(
-            summary, priority=request.priority.value, tenant=request.tenant, endpoint=request.endpoint
+            summary,
+            priority=request.priority.value,
+            tenant=request.tenant,
+            endpoint=request.endpoint,
+            created_ns=summary.created_ns or request.created_ns,
         )
     events = timeline.events()
     return Inspection(

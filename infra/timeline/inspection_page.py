@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from html import escape
 
-from infra.timeline.inspection import Entry, Inspection
+from infra.timeline.inspection import Entry, Inspection, line_of
 from infra.timeline.moments import span
 from infra.timeline.phases import Phase
 
@@ -112,8 +112,7 @@ def _colour(phase: Phase) -> str:
 
 
 def _event(entry: Entry, begin_ns: int) -> str:
-    where = "" if entry.where in entry.text else f"{entry.where}: "
-    text = escape(where + entry.text)
+    text = escape(line_of(entry))
     if entry.candidates:
         text += f"<details><summary>scores of {len(entry.candidates)} targets</summary>{_scores(entry)}</details>"
     attempt = str(entry.attempt or "")

@@ -5,7 +5,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from infra.timeline.bars import bar
-from infra.timeline.inspection import Entry, Inspection
+from infra.timeline.inspection import Entry, Inspection, line_of
 from infra.timeline.moments import clock, span
 from infra.timeline.phases import Phase
 
@@ -97,8 +97,7 @@ def _show_events(found: Inspection, console: Console) -> None:
         style = _EVENTS.get(entry.kind, "")
         style = "bold red" if entry.kind == "done" and found.request.code else style
         kind = f"[{style}]{entry.kind:<10}[/]" if style else f"{entry.kind:<10}"
-        where = "" if entry.where in entry.text else f"{entry.where}: "
-        line = f"{offset:>13}  {attempt:<9}  {kind}  {escape(where + entry.text)}"
+        line = f"{offset:>13}  {attempt:<9}  {kind}  {escape(line_of(entry))}"
         console.print(line, highlight=False, soft_wrap=True)
         if entry.candidates:
             console.print(_scores(entry))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,11 +17,12 @@ from rich.console import Console
 from infra.broker.server import EmbeddedNats
 from infra.timeline.events import TokensStored
 from infra.timeline.inspect import as_json, run
-from infra.timeline.inspection import Inspection, inspect
+from infra.timeline.inspection import Entry, Inspection, inspect, line_of
 from infra.timeline.inspection_page import page
 from infra.timeline.read import read_timeline
 from infra.timeline.show_inspection import show
 from infra.timeline.token_lines import MOST_LINES, token_lines
+from schemas.done import Timings
 from schemas.ids import new_request_id
 from schemas.jobs import Stage
 from schemas.subjects import Subjects
@@ -97,6 +99,18 @@ def test_every_stage_of_a_disaggregated_request_is_an_event_and_a_phase() -> Non
     assert "p-1 ←" in text
     for entry in found.events:
         assert entry.text in text
+
+
+def test_the_process_is_named_also_where_its_name_is_a_part_of_another_word() -> None:
+    assert line_of(Entry(1, "handed_off", "ticket 01a203d1-e1ebb:1", 1, "e1")).startswith("e1: ticket")
+    assert line_of(Entry(1, "assigned", "encode queued at e1", 1, "e1")) == "encode queued at e1"
+
+
+def test_a_record_without_its_request_is_shown_from_its_acceptance_on() -> None:
+    timeline = samples.timeline(compact=False)
+    timeline.add_end(msgspec.structs.replace(samples.done(50), submitted=b"", timings=Timings()), samples.at(50))
+    found = inspect(timeline)
+    assert (found.request.created_ns, found.request.priority) == (timeline.request.created_ns, "standard")
 
 
 @pytest.mark.parametrize("width", [40, 80, 120, 250])
