@@ -124,6 +124,17 @@ COMMANDS = {
 }
 
 
+# How ``penstock --help`` groups the commands, by their first words.
+SECTIONS = {
+    "Run": ("up", "nats", "gateway", "router", "worker", "recipe", "kubernetes"),
+    "Find out": ("doctor", "top", "dashboard", "requests", "inspect", "tail", "decode", "trace", "leases", "index"),
+    "Run again": ("export", "import", "replay", "whatif", "dead"),
+    "Operate": ("drain", "restart", "streams", "tenants", "forget"),
+    "Measure": ("bench", "eval"),
+    "Other": ("completion", "version"),
+}
+
+
 class StreamsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``penstock streams apply``."""
 
@@ -205,13 +216,21 @@ def no_command(args: Sequence[str]) -> str:
 
 
 def usage(first: str = "") -> str:
-    """The commands that begin with a word; all if none does."""
-    within = {name: command for name, command in COMMANDS.items() if name.startswith(f"{first} ")}
-    chosen, prog = (within, f"penstock {first}") if within else (COMMANDS, "penstock")
-    shown = {name.removeprefix(f"{first} "): command.about for name, command in chosen.items()}
-    width = max(map(len, shown))
-    lines = (f"  {name:<{width}}  {about}" for name, about in shown.items())
-    return f"usage: {prog} COMMAND [FLAGS]\n\n" + "\n".join(lines) + f"\n\n`{prog} COMMAND --help` lists its flags."
+    """The commands that begin with a word; all, by section, if none does."""
+    within = [name for name in COMMANDS if name.startswith(f"{first} ")]
+    sections = {"": within} if within else {heading: commands_of(firsts) for heading, firsts in SECTIONS.items()}
+    prog, lines = f"penstock {first}" if within else "penstock", []
+    shown = {name: name.removeprefix(f"{first} ") if within else name for names in sections.values() for name in names}
+    width = max(map(len, shown.values()))
+    for heading, names in sections.items():
+        lines += ["", *([f"{heading}:"] if heading else [])]
+        lines += [f"  {shown[name]:<{width}}  {COMMANDS[name].about}" for name in names]
+    return f"usage: {prog} COMMAND [FLAGS]\n" + "\n".join(lines) + f"\n\n`{prog} COMMAND --help` lists its flags."
+
+
+def commands_of(firsts: Sequence[str]) -> list[str]:
+    """Commands by their first words, in that order."""
+    return [name for first in firsts for name in COMMANDS if name.partition(" ")[0] == first]
 
 
 def version(_argv: Sequence[str] = ()) -> int:

@@ -66,7 +66,9 @@ def test_every_command_leads_somewhere() -> None:
 def test_without_a_command_it_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == main(["--help"]) == 0
     assert capsys.readouterr().out == (usage() + "\n") * 2
-    assert all(name in usage() for name in COMMANDS)
+    lines = [line.strip() for line in usage().splitlines()]
+    for name in COMMANDS.keys() - {"explain"}:  # the earlier name of inspect works, and is not advertised
+        assert sum(line.startswith(f"{name} ") for line in lines) == 1, name
 
 
 @pytest.mark.parametrize("argv", [["dance"], ["streams"], ["bench", "disk"], ["--http-port", "1"]])
