@@ -6,6 +6,7 @@ import pytest
 from nats.errors import BadSubjectError, Error
 
 from infra.broker.server import EmbeddedNats
+from infra.bus.client import BusClient
 from infra.bus.wire_protocol import ReceivedMessage
 from tests.conftest import Connect
 from tests.infra.bus.support import eventually
@@ -117,3 +118,48 @@ async def test_a_post_is_left_to_publish_while_the_link_is_down(broker: Embedded
     assert not nc.post("a b", b"")
     await nc.close()
     assert not nc.post("bus-test.post", b"2")
+
+
+class SlowSocket:
+    """A transport whose buffer is full until ``drain`` returns; what it was given is in ``written``."""
+
+    def __init__(self) -> None:
+        self.buffered, self.written, self.drained = 0, bytearray(), asyncio.Event()
+        self._io_writer = self.transport = self
+
+    def get_write_buffer_size(self) -> int:
+        return self.buffered
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    def writelines(self, parts: list[bytes]) -> None:
+        self.written += b"".join(parts)
+
+    async def drain(self) -> None:
+        await self.drained.wait()
+
+
+async def test_while_the_socket_is_full_nothing_is_written_but_by_the_flusher() -> None:
+    nc, socket = BusClient(), SlowSocket()
+    nc._transport, nc._status, nc._flush_queue, nc._max_pending_size = socket, nc.CONNECTED, asyncio.Queue(), 1 << 20
+    flusher = asyncio.create_task(nc._flusher())
+    assert nc.post("a", b"1")
+    await asyncio.sleep(0)
+    assert socket.written == b"PUB a  1\r\n1\r\n"
+    socket.buffered = 1 << 20
+    assert nc.post("a", b"2")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert socket.written.endswith(b"2\r\n")  # the flusher writes once, and waits
+    for number in range(3, 6):
+        assert nc.post("a", b"%d" % number)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert socket.written.endswith(b"2\r\n")
+    socket.buffered = 0
+    socket.drained.set()
+    for _ in range(4):
+        await asyncio.sleep(0)
+    assert socket.written.endswith(b"3\r\nPUB a  1\r\n4\r\nPUB a  1\r\n5\r\n")
+    flusher.cancel()
