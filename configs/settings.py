@@ -323,6 +323,8 @@ class TraceSettings(Common, frozen=True, kw_only=True):
         ""
     )
     data_dir: Annotated[str, about("data folder of the deployment, running or stopped")] = ".penstock"
+    file: Annotated[str, about("an export (`penstock export`) instead of them")] = ""
+    skip_bad: Annotated[bool, about("of --file: leave damaged lines out")] = False
     request: Annotated[str, about("id of the request whose trace is printed")] = ""
     json: Annotated[bool, about("print the trace as OTLP JSON")] = False
     otlp_endpoint: Annotated[str, about("OTLP URL to send all traces to, such as http://127.0.0.1:4318/v1/traces")] = ""

@@ -92,7 +92,7 @@ def since_ns(settings: TraceSettings, now_ns: int) -> int:
 
 
 def _source(settings: TraceSettings) -> Source:
-    return Source(Path(settings.data_dir), settings.nats_url, settings.namespace)
+    return Source(Path(settings.data_dir), settings.nats_url, settings.namespace, settings.file, settings.skip_bad)
 
 
 # --- one request ---

@@ -11,6 +11,7 @@ import pytest
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
 from infra.bus.direct_get import Entry, read
+from infra.cli import main
 from infra.replay import bulk_read, export, import_log
 from infra.replay.files import open_export
 from infra.timeline import inspect, list_requests, tail
@@ -127,6 +128,8 @@ async def test_commands_that_read_the_log_read_a_file(
     file = str(tmp_path / "all.jsonl")
     assert await run(export.run, "--all", "--redact", "-o", file) == 0
     capsys.readouterr()
+    assert await asyncio.to_thread(main, ["trace", "--request", ids[0], "--file", file]) == 0
+    assert ids[0].replace("-", "") in capsys.readouterr().out
     for command, argv in ((inspect.run, [ids[0], "--tokens"]), (list_requests.run, []), (tail.run, ["done"])):
         assert await asyncio.to_thread(command, [*argv, "--file", file]) == 0
         assert ids[0] in capsys.readouterr().out
