@@ -3,7 +3,7 @@
 import contextlib
 import gzip
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,6 +14,7 @@ from infra.terminal import reason
 
 STDIO = "-"
 BUFFER_BYTES = 1 << 20
+_START = b'{"stream":"'
 
 
 class ExportFile:
@@ -35,9 +36,11 @@ class ExportFile:
         except (BadLine, OSError, EOFError) as error:
             raise BadLine(f"{name}, line 1: {error}") from None
 
-    def records(self) -> Iterator[Record]:
+    def records(self, streams: Collection[str] = ()) -> Iterator[Record]:
         """Every record, in the order of the file.
 
+        Args:
+            streams: only theirs; empty: all. Lines of others are not looked at.
         Raises:
             BadLine: a line is damaged, and ``skip_bad`` is off. It names the line.
         """
@@ -47,6 +50,8 @@ class ExportFile:
                 line = next(self._lines, b"")
                 if not line:
                     return
+                if streams and line.startswith(_START) and _stream_of(line) not in streams:
+                    continue
                 yield decode_line(line)
             except (OSError, EOFError) as error:  # of gzip: the rest cannot be read
                 self.reject(error)
@@ -64,6 +69,10 @@ class ExportFile:
         if not self._skip:
             raise BadLine(f"{self._name}, {text}; --skip-bad leaves damaged lines out")
         self.bad.append(text)
+
+
+def _stream_of(line: bytes) -> str:
+    return line[len(_START) : line.find(b'"', len(_START))].decode(errors="replace")
 
 
 @contextlib.contextmanager

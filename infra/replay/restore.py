@@ -7,6 +7,7 @@ index from its blocks, and marks missing sequences as deleted.
 
 import hashlib
 import struct
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -97,13 +98,14 @@ class StreamFiles:
         self._bytes = 0
 
 
-def restore(exported: ExportFile, data_dir: Path, namespace: str) -> dict[str, int]:
+def restore(exported: ExportFile, data_dir: Path, namespace: str, streams: Collection[str] = STREAMS) -> dict[str, int]:
     """Write an export into a data folder without these streams; the number of messages by stream.
 
     The streams keep everything for good. No broker may run on the folder.
 
     Args:
         namespace: the streams' own; the file's subjects move there.
+        streams: whose messages are written; the others stay empty.
     Raises:
         BadLine: a damaged line; see ``ExportFile.records`` and ``StreamFiles.add``.
         OSError: the folder cannot be written.
@@ -117,7 +119,7 @@ def restore(exported: ExportFile, data_dir: Path, namespace: str) -> dict[str, i
         )
         for name, config in configs.items()
     }
-    for record in exported.records():
+    for record in exported.records(streams):
         if record.stream in files:  # others are of a later build
             try:
                 files[record.stream].add(record)

@@ -115,7 +115,7 @@ async def open_log(
         CopyFailed, NoServerBinary, ServerFailed, OSError: the copy cannot be made or served.
     """
     if source.file:
-        async with _exported(source, name, role, timeout_s) as log:
+        async with _exported(source, name, role, streams, timeout_s) as log:
             yield log
         return
     data_dir = source.data_dir.resolve()
@@ -142,13 +142,15 @@ async def open_log(
 
 
 @contextlib.asynccontextmanager
-async def _exported(source: Source, name: str, role: str, timeout_s: float) -> AsyncIterator[Log]:
+async def _exported(
+    source: Source, name: str, role: str, streams: Sequence[str], timeout_s: float
+) -> AsyncIterator[Log]:
     from infra.replay.restore import restore  # imports numpy, which no other command that reads the log waits for
 
     with tempfile.TemporaryDirectory(prefix="penstock-log-") as folder:
         with open_export(source.file, skip_bad=source.skip_bad) as exported:
             namespace = source.namespace or exported.header.namespace
-            await asyncio.to_thread(restore, exported, Path(folder), namespace)
+            await asyncio.to_thread(restore, exported, Path(folder), namespace, streams)
             if exported.bad:
                 print(f"left out {len(exported.bad)} damaged lines, the first is {exported.bad[0]}", file=sys.stderr)
         async with _served(folder, namespace, name, role, timeout_s) as log:
