@@ -76,7 +76,8 @@ async def test_a_file_is_served_with_every_message_at_its_sequence_and_time(
     file = tmp_path / f"all.{suffix}"
     assert await run(export.run, "--all", "-o", str(file)) == 0
     assert (suffix == "jsonl") == file.read_bytes().startswith(b'{"format":"penstock-export","version":1')
-    async with open_log(Source(tmp_path, namespace="copy", file=str(file)), name="test") as log:
+    source = Source(tmp_path, namespace="copy", file=str(file))
+    async with open_log(source, name="test", streams=STREAMS) as log:
         assert log.stopped
         for name in STREAMS:
             assert await messages(log.bus, name) == await messages(bus, name), name
