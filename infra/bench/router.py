@@ -17,6 +17,7 @@ from infra.bench.simulation.policy import Fleet, WorkerSpec
 from infra.bench.simulation.trace import Multipliers, Trace, TraceError, multiplied, read
 from infra.bench.simulation.workloads import WORKLOADS
 from infra.terminal import stdout
+from router.routing import LOCAL_PREFILL_TOKENS, Weights
 
 _REQUESTS_PER_WORKER = 500
 
@@ -51,6 +52,9 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     replicas: Annotated[int, Meta(ge=1, description="routers of policy kv; they see each other 5 ms late")] = 1
     blocks: Annotated[int, Meta(ge=1, description="KV blocks per rank")] = 16384
     block_size: Annotated[int, Meta(ge=2, description="tokens per block")] = 64
+    local_prefill_tokens: Annotated[int, Meta(ge=0, description="of policy kv: as the router's flag of this name")] = (
+        LOCAL_PREFILL_TOKENS
+    )
     transfer_us_per_token: Annotated[float, Meta(ge=0, description="handoff from prefill to decode")] = 0.0
     prefix_multiplier: Annotated[float, Meta(gt=0, description="of a trace: length of shared prefixes")] = 1.0
     root_multiplier: Annotated[int, Meta(ge=1, description="of a trace: copies of the tree of prefixes")] = 1
@@ -115,13 +119,17 @@ def fleet(settings: Settings) -> Fleet:
 
 def _cells(settings: Settings) -> list[Cell]:
     engines = fleet(settings)
+    weights = Weights(local_prefill_tokens=settings.local_prefill_tokens)
     if settings.trace:
         trace = _trace(settings)
         trace.requests(settings.block_size)  # fails before the first run, not in it
-        return [Cell(engines, load, trace.name, trace, replicas=settings.replicas) for load in settings.load]
+        return [
+            Cell(engines, load, trace.name, trace, replicas=settings.replicas, weights=weights)
+            for load in settings.load
+        ]
     requests = settings.requests or _REQUESTS_PER_WORKER * len(engines.targets)
     return [
-        Cell(engines, load, name, None, requests, settings.replicas)
+        Cell(engines, load, name, None, requests, settings.replicas, weights)
         for name in settings.workload
         for load in settings.load
     ]

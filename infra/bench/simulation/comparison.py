@@ -17,6 +17,7 @@ from infra.bench.simulation.placement import PlacementPolicy
 from infra.bench.simulation.policy import Fleet, Policy
 from infra.bench.simulation.trace import Trace
 from infra.bench.simulation.workloads import WORKLOADS, generate
+from router.routing import Weights
 
 POLICIES: Mapping[str, Callable[[int], Policy]] = {
     "kv": PlacementPolicy,
@@ -45,6 +46,7 @@ class Cell:
     trace: Trace | None = None
     requests: int = 0
     replicas: int = 1  # of the routers of policy "kv"
+    weights: Weights = Weights()  # noqa: RUF009  # frozen; of policy "kv"
 
     def arrivals(self, seed: int) -> tuple[Trace, float]:
         """The trace of a seed, and its speed-up."""
@@ -66,7 +68,7 @@ def run(cell: Cell, policy: str, seed: int) -> Run:
     """Simulate one policy under one seed."""
     trace, speed = cell.arrivals(seed)
     requests = trace.requests(cell.fleet.block_size, speed)
-    made = PlacementPolicy(seed, cell.replicas) if policy == "kv" else POLICIES[policy](seed)
+    made = PlacementPolicy(seed, cell.replicas, cell.weights) if policy == "kv" else POLICIES[policy](seed)
     result = simulate(cell.fleet, requests, made)
     return Run(cell.workload, cell.load, policy, seed, figures(cell.fleet, result))
 

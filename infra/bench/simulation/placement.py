@@ -14,6 +14,7 @@ from router import encoders
 from router.holders import Holders, Holding
 from router.load import ENCODE, Load, RoutingTarget
 from router.placement import core
+from router.routing import Weights
 from schemas.fleet import Registration
 from schemas.jobs import LoadHeader
 from schemas.transfer import Endpoint
@@ -31,15 +32,16 @@ class PlacementPolicy:
         replicas: routers that share the requests.
     """
 
-    def __init__(self, seed: int = 0, replicas: int = 1) -> None:
+    def __init__(self, seed: int = 0, replicas: int = 1, weights: Weights = Weights()) -> None:  # noqa: B008  # frozen
         self._seed = seed
         self._replicas = replicas
+        self._weights = weights
 
     def start(self, fleet: Fleet, requests: Sequence[Request]) -> None:
         self._requests = requests
         self._index = Holders(_INDEX_BLOCKS)
         self._holdings: dict[Target, Holding] = {}
-        self._cores = [core.Placement(self._index.match) for _ in range(self._replicas)]
+        self._cores = [core.Placement(self._index.match, weights=self._weights) for _ in range(self._replicas)]
         self._late: deque[tuple[int, core.Placement, core.Placed]] = deque()
         self._encoders = _Encoders(fleet)
         self._now = 0

@@ -9,6 +9,7 @@ from infra.bench.simulation.policy import Fleet, Placement, WorkerSpec
 from infra.bench.simulation.rules import RulePolicy, least_requests, round_robin
 from infra.bench.simulation.trace import Request
 from infra.bench.simulation.workloads import WORKLOADS, generate
+from router.routing import Weights
 
 FOUR = Fleet((WorkerSpec(blocks=4096),) * 4)
 
@@ -82,6 +83,15 @@ def test_a_hot_system_prompt_does_not_keep_its_traffic_at_the_first_worker() -> 
     assert kv.served < 1.2
     assert kv.hit_rate > least.hit_rate
     assert kv.ttft_p99 <= least.ttft_p99
+
+
+def test_decode_workers_that_compute_no_prompts_keep_their_sequences_faster() -> None:
+    fleet = Fleet((WorkerSpec("prefill"),) * 2 + (WorkerSpec("decode"),) * 2)
+    gaps = [
+        run(Cell(fleet, 0.6, "chat", None, 300, weights=Weights(local_prefill_tokens=tokens)), "kv", 0).figures.itl_mean
+        for tokens in (1000, 0)
+    ]
+    assert gaps[1] < gaps[0]
 
 
 def test_equal_seeds_give_equal_runs() -> None:
