@@ -63,7 +63,7 @@ class Intake:
         taken_over: Callable[[], None],
     ) -> None:
         self._bus = bus
-        self._id = router
+        self._id = router = token(router)  # it is a key and the end of a subject
         self._tracker = tracker
         self._held = held
         self._background = background

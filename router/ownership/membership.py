@@ -1,8 +1,8 @@
 """The routers that run, and the models that this one owns, from a bucket of leases.
 
 Only the owner of a model reads, holds and places its requests, so that they are ordered in one place; the other routers
-fold the logs and are warm. Ownership improves decisions and is no lock: two routers that both believe to own a model
-or do not know of each other, are still correct, because message ids keep each attempt stored once.
+fold the logs and are warm. Ownership improves decisions and is no lock: two routers that both believe that they own a
+model, or do not know of each other, are still correct, because message ids keep each attempt stored once.
 
 A lost router is noticed within milliseconds by the broker's event that its connection ended, or else ``LEASE_S`` after
 its last renewal, by this process's clock. One that stops in order removes its key.
@@ -59,6 +59,7 @@ class Membership:
     """Call ``start``, and ``stop`` before anything that owned requests need.
 
     Args:
+        router: its id, as a subject token.
         models: the names (as subject tokens) of models with workers: each name and alias, and the model's own name.
         gained: called when this router became an owner; True: of something that a lost router owned.
         lost: called when it ceased to own something.

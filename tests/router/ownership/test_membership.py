@@ -94,6 +94,20 @@ def request_model(job: Any) -> str:
     return requests.decode(bytes(job.request)).model
 
 
+async def test_a_router_may_have_any_name(broker: EmbeddedNats, pipeline: Subjects, clients: Clients) -> None:
+    await never_again(clients)
+    async with routing(broker, pipeline, name="rack 1.left") as one, routing(broker, pipeline, name="a.b>*") as two:
+        for model in ("a", "b"):
+            await clients.stub(f"w-{model}", model=model, slots=100)
+        await eventually(lambda: member_of(one)._owners == member_of(two)._owners)
+        await eventually(lambda: all(len(member_of(each)._own - {membership.REST}) == 1 for each in (one, two)))
+        asked = [request(model=model) for model in ("a", "b") for _ in range(10)]
+        await clients.ask(*asked)
+        for each in asked:
+            await clients.placed(each)
+        assert {job.decision.router for _, job in await clients.work()} == {one.router.id, two.router.id}
+
+
 async def test_a_lost_owners_requests_come_at_once_and_not_after_their_ack_wait(
     broker: EmbeddedNats, pipeline: Subjects, clients: Clients
 ) -> None:
