@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import itertools
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,9 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from tests.standins import FOLDER, environment, installed
+from tests.standins import FOLDER, installed
 
 ROOT = FOLDER.parent.parent
 MODELS = ROOT / "configs" / "models"
@@ -321,6 +319,7 @@ def test_wrong_calls_are_refused_at_once(llm: Any, prompt: Any, call: Any, error
 
 def test_a_request_error_is_a_runtime_error_at_call_or_while_iterating(llm: Any) -> None:
     from tensorrt_llm.executor.utils import RequestError
+    from tensorrt_llm.llmapi import GuidedDecodingParams
     from tensorrt_llm.llmapi import RequestError as Same
 
     assert Same is RequestError
@@ -334,6 +333,8 @@ def test_a_request_error_is_a_runtime_error_at_call_or_while_iterating(llm: Any)
     for wrong in (torch.zeros(5), torch.zeros(1280, dtype=torch.float64), [0.0] * 1280):
         with pytest.raises(RequestError):
             ask(llm, embedding_bias=wrong)
+    with engine(TINY) as plain, pytest.raises(RequestError, match="guided_decoding_backend"):
+        ask(plain, guided_decoding=GuidedDecodingParams(regex="a"), end_id=4095)
     assert len(ask(llm).outputs[0].token_ids) == 8
 
 
@@ -376,17 +377,6 @@ def test_after_shutdown_nothing_is_taken(trt: Any) -> None:
 
 
 # -- answers
-
-
-def test_tokens_are_those_of_the_model() -> None:
-    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype="float32").eval()
-    with torch.inference_mode():
-        out = model.generate(torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False, eos_token_id=None)
-    with engine(enable_chunked_prefill=True, max_num_tokens=16, kv={"max_tokens": 256}) as llm:
-        for _ in range(2):  # the second time from the cache
-            result = ask(llm, max_tokens=12, ignore_eos=True)
-            assert result.outputs[0].token_ids == out[0, len(PROMPT) :].tolist()
-        assert result.cached_tokens == len(PROMPT) - 1  # also a part of a block
 
 
 async def test_streamed_outputs_are_cumulative(llm: Any) -> None:
@@ -469,51 +459,6 @@ def test_the_end_id_ends_with_or_without_itself(llm: Any, quirks: Any, kept: boo
     later = ask(llm, end_id=end, min_tokens=at + 2).outputs[0]
     assert end not in later.token_ids[: at + 2]
     assert len(ask(llm, end_id=end, ignore_eos=True).outputs[0].token_ids) == 8
-
-
-def test_seeds_choices_and_their_order(llm: Any) -> None:
-    def sampled(seed: int) -> list[list[int]]:
-        result = ask(llm, temperature=1.0, seed=seed, n=2, best_of=2)
-        assert [output.index for output in result.outputs] == [0, 1]
-        return [output.token_ids for output in result.outputs]
-
-    assert sampled(3) == sampled(3)
-    assert sampled(3) != sampled(4)
-    assert sampled(3)[0] != sampled(3)[1]
-    best = ask(llm, temperature=1.0, seed=3, n=1, best_of=4, logprobs=1)
-    assert [output.index for output in best.outputs] == [0]
-    four = ask(llm, temperature=1.0, seed=3, n=4, best_of=4, logprobs=1).outputs
-    assert best.outputs[0].cumulative_logprob == max(output.cumulative_logprob for output in four)
-
-
-def test_bad_words_bias_and_penalties_steer(llm: Any) -> None:
-    whole = ask(llm).outputs[0].token_ids
-    assert whole[0] not in ask(llm, bad_token_ids=[whole[0]]).outputs[0].token_ids
-    bias = torch.zeros(1280)
-    bias[77] = 1e4
-    assert ask(llm, embedding_bias=bias).outputs[0].token_ids == [77] * 8
-    varied = ask(llm, embedding_bias=bias, frequency_penalty=1e4).outputs[0].token_ids
-    assert varied.count(77) == 1
-
-
-def test_prompt_logprobs_cover_each_prompt_token(llm: Any) -> None:
-    result = ask(llm, prompt_logprobs=1)
-    entries = result.outputs[0].prompt_logprobs
-    assert len(entries) == len(PROMPT)
-    assert all(token in entry for token, entry in zip(PROMPT[1:], entries, strict=False))
-    assert result.cached_tokens == 0
-
-
-def test_a_guide_holds_the_answer_in_its_expression(llm: Any) -> None:
-    from tensorrt_llm import SamplingParams
-    from tensorrt_llm.llmapi import GuidedDecodingParams, RequestError
-
-    guide = GuidedDecodingParams(regex="(red|green) [0-9]{3}")
-    text = llm.generate_async("Colour: ", SamplingParams(guided_decoding=guide)).result().outputs[0].text
-    assert text.split(" ")[0] in ("red", "green")
-    assert len(text.split(" ")[1]) == 3
-    with engine() as plain, pytest.raises(RequestError, match="guided_decoding_backend"):
-        ask(plain, guided_decoding=guide)
 
 
 class Only:
@@ -733,26 +678,6 @@ def test_salts_share_nothing_and_do_not_show_in_events() -> None:
         assert all("salt" not in json.dumps(data) for data in roots)
 
 
-def test_retention_sets_priorities_and_wants_timedeltas() -> None:
-    from datetime import timedelta
-
-    from tensorrt_llm._standin import hooks
-    from tensorrt_llm.llmapi import KvCacheRetentionConfig as Config
-
-    wanted = Config([Config.TokenRangeRetentionConfig(0, 16, 80, timedelta(seconds=1))])
-    with engine() as llm:
-        ask(llm, call={"kv_cache_retention_config": wanted})
-        hooks.counts(llm)
-        stored = [e["data"] for e in llm.get_kv_cache_events(timeout=0.05) if e["data"]["type"] == "stored"]
-        assert [block["priority"] for block in stored[0]["blocks"]] == [80, 80, 35, 35]
-    with pytest.raises(TypeError):
-        Config([], decode_retention_policy=3)  # type: ignore[call-arg]
-    with pytest.raises(TypeError):
-        Config.TokenRangeRetentionConfig(0, 5, 30, 1000)  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError):
-        Config.TokenRangeRetentionConfig(0, 5, 101)
-
-
 # -- attention DP
 
 
@@ -847,26 +772,6 @@ def pair(**options: Any) -> Iterator[tuple[Any, Any]]:
         yield source, target
 
 
-@pytest.mark.parametrize("repeats", [True, False])
-def test_decode_goes_on_where_prefill_ended(quirks: Any, repeats: bool) -> None:
-    from tensorrt_llm._standin import hooks
-
-    quirks.decode_repeats_first = repeats
-    with pair() as (source, target):
-        whole = ask(target, call={"cache_salt": "elsewhere"}).outputs[0].token_ids
-        first, rest = prefill_and_decode(source, target)
-        output = first.outputs[0]
-        assert (output.token_ids, output.finish_reason) == (whole[:1], "not_finished")
-        assert isinstance(output.disaggregated_params.opaque_state, bytes)
-        assert output.disaggregated_params.first_gen_tokens == whole[:1]
-        assert rest.outputs[0].token_ids == whole[0 if repeats else 1 :]
-        assert rest.cached_tokens == len(PROMPT)
-        deadline = time.monotonic() + 5
-        while hooks.counts(source)["sending"] and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert hooks.counts(source)["used"] == 0
-
-
 def test_prefill_holds_its_blocks_until_the_time_out() -> None:
     from tensorrt_llm._standin import hooks
     from tensorrt_llm.llmapi import RequestError
@@ -953,47 +858,6 @@ def test_a_cancel_while_kv_is_under_way_breaks_the_engine() -> None:
         hooks.free(target)
         with pytest.raises(RuntimeError, match="in transfer"):
             result.result()
-
-
-def test_another_process_decodes(tmp_path: Path) -> None:
-    code = f"""
-import sys, torch, base64
-torch.set_num_threads(1)
-from tensorrt_llm import LLM, SamplingParams
-from tensorrt_llm.llmapi import CacheTransceiverConfig, DisaggregatedParams, KvCacheConfig
-llm = LLM({str(DEMO)!r}, cache_transceiver_config=CacheTransceiverConfig(backend="UCX"), disable_overlap_scheduler=True,
-          kv_cache_config=KvCacheConfig(tokens_per_block={SIZE}, max_tokens=512))
-out = llm.generate_async({PROMPT}, SamplingParams(end_id=1278, max_tokens=8),
-                         disaggregated_params=DisaggregatedParams(request_type="context_only")).result().outputs[0]
-state = out.disaggregated_params
-print(base64.b64encode(state.opaque_state).decode(), state.ctx_request_id, state.first_gen_tokens[0], flush=True)
-sys.stdin.read()
-"""
-    with subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", code],
-        cwd=ROOT,
-        env=environment() | {"TENSORRT_LLM_STANDIN_KV": str(tmp_path)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        import base64
-
-        assert process.stdout is not None
-        assert process.stdin is not None
-        opaque, request, first = process.stdout.readline().split()
-        with engine(cache_transceiver_config=transceiver()) as target:
-            state = disagg(
-                "generation_only",
-                opaque_state=base64.b64decode(opaque),
-                ctx_request_id=int(request),
-                first_gen_tokens=[int(first)],
-            )
-            answer = ask(target, call={"disaggregated_params": state}).outputs[0].token_ids
-            assert answer == ask(target, call={"cache_salt": "own"}).outputs[0].token_ids
-        process.stdin.close()
-        assert process.wait(20) == 0
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_disaggregated_params_are_checked() -> None:

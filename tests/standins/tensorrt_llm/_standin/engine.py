@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from tensorrt_llm._standin.cache import PRIORITY, Block, Cache, Events, Key
 from tensorrt_llm._standin.model import Model
-from tensorrt_llm._standin.sampling import Guide, pick, shaped
+from tensorrt_llm._standin.sampling import pick, shaped
 from tensorrt_llm._standin.transfer import Offer, TransferError, fetch, offer
 from tensorrt_llm._standin.variant import LATER, QUIRKS
 from tensorrt_llm.executor.result import ErrorResponse, Logprob, Response
@@ -45,7 +45,6 @@ class Job:
     answer: Callable[[object], None]
     disagg: Any = None
     seed: str = ""  # lora and salt: what else decides which blocks match
-    retention: Any = None
     scheduling: Any = None
     priority: float = 0.5
     embeds: list[tuple[int, Tensor]] = field(default_factory=list)
@@ -67,7 +66,6 @@ class Run:
     max_tokens: int
     stops: list[tuple[int | str, list[int]]]
     processors: list[Any]
-    guide: Guide | None
     generated: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob]] | None = None
@@ -302,13 +300,10 @@ class Engine:
             if not isinstance(bias, Tensor) or bias.dtype != torch.float32 or bias.shape != (self._model.vocab,):
                 raise Refused("embedding_bias is a float32 tensor of (vocab,)")
         self._check_disaggregation(job)
-        guide = None
         if params.guided_decoding is not None:
             if args.guided_decoding_backend is None:
                 raise Refused("Guided decoding is not enabled: set guided_decoding_backend")
-            if params.guided_decoding.regex is None:
-                raise Refused("this stand-in guides by regular expressions only")
-            guide = Guide(params.guided_decoding.regex, self._tokenizer, self._model.eos, self._model.vocab)
+            raise Refused("this stand-in has no grammar library")
         processors = [] if params.logits_processor is None else check_processors(params.logits_processor)
         try:
             processors = pickle.loads(pickle.dumps(processors))  # they go to other processes
@@ -325,7 +320,7 @@ class Engine:
             if params.seed is None:
                 generator.seed()
             stops = [] if params.ignore_eos else params._get_stop_reasons_and_words()
-            runs.append(Run(job, index, generator, max_tokens, stops, processors, guide))
+            runs.append(Run(job, index, generator, max_tokens, stops, processors))
         return runs
 
     def _check_disaggregation(self, job: Job) -> None:
@@ -511,7 +506,7 @@ class Engine:
     def _draft(self, run: Run) -> list[int]:
         """What followed the last tokens when they came before, if n-gram speculation is asked for."""
         config = self._args.speculative_config
-        if not isinstance(config, NGramDecodingConfig) or run.processors or run.guide is not None:
+        if not isinstance(config, NGramDecodingConfig) or run.processors:
             return []
         tokens = run.tokens
         room = (len(run.held) + run.own) * self._size - len(tokens)
@@ -525,8 +520,6 @@ class Engine:
     def _sample(self, run: Run, raw: Tensor) -> int:
         params = run.job.params
         logits = shaped(raw, params, run.job.prompt, run.generated)
-        if run.guide is not None:
-            logits = run.guide.mask(logits, run.generated)
         for processor in run.processors:
             view = logits[None, None]
             try:
@@ -615,9 +608,7 @@ class Engine:
                 end = min(at + size, known)
                 if end - at < size and not (final and QUIRKS.partial_blocks):
                     return
-                retention = job.retention
-                priority = PRIORITY if retention is None else retention.priority_at(at, len(job.prompt))
-                yield _key(run, at, end), self._model.piece(run.kv, at, end), priority
+                yield _key(run, at, end), self._model.piece(run.kv, at, end), PRIORITY
 
         blocks = rank.cache.store(run.held, job.seed, pieces())
         run.held += blocks

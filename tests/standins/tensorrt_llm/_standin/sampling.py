@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import regex
 import torch
 from torch import Tensor
 
@@ -48,22 +47,3 @@ def pick(logits: Tensor, params: Any, generator: torch.Generator) -> int:
         cut[0] = False
         ordered = ordered.masked_fill(cut, NEVER)
     return int(ids[torch.multinomial(ordered.softmax(-1), 1, generator=generator)])
-
-
-class Guide:
-    """Keeps an answer inside a regular expression. Other guides are known by name only: they need a grammar library."""
-
-    def __init__(self, pattern: str, tokenizer: Any, eos: list[int], vocab: int) -> None:
-        self._pattern = regex.compile(pattern)
-        self._tokenizer, self._eos, self._vocab = tokenizer, eos, vocab
-        self._texts = [tokenizer.decode([token]) for token in range(vocab)]
-
-    def mask(self, logits: Tensor, generated: list[int]) -> Tensor:
-        text = self._tokenizer.decode(generated, skip_special_tokens=True)
-        allowed = torch.full_like(logits, NEVER)
-        for token, more in enumerate(self._texts):
-            if more and token not in self._eos and self._pattern.fullmatch(text + more, partial=True):
-                allowed[token] = 0.0
-        if self._pattern.fullmatch(text):
-            allowed[torch.tensor(self._eos)] = 0.0
-        return logits + allowed

@@ -5,7 +5,6 @@ from tensorrt_llm.disaggregated_params import DisaggregatedParams
 from tensorrt_llm.executor.request import LoRARequest
 from tensorrt_llm.executor.result import CompletionOutput
 from tensorrt_llm.executor.utils import RequestError
-from tensorrt_llm.llmapi.kv_cache_retention import KvCacheRetentionConfig
 from tensorrt_llm.llmapi.llm import LLM, RequestOutput
 from tensorrt_llm.llmapi.llm_args import (
     AttentionDpConfig,
@@ -51,7 +50,6 @@ __all__ = [
     "EagleDecodingConfig",
     "GuidedDecodingParams",
     "KvCacheConfig",
-    "KvCacheRetentionConfig",
     "LlmArgs",
     "LoRARequest",
     "LookaheadDecodingConfig",

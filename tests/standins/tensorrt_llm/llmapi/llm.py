@@ -22,7 +22,6 @@ from tensorrt_llm.executor.request import LoRARequest
 from tensorrt_llm.executor.result import GenerationResult, IterationResult
 from tensorrt_llm.executor.utils import RequestError
 from tensorrt_llm.inputs import prompt_inputs
-from tensorrt_llm.llmapi.kv_cache_retention import KvCacheRetentionConfig
 from tensorrt_llm.llmapi.llm_args import BaseLlmArgs, TorchLlmArgs, visible_gpus
 from tensorrt_llm.sampling_params import SamplingParams
 from tensorrt_llm.scheduling_params import SchedulingParams
@@ -121,8 +120,8 @@ class BaseLLM:
             disaggregated_params.get_request_type()
         if kind == "context_only":
             params.max_tokens = 1
-        if retention is not None and not isinstance(retention, KvCacheRetentionConfig):
-            raise TypeError("kv_cache_retention_config must be a KvCacheRetentionConfig")
+        if retention is not None:
+            raise TypeError("this stand-in has no KvCacheRetentionConfig")
         if scheduling_params is not None and not isinstance(scheduling_params, SchedulingParams):
             raise TypeError("scheduling_params must be a SchedulingParams")
         seed = self._lora(lora_request)
@@ -147,7 +146,6 @@ class BaseLLM:
                 answer=result._inbox.put,
                 disagg=disaggregated_params,
                 seed=seed,
-                retention=retention,
                 scheduling=scheduling_params,
                 priority=priority,
                 embeds=embeds,
