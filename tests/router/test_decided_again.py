@@ -1,7 +1,7 @@
 """What a job records of its decision suffices to decide again."""
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from router.decided_again import decide_again
@@ -25,7 +25,6 @@ def job(decision: RoutingDecision, blocks: int, inputs: DecisionInputs, mode: st
     return Job(msgspec.Raw(msgspec.msgpack.encode(request)), 1, record, inputs=inputs)
 
 
-@settings(deadline=None)
 @given(
     loads=st.lists(st.tuples(st.integers(0, 19), st.integers(0, 3), st.integers(0, 20)), max_size=30),
     workers=st.integers(1, 20),

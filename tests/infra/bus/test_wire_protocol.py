@@ -1,7 +1,7 @@
 """Messages of the NATS client protocol, compared with what nats-py makes of them."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from nats.aio.client import Client
 from nats.errors import ProtocolError
@@ -36,7 +36,6 @@ MESSAGES = st.builds(Sent, st.integers(1, 99), SUBJECT, SUBJECT | st.just(""), H
 LINES = st.sampled_from([b"PING\r\n", b"PONG\r\n", b"+OK\r\n", b"-ERR 'Stale Connection'\r\n", b"INFO {}\r\n"])
 
 
-@settings(deadline=None)
 @given(st.lists(MESSAGES | LINES, max_size=8), st.lists(st.integers(1, 60), max_size=20))
 def test_frames_are_the_same_however_the_bytes_are_cut(sent: list[Sent | bytes], cuts: list[int]) -> None:
     data = b"".join(each if isinstance(each, bytes) else each.bytes for each in sent)
@@ -47,7 +46,6 @@ def test_frames_are_the_same_however_the_bytes_are_cut(sent: list[Sent | bytes],
     assert found == [each if isinstance(each, bytes) else each.frame for each in sent]
 
 
-@settings(deadline=None)
 @given(MESSAGES)
 async def test_a_message_is_read_as_nats_py_reads_it(sent: Sent) -> None:
     class Receiver:

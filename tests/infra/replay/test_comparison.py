@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.replay.comparison import CONTEXT, compare
@@ -15,6 +15,7 @@ from schemas.jobs import Stage
 from schemas.tokens import Logprob, TokenBatch, TokenItem
 from schemas.wire import encode, pack_tokens
 from tests.infra.timeline.tracing import samples
+from tests.properties import examples
 
 MS = 1_000_000
 
@@ -25,7 +26,7 @@ def run(tokens: list[int], reason: str = "stop", *, code: str = "", logprobs: tu
 
 
 @given(st.lists(st.integers(0, 5), max_size=60), st.lists(st.integers(0, 5), max_size=60))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_the_first_differing_token_is_found(one: list[int], other: list[int]) -> None:
     found = compare(run(one), run(other))
     wanted = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)

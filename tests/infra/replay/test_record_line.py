@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.replay.record_line import (
@@ -23,6 +23,7 @@ from schemas.jobs import Revoke, Stage
 from schemas.tokens import Finish, Logprob, TokenBatch, TokenItem
 from schemas.wire import encode
 from tests.infra.timeline.tracing import samples
+from tests.properties import examples
 
 GOLDEN = Path(__file__).parents[2] / "schemas" / "golden"
 STREAM_OF = {
@@ -43,7 +44,7 @@ def test_every_message_of_the_wire_format_comes_back_as_the_same_bytes(path: Pat
 
 
 @given(st.binary(max_size=200), st.sampled_from(["REQUESTS", "WORK", "TOKENS", "DONE", "KV", "HANDOFF", "LATER"]))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_bytes_that_are_no_message_come_back_as_they_were(data: bytes, stream: str) -> None:
     assert decode_line(encode_line(record(stream, data))).data == data
 

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence as Seq
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.requests import Sampling, Stop
+from tests.properties import examples
 from workers.engines.base import MediaSpan
 from workers.engines.core.sequence import Sequence, Slot
 from workers.engines.native.cuda.lanes import Lanes
@@ -114,7 +115,7 @@ def plans(draw: st.DrawFn) -> list[Slot]:
     return plan
 
 
-@settings(max_examples=120)
+@examples(120)
 @given(plans(), st.booleans())
 def test_each_token_has_one_row_and_each_draw_follows_its_token(plan: list[Slot], by_position: bool) -> None:
     made = packing(by_position=by_position)
