@@ -1,4 +1,4 @@
-"""Tokens from logits on the device: in one kernel where temperature is all that was asked for, else by ``sampler``."""
+"""Draws tokens from logits on the device: one kernel if only temperature applies, otherwise ``sampler``."""
 
 from collections.abc import Sequence as Seq
 
@@ -16,11 +16,11 @@ BLOCK = 1024
 
 
 class Draws:
-    """Up to ``most`` draws a step.
+    """Draws up to ``most`` tokens per step.
 
     Args:
-        upload: of the step, which takes what the draws need.
-        latest: (targets,) int32, the token that was drawn last for each.
+        upload: carries the parameters of the draws to the device.
+        latest: (targets,) int32, receives the drawn tokens for the next step.
     """
 
     def __init__(self, vocab: int, most: int, upload: Upload, latest: Tensor) -> None:
@@ -33,7 +33,7 @@ class Draws:
         self._drawn = torch.zeros(most, dtype=torch.int32, device=device)
 
     def parameters(self, draws: Seq[Draw]) -> tuple[Tensor, Tensor] | None:
-        """Temperatures and keys of the draws, if any is at random."""
+        """Temperatures and keys of the draws; None if all are greedy."""
         if not any(draw.lane.random for draw in draws):
             return None
         temperatures = np.zeros(len(draws), np.float32)
@@ -54,8 +54,8 @@ class Draws:
         """
         Args:
             logits: (draws, vocab).
-            targets: (draws,) int32, those of the draws on the device.
-            parameters: what the method of this name returned.
+            targets: (draws,) int32, ``Draw.target`` of each, on the device.
+            parameters: the result of ``parameters``.
         """
         if not all(lane.plain and length >= sequence.stoppable for sequence, lane, length, _ in draws):
             lengths = [draw.length for draw in draws]

@@ -1,7 +1,7 @@
-"""How a planned step is computed on CUDA: launched without waiting; its tokens stay on the device for the next step.
+"""Computes planned steps on CUDA without waiting for them.
 
-A step of single tokens replays a graph that was captured for its number of rows; one with prompts runs the model
-as it is. Tokens are drawn after the forward pass, remain on the device by lane, and go to the host in one copy.
+A step that only decodes replays a CUDA graph captured for its number of rows; a step with prompts runs the model
+eagerly. Tokens are drawn after the forward pass, stay on the device for the next step, and reach the host in one copy.
 """
 
 from collections.abc import Callable
@@ -40,19 +40,19 @@ def batch_sizes(most: int) -> list[int]:
 
 
 class CudaExecutor:
-    """``OverlapExecutor``, and ``Executor``, over a rewritten model and its pools. Owns them; used from one thread.
+    """Implements ``OverlapExecutor`` and ``Executor`` over a rewritten model and its pools. Not thread-safe; owns both.
 
     Args:
-        rotation: of the model's attention, from ``rewrite``.
-        width: blocks that a sequence may have.
-        max_batched_tokens: of a step.
-        tokens_per_sequence: of a step in which tokens are only decoded: one, and those that speculation proposes.
+        rotation: passes cosines and sines from the model to its attention; made by ``rewrite``.
+        width: maximum number of blocks per sequence.
+        max_batched_tokens: maximum number of tokens per step.
+        tokens_per_sequence: rows that a sequence can have in a decode step: one, plus the proposed tokens.
         singles: see ``Packing``.
-        encoder: of the model, if it has any; the engine owns it.
-        sliding: the pool of the sliding-window layers, if that is not ``pool``.
-        in_flight: steps whose tokens may be on their way to the host at once.
-        invariant: what is computed for a sequence does not depend on the other sequences of a batch; the model must
-            have been rewritten so.
+        encoder: the model's vision encoder, if any. The engine owns it.
+        sliding: the pool of the sliding-window layers, if they do not use ``pool``.
+        in_flight: maximum number of launched steps whose results have not been read.
+        invariant: compute each sequence independently of the rest of the batch. The model must have been rewritten
+            with the same setting.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class CudaExecutor:
     # -- graphs ----------------------------------------------------------------------------------------------
 
     def capture(self) -> None:
-        """Capture a graph for each of some numbers of rows; models that cannot be captured run without."""
+        """Capture a graph for each of ``batch_sizes``. A model that cannot be captured runs eagerly."""
         pool = None
         try:
             with torch.inference_mode():
@@ -120,13 +120,13 @@ class CudaExecutor:
         self._sizes = sorted(self._graphs)
 
     def _static(self, size: int) -> Tensor:
-        """A decode step of ``size`` rows over the fixed places of the upload."""
+        """A decode step of ``size`` rows whose inputs lie at fixed offsets of the upload buffer."""
         tokens, lanes, positions = (self._upload.device[start : start + size] for start in self._fixed[:3])
         return self._forward(tokens, lanes, positions, size)
 
     def _forward(
         self,
-        told: Tensor,
+        known: Tensor,
         lanes: Tensor,
         positions: Tensor,
         decodes: int,
@@ -134,11 +134,16 @@ class CudaExecutor:
         wanted: Tensor | None = None,
         embeddings: Embeddings | None = None,
     ) -> Tensor:
-        """Logits of the ``wanted`` rows, or of all. ``told``: tokens, of which those that are -1 were drawn last."""
+        """Run the model over one batch.
+
+        Args:
+            known: (rows,) int32 token ids; -1: the last token drawn for the row's lane.
+            wanted: (n,) int64, the rows whose logits are returned; None: all.
+        """
         assert self._model is not None
-        count = len(told)
+        count = len(known)
         tokens = torch.empty(count, dtype=torch.int64, device=self._device)
-        rows.fetch[(-(-count // 256),)](told, lanes, self._latest, tokens, count, BLOCK=256, num_warps=2)
+        rows.fetch[(-(-count // 256),)](known, lanes, self._latest, tokens, count, BLOCK=256, num_warps=2)
         places = positions.clamp(min=0).to(torch.int64)
         paged = self._paged(lanes, positions, decodes, tiles)
         return self._model.logits(tokens, places, wanted, paged, embeddings)
@@ -161,7 +166,7 @@ class CudaExecutor:
         return self.launch(plan, scoring).result()
 
     def launch(self, plan: list[Slot], scoring: Seq[Slot] = ()) -> Pending:
-        """Start a step; the one before may still run. See ``OverlapExecutor``."""
+        """Launch a step; the previous one may still be running. See ``OverlapExecutor``."""
         with failing(), torch.inference_mode():
             if not scoring and len(plan) <= self._rows and all(_single(slot) for slot in plan):
                 return self._decode(self._pack_single(plan))
@@ -171,7 +176,7 @@ class CudaExecutor:
             return self._mixed(packed, scoring)
 
     def _pack_single(self, plan: list[Slot]) -> Packed:
-        """As ``Packing.pack`` packs a plan of single tokens, in less time: steps of small models wait for it."""
+        """``Packing.pack`` for a plan of single tokens, but faster: with small models the GPU waits for it."""
         packed = Packed()
         for sequence, start, _, _ in plan:
             lane = self._lanes.of(sequence)
@@ -184,7 +189,7 @@ class CudaExecutor:
         return packed
 
     def _decode(self, packed: Packed) -> Pending:
-        """No row belongs to a chunk of a prompt."""
+        """Compute a step without chunks of prompts."""
         count, draws = packed.decodes, packed.draws
         size = next((size for size in self._sizes if size >= count), 0)
         padding = [0] * (size - count)
@@ -233,8 +238,8 @@ class CudaExecutor:
         return Embeddings(where, self._encoder.take(places))
 
     def _send(self) -> None:
-        """Send the step's lists, and what has changed in the tables."""
-        places, values = self._lanes.taken()
+        """Copy the step's lists and the changes to the block tables to the device."""
+        places, values = self._lanes.take_changes()
         upload, count = self._upload, len(places)
         pairs = None
         if count and 2 * count <= upload.left():
@@ -246,7 +251,7 @@ class CudaExecutor:
             rows.scatter[(-(-count // 256),)](pairs, self._tables, count, BLOCK=256, num_warps=2)
 
     def memory(self) -> dict[str, Memory]:
-        """The pool of KV blocks; none if each block is in two pools."""
+        """The KV pool; empty if blocks are spread over two pools."""
         assert self._pool is not None, "closed"
         return {} if self._sliding is not None else {"kv": self._pool.memory()}
 

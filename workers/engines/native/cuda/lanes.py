@@ -1,22 +1,22 @@
-"""Which row of the block tables on the device a sequence has, and what of its blocks is there already. No torch."""
+"""Assigns sequences rows of the block tables on the device, and tracks which blocks the device has. No torch."""
 
 from workers.engines.core.sequence import Sequence
 
 
 class Lane:
-    """The place of a sequence in the tables.
+    """A sequence's row of the block tables.
 
     Attributes:
         index: its row.
-        plain: its tokens are drawn from the logits as they are, but for temperature.
-        random: they are drawn at random, not greedily.
+        plain: temperature is the only sampling parameter that changes the logits.
+        random: tokens are sampled, not greedy.
     """
 
     __slots__ = ("blocks", "index", "plain", "random", "rows", "sent_blocks", "sent_rows")
 
     def __init__(self, index: int, sequence: Sequence) -> None:
         self.index = index
-        # The lists that were sent: a sequence has new ones after a preemption.
+        # The lists that the device has. A preempted sequence gets new ones when it is admitted again.
         self.blocks: list[int] | None = None
         self.rows: list[int] | None = None
         self.sent_blocks = 0  # leading entries that are on the device
@@ -30,15 +30,15 @@ class Lane:
 
 
 class Lanes:
-    """Lanes for up to ``count`` sequences, and the changes to their tables that the device has not seen.
+    """Lanes for up to ``count`` sequences, and the table changes that are not on the device yet.
 
     Args:
-        width: entries of a lane's row in each table.
-        sliding: a second table follows the first, of the pool rows of sliding-window layers.
+        width: entries per lane and table.
+        sliding: add a second table behind the first, for the pool rows of sliding-window layers.
 
     Attributes:
-        places: of the changes, in the flattened tables.
-        values: the new entries.
+        places: changed entries, as indices into the flattened tables.
+        values: their new values.
     """
 
     def __init__(self, count: int, width: int, *, sliding: bool = False) -> None:
@@ -50,7 +50,7 @@ class Lanes:
         self.values: list[int] = []
 
     def of(self, sequence: Sequence) -> Lane:
-        """The lane of a sequence, whose blocks will be on the device once all changes are."""
+        """The lane of a sequence. Records the entries of its tables that are new since the last call."""
         lane = self._lanes.get(sequence)
         if lane is None:
             lane = self._take(sequence)
@@ -73,7 +73,7 @@ class Lanes:
 
     def _change(self, place: int, start: int, entries: list[int]) -> None:
         self.places += range(place + start, place + len(entries))
-        # Kernels read entries behind a window without using them: even those must be blocks.
+        # Kernels load entries before the window and ignore the result, so these must be valid, too.
         self.values += [max(entry, 0) for entry in entries[start:]]
 
     def _take(self, sequence: Sequence) -> Lane:
@@ -83,8 +83,8 @@ class Lanes:
         lane = self._lanes[sequence] = Lane(self._free.pop(), sequence)
         return lane
 
-    def taken(self) -> tuple[list[int], list[int]]:
-        """Changes since the last call."""
+    def take_changes(self) -> tuple[list[int], list[int]]:
+        """``places`` and ``values`` since the last call."""
         places, values = self.places, self.values
         self.places, self.values = [], []
         return places, values

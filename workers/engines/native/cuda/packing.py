@@ -1,4 +1,4 @@
-"""A planned step as rows of one batch: rows that are decoded one by one come first, then chunks of prompts."""
+"""Packs a planned step into the rows of one batch: decode rows first, then chunks of prompts."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -8,15 +8,15 @@ from workers.engines.core.sequence import Sequence, Slot, scored_to
 from workers.engines.native.cuda.lanes import Lane, Lanes
 from workers.engines.native.executor import media_rows
 
-UNKNOWN = -1  # a token that the step before draws; the device has it
+UNKNOWN = -1  # the previous step draws this token; only the device knows it
 
 
 class Draw(NamedTuple):
-    """A token to be drawn from the logits of one row.
+    """A token to draw from the logits of one row.
 
     Attributes:
-        length: of the sequence without it.
-        target: where the device keeps the token for the next step.
+        length: of the sequence, without this token.
+        target: index under which the device keeps the token for the next step.
     """
 
     sequence: Sequence
@@ -27,16 +27,16 @@ class Draw(NamedTuple):
 
 @dataclass(slots=True)
 class Packed:
-    """The rows of a batch, and what is wanted of them.
+    """The rows of a batch, and what to compute from them.
 
     Attributes:
         tokens: of each row, or ``UNKNOWN``.
-        decodes: how many leading rows are attended one by one.
-        tiles: of the other rows, as ``attend.prefill`` takes them: first row, its position, rows, lane.
-        drawn: rows whose logits the ``draws`` are made from.
-        order: for each token that the step returns, its number in ``draws``.
-        scored: rows whose logits score a prompt.
-        media: rows that are image embeddings, and their places in the pool of embeddings.
+        decodes: number of leading rows that are decoded one by one.
+        tiles: the remaining rows, for ``attend.prefill``: first row, its position, number of rows, lane.
+        drawn: the row of each of ``draws``.
+        order: indices into ``draws``, in the order in which the step returns tokens.
+        scored: rows whose logits score prompt tokens.
+        media: rows that take image embeddings, each with its index in the embedding pool.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -52,20 +52,20 @@ class Packed:
 
     @property
     def single(self) -> bool:
-        """All rows are decoded: what graphs are captured for."""
+        """Whether the step only decodes, so that a graph can compute it."""
         return self.decodes == len(self.tokens) and not (self.media or self.scored)
 
 
 class Packing:
-    """Packs plans.
+    """Turns plans into ``Packed``.
 
     Args:
-        tile_rows: of one tile, at most.
-        singles: tokens that are decoded one by one if a slot has no more.
-        spare: a target that no step reads, for tokens drawn behind proposed ones.
-        media_tokens: of a slot of the pool of embeddings.
-        by_position: a generated token is attended alone, however many are computed in the step, and a token of a
-            prompt in a tile, even a single one; so the kernel does not depend on what else is in the batch.
+        tile_rows: maximum number of rows per tile.
+        singles: slots of up to this many tokens are decoded row by row.
+        spare: a target that no step reads, for draws in slots with proposed tokens.
+        media_tokens: embeddings per slot of the embedding pool.
+        by_position: decode all generated tokens row by row and put all prompt tokens into tiles, however many a step
+            computes. The kernel used for a token then does not depend on the rest of the batch.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Packing:
     def pack(self, plan: Seq[Slot], scoring: Seq[Slot] = ()) -> Packed:
         """
         Args:
-            scoring: slots of the plan whose prompt tokens are to be scored.
+            scoring: slots of the plan whose prompt tokens need scores.
         """
         packed = Packed()
         tiled = []
@@ -110,13 +110,13 @@ class Packing:
         return packed
 
     def _tiled(self, slot: Slot) -> int:
-        """How many of a slot's leading tokens go to tiles."""
+        """How many of a slot's leading tokens belong in tiles."""
         if self._by_position:
             return min(max(slot.sequence.prompt_len - slot.start, 0), slot.count)
         return 0 if slot.count <= self._singles or slot.sequence.draft else slot.count
 
     def _put(self, packed: Packed, slot: Slot, start: int, stop: int) -> Lane:
-        """Rows for the tokens of a slot from position ``start`` to ``stop``, and the draws from their logits."""
+        """Add rows for a slot's tokens from position ``start`` to ``stop``, and the draws from their logits."""
         sequence, end, row = slot.sequence, slot.start + slot.count, len(packed.tokens)
         border = end - len(sequence.draft)  # where the proposed tokens begin
         lane = self._lanes.of(sequence)
@@ -133,7 +133,7 @@ class Packing:
         return lane
 
     def _ask(self, packed: Packed, slot: Slot, row: int, scoring: Seq[Slot]) -> None:
-        """Embeddings and scores of a slot whose first token is in ``row``."""
+        """Add the embeddings and scores of a slot whose first token is in ``row``."""
         if slot.sequence.media and self._media_tokens:
             packed.media += media_rows(slot, row, self._media_tokens)
         if scoring and slot in scoring:

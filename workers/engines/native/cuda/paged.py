@@ -33,10 +33,10 @@ def splits(rows: int, kv_heads: int) -> int:
 
 
 class Scratch:
-    """What splits leave for the last of them, for any batch of up to ``rows`` decodes; counters are 0 between.
+    """Partial results of split decodes, for batches of up to ``rows``. Counters are 0 between kernels.
 
     Args:
-        fixed: how a row's keys are split does not depend on the number of rows.
+        fixed: split the keys of a row in the same way for any number of rows.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class PagedAttention:
     """Implements ``workers.engines.native.attention.Paged``.
 
     Args:
-        rotation: leaves the step's cosines and sines here, if rotation was left to us.
+        rotation: provides cosines and sines if the model leaves rotation to its attention.
     """
 
     def __init__(self, pool: Pool, scratch: Scratch, rotation: Rotation, batch: Batch) -> None:
@@ -126,7 +126,7 @@ class PagedAttention:
         common: dict[str, Any],
         first: int,
     ) -> None:
-        """The rows from ``first`` on, as many as the scratch is made for."""
+        """Attend decode rows from ``first`` on, as many as the scratch holds."""
         batch, scratch = self._batch, self._scratch
         rows = min(scratch.rows, batch.decodes - first)
         lanes, positions = batch.lanes, batch.positions

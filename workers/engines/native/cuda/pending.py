@@ -1,4 +1,4 @@
-"""Tokens of steps that were launched, on their way to the host."""
+"""Copies the tokens of launched steps to the host."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,8 +44,8 @@ class Returns:
     """Copies drawn tokens to the host.
 
     Args:
-        most: tokens of a step.
-        in_flight: steps whose results are not taken yet, at most: their tokens have a buffer each.
+        most: maximum number of tokens per step.
+        in_flight: number of steps whose results may be outstanding; each has a buffer.
     """
 
     def __init__(self, most: int, in_flight: int, device: torch.device) -> None:
@@ -58,8 +58,8 @@ class Returns:
 
         Args:
             drawn: (n,) int32, or with log-probabilities; None: nothing was drawn.
-            order: numbers of the tokens, as they are to be returned; empty: all, as they are.
-            after: called once the step is done.
+            order: indices into ``drawn``, in the order to return; empty: as drawn.
+            after: called when the step is done.
         """
         if isinstance(drawn, Chosen):
             drawn = drawn.moved()

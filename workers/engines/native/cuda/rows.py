@@ -156,11 +156,11 @@ def scatter(pairs, target, count, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count"])
-def fetch(told, lanes, latest, tokens, count, BLOCK: tl.constexpr):
-    """Tokens of a step: as told by the host, or, where that is -1, the latest that was drawn for the lane."""
+def fetch(known, lanes, latest, tokens, count, BLOCK: tl.constexpr):
+    """Token ids of a step: ``known``, or where that is -1 the last token drawn for the lane."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     legal = at < count
-    token = tl.load(told + at, mask=legal, other=0)
+    token = tl.load(known + at, mask=legal, other=0)
     lane = tl.load(lanes + at, mask=legal, other=0)
     drawn = tl.load(latest + lane, mask=legal & (token < 0), other=0)
     tl.store(tokens + at, tl.where(token < 0, drawn, token).to(tl.int64), mask=legal)

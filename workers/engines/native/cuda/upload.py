@@ -1,4 +1,4 @@
-"""Small integers on their way to the device: many lists, one copy, no wait."""
+"""Copies many short lists of integers to the device at once, without waiting."""
 
 import numpy as np
 import torch

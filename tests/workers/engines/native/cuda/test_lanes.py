@@ -14,7 +14,7 @@ def sequence(blocks: list[int], rows: list[int] | None = None, **sampling: objec
 
 
 def changes(lanes: Lanes) -> dict[int, int]:
-    return dict(zip(*lanes.taken(), strict=True))
+    return dict(zip(*lanes.take_changes(), strict=True))
 
 
 def test_only_new_blocks_are_sent() -> None:
@@ -31,7 +31,7 @@ def test_only_new_blocks_are_sent() -> None:
 def test_after_a_preemption_all_blocks_are_sent_again() -> None:
     lanes, one = Lanes(3, WIDTH), sequence([5, 6])
     start = lanes.of(one).index * WIDTH
-    lanes.taken()
+    lanes.take_changes()
     one.blocks = [9]
     lanes.of(one)
     assert changes(lanes) == {start: 9}
