@@ -209,7 +209,7 @@ class Gateway:
         self._subscriptions.unsubscribe(inflight)
 
     def stop(self) -> None:
-        """Leave all requests to the pipeline: each open answer ends with the id at which it goes on."""
+        """Leave all requests to the pipeline: each open answer ends with the id from which it can be continued."""
         self.stopped = True
         for inflight in self.answering:
             inflight.fail(stopping(inflight.request.id))

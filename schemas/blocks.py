@@ -16,7 +16,7 @@ _KEY = Struct("<q")
 
 
 def root(revision: str, lora: str = "", salt: str = "") -> bytes:
-    """The parent digest of a first block: everything besides tokens that decides the KV content.
+    """The parent digest of a first block: everything except tokens that decides the KV content.
 
     ``revision`` names the weights; ``salt`` separates tenants that must not share cache.
     """

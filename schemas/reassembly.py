@@ -178,8 +178,8 @@ def replay(items: Iterable[TokenItem], n: int = 1) -> list[Progress]:
             if due.finish is not None:
                 finishes[due.choice] = due.finish
     return [
-        Progress(b"".join(parts), finish, tuple(told))
-        for parts, finish, told in zip(tokens, finishes, logprobs, strict=True)
+        Progress(b"".join(parts), finish, tuple(known))
+        for parts, finish, known in zip(tokens, finishes, logprobs, strict=True)
     ]
 
 

@@ -19,7 +19,7 @@ GIB = 1 << 30
 
 MAX_PAYLOAD = 8 * MIB
 HEADROOM = 4096  # the server counts headers too, and closes the connection beyond max_payload
-# How long the unplaced requests of a dead router wait before another router gets them. Short, because a redelivered
+# How long the unplaced requests of a lost router wait before another router gets them. Short, because a redelivered
 # request costs little: its job is stored once, whichever router publishes it.
 ROUTER_ACK_WAIT_S = 1.5
 LONGEST_DEADLINE_S = HOUR  # nothing unfinished is older than this

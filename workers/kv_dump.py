@@ -8,7 +8,7 @@ from workers.engine_thread import EngineThread
 from workers.sequence_state import CacheSnapshot
 
 ANSWER_S = 5.0
-EVENT_BYTES = 64  # of an event besides its digests
+EVENT_BYTES = 64  # of an event without its digests
 
 
 class Page(NamedTuple):

@@ -74,7 +74,7 @@ def check_settings(settings: WorkerSettings) -> None:
             )
         if settings.role == "decode":
             raise ValueError(
-                f"--scheduler-policy {settings.scheduler_policy}: a decode worker takes blocks in before it knows the "
+                f"--scheduler-policy {settings.scheduler_policy}: a decode worker adopts blocks before it knows the "
                 "longest answer; use it with --role aggregated or prefill"
             )
     if settings.kv_offloading_size and (settings.engine != "native" or settings.role != "aggregated"):

@@ -17,7 +17,7 @@ from schemas.tokens import WHOLE_REQUEST, TokenItem
 MAX_ITEMS = 2_048  # kept for a client that does not read, of a request with one choice and no log-probabilities
 FEW_ITEMS = 16
 PORTION_BYTES = 4_096  # token ids returned at once: 1,024 tokens are rendered in about 2 ms
-ITEM_BYTES = 16  # size of an item besides its tokens
+ITEM_BYTES = 16  # size of an item without its tokens
 
 Behind = Callable[["InflightRequest"], None]
 
@@ -57,7 +57,7 @@ class InflightRequest:
     def __init__(self, request: GenerateRequest, *, bounded: bool = True) -> None:
         """
         Args:
-            bounded: False: all items are kept, even if nobody takes them.
+            bounded: False: all items are kept, even if they are not taken.
         """
         self.request = request
         self.fold = TokenReassembler(request.n)

@@ -135,7 +135,7 @@ class RequestListing:
         return 0
 
     async def _accepted(self, group: Sequence[Entry]) -> list[tuple[int, RequestSummary]]:
-        """What became of requests: from their records, or from whoever follows them."""
+        """The states of requests: from their records, or from the gateways that follow them."""
         asked = [(entry.seq, request) for entry in group if (request := _request(entry)) is not None]
         ended = {event.request: of_done(event) for event in await self._records.ends([each for _, each in asked])}
         running = [request for _, request in asked if request.id not in ended]

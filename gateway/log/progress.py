@@ -40,12 +40,12 @@ class Progress:
             await self._bus.nc.publish(message.reply, encode(known) if known is not None else b"")
 
     def here(self, request_id: str) -> control.Progress | None:
-        """What this gateway knows; None: nothing."""
+        """The progress known to this gateway; None: it does not follow the request."""
         known = [progress_of(inflight) for inflight in self._readers(request_id) if not inflight.behind]
         return max(known, key=lambda each: (each.attempt, each.tokens), default=None)
 
     async def ask(self, gateway: str, request_id: str) -> control.Progress | None:
-        """What another gateway knows; None: it is gone, or does not follow the request (any more)."""
+        """The progress known to another gateway; None: it is gone, or does not follow the request (any more)."""
         try:
             subject = self._bus.subjects.progress(gateway)
             reply = await self._bus.nc.request(subject, request_id.encode(), timeout=ASK_S)

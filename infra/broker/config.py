@@ -122,7 +122,7 @@ accounts {{
 def _cluster(config: ServerConfig) -> str:
     if config.cluster is None:
         return ""
-    cluster, password = config.cluster, config.password("sys")  # who knows it may do everything anyway
+    cluster, password = config.cluster, config.password("sys")  # this password allows everything anyway
     routes = ", ".join(_quote(f"nats-route://route:{config.secrets['sys']}@{at}") for at in cluster.routes)
     return f"""
 cluster {{

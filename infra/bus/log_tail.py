@@ -1,10 +1,10 @@
 """Follows a stream: everything stored on some subjects, once, in stream order, from a chosen point on.
 
 Live messages come from the server's republished subject. It carries only what was stored, with the message's sequence
-and the previous sequence of its subject, so a gap shows at once and is read from the stream before the tail goes on.
+and the previous sequence of its subject, so a gap shows at once and is read from the stream before the tail continues.
 After a reconnect the stream is read in any case: a burst may have been missed.
 
-In a cluster the last message before a silence may be stored without being republished (its leader died in between),
+In a cluster the last message before a silence may be stored without being republished (its leader was lost in between),
 and a subscription takes a moment to reach every server. So a silent tail compares its position with the leader's, one
 second after the last message and every five seconds from then on.
 """
@@ -113,7 +113,7 @@ class LogTail:
         await asyncio.wait([self._repair])
 
     async def _reconnected(self) -> None:
-        """Starts a repair without waiting for it: a stream that cannot be read must not hold up other hooks."""
+        """Starts a repair without waiting for it: a stream that cannot be read must not delay other hooks."""
         self._stale = True
         if not self._starting:
             await self._stop_repair()  # the answer that it awaits was lost with the connection

@@ -103,7 +103,7 @@ async def replace(bus: Bus, bucket: str, name: str, data: bytes | Sequence[bytes
     For one writer per name. Of two at once one wins, and the other's value is lost without an error.
 
     Args:
-        data: in parts, each is stored as one chunk: to join large ones would hold up the event loop.
+        data: in parts, each is stored as one chunk: to join large ones would block the event loop.
     Raises:
         ServingError: as ``put``.
     """

@@ -10,7 +10,7 @@ from infra.bus.message import Message
 
 EXPIRES_S = 30.0  # a request that is not filled by then ends
 HEARTBEAT_S = 5.0
-SILENT_S = 2.5 * HEARTBEAT_S  # a request that is alive sends heartbeats
+SILENT_S = 2.5 * HEARTBEAT_S  # the server sends heartbeats for an open request
 
 
 class Received(enum.Enum):

@@ -124,8 +124,8 @@ class WorkerRegistry:
     def expire(self) -> None:
         """Remove workers whose lease has passed. Call it a few times a second.
 
-        If it was not called for a while (disconnected, or this process slept), all leases start anew: their renewals
-        may be waiting to be read.
+        If it was not called for a while (disconnected, or this process was stopped), all leases start again: their
+        renewals may be waiting to be read.
         """
         if not self._bus.connected:
             return

@@ -41,7 +41,7 @@ class StreamFill:
 
     def add(self, sample: StreamSample) -> None:
         if not self._seqs or sample.last < self._seqs[-1] or sample.first > self._seqs[-1] + 1:
-            # The first sample, a stream that was made anew, or nothing is left of the earlier samples.
+            # The first sample, a stream that was recreated, or nothing is left of the earlier samples.
             self._seqs, self._written = [sample.first - 1, sample.last], [0.0, float(sample.bytes)]
             self._first = sample.first
             return

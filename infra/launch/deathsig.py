@@ -10,7 +10,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> Callable[[], None] | None:
-    """What a child runs between fork and exec (``preexec_fn``); None where the system knows no such thing.
+    """What a child runs between fork and exec (``preexec_fn``); None where the system does not support this.
 
     The kernel sends the signal when the *thread* that forked ends: fork from the main thread only.
     """

@@ -241,7 +241,7 @@ class Deployment:
     def _on_change(self, keeper: Keeper) -> None:
         try:
             self._write_state()
-        except OSError as error:  # a full disk: what runs must still be kept alive
+        except OSError as error:  # a full disk: running processes must still be supervised
             log.warning("state_not_written", error=str(error))
 
     def _resume(self) -> None:

@@ -1,4 +1,4 @@
-"""``penstock up``: broker, streams, workers, routers and gateways as processes of this machine, kept alive."""
+"""``penstock up``: broker, streams, workers, routers and gateways as supervised processes of this machine."""
 
 import asyncio
 import sys

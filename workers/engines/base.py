@@ -71,7 +71,7 @@ class Reservation(msgspec.Struct, eq=False):
     digests: list[bytes]  # of the prompt's full blocks
     blocks: list[int]
     have: int
-    tails: list[int]  # for the prompt's last block, if it is not full: one copy for each choice, which goes on in it
+    tails: list[int]  # for the prompt's last block, if it is not full: one copy for each choice, which continues in it
     users: int = 1
     filled: bool = False  # adopted
     named: int = 0  # leading ``blocks`` that are in the cache under their names; of the others it has other copies
@@ -218,7 +218,7 @@ class Engine(Protocol):
 
     @property
     def blocked(self) -> bool:
-        """``step`` cannot go on before blocks that are held for a handoff come free."""
+        """``step`` cannot continue until blocks that are held for a handoff become free."""
 
     def stats(self) -> EngineStats: ...
 

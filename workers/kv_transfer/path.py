@@ -1,7 +1,7 @@
 """Which side moves the bytes: the one that needs them (read) or the one that has them (write).
 
 A read is one-sided where the memory of the other process can be copied directly (same host and PID namespace) and over
-RDMA. Over TCP it is emulated with messages: slower than a write, and a reader that dies in the middle can take the
+RDMA. Over TCP it is emulated with messages: slower than a write, and a reader that crashes in the middle can take the
 owner with it. There the owner pushes.
 """
 

@@ -22,7 +22,7 @@ class BlockCache:
         self.capacity = self.free = capacity
         self.active = 0
         self._uses: dict[int, int] = {}  # copy -> sequences that use it
-        self._idle: OrderedDict[int, None] = OrderedDict()  # copies that nobody uses, least recently used first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # copies that are not in use, least recently used first
         self._copies: dict[int, list[int]] = {}  # of keys that have, or had, more than one
         self._key_of: dict[int, int] = {}  # of negative copies
         self._stored: list[StoredRun] = []

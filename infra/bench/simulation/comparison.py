@@ -36,7 +36,7 @@ class Cell:
     """One load on one fleet.
 
     Attributes:
-        trace: recorded requests; None: ``workload`` is generated, each seed anew.
+        trace: recorded requests; None: ``workload`` is generated, for each seed.
         load: speed-up of a recorded trace; of a workload the share of the rate that saturates round robin.
     """
 

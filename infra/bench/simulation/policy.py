@@ -83,7 +83,7 @@ class Policy(Protocol):
         """Place a request; None: hold it."""
 
     def decode(self, request: Request, now_ns: int) -> Target:
-        """Where a prompt that was computed without a decode worker goes on."""
+        """Where a prompt that was computed without a decode worker continues."""
 
     def pump(self, now_ns: int) -> Iterable[tuple[Request, Placement]]:
         """Placements of held requests; asked after each instant with an event."""

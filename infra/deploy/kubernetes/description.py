@@ -35,7 +35,7 @@ class Front(Section, frozen=True, kw_only=True):
 
 
 class Nats(Section, frozen=True, kw_only=True):
-    """The broker: one server with a volume, or (``url_secret``) somebody else's.
+    """The broker: one server with a volume, or (``url_secret``) an existing one.
 
     Attributes:
         url_secret: name of a Secret with a URL under each of gateway, router, worker, operator (and sys).

@@ -98,7 +98,7 @@ def _workers(given: Description, pool: Pool) -> list[Tree]:
         "startupPolicy": "LeaderCreated",  # the leader waits for the others
         "leaderWorkerTemplate": {
             "size": pool.nodes,
-            # MPI cannot go on without one of its ranks.
+            # MPI cannot continue without one of its ranks.
             "restartPolicy": "RecreateGroupOnPodRestart",
             "leaderTemplate": _template(given, pool.role, spec),
             "workerTemplate": _template(given, f"{pool.role}-ranks", pods.follower(given, pool)),

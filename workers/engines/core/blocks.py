@@ -161,7 +161,7 @@ class BlockManager:
         """Make blocks ``start`` .. ``stop`` of a held table findable; returns the first position still unnamed.
 
         The first copy of a block keeps the name. A table that is still in use stops there, since its later names would
-        depend on a parent that it does not hold; it may try again later, and goes on when ``leaving``: its release
+        depend on a parent that it does not hold; it may try again later, and continues when ``leaving``: its release
         follows at once, so the holder of the first copy releases that later.
         """
         cache, holders, names, parents = self._cache, self._holders, self._names, self._parents

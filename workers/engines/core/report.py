@@ -41,7 +41,7 @@ class StepReport:
         self._measured.append(Measured(sequence.key, {}, preemptions=1))
 
     def ended(self, sequence: Sequence, token: int, logprob: Logprob | None, limits: SequenceLimits) -> Output:
-        """The last output of a sequence. If the pool is too small for it to go on, it fails as well."""
+        """The last output of a sequence. If the pool is too small for it to continue, it fails as well."""
         if token in sequence.stops and len(sequence.tokens) > sequence.stoppable:
             return Output(sequence.key, token, "stop", logprob, token)
         if len(sequence.tokens) >= min(sequence.prompt_len + sequence.stop.max_tokens, limits.max_model_len):

@@ -76,7 +76,7 @@ class BlockTree:
             self._hide(block)
 
     def remove_subtree(self, key: Hashable) -> None:
-        """Remove a block and all its descendants, which nobody can find without it."""
+        """Remove a block and all its descendants, which cannot be found without it."""
         root = self._blocks.get(key)
         subtree = [] if root is None else [root]
         for block in subtree:

@@ -69,7 +69,7 @@ class Publisher:
         self._wake_read, self._wake_write = os.pipe()  # readable: the queue has items
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
-        self._lock = threading.Lock()  # nobody writes to the pipe once it is closed
+        self._lock = threading.Lock()  # ensures that no thread writes to the pipe once it is closed
         self._open = True
         self._thread = threading.Thread(target=self._run, name="kv publisher", daemon=True)
         self._thread.start()

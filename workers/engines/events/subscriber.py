@@ -32,9 +32,9 @@ class Subscriber:
         endpoint: where events are published. With ``binds``, the publisher connects to us.
         replay: where replays are requested; empty: there are none.
         take: called in the thread with (payloads in order, lost).
-        watched: once the publisher has died, hangs or cannot be reached, report everything as lost. When it is back,
-            even if only the connection was lost, it is read from the first message that it still keeps: nothing tells
-            whether it is the same process.
+        watched: once the publisher has ended, hangs or cannot be reached, report everything as lost. When it is back,
+            even if only the connection was lost, it is read from the first message that it still keeps: it may be
+            another process.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from workers.engines.native.sliding import SlidingLayers, SlidingPool, pool_size
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """The pool of all layers, or of the full-attention layers and besides it one of the sliding layers."""
+    """The pool of all layers, or one of the full-attention layers and one of the sliding layers."""
 
     kv: Pool
     sliding: SlidingPool | None = None

@@ -1,4 +1,4 @@
-"""What is TensorRT-LLM's own behind our engine protocol; see ``workers.engines.external.engine``."""
+"""The TensorRT-LLM-specific part of an external engine; see ``workers.engines.external.engine``."""
 
 from collections.abc import Sequence as Seq
 

@@ -1,7 +1,7 @@
 """The engine's arguments: our defaults, overridden by ``--extra-engine-args`` and then by ``--override-engine-args``.
 
 Pure. ``infra.engine_args`` checks names, values and combinations. The engine gets the plain tree, so arguments that
-nobody set have the defaults of the installed release.
+were not set have the defaults of the installed release.
 """
 
 from collections.abc import Collection, Mapping
@@ -67,7 +67,7 @@ class EngineSettings(NamedTuple):
     Attributes:
         backend: "pytorch" or "autodeploy".
         kv_blocks: blocks of the pool; 0: as many as fit into free memory.
-        handoff_s: KV that nobody has fetched after this may be freed.
+        handoff_s: KV that was not fetched after this may be freed.
         images: the model takes images.
         otlp: where the engine exports its own spans; empty: nowhere.
     """

@@ -1,4 +1,4 @@
-"""What is vLLM's own behind our engine protocol; see ``workers.engines.external.engine``.
+"""The vLLM-specific part of an external engine; see ``workers.engines.external.engine``.
 
 Besides the engine thread and the loop thread, one thread per rank reads KV events into the same queue.
 """

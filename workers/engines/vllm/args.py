@@ -60,7 +60,7 @@ class EngineSettings(NamedTuple):
         kv_blocks: blocks of the pool; 0: as many as fit into free memory.
         events: endpoint of KV events; empty: none are published.
         replay: endpoint of their replays.
-        lease_s: KV that nobody has fetched after this may be freed.
+        lease_s: KV that was not fetched after this may be freed.
         otlp: where the engine exports its own spans; empty: nowhere.
         cpu_bytes: size of the KV cache if vLLM computes on CPUs; 0: on an accelerator.
     """

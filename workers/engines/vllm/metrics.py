@@ -1,4 +1,4 @@
-"""Statistics of vLLM's scheduler for ``EngineStats``, besides vLLM's own metrics."""
+"""Statistics of vLLM's scheduler for ``EngineStats``, in addition to vLLM's own metrics."""
 
 from typing import Any
 
