@@ -7,11 +7,12 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import structlog
 
 from infra.broker.binary import NoServerBinary
 from infra.broker.datadir import DataDirBusy, Lock
@@ -39,13 +40,27 @@ FAILURES = (
 def run_command(name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> int:
     """Run a command that reads the log; returns its exit status. A failure is one line on stderr, Ctrl-C is none."""
     try:
-        asyncio.run(work())
+        with _logs_on_stderr():
+            asyncio.run(work())
     except FAILURES as error:
         print(f"penstock {name}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # how a command that follows the log ends
         pass
     return 0
+
+
+@contextlib.contextmanager
+def _logs_on_stderr() -> Iterator[None]:
+    """What the connection logs must not stand between lines that a script reads; structlog's default is stdout."""
+    if structlog.is_configured():
+        yield
+        return
+    structlog.configure(logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
+    try:
+        yield
+    finally:
+        structlog.reset_defaults()
 
 
 class Source(NamedTuple):

@@ -164,3 +164,26 @@ def test_a_flag_that_cannot_be_read_is_named_with_an_example(
 ) -> None:
     assert run(list(flags)) == 1
     assert hint in capsys.readouterr().err
+
+
+async def test_what_the_connection_logs_is_not_among_the_lines(
+    bus: Bus, broker: EmbeddedNats, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import structlog
+
+    from infra.timeline import list_requests
+
+    await end(bus, await accept(bus))
+    before = list_requests.summaries
+
+    def noisy(*args: object) -> object:
+        structlog.get_logger("bus").warning("bus_disconnected")
+        return before(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(list_requests, "summaries", noisy)
+    monkeypatch.setattr(structlog, "is_configured", lambda: False)
+    argv = ["--nats-url", broker.url(), "--namespace", bus.subjects.namespace, "--json"]
+    assert await asyncio.to_thread(run, argv) == 0
+    said = capsys.readouterr()
+    assert [len(line) > 2 and line[0] for line in said.out.splitlines()] == ["{"]
+    assert "bus_disconnected" in said.err
