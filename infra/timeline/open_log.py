@@ -165,7 +165,12 @@ async def _exported(
     with tempfile.TemporaryDirectory(prefix="penstock-log-") as folder:
         with open_export(source.file, skip_bad=source.skip_bad) as exported:
             namespace = source.namespace or exported.header.namespace
-            await asyncio.to_thread(restore, exported, Path(folder), namespace, streams)
+            try:
+                await asyncio.to_thread(restore, exported, Path(folder), namespace, streams)
+            except OSError as error:
+                raise CopyFailed(
+                    f"{source.file} cannot be restored in {folder} ({error.strerror}): set TMPDIR to a disk with room"
+                ) from error
             if exported.bad:
                 print(f"left out {len(exported.bad)} damaged lines, the first is {exported.bad[0]}", file=sys.stderr)
         async with _served(folder, namespace, name, role, timeout_s) as log:

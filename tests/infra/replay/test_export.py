@@ -1,6 +1,7 @@
 """``penstock export`` and ``import`` on a real nats-server, and commands that read a file."""
 
 import asyncio
+import errno
 import gzip
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
@@ -12,9 +13,10 @@ from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
 from infra.bus.direct_get import Entry, read
 from infra.cli import main
-from infra.replay import bulk_read, export, import_log
+from infra.replay import bulk_read, export, import_log, restore
 from infra.replay.files import open_export
 from infra.timeline import inspect, list_requests, tail
+from infra.timeline.log_copy import CopyFailed
 from infra.timeline.open_log import Source, open_log
 from infra.timeline.read import read_timeline
 from schemas.kv import KvBatch, Stored
@@ -197,6 +199,21 @@ async def test_a_damaged_line_is_named_and_can_be_left_out(
 
 def samples_id() -> str:
     return "019ecb10-0000-7000-8000-000000000000"
+
+
+async def test_a_disk_without_room_for_a_file_is_named(
+    bus: Bus, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await recorded(bus)
+    assert await run(export.run, "--all", "-o", str(tmp_path / "f")) == 0
+
+    def full(*_: object) -> bytes:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(restore, "checksums", full)
+    with pytest.raises(CopyFailed, match=r"No space left on device.*TMPDIR"):
+        async with open_log(Source(tmp_path, file=str(tmp_path / "f")), name="test"):
+            pass
 
 
 async def test_what_to_export_has_to_be_said(bus: Bus, run: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,7 +55,8 @@ def read_recording(path: str, vocab_size: int) -> list[Played]:
             except (msgspec.MsgspecError, ValueError) as error:
                 raise ValueError(f"--play {path}, line {number}: {error}") from None
     except (OSError, EOFError) as error:
-        raise ValueError(f"--play {path} cannot be read: {error}") from error
+        why = (isinstance(error, OSError) and error.strerror) or error
+        raise ValueError(f"--play {path} cannot be read: {why}") from error
     played = [found for event in ended if (found := _played(event, requests.get(event.request), stored)) is not None]
     if not played:
         raise ValueError(f"--play {path}: it has no answer to play; export whole requests, with their records")
