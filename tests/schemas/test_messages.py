@@ -19,10 +19,10 @@ MODULES = sorted(module.name for module in pkgutil.iter_modules(schemas.__path__
 
 
 def message_types() -> set[type[msgspec.Struct]]:
-    """Every Struct that a module of ``schemas`` defines; those of ``reassembly`` are a reader's state."""
+    """Every Struct that a module of ``schemas`` defines; those of ``reassembly`` and ``summary`` are never sent."""
     found = set()
     for name in MODULES:
-        if name == "reassembly":
+        if name in ("reassembly", "summary"):
             continue
         module = importlib.import_module(f"schemas.{name}")
         for value in vars(module).values():
