@@ -54,7 +54,7 @@ class NatsClients:
                 await self._nc.close()
 
     async def knows_reads(self) -> bool:
-        """Whether this deployment speaks the protocol at all."""
+        """Whether this deployment has the protocol."""
         try:
             await self._nc.request(f"{self._namespace}.read", b'{"key": "nothing"}', timeout=2)
         except (NoRespondersError, TimeoutError, NatsError):

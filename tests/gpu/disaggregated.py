@@ -151,10 +151,10 @@ def rows(asked: argparse.Namespace, layout: str) -> dict[str, Any]:
 def logs(data: Path) -> None:
     """The first warnings and errors of each process."""
     for path in sorted((data / "penstock" / "logs").glob("*.log")):
-        told = [line for line in path.read_text(errors="replace").splitlines()
+        warnings_found = [line for line in path.read_text(errors="replace").splitlines()
                 if '"warning"' in line or '"error"' in line or "Traceback" in line]  # fmt: skip
-        for line in told[:3]:
-            print(f"{path.name} ({len(told)}): {line[:300]}", flush=True)
+        for line in warnings_found[:3]:
+            print(f"{path.name} ({len(warnings_found)}): {line[:300]}", flush=True)
 
 
 def main() -> None:

@@ -118,7 +118,7 @@ def test_a_connection_cut_in_an_answer_is_an_error_and_one_closed_after_it_is_no
 
 
 class Server:
-    """Answers as many requests per connection as it is told, then closes."""
+    """Answers a number of requests per connection, then closes."""
 
     def __init__(self, keep: int) -> None:
         self.keep = keep

@@ -353,13 +353,13 @@ def test_widening_keeps_what_it_does_not_know() -> None:
 )
 async def test_what_is_stored_is_delivered_where_the_schema_says(nc: Client, pipeline: Subjects, subject: str) -> None:
     stored = pipeline.lease("w1") if subject == "lease" else f"{pipeline.namespace}.{subject}"
-    heard = await nc.subscribe(pipeline.live(stored))
+    subscription = await nc.subscribe(pipeline.live(stored))
     await round_trip(nc)
     first = await nc.jetstream().publish(stored, b"one")
     second = await nc.jetstream().publish(stored, b"two")
     assert second.seq == first.seq + 1
     for sequence, last in ((first.seq, 0), (second.seq, first.seq)):
-        message = await heard.next_msg(timeout=5)
+        message = await subscription.next_msg(timeout=5)
         assert message.headers["Nats-Sequence"] == str(sequence)
         assert message.headers["Nats-Last-Sequence"] == str(last)
         assert message.headers["Nats-Subject"] == stored
@@ -368,11 +368,11 @@ async def test_what_is_stored_is_delivered_where_the_schema_says(nc: Client, pip
 
 
 async def test_an_expired_lease_leaves_a_marker_on_the_live_subject(nc: Client, pipeline: Subjects) -> None:
-    heard = await nc.subscribe(pipeline.live(pipeline.lease("w1")))
+    subscription = await nc.subscribe(pipeline.live(pipeline.lease("w1")))
     await round_trip(nc)
     await nc.jetstream().publish(pipeline.lease("w1"), b"alive", headers={"Nats-TTL": "1s"})
-    assert (await heard.next_msg(timeout=5)).data == b"alive"
-    marker = await heard.next_msg(timeout=5)
+    assert (await subscription.next_msg(timeout=5)).data == b"alive"
+    marker = await subscription.next_msg(timeout=5)
     assert marker.headers["Nats-Marker-Reason"] == "MaxAge"
 
 

@@ -79,7 +79,7 @@ def test_what_is_made_has_no_errors_and_is_read_back_as_it_was_meant(asked: dict
     try:
         made = generate(shape, spec)
     except BadArguments:
-        return  # told in words: the table below
+        return  # in words: the table below
     args = decode(made.tree)
     assert args == made.args
     found = check(args, context_of(shape, spec))

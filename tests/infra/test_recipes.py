@@ -88,7 +88,7 @@ def test_the_recipes_of_a_set_agree(members: str) -> None:
 
 
 def shown(name: str) -> WorkerSettings:
-    """What a worker is told by the command that is shown for a recipe."""
+    """The settings of a worker that is started by the command shown for a recipe."""
     words = shlex.split(worker_command(MEMBERS[name]))
     return parse_flags(WorkerSettings, words[words.index("worker") + 1 :], prog="worker", environ={})
 
@@ -351,7 +351,7 @@ class Launched:
     """A script that runs with the stand-in; ``hear`` waits for its next calls."""
 
     def __init__(self, script: str, folder: Path, environ: dict[str, str]) -> None:
-        command, fifo = folder / "penstock", folder / "heard"
+        command, fifo = folder / "penstock", folder / "received"
         command.write_text(STAND_IN, encoding="utf-8")
         command.chmod(0o755)
         os.mkfifo(fifo)

@@ -290,16 +290,16 @@ async def test_nothing_is_published_where_the_client_could_not_read(
     door: Submitter, fast: Deployment, bus: Bus, subject: str
 ) -> None:
     pids = {process.name: process.pid for process in fast.state.processes}
-    heard = await bus.nc.subscribe(">")
+    subscription = await bus.nc.subscribe(">")
     await door.submit({**TEXT, "user": "intruder"}, subject)
     await door.ask({**TEXT, "max_tokens": 1})  # both gateways may have had the first one by now
     await door.ask({**TEXT, "max_tokens": 1})
     await bus.nc.flush()
     seen = []
-    while heard.pending_msgs:
-        message = await heard.next_msg(timeout=1)
+    while subscription.pending_msgs:
+        message = await subscription.next_msg(timeout=1)
         seen.append(message)
-    await heard.unsubscribe()
+    await subscription.unsubscribe()
     said = {m.subject.rpartition(".")[0] for m in seen if HEADER_FINAL in (m.headers or {})}
     assert {subject.partition("._INBOX")[0] for subject in said} == {"ps.answer.default", "ps.to.default"}
     refusals = [m for m in seen if (m.headers or {}).get(HEADER_ERROR)]

@@ -87,13 +87,13 @@ async def test_nobody_reads_or_cancels_what_is_anothers(doors: list[Submitter], 
 
 async def test_nobody_receives_anothers_answers_or_inboxes(doors: list[Submitter]) -> None:
     owner, other = doors
-    heard = [await other.nc.subscribe(subject) for subject in ("_INBOX.>", "ps.answer.>", "ps.reply.>")]
+    subscriptions = [await other.nc.subscribe(subject) for subject in ("_INBOX.>", "ps.answer.>", "ps.reply.>")]
     await round_trip(other.nc)
     await owner.ask({**TEXT, **STREAM}, **{HEADER_MSG_ID: "unheard"})
     await owner.ask(TEXT, reply_to="ps.reply.mine")
     await owner.nc.request("ps.ask.tiny", json.dumps(TEXT).encode(), timeout=10)
     await round_trip(other.nc)
-    assert [sub.pending_msgs for sub in heard] == [0, 0, 0]
+    assert [sub.pending_msgs for sub in subscriptions] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ async def test_nobody_receives_anothers_answers_or_inboxes(doors: list[Submitter
 async def test_a_reply_subject_sends_the_brokers_acknowledgement_nowhere_else(
     doors: list[Submitter], bus: Bus, target: str
 ) -> None:
-    heard = await bus.nc.subscribe(target)
+    subscriptions = await bus.nc.subscribe(target)
     await round_trip(bus.nc)
     names = [stream.config.name for stream in await bus.js.streams_info()]
     for subject in ("ps.submit.tiny", "ps.ask.tiny", "ps.read"):
@@ -117,9 +117,9 @@ async def test_a_reply_subject_sends_the_brokers_acknowledgement_nowhere_else(
     await doors[0].ask({**TEXT, "max_tokens": 1})
     await round_trip(doors[0].nc)
     await round_trip(bus.nc)
-    assert not [message for message in drained(heard) if b'"stream"' in message.data or not message.data]
+    assert not [message for message in drained(subscriptions) if b'"stream"' in message.data or not message.data]
     assert [stream.config.name for stream in await bus.js.streams_info()] == names
-    await heard.unsubscribe()
+    await subscriptions.unsubscribe()
 
 
 async def test_no_subject_of_the_pipeline_is_reachable(shared: Deployment, bus: Bus) -> None:
@@ -129,7 +129,7 @@ async def test_no_subject_of_the_pipeline_is_reachable(shared: Deployment, bus: 
         errors.append(str(error))
 
     nc = await nats.connect(url_of(shared, "acme"), error_cb=note)
-    heard = await bus.nc.subscribe(">")
+    subscriptions = await bus.nc.subscribe(">")
     try:
         subjects = [
             *("ps.request.tiny.standard", "ps.work.x.y", "ps.tokens.x", "ps.done.default.tiny.x", "ps.kv.m.w"),
@@ -148,12 +148,12 @@ async def test_no_subject_of_the_pipeline_is_reachable(shared: Deployment, bus: 
             await nc.subscribe(subject)
         await round_trip(nc)
         await round_trip(bus.nc)
-        seen = {message.subject for message in drained(heard) if message.data == b"intruder"}
+        seen = {message.subject for message in drained(subscriptions) if message.data == b"intruder"}
         assert seen <= {"ps.submit.acme.zenith.tiny.x"}, "one's own submission, of a model with an odd name"
         refused = [error for error in errors if "permissions violation" in error]
         assert len(refused) == len(subjects) - 1 + 7
     finally:
-        await heard.unsubscribe()
+        await subscriptions.unsubscribe()
         await nc.close()
 
 

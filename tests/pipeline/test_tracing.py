@@ -1,4 +1,4 @@
-"""Traces of real processes, told from the log by ``penstock trace`` and sent to a real OTLP collector."""
+"""Traces of real processes, printed from the log by ``penstock trace`` and sent to a real OTLP collector."""
 
 import asyncio
 import json

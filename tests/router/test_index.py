@@ -135,8 +135,8 @@ def test_the_index_equals_the_caches_whose_events_it_folded(
                 assert index.held((e.worker, e.rank)) in (len(e.parents), 0)
     while not index.sweep(5):
         pass
-    heard = [e for e in engines if index.held((e.worker, e.rank))]
-    assert index.stats.blocks == len(set().union(*(e.parents for e in heard))) if heard else index.stats.blocks == 0
+    known = [e for e in engines if index.held((e.worker, e.rank))]
+    assert index.stats.blocks == len(set().union(*(e.parents for e in known))) if known else index.stats.blocks == 0
     assert index.stats.retired == 0
     assert index.stats.ragged == 0
 

@@ -76,9 +76,9 @@ def test_every_rank_is_known_as_it_is_though_batches_of_some_are_lost(steps: lis
     worker, index = Worker(), PrefixIndex(10_000)
     assert all(index.load_dump(pages) for pages in by_rank(worker.dump()))
     lost: set[int] = set()
-    for rank, prompt, heard in steps:
+    for rank, prompt, delivered in steps:
         for batch in worker.run(prompt, rank):
-            if not heard:
+            if not delivered:
                 lost.add(batch.rank)
             elif index.apply(batch):
                 assert batch.rank not in lost

@@ -158,7 +158,7 @@ async def test_a_request_that_outlives_too_many_workers_ends(
 
 @pytest.mark.parametrize("header", [True, False])
 async def test_a_returned_request_is_requeued(log: LogClient, clients: Clients, one: Routing, header: bool) -> None:
-    """Also by a worker of a release whose returns are told by their bodies alone."""
+    """Also by a worker of a release whose returned jobs are recognised by their bodies alone."""
     asked = request()
     stub = await on(clients, one, "w1", asked)
     await streamed(log, asked, answer(asked, 2))

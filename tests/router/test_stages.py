@@ -309,7 +309,7 @@ async def test_a_prefill_worker_that_dies_after_its_handoff_does_not_matter_to_t
 async def test_a_handoff_to_a_worker_that_left_is_recovered_at_once(
     log: LogClient, clients: Clients, one: Routing
 ) -> None:
-    """The router had not heard of the attempt when the worker died: it was another router's."""
+    """The router did not know of the attempt when the worker died: it was another router's."""
     stubs = await fleet(clients, one, p="prefill", d1="decode", d2="decode")
     asked = request(LONG)
     decision = jobs.Decision("kv", "p", "another", time.time_ns())

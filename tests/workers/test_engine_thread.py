@@ -263,7 +263,7 @@ def test_a_cancelled_sequence_frees_its_blocks_after_its_tokens_were_flushed(
     h.thread.cancel([choice], cancelled)
     h.engine.gate.release(1000)
     assert done.wait(10)
-    before = [h.flushes.get(timeout=10) for _ in range(flushed[0])]  # flushed before ``told``
+    before = [h.flushes.get(timeout=10) for _ in range(flushed[0])]  # flushed before the callback
     for flush in before:
         h.all.append(flush)
         h.thread.flush_consumed()

@@ -35,7 +35,7 @@ async def clients(log: LogClient) -> AsyncIterator[Clients]:
 
 
 class Clearing:
-    """An engine that can be told to say that it has dropped its cache."""
+    """An engine that reports on request that it has dropped its cache."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine

@@ -81,7 +81,7 @@ def test_a_resumed_choice_goes_on_behind_what_was_streamed_and_a_finished_one_is
 def test_one_choice_scores_the_prompt_from_where_earlier_attempts_were(known: int, score: int) -> None:
     state = active(request(n=3, sampling=Sampling(prompt_logprobs=1)), resume=(b"",) * 3, finished=(0,), scored=known)
     assert [s.score for s in sequence_requests(state, "rev", 2)] == [score, 0]
-    assert [s.score for s in sequence_requests(state, "rev", 2, opaque=b"state")] == [0, 0], "told before"
+    assert [s.score for s in sequence_requests(state, "rev", 2, opaque=b"state")] == [0, 0], "scored before"
     assert next_job(state).scored == known
     state.sequences[1].scored_tokens = 4
     assert next_job(state).scored == max(known, 4)

@@ -237,7 +237,7 @@ async def test_a_registration_that_a_broker_brings_back_while_it_is_followed_is_
     monkeypatch.setattr(Bus, "reconnects", bus.reconnects + 1)
     watched.watch.expire()
     await watched.watch.find_stale_keys()
-    assert not watched.watch.stale_keys, "who lives has not had the time to renew"
+    assert not watched.watch.stale_keys, "running members have not had the time to renew"
     revision = await register(bus, "early")
     await revision_is(watched, "early", revision)
     watched.now += 2 * fleet.LEASE_S

@@ -166,7 +166,7 @@ def test_names_labels_volumes_and_references_hold_together(name: str) -> None:
         assert {port["targetPort"] for port in service["spec"]["ports"]} <= open_ports
 
 
-# -- what the processes are told --------------------------------------------------------------------------------------
+# -- settings of the processes ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -263,7 +263,7 @@ async def test_an_owner_that_was_stopped_leaves_the_model_to_its_heir(
 
 
 class Relay:
-    """A link to the broker that can be cut: nothing arrives, at either end, and neither end is told."""
+    """A link to the broker that can be cut: nothing arrives, at either end, and neither end is notified."""
 
     def __init__(self, server: EmbeddedNats) -> None:
         self._server = server

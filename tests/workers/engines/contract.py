@@ -235,7 +235,7 @@ class Seen:
         return started.cached_tokens
 
     def scores(self, key: object = 0, first: int = 1) -> list[Logprob]:
-        """Of the prompt's tokens from ``first`` on; told in order, without gaps."""
+        """Of the prompt's tokens from ``first`` on, in order and without gaps."""
         found: list[Logprob] = []
         for each in self.scored:
             if each.key == key:
@@ -289,7 +289,7 @@ class Driver:
         return seen.tokens(request.key)
 
     def idle(self) -> None:
-        """Until nothing runs, nothing is held and nothing is to be told."""
+        """Until nothing runs, nothing is held and no event is left."""
 
         def quiet() -> bool:
             stats = self.engine.stats()
@@ -302,7 +302,7 @@ class Driver:
         return fold(self.seen.events)
 
     def remembers(self, tokens: Sequence[int], base: bytes = ROOT) -> None:
-        """Until the events have told of all full blocks of ``tokens``."""
+        """Until the events have all full blocks of ``tokens``."""
         wanted = set(names(tokens, base))
         self.until(lambda: wanted <= set(self.fold()), "the events of a prompt's blocks")
 

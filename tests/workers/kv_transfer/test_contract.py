@@ -280,7 +280,7 @@ def test_a_renewed_agent_has_a_new_name_and_the_same_blocks(own: Pair) -> None:
     before = own.owner.transport.endpoint
     own.reader.transport.read(before, "kv", [1], [1]).result(WAIT_S)
     own.owner.transport.renew()
-    until(lambda: bool(own.owner.renewed), "told of the new endpoint")
+    until(lambda: bool(own.owner.renewed), "the callback gets the new endpoint")
     [after] = own.owner.renewed
     assert (after.agent, after.pools) == (before.agent + ".1", before.pools)
     assert own.owner.transport.endpoint == after

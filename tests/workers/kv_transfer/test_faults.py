@@ -187,7 +187,7 @@ def test_late_bytes_never_come_once_the_agent_was_renewed(start: Start, opened: 
     assert error.cause == "timeout"
     error.settled.result(WAIT_S)
     pool.blocks[:] = 0x55
-    until(lambda: bool(endpoints), "told of the new endpoint")
+    until(lambda: bool(endpoints), "the callback gets the new endpoint")
     assert [each.agent for each in endpoints] == [before + ".1"]
     peer.signal(signal.SIGCONT)  # UCX may end it now, as a reader that closes in the middle does to an owner over TCP
     transport.read(other.endpoint, "kv", [7], [0]).result(WAIT_S)

@@ -1,4 +1,4 @@
-"""Deadlines, quarantine and renewal with a clock of our own and a peer that stalls when told to."""
+"""Deadlines, quarantine and renewal with a clock of our own and a peer that stalls on request."""
 
 from typing import NamedTuple
 

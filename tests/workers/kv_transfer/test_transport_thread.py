@@ -105,12 +105,12 @@ def test_an_error_in_the_callback_of_a_renewal_does_not_end_the_transport() -> N
         renewed.append(endpoint.agent)
         raise ZeroDivisionError
 
-    transport = open_transport("loopback", "mover-told", {"kv": pool.memory}, network=network, on_renewed=on_renewal)
+    transport = open_transport("loopback", "mover-renewed", {"kv": pool.memory}, network=network, on_renewed=on_renewal)
     peer = LoopbackAgent(network, "peer", {"kv": peer_pool.memory}).endpoint
     assert isinstance(transport, TransportThread)
     transport.renew()
     assert transport.read(peer, "kv", [1], [1]).result(WAIT_S).bytes
-    assert renewed == ["mover-told.1"]
+    assert renewed == ["mover-renewed.1"]
     transport.close()
 
 

@@ -22,7 +22,7 @@ def request(index: int, at_ms: int = 0, prompt: int = 640, output: int = 3, medi
 
 
 class Recorded(RulePolicy):
-    """Round robin that writes down what it was told."""
+    """Round robin that records its calls."""
 
     def __init__(self) -> None:
         super().__init__(round_robin)

@@ -77,7 +77,7 @@ class Run:
     own: int = 0  # blocks that are not in the tree
     reused: int = 0
     iterations: int = 0
-    sent: int = 0  # tokens that were told of
+    sent: int = 0  # tokens in responses
     aborted: bool = False
     finish: str | None = None
     stop_reason: int | str | None = None

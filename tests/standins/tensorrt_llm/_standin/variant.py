@@ -27,7 +27,7 @@ class Quirks:
     shutdown_answers: bool = False  # requests that run at shutdown get an error; else they wait for ever
     stops_heed_min_tokens: bool = False  # stop ids do not count before ``min_tokens``; else only the end id is barred
     stats_see_ends: bool = True  # statistics of an iteration are taken after what ended in it was freed
-    stats_after_transfer: bool = False  # KV that was fetched is told of; else the next iteration with work does it
+    stats_after_transfer: bool = False  # events of fetched KV come at once; else the next iteration with work does it
     partial_blocks: bool = True  # blocks that are not full are stored, too
 
 

@@ -1,2 +1,2 @@
 class RequestError(RuntimeError):
-    """One request failed; the engine lives."""
+    """One request failed; the engine goes on."""

@@ -34,6 +34,6 @@ def test_a_rank_that_the_engine_does_not_report_is_not_invented() -> None:
 
 
 def test_a_list_with_gaps_yields_nothing() -> None:
-    """As of an engine that took a part of the prompt from its cache: whose values they are cannot be told."""
+    """As of an engine that took a part of the prompt from its cache: the values cannot be assigned to tokens."""
     assert scores(ENTRIES[:2], PROMPT, 1, 1) == []
     assert scores(ENTRIES[:3], PROMPT, 1, 1) != []

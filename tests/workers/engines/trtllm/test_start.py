@@ -241,7 +241,7 @@ def test_what_its_processes_write_is_watched_and_forwarded(capfd: pytest.Capture
         watch = LogWatch()
         with watch.processes():
             process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
-        os.write(1, b"of ours: num_fitting_reqs=0, fitting_disagg_gen_init_requests=[]\n")  # not heard
+        os.write(1, b"of ours: num_fitting_reqs=0, fitting_disagg_gen_init_requests=[]\n")  # not read
         threads = set(threading.enumerate()) - before
         assert lines == []
         process.communicate(b"x", timeout=20)

@@ -323,6 +323,6 @@ class AsyncLLM:
             self._events = None
         handler = self.output_handler
         if handler is not None and not handler.done():
-            if not handler.cancelling():  # it hears of the core's end before it is cancelled
+            if not handler.cancelling():  # it notices the end of the core before it is cancelled
                 logging.getLogger("vllm").error("AsyncLLM output_handler failed.")
             handler.get_loop().call_soon_threadsafe(handler.cancel)
