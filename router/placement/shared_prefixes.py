@@ -5,16 +5,17 @@ otherwise all its traffic would stay at the targets that have it, while others a
 ``USES`` prompts for each target went on differently behind it, among the last prompts. The turns of one conversation go
 on in one way, so they stay where they are.
 
-Prefixes are counted at some lengths, sixteen for each doubling. A prompt adds at most one of them, the shortest that is
-not known, so memory is bounded by the number of prompts remembered.
+Prefixes are counted at some lengths, sixteen for each doubling. A prompt adds at most ``ADDED`` of them, the shortest
+that are not known, so memory is bounded by the number of prompts remembered.
 """
 
 from bisect import bisect_right
 from collections.abc import Sequence
 
-USES = 4  # by each target, from which on a prefix is shared
+USES = 2  # by each target, from which on a prefix is shared
 PROMPTS = 128  # for each target, until half of what is known is forgotten
-MOST_PROMPTS = 1 << 16
+MOST_PROMPTS = 1 << 14
+ADDED = 8
 LENGTHS = [*range(1, 16), *(step << octave for octave in range(16) for step in range(16, 32))]
 
 
@@ -29,20 +30,21 @@ class SharedPrefixes:
     def blocks(self, keys: Sequence[int], targets: int) -> int:
         """Leading blocks of a prompt that are shared; this prompt counts from now on.
 
-        Looking at the same prompt again changes what is counted by at most one for each length.
+        Looking at the same prompt again adds its longer lengths, and counts at most one for ``ADDED`` of them.
 
         Args:
             targets: among which the prompts of its model are distributed.
         """
         branches, older = self._branches, self._older
         enough, shared, last = USES * targets, 0, None
-        for length in LENGTHS[: bisect_right(LENGTHS, len(keys))]:
+        lengths = LENGTHS[: bisect_right(LENGTHS, len(keys))]
+        for at, length in enumerate(lengths):
             key = keys[length - 1]
             count = branches.get(key)
             if count is None:
                 count = older.pop(key, None)
                 if count is None:
-                    self._add(key, last, targets)
+                    self._add([keys[each - 1] for each in lengths[at : at + ADDED]], last, targets)
                     break
                 branches[key] = count = count // 2
             if count >= enough:
@@ -50,8 +52,8 @@ class SharedPrefixes:
             last = key
         return shared
 
-    def _add(self, key: int, behind: int | None, targets: int) -> None:
-        self._branches[key] = 0
+    def _add(self, new: Sequence[int], behind: int | None, targets: int) -> None:
+        self._branches.update(dict.fromkeys(new, 0))
         if behind is not None:
             self._branches[behind] += 1
         self._prompts += 1
