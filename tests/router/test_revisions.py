@@ -69,18 +69,18 @@ async def test_an_answer_whose_revision_does_not_come_back_ends_with_the_reason(
     broker: EmbeddedNats, pipeline: Subjects, log: LogClient, clients: Clients
 ) -> None:
     async with routing(broker, pipeline, revision_wait_s=0.5) as one:
-        asked, first_after_restart = request(max_tokens=20), request()
+        asked, unstarted = request(max_tokens=20), request()
         stub = await on(clients, one, "w1", asked, revision="old")
-        await clients.ask(first_after_restart)
-        await clients.placed(first_after_restart)
+        await clients.ask(unstarted)
+        await clients.placed(unstarted)
         await clients.stub("w2", revision="new", epoch=2)
         await one.knows("w2")
         await streamed(log, asked, answer(asked, 7))
         await eventually(lambda: len(one.unfinished) == 2)
         await lose(clients, stub)
-        assert (await clients.placed(first_after_restart, 2))[0] == "w2"  # nobody has heard anything of it yet
+        assert (await clients.placed(unstarted, 2))[0] == "w2"  # it has streamed nothing yet
         end = await log.end(asked)
         assert end.code == Code.revision_unavailable
         assert "first 7 tokens" in end.message
         assert "--revision-wait-s" in end.message
-        assert one.unfinished[first_after_restart.id] == (2, "w2")
+        assert one.unfinished[unstarted.id] == (2, "w2")
