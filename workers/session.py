@@ -239,6 +239,7 @@ class WorkerSession:
         await self._executor.open()
         await self._puller.start()
         await self._lease.acquire()
+        await self._outbox.resend()  # if the link was replaced before the lease's hook was there, nothing else opens it
         log.info("worker_registered", worker=self.id, model=self._model.name, slots=self._executor.slots)
 
     def _consumer(self) -> ConsumerConfig:

@@ -22,6 +22,7 @@ from tests.infra.bus.support import eventually
 from tests.workers.support import DRAWN, LogClient, WorkerHarness, answer, engine, ids, request, run_worker
 from workers import housekeeping as module
 from workers.engines.mock.executor import Vocabulary
+from workers.lease import Lease
 
 UNSAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
 
@@ -59,6 +60,24 @@ async def test_a_job_becomes_tokens_then_a_terminal_event_then_an_acknowledgemen
     assert before <= t.routed_ns <= t.started_ns <= t.first_token_ns <= t.ended_ns <= time.time_ns()
     await log.settled(worker.id)
     assert len(log.ends(asked)) == 1
+
+
+async def test_a_worker_whose_link_was_replaced_before_it_had_a_lease_publishes_its_output(
+    broker: EmbeddedNats, pipeline: Subjects, log: LogClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker was killed while the worker started: no hook saw that reconnect."""
+    acquire = Lease.acquire
+
+    async def after_a_reconnect(lease: Lease) -> None:
+        lease._bus.nc.stats["reconnects"] += 1
+        await acquire(lease)
+
+    monkeypatch.setattr(Lease, "acquire", after_a_reconnect)
+    async with run_worker(broker, pipeline) as worker:
+        asked = request()
+        await log.send_job(worker.id, asked)
+        await log.end(asked)
+        assert log.streamed(asked) == answer(asked)
 
 
 async def test_a_traced_request_leaves_stamps_and_no_other_is_larger(log: LogClient, worker: WorkerHarness) -> None:
