@@ -1,12 +1,16 @@
 """``penstock forget``: delete what the log holds of requests that have ended.
 
 Jobs go first, then requests, then records: a router that starts in between must not find a job without its end, which
-it would place again. The broker overwrites a deleted message's bytes on the disk.
+it would place again. The broker overwrites a deleted message's bytes on the disk. Summaries that ``penstock requests``
+has cached on this machine go too; they are read from the log again.
 """
 
 import argparse
+import asyncio
 import datetime
+import shutil
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
@@ -17,6 +21,7 @@ from infra.bus.connection import Bus
 from infra.bus.direct_get import get_last, read
 from infra.terminal import confirmed, stdout
 from infra.timeline.open_log import Source, add_flags, open_log, run_command
+from infra.timeline.summary_cache import cache_folder
 from schemas.ids import time_of
 from schemas.streams import CLOCK_SKEW_NS
 from schemas.subjects import HEADER_MSG_ID
@@ -63,6 +68,7 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
             forgotten = await forget(log.bus, ended)
         except BrokerProblem as error:
             raise ValueError(f"{error}; repeat the command to delete the rest") from error
+    await asyncio.to_thread(shutil.rmtree, cache_folder(None if args.nats_url else Path(args.data_dir)), True)
     gone = datetime.datetime.fromtimestamp(forgotten.tokens_gone_ns / 1e9)
     console.print(
         f"deleted {forgotten.messages:,} messages of {forgotten.requests:,} requests; "

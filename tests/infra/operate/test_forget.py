@@ -11,6 +11,7 @@ from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
 from infra.bus.direct_get import read
 from infra.operate.forget import run
+from infra.timeline.summary_cache import cache_folder
 from schemas.subjects import HEADER_MSG_ID, Subjects
 from tests.infra.bus.support import opened
 from tests.infra.timeline.support import accept, assign, end
@@ -20,6 +21,13 @@ from tests.infra.timeline.support import accept, assign, end
 async def bus(broker: EmbeddedNats, subjects: Subjects) -> AsyncIterator[Bus]:
     async with opened(broker, subjects) as bus:
         yield bus
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where summaries are cached."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return cache_folder(None)
 
 
 async def forget(bus: Bus, broker: EmbeddedNats, *argv: str) -> int:
@@ -53,6 +61,23 @@ async def test_a_forgotten_request_leaves_no_message_and_no_byte_behind(
     assert not on_disk(broker.data_dir, secret)
     shown = " ".join(capsys.readouterr().out.split())
     assert "deleted 3 messages of 1 requests; the last of their tokens leave the log by 20" in shown
+
+
+def fill(cache: Path, text: str) -> None:
+    (cache / "stream").mkdir(parents=True)
+    (cache / "stream" / "0.msgpack").write_text(text)
+
+
+def cached(cache: Path) -> list[Path]:
+    return list(cache.rglob("*"))
+
+
+async def test_cached_summaries_are_deleted_with_the_requests(bus: Bus, broker: EmbeddedNats, cache: Path) -> None:
+    request = await accept(bus)
+    await end(bus, request, 1)
+    fill(cache, request.id)
+    assert await forget(bus, broker, request.id, "--yes") == 0
+    assert cached(cache) == []
 
 
 async def test_a_tenants_requests_are_forgotten_together_and_nobody_elses(bus: Bus, broker: EmbeddedNats) -> None:
