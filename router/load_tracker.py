@@ -15,6 +15,7 @@ import msgspec
 
 from infra.bus.revisions import Revisions, revisions
 from router.depths import TargetId
+from router.ended_attempts import EVERY, EndedAttempts
 from router.load import ENCODE, ActiveRequest, Load, LoadState, RoutingTarget, StageLoad, TargetLoad, serves
 from router.placement.target_loads import (
     ACTIVE,
@@ -31,9 +32,7 @@ from schemas.fleet import Registration, State
 from schemas.jobs import LoadHeader, Stage
 
 MODELS_CACHED = 256  # model names whose workers are cached; requests may name any model
-CLOSED_REMEMBERED = 65_536  # ended requests, so that a late message in WORK does not revive them
 PREFILL_TOKENS_PER_S = 20_000.0
-_ENDED = 1 << 62  # above every attempt
 
 
 class LoadTracker:
@@ -62,7 +61,7 @@ class LoadTracker:
         self._targets: dict[TargetId, TargetLoad] = {}  # only targets with active requests
         self.version = 0  # of the registrations
         self._unchecked: list[str] = []  # requests that the present round of ``expire`` has yet to check
-        self._closed: dict[str, int] = {}  # request -> highest attempt that has ended, oldest first
+        self._closed = EndedAttempts()
 
     # Workers
 
@@ -201,7 +200,7 @@ class LoadTracker:
 
         Returns: False: nothing changed: it is known, a later attempt or stage was admitted, or the attempt has ended.
         """
-        if self._closed.get(request, -1) >= attempt:
+        if self._closed.last(request) >= attempt:
             return False
         route = load.route
         role, rank = (route[0].role, route[0].rank) if route else (role, 0)
@@ -241,14 +240,14 @@ class LoadTracker:
         """The job of a request was published again at ``seq`` of WORK; False: the request is unknown."""
         old = self._requests.get(request)
         if old is None:
-            return self._closed.get(request, -1) >= attempt
+            return self._closed.last(request) >= attempt
         if old.attempt == attempt and seq > old.seq:
             self._update(msgspec.structs.replace(old, seq=seq))
         return True
 
     def finish(self, request: str, now_ns: int = 0) -> ActiveRequest | None:
         """The terminal event of a request: every attempt is over. ``now_ns`` 0: nothing is learnt from it."""
-        self._close(request, _ENDED)
+        self._closed.close(request, EVERY)
         entry = self._requests.get(request)
         if entry is not None:
             self._remove(entry, now_ns)
@@ -256,8 +255,8 @@ class LoadTracker:
 
     def end_attempt(self, request: str, attempt: int) -> ActiveRequest | None:
         """An attempt ended without a result. A later attempt stays active."""
-        if self._closed.get(request, -1) < attempt:
-            self._close(request, attempt)
+        if self._closed.last(request) < attempt:
+            self._closed.close(request, attempt)
         entry = self._requests.get(request)
         if entry is None or entry.attempt > attempt:
             return None
@@ -274,8 +273,8 @@ class LoadTracker:
         return self._requests.get(request)
 
     def ended(self, request: str) -> bool:
-        """Whether the terminal event of a request was read; the last ``CLOSED_REMEMBERED`` are remembered."""
-        return self._closed.get(request, -1) == _ENDED
+        """Whether the terminal event of a request was read; the last ``ended_attempts.REMEMBERED`` are remembered."""
+        return self._closed.last(request) == EVERY
 
     def active(self) -> list[ActiveRequest]:
         return list(self._requests.values())
@@ -300,7 +299,7 @@ class LoadTracker:
         entries = [entry for name in part if (entry := self._requests.get(name)) is not None]
         late = [entry for entry in entries if entry.deadline_ns + margin_ns <= now_ns]
         for entry in late:
-            self._close(entry.request, entry.attempt)
+            self._closed.close(entry.request, entry.attempt)
             self._remove(entry)
         return late
 
@@ -318,10 +317,8 @@ class LoadTracker:
         yield LoadState(
             backlogs=tuple((*target_id, held.backlog, held.at_ns) for target_id, held in sorted(self._targets.items()))
         )
-        closed = list(self._closed)
-        for start in range(0, len(closed), size):
-            attempts = ((request, self._closed.get(request)) for request in closed[start : start + size])
-            yield LoadState(closed=tuple((name, attempt) for name, attempt in attempts if attempt is not None))
+        for part in self._closed.parts(size):
+            yield LoadState(closed=part)
 
     @classmethod
     def restore(
@@ -445,9 +442,3 @@ class LoadTracker:
                     self.loads.estimate(load.target_id, held.backlog, held.at_ns, held.uncached_tokens)
                 if not held.requests:
                     del self._targets[load.target_id]
-
-    def _close(self, request: str, attempt: int) -> None:
-        self._closed.pop(request, None)
-        self._closed[request] = attempt
-        if len(self._closed) > CLOSED_REMEMBERED:
-            del self._closed[next(iter(self._closed))]

@@ -21,7 +21,7 @@ from infra.bus.loop_lag import freeze_loaded
 from infra.bus.publisher import Publisher
 from infra.model import modeldir
 from router.cluster_state import ClusterState
-from router.load_tracker import CLOSED_REMEMBERED
+from router.ended_attempts import REMEMBERED
 from schemas import fleet, kv, wire
 from schemas.jobs import LoadHeader, Stage
 from schemas.subjects import Subjects
@@ -82,7 +82,7 @@ async def rest() -> None:
 def fill(cluster: ClusterState) -> None:
     """Requests and blocks, as after hours of work."""
     far_ns = time.time_ns() + 3600 * 10**9
-    for number in range(CLOSED_REMEMBERED):
+    for number in range(REMEMBERED):
         cluster.tracker.finish(f"01900000-0000-7000-8000-{number:012}")
     for number in range(REQUESTS):
         worker = f"w{number % WORKERS:04}"

@@ -7,8 +7,9 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.ended_attempts import REMEMBERED
 from router.load import Load, LoadState, merge
-from router.load_tracker import CLOSED_REMEMBERED, LoadTracker
+from router.load_tracker import LoadTracker
 from schemas.fleet import Registration, State
 from schemas.jobs import LoadHeader, Stage
 from tests.properties import examples
@@ -118,9 +119,9 @@ def test_a_request_that_ended_before_its_job_was_read_never_counts() -> None:
     assert f.ended("r")
     assert not f.ended("s")
     assert admit(f, "s", 2)
-    for i in range(CLOSED_REMEMBERED):
+    for i in range(REMEMBERED):
         f.finish(f"x{i}")
-    assert len(merge(f.parts()).closed) == CLOSED_REMEMBERED
+    assert len(merge(f.parts()).closed) == REMEMBERED
 
 
 def test_the_requests_of_a_lost_worker_stay_active_until_they_are_requeued() -> None:
