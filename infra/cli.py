@@ -4,6 +4,7 @@ Nothing but the chosen sub-command's own modules is imported, so that a gateway 
 """
 
 import gc
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -149,11 +150,15 @@ class StreamsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; the exit status, 130 after Ctrl-C."""
+    """Run a command line; the exit status, 130 after Ctrl-C, 1 if nobody reads standard output."""
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:  # while modules are imported, or in a command that has nothing to stop in order
         return INTERRUPTED
+    except BrokenPipeError:  # `| head -1` has read enough
+        # The interpreter flushes standard output once more at its end, and would print a traceback.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def _run(args: list[str]) -> int:

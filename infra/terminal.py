@@ -2,6 +2,7 @@
 
 import sys
 
+import rich.markup
 from rich.console import Console
 
 ELSEWHERE = 150  # columns in a file or a pipe, where rich would take 80
@@ -11,6 +12,18 @@ def stdout() -> Console:
     """As wide as the terminal; wide enough for our tables where there is none."""
     console = Console()
     return console if console.is_terminal else Console(width=ELSEWHERE)
+
+
+def visible(text: str) -> str:
+    """What a client or an engine wrote, without characters that move the cursor or reorder the line."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() or each in "\n\t" else "\N{REPLACEMENT CHARACTER}" for each in text)
+
+
+def escape(text: str) -> str:
+    """The same within rich's markup."""
+    return rich.markup.escape(visible(text))
 
 
 def reason(error: Exception) -> str:

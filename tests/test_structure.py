@@ -45,6 +45,13 @@ MAKES_MODELS = (
 )  # tools run by hand: no process imports their torch parts
 
 
+def test_no_merge_conflict_is_left_in_a_file() -> None:
+    listed = subprocess.run(
+        ["git", "grep", "-IlE", "^(<{7}|>{7}) "], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert listed.stdout == ""
+
+
 def sources(folder: str) -> list[Path]:
     return sorted((ROOT / folder).rglob("*.py"))
 

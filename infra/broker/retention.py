@@ -17,6 +17,8 @@ from schemas.streams import HOUR, LONGEST_DEADLINE_S, MIB, Topology
 
 _NS = 1_000_000_000
 MIN_BYTES = 16 * MIB
+MAX_BYTES = 1 << 60
+MAX_AGE_S = 100 * 365 * 86400.0  # the broker counts nanoseconds in 63 bits
 # A stream that the pipeline works from must outlast the longest request; KV and HANDOFF only what routers catch up on.
 MIN_AGE_S = LONGEST_DEADLINE_S
 SETTABLE = ("REQUESTS", "WORK", "TOKENS", "DONE", "KV", "HANDOFF")
@@ -106,6 +108,8 @@ def check(stream: str, max_age_s: float | None, max_bytes: int | None) -> None:
         )
     if max_bytes is not None and max_bytes < MIN_BYTES:
         raise ValueError(f"--max-bytes: at least {MIN_BYTES // MIB} MiB")
+    if (max_age_s or 0) > MAX_AGE_S or (max_bytes or 0) > MAX_BYTES:
+        raise ValueError(f"--max-age is at most {MAX_AGE_S / 86400:.0f}d, --max-bytes {MAX_BYTES >> 40}TiB")
 
 
 async def loss(bus: Bus, use: StreamUse, max_age_s: float | None, max_bytes: int | None) -> Loss:

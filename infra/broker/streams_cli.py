@@ -89,11 +89,14 @@ def _table(uses: Sequence[StreamUse]) -> Table:
 async def _set(args: argparse.Namespace, console: Console) -> None:
     max_age_s = duration_ns(args.max_age) / 1e9 if args.max_age else None
     max_bytes = parse_size(args.max_bytes) if args.max_bytes else None
-    retention.check(args.stream, max_age_s, max_bytes)
+    stream = args.stream.rpartition("_")[2]  # `streams list` shows names with the namespace
+    retention.check(stream, max_age_s, max_bytes)
     async with open_log(Source.of(args), name="streams", role="operator", streams=()) as log:
         if log.stopped:
             raise ValueError("the deployment is stopped: start it, then set the limits of its streams")
-        name = log.bus.subjects.stream(args.stream)
+        name = log.bus.subjects.stream(stream)
+        if args.stream not in (stream, name):
+            raise ValueError(f"{args.stream} is of another namespace: choose it with --namespace")
         use = next((use for use in await _uses(log) if use.name == name), None)
         if use is None:
             raise ValueError(f"there is no stream {name}: run `penstock streams apply`")

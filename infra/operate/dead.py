@@ -11,12 +11,11 @@ from collections.abc import Sequence
 
 import msgspec
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from configs.flags import Parser
 from infra.replay import replay
-from infra.terminal import confirmed, stdout
+from infra.terminal import confirmed, escape, stdout
 from infra.timeline import inspect
 from infra.timeline.find_requests import ended
 from infra.timeline.moments import clock, moment_ns

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import msgspec
 from rich.console import Console, Group
 from rich.live import Live
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -15,7 +14,7 @@ from configs.flags import Parser
 from infra.broker.jetstream_api import BrokerProblem
 from infra.operate.observe import Observer, QueueView, Rates, Snapshot, WorkerView
 from infra.sizes import show_size
-from infra.terminal import stdout
+from infra.terminal import escape, stdout
 from infra.timeline.moments import clock, duration_ns, show_duration, span
 from infra.timeline.open_log import Source, add_flags, open_log, run_command
 

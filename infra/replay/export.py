@@ -122,8 +122,11 @@ async def _run(args: argparse.Namespace) -> None:
         header = await _header(log.bus, args, redacted=args.redact)
         with writing(args.output) as file:
             counted = await export(log, chosen, header, file, redactor)
+            if chosen.ids and not counted.requests:
+                raise ValueError("the log has none of these requests")  # and no file is written
     if chosen.ids and counted.requests < len(chosen.ids):
-        print(f"penstock export: {len(chosen.ids) - counted.requests} of the ids are not in the log", file=sys.stderr)
+        missing = len(chosen.ids) - counted.requests
+        print(f"penstock export: {missing} of {len(chosen.ids)} requests are not in the log", file=sys.stderr)
     left = f"; {counted.left_out} that cannot be read were left out" if counted.left_out else ""
     print(
         f"{counted.requests} requests, {counted.messages} messages in {counted.seconds:.1f} s{left}",

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from infra.bus.direct_get import parse_time
 from schemas import done, jobs, kv, requests, tokens, transfer, wire
 from schemas.done import Done, Returned
 from schemas.jobs import Revoke, WorkMessage
@@ -157,6 +158,7 @@ def decode_line(line: bytes) -> Record:
         found = _read_line(line)
         whole = bytes(found.body)
         data = closed(found.stream, whole, found.request) if whole else found.data
+        parse_time(found.time)
     except (msgspec.MsgspecError, KeyError, ValueError) as error:
         raise BadLine(str(error)) from error
     if data is None:

@@ -1,11 +1,11 @@
 """A replay's report on the terminal."""
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from infra.replay.comparison import SAME, Comparison
 from infra.replay.report import Measured, Report, Series
+from infra.terminal import escape
 
 DIFFERENCES = 10
 ROUTES = 8

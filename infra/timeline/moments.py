@@ -28,12 +28,12 @@ def moment_ns(text: str, now_ns: int) -> int:
     if _AGO.fullmatch(text.strip()):
         return now_ns - duration_ns(text)
     try:
-        at = datetime.datetime.fromisoformat(text.strip())
-    except ValueError:
+        seconds = datetime.datetime.fromisoformat(text.strip()).timestamp()
+    except (ValueError, OverflowError):
         raise ValueError(
             f"{text!r} is not a time: write how long ago (15m, 2h, 7d) or an ISO 8601 time (2026-11-22T09:30)"
         ) from None
-    return int(at.timestamp() * 1e9)
+    return int(seconds * 1e9)
 
 
 def clock(at_ns: int, now_ns: int) -> str:
@@ -58,4 +58,4 @@ def show_duration(seconds: float) -> str:
     for unit, size, up_to in (("s", 1, 120), ("min", 60, 120), ("h", 3600, 72)):
         if seconds < up_to * size:
             return f"{seconds / size:.0f} {unit}"
-    return f"{seconds / 86400:.3g} d"
+    return f"{round(seconds / 86400, 1):g} d"

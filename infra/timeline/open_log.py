@@ -42,7 +42,9 @@ def run_command(name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> int
     try:
         with _logs_on_stderr():
             asyncio.run(work())
-    except FAILURES as error:
+    except BrokenPipeError:  # nobody reads standard output
+        raise
+    except (*FAILURES, OSError) as error:
         print(f"penstock {name}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # how a command that follows the log ends

@@ -52,7 +52,7 @@ def lines(
             cells[place] = f"\x1b[{_COLOURS[summary.state]}m{cells[place]:<{widths[place]}}\x1b[0m"
         text = match or summary.message
         if text:
-            text = " ".join(text.split())
+            text = _line(" ".join(text.split()))
             text = text if len(text) <= left else text[: left - 1] + "…"
         yield f"{form(*cells)}{_GAP}{text}".rstrip()
 

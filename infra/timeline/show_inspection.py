@@ -1,9 +1,9 @@
 """An inspection on a terminal: what it is, a waterfall of its phases, and its events. Readable without colour."""
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from infra.terminal import escape, visible
 from infra.timeline.bars import bar
 from infra.timeline.inspection import Entry, Inspection, line_of
 from infra.timeline.moments import clock, span
@@ -134,7 +134,7 @@ def _show_content(found: Inspection, console: Console) -> None:
     ]
     for name, text in ([("prompt", content.prompt)] if content.prompt is not None else []) + answers:
         console.print(f"\n[bold]{name}[/]")
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        console.print(visible(text) if console.is_terminal else text, markup=False, highlight=False, soft_wrap=True)
     ids = [("answer tokens", each) for each in content.answer_tokens]
     for name, tokens in ([("prompt tokens", content.prompt_tokens)] if content.prompt_tokens else []) + ids:
         console.print(f"\n[bold]{name}[/]")

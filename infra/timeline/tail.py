@@ -8,12 +8,11 @@ from typing import NamedTuple
 
 import msgspec
 from rich.console import Console
-from rich.markup import escape
 
 from configs.flags import Parser, closest
 from infra.bus.connection import Bus
 from infra.bus.direct_get import Entry, format_time, get_last, read, read_backwards
-from infra.terminal import stdout
+from infra.terminal import escape, stdout
 from infra.timeline.describe import Described, describe, plain
 from infra.timeline.moments import clock, moment_ns
 from infra.timeline.open_log import Source, add_flags, open_log, run_command

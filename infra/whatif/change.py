@@ -5,6 +5,7 @@ weights' terms. So a decision is decided again without the index or the loads of
 what an earlier change would have done to them is not followed. ``penstock bench router`` simulates that.
 """
 
+from collections.abc import Collection
 from typing import Literal
 
 import msgspec
@@ -33,6 +34,11 @@ class Change(msgspec.Struct, frozen=True):
         """Whether a worker is missing at a time. Its id is its name and eight hexadecimal digits."""
         gone = self.without | self.killed if at_ns >= self.at_ns else self.without
         return worker in gone or worker.rpartition("-")[0] in gone
+
+    def unknown(self, workers: Collection[str]) -> list[str]:
+        """Names of missing workers that are none of ``workers``, so that nothing would change without them."""
+        known = {*workers, *(worker.rpartition("-")[0] for worker in workers)}
+        return sorted((self.without | self.killed) - known)
 
 
 class Choice(msgspec.Struct, frozen=True):

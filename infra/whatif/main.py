@@ -1,6 +1,7 @@
 """``penstock whatif``: what other weights, another mode or other workers would have made of recorded requests."""
 
 import argparse
+import math
 import time
 from collections.abc import AsyncGenerator, Sequence
 
@@ -48,6 +49,9 @@ def run(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if bool(args.kill) != bool(args.at):
         parser.error("--kill and --at go together")
+    for flag in ("overlap_weight", "prefill_weight"):
+        if not 0 <= getattr(args, flag) < math.inf:
+            parser.error(f"--{flag.replace('_', '-')}: give a number from 0 on")
     return run_command("whatif", lambda: _run(args, stdout()))
 
 
@@ -74,21 +78,25 @@ async def decide_all(bus: Bus, change: Change, *, since_ns: int = 0, until_ns: i
 
     Raises:
         ServingError: a stream cannot be read.
-        ValueError: there is no decision that can be decided again.
+        ValueError: there is no decision that can be decided again, or none has a worker that the change removes.
     """
     total = 0
+    workers: set[str] = set()
     found: list[Redecided] = []
     ahead: dict[str, tuple[int, float]] = {}  # by request: when its last decision was made, and the work ahead then
     async for request_id, job in _jobs(bus, since_ns, until_ns):
         if model and msgspec.msgpack.decode(job.request, type=_OfModel).model != model:
             continue
         total += 1
+        workers.update(each.worker for each in job.decision.candidates)
         again = redecide(job, change, total - 1)
         if again is not None:
             found.append(again)
             ahead[request_id] = (again.at_ns, again.recorded.ahead)
     if not total:
         raise ValueError("no routing decision was recorded in this time")
+    if unknown := change.unknown(workers):
+        raise ValueError(f"no worker {unknown[0]!r} in these decisions; there are {', '.join(sorted(workers))}")
     if not found:
         raise ValueError(
             f"none of {total:,} recorded decisions can be decided again: they are of an earlier release, of a mode "

@@ -178,6 +178,18 @@ def test_ctrl_c_while_a_command_is_loaded_ends_it_without_a_traceback(
     assert capsys.readouterr().err == ""
 
 
+def test_output_that_nobody_reads_ends_a_command_without_a_traceback() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        run = subprocess.run(
+            [sys.executable, "-m", "infra.cli", "--help"], stdout=write, stderr=subprocess.PIPE, check=False, timeout=60
+        )
+    finally:
+        os.close(write)
+    assert (run.returncode, run.stderr) == (1, b"")
+
+
 def test_a_command_of_two_words_keeps_its_arguments() -> None:
     assert split(["bench", "http", "--url", "x"]) == ("bench http", ["--url", "x"])
     assert split(["gateway", "http"]) == ("gateway", ["http"])

@@ -69,6 +69,9 @@ async def test_limits_that_were_set_stay_when_the_streams_are_applied_again(
         (["DONE", "--max-bytes", "1kB"], "at least 16 MiB"),
         (["NONE", "--max-age", "2h"], "REQUESTS, WORK"),
         (["DONE", "--max-age", "soon"], "is not a duration"),
+        (["DONE", "--max-age", "999999999d"], "at most 36500d"),
+        (["DONE", "--max-bytes", "99999999TiB"], "1048576TiB"),
+        (["other_DONE", "--max-age", "2h"], "another namespace"),
     ],
 )
 async def test_impossible_limits_are_refused_in_one_line(

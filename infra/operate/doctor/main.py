@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import msgspec
 from rich.console import Console
-from rich.markup import escape
 
 from configs.flags import Parser
 from configs.settings import GatewaySettings
@@ -24,7 +23,7 @@ from infra.operate.doctor.fleet import check_fleet, check_gateways, check_proces
 from infra.operate.doctor.logs import check_logs
 from infra.operate.doctor.machine import check_machine
 from infra.operate.workers import registrations
-from infra.terminal import stdout
+from infra.terminal import escape, stdout
 from infra.timeline.open_log import FAILURES, Source, add_flags, open_log
 from schemas.errors import ServingError
 from schemas.streams import topology

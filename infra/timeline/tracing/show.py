@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from infra.terminal import escape
 from infra.timeline.bars import bar
 from infra.timeline.tracing.span import Span, in_order
 

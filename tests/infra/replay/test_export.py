@@ -179,6 +179,7 @@ async def test_a_damaged_line_is_named_and_can_be_left_out(
     assert await run(export.run, "--all", "-o", str(file)) == 0
     lines = file.read_bytes().splitlines(keepends=True)
     lines[3] = lines[3][:50] + b"\n"
+    lines[5] = lines[5].replace(b'"time":"2', b'"time":"x', 1)
     lines.insert(5, lines[1])  # a sequence that is over
     file.write_bytes(b"".join(lines))
     capsys.readouterr()
@@ -186,7 +187,7 @@ async def test_a_damaged_line_is_named_and_can_be_left_out(
     assert "line 4: " in capsys.readouterr().err
     assert await asyncio.to_thread(import_log.run, [str(file), "--data-dir", str(folder / "2"), "--skip-bad"]) == 0
     said = capsys.readouterr()
-    assert "left out 2 damaged lines, the first is line 4" in said.err
+    assert "left out 3 damaged lines, the first is line 4" in said.err
     assert "REQUESTS 2" in said.out
     packed = tmp_path / "cut.jsonl.gz"
     packed.write_bytes(gzip.compress(b"".join(lines))[:-40])
@@ -221,3 +222,15 @@ async def test_what_to_export_has_to_be_said(bus: Bus, run: Run, capsys: pytest.
     assert "--all" in capsys.readouterr().err
     assert await run(export.run, "--from-seq", "900") == 1
     assert "900" in capsys.readouterr().err
+
+
+async def test_ids_that_the_log_does_not_have_leave_no_file(
+    bus: Bus, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids = await recorded(bus)
+    file = tmp_path / "none.jsonl"
+    assert await run(export.run, samples_id(), "-o", str(file)) == 1
+    assert "none of these requests" in capsys.readouterr().err
+    assert not file.exists()
+    assert await run(export.run, samples_id(), ids[0], "-o", str(file)) == 0
+    assert "1 of 2 requests are not in the log" in capsys.readouterr().err

@@ -83,6 +83,12 @@ def test_a_killed_worker_is_there_before_its_end() -> None:
     assert (before.then.worker, after.then.worker) == ("a-00000000", "b-00000000")
 
 
+def test_a_missing_worker_is_known_by_its_id_or_name() -> None:
+    workers = ["worker-0-00000000", "worker-1-00000001"]
+    change = Change(without=frozenset({"worker-0", "worker-1-00000001", "worker-2"}), killed=frozenset({"worker"}))
+    assert change.unknown(workers) == ["worker", "worker-2"]
+
+
 def test_a_record_that_does_not_suffice_is_none() -> None:
     made = job([Candidate("a-00000000")])
     assert redecide(msgspec.structs.replace(made, inputs=None), Change(), 0) is None
