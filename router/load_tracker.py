@@ -214,25 +214,11 @@ class LoadTracker:
         if keys:
             self._keys[request] = keys
         block_size, prompt, cached = self._block_size(role, worker, later), load.prompt_tokens, load.cached_tokens
+        blocks, uncached = -(-prompt // block_size), -(-max(0, prompt - cached) // block_size)
         entry = ActiveRequest(
-            request,
-            attempt,
-            worker,
-            prompt,
-            cached,
-            -(-max(0, prompt - cached) // block_size),
-            load.deadline_ns,
-            rank,
-            load.n,
-            load.gateway,
-            load.priority,
-            echoed,
-            seq,
-            role,
-            later,
-            -(-prompt // block_size),
-            handed,
-        )
+            request, attempt, worker, prompt, cached, uncached, load.deadline_ns, rank, load.n, load.gateway,
+            load.priority, echoed, seq, role, later, blocks, handed,
+        )  # fmt: skip
         self._add(entry, now_ns)
         return True
 

@@ -73,8 +73,7 @@ def from_settings(
         with watch.processes():
             llm = construct(api, str(path), resolved)
         undo.callback(shut_down, llm)  # before the loop closes: the engine's threads deliver to it until they end
-        labels = {"model_name": model.name, "engine_type": "trtllm"}
-        metrics = NativeMetrics(api.collector if wanted.publish else None, labels)
+        metrics = _metrics(api, model, publish=wanted.publish)
         stat = warm_up(llm, api, loop, model.eos_token_ids, publish=wanted.publish)
         if stat is not None:
             metrics.warmed_up(stat)
@@ -106,6 +105,11 @@ def from_settings(
         adapter = TrtllmAdapter(info, runtime, options, metrics, image_slots)
     log.info("trtllm_ready", layout=resolved.layout, blocks=info.total_blocks, slots=info.slots, ranks=info.dp_size)
     return ExternalEngine(info, runtime, adapter)
+
+
+def _metrics(api: apis.Api, model: modeldir.ModelDir, *, publish: bool) -> NativeMetrics:
+    labels = {"model_name": model.name, "engine_type": "trtllm"}
+    return NativeMetrics(api.collector if publish else None, labels)
 
 
 def prompt_limit(args: EngineArgs, model_len: int) -> int:
