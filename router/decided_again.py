@@ -19,7 +19,7 @@ class DecidedAgain(NamedTuple):
     """
     Attributes:
         chosen: of equal targets the recorded one, since some of them may not be in the table.
-        scores: by candidate of the record; None: it was excluded.
+        scores: by candidate of the record; None: it was excluded, or of another role.
     """
 
     chosen: TargetId
@@ -38,8 +38,9 @@ def decide_again(job: Job, weights: Weights = Weights()) -> DecidedAgain | None:
     request = decode(job.request)
     resumed = sum(len(tokens) // 4 for tokens in job.resume)
     size = RequestSize(len(request.prompt) // 4 + resumed, decision.prompt_blocks, request.n, inputs.shared_blocks)
+    eligible = set(candidates_of(job))
     scores = tuple(
-        None if each.excluded else _score(size, each, inputs.block_size, weights) for each in decision.candidates
+        _score(size, each, inputs.block_size, weights) if each in eligible else None for each in decision.candidates
     )
     open_scores = [score for score in scores if score is not None]
     if not open_scores:
@@ -52,6 +53,17 @@ def decide_again(job: Job, weights: Weights = Weights()) -> DecidedAgain | None:
     ]
     recorded = (decision.chosen, decision.rank)
     return DecidedAgain(recorded if recorded in equal else min(equal), scores)
+
+
+def candidates_of(job: Job) -> tuple[Candidate, ...]:
+    """The candidates that this request could have gone to: those of the chosen one's role, if it is in the table.
+
+    Where a decode worker computes a prompt itself, the table lists prefill workers as well: they take no whole request.
+    """
+    decision = job.decision
+    recorded = (decision.chosen, decision.rank)
+    roles = {each.role for each in decision.candidates if (each.worker, each.rank) == recorded}
+    return tuple(each for each in decision.candidates if not each.excluded and (each.role in roles or not roles))
 
 
 def _score(size: RequestSize, at: Candidate, block_size: int, weights: Weights) -> float:

@@ -100,7 +100,7 @@ class Dashboard:
     async def _requests(self, request: Request) -> Response:
         query = {name: request.query_params.get(name, "").strip() for name in (*FILTERS, "before")}
         try:
-            criteria, before = _criteria(query), int(query["before"] or 0)
+            criteria, before = _criteria(query), _sequence(query["before"])
         except ValueError as error:
             page = pages.requests([], query, older=0, error=str(error), namespace=self._namespace)
             return HTMLResponse(page, 400)
@@ -163,6 +163,18 @@ async def _events(live: Live) -> AsyncGenerator[bytes, None]:
         now_ns = time.time_ns()
         event = {"clock": clock(now_ns, now_ns)[:8], "sections": pages.live_sections(moment)}
         yield b"event: live\ndata: " + msgspec.json.encode(event) + b"\n\n"
+
+
+def _sequence(text: str) -> int:
+    """
+    Raises:
+        ValueError: no number that a stream's sequence can be.
+    """
+    if not text:
+        return 0
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
+        raise ValueError(f"before: {text[:40]!r} is not a sequence")
+    return int(text)
 
 
 def _criteria(query: Mapping[str, str]) -> Criteria:

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from router.decided_again import decide_again
+from router.decided_again import candidates_of, decide_again
 from router.routing import Weights, draw
 from schemas.jobs import Candidate, Job
 
@@ -78,7 +78,7 @@ def redecide(job: Job, change: Change, turn: int) -> Redecided | None:
         return None
     decision, inputs = job.decision, job.inputs
     tokens = len(msgspec.msgpack.decode(job.request, type=_Prompt).prompt) // 4
-    candidates = tuple(each for each in decision.candidates if not each.excluded)
+    candidates = candidates_of(job)
     recorded = next(each for each in candidates if (each.worker, each.rank) == (decision.chosen, decision.rank))
     left = tuple(each for each in candidates if not change.removes(each.worker, decision.at_ns))
     then = _choose(job, left, change, draw(inputs.seed), turn)

@@ -4,7 +4,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.decided_again import decide_again
+from router.decided_again import candidates_of, decide_again
 from router.load_tracker import LoadTracker
 from router.placement.decisions import Decisions, array_decisions
 from router.routing import RoutingDecision, RoutingRequest, Weights
@@ -72,6 +72,24 @@ def test_the_record_of_a_decision_leads_to_the_same_choice_and_scores(
     for line, score in zip(decision.candidates, again.scores, strict=True):
         assert (score is None) == bool(line.excluded)
         assert score is None or abs(score - line.score) <= 1e-6 * max(1.0, abs(score))
+
+
+def test_a_prefill_worker_takes_no_request_that_its_decode_worker_computes_itself() -> None:
+    tracker = LoadTracker()
+    for name, role in (("p", "prefill"), ("d", "decode")):
+        tracker.put_worker(Registration(name, "m", role, "mock", 1, BLOCK, 40, 2, 1 << 20))
+    # The decode worker is busy, so the idle prefill worker would cost less, were it to be asked for the whole request.
+    tracker.admit("other", 1, "d", LoadHeader(3 * BLOCK, 0, "", 1 << 62, ""), now_ns=0, keys=[7])
+    request = RoutingRequest("m", BLOCK + 3, 5, prompt_blocks=1)
+    decision = Decisions(tracker, None, "kv", Weights()).decide(request, [1], {}, now_ns=1, seed=1)
+    made = job(decision, 1, DecisionInputs(1, block_size=BLOCK))
+    assert (made.decision.chosen, made.decision.route) == ("d", ())
+    prefill, decode = sorted(made.decision.candidates, key=lambda each: each.worker, reverse=True)
+    assert prefill.score < decode.score
+    again = decide_again(made)
+    assert again is not None
+    assert again.chosen == ("d", 0)
+    assert candidates_of(made) == (decode,)
 
 
 def test_a_record_that_does_not_suffice_is_left_alone() -> None:

@@ -110,6 +110,9 @@ async def test_requests_are_listed_filtered_and_shown_in_pages(bus: Bus) -> None
         bad = await here.client.get("/requests?since=yesterday")
         assert bad.status_code == 400
         assert "is not a time" in bad.text
+        for number in ("-5", "x", "9" * 30):
+            bad = await here.client.get(f"/requests?before={number}")
+            assert (bad.status_code, "is not a sequence" in bad.text) == (400, True)
 
 
 async def test_a_request_has_a_page_and_an_unknown_one_an_answer(bus: Bus) -> None:
