@@ -14,6 +14,7 @@ from infra.broker.jetstream_api import BrokerProblem
 from infra.broker.retention import Loss, StreamUse
 from infra.sizes import parse_size, show_size
 from infra.terminal import confirmed, stdout
+from infra.timeline.log_copy import recorded_max_age_s
 from infra.timeline.moments import duration_ns, show_duration
 from infra.timeline.open_log import Log, Source, add_flags, open_log, run_command
 from schemas.streams import topology
@@ -49,6 +50,9 @@ def run_set(argv: Sequence[str]) -> int:
 async def _list(source: Source, console: Console, *, as_json: bool) -> None:
     async with open_log(source, name="streams", role="operator", streams=retention.SETTABLE) as log:
         uses = await _uses(log)
+    if log.stopped and not source.file:  # the copy that is read keeps its messages for good
+        data_dir = source.data_dir.resolve()
+        uses = [msgspec.structs.replace(use, max_age_s=recorded_max_age_s(data_dir, use.name)) for use in uses]
     if as_json:
         for use in uses:
             console.file.write(msgspec.json.encode(use).decode() + "\n")

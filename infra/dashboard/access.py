@@ -21,9 +21,11 @@ def stored_token(data_dir: Path) -> str:
         OSError: it cannot be read or written.
     """
     path = data_dir / TOKEN_FILE
-    if not path.exists():
-        write_private(path, secrets.token_urlsafe(18) + "\n")
-    return path.read_text().strip()
+    token = path.read_text().strip() if path.exists() else ""
+    if not token:  # an empty file, as a full disk leaves it, must not let everybody in
+        token = secrets.token_urlsafe(18)
+        write_private(path, token + "\n")
+    return token
 
 
 class Access:
@@ -57,4 +59,4 @@ class Access:
         )
 
     def _is_token(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode(), self._token.encode())
+        return bool(given) and hmac.compare_digest(given.encode(), self._token.encode())

@@ -21,6 +21,7 @@ from infra.timeline.open_log import REQUEST_STREAMS, Source, add_flags, open_log
 
 PORT = 8480
 INTERVAL_S = 1.0
+STREAMS = (*REQUEST_STREAMS, "TOKENS")  # what its pages read
 CLOSE_S = 1  # for open pages, at the end
 
 
@@ -50,7 +51,7 @@ async def _run(args: argparse.Namespace) -> None:
     port = listener.getsockname()[1]
     with contextlib.closing(listener):
         token = args.token or (secrets.token_urlsafe(18) if args.nats_url else _token_of(source))
-        async with open_log(source, name="dashboard", role="operator", streams=REQUEST_STREAMS) as log:
+        async with open_log(source, name="dashboard", role="operator", streams=STREAMS) as log:
             live = None if log.stopped else Live(Observer(log.bus), INTERVAL_S)
             reports = None if args.nats_url else source.data_dir / FOLDER
             app = Dashboard(log, live, Access(token, port), reports).application()

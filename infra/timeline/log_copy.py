@@ -76,6 +76,23 @@ def without_limits(name: str, meta: bytes) -> tuple[bytes, str]:
     return lifted, highway_hash_64(hashlib.sha256(name.encode()).digest(), lifted).hex()
 
 
+def recorded_max_age_s(data_dir: Path, name: str) -> float:
+    """How long a stream of a data folder keeps messages while its deployment runs, in seconds; 0: for good.
+
+    Raises:
+        CopyFailed: the stream's metadata cannot be read.
+    """
+    try:
+        config = msgspec.json.decode((data_dir / STREAMS_DIR / name / "meta.inf").read_bytes(), type=_Limits)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CopyFailed(f"the metadata of stream {name} cannot be read: {error}") from error
+    return config.max_age / 1e9
+
+
+class _Limits(msgspec.Struct):
+    max_age: int = 0  # ns
+
+
 def _clone(source: Path, into: Path) -> bool:
     """Share the source's blocks instead of copying them; False: this file system cannot."""
     with source.open("rb") as reading, into.open("wb") as writing, contextlib.suppress(OSError):

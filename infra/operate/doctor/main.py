@@ -126,7 +126,7 @@ def _report(args: argparse.Namespace, examined: Examined, console: Console) -> i
 
 
 def _print(findings: Sequence[Finding], console: Console, *, everything: bool) -> None:
-    shown = [each for each in findings if everything or each.status in (Status.warning, Status.problem)]
+    shown = [each for each in findings if everything or each.status is not Status.ok]
     for each in shown:
         console.print(
             f"{_MARKS[each.status]} [bold]{each.check}[/]: {escape(each.what)}", highlight=False, soft_wrap=True
@@ -136,6 +136,6 @@ def _print(findings: Sequence[Finding], console: Console, *, everything: bool) -
     count = {status: sum(each.status is status for each in findings) for status in Status}
     console.print(
         f"{count[Status.problem]} problems, {count[Status.warning]} warnings, {count[Status.ok]} in order, "
-        f"{count[Status.skipped]} not checked" + ("" if everything else " (--all shows them)"),
+        f"{count[Status.skipped]} not checked" + ("" if everything else " (--all shows what is in order)"),
         highlight=False,
     )

@@ -3,22 +3,24 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import httpx
 import pytest
 import uvicorn
+from starlette.requests import Request
 
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
-from infra.dashboard.access import Access, stored_token
+from infra.dashboard.access import TOKEN_FILE, Access, stored_token
 from infra.dashboard.app import MAX_WATCHERS, Dashboard
 from infra.dashboard.live import Live
+from infra.dashboard.main import STREAMS
 from infra.launch.sockets import bind
 from infra.operate.observe import Observer
-from infra.timeline.open_log import Log
+from infra.timeline.open_log import Log, Source, open_log
 from schemas import wire
 from schemas.fleet import Registration
 from schemas.subjects import Subjects
@@ -27,6 +29,7 @@ from tests.infra.bus.support import opened
 from tests.infra.dashboard import browser
 from tests.infra.dashboard.browser import CHROMIUM
 from tests.infra.timeline.support import accept, assign, end
+from tests.infra.timeline.test_stopped import stored
 
 TOKEN = "secret-token"
 
@@ -154,6 +157,18 @@ async def test_watchers_are_limited(bus: Bus, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(here.live, "_watchers", 0)
 
 
+async def test_every_page_of_a_stopped_deployments_folder_is_served(make_broker: Callable[..., EmbeddedNats]) -> None:
+    server = make_broker()
+    request = await stored(server)
+    source = Source(server.data_dir)
+    async with (
+        open_log(source, name="test", role="operator", streams=STREAMS) as log,
+        serving(log.bus, stopped=log.stopped) as here,
+    ):
+        for path in ("/", "/requests", f"/requests/{request.id}", "/leases"):
+            assert (await here.client.get(path)).status_code == 200, path
+
+
 async def test_a_stopped_deployment_has_its_requests(bus: Bus) -> None:
     request = await accept(bus)
     await end(bus, request, 1)
@@ -201,7 +216,14 @@ def test_a_data_folder_keeps_its_token_readable_by_its_owner_only(tmp_path: Path
     token = stored_token(tmp_path)
     assert len(token) >= 20
     assert stored_token(tmp_path) == token
-    assert (tmp_path / "dashboard.token").stat().st_mode & 0o077 == 0
+    assert (tmp_path / TOKEN_FILE).stat().st_mode & 0o077 == 0
+    (tmp_path / TOKEN_FILE).write_text("")
+    assert stored_token(tmp_path)
+
+
+def test_an_empty_token_lets_nobody_in() -> None:
+    scope = {"type": "http", "query_string": b"token=", "headers": [(b"authorization", b"Bearer ")], "path": "/"}
+    assert Access("", 1).refusal(Request(scope)) is not None
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")

@@ -256,6 +256,11 @@ async def test_the_command_prints_findings_and_fails_if_there_is_a_problem(
     assert {"check": "clock", "status": "ok"}.items() <= next(f for f in findings if f["check"] == "clock").items()
 
 
+def test_what_could_not_be_checked_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(["--data-dir", str(tmp_path / "typo")])
+    assert f"no deployment in {tmp_path / 'typo'}" in capsys.readouterr().out
+
+
 async def test_a_broker_that_is_away_is_the_only_problem(
     listening: socket.socket, capsys: pytest.CaptureFixture[str]
 ) -> None:

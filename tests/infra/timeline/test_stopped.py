@@ -1,6 +1,7 @@
 """Reading the log of a deployment that does not run: from a copy of its data, however old that is."""
 
 import hashlib
+import json
 import os
 import shutil
 import time
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from infra.broker import streams_cli
 from infra.broker.apply import apply
 from infra.broker.datadir import Lock
 from infra.broker.server import EmbeddedNats
@@ -123,6 +125,9 @@ def test_the_commands_read_a_stopped_deployment(
     out = capsys.readouterr().out
     assert "the deployment is stopped; leases as of" in out
     assert "1 open leases" in out
+    assert streams_cli.run_list(["--data-dir", str(server.data_dir), "--json"]) == 0
+    uses = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {use["name"]: use["max_age_s"] for use in uses}["ps_DONE"] == 7 * 86400
 
 
 async def test_a_running_broker_is_asked_itself(make_broker: Callable[..., EmbeddedNats]) -> None:
