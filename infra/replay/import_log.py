@@ -1,6 +1,7 @@
 """``penstock import``: an export as a data folder, or in a namespace of a running broker."""
 
 import asyncio
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -67,11 +68,15 @@ def _into_folder(exported: ExportFile, data_dir: Path, namespace: str) -> dict[s
     lock = Lock(data_dir / "nats.lock")
     lock.acquire("a nats-server of penstock")
     try:
-        subjects = Subjects(namespace)
-        for stream in STREAMS:
-            if (data_dir / STREAMS_DIR / subjects.stream(stream)).exists():
-                raise ValueError(f"{data_dir} has streams of namespace {namespace}: name another with --namespace")
-        return restore(exported, data_dir, namespace)
+        folders = [data_dir / STREAMS_DIR / Subjects(namespace).stream(stream) for stream in STREAMS]
+        if any(folder.exists() for folder in folders):
+            raise ValueError(f"{data_dir} has streams of namespace {namespace}: name another with --namespace")
+        try:
+            return restore(exported, data_dir, namespace)
+        except BaseException:  # also Ctrl-C: the next attempt must find the folder as this one did
+            for folder in folders:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
     finally:
         lock.release()
 

@@ -185,7 +185,7 @@ async def test_a_damaged_line_is_named_and_can_be_left_out(
     capsys.readouterr()
     assert await asyncio.to_thread(import_log.run, [str(file), "--data-dir", str(folder / "1")]) == 1
     assert "line 4: " in capsys.readouterr().err
-    assert await asyncio.to_thread(import_log.run, [str(file), "--data-dir", str(folder / "2"), "--skip-bad"]) == 0
+    assert await asyncio.to_thread(import_log.run, [str(file), "--data-dir", str(folder / "1"), "--skip-bad"]) == 0
     said = capsys.readouterr()
     assert "left out 3 damaged lines, the first is line 4" in said.err
     assert "REQUESTS 2" in said.out
