@@ -1,6 +1,8 @@
 """A prompt goes to the worker that holds its beginning, which then computes the rest only; and the other modes."""
 
 import asyncio
+import os
+import signal
 from itertools import pairwise
 from typing import Any
 
@@ -130,63 +132,74 @@ async def test_new_prompts_are_spread_and_a_named_worker_is_obeyed(http: httpx.A
         assert (await decision_of(bus, answer)).chosen.startswith(name + "-")
 
 
-# -- the other modes: routers of several modes share the requests ---------------------------------------------------
+# -- the other modes: one router owns the model, the others stand by -------------------------------------------------
 
 
-async def placed_by_each(
-    http: httpx.AsyncClient, bus: Bus, oracle: Oracle, modes: set[str]
-) -> dict[str, list[Decision]]:
-    """Send requests until routers of all these modes have placed some; their decisions in order, by mode."""
-    decisions: dict[str, list[Decision]] = {}
-    for turn in range(20):
-        bodies = [text_body(token_prompt(BLOCK, 400 + 10 * turn + i)) for i in range(10)]
-        answers = await asyncio.gather(*(http.post("/v1/completions", json=body) for body in bodies))
-        for body, answer in zip(bodies, answers, strict=True):
-            assert answer.status_code == 200, answer.text
-            assert answer.json()["choices"][0]["text"] == oracle.answer(body, 3)
-            decision = await decision_of(bus, answer)
-            decisions.setdefault(decision.mode, []).append(decision)
-        if modes <= {mode for mode, placed in decisions.items() if len(placed) >= 4}:
-            break
-    return {mode: sorted(placed, key=lambda decision: decision.at_ns) for mode, placed in decisions.items()}
+async def own_router_restarted(deployment: Deployment) -> None:
+    """Start the deployment's own router again, so that one that runs meanwhile owns the model."""
+
+    def pid() -> int | None:
+        return next(process.pid for process in deployment.state.processes if process.role == "router")
+
+    before = pid()
+    assert before is not None
+    os.kill(before, signal.SIGTERM)
+
+    async def back() -> bool:
+        return pid() not in (None, before)
+
+    await until(back, "the deployment's own router is back")
 
 
-async def test_routers_of_any_mode_place_requests_side_by_side(
+async def placed(http: httpx.AsyncClient, bus: Bus, oracle: Oracle, turn: int) -> list[Decision]:
+    """Send requests; the decisions about them in order."""
+    bodies = [text_body(token_prompt(BLOCK, 400 + 10 * turn + i)) for i in range(10)]
+    answers = await asyncio.gather(*(http.post("/v1/completions", json=body) for body in bodies))
+    decisions = []
+    for body, answer in zip(bodies, answers, strict=True):
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["text"] == oracle.answer(body, 3)
+        decisions.append(await decision_of(bus, answer))
+    return sorted(decisions, key=lambda decision: decision.at_ns)
+
+
+async def test_routers_of_every_mode_place_requests_one_after_the_other(
     fast: Deployment, http: httpx.AsyncClient, bus: Bus, oracle: Oracle
 ) -> None:
-    modes = {"round_robin", "random", "least_loaded"}
-    routers = await fast.also_routers(*sorted(modes))
+    modes = ("least_loaded", "random", "round_robin")
+    routers = dict(zip(modes, await fast.also_routers(*modes), strict=True))
+    by_mode: dict[str, list[Decision]] = {}
     try:
-        decisions = await placed_by_each(http, bus, oracle, {*modes, "kv"})
+        await own_router_restarted(fast)
+        for turn in range(len(modes) + 1):
+            decisions = await placed(http, bus, oracle, turn)
+            owners = {(decision.mode, decision.router.rpartition("-")[0]) for decision in decisions}
+            assert len(owners) == 1, "one router owns the model"
+            [(mode, name)] = owners
+            by_mode[mode] = decisions
+            if mode in routers:
+                assert name == f"extra-{mode}"
+                assert await stopped([routers.pop(mode)]) == [0]
     finally:
-        statuses = await stopped(routers)
-    assert statuses == [0, 0, 0]
-    assert set(decisions) == {*modes, "kv"}
-    for mode in modes:
-        assert {decision.router.rpartition("-")[0] for decision in decisions[mode]} == {f"extra-{mode}"}
-    turns = [decision.chosen for decision in decisions["round_robin"]]
+        statuses = await stopped(list(routers.values()))
+    assert statuses == []
+    assert set(by_mode) == {*modes, "kv"}
+    turns = [decision.chosen for decision in by_mode["round_robin"]]
     assert all(one != next_one for one, next_one in pairwise(turns))
-    for decision in decisions["least_loaded"]:
+    for decision in by_mode["least_loaded"]:
         assert chosen(decision).score == min(candidate.score for candidate in decision.candidates)
-    assert (await http.post("/v1/completions", json=text_body(token_prompt(5, 1)))).status_code == 200
 
 
 async def test_in_mode_direct_the_client_names_the_worker(fast: Deployment, http: httpx.AsyncClient, bus: Bus) -> None:
     routers = await fast.also_routers("direct")
     try:
-        named, unnamed = [], []
-        for turn in range(20):
-            body = text_body(token_prompt(BLOCK, 700 + turn))
-            named.append(await http.post("/v1/completions", json={**body, "worker": "worker-1"}))
-            # several at once, so that each of the routers takes some
-            unnamed += await asyncio.gather(*(http.post("/v1/completions", json=body) for _ in range(8)))
-            if {answer.status_code for answer in unnamed} == {200, 400}:
-                break
+        await own_router_restarted(fast)
+        body = text_body(token_prompt(BLOCK, 700))
+        named = await http.post("/v1/completions", json={**body, "worker": "worker-1"})
+        unnamed = await http.post("/v1/completions", json=body)
     finally:
         assert await stopped(routers) == [0]
-    assert {answer.status_code for answer in named} == {200}
-    refused = [answer for answer in unnamed if answer.status_code != 200]
-    assert refused
-    assert all("worker_not_named" in answer.json()["error"]["message"] for answer in refused)
-    for answer in named:
-        assert (await decision_of(bus, answer)).chosen.startswith("worker-1-")
+    assert named.status_code == 200
+    assert (await decision_of(bus, named)).chosen.startswith("worker-1-")
+    assert unnamed.status_code == 400
+    assert "worker_not_named" in unnamed.json()["error"]["message"]

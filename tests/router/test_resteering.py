@@ -116,7 +116,7 @@ async def test_an_idle_worker_answers_what_a_late_one_has_not_begun(
     monkeypatch.setattr(resteering, "CHECK_S", 0.05)
     monkeypatch.setattr(resteering, "LEAST_SAMPLES", 1)
     monkeypatch.setattr(fleet, "RENEW_S", 0.05)
-    record = clients.record
+    log = clients.log
     first, second = engine(), engine()
     async with routing(broker, pipeline, resteer_after_s=0.5) as one, run_worker(broker, pipeline, first) as late:
         before = request([7] * 40, max_tokens=8)
@@ -126,7 +126,7 @@ async def test_an_idle_worker_answers_what_a_late_one_has_not_begun(
         first.allow(2)  # its prompt is computed, and it goes on
         await eventually(lambda: one.router.cluster.tracker.loads.learned.samples)
         first.resume()
-        await record.end(before)
+        await log.end(before)
         first.hold()
         asked = request([9] * 40, max_tokens=12)
         await clients.ask(asked)
@@ -135,10 +135,10 @@ async def test_an_idle_worker_answers_what_a_late_one_has_not_begun(
             worker, job = await clients.placed(asked, attempt=2)
             assert worker == idle.session.id
             assert job.decision.reason.startswith(f"resteered: worker {late.session.id} has computed no prompt")
-            done = await record.end(asked)
+            done = await log.end(asked)
             assert (done.code, done.attempt, done.worker) == ("", 2, idle.session.id)
             assert (late.session.id, asked.id) in [(where, each.request) for where, each in await clients.revoked()]
             first.resume()  # nothing of the first attempt counts
             await eventually(lambda: not late.session._requests.running)
-            assert record.streamed(asked) == answer(asked, 12)
-            assert len(record.ends(asked)) == 1
+            assert log.streamed(asked) == answer(asked, 12)
+            assert len(log.ends(asked)) == 1
