@@ -97,8 +97,11 @@ class Puller:
         await self._end()
 
     async def top_up(self) -> None:
-        """Request more if there is room for clearly more than is requested. Call it when room was freed."""
-        if self._window.closed or not self._bus.connected:
+        """Request more if there is room for clearly more than is requested. Call it when room was freed.
+
+        Before ``start`` has subscribed, nothing happens: ``start`` asks itself.
+        """
+        if not self._subs or self._window.closed or not self._bus.connected:
             return
         batch = self._window.next_batch(self._room())
         if batch:

@@ -132,6 +132,16 @@ async def test_without_room_nothing_is_asked_for(bus: Bus) -> None:
     await taker.puller.close()
 
 
+async def test_room_that_is_freed_before_the_start_is_asked_for_by_the_start(bus: Bus) -> None:
+    await make_consumer(bus)
+    taker = Taker(bus, 3)
+    await taker.puller.top_up()
+    await bus.js.publish(bus.subjects.work("aggregated", CONSUMER), b"job")
+    await taker.puller.start()
+    await eventually(lambda: taker.seen == [b"job"])
+    await taker.puller.close()
+
+
 async def test_a_message_given_back_comes_again(bus: Bus) -> None:
     await make_consumer(bus)
     await publish_jobs(bus, 1)
