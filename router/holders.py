@@ -1,7 +1,7 @@
 """Which targets hold which prefix: holdings in a radix tree, with a hard cap. No events, epochs or time.
 
-What ``store`` and ``remove`` are told decides everything: two of these that were told the same, in the same order, are
-equal, whatever they were asked. A match is exact for any holding, also for one with gaps.
+The state depends on the calls of ``store`` and ``remove`` only: after the same calls in the same order two of these are
+equal, whatever was matched in between. A match is exact for any holding, also for one with gaps.
 """
 
 import sys

@@ -56,7 +56,7 @@ class Node(NamedTuple):
 class RadixTree:
     """
     Args:
-        max_blocks: about as many blocks are kept by the user; decides how finely ages are told apart.
+        max_blocks: about as many blocks are kept by the user; decides how finely ages are distinguished.
 
     Attributes:
         shards: key -> node, in the dict of the key's slot.

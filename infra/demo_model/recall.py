@@ -37,7 +37,7 @@ _SECRETS = (
 )
 _COPY = ("Repeat: {t}", "Say this again: {t}", 'Repeat "{t}".', "Copy this: {t}", "Repeat after me: {t}", "Echo {t}")
 
-_TOLD = (
+_STATEMENTS = (
     ("name", "My name is {v}.", "Nice to meet you, {v}!", "Your name is {v}."),
     ("name", "I am {v}.", "Nice to meet you, {v}!", "Your name is {v}."),
     ("name", "Hello, I'm {v}!", "Nice to meet you, {v}!", "Your name is {v}."),
@@ -76,7 +76,7 @@ _ASKED = {
     "animal": ("What is my favorite animal?", "Which animal do I like most?", "Do you remember my favorite animal?"),
     "age": ("How old am I?", "What is my age?", "Do you remember my age?"),
 }
-_NOT_TOLD = {kind: f"You have not told me your {kind} yet." for kind in ("name", "city", "color", "animal", "age")} | {
+_UNKNOWN = {kind: f"You have not told me your {kind} yet." for kind in ("name", "city", "color", "animal", "age")} | {
     "number": "You have not told me a number yet.",
     "word": "You have not told me a word yet.",
 }
@@ -133,21 +133,21 @@ def recall(rng: Random, held: bool, between: tuple[Message, ...]) -> Sample:
     Args:
         between: complete exchanges between the fact and the question, user and assistant in turn.
     """
-    kind, tell, noted, answer = rng.choice(_TOLD)
-    value = _told(rng, kind, held)
+    kind, tell, noted, answer = rng.choice(_STATEMENTS)
+    value = _stated_value(rng, kind, held)
     question = rng.choice(_ASKED[kind])
     if not held and rng.random() < 0.08:
-        return Sample("recall", (*between, ("user", question)), _NOT_TOLD[kind], _NOT_TOLD[kind])
-    told: list[Message] = [("user", tell.format(v=value)), ("assistant", noted.format(v=value))]
+        return Sample("recall", (*between, ("user", question)), _UNKNOWN[kind], _UNKNOWN[kind])
+    stated: list[Message] = [("user", tell.format(v=value)), ("assistant", noted.format(v=value))]
     if rng.random() < 0.3:  # a second fact, so that the kind matters
-        other, tell2, noted2, _ = rng.choice([each for each in _TOLD if each[0] != kind])
-        second = _told(rng, other, held)
+        other, tell2, noted2, _ = rng.choice([each for each in _STATEMENTS if each[0] != kind])
+        second = _stated_value(rng, other, held)
         more: list[Message] = [("user", tell2.format(v=second)), ("assistant", noted2.format(v=second))]
-        told = told + more if rng.random() < 0.5 else more + told
-    return Sample("recall", (*told, *between, ("user", question)), answer.format(v=value), value)
+        stated = stated + more if rng.random() < 0.5 else more + stated
+    return Sample("recall", (*stated, *between, ("user", question)), answer.format(v=value), value)
 
 
-def _told(rng: Random, kind: str, held: bool) -> str:
+def _stated_value(rng: Random, kind: str, held: bool) -> str:
     match kind:
         case "name":
             return name(rng, held)

@@ -63,7 +63,8 @@ def from_settings(
     model = modeldir.load(path)
     wanted = wanted_of(settings, model.max_model_len, images=_takes_images(model))
     resolved = arguments(settings, wanted, api, path)
-    if reason := launch.problem(os.environ, resolved.args.gpus):
+    args = resolved.args
+    if reason := launch.problem(os.environ, args.gpus):
         raise EngineError(reason)
     with contextlib.ExitStack() as undo:
         watch = LogWatch()
@@ -77,13 +78,10 @@ def from_settings(
         stat = warm_up(llm, api, loop, model.eos_token_ids, publish=wanted.publish)
         if stat is not None:
             metrics.warmed_up(stat)
-        args = resolved.args
         if processors is not None and args.speculative_config is not None:
             processors = processors.without("with speculative decoding")
         info = info_of(
-            resolved,
-            wanted,
-            model,
+            *(resolved, wanted, model),
             rank_blocks=capacity(llm, api, args, stat),
             load_seconds=time.perf_counter() - began,
             logits_processors=() if processors is None else processors.names,
