@@ -4,6 +4,7 @@ Rates come from the sequences of streams. Times, hit rates and failures come fro
 ``SAMPLED`` of them, so that watching a busy deployment costs it little more than watching an idle one.
 """
 
+import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -24,6 +25,7 @@ from schemas.streams import topology
 from schemas.summary import FAILED, RequestSummary
 
 SAMPLED = 200  # records per look
+LOOK_S = 5.0  # somebody is waiting for the picture
 WINDOW_S = 10.0  # over which rates, times and shares are taken
 CLASSES = ("interactive", "standard", "batch")
 
@@ -109,9 +111,18 @@ class Observer:
         """The deployment now.
 
         Raises:
-            ServingError: the broker does not answer.
+            ServingError: the broker does not answer within ``LOOK_S``.
             BrokerProblem: it refuses.
         """
+        try:
+            async with asyncio.timeout(LOOK_S):
+                return await self._look()
+        except TimeoutError:
+            raise ServingError(
+                Code.broker_unavailable, f"the broker does not answer within {LOOK_S:g} s; check that it runs"
+            ) from None
+
+    async def _look(self) -> Snapshot:
         streams = tuple(await retention.uses(self._bus, self._topology))
         await self._count()
         await self._read_records()

@@ -148,6 +148,34 @@ async def test_changes_are_streamed_only_while_somebody_watches(bus: Bus) -> Non
                 await asyncio.sleep(0.01)
 
 
+@pytest.mark.timeout(90)
+async def test_a_dashboard_says_that_its_broker_is_away_and_goes_on_when_it_is_back(
+    make_broker: Callable[..., EmbeddedNats], subjects: Subjects
+) -> None:
+    server = make_broker(namespace=subjects.namespace)
+    await server.start()
+    async with opened(server, subjects) as bus, serving(bus) as here:
+        text = ""
+
+        async def until(holds: Callable[[str], bool]) -> None:
+            nonlocal text
+            async with asyncio.timeout(40):
+                async for part in parts:
+                    text += part
+                    if holds(text):
+                        return
+
+        async with here.client.stream("GET", "/live") as answer:
+            parts = answer.aiter_text()
+            await until(lambda seen: "event: live" in seen)
+            server.kill()
+            await server.wait()
+            await until(lambda seen: 'class=\\"alert\\" role=\\"alert\\"' in seen)
+            await server.start()
+            text = ""
+            await until(lambda seen: '"problem":""' in seen)
+
+
 async def test_watchers_are_limited(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(bus) as here:
         monkeypatch.setattr(here.live, "_watchers", MAX_WATCHERS)

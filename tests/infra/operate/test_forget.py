@@ -4,12 +4,15 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from infra.broker.jetstream_api import BrokerProblem
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
 from infra.bus.direct_get import read
+from infra.operate import forget as forget_module
 from infra.operate.forget import run
 from infra.timeline.summary_cache import cache_folder
 from schemas.subjects import HEADER_MSG_ID, Subjects
@@ -70,6 +73,29 @@ def fill(cache: Path, text: str) -> None:
 
 def cached(cache: Path) -> list[Path]:
     return list(cache.rglob("*"))
+
+
+async def test_what_an_interrupted_command_left_is_deleted_by_the_next_one(
+    bus: Bus, broker: EmbeddedNats, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = await accept(bus)
+    await assign(bus, request)
+    await end(bus, request, 1)
+    delete, deleted = forget_module._delete, 0
+
+    async def refused_at_the_second(*args: Any) -> None:
+        nonlocal deleted
+        deleted += 1
+        if deleted == 2:
+            raise BrokerProblem("the broker does not answer")
+        await delete(*args)
+
+    monkeypatch.setattr(forget_module, "_delete", refused_at_the_second)
+    assert await forget(bus, broker, request.id, "--yes") == 1
+    assert "repeat the command" in capsys.readouterr().err
+    assert await stored(bus) == [request.id] * 2, "the job is gone first, the record is there"
+    assert await forget(bus, broker, request.id, "--yes") == 0
+    assert await stored(bus) == []
 
 
 async def test_cached_summaries_are_deleted_with_the_requests(bus: Bus, broker: EmbeddedNats, cache: Path) -> None:
