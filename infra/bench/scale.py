@@ -2,10 +2,13 @@
 
 python -m infra.bench.scale                                      # 1, 2, 4, 8 gateways; 2, 4, 8, 16 workers: < 5 min
 python -m infra.bench.scale --points 4:2:8,6:2:8 --words 32 --tokens 512
+python -m infra.bench.scale --all --limit-s 280 --out scale      # short and long answers, and the broker's own limit
 
 Each point is a deployment of its own (mock engine without step times), loaded by one `penstock bench http` per
 gateway, each on that gateway's own port: connections would otherwise be spread unevenly by the kernel. The generators
 share the machine's cores with what they measure; their share of a core is shown.
+
+Interrupted, or ended by SIGTERM, it prints what it has. With --out, a folder has the same after every point.
 """
 
 import argparse
@@ -16,51 +19,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from rich.table import Table
-
+from infra.bench import broker
+from infra.bench.scale_report import ROLES, Figures, Point, Series, report, write
 from infra.launch.state import read_state
-from infra.terminal import stdout
 
 READY_S = 60.0
 STOP_S = 20.0
 WARM_UP_S = 1.5
-ROLES = ("gateway", "router", "worker", "nats")
-
-
-class Point(NamedTuple):
-    """How many processes of each role."""
-
-    gateways: int
-    routers: int
-    workers: int
-
-    @classmethod
-    def parse(cls, text: str) -> "Point":
-        """``GATEWAYS:ROUTERS:WORKERS``.
-
-        Raises:
-            ValueError: it is not three positive numbers.
-        """
-        numbers = [int(part) for part in text.split(":")]
-        if len(numbers) != 3 or min(numbers) < 1:
-            raise ValueError(f"{text!r}: name a point as GATEWAYS:ROUTERS:WORKERS, such as 4:1:8")
-        return cls(*numbers)
-
-
-class Figures(NamedTuple):
-    """What a point reached, all generators together; CPU in µs per request, by role."""
-
-    requests_per_s: float
-    tokens_per_s: float
-    ttft_p50_ms: float
-    failed: int
-    cpu_us: dict[str, float]
-    busiest: dict[str, float]  # share of a core that the busiest process of a role used
-    generator_share: float  # of a core, the busiest generator
+START_S = 8.0  # that a point takes beside its duration, about
+BROKER_S = 3.0
 
 
 def default_points(gateways: list[int], workers: list[int], routers: int) -> list[Point]:
@@ -71,36 +42,69 @@ def default_points(gateways: list[int], workers: list[int], routers: int) -> lis
     return list(dict.fromkeys(found))
 
 
+def all_series(cores: int) -> list[Series]:
+    """What shows how a machine of so many cores scales, the most telling points first."""
+    many = max(2, cores // 4)
+    short = [Point(1, 1, 2), Point(4, 1, 4), Point(many, 1, many), Point(many, 2, many), Point(many, 4, many)]
+    flat = [Point(4, 1, 2), Point(4, 1, 8), Point(4, 1, 16), Point(2, 1, 2), Point(8, 1, 2)]
+    long = [Point(1, 1, 2), Point(many, 1, many), Point(many, 2, many), Point(many + 2, 2, many)]
+    return [
+        Series("short answers", 200, 64, tuple(dict.fromkeys(short))),
+        Series("long answers", 32, 512, tuple(dict.fromkeys(long))),
+        Series("one role is added", 200, 64, tuple(point for point in flat if point not in short)),
+    ]
+
+
 def main(arguments: list[str] | None = None) -> int:
     asked = _parser().parse_args(arguments)
     try:
-        points = (
-            [Point.parse(each) for each in asked.points.split(",")]
-            if asked.points
-            else default_points(_numbers(asked.gateways), _numbers(asked.workers), asked.routers)
-        )
+        if asked.all:
+            series = all_series(os.cpu_count() or 1)
+        else:
+            points = (
+                [Point.parse(each) for each in asked.points.split(",")]
+                if asked.points
+                else default_points(_numbers(asked.gateways), _numbers(asked.workers), asked.routers)
+            )
+            series = [Series("", asked.words, asked.tokens, tuple(points))]
     except ValueError as error:
         print(f"infra.bench.scale: {error}", file=sys.stderr)
         return 2
-    began, results = time.monotonic(), dict[Point, Figures | str]()
-    for point in points:
-        if time.monotonic() - began > asked.limit_s:
-            results[point] = f"left out: --limit-s {asked.limit_s:g} s were over"
-            continue
-        try:
-            results[point] = measure(point, asked)
-        except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
-            results[point] = str(error)
-        print(f"{point}: {results[point]}", file=sys.stderr, flush=True)
-    _report(results, asked)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    results: list[tuple[Series, Point, Figures | str]] = []
+    limits: list[broker.BrokerFigures] = []
+    try:
+        for each, point, result in _results(series, asked):
+            results.append((each, point, result))
+            print(f"{each.name} {point}: {result}", file=sys.stderr, flush=True)
+            write(asked.out, results, limits, asked.connections)
+            if asked.all and len(results) == len(series[0].points):
+                limits += [broker.measure(count, BROKER_S) for count in (1, 4, 8)]
+    except KeyboardInterrupt:
+        print("interrupted: this is what was measured until then", file=sys.stderr)
+    write(asked.out, results, limits, asked.connections)
+    report(results, limits, asked.connections)
     if asked.json:
-        shown = [{**point._asdict(), **(r._asdict() if isinstance(r, Figures) else {"error": r})}
-                 for point, r in results.items()]  # fmt: skip
-        Path(asked.json).write_text(json.dumps(shown, indent=2) + "\n")
-    return 1 if any(isinstance(result, str) or result.failed for result in results.values()) else 0
+        write(Path(asked.json), results, limits, asked.connections)
+    return 1 if any(isinstance(result, str) or result.failed for _, _, result in results) else 0
 
 
-def measure(point: Point, asked: argparse.Namespace) -> Figures:
+def _results(series: Iterable[Series], asked: argparse.Namespace) -> Iterator[tuple[Series, Point, Figures | str]]:
+    until = time.monotonic() + asked.limit_s
+    for each in series:
+        for point in each.points:
+            result: Figures | str
+            if time.monotonic() + asked.duration_s + START_S > until:
+                result = f"left out: --limit-s {asked.limit_s:g} s were over"
+            else:
+                try:
+                    result = measure(point, each, asked)
+                except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
+                    result = str(error)
+            yield each, point, result
+
+
+def measure(point: Point, series: Series, asked: argparse.Namespace) -> Figures:
     """Start a deployment, load it, stop it.
 
     Raises:
@@ -111,12 +115,12 @@ def measure(point: Point, asked: argparse.Namespace) -> Figures:
         up = _penstock(
             "up", "--engine=mock", f"--mock-speedup={asked.mock_speedup:g}", f"--gateways={point.gateways}",
             f"--routers={point.routers}", f"--workers={point.workers}", "--http-port=0", f"--data-dir={base}/data",
-            f"--max-running={asked.max_running}", "--log-format=json",
+            f"--max-running={asked.max_running}", "--log-format=json", "--dashboard-port=-1",
             log=base / "up.log",
         )  # fmt: skip
         try:
             _wait_until_ready(up, base / "up.log")
-            return _load(point, asked, base)
+            return _load(point, series, asked, base)
         finally:
             up.send_signal(signal.SIGTERM)
             try:
@@ -126,15 +130,15 @@ def measure(point: Point, asked: argparse.Namespace) -> Figures:
                 up.wait()
 
 
-def _load(point: Point, asked: argparse.Namespace, base: Path) -> Figures:
+def _load(point: Point, series: Series, asked: argparse.Namespace, base: Path) -> Figures:
     state = read_state(base / "data" / "state.json")
     urls = list(state.http_urls[: point.gateways]) * asked.generators
     connections = -(-asked.connections // asked.generators)
     generators = [
         _penstock(
             "bench", "http", f"--url={url}", f"--model={state.model}", f"--concurrency={connections}",
-            f"--duration-s={asked.duration_s:g}", f"--warm-up-s={WARM_UP_S:g}", f"--prompt-words={asked.words}",
-            f"--output-tokens={asked.tokens}", f"--seed={number}", f"--json={base}/{number}.json",
+            f"--duration-s={asked.duration_s:g}", f"--warm-up-s={WARM_UP_S:g}", f"--prompt-words={series.words}",
+            f"--output-tokens={series.tokens}", f"--seed={number}", f"--json={base}/{number}.json",
             # One measures the processes, within the seconds that it counts; the others count within about the same.
             *([f"--state={base}/data/state.json"] if number == 1 else []),
             log=base / f"{number}.log",
@@ -206,51 +210,6 @@ def _numbers(text: str) -> list[int]:
     return numbers
 
 
-def _rows(results: dict[Point, Figures | str]) -> Iterator[tuple[str, ...]]:
-    for point, result in results.items():
-        names = (str(point.gateways), str(point.routers), str(point.workers))
-        if isinstance(result, str):
-            yield (*names, result)
-            continue
-        total = sum(result.cpu_us.values())
-        yield (
-            *names,
-            f"{result.requests_per_s:,.0f}",
-            f"{result.tokens_per_s:,.0f}",
-            f"{result.ttft_p50_ms:.1f}",
-            f"{total:,.0f}",
-            *(f"{result.cpu_us.get(role, 0):,.0f} ({result.busiest.get(role, 0):.0%})" for role in ROLES),
-            f"{result.generator_share:.0%}",
-            str(result.failed),
-        )
-
-
-def _report(results: dict[Point, Figures | str], asked: argparse.Namespace) -> None:
-    title = (
-        f"{os.cpu_count()} cores, {asked.words} words → {asked.tokens} tokens, {asked.connections} connections a "
-        "gateway; CPU in µs per request (share of a core, busiest process)"
-    )
-    table = Table(title=title)
-    for name in (
-        "gateways",
-        "routers",
-        "workers",
-        "req/s",
-        "tokens/s",
-        "TTFT ms",
-        "CPU",
-        *ROLES,
-        "generator",
-        "failed",
-    ):
-        table.add_column(name, justify="right")
-    for row in _rows(results):
-        table.add_row(*row)
-    console = stdout()
-    console.width = max(console.width, 150)
-    console.print(table)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m infra.bench.scale", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -268,7 +227,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-running", type=int, default=256, metavar="N", help="sequences per step of a worker (default: 256)")
     add("--mock-speedup", type=float, default=0.0, metavar="X", help="0: without step times (default: 0)")
     add("--limit-s", type=float, default=260.0, metavar="SECONDS", help="no point begins after this (default: 260)")
+    add("--all", action="store_true", help="short and long answers, one role after the other, and the broker alone")
     add("--json", default="", metavar="FILE", help="to write the figures to")
+    add("--out", type=Path, default=None, metavar="FOLDER", help="for scale.json and scale.txt, after every point")
     return parser
 
 

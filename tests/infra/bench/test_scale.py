@@ -1,10 +1,14 @@
-"""The figures of one point, from those of its load generators."""
+"""The figures of one point, from those of its load generators, and what is written of them."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from infra.bench.scale import Point, default_points, figures, main
+from infra.bench.broker import BrokerFigures
+from infra.bench.scale import all_series, default_points, figures, main
+from infra.bench.scale_report import Figures, Point, Series, write
 
 
 def stage(rate: float, cpu: dict[str, float]) -> dict[str, Any]:
@@ -39,3 +43,25 @@ def test_gateways_are_added_before_workers_and_no_point_is_measured_twice() -> N
 def test_a_malformed_point_is_refused_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--points", "4:1"]) == 2
     assert "4:1:8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("cores", [1, 2, 16, 64])
+def test_all_series_measure_each_point_once_and_grow_with_the_machine(cores: int) -> None:
+    series = all_series(cores)
+    points = [(each.words, each.tokens, point) for each in series for point in each.points]
+    assert len(set(points)) == len(points)
+    assert max(point.gateways for point in series[0].points) == max(4, cores // 4)
+
+
+def test_a_folder_has_what_was_measured_so_far(tmp_path: Path) -> None:
+    series = Series("short answers", 200, 64, (Point(1, 1, 2), Point(2, 1, 2)))
+    found = Figures(1000.0, 64_000.0, 5.0, 0, {"router": 100.0}, {"router": 0.1}, 0.2)
+    write(tmp_path / "out", [(series, Point(1, 1, 2), found), (series, Point(2, 1, 2), "left out")], [], 64)
+    figures = json.loads((tmp_path / "out" / "scale.json").read_text())
+    assert figures["points"][0]["requests_per_s"] == 1000.0
+    assert figures["points"][1]["error"] == "left out"
+    text = (tmp_path / "out" / "scale.txt").read_text()
+    assert "64,000" in text
+    assert "left out" in text
+    write(tmp_path / "out", [], [BrokerFigures(2, 17_000.0, 119_000.0, 1.3, 76.0)], 64)
+    assert "119,000" in (tmp_path / "out" / "scale.txt").read_text()

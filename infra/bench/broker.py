@@ -1,0 +1,184 @@
+"""What one broker stores for the pipeline, with nothing of the pipeline in front of it: the limit above all roles.
+
+python -m infra.bench.broker                                     # 1, 2, 4, 8 publishers: < 1 min
+
+Each publisher is a process that writes a request's stored messages as bytes made in advance, and reads the
+acknowledgements: one in REQUESTS, WORK, KV and DONE, and three in TOKENS, in the sizes of 200 words → 64 tokens.
+Nobody follows the streams. What the pipeline reads (the live subjects, its pull consumers) comes on top.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from io import BufferedReader
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from infra.bench.cpu import cpu_seconds
+from infra.broker.main import apply_at
+from infra.broker.server import EmbeddedNats
+from schemas.subjects import HEADER_MSG_ID, Subjects
+
+# Kind and bytes of what one request stores.
+MESSAGES = (
+    ("request", 1500),
+    ("work", 2600),
+    ("kv", 350),
+    *[("tokens", 250)] * 3,
+    ("done", 1600),
+)
+AT_ONCE = 40  # requests that a publisher sends before it waits for their acknowledgements
+WARM_UP_S = 0.5
+
+
+class BrokerFigures(NamedTuple):
+    """
+    Attributes:
+        cores: that the broker used.
+    """
+
+    publishers: int
+    requests_per_s: float
+    messages_per_s: float
+    cores: float
+    cpu_us: float  # of the broker, per request
+
+
+def measure(publishers: int, seconds: float) -> BrokerFigures:
+    """Start a broker with all streams, have so many processes fill it, stop it."""
+    with tempfile.TemporaryDirectory(prefix="broker-") as folder:
+        return asyncio.run(_measure(Path(folder), publishers, seconds))
+
+
+async def _measure(folder: Path, publishers: int, seconds: float) -> BrokerFigures:
+    broker = EmbeddedNats(folder)
+    await broker.start()
+    filling: list[subprocess.Popen[bytes]] = []
+    try:
+        await apply_at(broker.url("operator"), broker.subjects)
+        for number in range(publishers):
+            filling.append(
+                subprocess.Popen(  # noqa: ASYNC220 - a few ms each
+                    [
+                        sys.executable,
+                        "-m",
+                        "infra.bench.broker",
+                        "--publish",
+                        broker.url("operator"),
+                        "--number",
+                        str(number),
+                        "--seconds",
+                        str(seconds),
+                    ],
+                    stdout=subprocess.PIPE,
+                )
+            )
+        await asyncio.sleep(WARM_UP_S + 0.3 * seconds)
+        assert broker.pid is not None
+        before, began = cpu_seconds(broker.pid), time.monotonic()
+        await asyncio.sleep(0.4 * seconds)
+        cores = (cpu_seconds(broker.pid) - before) / (time.monotonic() - began)
+        outputs = [(await asyncio.to_thread(process.communicate, timeout=seconds + 30))[0] for process in filling]
+        rate = sum(json.loads(output) for output in outputs)
+    finally:
+        for process in filling:
+            process.kill()
+            process.wait()
+        await broker.stop()
+    return BrokerFigures(publishers, rate, rate * len(MESSAGES), cores, cores / max(rate, 1e-9) * 1e6)
+
+
+def publish(url: str, number: int, seconds: float) -> float:
+    """Requests a second that one connection stored.
+
+    Raises:
+        RuntimeError: the broker refused something.
+    """
+    parts = urlsplit(url)
+    with socket.create_connection((parts.hostname, parts.port), timeout=10) as link:
+        inbox = f"_INBOX_operator.fill{number}"
+        login = {"user": parts.username, "pass": parts.password, "verbose": False, "headers": True}
+        link.sendall(b"CONNECT %b\r\nSUB %b 1\r\nPING\r\n" % (json.dumps(login).encode(), inbox.encode()))
+        answers = link.makefile("rb")
+        while (line := answers.readline()) != b"PONG\r\n":
+            if not line or line.startswith(b"-ERR"):
+                raise RuntimeError(f"the broker refused the connection: {line!r}")
+        batches = _batches(Subjects(), inbox, number)
+        began = counted = 0.0
+        until = time.monotonic() + WARM_UP_S
+        while (now := time.monotonic()) < until or not began:
+            if now >= until:
+                began, counted, until = now, 0, now + seconds
+            link.sendall(next(batches))
+            _read_acks(answers, AT_ONCE * len(MESSAGES))
+            counted += AT_ONCE
+        return counted / (time.monotonic() - began)
+
+
+def _batches(subjects: Subjects, inbox: str, number: int) -> Iterator[bytes]:
+    sent = 0
+    bodies = {size: os.urandom(size) for _, size in MESSAGES}
+    while True:
+        batch = []
+        for _ in range(AT_ONCE):
+            sent += 1
+            request = f"{number}-{sent}"
+            where = {
+                "request": f"{subjects.namespace}.request.m.standard.{sent % 4096:03x}",
+                "work": subjects.work("aggregated", f"w{sent % 8}"),
+                "kv": subjects.kv("m", f"w{sent % 8}"),
+                "tokens": subjects.tokens(f"g{number}"),
+                "done": subjects.done("default", "m", request),
+            }
+            for at, (kind, size) in enumerate(MESSAGES):
+                head = f"NATS/1.0\r\n{HEADER_MSG_ID}: {request}:{at}\r\n\r\n".encode()
+                line = f"HPUB {where[kind]} {inbox} {len(head)} {len(head) + size}\r\n".encode()
+                batch.append(line + head + bodies[size] + b"\r\n")
+        yield b"".join(batch)
+
+
+def _read_acks(answers: BufferedReader, count: int) -> None:
+    while count:
+        line = answers.readline()
+        if line.startswith((b"MSG", b"HMSG")):
+            body = answers.read(int(line.split()[-1]) + 2)
+            if b'"error"' in body or line.startswith(b"HMSG"):
+                raise RuntimeError(f"the broker refused a message: {body!r}")
+            count -= 1
+        elif not line or line.startswith(b"-ERR"):
+            raise RuntimeError(f"the broker ended the connection: {line!r}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m infra.bench.broker", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--publishers", default="1,2,4,8", metavar="N,N", help="processes (default: 1,2,4,8)")
+    parser.add_argument("--seconds", type=float, default=4.0, metavar="S", help="for each (default: 4)")
+    parser.add_argument("--publish", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--number", type=int, default=0, help=argparse.SUPPRESS)
+    asked = parser.parse_args(arguments)
+    if asked.publish:
+        print(publish(asked.publish, asked.number, asked.seconds))
+        return 0
+    print("publishers   req/s   messages/s   cores of the broker   its CPU-µs per request")
+    for count in map(int, asked.publishers.split(",")):
+        found = measure(count, asked.seconds)
+        print(
+            f"{found.publishers:10} {found.requests_per_s:7,.0f} {found.messages_per_s:12,.0f} "
+            f"{found.cores:21.1f} {found.cpu_us:24.0f}",
+            flush=True,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
