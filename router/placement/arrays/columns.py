@@ -20,8 +20,8 @@ class LoadColumns:
     def __init__(self, loads: TargetLoads, tokens_per_s: float) -> None:
         self._loads = loads
         self._rate = tokens_per_s
-        self._columns = np.zeros((COLUMNS, 8))
-        self._estimates = np.zeros((3, 8))
+        self._columns: Column = np.zeros((COLUMNS, 8))
+        self._estimates: Column = np.zeros((3, 8))
 
     def read(self, rows: Rows, now_ns: int) -> Column:
         """(COLUMNS, len(rows)), a copy; BACKLOG with the estimates, less what drained since then."""

@@ -64,7 +64,7 @@ class ArrayDecisions:
         if pool is None or len(pool.ids) <= self._few:
             return None
         columns = self._columns.read(pool.rows, now_ns)
-        both = np.zeros((2, len(pool.ids) + 1))
+        both: Column = np.zeros((2, len(pool.ids) + 1))
         pool.fill(both[0], overlaps)
         pool.fill(both[1], leading)
         both = both[:, :-1]
@@ -111,7 +111,8 @@ class ArrayDecisions:
         at, best = open_cost.argmin(axis=1), any_cost.argmin(axis=1)
         saved = found.uncached_tokens[every, at] - found.uncached_tokens[every, best]
         waits = ~fits[every, best] & (np.array([held.waited_s for held in requests]) < PATIENCE_S * saved)
-        return np.flatnonzero(fits.any(axis=1) & ~waits | ~allowed.any(axis=1)).tolist()
+        kept: list[int] = np.flatnonzero(fits.any(axis=1) & ~waits | ~allowed.any(axis=1)).tolist()
+        return kept
 
 
 def _waits(found: Costs, allowed: NDArray[np.bool_], best: int, waited_s: float) -> bool:
@@ -131,7 +132,8 @@ def _lowest(scores: Column, free: Rows, count: int) -> Rows:
     if len(free) > 4 * count:
         near = (among <= np.partition(among, count)[count]).nonzero()[0]
         free, among = free[near], among[near]
-    return free[among.argsort(kind="stable")[:count]]
+    lowest: Rows = free[among.argsort(kind="stable")[:count]]
+    return lowest
 
 
 class _ScoreTable(NamedTuple):

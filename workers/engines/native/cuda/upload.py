@@ -36,7 +36,7 @@ class Upload:
         if event is not None:
             event.synchronize()  # of some steps ago
 
-    def put(self, values: "list[int] | np.ndarray[tuple[int], np.dtype[np.int32]]", at: int = -1) -> Tensor:
+    def put(self, values: "list[int] | np.ndarray[tuple[int, ...], np.dtype[np.int32]]", at: int = -1) -> Tensor:
         """Where the values will be on the device. ``at``: a fixed place, behind which the next list follows."""
         start = self._used if at < 0 else at
         count = len(values)
