@@ -81,10 +81,11 @@ async def _measure(folder: Path, publishers: int, seconds: float) -> BrokerFigur
                     stdout=subprocess.PIPE,
                 )
             )
-        await asyncio.sleep(WARM_UP_S + 0.3 * seconds)
+        for process in filling:
+            await asyncio.to_thread(process.stdout.readline)  # type: ignore[union-attr]
         assert broker.pid is not None
         before, began = cpu_seconds(broker.pid), time.monotonic()
-        await asyncio.sleep(0.4 * seconds)
+        await asyncio.sleep(0.8 * seconds)
         cores = (cpu_seconds(broker.pid) - before) / (time.monotonic() - began)
         outputs = [(await asyncio.to_thread(process.communicate, timeout=seconds + 30))[0] for process in filling]
         rate = sum(json.loads(output) for output in outputs)
@@ -117,6 +118,7 @@ def publish(url: str, number: int, seconds: float) -> float:
         while (now := time.monotonic()) < until or not began:
             if now >= until:
                 began, counted, until = now, 0, now + seconds
+                print("filling", flush=True)
             link.sendall(next(batches))
             _read_acks(answers, AT_ONCE * len(MESSAGES))
             counted += AT_ONCE
