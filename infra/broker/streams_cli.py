@@ -12,6 +12,8 @@ from configs.flags import Parser
 from infra.broker import retention
 from infra.broker.jetstream_api import BrokerProblem
 from infra.broker.retention import Loss, StreamUse
+from infra.counts import counted
+from infra.fitting_table import Column, fitting_table
 from infra.sizes import parse_size, show_size
 from infra.terminal import confirmed, stdout
 from infra.timeline.log_copy import recorded_max_age_s
@@ -57,7 +59,7 @@ async def _list(source: Source, console: Console, *, as_json: bool) -> None:
         for use in uses:
             console.file.write(msgspec.json.encode(use).decode() + "\n")
         return
-    console.print(_table(uses))
+    console.print(_table(uses, console.width))
 
 
 async def _uses(log: Log) -> list[StreamUse]:
@@ -67,13 +69,24 @@ async def _uses(log: Log) -> list[StreamUse]:
         raise ValueError(str(error)) from error
 
 
-def _table(uses: Sequence[StreamUse]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("stream", "messages", "size", "of", "full", "oldest", "kept for", "consumers", ""):
-        table.add_column(name, justify="left" if name in ("stream", "") else "right", no_wrap=True)
+_COLUMNS = (
+    Column("stream"),
+    Column("messages", right=True),
+    Column("size", right=True),
+    Column("of", 3, right=True),
+    Column("full", 1, right=True),
+    Column("oldest", 2, right=True),
+    Column("kept for", right=True),
+    Column("consumers", 4, right=True),
+    Column("", 5),
+)
+
+
+def _table(uses: Sequence[StreamUse], width: int) -> Table:
+    rows = []
     for use in uses:
         full = use.bytes / use.max_bytes if use.max_bytes else 0.0
-        table.add_row(
+        row = (
             use.name,
             f"{use.messages:,}",
             show_size(use.bytes),
@@ -84,6 +97,8 @@ def _table(uses: Sequence[StreamUse]) -> Table:
             str(use.consumers),
             use.description,
         )
+        rows.append(row)
+    table = fitting_table(_COLUMNS, rows, width)
     if any(use.operator_set for use in uses):
         table.caption = "* set by the operator"
         table.caption_justify = "left"
@@ -117,6 +132,6 @@ async def _set(args: argparse.Namespace, console: Console) -> None:
 
 def _what(lost: Loss, use: StreamUse) -> str:
     since = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() - use.oldest_s))
-    parts = [f"{lost.messages:,} messages that are older than that"] if lost.messages else []
+    parts = [f"{counted(lost.messages, 'message')} older than that"] if lost.messages else []
     parts += [f"its oldest {show_size(lost.bytes)}"] if lost.bytes else []
     return f"This deletes {' and '.join(parts)} from {use.name} (messages since {since})."

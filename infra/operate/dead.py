@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from configs.flags import Parser
+from infra.counts import counted
 from infra.replay import replay
-from infra.terminal import confirmed, escape, stdout
+from infra.terminal import confirmed, escape, print_hanging, stdout
 from infra.timeline import inspect
 from infra.timeline.find_requests import ended
 from infra.timeline.moments import clock, moment_ns
@@ -89,16 +89,17 @@ async def _print_list(args: argparse.Namespace, console: Console) -> None:
     if not found:
         console.print("no request has lost its worker in every attempt")
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("accepted", "id", "model", "prompt", "attempts"):
-        table.add_column(name, justify="right" if name == "prompt" else "left", no_wrap=name != "attempts")
     now_ns = time.time_ns()
     for each in found:
         summary = each.summary
-        how = "\n".join(f"{one.worker}: {one.reason}" for one in each.attempts) or f"{summary.attempts}, not in the log"
-        cells = (clock(summary.created_ns, now_ns), summary.id, escape(summary.model), str(summary.prompt_tokens))
-        table.add_row(*cells, escape(how))
-    console.print(table)
+        prompt = counted(summary.prompt_tokens, "token")
+        head = f"{clock(summary.created_ns, now_ns)}  [bold]{summary.id}[/]  "
+        print_hanging(console, head, f"{escape(summary.model)}, prompt of {prompt}")
+        for one in each.attempts:
+            print_hanging(console, f"    attempt {one.attempt}  ", escape(f"{one.worker}: {one.reason}"))
+        if not each.attempts:
+            lost = counted(summary.attempts, "attempt")
+            print_hanging(console, "    ", f"{lost}; the log no longer has the jobs, which it keeps for a day")
 
 
 async def dead_requests(log: Log, since: str, model: str, limit: int) -> list[DeadRequest]:
@@ -159,7 +160,7 @@ def _retry(argv: Sequence[str]) -> int:
         print("no request has lost its worker in every attempt")
         return 0
     where = f"worker {args.worker}" if args.worker else "any worker"
-    if not args.yes and not confirmed(f"Run {len(ids)} requests again on {where}? They may crash it."):
+    if not args.yes and not confirmed(f"Run {counted(len(ids), 'request')} again on {where}? They may crash it."):
         print("penstock dead retry: nothing was run; --yes runs them without asking", file=sys.stderr)
         return 1
     flags = ["--speed", "max", "--concurrency", "1", "--fail-on", "errors", "--data-dir", args.data_dir]

@@ -19,6 +19,7 @@ from configs.flags import Parser
 from infra.broker.jetstream_api import BrokerProblem, request
 from infra.bus.connection import Bus
 from infra.bus.direct_get import get_last, read
+from infra.counts import counted
 from infra.terminal import confirmed, stdout
 from infra.timeline.open_log import Source, add_flags, open_log, run_command
 from infra.timeline.summary_cache import cache_folder
@@ -61,7 +62,7 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
         if not ended:
             raise ValueError(f"no request of tenant {args.tenant!r} has ended")
         whose = f" of tenant {args.tenant!r}" if args.tenant else ""
-        question = f"Delete everything that is stored of {len(ended):,} requests{whose}?"
+        question = f"Delete everything that is stored of {counted(len(ended), 'request')}{whose}?"
         if not args.yes and not confirmed(question):
             raise ValueError("nothing was deleted; --yes deletes without asking")
         try:
@@ -71,7 +72,7 @@ async def _run(args: argparse.Namespace, console: Console) -> None:
     await asyncio.to_thread(shutil.rmtree, cache_folder(None if args.nats_url else Path(args.data_dir)), True)
     gone = datetime.datetime.fromtimestamp(forgotten.tokens_gone_ns / 1e9)
     console.print(
-        f"deleted {forgotten.messages:,} messages of {forgotten.requests:,} requests; "
+        f"deleted {counted(forgotten.messages, 'message')} of {counted(forgotten.requests, 'request')}; "
         f"the last of their tokens leave the log by {gone:%Y-%m-%d %H:%M:%S}",
         highlight=False,
         soft_wrap=True,

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from configs.flags import Parser
 from infra.broker.jetstream_api import BrokerProblem
+from infra.fitting_table import Column, fitting_table
 from infra.operate.observe import Observer, QueueView, Rates, Snapshot, WorkerView
 from infra.sizes import show_size
 from infra.terminal import escape, stdout
@@ -62,7 +63,7 @@ async def _print(observer: Observer, console: Console, interval_s: float, *, onc
             console.file.write(msgspec.json.encode(snapshot).decode() + "\n")
             console.file.flush()
         else:
-            console.print(picture(snapshot))
+            console.print(picture(snapshot, console.width))
         if once:
             return
 
@@ -71,18 +72,23 @@ async def _live(observer: Observer, console: Console, interval_s: float) -> None
     with Live(console=console, auto_refresh=False, screen=True) as live:
         while True:
             began = time.monotonic()
-            live.update(picture(await observer.look()), refresh=True)
+            live.update(picture(await observer.look(), console.width), refresh=True)
             await asyncio.sleep(max(0.0, interval_s - (time.monotonic() - began)))
 
 
-def picture(seen: Snapshot) -> Group:
-    """A snapshot as it is printed."""
+def picture(seen: Snapshot, width: int) -> Group:
+    """A snapshot as it is printed on so many columns."""
     ready = sum(worker.state == "ready" for worker in seen.workers)
     head = Text.assemble(
         (f"penstock {seen.namespace}", "bold"),
         f"   {ready} of {len(seen.workers)} workers ready   {clock(seen.at_ns, seen.at_ns)[:8]}",
     )
-    tables = (_workers(seen.workers), _queues(seen.queues), _streams(seen), _ended(seen))
+    tables = (
+        _workers(seen.workers, width),
+        _queues(seen.queues, width),
+        _streams(seen, width),
+        _ended(seen, width),
+    )
     return Group(head, _rates(seen.rates), *(part for table in tables for part in (Text(), table)))
 
 
@@ -102,20 +108,39 @@ def _rates(rates: Rates) -> Text:
     )
 
 
-def _table(*columns: str, numbers: Sequence[str] = ()) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in columns:
-        table.add_column(name, justify="right" if name in numbers else "left", no_wrap=True)
-    return table
+_WORKERS = (
+    Column("worker"),
+    Column("role", 3),
+    Column("model", 7),
+    Column("state"),
+    Column("running", 1, right=True),
+    Column("waiting", 5, right=True),
+    Column("slots", 2),
+    Column("KV in use"),
+    Column("tokens/s", 4, right=True),
+    Column("cached", 6, right=True),
+)
+_QUEUES = (Column("queue"), Column("held", right=True), Column("unread", right=True))
+_STREAMS = (
+    Column("stream"),
+    Column("messages", right=True),
+    Column("size", right=True),
+    Column("full"),
+    Column("oldest", 1, right=True),
+)
+_ENDED = (
+    Column("ended last"),
+    Column("state"),
+    Column("worker", 4),
+    Column("out", 2, right=True),
+    Column("first token", 3, right=True),
+    Column("duration", 1, right=True),
+)
 
 
-def _workers(workers: Sequence[WorkerView]) -> Table:
-    numbers = ("running", "waiting", "tokens/s", "cached")
-    table = _table("worker", "role", "model", "state", "running", "waiting", "slots", "KV in use", *numbers[2:],
-                   numbers=numbers)  # fmt: skip
-    for worker in workers:
-        cached = "-" if worker.hit_rate is None else f"{worker.hit_rate:.0%}"
-        table.add_row(
+def _workers(workers: Sequence[WorkerView], width: int) -> Table:
+    rows = [
+        (
             escape(worker.name or worker.id),
             worker.role,
             escape(worker.model),
@@ -125,35 +150,45 @@ def _workers(workers: Sequence[WorkerView]) -> Table:
             bar(worker.running, worker.slots),
             bar(worker.used_blocks, worker.total_blocks),
             f"{worker.tokens_per_s:,.0f}",
-            cached,
+            "-" if worker.hit_rate is None else f"{worker.hit_rate:.0%}",
         )
-    return table
+        for worker in workers
+    ]
+    return fitting_table(_WORKERS, rows, width)
 
 
-def _queues(queues: Sequence[QueueView]) -> Table:
-    table = _table("queue", "held", "unread", numbers=("held", "unread"))
-    for queue in queues:
-        table.add_row(queue.priority, str(queue.held), str(queue.unread))
-    return table
+def _queues(queues: Sequence[QueueView], width: int) -> Table:
+    return fitting_table(_QUEUES, [(each.priority, str(each.held), str(each.unread)) for each in queues], width)
 
 
-def _streams(seen: Snapshot) -> Table:
-    table = _table("stream", "messages", "size", "full", "oldest", numbers=("messages", "size", "oldest"))
-    for use in seen.streams:
-        if use.description:  # the buckets behind the registry and the object stores are `penstock streams list`'s
-            oldest = show_duration(use.oldest_s) if use.messages else "-"
-            table.add_row(use.name, f"{use.messages:,}", show_size(use.bytes), bar(use.bytes, use.max_bytes), oldest)
-    return table
+def _streams(seen: Snapshot, width: int) -> Table:
+    rows = [
+        (
+            use.name,
+            f"{use.messages:,}",
+            show_size(use.bytes),
+            bar(use.bytes, use.max_bytes),
+            show_duration(use.oldest_s) if use.messages else "-",
+        )
+        for use in seen.streams
+        if use.description  # the buckets behind the registry and the object stores are `penstock streams list`'s
+    ]
+    return fitting_table(_STREAMS, rows, width)
 
 
-def _ended(seen: Snapshot) -> Table:
-    table = _table("ended last", "state", "worker", "out", "first token", "duration",
-                   numbers=("out", "first token", "duration"))  # fmt: skip
-    for each in seen.recent[:ENDED_SHOWN]:
-        state = f"[{_ENDS[each.state]}]{each.code or each.state}[/]"
-        times = (span(each.ttft_ms), span(each.duration_ms))
-        table.add_row(each.id, state, escape(each.worker), str(each.completion_tokens), *times)
-    return table
+def _ended(seen: Snapshot, width: int) -> Table:
+    rows = [
+        (
+            each.id,
+            f"[{_ENDS[each.state]}]{each.code or each.state}[/]",
+            escape(each.worker),
+            str(each.completion_tokens),
+            span(each.ttft_ms),
+            span(each.duration_ms),
+        )
+        for each in seen.recent[:ENDED_SHOWN]
+    ]
+    return fitting_table(_ENDED, rows, width)
 
 
 def bar(part: float, whole: float) -> str:

@@ -15,6 +15,7 @@ import msgspec
 from configs.flags import Parser
 from infra.bus.connection import Bus
 from infra.bus.direct_get import Entry, format_time, get, get_last, read, read_backwards
+from infra.counts import counted
 from infra.replay.bulk_read import NeedsTls, read_bulk
 from infra.replay.files import STDIO, writing
 from infra.replay.record_line import (
@@ -121,15 +122,18 @@ async def _run(args: argparse.Namespace) -> None:
         redactor = Redactor(args.vocabulary) if args.redact else None
         header = await _header(log.bus, args, redacted=args.redact)
         with writing(args.output) as file:
-            counted = await export(log, chosen, header, file, redactor)
-            if chosen.ids and not counted.requests:
+            written = await export(log, chosen, header, file, redactor)
+            if chosen.ids and not written.requests:
                 raise ValueError("the log has none of these requests")  # and no file is written
-    if chosen.ids and counted.requests < len(chosen.ids):
-        missing = len(chosen.ids) - counted.requests
-        print(f"penstock export: {missing} of {len(chosen.ids)} requests are not in the log", file=sys.stderr)
-    left = f"; {counted.left_out} that cannot be read were left out" if counted.left_out else ""
+    if chosen.ids and written.requests < len(chosen.ids):
+        missing = len(chosen.ids) - written.requests
+        print(
+            f"penstock export: {missing} of {counted(len(chosen.ids), 'request')} are not in the log", file=sys.stderr
+        )
+    left = f"; {written.left_out} that cannot be read were left out" if written.left_out else ""
     print(
-        f"{counted.requests} requests, {counted.messages} messages in {counted.seconds:.1f} s{left}",
+        f"{counted(written.requests, 'request')}, {counted(written.messages, 'message')} "
+        f"in {written.seconds:.1f} s{left}",
         file=sys.stderr,
     )
 

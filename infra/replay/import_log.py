@@ -14,6 +14,7 @@ from infra.broker.apply import create_streams, stream_configs
 from infra.broker.datadir import Lock
 from infra.broker.jetstream_api import BrokerProblem
 from infra.bus.connection import Bus, connect
+from infra.counts import counted
 from infra.replay.files import ExportFile, open_export
 from infra.replay.record_line import STREAMS, BadLine
 from infra.replay.restore import restore
@@ -59,7 +60,8 @@ def run(argv: Sequence[str]) -> int:
         print(f"penstock import: {error}", file=sys.stderr)
         return 1
     parts = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
-    print(f"{sum(counts.values())} messages in {time.perf_counter() - began:.1f} s into namespace {namespace}: {parts}")
+    whole = counted(sum(counts.values()), "message")
+    print(f"{whole} in {time.perf_counter() - began:.1f} s into namespace {namespace}: {parts}")
     return 0
 
 
@@ -133,5 +135,6 @@ async def _stored(bus: Bus, counts: dict[str, int]) -> None:
             raise ValueError(f"stream {stream} cannot be read: {error}") from error
         if info.state.messages != count:
             raise ValueError(
-                f"{stream} holds {info.state.messages} of {count} messages: its broker was restarted, or has no room"
+                f"{stream} holds {info.state.messages} of {counted(count, 'message')}: its broker was restarted, "
+                "or has no room"
             )

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from configs.flags import Parser
+from infra.counts import counted
 from infra.replay.changes import parse_changes
 from infra.replay.export import add_selection_flags, selection
 from infra.replay.files import write_json
@@ -117,7 +118,7 @@ async def _replay(args: argparse.Namespace) -> Report:
         recorded = await collect(log, chosen._replace(kv=False))
         plan = _plan(recorded, args.limit, over_http=args.target.startswith("http"))
         began_ns = time.time_ns()
-        print(f"replaying {len(plan.runs)} requests", file=sys.stderr)
+        print(f"replaying {counted(len(plan.runs), 'request')}", file=sys.stderr)
         if args.target.startswith(("http://", "https://")):
             replayed = await replay_over_http(args, plan.runs, changes, speed)
         else:

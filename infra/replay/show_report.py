@@ -3,6 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
+from infra.counts import counted
 from infra.replay.comparison import SAME, Comparison
 from infra.replay.report import Measured, Report, Series
 from infra.terminal import escape
@@ -23,8 +24,8 @@ def show(report: Report, console: Console) -> None:
     """Print outcomes, times, routes and the first differences."""
     parts = [f"[{_STYLES[name]}]{count} {name}[/]" for name, count in report.outcomes.items() if count or name == SAME]
     console.print(
-        f"{report.requests} requests in {report.seconds:.1f} s ({report.rate:.0f}/s): {', '.join(parts)}; "
-        f"{report.compared_tokens} equal tokens",
+        f"{counted(report.requests, 'request')} in {report.seconds:.1f} s ({report.rate:.0f}/s): {', '.join(parts)}; "
+        f"{counted(report.compared_tokens, 'equal token')}",
         highlight=False,
     )
     for reason, count in report.skipped.items():
@@ -34,7 +35,7 @@ def show(report: Report, console: Console) -> None:
     if report.logprob_gap is not None:
         console.print(
             f"log-probabilities differ by at most {report.logprob_gap:.2g}; "
-            f"{report.logprob_differences} requests by more than the tolerance",
+            f"{counted(report.logprob_differences, 'request')} by more than the tolerance",
             highlight=False,
         )
     shown = [each for each in report.comparisons if each.outcome not in (SAME, "recovered")]

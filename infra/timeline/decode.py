@@ -10,7 +10,7 @@ from rich.console import Console
 
 from configs.flags import Parser
 from infra.bus.direct_get import format_time
-from infra.terminal import stdout
+from infra.terminal import print_hanging, stdout
 from infra.timeline.describe import plain
 from infra.timeline.moments import clock
 from infra.timeline.nats_output import Message, NatsOutput
@@ -61,5 +61,5 @@ def _print(found: Iterable[Message | bytes], console: Console, as_json: bool) ->
             at = clock(each.time_ns, time.time_ns()) if each.time_ns else ""
             kind = each.subject.split(".")[1] if "." in each.subject else ""
             where = f"{kind}#{each.seq}" if each.seq else kind
-            console.print(markup(at, where, each.about), highlight=False, soft_wrap=True)
+            print_hanging(console, *markup(at, where, each.about))
     console.file.flush()

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from infra.counts import counted
 from schemas import done, fleet, jobs, kv, requests, tokens, transfer
 from schemas.blocks import DIGEST_BYTES
 from schemas.subjects import HEADER_MSG_ID
@@ -77,7 +78,7 @@ def plain(content: Any) -> Any:
 def _request(data: bytes) -> Described:
     request = requests.decode(data)
     text = (
-        f"{request.model} {request.priority.value} prompt {len(request.prompt) // 4} tokens, "
+        f"{request.model} {request.priority.value} prompt {counted(len(request.prompt) // 4, 'token')}, "
         f"at most {request.stop.max_tokens} out, from {request.gateway}"
     )
     return Described("request", frozenset((request.id,)), text, request)
@@ -94,11 +95,13 @@ def _work(data: bytes) -> Described:
         route = " → ".join(f"{stage.role} {stage.worker}" for stage in decision.route) or decision.chosen
         resumed = sum(map(len, job.resume)) // 4
         text = f"attempt {job.attempt} ({decision.reason}) to {route}, waited {decision.waited_ns / 1e6:.1f} ms"
-        text += f", behind {resumed} tokens" if resumed else ""
+        text += f", behind {counted(resumed, 'token')}" if resumed else ""
         return Described("job", frozenset((request.id,)), text, message)
     kind = "prefilled" if isinstance(message, transfer.Prefilled) else "encoded"
     ticket = message.ticket
-    text = f"attempt {job.attempt} by {ticket.worker}, {len(ticket.blocks) // 4} blocks of pool {ticket.pool}"
+    text = (
+        f"attempt {job.attempt} by {ticket.worker}, {counted(len(ticket.blocks) // 4, 'block')} of pool {ticket.pool}"
+    )
     return Described(kind, frozenset((request.id,)), text, message)
 
 
@@ -125,7 +128,7 @@ def _done(data: bytes) -> Described:
     how = event.code or ",".join(choice.reason for choice in event.choices)
     took = f" in {(times.ended_ns - times.created_ns) / 1e6:.0f} ms" if times.ended_ns else ""
     where = event.worker or "the router"
-    text = f"{how} on attempt {event.attempt} at {where}: {usage.prompt} → {usage.completion} tokens{took}"
+    text = f"{how} on attempt {event.attempt} at {where}: {usage.prompt} → {counted(usage.completion, 'token')}{took}"
     return Described("done", frozenset((event.request,)), text, event)
 
 

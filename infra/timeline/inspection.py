@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from infra.counts import counted
 from infra.timeline.events import (
     AttemptReturned,
     AttemptRevoked,
@@ -137,7 +138,7 @@ def _entry(timeline: RequestTimeline, event: TimelineEvent) -> Iterator[Entry]:
             yield _routed(event, kind)
         case RequestContinued():
             before = f" instead of {event.previous_worker}" if event.previous_worker else ""
-            behind = f", behind {event.resumed_tokens} tokens" if event.resumed_tokens else ""
+            behind = f", behind {counted(event.resumed_tokens, 'token')}" if event.resumed_tokens else ""
             text = f"{event.worker} goes on{before}{behind}: {event.reason}"
             yield Entry(event.at_ns, kind, text, event.attempt)
         case StageAssigned():
@@ -147,15 +148,15 @@ def _entry(timeline: RequestTimeline, event: TimelineEvent) -> Iterator[Entry]:
                 event.at_ns, kind, f"media encoded{_took(event.started_ns, event.at_ns)}", event.attempt, event.worker
             )
         case PromptPrefilled():
-            text = (
-                f"prompt computed{_took(event.started_ns, event.first_token_ns)}, {event.cached_tokens} tokens cached"
-            )
+            took = _took(event.started_ns, event.first_token_ns)
+            text = f"prompt computed{took}, {counted(event.cached_tokens, 'token')} cached"
             yield Entry(event.at_ns, kind, text, event.attempt, event.worker)
         case BlocksHandedOff():
             yield Entry(event.at_ns, kind, _handed_off(event), event.attempt, event.source)
         case TransferReported():
             line = event.line
-            amount = f", {line.blocks} blocks, {line.bytes / 2**20:.2f} MiB" if line.bytes or line.blocks else ""
+            blocks = counted(line.blocks, "block")
+            amount = f", {blocks}, {line.bytes / 2**20:.2f} MiB" if line.bytes or line.blocks else ""
             took = f" in {line.seconds * 1e3:.1f} ms" if line.seconds else ""
             why = f": {line.cause} {line.message}".rstrip() if line.cause else ""
             by = line.target if line.state in ("leased", "read", "failed", "quarantined", "settled") else line.source
@@ -171,7 +172,8 @@ def _entry(timeline: RequestTimeline, event: TimelineEvent) -> Iterator[Entry]:
 
 def _accepted(event: RequestAccepted) -> str:
     request = event.request
-    text = f"prompt {event.prompt_tokens} tokens ({event.prompt_blocks} full blocks of {request.block_size}), "
+    blocks = counted(event.prompt_blocks, "full block")
+    text = f"prompt {counted(event.prompt_tokens, 'token')} ({blocks} of {request.block_size}), "
     text += f"at most {request.stop.max_tokens} out, class {request.priority.value}"
     text += f", {request.n} choices" if request.n > 1 else ""
     return text + (f", {event.media} media" if event.media else "")
@@ -182,7 +184,7 @@ def _routed(event: RequestRouted, kind: str) -> Entry:
     stages = [(stage.role, target(stage.worker, stage.rank)) for stage in decision.route]
     where = " → ".join(f"{role} {name}" for role, name in stages) or target(decision.chosen, decision.rank) or "-"
     text = f"in mode {decision.mode} to {where}, after waiting {decision.waited_ns / 1e6:.1f} ms"
-    text += f", resuming behind {event.resumed_tokens} tokens" if event.resumed_tokens else ""
+    text += f", resuming behind {counted(event.resumed_tokens, 'token')}" if event.resumed_tokens else ""
     text += f" ({decision.reason})" if decision.reason not in ("", "new") else ""
     text += f"; {decision.how}" if decision.how else ""
     return Entry(
@@ -211,8 +213,9 @@ def _handed_off(event: BlocksHandedOff) -> str:
     what = "KV" if event.pool == "kv" else "embeddings"
     size = f" ({event.bytes / 2**20:.2f} MiB)" if event.bytes else ""
     return (
-        f"handed {what} to {event.target_role} {event.target}: {event.blocks} blocks{size} of pool {event.pool} over "
-        f"{event.backend}, lease of {(event.lease_ns - event.at_ns) / 1e9:.1f} s, ticket {event.ticket}"
+        f"handed {what} to {event.target_role} {event.target}: {counted(event.blocks, 'block')}{size} "
+        f"of pool {event.pool} over {event.backend}, lease of {(event.lease_ns - event.at_ns) / 1e9:.1f} s, "
+        f"ticket {event.ticket}"
     )
 
 
@@ -225,7 +228,9 @@ def _ended(done: Done, request: GenerateRequest) -> str:
         text += f"{usage.completion} denoising steps, {files}"
     else:
         reasons = ",".join(choice.reason for choice in done.choices)
-        text += f"prompt {usage.prompt} tokens ({usage.cached} from the cache), output {usage.completion} tokens"
+        text += (
+            f"prompt {counted(usage.prompt, 'token')} ({usage.cached} from the cache), output {usage.completion} tokens"
+        )
         text += f" ({reasons})" if reasons else ""
     return text + (f"; {done.message}" if done.message else "")
 

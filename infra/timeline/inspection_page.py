@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from html import escape
 
+from infra.counts import counted
 from infra.timeline.inspection import Entry, Inspection, line_of
 from infra.timeline.moments import span
 from infra.timeline.phases import Phase
@@ -77,8 +78,8 @@ def _facts(found: Inspection) -> Iterator[str]:
         "gateway": found.gateway,
         "worker": request.worker,
         "attempts": str(request.attempts or ""),
-        "prompt": f"{request.prompt_tokens} tokens, {request.cached_tokens} cached",
-        "output": f"{request.completion_tokens} tokens" if request.ended_ns else "",
+        "prompt": f"{counted(request.prompt_tokens, 'token')}, {request.cached_tokens} cached",
+        "output": counted(request.completion_tokens, "token") if request.ended_ns else "",
         "first token": span(request.ttft_ms),
         "in all": span(request.duration_ms),
     }

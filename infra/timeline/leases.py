@@ -8,6 +8,7 @@ from rich.console import Console
 from configs.flags import Parser
 from infra.bus.connection import Bus
 from infra.bus.direct_get import format_time, get_last, read
+from infra.counts import counted
 from infra.terminal import stdout
 from infra.timeline.open_log import Source, add_flags, open_log, run_command
 from infra.timeline.request_timeline import RequestTimeline
@@ -43,11 +44,11 @@ def show(found: dict[str, TicketLease], now_ns: int, console: Console, *, everyt
         if not holds and not everything:
             continue
         offer, last = lease.offer, lease.last
-        state = f"quarantined, {lease.quarantined} blocks" if lease.quarantined else last.state
+        state = f"quarantined, {counted(lease.quarantined, 'block')}" if lease.quarantined else last.state
         left = f", lease ends in {(offer.lease_ns - now_ns) / 1e9:.1f} s" if holds and not lease.ended else ""
         console.print(f"[bold]{ticket}[/]  {offer.source} → {offer.target}", highlight=False, soft_wrap=True)
         console.print(
-            f"  {offer.pool} {offer.blocks} blocks, {offer.bytes / 1e6:.1f} MB: {state}"
+            f"  {offer.pool} {counted(offer.blocks, 'block')}, {offer.bytes / 1e6:.1f} MB: {state}"
             f"{f' ({last.cause})' if last.cause else ''}, {(now_ns - offer.at_ns) / 1e9:.1f} s ago{left}",
             highlight=False,
             soft_wrap=True,

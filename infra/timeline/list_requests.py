@@ -27,7 +27,8 @@ from schemas.summary import STATES, WAITING, Criteria, as_dict
 POLL_S = 0.5
 WRITTEN_TOGETHER = 500  # lines
 _encode = msgspec.json.Encoder().encode
-SNIPPET = 60  # characters around what --grep found
+SNIPPET = 60  # characters of what --grep found
+BEFORE = 10  # of them in front of it, so that a narrow terminal shows the match
 
 
 class Options(NamedTuple):
@@ -170,7 +171,8 @@ def _line(found: Found, options: Options) -> RequestLine | None:
     texts += options.texts.outputs(found.record) if found.record is not None else []
     for text in texts:
         if match := options.grep.search(text):
-            start, end = max(0, match.start() - SNIPPET // 2), match.end() + SNIPPET // 2
+            start = max(0, match.start() - BEFORE)
+            end = max(match.end(), start + SNIPPET)
             return RequestLine(found.summary, " ".join(text[start:end].split()))
     return None
 

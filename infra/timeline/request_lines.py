@@ -9,6 +9,8 @@ from schemas.summary import RequestSummary
 
 _COLOURS = {"finished": "32", "failed": "31", "cancelled": "33", "running": "36", "waiting": "35"}  # ANSI
 _GAP = "  "
+_NONE, _ERROR, _MATCH = -len(_GAP), 16, 24  # columns for nothing, for an error, for what --grep found
+_LEAST = 8
 
 
 class RequestLine(NamedTuple):
@@ -24,7 +26,7 @@ class _Column(NamedTuple):
     name: str
     width: int
     cell: Callable[[RequestSummary, int], str]
-    from_width: int = 0  # of the terminal: a narrower one does not show it
+    leaves: int = 0  # the highest is left out first where there is no room; 0: it stays
     number: bool = False
 
 
@@ -37,24 +39,49 @@ def lines(
         header: name of the last column, above the list; "": no line of names.
         colours: as ANSI escape sequences.
     """
-    columns = [column for column in _COLUMNS if width >= column.from_width]
-    rows = [[column.cell(each.summary, now_ns) for column in columns] for each in found]
-    by_column = zip(columns, zip(*rows, strict=True), strict=True)
-    widths = [max(column.width, *map(len, cells)) for column, cells in by_column]
-    left = max(8, width - sum(widths) - len(_GAP) * len(columns))
+    table = {column: [column.cell(each.summary, now_ns) for each in found] for column in _COLUMNS}
+    sizes = {column: max(column.width, *map(len, cells)) for column, cells in table.items()}
+    left = _drop(sizes, width, _wanted(found))
+    sizes[_STATE] += min(0, left - _NONE)  # what stays is wider than the terminal
+    columns, widths = list(sizes), list(sizes.values())
+    rows = zip(*(table[column] for column in columns), strict=True)
     forms = [f"{{:{'>' if column.number else '<'}{size}}}" for column, size in zip(columns, widths, strict=True)]
     form = _GAP.join(forms).format
     if header:
-        yield _bold(f"{form(*(column.name for column in columns))}{_GAP}{header}", colours)
-    place = next(n for n, column in enumerate(columns) if column.name == "state")
-    for (summary, match), cells in zip(found, rows, strict=True):
+        name = f"{_GAP}{header}" if left >= _LEAST else ""
+        yield _bold(f"{form(*(column.name for column in columns))}{name}", colours)
+    place = columns.index(_STATE)
+    for (summary, match), row in zip(found, rows, strict=True):
+        cells = list(row)
+        cells[place] = _cut(cells[place], widths[place])
         if colours:
             cells[place] = f"\x1b[{_COLOURS[summary.state]}m{cells[place]:<{widths[place]}}\x1b[0m"
-        text = match or summary.message
+        text = match or summary.message if left >= _LEAST else ""
         if text:
-            text = _line(" ".join(text.split()))
-            text = text if len(text) <= left else text[: left - 1] + "…"
+            text = _cut(_line(" ".join(text.split())), left)
         yield f"{form(*cells)}{_GAP}{text}".rstrip()
+
+
+def _wanted(found: Sequence[RequestLine]) -> int:
+    if any(each.match for each in found):
+        return _MATCH
+    return _ERROR if any(each.summary.message for each in found) else _NONE
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def _drop(sizes: dict[_Column, int], width: int, text: int) -> int:
+    """Remove columns until the others and ``text`` columns of text fit; the width that is left for text."""
+    for column in sorted(sizes, key=lambda column: column.leaves, reverse=True):
+        left = width - sum(sizes.values()) - len(_GAP) * len(sizes)
+        if column.leaves <= _OVER_ERRORS and text == _ERROR:
+            text = _NONE
+        if left >= text or not column.leaves:
+            break
+        del sizes[column]
+    return left
 
 
 def _bold(text: str, colours: bool) -> str:
@@ -76,15 +103,17 @@ def _line(text: str) -> str:
     return text if text.isprintable() else "".join(each if each.isprintable() else "�" for each in text)
 
 
+_OVER_ERRORS = 3  # columns up to here matter more than the text of errors, which `state` has the code of
+_STATE = _Column("state", 9, lambda found, _: found.code or found.state)
 _COLUMNS = (
-    _Column("accepted", 12, lambda found, now_ns: _clock(found.created_ns, now_ns)),
+    _Column("accepted", 12, lambda found, now_ns: _clock(found.created_ns, now_ns), 2),
     _Column("id", 36, lambda found, _: found.id),
-    _Column("state", 9, lambda found, _: found.code or found.state),
-    _Column("model", 6, lambda found, _: _line(found.model), 130),
-    _Column("worker", 17, lambda found, _: _line(found.worker), 105),
-    _Column("prompt", 6, lambda found, _: str(found.prompt_tokens), 90, number=True),
-    _Column("cached", 6, lambda found, _: str(found.cached_tokens), 130, number=True),
-    _Column("out", 5, lambda found, _: str(found.completion_tokens), number=True),
-    _Column("ttft", 9, lambda found, _: span(found.ttft_ms), 120, number=True),
-    _Column("duration", 9, lambda found, _: span(found.duration_ms), number=True),
+    _STATE,
+    _Column("model", 6, lambda found, _: _line(found.model), 6),
+    _Column("worker", 17, lambda found, _: _line(found.worker), 4),
+    _Column("prompt", 6, lambda found, _: str(found.prompt_tokens), 5, number=True),
+    _Column("cached", 6, lambda found, _: str(found.cached_tokens), 8, number=True),
+    _Column("out", 5, lambda found, _: str(found.completion_tokens), 3, number=True),
+    _Column("ttft", 9, lambda found, _: span(found.ttft_ms), 7, number=True),
+    _Column("duration", 9, lambda found, _: span(found.duration_ms), 1, number=True),
 )

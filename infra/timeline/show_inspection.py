@@ -1,9 +1,12 @@
 """An inspection on a terminal: what it is, a waterfall of its phases, and its events. Readable without colour."""
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 
-from infra.terminal import escape, visible
+from infra.counts import counted
+from infra.fitting_table import Column, fitting_table
+from infra.terminal import escape, print_hanging, visible
 from infra.timeline.bars import bar
 from infra.timeline.inspection import Entry, Inspection, line_of
 from infra.timeline.moments import clock, span
@@ -12,6 +15,7 @@ from infra.timeline.phases import Phase
 WIDEST = 64  # columns of the waterfall, at most
 NARROWEST = 12
 BESIDE = 62  # columns of the text beside it
+INDENT = 4  # of a score table
 NARROW = 100  # a terminal below this width shows no names of processes
 _COLOURS = {"gateway": "cyan", "router": "magenta", "worker": "green"}
 _PHASES = {"wait": "yellow", "prompt": "blue", "transfer": "cyan", "generate": "green", "first token": "blue"}
@@ -45,17 +49,18 @@ def _show_request(found: Inspection, console: Console, now_ns: int) -> None:
     about = [f"[bold]{request.id}[/]", state, f"model {escape(request.model)}", request.endpoint]
     about += [f"class {request.priority}", f"tenant {escape(request.tenant)}", f"via {escape(found.gateway)}"]
     about += [f"user {escape(request.user)}"] if request.user else []
-    console.print("  ".join(filter(None, about)), highlight=False, soft_wrap=True)
-    parts = [f"accepted {clock(request.created_ns, now_ns)}", f"prompt {request.prompt_tokens} tokens"]
+    broken = not console.is_terminal  # by its reader, anywhere
+    console.print("  ".join(filter(None, about)), highlight=False, soft_wrap=broken)
+    parts = [f"accepted {clock(request.created_ns, now_ns)}", f"prompt {counted(request.prompt_tokens, 'token')}"]
     if request.ended_ns:
         parts[-1] += f" ({request.cached_tokens} from the cache)"
         parts.append(f"output {request.completion_tokens}")
         parts += [f"first token after {span(request.ttft_ms)}"] if request.ttft_ms is not None else []
         parts.append(f"{span(request.duration_ms)} in all")
     parts += [f"{request.attempts} attempts"] if request.attempts > 1 else []
-    console.print(", ".join(parts), highlight=False, soft_wrap=True)
+    console.print(", ".join(parts), highlight=False, soft_wrap=broken)
     if request.message:
-        console.print(escape(request.message), style="red", highlight=False, soft_wrap=True)
+        console.print(escape(request.message), style="red", highlight=False, soft_wrap=broken)
 
 
 def _waterfall(found: Inspection, columns: int) -> Table:
@@ -91,37 +96,50 @@ def _colour(phase: Phase) -> str:
 
 def _show_events(found: Inspection, console: Console) -> None:
     begin = found.request.created_ns
+    attempts = max((entry.attempt for entry in found.events), default=0) > 1
     for entry in found.events:
         offset = f"+{span((entry.at_ns - begin) / 1e6)}" if entry.at_ns >= begin else "before"
-        attempt = f"attempt {entry.attempt}" if entry.attempt else ""
+        attempt = f"{f'attempt {entry.attempt}' if entry.attempt else '':<9}  " if attempts else ""
         style = _EVENTS.get(entry.kind, "")
         style = "bold red" if entry.kind == "done" and found.request.code else style
         kind = f"[{style}]{entry.kind:<10}[/]" if style else f"{entry.kind:<10}"
-        line = f"{offset:>13}  {attempt:<9}  {kind}  {escape(line_of(entry))}"
-        console.print(line, highlight=False, soft_wrap=True)
+        print_hanging(console, f"{offset:>11}  {attempt}{kind}  ", escape(line_of(entry)))
         if entry.candidates:
-            console.print(_scores(entry))
+            console.print(Padding(_scores(entry, console.width - INDENT), (0, 0, 0, INDENT)))
 
 
-def _scores(entry: Entry) -> Table:
-    table = Table("worker", "score", "overlap blocks", "active blocks", "prefill tokens", "running", "excluded")
-    roles = any(candidate.role for candidate in entry.candidates)
-    if roles:
-        table.add_column("stage")
+_SCORES = (
+    Column("worker"),
+    Column("score", right=True),
+    Column("overlap\nblocks", right=True),
+    Column("active\nblocks", 4, right=True),
+    Column("prefill\ntokens", 1, right=True),
+    Column("running", 3, right=True),
+    Column("stage", 2),
+    Column("excluded"),
+)
+
+
+def _scores(entry: Entry, width: int) -> Table:
     blocks = entry.decided_at.get("prompt_blocks", 0)
+    rows = []
     for candidate in entry.candidates:
         name = f"{candidate.worker}/{candidate.rank}" if candidate.rank else candidate.worker
-        chosen = name in entry.chosen
-        table.add_row(
-            f"[bold green]{escape(name)}[/] ←" if chosen else escape(name),
-            "" if candidate.excluded else f"{candidate.score:.2f}",
+        row = (
+            f"[bold green]{escape(name)}[/] ←" if name in entry.chosen else escape(name),
+            "" if candidate.excluded else f"{candidate.score:,.2f}",
             f"{candidate.overlap_blocks}/{blocks}",
             str(candidate.active_blocks),
             str(candidate.prefill_tokens),
             f"{candidate.running}/{candidate.slots}",
+            candidate.role or "all",
             candidate.excluded,
-            *([candidate.role or "all"] if roles else ()),
         )
+        rows.append(row)
+    roles = any(candidate.role for candidate in entry.candidates)
+    excluded = any(candidate.excluded for candidate in entry.candidates)
+    named = [at for at, column in enumerate(_SCORES) if {"stage": roles, "excluded": excluded}.get(column.name, True)]
+    table = fitting_table([_SCORES[at] for at in named], [[row[at] for at in named] for row in rows], width)
     table.caption = ", ".join(f"{name} {value}" for name, value in entry.decided_at.items() if name != "prompt_blocks")
     table.caption_justify = "left"
     return table

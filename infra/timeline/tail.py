@@ -12,7 +12,7 @@ from rich.console import Console
 from configs.flags import Parser, closest
 from infra.bus.connection import Bus
 from infra.bus.direct_get import Entry, format_time, get_last, read, read_backwards
-from infra.terminal import escape, stdout
+from infra.terminal import escape, print_hanging, stdout
 from infra.timeline.describe import Described, describe, plain
 from infra.timeline.moments import clock, moment_ns
 from infra.timeline.open_log import Source, add_flags, open_log, run_command
@@ -200,13 +200,13 @@ def _print(found: Iterable[tuple[Entry, Described]], options: Options, console: 
             console.file.write(msgspec.json.encode(line).decode() + "\n")
             continue
         where = f"{entry.subject.split('.')[1]}#{entry.seq}"
-        console.print(markup(clock(entry.time_ns, now_ns), where, about), highlight=False, soft_wrap=True)
+        print_hanging(console, *markup(clock(entry.time_ns, now_ns), where, about))
     console.file.flush()
 
 
-def markup(at: str, where: str, about: Described) -> str:
-    """A message as a line, in rich's markup; ``at`` and ``where``: as they are shown."""
+def markup(at: str, where: str, about: Described) -> tuple[str, str]:
+    """A message in rich's markup: when, where and of which kind, and what it says. ``at``, ``where``: as shown."""
     style = _STYLES.get(about.kind, "")
     kind = f"[{style}]{about.kind:<9}[/]" if style else f"{about.kind:<9}"
     name = next(iter(about.requests)) if len(about.requests) == 1 else ""
-    return f"{at} {where:<14} {kind} {name} {escape(about.text)}".lstrip()
+    return f"{at} {where:<14} {kind} ".lstrip(), f"{name} {escape(about.text)}".lstrip()

@@ -12,6 +12,7 @@ from rich.table import Table
 from configs.flags import Parser
 from infra.bus.connection import Bus
 from infra.bus.direct_get import read
+from infra.counts import counted
 from infra.terminal import stdout
 from infra.timeline.find_requests import of_entry
 from infra.timeline.moments import clock, moment_ns, span
@@ -142,8 +143,8 @@ async def _measured(bus: Bus, ahead: dict[str, tuple[int, float]], since_ns: int
 def _print(found: Report, console: Console) -> None:
     now_ns = time.time_ns()
     console.print(
-        f"{found.decisions:,} decisions from {clock(found.first_ns, now_ns)} to {clock(found.last_ns, now_ns)}; "
-        f"{found.usable:,} have a record that suffices\n"
+        f"{counted(found.decisions, 'decision')} from {clock(found.first_ns, now_ns)} "
+        f"to {clock(found.last_ns, now_ns)}; the record of {found.usable:,} suffices\n"
         f"this build decides {found.reproduced:,} of them as recorded ({found.reproduced / found.usable:.1%})",
         highlight=False,
     )

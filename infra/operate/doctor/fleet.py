@@ -9,6 +9,7 @@ import msgspec
 
 from infra.broker.jetstream_api import request
 from infra.bus.connection import Bus
+from infra.counts import counted
 from infra.launch.http import get
 from infra.launch.state import Running, State
 from infra.operate.doctor.finding import Finding, ok, problem, warning
@@ -84,7 +85,7 @@ async def _routers(bus: Bus) -> list[Finding]:
     if not pulls:
         what = "no router takes requests" + (f"; {unread} wait" if unread else "")
         return [problem("router", what, "start one: `penstock router`")]
-    waiting = f"; {held} requests wait for a worker" if held else ""
+    waiting = f"; held for lack of a worker: {counted(held, 'request')}" if held else ""
     return [ok("router", f"requests are taken{waiting}")]
 
 
@@ -155,10 +156,11 @@ async def _kv_events(bus: Bus, workers: Sequence[Registration], state: State | N
     cached = sum(each.load.cached_blocks + each.load.used_blocks for each in publishing)
     messages = sum(counts.get(bus.subjects.kv(each.model, each.worker), 0) for each in publishing)
     indexed = await _indexed(state)
-    steps = f"{cached:,} blocks in {len(publishing)} engines, {messages:,} messages in {stream}"
+    steps = f"{counted(cached, 'block')} in {counted(len(publishing), 'engine')}, "
+    steps += f"{counted(messages, 'message')} in {stream}"
     if indexed is None:
         return [ok("KV events", steps)]
-    steps += f", {min(indexed):,} blocks in each router's index"
+    steps += f", {counted(min(indexed), 'block')} in each router's index"
     if cached and not messages:
         # After an hour without events the stream is empty, and routers know the blocks from dumps.
         if min(indexed):

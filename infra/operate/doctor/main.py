@@ -15,10 +15,11 @@ from configs.settings import GatewaySettings
 from infra.broker.jetstream_api import BrokerProblem
 from infra.broker.retention import uses
 from infra.bus.connection import Bus
+from infra.counts import counted
 from infra.launch.state import State, read_state
 from infra.operate.doctor.broker import check_address, check_broker
 from infra.operate.doctor.bundle import write_bundle
-from infra.operate.doctor.finding import Finding, Status, problem, skipped
+from infra.operate.doctor.finding import Finding, Status, problem
 from infra.operate.doctor.fleet import check_fleet, check_gateways, check_processes
 from infra.operate.doctor.logs import check_logs
 from infra.operate.doctor.machine import check_machine
@@ -30,6 +31,9 @@ from schemas.streams import topology
 
 _MARKS = {Status.ok: "[green]✓[/]", Status.warning: "[yellow]![/]", Status.problem: "[red]✗[/]",
           Status.skipped: "[dim]–[/]"}  # fmt: skip
+
+
+_START = "`penstock up` starts one; `penstock doctor --machine` checks whether it could"
 
 
 class Examined(NamedTuple):
@@ -44,29 +48,35 @@ def run(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="penstock doctor",
         description="check this machine, the broker, and everything that runs: each cause of trouble with its fix. "
-        "Exit status: 0, or 1 if something is wrong.",
+        "Exit status: 0, or 1 if something is wrong; that nothing runs is wrong too, except with --machine.",
     )
     parser.add_argument("--url", action="append", default=[], help="a gateway to check too; may be repeated")
     parser.add_argument(
         "--bundle", default="", metavar="FILE", help="write a .tar.gz for a bug report, without secrets and prompts"
+    )
+    parser.add_argument(
+        "--machine", action="store_true", help="check the machine only, as before the first start of a deployment"
     )
     parser.add_argument("--all", action="store_true", help="show also what is in order")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     add_flags(parser)
     args = parser.parse_args(argv)
     try:
-        return _report(args, asyncio.run(examine(Source.of(args), args.url)), stdout())
+        examined = asyncio.run(examine(Source.of(args), args.url, machine_only=args.machine))
+        return _report(args, examined, stdout())
     except OSError as error:
         print(f"penstock doctor: {error}", file=sys.stderr)
         return 1
 
 
-async def examine(source: Source, urls: Sequence[str] = ()) -> Examined:
-    """Run all checks. ``urls``: of gateways besides those of the data folder's deployment."""
+async def examine(source: Source, urls: Sequence[str] = (), *, machine_only: bool = False) -> Examined:
+    """Run all checks, or those of the machine only. ``urls``: of gateways besides those of the deployment."""
     data_dir = source.data_dir
     state = _state(data_dir) if not source.nats_url else None
     findings = await asyncio.to_thread(check_machine, data_dir, state, GatewaySettings().http_port)
     files: dict[str, bytes] = {}
+    if machine_only:
+        return Examined(findings, files)
     if state is not None:
         findings += check_processes(state)
     findings += await _through_broker(source, state, files)
@@ -93,7 +103,7 @@ async def _through_broker(source: Source, state: State | None, files: dict[str, 
     try:
         async with open_log(source, name="doctor", role="operator", streams=()) as log:
             if log.stopped:
-                return [skipped("deployment", f"nothing runs on {source.data_dir}; `penstock up` starts it")]
+                return [problem("deployment", f"nothing runs on {source.data_dir}", _START)]
             findings = await check_broker(log.bus)
             if not any(finding.status is Status.problem for finding in findings):
                 findings += await check_fleet(log.bus, state)
@@ -102,7 +112,7 @@ async def _through_broker(source: Source, state: State | None, files: dict[str, 
     except (ServingError, BrokerProblem) as error:
         return [problem("broker", str(error), "check that it runs, its address and the credentials")]
     except FAILURES as error:
-        return [skipped("deployment", str(error))]
+        return [problem("deployment", str(error), _START)]
 
 
 async def _collect(bus: Bus, files: dict[str, bytes]) -> None:
@@ -121,7 +131,9 @@ def _report(args: argparse.Namespace, examined: Examined, console: Console) -> i
         _print(findings, console, everything=args.all)
     if args.bundle:
         names = write_bundle(Path(args.bundle), findings, Path(args.data_dir), examined.files)
-        print(f"wrote {args.bundle} ({len(names)} files); look through it before you send it", file=sys.stderr)
+        print(
+            f"wrote {args.bundle} ({counted(len(names), 'file')}); look through it before you send it", file=sys.stderr
+        )
     return int(any(finding.status is Status.problem for finding in findings))
 
 
@@ -135,7 +147,8 @@ def _print(findings: Sequence[Finding], console: Console, *, everything: bool) -
             console.print(f"    {escape(each.fix)}", highlight=False, soft_wrap=True)
     count = {status: sum(each.status is status for each in findings) for status in Status}
     console.print(
-        f"{count[Status.problem]} problems, {count[Status.warning]} warnings, {count[Status.ok]} in order, "
-        f"{count[Status.skipped]} not checked" + ("" if everything else " (--all shows what is in order)"),
+        f"{counted(count[Status.problem], 'problem')}, {counted(count[Status.warning], 'warning')}, "
+        f"{count[Status.ok]} in order, {count[Status.skipped]} not checked"
+        + ("" if everything else " (--all shows what is in order)"),
         highlight=False,
     )

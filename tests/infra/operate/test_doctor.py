@@ -191,7 +191,7 @@ async def test_engines_whose_kv_events_do_not_arrive_are_found_by_the_counts(bus
     me = worker(load=Load(cached_blocks=50))
     await bus.js.publish(bus.subjects.lease(me.worker), wire.encode(me))
     chain = [finding for finding in await check_fleet(bus, None) if finding.check == "KV events"]
-    assert "50 blocks in 1 engines, 0 messages" in chain[0].what
+    assert "50 blocks in 1 engine, 0 messages" in chain[0].what
 
 
 # -- logs and the archive -----------------------------------------------------------------------------------------
@@ -256,9 +256,18 @@ async def test_the_command_prints_findings_and_fails_if_there_is_a_problem(
     assert {"check": "clock", "status": "ok"}.items() <= next(f for f in findings if f["check"] == "clock").items()
 
 
-def test_what_could_not_be_checked_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(["--data-dir", str(tmp_path / "typo")])
-    assert f"no deployment in {tmp_path / 'typo'}" in capsys.readouterr().out
+def test_that_nothing_runs_is_a_problem_unless_only_the_machine_is_asked_about(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--data-dir", str(tmp_path / "typo")]
+    assert run(flags) == 1
+    shown = capsys.readouterr().out
+    assert f"✗ deployment: no deployment in {tmp_path / 'typo'}" in shown
+    assert "`penstock up` starts one" in shown
+    run([*flags, "--machine", "--json"])
+    checks = [json.loads(line)["check"] for line in capsys.readouterr().out.splitlines()]
+    assert "deployment" not in checks
+    assert "nats-server" in checks
 
 
 async def test_a_broker_that_is_away_is_the_only_problem(

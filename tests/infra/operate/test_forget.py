@@ -63,7 +63,7 @@ async def test_a_forgotten_request_leaves_no_message_and_no_byte_behind(
     assert await stored(bus) == [other.id] * 3
     assert not on_disk(broker.data_dir, secret)
     shown = " ".join(capsys.readouterr().out.split())
-    assert "deleted 3 messages of 1 requests; the last of their tokens leave the log by 20" in shown
+    assert "deleted 3 messages of 1 request; the last of their tokens leave the log by 20" in shown
 
 
 def fill(cache: Path, text: str) -> None:

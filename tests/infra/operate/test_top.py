@@ -82,7 +82,7 @@ async def test_a_look_sees_workers_queues_and_what_ended(bus: Bus) -> None:
     assert seen.rates.failed_share == 1.0
     assert seen.rates.accepted_per_s > seen.rates.ended_per_s > 0
     text = io.StringIO()
-    Console(file=text, width=150).print(picture(seen))
+    Console(file=text, width=150).print(picture(seen, 150))
     for part in ("w-1", "1 of 1 workers ready", "invalid_request", "REQUESTS", "failed 100%"):
         assert part in text.getvalue()
 

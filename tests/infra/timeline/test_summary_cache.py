@@ -104,7 +104,7 @@ def test_the_cache_lies_in_the_data_folder_or_in_the_users(tmp_path: Path, monke
         assert cache_folder(missing) == tmp_path / "xdg" / "penstock" / "requests"
 
 
-@pytest.mark.parametrize("width", [60, 100, 200])
+@pytest.mark.parametrize("width", [50, 60, 80, 100, 120, 200])
 def test_lines_have_columns_that_fit_and_cut_only_the_last(width: int) -> None:
     made = [
         RequestSummary(f"id-{n:033}", "m" * n, state, 10**18, worker="w", code=code, message="too\nlong " * 40)
@@ -115,9 +115,15 @@ def test_lines_have_columns_that_fit_and_cut_only_the_last(width: int) -> None:
     assert len(plain) == 4
     places = {line.index("id-") for line in plain[1:]}
     assert len(places) == 1
-    assert all(line.endswith("…") and "  too" in line for line in plain[1:])
-    assert width < 200 or all(len(line) <= width for line in plain)
+    assert all(len(line) <= width for line in plain)
+    assert ("accepted" in plain[0], "worker" in plain[0], "cached" in plain[0]) == (
+        width > 60,
+        width > 120,
+        width > 120,
+    )
+    errors = [line.endswith("…") and "  too" in line for line in plain[1:]]
+    assert errors == [width >= 100] * 3
     import re
 
     coloured = lines(found, width=width, now_ns=10**18, header="error", colours=True)
-    assert [re.sub("\x1b\\[[0-9;]*m", "", line) for line in coloured] == plain
+    assert [re.sub("\x1b\\[[0-9;]*m", "", line).rstrip() for line in coloured] == [line.rstrip() for line in plain]
