@@ -95,9 +95,9 @@ LARGE = (
 def sweep(engine: Any) -> None:
     """Shapes of the kernel for one row, one kind of product at a time; the best is kept for the next."""
     drive(engine, ask(1, 512, 64, 128256, 41))
-    usual = modules.thin_shape
+    usual = modules.gemv_shape
     best: dict[tuple[int, int], tuple[int, int, int, int]] = {}
-    modules.thin_shape = lambda *size: best.get(size[:2]) or usual(*size)
+    modules.gemv_shape = lambda *size: best.get(size[:2]) or usual(*size)
     for kind, size in KINDS.items():
         found = {}
         for shape in SMALL if size[0] < 8192 else LARGE:
@@ -106,7 +106,7 @@ def sweep(engine: Any) -> None:
         best[size] = min(found, key=lambda shape: found[shape])
         print(f"{kind}:", "; ".join(f"{shape} {ms:.3f}" for shape, ms in sorted(found.items(), key=lambda e: e[1])),
               flush=True)  # fmt: skip
-    modules.thin_shape = usual
+    modules.gemv_shape = usual
 
 
 def main() -> None:

@@ -76,7 +76,7 @@ class Case:
         if rotate:
             # As GPT-OSS makes them if there are sinks: a token's are not beside each other.
             turned = (each.transpose(1, 2).contiguous().transpose(1, 2) for each in (self.cos, self.sin))
-            rotation._left = tuple(turned) if sinks else (self.cos, self.sin)  # type: ignore[assignment]
+            rotation._deferred = tuple(turned) if sinks else (self.cos, self.sin)  # type: ignore[assignment]
         paged = PagedAttention(self.pool, self.scratch, rotation, self.batch)
         found = paged.attend(1, self.q, self.k, self.v, AttentionParams(self.dim**-0.5, window, softcap, sink))
         q, k = (self.rotated(self.q), self.rotated(self.k)) if rotate else (self.q, self.k)
@@ -131,8 +131,8 @@ def check_rows(device: torch.device) -> None:
             expected = residual.double() + torch.nn.functional.linear(
                 given.double(), linear.weight.double(), linear.bias.double() if linear.bias is not None else None
             )
-            print(f"thin {dtype} {count} x {in_features} -> {out_features}: "
-                  f"{apart(linear.single(given, residual), expected):.1e}")  # fmt: skip
+            print(f"gemv {dtype} {count} x {in_features} -> {out_features}: "
+                  f"{apart(linear.gemv(given, residual), expected):.1e}")  # fmt: skip
         check_fused(device, dtype)
     logits = torch.randn((5, 9000), device=device)
     logits[3, 77] = logits[3, 4099] = 9.0
@@ -149,7 +149,7 @@ def check_rows(device: torch.device) -> None:
     counters = torch.zeros(5, dtype=torch.int32, device=device)
     scores = torch.zeros(64, device=device)
     for _ in range(2):
-        rows.draw[(5, 3)](
+        rows.sample[(5, 3)](
             logits, signed, temperatures, targets, scores, best, counters, latest, drawn, 9000, 9000,
             CHUNKS=3, CHUNKS_P=4, CHUNK=4096, BLOCK=1024, RANDOM=True, num_warps=4,
         )  # fmt: skip
@@ -162,7 +162,7 @@ def check_fused(device: torch.device, dtype: torch.dtype) -> None:
     for inner, wide in ((512, 72), (1200, 40)):
         x = torch.randn((1, 1, inner), device=device).to(dtype)
         for kind in (rows.ROUNDED, rows.SHIFTED):
-            norm = modules.Norm(torch.rand(inner, device=device).to(dtype), 1e-6, kind)
+            norm = modules.RmsNorm(torch.rand(inner, device=device).to(dtype), 1e-6, kind)
             weight = torch.randn((2 * wide, inner), device=device).to(dtype) * inner**-0.5
             linear = modules.Linear(weight, torch.randn(2 * wide, device=device).to(dtype))
             factor = norm.weight.double() + (1 if kind == rows.SHIFTED else 0)
@@ -171,8 +171,8 @@ def check_fused(device: torch.device, dtype: torch.dtype) -> None:
             for act, function in ((rows.SILU, torch.nn.functional.silu), (rows.GELU_TANH, gelu)):
                 low, high = both.chunk(2, -1)
                 print(f"norm and gate {dtype} {inner} -> {wide} kind {kind} act {act}: "
-                      f"{apart(linear.single(x, None, norm, act), function(low) * high):.1e}")  # fmt: skip
-            print(f"norm {dtype} {inner} -> {2 * wide} kind {kind}: {apart(linear.single(x, None, norm), both):.1e}")
+                      f"{apart(linear.gemv(x, None, norm, act), function(low) * high):.1e}")  # fmt: skip
+            print(f"norm {dtype} {inner} -> {2 * wide} kind {kind}: {apart(linear.gemv(x, None, norm), both):.1e}")
 
 
 def check_narrow(device: torch.device) -> None:
@@ -187,7 +187,7 @@ def check_narrow(device: torch.device) -> None:
         expected = torch.nn.functional.linear(x.double(), weight, narrow.bias.double())
         print(f"8-bit {count} rows: {apart(linear(x), expected):.1e}, as before {apart(narrow(x), expected):.1e}")
     low, high = torch.nn.functional.linear(x[:, :1].double(), weight, narrow.bias.double()).chunk(2, -1)
-    found = linear.single(x[:, :1].contiguous(), None, None, rows.SILU)
+    found = linear.gemv(x[:, :1].contiguous(), None, None, rows.SILU)
     print(f"8-bit gate: {apart(found, torch.nn.functional.silu(low) * high):.1e}")
 
 

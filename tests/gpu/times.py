@@ -77,9 +77,9 @@ def decodes() -> None:
         case = Case(DEVICE, torch.bfloat16, 32, 8, 128, page=32, decodes=(context,) * count, chunks=(), layers=16)
         bytes_read = count * context * 2 * 8 * 128 * 2
         params = AttentionParams(0.088)
-        line, usual = [], paged.splits
+        line, usual = [], paged.num_splits
         for parts in (1, 2, 4, 8, 16, 32, 64):
-            paged.splits = lambda rows, kv_heads, parts=parts: parts
+            paged.num_splits = lambda rows, kv_heads, parts=parts: parts
             scratch = paged.Scratch(count, 8, 32, 128, DEVICE)
             run = paged.PagedAttention(case.pool, scratch, modules.Rotation(), case.batch)
             try:
@@ -88,7 +88,7 @@ def decodes() -> None:
                 print(repr(error)[:200])
                 continue
             line.append(f"{parts}: {ms * 1e3 - 1.9:.1f}")
-        paged.splits = usual
+        paged.num_splits = usual
         print(
             f"decode {count} x {context}, us by splits (at 4.1 TB/s {bytes_read / 4.1e6:.1f}, now {usual(count, 8)}):",
             ", ".join(line),

@@ -1,7 +1,7 @@
-"""Attention over the paged pool: one kernel stores (and rotates), one decodes, one computes chunks of prompts.
+"""Attention over the paged pool: one kernel rotates and stores, one decodes, one computes chunks of prompts.
 
-Keys and values lie as (blocks, layers, 2, page, kv heads, head dim). A sequence's row of ``tables`` lists its blocks;
-its row number is its lane. A row of a batch is a token with a lane and a position; position -1 is padding.
+The pool is (blocks, layers, 2, page, kv heads, head dim), keys before values. A sequence's row of ``tables`` lists its
+blocks; the index of that row is its lane. A row of a batch is a token with a lane and a position; position -1: padding.
 """
 
 import triton
@@ -15,49 +15,49 @@ def store(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr, DIM: tl.constexpr, HALF_P: tl.constexpr,
     PAGE: tl.constexpr, ROTATE: tl.constexpr, LIMITED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, kv head): rotate its key and the queries that share it; store key and value."""
+    """Program (token, kv head): rotate the key and the queries that attend to it; store key and value in the pool."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     HALF: tl.constexpr = DIM // 2
     dims = tl.arange(0, HALF_P)
-    fits = dims < HALF
+    dim_mask = dims < HALF
     position = tl.load(positions + token)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    low = tl.load(k + token * k_t + head * k_h + dims, mask=fits, other=0.0)
-    high = tl.load(k + token * k_t + head * k_h + HALF + dims, mask=fits, other=0.0)
-    v_low = tl.load(v + token * v_t + head * v_h + dims, mask=fits, other=0.0)
-    v_high = tl.load(v + token * v_t + head * v_h + HALF + dims, mask=fits, other=0.0)
+    k_low = tl.load(k + token * k_t + head * k_h + dims, mask=dim_mask, other=0.0)
+    k_high = tl.load(k + token * k_t + head * k_h + HALF + dims, mask=dim_mask, other=0.0)
+    v_low = tl.load(v + token * v_t + head * v_h + dims, mask=dim_mask, other=0.0)
+    v_high = tl.load(v + token * v_t + head * v_h + HALF + dims, mask=dim_mask, other=0.0)
     if ROTATE:
-        c = tl.load(cos + token * cos_t + dims * cos_d, mask=fits, other=0.0).to(tl.float32)
-        s = tl.load(sin + token * cos_t + dims * cos_d, mask=fits, other=0.0).to(tl.float32)
-        dtype = low.dtype
-        k_low, k_high = low.to(tl.float32), high.to(tl.float32)
-        low = (k_low * c - k_high * s).to(dtype)
-        high = (k_high * c + k_low * s).to(dtype)
-        group = tl.arange(0, GROUP_P)
-        mine = (group < GROUP)[:, None] & fits[None, :]
-        at = q + token * q_t + (head * GROUP + group)[:, None] * q_h + dims[None, :]
-        q_low = tl.load(at, mask=mine, other=0.0).to(tl.float32)
-        q_high = tl.load(at + HALF, mask=mine, other=0.0).to(tl.float32)
-        to = rotated + (token * KV_HEADS * GROUP + head * GROUP + group)[:, None] * DIM + dims[None, :]
-        tl.store(to, (q_low * c[None, :] - q_high * s[None, :]).to(dtype), mask=mine)
-        tl.store(to + HALF, (q_high * c[None, :] + q_low * s[None, :]).to(dtype), mask=mine)
+        cos_row = tl.load(cos + token * cos_t + dims * cos_d, mask=dim_mask, other=0.0).to(tl.float32)
+        sin_row = tl.load(sin + token * cos_t + dims * cos_d, mask=dim_mask, other=0.0).to(tl.float32)
+        dtype = k_low.dtype
+        k_low_f32, k_high_f32 = k_low.to(tl.float32), k_high.to(tl.float32)
+        k_low = (k_low_f32 * cos_row - k_high_f32 * sin_row).to(dtype)
+        k_high = (k_high_f32 * cos_row + k_low_f32 * sin_row).to(dtype)
+        members = tl.arange(0, GROUP_P)
+        q_mask = (members < GROUP)[:, None] & dim_mask[None, :]
+        q_ptrs = q + token * q_t + (head * GROUP + members)[:, None] * q_h + dims[None, :]
+        q_low = tl.load(q_ptrs, mask=q_mask, other=0.0).to(tl.float32)
+        q_high = tl.load(q_ptrs + HALF, mask=q_mask, other=0.0).to(tl.float32)
+        rotated_ptrs = rotated + (token * KV_HEADS * GROUP + head * GROUP + members)[:, None] * DIM + dims[None, :]
+        tl.store(rotated_ptrs, (q_low * cos_row[None, :] - q_high * sin_row[None, :]).to(dtype), mask=q_mask)
+        tl.store(rotated_ptrs + HALF, (q_high * cos_row[None, :] + q_low * sin_row[None, :]).to(dtype), mask=q_mask)
     if position >= 0:
         lane = tl.load(lanes + token).to(tl.int64)
         block = tl.load(tables + lane * width + position // PAGE).to(tl.int64)
-        to_k = pool + block * block_stride + layer * layer_stride + ((position % PAGE) * KV_HEADS + head) * DIM + dims
-        to_v = to_k + part_stride
+        k_ptrs = pool + block * block_stride + layer * layer_stride + ((position % PAGE) * KV_HEADS + head) * DIM + dims
+        v_ptrs = k_ptrs + part_stride
         if LIMITED:
-            low = tl.minimum(tl.maximum(low.to(tl.float32), -limit), limit)
-            high = tl.minimum(tl.maximum(high.to(tl.float32), -limit), limit)
+            k_low = tl.minimum(tl.maximum(k_low.to(tl.float32), -limit), limit)
+            k_high = tl.minimum(tl.maximum(k_high.to(tl.float32), -limit), limit)
             v_low = tl.minimum(tl.maximum(v_low.to(tl.float32), -limit), limit)
             v_high = tl.minimum(tl.maximum(v_high.to(tl.float32), -limit), limit)
-        kept = pool.dtype.element_ty
-        tl.store(to_k, low.to(kept), mask=fits)
-        tl.store(to_k + HALF, high.to(kept), mask=fits)
-        tl.store(to_v, v_low.to(kept), mask=fits)
-        tl.store(to_v + HALF, v_high.to(kept), mask=fits)
+        stored_dtype = pool.dtype.element_ty
+        tl.store(k_ptrs, k_low.to(stored_dtype), mask=dim_mask)
+        tl.store(k_ptrs + HALF, k_high.to(stored_dtype), mask=dim_mask)
+        tl.store(v_ptrs, v_low.to(stored_dtype), mask=dim_mask)
+        tl.store(v_ptrs + HALF, v_high.to(stored_dtype), mask=dim_mask)
 
 
 @triton.jit
@@ -78,101 +78,103 @@ def decode(
     DIM_P: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
     CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, kv head, split): one token's queries over a part of its keys; the last split adds them up."""
+    """Program (row, kv head, split): one token's queries over a part of its keys. The last split combines all."""
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    known = tl.load(positions + row) + 1
-    first = 0
+    context_len = tl.load(positions + row) + 1
+    window_start = 0
     if WINDOW > 0:
-        first = tl.maximum(known - WINDOW, 0)
-    begin = first // TILE
-    end = tl.cdiv(known, TILE)
-    per = tl.maximum(tl.cdiv(end - begin, SPLITS), 1)
-    active = tl.maximum(tl.cdiv(end - begin, per), 1)
+        window_start = tl.maximum(context_len - WINDOW, 0)
+    first_tile = window_start // TILE
+    end_tile = tl.cdiv(context_len, TILE)
+    tiles_per_split = tl.maximum(tl.cdiv(end_tile - first_tile, SPLITS), 1)
+    active_splits = tl.maximum(tl.cdiv(end_tile - first_tile, tiles_per_split), 1)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    if split >= active:
+    if split >= active_splits:
         return
-    low = begin + split * per
-    high = tl.minimum(low + per, end)
-    group, dims, tile = tl.arange(0, GROUP_P), tl.arange(0, DIM_P), tl.arange(0, TILE)
-    mine = (group < GROUP)[:, None] & (dims < DIM)[None, :]
-    at = q + row.to(tl.int64) * q_t + (head * GROUP + group)[:, None] * q_h + dims[None, :]
-    query = tl.load(at, mask=mine, other=0.0)
+    begin = first_tile + split * tiles_per_split
+    end = tl.minimum(begin + tiles_per_split, end_tile)
+    padded_heads, dims, tile_offsets = tl.arange(0, GROUP_P), tl.arange(0, DIM_P), tl.arange(0, TILE)
+    q_mask = (padded_heads < GROUP)[:, None] & (dims < DIM)[None, :]
+    q_ptrs = q + row.to(tl.int64) * q_t + (head * GROUP + padded_heads)[:, None] * q_h + dims[None, :]
+    query = tl.load(q_ptrs, mask=q_mask, other=0.0)
     lane = tl.load(lanes + row).to(tl.int64)
     table = tables + lane * width
     base = pool + layer * layer_stride + head * DIM
-    best = tl.full((GROUP_P,), float("-inf"), tl.float32)
-    total = tl.zeros((GROUP_P,), tl.float32)
+    running_max = tl.full((GROUP_P,), float("-inf"), tl.float32)
+    running_sum = tl.zeros((GROUP_P,), tl.float32)
     acc = tl.zeros((GROUP_P, DIM_P), tl.float32)
-    for number in range(low, high):
-        places = number * TILE + tile
-        seen = places < known
+    for tile_index in range(begin, end):
+        key_positions = tile_index * TILE + tile_offsets
+        visible = key_positions < context_len
         if WINDOW > 0:
-            seen = seen & (places >= first)
-        block = tl.load(table + places // PAGE, mask=places < known, other=0).to(tl.int64)
-        offset = block * block_stride + (places % PAGE) * (KV_HEADS * DIM)
-        legal = seen[:, None] & (dims < DIM)[None, :]
-        keys = tl.load(base + offset[:, None] + dims[None, :], mask=legal, other=0.0).to(query.dtype)
-        values = tl.load(base + part_stride + offset[:, None] + dims[None, :], mask=legal, other=0.0).to(query.dtype)
+            visible = visible & (key_positions >= window_start)
+        block = tl.load(table + key_positions // PAGE, mask=key_positions < context_len, other=0).to(tl.int64)
+        offset = block * block_stride + (key_positions % PAGE) * (KV_HEADS * DIM)
+        kv_mask = visible[:, None] & (dims < DIM)[None, :]
+        keys = tl.load(base + offset[:, None] + dims[None, :], mask=kv_mask, other=0.0).to(query.dtype)
+        values = tl.load(base + part_stride + offset[:, None] + dims[None, :], mask=kv_mask, other=0.0).to(query.dtype)
         scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
         scores = _capped(scores, scale, softcap, CAPPED)
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        higher = tl.maximum(best, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
-        decay = tl.exp2(best - higher)
-        total = total * decay + tl.sum(weights, 1)
+        scores = tl.where(visible[None, :], scores, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_max[:, None])
+        decay = tl.exp2(running_max - new_max)
+        running_sum = running_sum * decay + tl.sum(weights, 1)
         acc = acc * decay[:, None]
         acc = tl.dot(weights.to(query.dtype), values, acc, input_precision=PRECISION)
-        best = higher
-    to = out + (row.to(tl.int64) * KV_HEADS * GROUP + head * GROUP + group)[:, None] * DIM + dims[None, :]
+        running_max = new_max
+    out_ptrs = out + (row.to(tl.int64) * KV_HEADS * GROUP + head * GROUP + padded_heads)[:, None] * DIM + dims[None, :]
     if SPLITS == 1:
         if SINKS:
-            sink = tl.load(sinks + head * GROUP + group, mask=group < GROUP, other=0.0).to(tl.float32)
-            total += tl.exp2(sink * 1.4426950408889634 - best)
-        total = tl.where(total > 0, total, 1.0)
-        tl.store(to, (acc / total[:, None]).to(out.dtype.element_ty), mask=mine)
+            sink = tl.load(sinks + head * GROUP + padded_heads, mask=padded_heads < GROUP, other=0.0).to(tl.float32)
+            running_sum += tl.exp2(sink * 1.4426950408889634 - running_max)
+        running_sum = tl.where(running_sum > 0, running_sum, 1.0)
+        tl.store(out_ptrs, (acc / running_sum[:, None]).to(out.dtype.element_ty), mask=q_mask)
     else:
         pair = row * KV_HEADS + head
-        place = pair * SPLITS + split
-        tl.store(part_max + place * GROUP_P + group, best)
-        tl.store(part_sum + place * GROUP_P + group, total)
-        tl.store(part_acc + (place * GROUP_P + group)[:, None] * DIM_P + dims[None, :], acc, mask=mine)
+        part = pair * SPLITS + split
+        tl.store(part_max + part * GROUP_P + padded_heads, running_max)
+        tl.store(part_sum + part * GROUP_P + padded_heads, running_sum)
+        tl.store(part_acc + (part * GROUP_P + padded_heads)[:, None] * DIM_P + dims[None, :], acc, mask=q_mask)
         tl.debug_barrier()
         done = tl.atomic_add(counters + pair, 1)
-        if done == active - 1:
+        if done == active_splits - 1:
             tl.store(counters + pair, 0)
-            # All loads before any store, which they could not pass.
-            members, splits = tl.arange(0, MEMBERS), tl.arange(0, SPLITS)
-            there = (members < GROUP)[:, None] & (splits < active)[None, :]
-            where = (pair * SPLITS + splits)[None, :] * GROUP_P + members[:, None]
-            bests = tl.load(part_max + where, mask=there, other=float("-inf"))
-            sums = tl.load(part_sum + where, mask=there, other=0.0)
-            top = tl.max(bests, 1)
+            # All loads come before any store: a load cannot be moved above one.
+            heads, splits = tl.arange(0, MEMBERS), tl.arange(0, SPLITS)
+            part_mask = (heads < GROUP)[:, None] & (splits < active_splits)[None, :]
+            part_offsets = (pair * SPLITS + splits)[None, :] * GROUP_P + heads[:, None]
+            part_maxima = tl.load(part_max + part_offsets, mask=part_mask, other=float("-inf"))
+            part_sums = tl.load(part_sum + part_offsets, mask=part_mask, other=0.0)
+            row_max = tl.max(part_maxima, 1)
             if SINKS:
-                sink = tl.load(sinks + head * GROUP + members, mask=members < GROUP, other=0.0).to(tl.float32)
+                sink = tl.load(sinks + head * GROUP + heads, mask=heads < GROUP, other=0.0).to(tl.float32)
                 sink = sink * 1.4426950408889634
-                top = tl.maximum(top, sink)
-            mass = tl.sum(tl.where(bests == float("-inf"), 0.0, tl.exp2(bests - top[:, None])) * sums, 1)
+                row_max = tl.maximum(row_max, sink)
+            row_sum = tl.sum(
+                tl.where(part_maxima == float("-inf"), 0.0, tl.exp2(part_maxima - row_max[:, None])) * part_sums, 1
+            )
             if SINKS:
-                mass += tl.exp2(sink - top)
-            mass = tl.where(mass > 0, mass, 1.0)
-            answer = tl.zeros((MEMBERS, DIM_P), tl.float32)
+                row_sum += tl.exp2(sink - row_max)
+            row_sum = tl.where(row_sum > 0, row_sum, 1.0)
+            row_acc = tl.zeros((MEMBERS, DIM_P), tl.float32)
             CHUNK: tl.constexpr = 8 if SPLITS > 8 else SPLITS
-            for first_split in tl.static_range(0, SPLITS, CHUNK):
-                splits_here = first_split + tl.arange(0, CHUNK)
-                exists = (members < GROUP)[:, None] & (splits_here < active)[None, :]
-                place_here = (pair * SPLITS + splits_here)[None, :] * GROUP_P + members[:, None]
-                best_here = tl.load(part_max + place_here, mask=exists, other=float("-inf"))
-                shares = tl.where(best_here == float("-inf"), 0.0, tl.exp2(best_here - top[:, None]))
-                accs = tl.load(
-                    part_acc + place_here[:, :, None] * DIM_P + dims[None, None, :],
-                    mask=exists[:, :, None] & (dims < DIM)[None, None, :], other=0.0,
+            for chunk_start in tl.static_range(0, SPLITS, CHUNK):
+                chunk_splits = chunk_start + tl.arange(0, CHUNK)
+                chunk_mask = (heads < GROUP)[:, None] & (chunk_splits < active_splits)[None, :]
+                chunk_offsets = (pair * SPLITS + chunk_splits)[None, :] * GROUP_P + heads[:, None]
+                chunk_max = tl.load(part_max + chunk_offsets, mask=chunk_mask, other=float("-inf"))
+                chunk_weights = tl.where(chunk_max == float("-inf"), 0.0, tl.exp2(chunk_max - row_max[:, None]))
+                chunk_acc = tl.load(
+                    part_acc + chunk_offsets[:, :, None] * DIM_P + dims[None, None, :],
+                    mask=chunk_mask[:, :, None] & (dims < DIM)[None, None, :], other=0.0,
                 )  # fmt: skip
-                answer += tl.sum(shares[:, :, None] * accs, 1)
-            line = out + (row.to(tl.int64) * KV_HEADS * GROUP + head * GROUP + members)[:, None] * DIM + dims[None, :]
-            legal_out = (members < GROUP)[:, None] & (dims < DIM)[None, :]
-            tl.store(line, (answer / mass[:, None]).to(out.dtype.element_ty), mask=legal_out)
+                row_acc += tl.sum(chunk_weights[:, :, None] * chunk_acc, 1)
+            row_ptrs = out + (row.to(tl.int64) * KV_HEADS * GROUP + head * GROUP + heads)[:, None] * DIM + dims[None, :]
+            row_mask = (heads < GROUP)[:, None] & (dims < DIM)[None, :]
+            tl.store(row_ptrs, (row_acc / row_sum[:, None]).to(out.dtype.element_ty), mask=row_mask)
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -183,74 +185,74 @@ def prefill(
     ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (head, tile): up to ``ROWS`` neighbouring queries of one head over all keys up to their own.
+    """Program (head, tile): up to ``ROWS`` consecutive queries of one head over all keys up to their own.
 
-    ``tiles``: (n, 4) int32, each first row in the batch, its position, count of rows, lane.
+    ``tiles``: (n, 4) int32: first row in the batch, its position, number of rows, lane.
     """
     head, number = tl.program_id(0), tl.program_id(1)
     first_row = tl.load(tiles + number * 4)
     start = tl.load(tiles + number * 4 + 1)
     count = tl.load(tiles + number * 4 + 2)
     lane = tl.load(tiles + number * 4 + 3).to(tl.int64)
-    rows, dims, tile = tl.arange(0, ROWS), tl.arange(0, DIM_P), tl.arange(0, TILE)
-    mine = (rows < count)[:, None] & (dims < DIM)[None, :]
-    line = (first_row + rows).to(tl.int64)
-    query = tl.load(q + line[:, None] * q_t + head * q_h + dims[None, :], mask=mine, other=0.0)
-    place = start + rows
-    known = start + count
+    rows, dims, tile_offsets = tl.arange(0, ROWS), tl.arange(0, DIM_P), tl.arange(0, TILE)
+    q_mask = (rows < count)[:, None] & (dims < DIM)[None, :]
+    q_rows = (first_row + rows).to(tl.int64)
+    query = tl.load(q + q_rows[:, None] * q_t + head * q_h + dims[None, :], mask=q_mask, other=0.0)
+    q_positions = start + rows
+    context_len = start + count
     table = tables + lane * width
     base = pool + layer * layer_stride + (head // (HEADS // KV_HEADS)) * DIM
-    best = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
+    running_max = tl.full((ROWS,), float("-inf"), tl.float32)
+    running_sum = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, DIM_P), tl.float32)
-    low = 0
+    first_tile = 0
     if WINDOW > 0:
-        low = tl.maximum(start - WINDOW + 1, 0) // TILE
+        first_tile = tl.maximum(start - WINDOW + 1, 0) // TILE
     else:
-        whole = (start + 1) // TILE  # tiles that every row sees all of
-        for step in range(0, whole):
-            places = step * TILE + tile
-            block = tl.load(table + places // PAGE).to(tl.int64)
-            offset = block * block_stride + (places % PAGE) * (KV_HEADS * DIM)
-            there = (dims < DIM)[None, :]
-            keys = tl.load(base + offset[:, None] + dims[None, :], mask=there, other=0.0).to(query.dtype)
-            values = tl.load(base + part_stride + offset[:, None] + dims[None, :], mask=there, other=0.0)
+        full_tiles = (start + 1) // TILE  # tiles without a causal mask: every row attends to all of them
+        for tile_index in range(0, full_tiles):
+            key_positions = tile_index * TILE + tile_offsets
+            block = tl.load(table + key_positions // PAGE).to(tl.int64)
+            offset = block * block_stride + (key_positions % PAGE) * (KV_HEADS * DIM)
+            dim_mask = (dims < DIM)[None, :]
+            keys = tl.load(base + offset[:, None] + dims[None, :], mask=dim_mask, other=0.0).to(query.dtype)
+            values = tl.load(base + part_stride + offset[:, None] + dims[None, :], mask=dim_mask, other=0.0)
             scores = _capped(tl.dot(query, tl.trans(keys), input_precision=PRECISION), scale, softcap, CAPPED)
-            higher = tl.maximum(best, tl.max(scores, 1))
-            weights = tl.exp2(scores - higher[:, None])
-            decay = tl.exp2(best - higher)
-            total = total * decay + tl.sum(weights, 1)
+            new_max = tl.maximum(running_max, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_max[:, None])
+            decay = tl.exp2(running_max - new_max)
+            running_sum = running_sum * decay + tl.sum(weights, 1)
             acc = tl.dot(weights.to(query.dtype), values.to(query.dtype), acc * decay[:, None],
                          input_precision=PRECISION)  # fmt: skip
-            best = higher
-        low = whole
-    for step in range(low, tl.cdiv(known, TILE)):
-        places = step * TILE + tile
-        exists = places < known
-        block = tl.load(table + places // PAGE, mask=exists, other=0).to(tl.int64)
-        offset = block * block_stride + (places % PAGE) * (KV_HEADS * DIM)
-        legal = exists[:, None] & (dims < DIM)[None, :]
-        keys = tl.load(base + offset[:, None] + dims[None, :], mask=legal, other=0.0).to(query.dtype)
-        values = tl.load(base + part_stride + offset[:, None] + dims[None, :], mask=legal, other=0.0)
+            running_max = new_max
+        first_tile = full_tiles
+    for tile_index in range(first_tile, tl.cdiv(context_len, TILE)):
+        key_positions = tile_index * TILE + tile_offsets
+        key_mask = key_positions < context_len
+        block = tl.load(table + key_positions // PAGE, mask=key_mask, other=0).to(tl.int64)
+        offset = block * block_stride + (key_positions % PAGE) * (KV_HEADS * DIM)
+        kv_mask = key_mask[:, None] & (dims < DIM)[None, :]
+        keys = tl.load(base + offset[:, None] + dims[None, :], mask=kv_mask, other=0.0).to(query.dtype)
+        values = tl.load(base + part_stride + offset[:, None] + dims[None, :], mask=kv_mask, other=0.0)
         scores = _capped(tl.dot(query, tl.trans(keys), input_precision=PRECISION), scale, softcap, CAPPED)
-        seen = places[None, :] <= place[:, None]
+        visible = key_positions[None, :] <= q_positions[:, None]
         if WINDOW > 0:
-            seen = seen & (places[None, :] > place[:, None] - WINDOW)
-        scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(best, tl.max(scores, 1))
-        calm = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
-        weights = tl.exp2(scores - calm[:, None])
-        decay = tl.exp2(best - calm)
-        total = total * decay + tl.sum(weights, 1)
+            visible = visible & (key_positions[None, :] > q_positions[:, None] - WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(scores, 1))
+        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row without a visible key so far
+        weights = tl.exp2(scores - finite_max[:, None])
+        decay = tl.exp2(running_max - finite_max)
+        running_sum = running_sum * decay + tl.sum(weights, 1)
         acc = tl.dot(weights.to(query.dtype), values.to(query.dtype), acc * decay[:, None],
                      input_precision=PRECISION)  # fmt: skip
-        best = higher
+        running_max = new_max
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
-        top = tl.maximum(best, sink)
-        share = tl.exp2(best - top)
-        total = total * share + tl.exp2(sink - top)
-        acc = acc * share[:, None]
-    total = tl.where(total > 0, total, 1.0)
-    to = out + (line[:, None] * HEADS + head) * DIM + dims[None, :]
-    tl.store(to, (acc / total[:, None]).to(out.dtype.element_ty), mask=mine)
+        sink_max = tl.maximum(running_max, sink)
+        sink_decay = tl.exp2(running_max - sink_max)
+        running_sum = running_sum * sink_decay + tl.exp2(sink - sink_max)
+        acc = acc * sink_decay[:, None]
+    running_sum = tl.where(running_sum > 0, running_sum, 1.0)
+    out_ptrs = out + (q_rows[:, None] * HEADS + head) * DIM + dims[None, :]
+    tl.store(out_ptrs, (acc / running_sum[:, None]).to(out.dtype.element_ty), mask=q_mask)

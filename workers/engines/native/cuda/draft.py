@@ -1,4 +1,4 @@
-"""Speculation with a draft model on CUDA: its steps are launched one behind the other, without waiting for tokens."""
+"""Speculation with a draft model on CUDA: its steps are launched back to back, without waiting for tokens."""
 
 from collections.abc import Sequence as Seq
 

@@ -1,7 +1,8 @@
 """Computes planned steps on CUDA without waiting for them.
 
 A step that only decodes replays a CUDA graph captured for its number of rows; a step with prompts runs the model
-eagerly. Tokens are drawn after the forward pass, stay on the device for the next step, and reach the host in one copy.
+eagerly. Tokens are sampled after the forward pass, stay on the device for the next step, and reach the host
+in one copy.
 """
 
 from collections.abc import Callable
@@ -17,12 +18,12 @@ from workers.engines.core.sequence import Sampled, Slot
 from workers.engines.native import sampler
 from workers.engines.native.attention import Paged
 from workers.engines.native.cuda import rows
-from workers.engines.native.cuda.draws import Draws
+from workers.engines.native.cuda.device_sampler import DeviceSampler
 from workers.engines.native.cuda.lanes import Lanes
 from workers.engines.native.cuda.modules import Rotation
 from workers.engines.native.cuda.packing import UNKNOWN, Draw, Packed, Packing
 from workers.engines.native.cuda.paged import Batch, PagedAttention, Scratch, tile_rows
-from workers.engines.native.cuda.pending import Pending, Returns, failing
+from workers.engines.native.cuda.pending import HostCopies, Pending, device_errors
 from workers.engines.native.cuda.upload import Upload
 from workers.engines.native.executor import score_slots
 from workers.engines.native.model import Embeddings, Model
@@ -33,10 +34,10 @@ from workers.engines.native.vision import TorchVisionEncoder
 log = structlog.get_logger("engine")
 
 
-def batch_sizes(most: int) -> list[int]:
-    """Numbers of rows that graphs are captured for: close together where a step is short."""
+def batch_sizes(max_rows: int) -> list[int]:
+    """Numbers of rows that graphs are captured for. They are closer together where a step takes less time."""
     steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 4096, 32)]
-    return [*(size for size in steps if size < most), most]
+    return [*(size for size in steps if size < max_rows), max_rows]
 
 
 class CudaExecutor:
@@ -76,7 +77,7 @@ class CudaExecutor:
         self._pool: Pool | None = pool
         self._sliding = sliding
         self._rotation, self._encoder, self._device = rotation, encoder, device
-        self._rows = most = max_running * tokens_per_sequence
+        self._rows = max_rows = max_running * tokens_per_sequence
         lanes = 2 * max_running + 1
         self._lanes = Lanes(lanes, width, sliding=sliding is not None)
         self._packing = Packing(
@@ -89,14 +90,14 @@ class CudaExecutor:
         )
         self._tables = torch.zeros((1 + (sliding is not None), lanes, width), dtype=torch.int32, device=device)
         self._latest = torch.zeros(lanes + 1, dtype=torch.int32, device=device)
-        self._scratch = Scratch(most, pool.shape.kv_heads, model.heads, pool.shape.head_dim, device, invariant)
-        aligned = -(-most // 16) * 16
-        self._fixed = tuple(aligned * number for number in range(4))  # tokens, lanes, positions, targets
+        self._scratch = Scratch(max_rows, pool.shape.kv_heads, model.heads, pool.shape.head_dim, device, invariant)
+        aligned = -(-max_rows // 16) * 16
+        self._fixed_offsets = tuple(aligned * number for number in range(4))  # tokens, lanes, positions, targets
         self._upload = Upload(12 * aligned + 8 * max_batched_tokens + (1 << 16), device)
-        self._draws = Draws(model.vocab_size, most, self._upload, self._latest)
-        self._returns = Returns(most, in_flight, device)
+        self._sampler = DeviceSampler(model.vocab_size, max_rows, self._upload, self._latest)
+        self._host_copies = HostCopies(max_rows, in_flight, device)
         self._graphs: dict[int, tuple[Any, Tensor]] = {}
-        self._sizes: list[int] = []
+        self._graph_sizes: list[int] = []
 
     # -- graphs ----------------------------------------------------------------------------------------------
 
@@ -106,22 +107,22 @@ class CudaExecutor:
         try:
             with torch.inference_mode():
                 for size in reversed(batch_sizes(self._rows)):
-                    self._static(size)  # compiles, and lets libraries choose
+                    self._run_fixed(size)  # compiles kernels and lets libraries choose theirs
                     torch.cuda.synchronize()
                     graph = torch.cuda.CUDAGraph()
                     with torch.cuda.graph(graph, pool=pool):
-                        logits = self._static(size)
+                        logits = self._run_fixed(size)
                     pool = graph.pool()
                     self._graphs[size] = (graph, logits)
         except RuntimeError as error:
             self._graphs.clear()
             torch.cuda.synchronize()
             log.warning("decode_without_graphs", reason=str(error).strip().splitlines()[0])
-        self._sizes = sorted(self._graphs)
+        self._graph_sizes = sorted(self._graphs)
 
-    def _static(self, size: int) -> Tensor:
+    def _run_fixed(self, size: int) -> Tensor:
         """A decode step of ``size`` rows whose inputs lie at fixed offsets of the upload buffer."""
-        tokens, lanes, positions = (self._upload.device[start : start + size] for start in self._fixed[:3])
+        tokens, lanes, positions = (self._upload.device[start : start + size] for start in self._fixed_offsets[:3])
         return self._forward(tokens, lanes, positions, size)
 
     def _forward(
@@ -137,16 +138,16 @@ class CudaExecutor:
         """Run the model over one batch.
 
         Args:
-            known: (rows,) int32 token ids; -1: the last token drawn for the row's lane.
+            known: (rows,) int32 token ids; -1: the last token sampled for the row's lane.
             wanted: (n,) int64, the rows whose logits are returned; None: all.
         """
         assert self._model is not None
         count = len(known)
         tokens = torch.empty(count, dtype=torch.int64, device=self._device)
         rows.fetch[(-(-count // 256),)](known, lanes, self._latest, tokens, count, BLOCK=256, num_warps=2)
-        places = positions.clamp(min=0).to(torch.int64)
+        token_positions = positions.clamp(min=0).to(torch.int64)
         paged = self._paged(lanes, positions, decodes, tiles)
-        return self._model.logits(tokens, places, wanted, paged, embeddings)
+        return self._model.logits(tokens, token_positions, wanted, paged, embeddings)
 
     def _paged(self, lanes: Tensor, positions: Tensor, decodes: int, tiles: Tensor | None) -> Paged:
         assert self._pool is not None
@@ -167,8 +168,8 @@ class CudaExecutor:
 
     def launch(self, plan: list[Slot], scoring: Seq[Slot] = ()) -> Pending:
         """Launch a step; the previous one may still be running. See ``OverlapExecutor``."""
-        with failing(), torch.inference_mode():
-            if not scoring and len(plan) <= self._rows and all(_single(slot) for slot in plan):
+        with device_errors(), torch.inference_mode():
+            if not scoring and len(plan) <= self._rows and all(_is_single_token(slot) for slot in plan):
                 return self._decode(self._pack_single(plan))
             packed = self._packing.pack(plan, scoring)
             if packed.single and len(packed.tokens) <= self._rows:
@@ -191,17 +192,17 @@ class CudaExecutor:
     def _decode(self, packed: Packed) -> Pending:
         """Compute a step without chunks of prompts."""
         count, draws = packed.decodes, packed.draws
-        size = next((size for size in self._sizes if size >= count), 0)
+        size = next((size for size in self._graph_sizes if size >= count), 0)
         padding = [0] * (size - count)
         upload = self._upload
         upload.begin()
-        fixed = self._fixed
-        tokens = upload.put(packed.tokens + padding, fixed[0])
-        lanes = upload.put(packed.lanes + padding, fixed[1])
-        positions = upload.put(packed.positions + [-1] * len(padding), fixed[2])
-        targets = upload.put([draw.target for draw in draws], fixed[3])
-        some = upload.put(packed.drawn) if len(draws) < count and draws else None
-        parameters = self._draws.parameters(draws)
+        offsets = self._fixed_offsets
+        tokens = upload.put(packed.tokens + padding, offsets[0])
+        lanes = upload.put(packed.lanes + padding, offsets[1])
+        positions = upload.put(packed.positions + [-1] * len(padding), offsets[2])
+        targets = upload.put([draw.target for draw in draws], offsets[3])
+        sampled_rows = upload.put(packed.drawn) if len(draws) < count and draws else None
+        parameters = self._sampler.parameters(draws)
         self._send()
         if size:
             graph, logits = self._graphs[size]
@@ -209,10 +210,10 @@ class CudaExecutor:
             logits = logits[:count]
         else:
             logits = self._forward(tokens, lanes, positions, count)
-        if some is not None:
-            logits = logits.index_select(0, some)
-        drawn = self._draws.draw(logits, draws, targets, parameters) if draws else None
-        return self._returns.give(drawn, packed.order)
+        if sampled_rows is not None:
+            logits = logits.index_select(0, sampled_rows)
+        sampled = self._sampler.sample(logits, draws, targets, parameters) if draws else None
+        return self._host_copies.start(sampled, packed.order)
 
     def _mixed(self, packed: Packed, scoring: Seq[Slot]) -> Pending:
         upload, draws = self._upload, packed.draws
@@ -223,31 +224,33 @@ class CudaExecutor:
         tiles = None
         if packed.tiles:
             tiles = upload.put([number for tile in packed.tiles for number in tile]).view(-1, 4)
-        parameters = self._draws.parameters(draws)
+        parameters = self._sampler.parameters(draws)
         self._send()
         embeddings = self._embeddings(packed.media) if packed.media else None
         logits = self._forward(tokens, lanes, positions, packed.decodes, tiles, wanted.to(torch.int64), embeddings)
-        drawn = self._draws.draw(logits[: len(draws)], draws, targets, parameters) if draws else None
-        return self._returns.give(
-            drawn, packed.order, _scores(logits[len(draws) :], scoring) if packed.scored else None
+        sampled = self._sampler.sample(logits[: len(draws)], draws, targets, parameters) if draws else None
+        return self._host_copies.start(
+            sampled, packed.order, _scores(logits[len(draws) :], scoring) if packed.scored else None
         )
 
     def _embeddings(self, media: list[tuple[int, int]]) -> Embeddings:
         assert self._encoder is not None
-        where, places = (sampler.place(list(column), torch.int64, self._device) for column in zip(*media, strict=True))
-        return Embeddings(where, self._encoder.take(places))
+        batch_rows, slots = (
+            sampler.place(list(column), torch.int64, self._device) for column in zip(*media, strict=True)
+        )
+        return Embeddings(batch_rows, self._encoder.take(slots))
 
     def _send(self) -> None:
         """Copy the step's lists and the changes to the block tables to the device."""
-        places, values = self._lanes.take_changes()
-        upload, count = self._upload, len(places)
+        entries, values = self._lanes.take_changes()
+        upload, count = self._upload, len(entries)
         pairs = None
-        if count and 2 * count <= upload.left():
-            pairs = upload.put(places + values)
+        if count and 2 * count <= upload.room():
+            pairs = upload.put(entries + values)
         upload.send()
         if count:
             if pairs is None:
-                pairs = sampler.place(places + values, torch.int32, self._device)
+                pairs = sampler.place(entries + values, torch.int32, self._device)
             rows.scatter[(-(-count // 256),)](pairs, self._tables, count, BLOCK=256, num_warps=2)
 
     def memory(self) -> dict[str, Memory]:
@@ -261,7 +264,7 @@ class CudaExecutor:
         self._model = self._pool = self._encoder = self._sliding = None
 
 
-def _single(slot: Slot) -> bool:
+def _is_single_token(slot: Slot) -> bool:
     sequence = slot.sequence
     return slot.count == 1 and slot.samples and not sequence.media and slot.start >= sequence.prompt_len
 

@@ -21,12 +21,12 @@ class Lane:
         self.rows: list[int] | None = None
         self.sent_blocks = 0  # leading entries that are on the device
         self.sent_rows = 0
-        s = sequence.sampling
-        self.random = s.temperature > 0
-        penalty = s.repetition_penalty != 1 or s.presence_penalty != 0 or s.frequency_penalty != 0
-        narrowed = self.random and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0)
-        asked = s.logprobs is not None or bool(s.logit_bias) or sequence.processors is not None
-        self.plain = not (penalty or narrowed or asked)
+        sampling = sequence.sampling
+        self.random = sampling.temperature > 0
+        penalty = sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+        truncated = self.random and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
+        adjusted = sampling.logprobs is not None or bool(sampling.logit_bias) or sequence.processors is not None
+        self.plain = not (penalty or truncated or adjusted)
 
 
 class Lanes:
@@ -43,7 +43,7 @@ class Lanes:
 
     def __init__(self, count: int, width: int, *, sliding: bool = False) -> None:
         self._width = width
-        self._second = count * width if sliding else 0
+        self._rows_offset = count * width if sliding else 0
         self._free = list(range(count - 1, -1, -1))
         self._lanes: dict[Sequence, Lane] = {}
         self.places: list[int] = []
@@ -53,14 +53,14 @@ class Lanes:
         """The lane of a sequence. Records the entries of its tables that are new since the last call."""
         lane = self._lanes.get(sequence)
         if lane is None:
-            lane = self._take(sequence)
+            lane = self._assign(sequence)
         blocks = sequence.blocks
         if lane.blocks is not blocks:
             lane.blocks, lane.sent_blocks = blocks, 0
         if lane.sent_blocks < len(blocks):
-            self._change(lane.index * self._width, lane.sent_blocks, blocks)
+            self._record(lane.index * self._width, lane.sent_blocks, blocks)
             lane.sent_blocks = len(blocks)
-        if self._second:
+        if self._rows_offset:
             self._send_rows(lane, sequence.rows)
         return lane
 
@@ -68,18 +68,18 @@ class Lanes:
         if lane.rows is not rows:
             lane.rows, lane.sent_rows = rows, 0
         if lane.sent_rows < len(rows):
-            self._change(self._second + lane.index * self._width, lane.sent_rows, rows)
+            self._record(self._rows_offset + lane.index * self._width, lane.sent_rows, rows)
             lane.sent_rows = len(rows)
 
-    def _change(self, place: int, start: int, entries: list[int]) -> None:
-        self.places += range(place + start, place + len(entries))
+    def _record(self, first: int, start: int, entries: list[int]) -> None:
+        self.places += range(first + start, first + len(entries))
         # Kernels load entries before the window and ignore the result, so these must be valid, too.
         self.values += [max(entry, 0) for entry in entries[start:]]
 
-    def _take(self, sequence: Sequence) -> Lane:
+    def _assign(self, sequence: Sequence) -> Lane:
         if not self._free:
-            for old in [each for each in self._lanes if not each.blocks]:  # ended, or preempted
-                self._free.append(self._lanes.pop(old).index)
+            for idle in [held for held in self._lanes if not held.blocks]:  # ended, or preempted
+                self._free.append(self._lanes.pop(idle).index)
         lane = self._lanes[sequence] = Lane(self._free.pop(), sequence)
         return lane
 

@@ -1,4 +1,4 @@
-"""Faster forms of the modules that models are made of; ``rewrite`` puts them in."""
+"""Faster replacements for the modules of a model. ``rewrite`` installs them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,28 +13,28 @@ from workers.engines.native.cuda.products import invariant_product
 
 
 class Rotation:
-    """Cosines and sines on their way from a layer's rotation to its attention."""
+    """Passes cosines and sines from the place where a layer would rotate to its attention, which rotates instead."""
 
     def __init__(self) -> None:
-        self._left: tuple[Tensor, Tensor] | None = None
+        self._deferred: tuple[Tensor, Tensor] | None = None
 
-    def instead_of(self, function: Callable[..., tuple[Tensor, Tensor]], width: int) -> Callable[..., Any]:
-        """In place of ``apply_rotary_pos_emb``, for cosines of this width; others are left to the function."""
+    def replacement(self, function: Callable[..., tuple[Tensor, Tensor]], width: int) -> Callable[..., Any]:
+        """A replacement for ``apply_rotary_pos_emb`` that defers rotation by cosines of this width, and only these."""
 
-        def leave(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        def defer(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             if args or kwargs or cos.shape[-1] != width or cos.dim() != 3 or cos.shape[0] != 1:
                 return function(q, k, cos, sin, *args, **kwargs)
-            self._left = (cos, sin)
+            self._deferred = (cos, sin)
             return q, k
 
-        return leave
+        return defer
 
     def take(self) -> tuple[Tensor, Tensor] | None:
-        left, self._left = self._left, None
-        return left
+        deferred, self._deferred = self._deferred, None
+        return deferred
 
 
-class Norm(nn.Module):
+class RmsNorm(nn.Module):
     """RMS norm in one kernel."""
 
     def __init__(self, weight: Tensor, eps: float, kind: int) -> None:
@@ -53,28 +53,31 @@ class Norm(nn.Module):
             inner, outer_stride, inner_stride = 1, x.stride(-2), 0
         dtype = torch.promote_types(x.dtype, self.weight.dtype) if self.kind == rows.ROUNDED else x.dtype
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
-        wide = 1 << (size - 1).bit_length()
+        padded = 1 << (size - 1).bit_length()
         count = x.numel() // size
         pdl = dependent(x.device, count)
         rows.rms_norm[(count,)](
-            x, self.weight, out, self.eps, inner, outer_stride, inner_stride, N=size, N_P=wide, KIND=self.kind,
-            PDL=pdl, num_warps=max(1, min(8, wide // 512)), **launch(pdl),
+            x, self.weight, out, self.eps, inner, outer_stride, inner_stride, N=size, N_P=padded, KIND=self.kind,
+            PDL=pdl, num_warps=max(1, min(8, padded // 512)),
+            **launch_options(pdl),
         )  # fmt: skip
         return out
 
 
-def launch(pdl: bool) -> dict[str, Any]:
-    """Options of a kernel's launch; no option at all where it does not apply, since interpreters know none."""
+def launch_options(pdl: bool) -> dict[str, Any]:
+    """Launch options of a kernel. Empty unless dependent: Triton's interpreter knows no such option."""
     return {"launch_pdl": True} if pdl else {}
 
 
 class Linear(nn.Module):
-    """A linear layer; with ``scale``, (out, 1) float32, of 8-bit floats. Attributes set before a call and taken by it:
+    """A linear layer. Its weight is an 8-bit float if there is a ``scale``, (out, 1) float32.
+
+    ``residual`` and ``norm`` are set before a call and cleared by it.
 
     Attributes:
-        residual: the product is added to it, in place.
-        norm: the input still has to be normalised by it; only for a single row, see ``thin``.
-        invariant: a row's result does not depend on the number of rows. Stays set.
+        residual: add the product to it, in place.
+        norm: normalise the input by it first; only for inputs that ``takes_gemv`` accepts.
+        invariant: a row's result must not depend on the number of rows. Stays set.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> None:
@@ -85,33 +88,33 @@ class Linear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.residual: Tensor | None = None
         self.invariant = False
-        self.__dict__["norm"] = None  # a module, but no child: it stays where it is
+        self.__dict__["norm"] = None  # a module, but not a child: it belongs to the layer
 
-    def part(self, start: int, stop: int) -> "Linear":
-        """The layer of some of the outputs."""
+    def slice_outputs(self, start: int, stop: int) -> "Linear":
+        """A layer with the outputs from ``start`` to ``stop`` only."""
         values = (self.weight, self.bias, self.scale)
         weight, bias, scale = (None if each is None else each.data[start:stop] for each in values)
         assert weight is not None
-        made = Linear(weight, bias, scale)
-        made.invariant = self.invariant
-        return made
+        sliced = Linear(weight, bias, scale)
+        sliced.invariant = self.invariant
+        return sliced
 
-    def thin(self, x: Tensor) -> bool:
-        """Whether the kernel for one row serves it."""
-        wide = x.dtype if self.scale is not None else self.weight.dtype
+    def takes_gemv(self, x: Tensor) -> bool:
+        """Whether the kernel for a single row computes this input."""
+        compute_dtype = x.dtype if self.scale is not None else self.weight.dtype
         if self.invariant:
             return False
-        return x.numel() == self.in_features and x.is_contiguous() and x.dtype == wide != torch.float32
+        return x.numel() == self.in_features and x.is_contiguous() and x.dtype == compute_dtype != torch.float32
 
     def forward(self, x: Tensor) -> Tensor:
         residual, self.residual = self.residual, None
         norm, self.__dict__["norm"] = self.__dict__["norm"], None
-        if norm is not None or self.thin(x):
-            return self.single(x, residual, norm)
+        if norm is not None or self.takes_gemv(x):
+            return self.gemv(x, residual, norm)
         if self.invariant:
             return invariant_product(x, self.weight, self.bias, residual)
         if self.scale is not None:
-            out = self.narrow(x, self.scale)
+            out = self.fp8_forward(x, self.scale)
             return out if residual is None else residual.add_(out)
         if residual is None:
             return F.linear(x, self.weight, self.bias)
@@ -121,36 +124,41 @@ class Linear(nn.Module):
         torch.addmm(flat, x.view(-1, self.in_features), self.weight.t(), out=flat)
         return residual
 
-    def narrow(self, x: Tensor, scale: Tensor) -> Tensor:
-        """Of 8-bit floats, as ``workers.engines.native.quantize.Fp8Linear`` does it."""
+    def fp8_forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        """``forward`` with 8-bit floats, as ``workers.engines.native.quantize.Fp8Linear`` computes it."""
         if not x.is_cuda or x.dtype != torch.bfloat16:
             return F.linear(x, (self.weight.float() * scale).to(x.dtype), self.bias)
-        flat = x.reshape(-1, self.in_features)
-        count = len(flat)
-        small = torch.empty(flat.shape, dtype=self.weight.dtype, device=x.device)
+        x_rows = x.reshape(-1, self.in_features)
+        count = len(x_rows)
+        quantized = torch.empty(x_rows.shape, dtype=self.weight.dtype, device=x.device)
         scales = torch.empty((count, 1), dtype=torch.float32, device=x.device)
-        pdl, wide = dependent(x.device, count), 1 << (self.in_features - 1).bit_length()
-        rows.narrow[(count,)](
-            flat, small, scales, flat.stride(0), N=self.in_features, N_P=wide,
-            LARGEST=torch.finfo(self.weight.dtype).max, PDL=pdl, num_warps=max(1, min(8, wide // 512)), **launch(pdl),
+        pdl, padded = dependent(x.device, count), 1 << (self.in_features - 1).bit_length()
+        rows.quantize_row[(count,)](
+            x_rows, quantized, scales, x_rows.stride(0), N=self.in_features, N_P=padded,
+            LARGEST=torch.finfo(self.weight.dtype).max, PDL=pdl, num_warps=max(1, min(8, padded // 512)),
+            **launch_options(pdl),
         )  # fmt: skip
-        out = torch._scaled_mm(small, self.weight.t(), scales, scale.t(), out_dtype=x.dtype, use_fast_accum=True)
+        out = torch._scaled_mm(quantized, self.weight.t(), scales, scale.t(), out_dtype=x.dtype, use_fast_accum=True)
         if self.bias is not None:
             out += self.bias
         return out.view(*x.shape[:-1], self.out_features)
 
-    def single(self, x: Tensor, residual: Tensor | None, norm: "Norm | None" = None, act: int | None = None) -> Tensor:
-        """Of one row. ``act``: the layer is gate and up of an MLP, and its activation is wanted."""
-        wide = self.out_features if act is None else self.out_features // 2
+    def gemv(self, x: Tensor, residual: Tensor | None, norm: "RmsNorm | None" = None, act: int | None = None) -> Tensor:
+        """``forward`` for a single row.
+
+        Args:
+            act: the layer is gate and up of an MLP; return ``act(gate) * up``.
+        """
+        columns = self.out_features if act is None else self.out_features // 2
         out = residual
         if out is None:
-            out = torch.empty((*x.shape[:-1], wide), dtype=x.dtype, device=x.device)
-        block_n, block_k, stages, warps = thin_shape(self.out_features, self.in_features, self.weight.itemsize)
+            out = torch.empty((*x.shape[:-1], columns), dtype=x.dtype, device=x.device)
+        block_n, block_k, stages, warps = gemv_shape(self.out_features, self.in_features, self.weight.itemsize)
         if act is not None:
             block_n //= 2
-        rows.thin[(-(-wide // block_n),)](
+        rows.gemv[(-(-columns // block_n),)](
             x, self.weight, x if self.scale is None else self.scale, x if norm is None else norm.weight,
-            x if self.bias is None else self.bias, x if residual is None else residual, out, wide,
+            x if self.bias is None else self.bias, x if residual is None else residual, out, columns,
             0.0 if norm is None else norm.eps, K=self.in_features, BLOCK_N=block_n, BLOCK_K=block_k,
             BIAS=self.bias is not None, ADDED=residual is not None, NORM=norm is not None,
             SHIFT=float(norm is not None and norm.kind == rows.SHIFTED), GATED=act is not None, ACT=act or 0,
@@ -159,15 +167,15 @@ class Linear(nn.Module):
         return out
 
 
-def thin_shape(out_features: int, in_features: int, itemsize: int) -> tuple[int, int, int, int]:
-    """Rows and columns of weight per program and iteration, stages, warps."""
+def gemv_shape(out_features: int, in_features: int, itemsize: int) -> tuple[int, int, int, int]:
+    """Rows and columns of the weight per program and iteration; pipeline stages; warps."""
     if out_features <= in_features:
         return 4, 1024 // itemsize, 3, 2
     return 4, min(4096 // itemsize, 1 << (in_features - 1).bit_length()), 2, 4
 
 
-class Leader(nn.Module):
-    """The first of several linear layers with one input: computes all of them."""
+class MergedLinear(nn.Module):
+    """Replaces the first of several linear layers that share an input, and computes all of them in one product."""
 
     def __init__(self, linear: Linear, sizes: list[int]) -> None:
         super().__init__()
@@ -181,29 +189,31 @@ class Leader(nn.Module):
         self._parts, self._source = [None, *others], x
         return first  # type: ignore[no-any-return]
 
-    def part(self, number: int, x: Tensor) -> Tensor:
-        """Of this input, once; nothing is kept longer than that."""
-        if self._source is not x or (found := self._parts[number]) is None:
+    def output(self, number: int, x: Tensor) -> Tensor:
+        """The output of layer ``number`` for the input of the last call. Each is returned once, then freed."""
+        if self._source is not x or (part_output := self._parts[number]) is None:
             start = sum(self._sizes[:number])
-            return self.linear.part(start, start + self._sizes[number])(x)  # type: ignore[no-any-return]
+            return self.linear.slice_outputs(start, start + self._sizes[number])(x)  # type: ignore[no-any-return]
         self._parts[number] = None
         if not any(part is not None for part in self._parts):
             self._source = None
-        return found
+        return part_output
 
 
-class Follower(nn.Module):
-    def __init__(self, leader: Leader, number: int) -> None:
+class MergedLinearPart(nn.Module):
+    """Replaces one of the other layers; takes its output from ``merged``."""
+
+    def __init__(self, merged: MergedLinear, number: int) -> None:
         super().__init__()
-        self._ask = leader.part
+        self._output = merged.output
         self._number = number
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._ask(self._number, x)
+        return self._output(self._number, x)
 
 
 class GatedMlp(nn.Module):
-    """``down(act(gate(x)) * up(x))``. ``norm``: as of ``Linear``."""
+    """``down(act(gate(x)) * up(x))``. ``norm``: see ``Linear``."""
 
     def __init__(self, gate_up: Linear, down_proj: Linear, act: int) -> None:
         super().__init__()
@@ -214,16 +224,16 @@ class GatedMlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         norm, self.__dict__["norm"] = self.__dict__["norm"], None
-        if norm is not None or (FUSIONS.products and self.gate_up.thin(x)):
-            return self.down_proj(self.gate_up.single(x, None, norm, self._act))  # type: ignore[no-any-return]
-        both = self.gate_up(x)
-        width = both.shape[-1] // 2
-        out = torch.empty((*both.shape[:-1], width), dtype=both.dtype, device=both.device)
+        if norm is not None or (FUSIONS.products and self.gate_up.takes_gemv(x)):
+            return self.down_proj(self.gate_up.gemv(x, None, norm, self._act))  # type: ignore[no-any-return]
+        gate_up = self.gate_up(x)
+        width = gate_up.shape[-1] // 2
+        out = torch.empty((*gate_up.shape[:-1], width), dtype=gate_up.dtype, device=gate_up.device)
         block = min(2048, 1 << (width - 1).bit_length())
         count = out.numel() // width
         pdl = dependent(x.device, count)
         rows.gate[(count, -(-width // block))](
-            both, out, WIDTH=width, ACT=self._act, BLOCK=block, PDL=pdl,
-            num_warps=8 if block == 2048 else 1, **launch(pdl),
+            gate_up, out, WIDTH=width, ACT=self._act, BLOCK=block, PDL=pdl,
+            num_warps=8 if block == 2048 else 1, **launch_options(pdl),
         )  # fmt: skip
         return self.down_proj(out)  # type: ignore[no-any-return]

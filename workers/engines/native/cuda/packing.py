@@ -8,11 +8,11 @@ from workers.engines.core.sequence import Sequence, Slot, scored_to
 from workers.engines.native.cuda.lanes import Lane, Lanes
 from workers.engines.native.executor import media_rows
 
-UNKNOWN = -1  # the previous step draws this token; only the device knows it
+UNKNOWN = -1  # the previous step samples this token, and only the device has it
 
 
 class Draw(NamedTuple):
-    """A token to draw from the logits of one row.
+    """A token to sample from the logits of one row.
 
     Attributes:
         length: of the sequence, without this token.
@@ -89,50 +89,52 @@ class Packing:
         packed = Packed()
         tiled = []
         for slot in plan:
-            count = self._tiled(slot)
+            count = self._tiled_tokens(slot)
             if count:
                 tiled.append((slot, count))
             if count < slot.count:
                 if not count:
-                    self._ask(packed, slot, len(packed.tokens), scoring)
-                self._put(packed, slot, slot.start + count, slot.start + slot.count)
+                    self._add_media_and_scores(packed, slot, len(packed.tokens), scoring)
+                self._add_rows(packed, slot, slot.start + count, slot.start + slot.count)
         packed.decodes = len(packed.tokens)
         for slot, count in tiled:
             row = len(packed.tokens)
-            self._ask(packed, slot, row, scoring)
-            lane = self._put(packed, slot, slot.start, slot.start + count)
-            for at in range(0, count, self._tile_rows):
-                packed.tiles.append((row + at, slot.start + at, min(self._tile_rows, count - at), lane.index))
+            self._add_media_and_scores(packed, slot, row, scoring)
+            lane = self._add_rows(packed, slot, slot.start, slot.start + count)
+            for offset in range(0, count, self._tile_rows):
+                packed.tiles.append(
+                    (row + offset, slot.start + offset, min(self._tile_rows, count - offset), lane.index)
+                )
         packed.tiles.sort(key=lambda tile: -tile[1])  # the longest first
-        place = {slot.sequence: number for number, slot in enumerate(plan)}
+        plan_index = {slot.sequence: number for number, slot in enumerate(plan)}
         draws = packed.draws
-        packed.order = sorted(range(len(draws)), key=lambda n: (place[draws[n].sequence], draws[n].length))
+        packed.order = sorted(range(len(draws)), key=lambda n: (plan_index[draws[n].sequence], draws[n].length))
         return packed
 
-    def _tiled(self, slot: Slot) -> int:
+    def _tiled_tokens(self, slot: Slot) -> int:
         """How many of a slot's leading tokens belong in tiles."""
         if self._by_position:
             return min(max(slot.sequence.prompt_len - slot.start, 0), slot.count)
         return 0 if slot.count <= self._singles or slot.sequence.draft else slot.count
 
-    def _put(self, packed: Packed, slot: Slot, start: int, stop: int) -> Lane:
+    def _add_rows(self, packed: Packed, slot: Slot, start: int, stop: int) -> Lane:
         """Add rows for a slot's tokens from position ``start`` to ``stop``, and the draws from their logits."""
         sequence, end, row = slot.sequence, slot.start + slot.count, len(packed.tokens)
-        border = end - len(sequence.draft)  # where the proposed tokens begin
+        draft_start = end - len(sequence.draft)  # where the proposed tokens begin
         lane = self._lanes.of(sequence)
-        packed.tokens += sequence.tokens[start : min(stop, border)]
-        packed.tokens += sequence.draft[max(start - border, 0) : max(stop - border, 0)]
+        packed.tokens += sequence.tokens[start : min(stop, draft_start)]
+        packed.tokens += sequence.draft[max(start - draft_start, 0) : max(stop - draft_start, 0)]
         packed.tokens += [UNKNOWN] * (row + stop - start - len(packed.tokens))
         packed.lanes += [lane.index] * (stop - start)
         packed.positions += range(start, stop)
         if slot.samples:
-            for position in range(max(start, border - 1), stop):
+            for position in range(max(start, draft_start - 1), stop):
                 target = self._spare if sequence.draft else lane.index
                 packed.drawn.append(row + position - start)
                 packed.draws.append(Draw(sequence, lane, position + 1, target))
         return lane
 
-    def _ask(self, packed: Packed, slot: Slot, row: int, scoring: Seq[Slot]) -> None:
+    def _add_media_and_scores(self, packed: Packed, slot: Slot, row: int, scoring: Seq[Slot]) -> None:
         """Add the embeddings and scores of a slot whose first token is in ``row``."""
         if slot.sequence.media and self._media_tokens:
             packed.media += media_rows(slot, row, self._media_tokens)

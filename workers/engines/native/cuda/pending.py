@@ -25,13 +25,13 @@ class Pending:
         Raises:
             EngineError: the device is lost.
         """
-        with failing():
+        with device_errors():
             return self._finish()
 
 
 @contextmanager
-def failing() -> Iterator[None]:
-    """Turn failures of the device into ``EngineError``."""
+def device_errors() -> Iterator[None]:
+    """Raise failures of the device as ``EngineError``."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -40,34 +40,36 @@ def failing() -> Iterator[None]:
         raise EngineError(f"the step failed: {error}") from error
 
 
-class Returns:
-    """Copies drawn tokens to the host.
+class HostCopies:
+    """Copies sampled tokens to the host.
 
     Args:
-        most: maximum number of tokens per step.
+        max_tokens: maximum number of tokens per step.
         in_flight: number of steps whose results may be outstanding; each has a buffer.
     """
 
-    def __init__(self, most: int, in_flight: int, device: torch.device) -> None:
+    def __init__(self, max_tokens: int, in_flight: int, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._buffers = [torch.zeros(most, dtype=torch.int32, pin_memory=self._cuda) for _ in range(in_flight)]
-        self._turn = 0
+        self._buffers = [torch.zeros(max_tokens, dtype=torch.int32, pin_memory=self._cuda) for _ in range(in_flight)]
+        self._next = 0
 
-    def give(self, drawn: Tensor | Chosen | None, order: list[int], after: Callable[[], None] | None = None) -> Pending:
+    def start(
+        self, sampled: Tensor | Chosen | None, order: list[int], after: Callable[[], None] | None = None
+    ) -> Pending:
         """Start the copy.
 
         Args:
-            drawn: (n,) int32, or with log-probabilities; None: nothing was drawn.
-            order: indices into ``drawn``, in the order to return; empty: as drawn.
-            after: called when the step is done.
+            sampled: (n,) int32, or with log-probabilities; None: nothing was sampled.
+            order: indices into ``sampled`` in the order to return; empty: the order of ``sampled``.
+            after: called when the step has ended.
         """
-        if isinstance(drawn, Chosen):
-            drawn = drawn.moved()
-        elif drawn is not None:
-            self._turn = (self._turn + 1) % len(self._buffers)
-            here = self._buffers[self._turn][: len(drawn)]
-            here.copy_(drawn, non_blocking=True)
-            drawn = here
+        if isinstance(sampled, Chosen):
+            sampled = sampled.moved()
+        elif sampled is not None:
+            self._next = (self._next + 1) % len(self._buffers)
+            buffer = self._buffers[self._next][: len(sampled)]
+            buffer.copy_(sampled, non_blocking=True)
+            sampled = buffer
         event = new_event() if self._cuda else None
         if event is not None:
             event.record()
@@ -77,9 +79,11 @@ class Returns:
                 event.synchronize()
             if after is not None:
                 after()
-            if drawn is None:
+            if sampled is None:
                 return []
-            sampled = drawn.sampled() if isinstance(drawn, Chosen) else [Sampled(token) for token in drawn.tolist()]
-            return [sampled[row] for row in order] if order else sampled
+            results = (
+                sampled.sampled() if isinstance(sampled, Chosen) else [Sampled(token) for token in sampled.tolist()]
+            )
+            return [results[row] for row in order] if order else results
 
         return Pending(finish)

@@ -1,4 +1,4 @@
-"""A loaded model made ready for the kernels: rewritten by rule, and compared with what it was."""
+"""Prepares a loaded model for the kernels: rewrites it by rule, and compares it with the original."""
 
 from collections.abc import Callable
 
@@ -19,13 +19,13 @@ log = structlog.get_logger("engine")
 
 
 def prepare(model: Model, *, invariant: bool = False) -> Rotation:
-    """Rewrite a model in place; returns what its attention needs to rotate by itself.
+    """Rewrite a model in place; returns the rotation that its attention applies.
 
     Args:
-        invariant: a row's results shall not depend on the number of rows.
+        invariant: make a row's results independent of the number of rows.
 
     Raises:
-        ModelError: it no longer computes what it did; load it again.
+        ModelError: the rewritten model computes something else. It must be loaded again.
     """
     narrow = any(isinstance(module, Fp8Linear) for module in model.forward.modules())
     rounding = ROUNDING_FP8 if narrow else ROUNDING
@@ -48,7 +48,7 @@ def prepare(model: Model, *, invariant: bool = False) -> Rotation:
     try:
         verify(model, expected, paged, rounding)
         if not _same_single(model, paged, rounding):
-            raise ModelError("norms within products change what a single row computes")
+            raise ModelError("norms within products change the result of a single row")
     except ModelError:
         undo_layers(model.forward)
         counts["residuals within products"] = 0
@@ -63,15 +63,15 @@ def prepare(model: Model, *, invariant: bool = False) -> Rotation:
 
 def _same_single(model: Model, paged: Callable[[Pool, int, int], Paged], rounding: float) -> bool:
     """Whether a decode step of one row is the same with and without norms within its products."""
-    words = torch.arange(12, device=model.device) % model.vocab_size
-    found, products = [], FUSIONS.products
+    token_ids = torch.arange(12, device=model.device) % model.vocab_size
+    outputs, products = [], FUSIONS.products
     try:
         for FUSIONS.products in (False, True):
             pool = Pool(model.shape, 2, 8, model.dtype, model.device)
             with torch.inference_mode():
                 for start, stop in ((0, 11), (11, 12)):
-                    logits = model.logits(words[start:stop], words[start:stop], None, paged(pool, start, stop))
-            found.append(logits[-1].float())
+                    logits = model.logits(token_ids[start:stop], token_ids[start:stop], None, paged(pool, start, stop))
+            outputs.append(logits[-1].float())
     finally:
         FUSIONS.products = products
-    return bool((found[0] - found[1]).norm() < rounding * found[0].norm())
+    return bool((outputs[0] - outputs[1]).norm() < rounding * outputs[0].norm())

@@ -1,6 +1,6 @@
-"""Products whose rows do not depend on how many rows there are, unlike those of libraries, which choose by that number.
+"""Matrix products whose rows do not depend on the number of rows. Libraries choose their kernels by that number.
 
-All sums run over the inner dimension in the same order, in steps of the tensor cores; none is split.
+Every sum runs over the inner dimension in the same order, in steps of the tensor cores, and is never split.
 """
 
 from typing import NamedTuple
@@ -24,11 +24,11 @@ class Shape(NamedTuple):
 FEW = Shape(64, 32, 128, 4, 5)
 SOME = Shape(128, 64, 64, 4, 4)
 MANY = Shape(128, 256, 64, 8, 3)
-GROUP = 8  # tiles of rows that go through the weight together, while it is in the cache
+GROUP = 8  # row tiles that share a column tile of the weight while it is in the cache
 
 
 def shape_for(rows: int) -> Shape:
-    """The tile of a product: speed depends on it, the result does not (``python -m tests.gpu.invariant`` checks it)."""
+    """The tile of a product: it changes the speed, not the result (checked by ``tests.gpu.invariant``)."""
     if rows <= FEW.rows:
         return FEW
     return SOME if rows <= 2 * SOME.rows else MANY
@@ -40,36 +40,36 @@ def product(
     K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP_ROWS: tl.constexpr,
     BIAS: tl.constexpr, ADDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``out = x @ weight.T (+ bias) (+ added)``; program (tile)."""
-    number = tl.program_id(0)
-    tall, wide = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
-    group = number // (GROUP_ROWS * wide)
-    height = tl.minimum(tall - group * GROUP_ROWS, GROUP_ROWS)
-    down = group * GROUP_ROWS + (number % (GROUP_ROWS * wide)) % height
-    right = (number % (GROUP_ROWS * wide)) // height
-    mine, theirs = down * ROWS + tl.arange(0, ROWS), right * COLUMNS + tl.arange(0, COLUMNS)
-    depth = tl.arange(0, DEPTH)
-    exists = (mine < rows)[:, None]
-    column = (theirs % columns).to(tl.int64)  # what wraps around is not stored
-    left = x + mine.to(tl.int64)[:, None] * x_stride + depth[None, :]
-    above = weight + column[None, :] * K + depth[:, None]
+    """Program (tile): ``out = x @ weight.T (+ bias) (+ added)``."""
+    tile = tl.program_id(0)
+    row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
+    group = tile // (GROUP_ROWS * column_tiles)
+    group_rows = tl.minimum(row_tiles - group * GROUP_ROWS, GROUP_ROWS)
+    row_tile = group * GROUP_ROWS + (tile % (GROUP_ROWS * column_tiles)) % group_rows
+    column_tile = (tile % (GROUP_ROWS * column_tiles)) // group_rows
+    row_ids, column_ids = row_tile * ROWS + tl.arange(0, ROWS), column_tile * COLUMNS + tl.arange(0, COLUMNS)
+    ks = tl.arange(0, DEPTH)
+    row_mask = (row_ids < rows)[:, None]
+    wrapped_columns = (column_ids % columns).to(tl.int64)  # columns that wrap around are not stored
+    x_ptrs = x + row_ids.to(tl.int64)[:, None] * x_stride + ks[None, :]
+    weight_ptrs = weight + wrapped_columns[None, :] * K + ks[:, None]
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for at in range(0, K, DEPTH):
+    for k in range(0, K, DEPTH):
         if K % DEPTH == 0:
-            a, b = tl.load(left, mask=exists, other=0.0), tl.load(above)
+            x_tile, weight_tile = tl.load(x_ptrs, mask=row_mask, other=0.0), tl.load(weight_ptrs)
         else:
-            a = tl.load(left, mask=exists & (depth[None, :] < K - at), other=0.0)
-            b = tl.load(above, mask=depth[:, None] < K - at, other=0.0)
-        acc = tl.dot(a, b, acc, input_precision=PRECISION)
-        left += DEPTH
-        above += DEPTH
+            x_tile = tl.load(x_ptrs, mask=row_mask & (ks[None, :] < K - k), other=0.0)
+            weight_tile = tl.load(weight_ptrs, mask=ks[:, None] < K - k, other=0.0)
+        acc = tl.dot(x_tile, weight_tile, acc, input_precision=PRECISION)
+        x_ptrs += DEPTH
+        weight_ptrs += DEPTH
     if BIAS:
-        acc += tl.load(bias + column).to(tl.float32)[None, :]
-    to = mine.to(tl.int64)[:, None] * out_stride + theirs[None, :]
-    legal = (mine < rows)[:, None] & (theirs < columns)[None, :]
+        acc += tl.load(bias + wrapped_columns).to(tl.float32)[None, :]
+    out_offsets = row_ids.to(tl.int64)[:, None] * out_stride + column_ids[None, :]
+    mask = (row_ids < rows)[:, None] & (column_ids < columns)[None, :]
     if ADDED:
-        acc += tl.load(added + to, mask=legal, other=0.0).to(tl.float32)
-    tl.store(out + to, acc.to(out.dtype.element_ty), mask=legal)
+        acc += tl.load(added + out_offsets, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + out_offsets, acc.to(out.dtype.element_ty), mask=mask)
 
 
 def invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:

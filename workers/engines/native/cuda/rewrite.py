@@ -1,8 +1,8 @@
-"""Modelling code of transformers, made faster by rules over its modules. Each rewrite is compared with the original.
+"""Makes the modelling code of transformers faster by rules over its modules, and compares each with the original.
 
-Norms and gated MLPs become one kernel each; linear layers that share an input become one product; few rows are
-multiplied by a kernel of ours; a layer's residuals are added within its last products; rotation is left to the
-attention, which stores keys anyway. What a rule does not fit, or what it would change, stays as it is.
+Norms and gated MLPs become one kernel each. Linear layers that share an input become one product, and a single row is
+multiplied by a kernel of its own. A layer's residuals are added within its last products. Rotation is deferred to the
+attention, which writes the keys anyway. Modules that no rule fits, or whose results a rule would change, are kept.
 """
 
 import types
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from workers.engines.native.cuda import rows
 from workers.engines.native.cuda.fusions import FUSIONS
-from workers.engines.native.cuda.modules import Follower, GatedMlp, Leader, Linear, Norm, Rotation
+from workers.engines.native.cuda.modules import GatedMlp, Linear, MergedLinear, MergedLinearPart, RmsNorm, Rotation
 from workers.engines.native.quantize import Fp8Linear
 from workers.engines.native.verify import ROUNDING
 
@@ -25,32 +25,36 @@ LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 
 
 def rewrite(model: Any) -> tuple[Rotation, Counter[str]]:
-    """Apply all rules to a loaded model; returns how often each did. ``undo_layers`` takes the boldest back."""
+    """Apply all rules to a loaded model; returns how often each applied. ``undo_layers`` reverts residuals."""
     counts: Counter[str] = Counter()
     generator = torch.Generator(device=model.device).manual_seed(1)
-    for path in [name for name, _ in model.named_modules() if name]:  # no list of modules: it would keep old weights
+    for path in [
+        name for name, _ in model.named_modules() if name
+    ]:  # paths, because a list of modules would keep replaced weights alive
         parent, name, child = _find(model, path)
         if type(child).__name__.endswith("RMSNorm"):
-            _replace(parent, name, _norm(child, model.dtype, generator), counts, "norms")
+            _replace(parent, name, _rms_norm_for(child, model.dtype, generator), counts, "norms")
         elif type(child).__name__.endswith("MLP"):
-            _replace(parent, name, _mlp(child, model.dtype, generator), counts, "gated MLPs")
+            _replace(parent, name, _gated_mlp_for(child, model.dtype, generator), counts, "gated MLPs")
         else:
-            counts["merged linear layers"] += _merge(child)
+            counts["merged linear layers"] += _merge_qkv(child)
     for path in [name for name, _ in model.named_modules() if name]:
         parent, name, child = _find(model, path)
         if type(child) in LINEAR:
             setattr(parent, name, Linear(child.weight.data, child.bias, getattr(child, "scale", None)))
     for layer in model.modules():
-        counts["residuals within products"] += _layer(layer)
+        counts["residuals within products"] += _fuse_residuals(layer)
     rotation = Rotation()
-    counts["rotations within attention"] = sum(_rotation(module, rotation, generator) for module in model.modules())
+    counts["rotations within attention"] = sum(
+        _defer_rotation(module, rotation, generator) for module in model.modules()
+    )
     return rotation, counts
 
 
 def make_invariant(model: Any) -> str:
     """Compute all products with kernels whose rows do not depend on the number of rows.
 
-    Returns: the name of a module for which there is none; empty: there is none such.
+    Returns: the name of a module that has no such kernel; empty: all have one.
     """
     for name, module in model.named_modules():
         if isinstance(module, Linear) and module.scale is None:
@@ -61,7 +65,7 @@ def make_invariant(model: Any) -> str:
 
 
 def undo_layers(model: Any) -> None:
-    """Layers add their residuals themselves again."""
+    """Revert the rule that adds residuals within products."""
     for module in model.modules():
         if module.__dict__.pop("_penstock_layer", False):
             del module.forward
@@ -73,8 +77,8 @@ def _replace(parent: nn.Module, name: str, new: nn.Module | None, counts: Counte
         counts[rule] += 1
 
 
-def _same(new: Callable[[Tensor], Tensor], old: Callable[[Tensor], Tensor], x: Tensor, bound: float = 0.0) -> bool:
-    """``bound``: relative, that is allowed; 0: the one of the data type."""
+def _matches(new: Callable[[Tensor], Tensor], old: Callable[[Tensor], Tensor], x: Tensor, bound: float = 0.0) -> bool:
+    """``bound``: maximum relative difference; 0: that of the data type."""
     with torch.inference_mode():
         expected = old(x.clone())
         found = new(x.clone())
@@ -84,24 +88,24 @@ def _same(new: Callable[[Tensor], Tensor], old: Callable[[Tensor], Tensor], x: T
     return bool((found.float() - expected.float()).norm() <= bound * expected.float().norm())
 
 
-def _norm(norm: Any, dtype: torch.dtype, generator: torch.Generator) -> Norm | None:
+def _rms_norm_for(norm: Any, dtype: torch.dtype, generator: torch.Generator) -> RmsNorm | None:
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     weight = getattr(norm, "weight", None)
     if not isinstance(eps, float) or weight is None or weight.dim() != 1 or dtype not in TOLERANCE:
         return None
     x = torch.randn((1, 3, len(weight)), generator=generator, device=weight.device).to(dtype)
-    # A weight of ones, or zeros, would not show what is done with it.
-    probe = torch.randn(weight.shape, generator=generator, device=weight.device).to(weight.dtype)
-    kept = weight.data
+    # A weight of ones or zeros would not show how the module uses it.
+    random_weight = torch.randn(weight.shape, generator=generator, device=weight.device).to(weight.dtype)
+    original = weight.data
     try:
-        norm.weight.data = probe
-        kinds = [kind for kind in (0, 1, 2) if _same(Norm(probe, eps, kind), norm, x)]
+        norm.weight.data = random_weight
+        kinds = [kind for kind in (0, 1, 2) if _matches(RmsNorm(random_weight, eps, kind), norm, x)]
     finally:
-        norm.weight.data = kept
-    return Norm(kept, eps, kinds[0]) if kinds else None
+        norm.weight.data = original
+    return RmsNorm(original, eps, kinds[0]) if kinds else None
 
 
-def _mlp(mlp: Any, dtype: torch.dtype, generator: torch.Generator) -> GatedMlp | None:
+def _gated_mlp_for(mlp: Any, dtype: torch.dtype, generator: torch.Generator) -> GatedMlp | None:
     children = dict(mlp.named_children())
     linears = [children.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
     if not set(children) <= {"gate_proj", "up_proj", "down_proj", "act_fn"} or dtype not in TOLERANCE:
@@ -110,37 +114,39 @@ def _mlp(mlp: Any, dtype: torch.dtype, generator: torch.Generator) -> GatedMlp |
         return None
     gate_proj, up_proj, down_proj = linears
     assert gate_proj is not None
-    gate_up, down = _joined([gate_proj, up_proj]), _joined([down_proj])
+    gate_up, down = _join([gate_proj, up_proj]), _join([down_proj])
     bound = ROUNDING if down.scale is not None else 0.0
     x = torch.randn((1, 3, gate_proj.in_features), generator=generator, device=gate_proj.weight.device).to(dtype)
     for act in (rows.SILU, rows.GELU_TANH):
         new = GatedMlp(gate_up, down, act)
-        if _same(new, mlp, x, bound) and _same(new, mlp, x[:, :1], bound):  # one row has kernels of its own
+        if _matches(new, mlp, x, bound) and _matches(new, mlp, x[:, :1], bound):  # one row has kernels of its own
             return new
     return None
 
 
-def _joined(linears: list[Any]) -> Linear:
-    """One layer with the outputs of several, which are of one of the types of ``LINEAR``."""
-    weight = _cat([linear.weight.data for linear in linears])
+def _join(linears: list[Any]) -> Linear:
+    """One layer that computes several, all of the same type of ``LINEAR``."""
+    weight = _concatenate([linear.weight.data for linear in linears])
     scale = torch.cat([linear.scale for linear in linears]) if isinstance(linears[0], Fp8Linear) else None
     biases = [linear.bias for linear in linears]
     if all(bias is None for bias in biases):
         return Linear(weight, None, scale)
-    like = next(bias.data for bias in biases if bias is not None)
-    filled = [like.new_zeros(linear.out_features) if linear.bias is None else linear.bias.data for linear in linears]
-    return Linear(weight, torch.cat(filled), scale)
+    example = next(bias.data for bias in biases if bias is not None)
+    all_biases = [
+        example.new_zeros(linear.out_features) if linear.bias is None else linear.bias.data for linear in linears
+    ]
+    return Linear(weight, torch.cat(all_biases), scale)
 
 
-def _cat(weights: list[Tensor]) -> Tensor:
-    """8-bit floats are joined as bytes: not every torch can join them."""
+def _concatenate(weights: list[Tensor]) -> Tensor:
+    """8-bit floats are concatenated as bytes, because not every torch can concatenate them."""
     if weights[0].itemsize > 1:
         return torch.cat(weights)
     return torch.cat([weight.view(torch.uint8) for weight in weights]).view(weights[0].dtype)
 
 
 def _find(model: nn.Module, path: str) -> tuple[nn.Module, str, Any]:
-    """A module by its path, with its parent; None if a rewrite has taken it away."""
+    """Parent, name and module of a path; the module is None if a rewrite has removed it."""
     above, _, name = path.rpartition(".")
     try:
         parent = model.get_submodule(above)
@@ -149,23 +155,23 @@ def _find(model: nn.Module, path: str) -> tuple[nn.Module, str, Any]:
     return parent, name, getattr(parent, name, None)
 
 
-def _merge(parent: nn.Module | None) -> int:
-    """Whether linear layers with one input, known by their names, became one."""
+def _merge_qkv(parent: nn.Module | None) -> int:
+    """Merge q_proj, k_proj and v_proj into one product. Returns 1 if it did."""
     names = ("q_proj", "k_proj", "v_proj")
     found: list[Any] = [getattr(parent, name, None) for name in names]
     if parent is None or len({type(linear) for linear in found}) != 1 or type(found[0]) not in LINEAR:
         return 0
     if len({(linear.in_features, linear.weight.dtype) for linear in found}) != 1:
         return 0
-    leader = Leader(_joined(found), [linear.out_features for linear in found])
-    setattr(parent, names[0], leader)
+    merged = MergedLinear(_join(found), [linear.out_features for linear in found])
+    setattr(parent, names[0], merged)
     for number, name in enumerate(names[1:], 1):
-        setattr(parent, name, Follower(leader, number))
+        setattr(parent, name, MergedLinearPart(merged, number))
     return 1
 
 
-def _layer(layer: Any) -> int:
-    """A layer that does nothing but attention and MLP, each normalised before and added after."""
+def _fuse_residuals(layer: Any) -> int:
+    """Add residuals within products if the layer is attention and MLP, each after a norm. Returns 1 if it did."""
     children = dict(layer.named_children())
     if set(children) != LAYER or not isinstance(layer.mlp, GatedMlp):
         return 0
@@ -173,11 +179,13 @@ def _layer(layer: Any) -> int:
         return 0
 
     norms = (layer.input_layernorm, layer.post_attention_layernorm)
-    fused = isinstance(getattr(layer.self_attn, "q_proj", None), Leader) and all(type(norm) is Norm for norm in norms)
+    fused = isinstance(getattr(layer.self_attn, "q_proj", None), MergedLinear) and all(
+        type(norm) is RmsNorm for norm in norms
+    )
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         attn, mlp = self.self_attn, self.mlp
-        if fused and FUSIONS.products and attn.q_proj.linear.thin(hidden_states):
+        if fused and FUSIONS.products and attn.q_proj.linear.takes_gemv(hidden_states):
             attn.q_proj.linear.__dict__["norm"] = self.input_layernorm
             mlp.__dict__["norm"] = self.post_attention_layernorm
             normal = hidden_states
@@ -194,40 +202,45 @@ def _layer(layer: Any) -> int:
     return 1
 
 
-def _rotation(module: Any, rotation: Rotation, generator: torch.Generator) -> int:
-    """Where a module's code rotates by ``apply_rotary_pos_emb`` of the usual form, that is left to the attention."""
+def _defer_rotation(module: Any, rotation: Rotation, generator: torch.Generator) -> int:
+    """Defer to the attention what a module rotates by the usual ``apply_rotary_pos_emb``. Returns 1 if it did."""
     forward = getattr(type(module), "forward", None)
-    space = getattr(forward, "__globals__", {})
+    module_globals = getattr(forward, "__globals__", {})
     if not isinstance(forward, types.FunctionType) or "apply_rotary_pos_emb" not in forward.__code__.co_names:
         return 0
-    dim, function = getattr(module, "head_dim", 0), space["apply_rotary_pos_emb"]
-    width = _width(function, dim, generator) if isinstance(dim, int) and dim >= 4 and not dim % 2 else 0
+    dim, function = getattr(module, "head_dim", 0), module_globals["apply_rotary_pos_emb"]
+    width = _cosine_width(function, dim, generator) if isinstance(dim, int) and dim >= 4 and not dim % 2 else 0
     if not width:
         return 0
-    ours = {**space, "apply_rotary_pos_emb": rotation.instead_of(function, width)}
-    made = types.FunctionType(forward.__code__, ours, forward.__name__, forward.__defaults__, forward.__closure__)
-    made.__kwdefaults__ = forward.__kwdefaults__
-    module.forward = types.MethodType(made, module)
+    replaced = {**module_globals, "apply_rotary_pos_emb": rotation.replacement(function, width)}
+    rebound = types.FunctionType(
+        forward.__code__, replaced, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    rebound.__kwdefaults__ = forward.__kwdefaults__
+    module.forward = types.MethodType(rebound, module)
     return 1
 
 
-def _width(function: Callable[..., tuple[Tensor, Tensor]], dim: int, generator: torch.Generator) -> int:
-    """Of its cosines, if halves are rotated against each other by the first half of them; else 0."""
+def _cosine_width(function: Callable[..., tuple[Tensor, Tensor]], dim: int, generator: torch.Generator) -> int:
+    """The width of the cosines with which ``function`` rotates the halves of a head; 0 if it does something else."""
     device = generator.device
     q, k = (torch.randn((1, heads, 3, dim), generator=generator, device=device) for heads in (4, 2))
     angles = torch.randn((1, 3, dim // 2), generator=generator, device=device)
     cos, sin = angles.cos(), angles.sin()
     for copies in (2, 1):  # as wide as a head, or as half of one
         try:
-            found = function(q, k, torch.cat([cos] * copies, -1), torch.cat([sin] * copies, -1))
+            rotated_pair = function(q, k, torch.cat([cos] * copies, -1), torch.cat([sin] * copies, -1))
         except RuntimeError:
             continue
-        alike = (_alike(x, turned, cos[:, None], sin[:, None]) for x, turned in zip((q, k), found, strict=True))
-        return copies * dim // 2 if all(alike) else 0
+        matches = (
+            _is_half_rotation(x, rotated, cos[:, None], sin[:, None])
+            for x, rotated in zip((q, k), rotated_pair, strict=True)
+        )
+        return copies * dim // 2 if all(matches) else 0
     return 0
 
 
-def _alike(x: Tensor, turned: Tensor, cos: Tensor, sin: Tensor) -> bool:
+def _is_half_rotation(x: Tensor, rotated: Tensor, cos: Tensor, sin: Tensor) -> bool:
     low, high = x.chunk(2, dim=-1)
     expected = torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
-    return turned.shape == x.shape and torch.allclose(turned, expected, atol=1e-4)
+    return rotated.shape == x.shape and torch.allclose(rotated, expected, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Kernels over rows: RMS norms, gated activations, products of one row, tokens of a step, draws."""
+"""Kernels over rows: RMS norms, gated activations, products of a single row, token ids of a step, sampling."""
 
 import triton
 import triton.language as tl
@@ -12,20 +12,23 @@ def rms_norm(
     x, weight, out, eps, inner, outer_stride, inner_stride,
     N: tl.constexpr, N_P: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Kind 0: normal in x's dtype, times weight; 1: times 1 + weight, all in float32; 2: times weight, too.
+    """Program (row): RMS norm.
 
-    PDL, here and below: launched while the kernel before may still run, whose results are not to be touched, read or
-    written, before ``gdc_wait``. The next kernel may be launched from ``gdc_launch_dependents`` on.
+    KIND: ROUNDED rounds the normalised row to x's dtype before it is multiplied by the weight. SHIFTED multiplies by
+    1 + weight and WIDE by the weight, both in float32.
+
+    PDL, here and below: the kernel is launched while the previous one may still run. It must not read or write what
+    that one writes before ``gdc_wait``. The next kernel may be launched from ``gdc_launch_dependents`` on.
     """
     row = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, N_P)
-    fits = dims < N
-    at = x + (row // inner) * outer_stride + (row % inner) * inner_stride + dims
-    factor = tl.load(weight + dims, mask=fits, other=0.0)
+    dim_mask = dims < N
+    x_ptrs = x + (row // inner) * outer_stride + (row % inner) * inner_stride + dims
+    factor = tl.load(weight + dims, mask=dim_mask, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    loaded = tl.load(at, mask=fits, other=0.0)
+    loaded = tl.load(x_ptrs, mask=dim_mask, other=0.0)
     values = loaded.to(tl.float32)
     values = values * tl.rsqrt(tl.sum(values * values, 0) / N + eps)
     if KIND == 0:
@@ -34,12 +37,12 @@ def rms_norm(
         result = values * (1.0 + factor.to(tl.float32))
     else:
         result = values * factor.to(tl.float32)
-    tl.store(out + row * N + dims, result.to(out.dtype.element_ty), mask=fits)
+    tl.store(out + row * N + dims, result.to(out.dtype.element_ty), mask=dim_mask)
 
 
 @triton.jit
 def _activated(value, ACT: tl.constexpr):
-    """Of float32."""
+    """The activation of a float32 value."""
     if ACT == 0:
         value = value / (1.0 + tl.exp(-value))
     else:
@@ -52,21 +55,21 @@ def _activated(value, ACT: tl.constexpr):
 def gate(x, out, WIDTH: tl.constexpr, ACT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """``out[t, i] = act(x[t, i]) * x[t, WIDTH + i]``; program (row, part of the width)."""
     row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    legal = at < WIDTH
-    source = x + row * (2 * WIDTH) + at
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < WIDTH
+    gate_ptrs = x + row * (2 * WIDTH) + columns
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    loaded = tl.load(source, mask=legal, other=0.0)
+    loaded = tl.load(gate_ptrs, mask=mask, other=0.0)
     value = _activated(loaded.to(tl.float32), ACT)
-    up = tl.load(source + WIDTH, mask=legal, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptrs + WIDTH, mask=mask, other=0.0).to(tl.float32)
     result = value.to(loaded.dtype).to(tl.float32) * up
-    tl.store(out + row * WIDTH + at, result.to(out.dtype.element_ty), mask=legal)
+    tl.store(out + row * WIDTH + columns, result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def thin(
+def gemv(
     x, weight, scales, norm, bias, added, out, N, eps, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr, ADDED: tl.constexpr, NORM: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr,
     ACT: tl.constexpr, SCALED: tl.constexpr, STAGES: tl.constexpr,
@@ -74,100 +77,101 @@ def thin(
     """``out = x @ weight.T (+ bias) (+ added)`` for one row: bound by reading ``weight`` once.
 
     NORM: x is normalised first, as ``rms_norm`` does (SHIFT: by 1 + weight), without rounding in between.
-    SCALED: a row of ``weight`` is multiplied by its number in ``scales``.
+    SCALED: a row of ``weight`` is multiplied by its entry of ``scales``.
     GATED: ``weight`` has 2 N rows; ``out = act(x @ first half) * (x @ second half)``.
 
-    It is no dependent launch: programs of the next product would crowd on few multiprocessors while this one ends.
+    Not launched as a dependent: the next product's programs would share few multiprocessors while this one ends.
     """
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    legal = columns < N
-    depth = tl.arange(0, BLOCK_K)
-    at = weight + columns.to(tl.int64)[:, None] * K + depth[None, :]
-    second = tl.cast(N, tl.int64) * K
-    inside = depth < K
-    part = tl.load(at, mask=legal[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first")
+    column_mask = columns < N
+    ks = tl.arange(0, BLOCK_K)
+    weight_ptrs = weight + columns.to(tl.int64)[:, None] * K + ks[None, :]
+    up_offset = tl.cast(N, tl.int64) * K
+    k_mask = ks < K
+    mask = column_mask[:, None] & k_mask[None, :]
+    weights = tl.load(weight_ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
     if GATED:
-        other = tl.load(at + second, mask=legal[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first")
-    vector = tl.load(x + depth, mask=inside, other=0.0).to(tl.float32)
-    squares = vector * vector
+        up_weights = tl.load(weight_ptrs + up_offset, mask=mask, other=0.0, eviction_policy="evict_first")
+    x_chunk = tl.load(x + ks, mask=k_mask, other=0.0).to(tl.float32)
+    squares = x_chunk * x_chunk
     if NORM:
-        vector = vector * (tl.load(norm + depth, mask=inside, other=0.0).to(tl.float32) + SHIFT)
-    acc = part.to(tl.float32) * vector[None, :]
+        x_chunk = x_chunk * (tl.load(norm + ks, mask=k_mask, other=0.0).to(tl.float32) + SHIFT)
+    acc = weights.to(tl.float32) * x_chunk[None, :]
     if GATED:
-        ups = other.to(tl.float32) * vector[None, :]
+        up_acc = up_weights.to(tl.float32) * x_chunk[None, :]
     for k in tl.range(BLOCK_K, K, BLOCK_K, num_stages=STAGES):
-        inside = depth + k < K
-        part = tl.load(at + k, mask=legal[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first")
-        vector = tl.load(x + k + depth, mask=inside, other=0.0).to(tl.float32)
+        k_mask = ks + k < K
+        mask = column_mask[:, None] & k_mask[None, :]
+        weights = tl.load(weight_ptrs + k, mask=mask, other=0.0, eviction_policy="evict_first")
+        x_chunk = tl.load(x + k + ks, mask=k_mask, other=0.0).to(tl.float32)
         if NORM:
-            squares += vector * vector
-            vector = vector * (tl.load(norm + k + depth, mask=inside, other=0.0).to(tl.float32) + SHIFT)
-        acc += part.to(tl.float32) * vector[None, :]
+            squares += x_chunk * x_chunk
+            x_chunk = x_chunk * (tl.load(norm + k + ks, mask=k_mask, other=0.0).to(tl.float32) + SHIFT)
+        acc += weights.to(tl.float32) * x_chunk[None, :]
         if GATED:
-            other = tl.load(
-                at + second + k, mask=legal[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first"
-            )
-            ups += other.to(tl.float32) * vector[None, :]
+            up_weights = tl.load(weight_ptrs + up_offset + k, mask=mask, other=0.0, eviction_policy="evict_first")
+            up_acc += up_weights.to(tl.float32) * x_chunk[None, :]
     result = tl.sum(acc, 1)
     scale = 1.0
     if NORM:
         scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
         result = result * scale
     if SCALED:
-        result = result * tl.load(scales + columns, mask=legal, other=0.0)
+        result = result * tl.load(scales + columns, mask=column_mask, other=0.0)
     if BIAS:
-        result += tl.load(bias + columns, mask=legal, other=0.0).to(tl.float32)
+        result += tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)
     if GATED:
-        up = tl.sum(ups, 1) * scale
+        up = tl.sum(up_acc, 1) * scale
         if SCALED:
-            up = up * tl.load(scales + N + columns, mask=legal, other=0.0)
+            up = up * tl.load(scales + N + columns, mask=column_mask, other=0.0)
         if BIAS:
-            up += tl.load(bias + N + columns, mask=legal, other=0.0).to(tl.float32)
-        kind = out.dtype.element_ty
-        result = _activated(result.to(kind).to(tl.float32), ACT).to(kind).to(tl.float32) * up.to(kind).to(tl.float32)
+            up += tl.load(bias + N + columns, mask=column_mask, other=0.0).to(tl.float32)
+        out_dtype = out.dtype.element_ty
+        activated = _activated(result.to(out_dtype).to(tl.float32), ACT).to(out_dtype).to(tl.float32)
+        result = activated * up.to(out_dtype).to(tl.float32)
     if ADDED:
-        result += tl.load(added + columns, mask=legal, other=0.0).to(tl.float32)
-    tl.store(out + columns, result.to(out.dtype.element_ty), mask=legal)
+        result += tl.load(added + columns, mask=column_mask, other=0.0).to(tl.float32)
+    tl.store(out + columns, result.to(out.dtype.element_ty), mask=column_mask)
 
 
 @triton.jit
-def narrow(x, out, scales, stride, N: tl.constexpr, N_P: tl.constexpr, LARGEST: tl.constexpr, PDL: tl.constexpr):
-    """Program (row): the row in an 8-bit float, whose largest number is LARGEST, and its scale."""
+def quantize_row(x, out, scales, stride, N: tl.constexpr, N_P: tl.constexpr, LARGEST: tl.constexpr, PDL: tl.constexpr):
+    """Program (row): the row in an 8-bit float type with maximum LARGEST, and its scale."""
     row = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, N_P)
-    fits = dims < N
+    dim_mask = dims < N
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    values = tl.load(x + row * stride + dims, mask=fits, other=0.0).to(tl.float32)
+    values = tl.load(x + row * stride + dims, mask=dim_mask, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(values), 0) / LARGEST, 1e-12)
     values = tl.minimum(tl.maximum(values / scale, -LARGEST), LARGEST)
-    tl.store(out + row * N + dims, values.to(out.dtype.element_ty), mask=fits)
+    tl.store(out + row * N + dims, values.to(out.dtype.element_ty), mask=dim_mask)
     tl.store(scales + row, scale)
 
 
 @triton.jit(do_not_specialize=["count"])
-def scatter(pairs, target, count, BLOCK: tl.constexpr):
-    """``target[pairs[i]] = pairs[count + i]``."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    legal = at < count
-    where = tl.load(pairs + at, mask=legal, other=0)
-    tl.store(target + where, tl.load(pairs + count + at, mask=legal, other=0), mask=legal)
+def scatter(pairs, table, count, BLOCK: tl.constexpr):
+    """``table[pairs[i]] = pairs[count + i]``."""
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < count
+    indices = tl.load(pairs + offsets, mask=mask, other=0)
+    tl.store(table + indices, tl.load(pairs + count + offsets, mask=mask, other=0), mask=mask)
 
 
 @triton.jit(do_not_specialize=["count"])
 def fetch(known, lanes, latest, tokens, count, BLOCK: tl.constexpr):
-    """Token ids of a step: ``known``, or where that is -1 the last token drawn for the lane."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    legal = at < count
-    token = tl.load(known + at, mask=legal, other=0)
-    lane = tl.load(lanes + at, mask=legal, other=0)
-    drawn = tl.load(latest + lane, mask=legal & (token < 0), other=0)
-    tl.store(tokens + at, tl.where(token < 0, drawn, token).to(tl.int64), mask=legal)
+    """Token ids of a step: ``known``, or where that is -1 the last token sampled for the lane."""
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < count
+    token = tl.load(known + offsets, mask=mask, other=0)
+    lane = tl.load(lanes + offsets, mask=mask, other=0)
+    sampled = tl.load(latest + lane, mask=mask & (token < 0), other=0)
+    tl.store(tokens + offsets, tl.where(token < 0, sampled, token).to(tl.int64), mask=mask)
 
 
 @triton.jit
-def _mixed(bits):
+def _mix(bits):
     """SplitMix64's output function."""
     bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9
     bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB
@@ -175,56 +179,56 @@ def _mixed(bits):
 
 
 @triton.jit
-def draw(
-    logits, keys, temperatures, lanes, best, where, counters, latest, drawn, vocab, row_stride,
+def sample(
+    logits, keys, temperatures, lanes, chunk_values, chunk_tokens, counters, latest, sampled, vocab, row_stride,
     CHUNKS: tl.constexpr, CHUNKS_P: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, RANDOM: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, chunk of the vocabulary): the best token, after Gumbel noise where the temperature is above 0.
+    """Program (row, chunk of the vocabulary): the token with the largest logit, plus Gumbel noise above temperature 0.
 
-    The last chunk of a row to end writes the token to ``drawn[row]`` and, if it has a lane, to ``latest[lane]``.
+    The last chunk of a row to finish writes the token to ``sampled[row]`` and, if it has a lane, to ``latest[lane]``.
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
-    line = logits + row.to(tl.int64) * row_stride
+    row_logits = logits + row.to(tl.int64) * row_stride
     offsets = tl.arange(0, BLOCK)
-    tops = tl.full((BLOCK,), float("-inf"), tl.float32)
-    ids = tl.full((BLOCK,), 0x7FFFFFFF, tl.int32)
+    max_values = tl.full((BLOCK,), float("-inf"), tl.float32)
+    max_ids = tl.full((BLOCK,), 0x7FFFFFFF, tl.int32)
     temperature = 0.0
     key = tl.full((), 0, tl.uint64)
     if RANDOM:
         temperature = tl.load(temperatures + row)
         key = tl.load(keys + row).to(tl.uint64, bitcast=True)
-    for at in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, vocab), BLOCK):
-        token = at + offsets
-        value = tl.load(line + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+    for start in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, vocab), BLOCK):
+        token = start + offsets
+        value = tl.load(row_logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
         if RANDOM:
             if temperature > 0:
-                bits = _mixed(key + (token + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
+                bits = _mix(key + (token + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
                 uniform = (bits >> 1).to(tl.float32) * 1.0842021724855044e-19
                 uniform = tl.minimum(tl.maximum(uniform, 1.0842021724855044e-19), 0.999999940395)
-                # log1p(-u): small values decide who wins, and must keep their precision
+                # log1p(-u): small values decide the winner and must keep their precision
                 u = uniform
                 small = -u * (1.0 + u * (0.5 + u * (0.333333333 + u * (0.25 + u * (0.2 + u * 0.1666666667)))))
-                log = tl.where(u < 0.05, small, tl.log(1.0 - u))
-                value = value / temperature - tl.log(-log)
+                log_survival = tl.where(u < 0.05, small, tl.log(1.0 - u))
+                value = value / temperature - tl.log(-log_survival)
         value = tl.where(token < vocab, value, float("-inf"))
-        better = value > tops
-        tops = tl.where(better, value, tops)
-        ids = tl.where(better, token, ids)
-    top = tl.max(tops, 0)
-    found = tl.min(tl.where(tops == top, ids, 0x7FFFFFFF), 0)
-    tl.store(best + row * CHUNKS + chunk, top)
-    tl.store(where + row * CHUNKS + chunk, found)
+        larger = value > max_values
+        max_values = tl.where(larger, value, max_values)
+        max_ids = tl.where(larger, token, max_ids)
+    chunk_max = tl.max(max_values, 0)
+    chunk_token = tl.min(tl.where(max_values == chunk_max, max_ids, 0x7FFFFFFF), 0)
+    tl.store(chunk_values + row * CHUNKS + chunk, chunk_max)
+    tl.store(chunk_tokens + row * CHUNKS + chunk, chunk_token)
     tl.debug_barrier()
-    done = tl.atomic_add(counters + row, 1)
-    if done == CHUNKS - 1:
+    finished = tl.atomic_add(counters + row, 1)
+    if finished == CHUNKS - 1:
         tl.store(counters + row, 0)
         chunks = tl.arange(0, CHUNKS_P)
-        there = chunks < CHUNKS
-        values = tl.load(best + row * CHUNKS + chunks, mask=there, other=float("-inf"))
-        tokens = tl.load(where + row * CHUNKS + chunks, mask=there, other=0x7FFFFFFF)
+        chunk_mask = chunks < CHUNKS
+        values = tl.load(chunk_values + row * CHUNKS + chunks, mask=chunk_mask, other=float("-inf"))
+        tokens = tl.load(chunk_tokens + row * CHUNKS + chunks, mask=chunk_mask, other=0x7FFFFFFF)
         token = tl.min(tl.where(values == tl.max(values, 0), tokens, 0x7FFFFFFF), 0)
-        token = tl.where(token < vocab, token, 0)  # nothing but NaN
-        tl.store(drawn + row, token)
+        token = tl.where(token < vocab, token, 0)  # every logit is NaN
+        tl.store(sampled + row, token)
         lane = tl.load(lanes + row)
         if lane >= 0:
             tl.store(latest + lane, token)

@@ -5,52 +5,61 @@ import torch
 from torch import Tensor
 
 ALIGN = 16  # of each list, in integers: kernels are compiled for aligned pointers
-RING = 3  # copies that may be under way
+BUFFERS = 3  # copies that may be under way
 
 
 def new_event() -> torch.cuda.Event:
-    made: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    return made
+    event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    return event
 
 
 class Upload:
-    """``begin``, ``put`` any number of lists, ``send``; the places on the device are the same each time.
+    """Collects the lists of a step between ``begin`` and ``send``, then copies all of them at once.
 
     Args:
-        room: integers of all lists of one step.
+        capacity: integers of all lists of one step.
     """
 
-    def __init__(self, room: int, device: torch.device) -> None:
-        self.device = torch.zeros(room, dtype=torch.int32, device=device)
-        self._room = room
-        self._pinned = [torch.zeros(room, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(RING)]
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self.device = torch.zeros(capacity, dtype=torch.int32, device=device)
+        self._capacity = capacity
+        self._pinned = [
+            torch.zeros(capacity, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(BUFFERS)
+        ]
         self._arrays = [pinned.numpy() for pinned in self._pinned]
-        self._sent: list[torch.cuda.Event | None] = [None] * RING
-        self._turn = 0
+        self._copied: list[torch.cuda.Event | None] = [None] * BUFFERS
+        self._current = 0
         self._used = 0
 
     def begin(self) -> None:
-        self._turn = (self._turn + 1) % RING
+        """Start the lists of the next step."""
+        self._current = (self._current + 1) % BUFFERS
         self._used = 0
-        event = self._sent[self._turn]
+        event = self._copied[self._current]
         if event is not None:
-            event.synchronize()  # of some steps ago
+            event.synchronize()  # the copy from this buffer, some steps ago
 
-    def put(self, values: "list[int] | np.ndarray[tuple[int, ...], np.dtype[np.int32]]", at: int = -1) -> Tensor:
-        """Where the values will be on the device. ``at``: a fixed place, behind which the next list follows."""
-        start = self._used if at < 0 else at
+    def put(self, values: "list[int] | np.ndarray[tuple[int, ...], np.dtype[np.int32]]", offset: int = -1) -> Tensor:
+        """Add a list; returns the part of the device buffer that will have it.
+
+        Args:
+            offset: where in the buffer; the next list follows behind it. -1: behind the last list.
+        """
+        start = self._used if offset < 0 else offset
         count = len(values)
-        self._arrays[self._turn][start : start + count] = values
+        self._arrays[self._current][start : start + count] = values
         self._used = max(self._used, start + -(-count // ALIGN) * ALIGN)
         return self.device[start : start + count]
 
-    def left(self) -> int:
-        return self._room - self._used - ALIGN
+    def room(self) -> int:
+        """Integers that one more list can have."""
+        return self._capacity - self._used - ALIGN
 
     def send(self) -> None:
+        """Start the copy."""
         if self.device.device.type != "cuda":
-            self.device[: self._used] = self._pinned[self._turn][: self._used]
+            self.device[: self._used] = self._pinned[self._current][: self._used]
             return
-        self.device[: self._used].copy_(self._pinned[self._turn][: self._used], non_blocking=True)
-        event = self._sent[self._turn] = self._sent[self._turn] or new_event()
+        self.device[: self._used].copy_(self._pinned[self._current][: self._used], non_blocking=True)
+        event = self._copied[self._current] = self._copied[self._current] or new_event()
         event.record()

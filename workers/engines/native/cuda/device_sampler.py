@@ -1,4 +1,4 @@
-"""Draws tokens from logits on the device: one kernel if only temperature applies, otherwise ``sampler``."""
+"""Samples tokens on the device: by one kernel if only temperature applies, otherwise by ``sampler``."""
 
 from collections.abc import Sequence as Seq
 
@@ -15,22 +15,22 @@ CHUNK = 4096  # of the vocabulary, per program
 BLOCK = 1024
 
 
-class Draws:
-    """Draws up to ``most`` tokens per step.
+class DeviceSampler:
+    """Samples up to ``max_samples`` tokens per step.
 
     Args:
         upload: carries the parameters of the draws to the device.
-        latest: (targets,) int32, receives the drawn tokens for the next step.
+        latest: (targets,) int32, receives the sampled tokens for the next step.
     """
 
-    def __init__(self, vocab: int, most: int, upload: Upload, latest: Tensor) -> None:
+    def __init__(self, vocab: int, max_samples: int, upload: Upload, latest: Tensor) -> None:
         device = latest.device
         self._device, self._upload, self._latest = device, upload, latest
         self._chunks = chunks = -(-vocab // CHUNK)
-        self._best = torch.empty(most * chunks, dtype=torch.float32, device=device)
-        self._where = torch.empty(most * chunks, dtype=torch.int32, device=device)
-        self._counters = torch.zeros(most, dtype=torch.int32, device=device)
-        self._drawn = torch.zeros(most, dtype=torch.int32, device=device)
+        self._chunk_values = torch.empty(max_samples * chunks, dtype=torch.float32, device=device)
+        self._chunk_tokens = torch.empty(max_samples * chunks, dtype=torch.int32, device=device)
+        self._counters = torch.zeros(max_samples, dtype=torch.int32, device=device)
+        self._sampled = torch.zeros(max_samples, dtype=torch.int32, device=device)
 
     def parameters(self, draws: Seq[Draw]) -> tuple[Tensor, Tensor] | None:
         """Temperatures and keys of the draws; None if all are greedy."""
@@ -48,7 +48,7 @@ class Draws:
             upload.put(keys.view(np.int32)).view(torch.int64),
         )
 
-    def draw(
+    def sample(
         self, logits: Tensor, draws: Seq[Draw], targets: Tensor, parameters: tuple[Tensor, Tensor] | None
     ) -> "Tensor | sampler.Chosen":
         """
@@ -63,10 +63,11 @@ class Draws:
             self._latest.index_copy_(0, targets.to(torch.int64), chosen.tokens.to(torch.int32))
             return chosen
         count = len(draws)
-        temperatures, keys = (self._drawn, self._drawn) if parameters is None else parameters
-        rows.draw[(count, self._chunks)](
-            logits, keys, temperatures, targets, self._best, self._where, self._counters, self._latest, self._drawn,
+        temperatures, keys = (self._sampled, self._sampled) if parameters is None else parameters
+        rows.sample[(count, self._chunks)](
+            logits, keys, temperatures, targets, self._chunk_values, self._chunk_tokens, self._counters,
+            self._latest, self._sampled,
             logits.shape[-1], logits.stride(0), CHUNKS=self._chunks, CHUNKS_P=1 << (self._chunks - 1).bit_length(),
             CHUNK=CHUNK, BLOCK=BLOCK, RANDOM=parameters is not None, num_warps=4,
         )  # fmt: skip
-        return self._drawn[:count]
+        return self._sampled[:count]
