@@ -79,6 +79,7 @@ def _score(size: RequestSize, at: Candidate, block_size: int, weights: Weights) 
         at.computing,
         at.slowness,
         at.decode_slowness,
+        at.served_tokens,
     )
     return target_cost(
         size,

@@ -110,11 +110,16 @@ class TargetLoad:
 
 
 class RoutingTarget(msgspec.Struct, frozen=True):
-    """A worker, or one attention data-parallel rank of it, that requests can be sent to."""
+    """A worker, or one attention data-parallel rank of it, that requests can be sent to.
+
+    Attributes:
+        served_tokens: of the prompts that this router sent there lately.
+    """
 
     id: TargetId
     registration: Registration
     load: Load
+    served_tokens: int = 0
 
     @property
     def capacity(self) -> int:

@@ -101,9 +101,10 @@ class LoadTracker:
     def targets(self, now_ns: int, model: str) -> list[RoutingTarget]:
         """All targets of a model with their load, sorted by worker and rank."""
         return [
-            RoutingTarget((each.worker, rank), each, self.load((each.worker, rank), now_ns))
+            RoutingTarget(target, each, self.load(target, now_ns), self.loads.served_tokens(target))
             for each in self.serving(model)
             for rank in range(each.dp_size)
+            for target in ((each.worker, rank),)
         ]
 
     def stored(self, target_id: TargetId, keys: Sequence[int], now_ns: int) -> bool:
@@ -220,6 +221,9 @@ class LoadTracker:
             load.priority, echoed, seq, role, later, blocks, handed,
         )  # fmt: skip
         self._add(entry, now_ns)
+        if not echoed:
+            for stage in entry.stages:
+                self.loads.sent((stage.worker, stage.rank), prompt)
         return True
 
     def set_seq(self, request: str, attempt: int, seq: int) -> bool:

@@ -45,6 +45,7 @@ def candidate(
         load.computing,
         load.slowness,
         load.decode_slowness,
+        target.served_tokens,
     )
 
 

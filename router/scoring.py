@@ -56,4 +56,5 @@ def _columns(target: RoutingTarget) -> Sequence[float]:
         load.computing,
         load.slowness,
         load.decode_slowness,
+        target.served_tokens,
     )

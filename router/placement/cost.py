@@ -1,7 +1,7 @@
 """What a request costs at each target, in prompt tokens of work. Pure.
 
-    whole request   s · (A + 2 u + u · d / 64)  +  t · (D / 16 + 3000 w)
-    prefill stage   s · (A + 2 u)               +  t · (D / 16 + 3000 w)
+    whole request   s · (A + 2 u + u · d / 64)  +  t · (D / 16 + 3000 w)  +  max(s, t) · S / 256
+    prefill stage   s · (A + 2 u)               +  t · (D / 16 + 3000 w)  +  max(s, t) · S / 256
     decode stage                                   t · (D / 16 + 3000 w)
 
 u: tokens of the prompt that the target neither caches nor is about to compute for another request, at least 1; but
@@ -10,6 +10,8 @@ A: tokens that it has yet to compute for other requests, which come first
 d: sequences that it is decoding, each of which u holds up
 D: prompt tokens of its active sequences, with this request; every step reads them, shared ones for each sequence
 w: sequences beyond its slots, with this request; each waits for another to end, about an answer's time per slot
+S: tokens of the prompts that it was sent lately, cached or not; so idle targets take turns, and no target collects all
+   prefixes that are used now and then
 s, t: time per prompt token and per step relative to the other targets, learnt
 
 u counts twice: once for this request, once for those that come behind it. A target has room for a request if it is
@@ -30,6 +32,7 @@ from router.placement.target_loads import (
     DECODE_SLOWNESS,
     LIMIT,
     SEQUENCES,
+    SERVED,
     SLOTS,
     SLOWNESS,
 )
@@ -38,6 +41,7 @@ FILL = 0.95
 OWN_WORK = 2.0
 HELD_UP = 1 / 64
 OCCUPANCY = 1 / 16
+TURNS = 1 / 256
 SLOT_TOKENS = 3000.0  # prompt tokens that a target computes in the time in which one of its slots becomes free
 
 
@@ -108,7 +112,8 @@ def terms(
     beyond = higher(0.0, running + size.sequences - at[SLOTS])
     decode = at[DECODE_SLOWNESS] * (OCCUPANCY * block_size * read + SLOT_TOKENS * beyond)
     scale = slowness if prefill_weight == 1.0 else prefill_weight * slowness
-    prefill = scale * (at[BACKLOG] + OWN_WORK * work) + decode
+    turn = TURNS * higher(slowness, at[DECODE_SLOWNESS]) * at[SERVED]
+    prefill = scale * (at[BACKLOG] + OWN_WORK * work) + decode + turn
     whole = prefill + scale * HELD_UP * work * (running - at[COMPUTING])
     room = (occupied + size.sequences <= FILL * at[BLOCKS]) & (running + size.sequences <= at[LIMIT])
     return whole, prefill, decode, uncached, room | (running == 0)

@@ -10,10 +10,22 @@ from router.depths import Depths, TargetId
 from router.placement.active_prefixes import ActivePrefixes
 from router.placement.learned_costs import DECODE_NOISE, LearnedCosts
 
-COLUMNS = 11
-BLOCK_SIZE, BLOCKS, SLOTS, LIMIT, SEQUENCES, ACTIVE, CONTEXT, BACKLOG, COMPUTING, SLOWNESS, DECODE_SLOWNESS = range(
-    COLUMNS
-)
+COLUMNS = 12
+(
+    BLOCK_SIZE,
+    BLOCKS,
+    SLOTS,
+    LIMIT,
+    SEQUENCES,
+    ACTIVE,
+    CONTEXT,
+    BACKLOG,
+    COMPUTING,
+    SLOWNESS,
+    DECODE_SLOWNESS,
+    SERVED,
+) = range(COLUMNS)
+SERVED_REQUESTS = 64  # for each target, after which what they were sent counts half
 
 
 class Task(NamedTuple):
@@ -44,7 +56,7 @@ class TargetLoads:
     SEQUENCES; ACTIVE, distinct prompt blocks of unfinished requests; CONTEXT, the same with shared blocks counted for
     every sequence, as a decode step reads them; BACKLOG, uncached prompt tokens that are not computed yet; COMPUTING,
     sequences whose prompt is not computed yet; SLOWNESS and DECODE_SLOWNESS, time per prompt token and per
-    step relative to the model's other targets.
+    step relative to the model's other targets; SERVED, prompt tokens that this router sent there lately.
 
     Attributes:
         changed: rows that changed since ``LoadColumns`` read them last.
@@ -57,6 +69,7 @@ class TargetLoads:
         self._values: list[list[float]] = []  # by row: changing a list is several times cheaper than an array's element
         self.changed: set[int] = set()
         self.estimates: dict[int, tuple[float, int, int]] = {}
+        self._sent = 0  # prompts since SERVED was halved
         self._prefixes = ActivePrefixes()
         self._tasks: dict[tuple[str, TargetId], Task] = {}
         self.learned = LearnedCosts()
@@ -98,6 +111,7 @@ class TargetLoads:
                 self._values.append([])
             self._values[row] = [0.0] * COLUMNS
             self._values[row][SLOWNESS] = self._values[row][DECODE_SLOWNESS] = 1.0
+            self._values[row][SERVED] = self._mean_served(model)
         values = self._values[row]
         values[BLOCK_SIZE], values[BLOCKS], values[SLOTS], values[LIMIT] = block_size, blocks, slots, limit
         self.changed.add(row)
@@ -211,6 +225,29 @@ class TargetLoads:
     def sweep(self, limit: int) -> bool:
         """As ``ActivePrefixes.sweep``."""
         return self._prefixes.sweep(limit)
+
+    def served_tokens(self, target: TargetId) -> int:
+        row = self._rows.get(target)
+        return 0 if row is None else int(self._values[row][SERVED])
+
+    def sent(self, target: TargetId, tokens: int) -> None:
+        """This router sent a prompt of so many tokens to a target; it counts in SERVED."""
+        row = self._rows.get(target)
+        if row is None:
+            return
+        self._values[row][SERVED] += tokens
+        self.changed.add(row)
+        self._sent += 1
+        if self._sent >= SERVED_REQUESTS * len(self._rows):
+            self._sent = 0
+            for each in self._rows.values():
+                self._values[each][SERVED] //= 2
+                self.changed.add(each)
+
+    def _mean_served(self, model: str) -> float:
+        """What a new target begins with: it does not have to make up for what others served before."""
+        others = [self._values[self._rows[target]][SERVED] for target, at in self._models.items() if at == model]
+        return sum(others) // len(others) if others else 0.0
 
     def _decodes(self, task: Task, now_ns: int) -> None:
         """A request's prompt is computed, so that its tokens come from now on."""

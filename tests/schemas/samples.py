@@ -159,6 +159,15 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         ),
         jobs.decode,
     ),
+    "job_with_served_tokens": (
+        msgspec.structs.replace(
+            JOB,
+            decision=msgspec.structs.replace(
+                DECISION, candidates=(jobs.Candidate("w-a", 2, score=1.5, served_tokens=9000),)
+            ),
+        ),
+        jobs.decode,
+    ),
     "job_with_inputs": (msgspec.structs.replace(JOB, inputs=jobs.DecisionInputs(1, 2, 3, 4)), jobs.decode),
     "router": (routers.Member("router-1-0a1b2c3d", 1_700_000_000_000_000_000, ("tiny",), "NSERVER", 7), routers.decode),
     "tenant": (tenants.Limits(("tiny", "other"), 7), tenants.decode),

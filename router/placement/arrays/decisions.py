@@ -24,6 +24,7 @@ from router.placement.target_loads import (
     CONTEXT,
     DECODE_SLOWNESS,
     SEQUENCES,
+    SERVED,
     SLOTS,
     SLOWNESS,
 )
@@ -171,6 +172,7 @@ class _ScoreTable(NamedTuple):
             counts[COMPUTING],
             values[SLOWNESS].tolist(),
             values[DECODE_SLOWNESS].tolist(),
+            counts[SERVED],
             strict=True,
         )
         return tuple(

@@ -47,6 +47,29 @@ def test_requests_spread_over_idle_targets() -> None:
     assert {target(core.arrive(arrival(f"r{n}", 5, family=n), 0)) for n in range(4)} == {"w0", "w1", "w2", "w3"}
 
 
+def test_idle_targets_take_turns_however_the_seed_falls() -> None:
+    """Ties alone would give each of them a random share."""
+    core, _ = placement(4)
+    counts = dict.fromkeys(("w0", "w1", "w2", "w3"), 0)
+    for number in range(40):
+        counts[target(core.arrive(arrival(f"r{number}", 5, family=number), 0))] += 1
+        core.ended(f"r{number}")
+    assert set(counts.values()) == {10}
+
+
+def test_a_target_that_joins_does_not_make_up_for_what_others_served_before() -> None:
+    core, _ = placement(2)
+    for number in range(20):
+        core.arrive(arrival(f"r{number}", 5, family=number), 0)
+        core.ended(f"r{number}")
+    core.join(Registration("w2", "m", "aggregated", "stub", 1, BLOCK, 100, 8, 1 << 20))
+    chosen = []
+    for number in range(20, 26):
+        chosen.append(target(core.arrive(arrival(f"r{number}", 5, family=number), 0)))
+        core.ended(f"r{number}")
+    assert sorted(chosen) == ["w0", "w0", "w1", "w1", "w2", "w2"]
+
+
 def test_a_prompt_follows_its_cached_prefix() -> None:
     core, caches = placement(4)
     caches.blocks["w2", 0] = set(range(10))

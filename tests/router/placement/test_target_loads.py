@@ -19,7 +19,7 @@ def test_a_step_reads_shared_blocks_once_for_every_sequence_and_memory_holds_the
 
 def test_a_target_without_a_free_slot_costs_the_wait_for_one() -> None:
     size = RequestSize(320, 10, 1)
-    free, taken = ([32, 1000, slots, 20, 8, 0, 0, 0, 0, 1.0, 1.0] for slots in (9, 8))
+    free, taken = ([32, 1000, slots, 20, 8, 0, 0, 0, 0, 1.0, 1.0, 0] for slots in (9, 8))
     assert target_cost(size, 0, 0, taken).whole - target_cost(size, 0, 0, free).whole == SLOT_TOKENS
 
 
