@@ -7,6 +7,7 @@ EXTRAS = {
     "safetensors": "native",
     "PIL": "native",
     "triton": "native",
+    "zmq": "zmq",
     "diffusers": "diffusion",
     "accelerate": "diffusion",
 }

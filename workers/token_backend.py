@@ -9,6 +9,7 @@ import structlog
 from configs.settings import WorkerSettings
 from infra.bus import loop_lag
 from infra.model import modeldir, parser_detection
+from infra.model.weight_files import elsewhere
 from schemas import blocks
 from schemas.transfer import Endpoint
 from workers.engine_thread import EngineThread
@@ -46,7 +47,7 @@ class TokenBackend:
             ModelError: the model cannot be served.
         """
         settings = self._settings
-        path = modeldir.resolve(settings.model, weights=settings.engine in ("native", "trtllm", "vllm"))
+        path = model_path(settings)
         described = self._described = modeldir.load(path, name=settings.served_model_name.split(",")[0])
 
         def build() -> Engine:
@@ -142,6 +143,21 @@ class TokenBackend:
             return True
         self._thread.stop()
         return self._thread.join(timeout)
+
+
+def model_path(settings: WorkerSettings) -> Path:
+    """The directory of the model, which has what the engine reads.
+
+    Raises:
+        ModelError: there is no such model, or the engine cannot read its weights.
+    """
+    path = modeldir.resolve(settings.model, weights=settings.engine in ("native", "trtllm", "vllm"))
+    if settings.engine in ("trtllm", "vllm") and (others := elsewhere(path)):
+        raise modeldir.ModelError(
+            f"{path} has weights in {min(others)}, which only --engine native reads; write a copy that has all of "
+            f"them: python -m infra.demo_model.shared_weights join {path} COPY"
+        )
+    return path
 
 
 def build_engine(settings: WorkerSettings, path: Path) -> Engine:

@@ -15,6 +15,7 @@ from transformers import CLIPVisionConfig, GenerationConfig, LlamaConfig, LlavaC
 
 from infra.demo_model.checkpoint import state_of, weights_of
 from infra.demo_model.export import TOKENIZER, config_of, write_json
+from infra.demo_model.shared_weights import joined
 from infra.demo_model.template import END, IMAGE, STOP, TEMPLATE
 from infra.demo_model.vision import MEAN, PATCH, SIDE, STD, TOKENS
 
@@ -145,7 +146,7 @@ def exported_weights(directory: Path, names: Iterable[str]) -> dict[str, Tensor]
     Raises:
         ValueError: the model lacks one of them.
     """
-    found = load_file(directory / "model.safetensors")
+    found = joined(directory)
     places = {name: name for name in names}
     if any("vision_tower" in name for name in found):
         wanted = {name for name in found if "post_layernorm" not in name}

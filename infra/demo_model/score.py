@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoProcessor, LlavaForConditiona
 from infra.demo_model import task_mix, vision
 from infra.demo_model.sample import Sample, right, valid_json
 from infra.demo_model.template import END, IMAGE, STOP, prompt
+from infra.model.weight_files import key_mapping
 
 _BATCH_TOKENS = 400_000
 _BATCH_IMAGES = 100
@@ -74,7 +75,8 @@ def main() -> None:
     options = parser.parse_args()
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     kind: Any = LlavaForConditionalGeneration if options.vision else AutoModelForCausalLM
-    model = kind.from_pretrained(options.model, dtype=dtype).to(device).eval()
+    names = dict(key_mapping(options.model)) or None
+    model = kind.from_pretrained(options.model, dtype=dtype, key_mapping=names).to(device).eval()
     if options.vision:
         reader: Any = AutoProcessor.from_pretrained(options.model)
     else:

@@ -13,6 +13,7 @@ import configs
 from infra.model.chat_template import ChatTemplate, TemplateError
 from infra.model.detokenizer import Detokenizer
 from infra.model.plain_text import PlainText
+from infra.model.weight_files import weight_files
 from schemas.requests import Sampling
 
 BUNDLED = ("demo", "demo-vision", "tiny")
@@ -22,7 +23,6 @@ TINY = MODELS / "tiny"  # random weights, long context, common words in few toke
 
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
-_WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
 _DECIDING = (
     *("config.json", "generation_config.json", "tokenizer.json"),
     *("preprocessor_config.json", "processor_config.json", "model_index.json"),
@@ -182,7 +182,7 @@ def revision(path: Path) -> str:
     for part in _DECIDING:
         data = (path / part).read_bytes() if (path / part).is_file() else b""
         digest.update(len(data).to_bytes(8, "little") + data)
-    weights = sorted({file for pattern in _WEIGHTS for file in path.glob(pattern)})
+    weights = weight_files(path)
     total = sum(file.stat().st_size for file in weights)
     for file in weights:
         size = file.stat().st_size

@@ -290,6 +290,30 @@ def test_the_bundled_models_are_one_and_a_training_can_begin_with_their_weights(
         train.starting_weights(modeldir.MODELS / "demo", [name for name in names if name.startswith("vision.")][:1])
 
 
+def test_a_vision_model_whose_text_weights_are_stored_elsewhere_is_joined_again(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from infra.demo_model.shared_weights import join, share
+    from infra.model import modeldir
+
+    join(modeldir.MODELS / "demo-vision", tmp_path / "seeing")
+    join(modeldir.MODELS / "demo", tmp_path / "text")
+    whole = load_file(tmp_path / "seeing" / "model.safetensors")
+    assert whole.keys() > {"language_model.model.embed_tokens.weight", "multi_modal_projector.linear_1.weight"}
+    share(tmp_path / "seeing", tmp_path / "text")
+    for name in ("vision.safetensors", "model.safetensors.index.json"):
+        assert (tmp_path / "seeing" / name).stat().st_size < 4_000_000
+    join(tmp_path / "seeing", tmp_path / "again")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert again.keys() == whole.keys()
+    assert all(torch.equal(weight, whole[name]) for name, weight in again.items())
+    again["language_model.model.norm.weight"] += 1
+    save_file(again, tmp_path / "again" / "model.safetensors")
+    with pytest.raises(ValueError, match="different text weights"):
+        share(tmp_path / "again", tmp_path / "text")
+
+
 def test_models_are_averaged_weight_by_weight(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import load_file, save_file

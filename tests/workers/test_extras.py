@@ -12,7 +12,7 @@ from workers.extras import install_hint
 
 ROOT = Path(__file__).parents[2]
 # What ``penstock[native]`` adds to ``penstock``.
-ABSENT = ("numpy", "torch", "transformers", "safetensors", "PIL", "nixl_cu12")
+ABSENT = ("numpy", "torch", "transformers", "safetensors", "PIL", "nixl_cu12", "zmq")
 
 
 def worker(broker: EmbeddedNats, *flags: str) -> "subprocess.CompletedProcess[str]":
@@ -36,6 +36,12 @@ def test_a_native_worker_without_its_packages_names_the_extra(broker: EmbeddedNa
     assert run.returncode == 2
     assert "pip install 'penstock[native]'" in run.stderr
     assert "Traceback" not in run.stderr
+
+
+def test_the_event_plane_zmq_without_its_package_names_the_extra(broker: EmbeddedNats) -> None:
+    run = worker(broker, "--engine", "mock", "--event-plane", "zmq")
+    assert run.returncode == 2
+    assert "needs zmq: pip install 'penstock[zmq]'" in run.stderr
 
 
 def test_front_processes_and_the_mock_engine_need_none_of_them() -> None:

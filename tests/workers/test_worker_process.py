@@ -18,7 +18,7 @@ from workers import token_backend as module
 from workers.engines.base import Engine
 from workers.main import check_settings
 from workers.process import EXIT_CONFIG, EXIT_ENGINE, EXIT_OK, WorkerProcess
-from workers.token_backend import build_engine
+from workers.token_backend import build_engine, model_path
 
 MODEL = "tiny"
 
@@ -236,6 +236,13 @@ def test_settings_that_contradict_each_other_end_the_process_with_the_way_out(
 def test_an_engine_is_not_built_for_a_role_that_it_cannot_have(settings: dict[str, Any], words: str) -> None:
     with pytest.raises((ValueError, ModelError), match=words):
         build_engine(WorkerSettings(engine="mock", **settings), TINY)
+
+
+@pytest.mark.parametrize("engine", ["trtllm", "vllm"])
+def test_engines_that_cannot_read_weights_of_another_directory_say_how_to_join_them(engine: Any) -> None:
+    with pytest.raises(ModelError, match="shared_weights join"):
+        model_path(WorkerSettings(engine=engine, model="demo-vision"))
+    assert model_path(WorkerSettings(engine=engine, model="tiny")) == TINY
 
 
 @pytest.mark.parametrize(

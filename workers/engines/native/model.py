@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging as transformers_logging
 
+from infra.model.weight_files import key_mapping
 from workers.engines.base import EngineError
 from workers.engines.native import attention, vision
 from workers.engines.native.pool import KvShape
@@ -150,6 +152,8 @@ def weights(loader: Any, model: str, config: Any, *, device: torch.device, dtype
         ModelError: files are missing or do not match.
     """
     kind = "float32" if dtype == "auto" and device.type == "cpu" else dtype
+    if names := key_mapping(Path(model)):
+        options["key_mapping"] = dict(names)
     try:
         with _quiet():
             loaded = loader.from_pretrained(model, config=config, dtype=kind, trust_remote_code=False, **options)

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from infra.demo_model import vision
+from infra.model.weight_files import key_mapping
 from schemas.blocks import media_extra
 from tests.workers.engines.native.models import request
 from workers.engines.base import MediaReservation, MediaSpan, SequenceRequest
@@ -47,7 +48,8 @@ def prompt(pictures: int, text: str = "Describe the picture.") -> tuple[int, ...
 
 @cache
 def reference() -> tuple[Any, Any]:
-    model = AutoModelForImageTextToText.from_pretrained(DIRECTORY, dtype="float32").eval()
+    names = dict(key_mapping(DIRECTORY))
+    model = AutoModelForImageTextToText.from_pretrained(DIRECTORY, dtype="float32", key_mapping=names).eval()
     return model, AutoImageProcessor.from_pretrained(DIRECTORY, backend="pil")
 
 

@@ -234,6 +234,9 @@ def test_the_embedding_pool_takes_a_tenth_of_what_is_free(monkeypatch: pytest.Mo
 
 def changed(path: Path, name: str, **values: Any) -> str:
     """The model directory with another value in one of its files."""
+    (path / "demo").symlink_to(DIRECTORY.parent / "demo")  # the index names its weights
+    path /= "changed"
+    path.mkdir()
     for file in DIRECTORY.iterdir():
         (path / file.name).symlink_to(file)
     content = json.loads((path / name).read_text())
