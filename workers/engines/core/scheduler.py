@@ -7,10 +7,10 @@ it is requeued at the front with the tokens that it has generated, to be compute
 With ``no_evict``, a sequence waits until its longest output fits beside those of all running sequences, and is never
 preempted.
 
-``queue`` decides which waiting sequence is next, ``requests`` validates new ones, ``kv_cache`` allocates and frees,
-``inflight`` says what must wait for steps in flight, ``scoring`` plans prompt log-probabilities, ``drafts`` accepts
-proposed tokens, ``reservations`` keeps the blocks of handoffs, and ``report`` collects what a step reports besides
-tokens.
+``queue`` decides which waiting sequence is next, ``requests`` validates new ones, ``running`` allocates blocks and
+preempts, ``inflight`` says what must wait for steps in flight, ``scoring`` plans prompt log-probabilities, ``drafts``
+accepts proposed tokens, ``reservations`` keeps the blocks of handoffs, and ``report`` collects what a step reports
+besides tokens.
 """
 
 from collections.abc import Iterator
@@ -31,6 +31,7 @@ from workers.engines.core.queue import Queue
 from workers.engines.core.report import StepReport
 from workers.engines.core.requests import new_sequence
 from workers.engines.core.reservations import HeldBlocks, Reservations
+from workers.engines.core.running import RunningSequences
 from workers.engines.core.scoring import PromptScoring, collect
 from workers.engines.core.sequence import Sampled, Sequence, Slot
 from workers.engines.core.windows import WindowRows
@@ -53,7 +54,7 @@ class Scheduler:
 
     Attributes:
         queue: sequences that wait.
-        running: in admission order.
+        running: sequences that have blocks, in admission order.
         reservations: blocks for prompts that arrive from other workers.
         drafts: counts of proposed and accepted tokens.
         held: blocks of prompts that other workers fetch.
@@ -66,19 +67,16 @@ class Scheduler:
         self.reservations = Reservations(blocks, lambda: len(self.running) + self.queue.head_claim())
         self.held = HeldBlocks(blocks, block_size)
         self.queue = Queue(blocks, block_size, self.reservations, no_evict=config.no_evict, windows=windows)
-        self.running: list[Sequence] = []
         self.limits = SequenceLimits(config, blocks.total_blocks)
         self.max_batched_tokens = config.max_batched_tokens
         self.scoring = PromptScoring(config.max_scored_tokens)
         self.drafts = DraftCounts()
         self.report = StepReport()
+        self._inflight = InflightPlans()
+        self.running = RunningSequences(block_size, self.kv_cache, self.queue, self.held, self._inflight, self.report)
         self._block_size = block_size
         self._max_running = config.max_running
         self._by_key: dict[object, Sequence] = {}
-        self._admitted = 0
-        self._inflight = InflightPlans()
-        self._ending = 0  # sequences that have ended but are in a plan that is not committed
-        self._starved = False  # the last plan lacked a block; the next is made when no step is in flight
 
     # -- between steps ---------------------------------------------------------------------------------------
 
@@ -101,8 +99,8 @@ class Scheduler:
         if sequence is None:
             return False
         if sequence.blocks:
-            self.running.remove(sequence)
-            self._end(sequence)
+            self.running.sequences.remove(sequence)
+            self.running.end(sequence)
         else:
             self.queue.remove(sequence)
         return True
@@ -110,7 +108,7 @@ class Scheduler:
     @property
     def blocked(self) -> bool:
         """Sequences wait and none runs: all blocks are held for handoffs, which must end first."""
-        return bool(self.queue) and not self.running and not self._ending
+        return bool(self.queue) and not self.running and not self.running.ending
 
     def has_work(self) -> bool:
         if self._inflight:
@@ -123,12 +121,12 @@ class Scheduler:
         """The plan of the next step, in admission order. Blocks of every slot are allocated."""
         plan: list[Slot] = []
         self.scoring.begin()
-        overlapped = bool(self._inflight)
-        if overlapped and self._starved:
+        running, overlapped = self.running, bool(self._inflight)
+        if overlapped and running.starved:
             return plan
-        self._starved = False
+        running.starved = False
         budget = self._schedule_running(plan, self.max_batched_tokens, overlapped)
-        if self.queue and budget and not self._starved:
+        if self.queue and budget and not running.starved:
             self._schedule_waiting(plan, budget)
         if plan:
             self._inflight.made += 1
@@ -136,16 +134,16 @@ class Scheduler:
 
     def _schedule_running(self, plan: list[Slot], budget: int, overlapped: bool) -> int:
         """Plan the running sequences; returns what is left of ``budget`` (tokens)."""
-        size = self._block_size
+        size, running = self._block_size, self.running
         number, must_wait = self._inflight.made + 1, self._inflight.must_wait
-        for sequence in self.running:  # preemption removes from its end meanwhile
-            if not budget or self._starved:
+        for sequence in running.sequences:  # preemption removes from its end meanwhile
+            if not budget or running.starved:
                 break
             if overlapped and must_wait(sequence):
                 continue
             start = sequence.computed
             if sequence.length - start == 1:
-                if not start % size and not self._allocate(sequence, start):
+                if not start % size and not running.allocate(sequence, start):
                     continue
                 plan.append(_tuple(Slot, (sequence, start, 1, True)))
                 sequence.computed = start + 1
@@ -159,16 +157,11 @@ class Scheduler:
     def _schedule_waiting(self, plan: list[Slot], budget: int) -> None:
         """Admit waiting sequences while there are tokens, slots and blocks for them."""
         while self.queue and budget and len(self.running) < self._max_running:
-            admission = self.queue.next(self.running)
+            admission = self.queue.next(self.running.sequences)
             if admission is None:  # until a running sequence or a handoff ends
                 return
             sequence, cached, named = admission
-            sequence.computed, sequence.named = cached, named
-            sequence.arrived = self._admitted
-            self._admitted += 1
-            self.report.admitted(sequence, cached)
-            self.running.append(sequence)
-            self.kv_cache.admit(sequence, cached)
+            self.running.admit(sequence, cached, named)
             planned = self._schedule_chunk(plan, sequence, budget)
             if not planned and self.kv_cache.windows is not None:
                 return
@@ -180,7 +173,7 @@ class Scheduler:
         count = sequence.length - start
         now = self.scoring.limit(sequence, min(count, budget))
         if now:
-            now = self._cover(sequence, start, now)
+            now = self.running.cover(sequence, start, now)
         if now:
             slot = Slot(sequence, start, now, now == count)
             plan.append(slot)
@@ -189,45 +182,6 @@ class Scheduler:
             sequence.step = self._inflight.made + 1
             self.scoring.add(slot)
         return now
-
-    def _allocate(self, sequence: Sequence, start: int) -> bool:
-        """Allocate for the token at ``start``, the first of a block; False: not now."""
-        if start == len(sequence.blocks) * self._block_size and not self._grow(sequence):
-            return False
-        return self._cover(sequence, start, 1) > 0
-
-    def _grow(self, sequence: Sequence) -> bool:
-        """Allocate one block, if need be from reservations, then by preempting newer sequences; False: not now."""
-        while not self.kv_cache.grow(sequence):
-            if self.queue.reclaim():
-                continue
-            if self._inflight:
-                self._starved = True
-                return False
-            newest = self.running.pop()  # if it is ``sequence`` itself, the rest of the pool is held for handoffs
-            self._preempt(newest)
-            if newest is sequence:
-                return False
-        return True
-
-    def _cover(self, sequence: Sequence, start: int, count: int) -> int:
-        """Allocate rows for some of ``count`` tokens, by preempting newer sequences if need be; 0: not now."""
-        while not (now := self.kv_cache.cover(sequence, start, count)):
-            newest = self.running[-1]
-            if newest is sequence:  # older ones run, and end
-                return 0
-            if self._inflight:
-                self._starved = True
-                return 0
-            self.running.pop()
-            self._preempt(newest)
-        return now
-
-    def _preempt(self, sequence: Sequence) -> None:
-        self._free(sequence)
-        sequence.computed = sequence.named = 0
-        self.queue.add(sequence, first=True)
-        self.report.preempted(sequence)
 
     def unschedule(self, plan: list[Slot], slots: list[Slot]) -> list[Slot]:
         """Remove slots from the last plan and cancel their sequences."""
@@ -264,7 +218,7 @@ class Scheduler:
         draws = iter(sampled)
         size = self._block_size
         naming = self.blocks.prefix_cache
-        ending = self._ending
+        ending = self.running.ending
         if plan:
             self._inflight.committed += 1
         for sequence, start, count, samples in plan:
@@ -272,7 +226,7 @@ class Scheduler:
             if ending and sequence.ended:
                 if samples:
                     next(draws)
-                self._free_ended(sequence)
+                self.running.free_ended(sequence)
                 continue
             if sequence.draft:
                 ended |= self._commit_drafts(sequence, draws, outputs)
@@ -292,7 +246,7 @@ class Scheduler:
             else:
                 outputs.append(_tuple(Output, (sequence.key, token, "", logprob, None)))
         if ended:
-            self.running = [sequence for sequence in self.running if sequence.blocks and not sequence.ended]
+            self.running.remove_ended()
         started, failures, measured = self.report.take()
         slots = self.scoring.slots if scoring is None else scoring
         scored = collect(slots) if slots else ()
@@ -321,22 +275,5 @@ class Scheduler:
         del self._by_key[sequence.key]
         if sequence.hold:
             self.held.hold(sequence)
-        self._end(sequence)
+        self.running.end(sequence)
         return output
-
-    def _end(self, sequence: Sequence) -> None:
-        """Free its blocks once no step in flight uses them."""
-        if self._inflight.uses(sequence):
-            sequence.ended = True
-            self._ending += 1
-        else:
-            self._free(sequence)
-
-    def _free_ended(self, sequence: Sequence) -> None:
-        """Free a sequence that ended in an earlier plan, if this was its last."""
-        if not self._inflight.uses(sequence):
-            self._ending -= 1
-            self._free(sequence)
-
-    def _free(self, sequence: Sequence) -> None:
-        self.kv_cache.free(sequence, held=sequence.key in self.held)

@@ -1,0 +1,120 @@
+"""The running sequences: how their blocks grow, which one is preempted for that, and when blocks are freed. Pure."""
+
+from collections.abc import Iterator
+
+from workers.engines.core.inflight import InflightPlans
+from workers.engines.core.kv_cache import KvCacheManager
+from workers.engines.core.queue import Queue
+from workers.engines.core.report import StepReport
+from workers.engines.core.reservations import HeldBlocks
+from workers.engines.core.sequence import Sequence
+
+
+class RunningSequences:
+    """Sequences that have blocks.
+
+    When no block is free, reservations that wait are taken back, then the newest sequence is preempted. While a step is
+    in flight nothing is preempted: its blocks are in use.
+
+    Attributes:
+        sequences: in admission order.
+        starved: the plan being made lacks a block. The next is made when no step is in flight.
+        ending: number of sequences that have ended but are in a plan that is not committed.
+    """
+
+    def __init__(
+        self, block_size: int, kv_cache: KvCacheManager, queue: Queue, held: HeldBlocks, inflight: InflightPlans,
+        report: StepReport,
+    ) -> None:  # fmt: skip
+        self.sequences: list[Sequence] = []
+        self.starved = False
+        self.ending = 0
+        self._block_size = block_size
+        self._kv_cache = kv_cache
+        self._queue = queue
+        self._held = held
+        self._inflight = inflight
+        self._report = report
+        self._admitted = 0
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self.sequences)
+
+    def admit(self, sequence: Sequence, cached: int, named: int) -> None:
+        """Add a sequence whose blocks are allocated.
+
+        Args:
+            cached: leading tokens whose KV is in the blocks already.
+            named: leading blocks that have names.
+        """
+        sequence.computed, sequence.named = cached, named
+        sequence.arrived = self._admitted
+        self._admitted += 1
+        self._report.admitted(sequence, cached)
+        self.sequences.append(sequence)
+        self._kv_cache.admit(sequence, cached)
+
+    # -- growing ---------------------------------------------------------------------------------------------
+
+    def allocate(self, sequence: Sequence, start: int) -> bool:
+        """Allocate for the token at ``start``, the first of a block; False: not now."""
+        if start == len(sequence.blocks) * self._block_size and not self._grow(sequence):
+            return False
+        return self.cover(sequence, start, 1) > 0
+
+    def cover(self, sequence: Sequence, start: int, count: int) -> int:
+        """Allocate window rows for some of ``count`` tokens, if need be by preempting newer sequences; 0: not now."""
+        while not (covered := self._kv_cache.cover(sequence, start, count)):
+            newest = self.sequences[-1]
+            if newest is sequence:  # older ones run, and end
+                return 0
+            if self._inflight:
+                self.starved = True
+                return 0
+            self.sequences.pop()
+            self._preempt(newest)
+        return covered
+
+    def _grow(self, sequence: Sequence) -> bool:
+        while not self._kv_cache.grow(sequence):
+            if self._queue.reclaim():
+                continue
+            if self._inflight:
+                self.starved = True
+                return False
+            newest = self.sequences.pop()  # if it is ``sequence`` itself, the rest of the pool is held for handoffs
+            self._preempt(newest)
+            if newest is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._free(sequence)
+        sequence.computed = sequence.named = 0
+        self._queue.add(sequence, first=True)
+        self._report.preempted(sequence)
+
+    # -- ending ----------------------------------------------------------------------------------------------
+
+    def end(self, sequence: Sequence) -> None:
+        """Free its blocks once no step in flight uses them. ``remove_ended`` removes it from ``sequences``."""
+        if self._inflight.uses(sequence):
+            sequence.ended = True
+            self.ending += 1
+        else:
+            self._free(sequence)
+
+    def free_ended(self, sequence: Sequence) -> None:
+        """Free a sequence that ended in an earlier plan, if this was its last."""
+        if not self._inflight.uses(sequence):
+            self.ending -= 1
+            self._free(sequence)
+
+    def remove_ended(self) -> None:
+        self.sequences = [sequence for sequence in self.sequences if sequence.blocks and not sequence.ended]
+
+    def _free(self, sequence: Sequence) -> None:
+        self._kv_cache.free(sequence, held=sequence.key in self._held)
