@@ -231,6 +231,7 @@ class WorkerSettings(Common, frozen=True, kw_only=True):
     play: Annotated[
         str, about("mock: file of `penstock export` whose answers it plays, token by token, at the recorded times")
     ] = ""
+    skip_bad: Annotated[bool, about("mock: of --play: leave damaged lines out")] = False
     mock_ranks: Annotated[Positive, about("mock: attention data-parallel ranks, each with its own cache")] = 1
     trtllm_backend: Annotated[Literal["pytorch", "autodeploy"], about("trtllm: backend that runs the model")] = (
         "pytorch"

@@ -123,6 +123,7 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     allow_private_media_addresses: Annotated[bool, _OF_GATEWAY] = _GATEWAY.allow_private_media_addresses
     mock_speedup: Annotated[float, _OF_WORKER] = _WORKER.mock_speedup
     play: Annotated[str, _OF_WORKER] = _WORKER.play
+    skip_bad: Annotated[bool, _OF_WORKER] = _WORKER.skip_bad
     threads: Annotated[int, Meta(ge=0, description="CPU threads per native worker; 0: free cores / workers")] = 0
     handoff_lease_s: Annotated[float, _OF_WORKER] = _WORKER.handoff_lease_s
     local_prefill_tokens: Annotated[int, _OF_ROUTER] = _ROUTER.local_prefill_tokens

@@ -34,6 +34,7 @@ class InterruptedAttempt(msgspec.Struct):
         revision: of the model, that the attempt ran in.
         reason: why this attempt was placed.
         scores: log-probabilities of the prompt's tokens 1 .., as far as they were streamed.
+        streamed_ns: when its first token was stored, Unix time; 0: none was.
     """
 
     request_id: str
@@ -47,6 +48,7 @@ class InterruptedAttempt(msgspec.Struct):
     revision: str = ""
     scores: tuple[Logprob, ...] = ()
     reason: str = ""
+    streamed_ns: int = 0
 
 
 async def fence(
@@ -107,6 +109,7 @@ async def _publish_fences(
 
 async def _read_progress(bus: Bus, gateway: str, group: list[InterruptedAttempt], until_seq: int) -> None:
     items: dict[str, list[TokenItem]] = {attempt.request_id: [] for attempt in group}
+    streamed_ns: dict[str, int] = {}
     since = min(attempt.request.created_ns for attempt in group if attempt.request is not None) - CLOCK_SKEW_NS
     stream, subject = bus.subjects.stream("TOKENS"), bus.subjects.tokens(gateway)
     async for entry in read(bus, stream, subject, since_ns=since, until_seq=until_seq):
@@ -118,11 +121,14 @@ async def _read_progress(bus: Bus, gateway: str, group: list[InterruptedAttempt]
         for item in batch.items:
             if item.request in items:
                 items[item.request].append(item)
+                if item.choice >= 0 and item.tokens:
+                    streamed_ns.setdefault(item.request, entry.time_ns)
     for attempt in group:
         assert attempt.request is not None
         found = items[attempt.request_id]
         if not any(item.attempt == attempt.attempt + 1 for item in found):
             raise ServingError(Code.broker_unavailable, f"the fence of {attempt.request_id} cannot be read back yet")
         attempt.progress = replay(found, attempt.request.n)
+        attempt.streamed_ns = streamed_ns.get(attempt.request_id, 0)
         if attempt.request.sampling.prompt_logprobs is not None:
             attempt.scores = scores(found)

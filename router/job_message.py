@@ -61,6 +61,7 @@ def build_job(
         logprobs=pending.logprobs,
         scores=pending.scores,
         inputs=inputs,
+        streamed_ns=pending.streamed_ns,
     )
 
 

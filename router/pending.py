@@ -19,7 +19,7 @@ class PendingRequest(msgspec.Struct, eq=False):
         raw: the request as it was stored.
         reply: where to acknowledge its message; "": a later attempt, whose message was acknowledged.
         since_ns: when this router got it.
-        resume, finished, endings, scored, logprobs, scores: as in ``Job``, from earlier attempts.
+        resume, finished, endings, scored, logprobs, scores, streamed_ns: as in ``Job``, from earlier attempts.
         reason: why it is placed: "new", "worker_lost", "returned: ...".
         claimed: monotonic time of the last extension of its message's ack_wait.
         revision: of the model that earlier attempts ran in.
@@ -43,6 +43,7 @@ class PendingRequest(msgspec.Struct, eq=False):
     scores: tuple[Logprob, ...] = ()
     share: str = ""
     missing_since: float = 0.0
+    streamed_ns: int = 0
 
     @property
     def prompt_tokens(self) -> int:

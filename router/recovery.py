@@ -169,7 +169,8 @@ class Recovery:
             message = f"{reason}; the attempt before {attempt.reason}"
             self._terminal.end(pending, Code.engine_error, message)
         elif pending.attempt > self._max_attempts:
-            message = f"{attempt.attempt} workers in turn were lost or failed while they ran this request ({reason})"
+            workers = "1 worker was" if attempt.attempt == 1 else f"{attempt.attempt} workers in turn were"
+            message = f"{workers} lost or failed while running this request ({reason})"
             self._terminal.end(pending, Code.worker_lost, message)
         else:
             log.info("request_requeued", request=attempt.request_id, attempt=pending.attempt, reason=reason)
@@ -210,4 +211,5 @@ def _next_attempt(attempt: InterruptedAttempt, reason: str, now_ns: int) -> Pend
         logprobs=tuple(carried(part.logprobs) for part in progress) if wants_logprobs else (),
         scores=carried(attempt.scores),
         scored=len(attempt.scores) + 1 if attempt.scores else 0,
+        streamed_ns=attempt.streamed_ns,
     )

@@ -26,12 +26,14 @@ def refused(
     code: Code,
     message: str,
     now_ns: int,
+    streamed_ns: int = 0,
 ) -> done.Done:
     """The terminal event of a request that gets no worker, or no further one.
 
     Args:
         raw: the request as it was stored.
         streamed: tokens per choice, packed u32.
+        streamed_ns: when the first of them was stored.
     """
     return done.Done(
         request=request.id,
@@ -39,7 +41,7 @@ def refused(
         attempt=attempt,
         choices=tuple(done.Outcome(tokens, _reason(code)) for tokens in streamed),
         usage=done.Usage(len(request.prompt) // 4, sum(map(len, streamed)) // 4),
-        timings=done.Timings(created_ns=request.created_ns, ended_ns=now_ns),
+        timings=done.Timings(created_ns=request.created_ns, ended_ns=now_ns, streamed_ns=streamed_ns),
         code=code.value,
         message=message,
         user=request.user,
@@ -57,6 +59,7 @@ def completed(
     progress: Sequence[Progress],
     scores: Sequence[Logprob],
     now_ns: int,
+    streamed_ns: int = 0,
 ) -> done.Done:
     """The terminal event that a lost worker did not publish: all choices had finished in the token log."""
     finishes = [part.finish or Finish("") for part in progress]
@@ -75,7 +78,7 @@ def completed(
             sum(len(part.tokens) // 4 for part in progress),
             max((finish.cached_tokens for finish in finishes), default=0),
         ),
-        timings=done.Timings(created_ns=request.created_ns, ended_ns=now_ns),
+        timings=done.Timings(created_ns=request.created_ns, ended_ns=now_ns, streamed_ns=streamed_ns),
         code=failed.code,
         message=failed.message,
         user=request.user,

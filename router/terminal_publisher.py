@@ -73,7 +73,14 @@ class TerminalPublisher:
         request, attempt = pending.request, pending.attempt
         batch = TokenBatch(self._router, 0, 0, (terminal_events.last_item(request, attempt, code, message),))
         event = terminal_events.refused(
-            request, pending.raw, attempt, pending.resume, code=code, message=message, now_ns=time.time_ns()
+            request,
+            pending.raw,
+            attempt,
+            pending.resume,
+            code=code,
+            message=message,
+            now_ns=time.time_ns(),
+            streamed_ns=pending.streamed_ns,
         )
         try:
             subject, msg_id = self._bus.subjects.tokens(request.gateway), f"{request.id}:{attempt}:end"
@@ -98,6 +105,7 @@ class TerminalPublisher:
                 progress=attempt.progress,
                 scores=attempt.scores,
                 now_ns=time.time_ns(),
+                streamed_ns=attempt.streamed_ns,
             )
             await self._publish_event(attempt.request, event)
         finally:

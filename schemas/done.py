@@ -35,6 +35,12 @@ class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
     started_ns: int = 0
     first_token_ns: int = 0
     ended_ns: int = 0
+    streamed_ns: int = 0  # first token of an earlier attempt, behind which this one went on
+
+    @property
+    def client_first_token_ns(self) -> int:
+        """The first token that the client got; ``first_token_ns`` is of the last attempt."""
+        return self.streamed_ns or self.first_token_ns
 
 
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -86,6 +86,7 @@ class Job(msgspec.Struct, frozen=True, omit_defaults=True, tag="job"):
     logprobs: tuple[tuple[Logprob, ...], ...] = ()  # of the tokens in ``resume``, for the record; may be left out
     scores: tuple[Logprob, ...] = ()  # of the prompt's tokens 1 .. ``scored``, for the record; may be left out
     inputs: DecisionInputs | None = None  # of ``decision``; None: an older build, or a later stage
+    streamed_ns: int = 0  # when the first token in ``resume`` was stored, Unix time
 
 
 class Revoke(msgspec.Struct, frozen=True, tag="revoke"):

@@ -111,7 +111,7 @@ def of_done(event: Done) -> RequestSummary:
         usage.cached,
         usage.completion,
         times.routed_ns,
-        times.first_token_ns,
+        times.client_first_token_ns,
         times.ended_ns,
         reason,
         event.code,

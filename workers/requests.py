@@ -268,6 +268,7 @@ def terminal(running: RunningRequest, worker: str, now_ns: int) -> done.Done:
             started_ns=running.started_ns,
             first_token_ns=running.first_token_ns,
             ended_ns=now_ns,
+            streamed_ns=running.job.streamed_ns if running.job is not None else 0,
         ),
         code=code,
         message=message,

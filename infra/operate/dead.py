@@ -13,16 +13,18 @@ import msgspec
 from rich.console import Console
 
 from configs.flags import Parser
+from infra.bus.direct_get import get_last
 from infra.counts import counted
 from infra.replay import replay
 from infra.terminal import confirmed, escape, print_hanging, stdout
 from infra.timeline import inspect
-from infra.timeline.find_requests import ended
+from infra.timeline.find_requests import ended, of_entry
 from infra.timeline.moments import clock, moment_ns
 from infra.timeline.open_log import REQUEST_STREAMS, Log, Source, add_flags, open_log, run_command
 from infra.timeline.read import read_timeline
 from infra.timeline.request_timeline import RequestTimeline
 from schemas.errors import Code
+from schemas.ids import time_of
 from schemas.summary import Criteria, RequestSummary
 
 VERBS = ("list", "show", "retry")
@@ -148,7 +150,7 @@ def _retry(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if bool(args.ids) == args.all:
         parser.error("give ids of requests, or --all")
-    ids: list[str] = list(args.ids)
+    ids: list[str] = [each.removeprefix("chatcmpl-").removeprefix("cmpl-") for each in args.ids]
 
     async def find() -> None:
         async with open_log(Source.of(args), name="dead", streams=REQUEST_STREAMS) as log:
@@ -159,6 +161,8 @@ def _retry(argv: Sequence[str]) -> int:
     if not ids:
         print("no request has lost its worker in every attempt")
         return 0
+    if args.ids and (status := run_command("dead retry", lambda: _check(args, ids))):
+        return status
     where = f"worker {args.worker}" if args.worker else "any worker"
     if not args.yes and not confirmed(f"Run {counted(len(ids), 'request')} again on {where}? They may crash it."):
         print("penstock dead retry: nothing was run; --yes runs them without asking", file=sys.stderr)
@@ -170,3 +174,26 @@ def _retry(argv: Sequence[str]) -> int:
     if args.worker:
         flags += ["--set", f"worker={args.worker}"]
     return replay.run([*ids, *flags])
+
+
+async def _check(args: argparse.Namespace, ids: Sequence[str]) -> None:
+    """
+    Raises:
+        ValueError: an id is not that of a request which lost its workers; nothing is run.
+    """
+    async with open_log(Source.of(args), name="dead", streams=REQUEST_STREAMS) as log:
+        for request_id in ids:
+            time_of(request_id)
+            entry = await get_last(log.bus, log.bus.subjects.stream("DONE"), log.bus.subjects.done_of(request_id))
+            found = of_entry(entry) if entry is not None else None
+            if found is None:
+                raise ValueError(
+                    f"the log has no record of request {request_id}: it has not ended, was forgotten, or is older than "
+                    "a week"
+                )
+            if found.summary.code != Code.worker_lost:
+                how = found.summary.code or found.summary.state
+                raise ValueError(
+                    f"request {request_id} did not lose its workers ({how}): `penstock replay {request_id}` runs it "
+                    "again"
+                )

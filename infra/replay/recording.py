@@ -38,7 +38,8 @@ class Run(msgspec.Struct):
     def ttft_ms(self) -> float | None:
         """From acceptance to the first token; None: there was none."""
         times = self.done.timings if self.done is not None else None
-        return (times.first_token_ns - times.created_ns) / MS if times is not None and times.first_token_ns else None
+        first = times.client_first_token_ns if times is not None else 0
+        return (first - times.created_ns) / MS if times is not None and first else None
 
     @property
     def e2e_ms(self) -> float | None:

@@ -158,17 +158,21 @@ def _plan(recorded: Recording, limit: int, *, over_http: bool) -> _Plan:
         else:
             runs.append(run)
     if not runs:
+        if not skipped:
+            raise ValueError(
+                "the log has none of these requests: it keeps them for a day, and their records for a week"
+            )
         why = ", ".join(f"{count} {reason}" for reason, count in skipped.items())
-        raise ValueError(f"no recorded request can run again ({why or 'none was found'})")
+        raise ValueError(f"no recorded request can run again: {why}")
     runs.sort(key=lambda run: run.request.created_ns if run.request is not None else 0)
     return _Plan(runs[: limit or None], skipped)
 
 
 def _not_replayable(run: Run, over_http: bool) -> str:
+    if run.request is None:
+        return "of which the log has parts only (forgotten, or older than it keeps requests)"
     if run.done is None:
         return "unfinished"
-    if run.request is None:
-        return "without a recorded request"
     if run.request.diffusion is not None:
         return "images or videos"
     if not run.request.prompt:

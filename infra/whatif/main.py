@@ -134,7 +134,7 @@ async def _measured(bus: Bus, ahead: dict[str, tuple[int, float]], since_ns: int
         if entry.time_ns > last_ns:
             break
         name = entry.subject.rpartition(".")[2]
-        if name in ahead and (record := of_entry(entry)) is not None and record.summary.first_token_ns:
+        if name in ahead and (record := of_entry(entry)) is not None and record.summary.first_token_ns > ahead[name][0]:
             at_ns, tokens = ahead[name]
             measured.append(((record.summary.first_token_ns - at_ns) / 1e6, tokens))
     return ms_per_token(measured)

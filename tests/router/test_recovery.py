@@ -73,6 +73,8 @@ async def test_the_request_of_a_lost_worker_continues_behind_what_was_streamed(
         assert bytes(job.request) == wire.encode(asked)
         assert (end.attempt, end.worker, end.code) == (2, worker.id, "")
         assert ids(end.choices[0].tokens) == log.streamed(asked) == answer(asked)
+        assert job.streamed_ns == end.timings.streamed_ns == end.timings.client_first_token_ns
+        assert end.timings.created_ns < end.timings.streamed_ns < end.timings.ended_ns
         await eventually(lambda: one.unfinished == {})
 
 

@@ -169,6 +169,11 @@ SAMPLES: dict[str, tuple[Any, Callable[[bytes], Any]]] = {
         jobs.decode,
     ),
     "job_with_inputs": (msgspec.structs.replace(JOB, inputs=jobs.DecisionInputs(1, 2, 3, 4)), jobs.decode),
+    "job_behind_streamed_tokens": (msgspec.structs.replace(JOB, streamed_ns=7), jobs.decode),
+    "done_behind_streamed_tokens": (
+        done.Done(REQUEST.id, "tiny", 2, timings=done.Timings(1, 2, 3, 4, 5, 6)),
+        done.decode,
+    ),
     "router": (routers.Member("router-1-0a1b2c3d", 1_700_000_000_000_000_000, ("tiny",), "NSERVER", 7), routers.decode),
     "tenant": (tenants.Limits(("tiny", "other"), 7), tenants.decode),
     "revoke": (jobs.Revoke(REQUEST.id, 2), jobs.decode),

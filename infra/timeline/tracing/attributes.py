@@ -71,7 +71,7 @@ def of_end(done: Done) -> dict[str, Value]:
     reasons = [choice.reason for choice in done.choices if choice.reason]
     if reasons:
         found["gen_ai.response.finish_reasons"] = reasons
-    first, created = done.timings.first_token_ns, done.timings.created_ns
+    first, created = done.timings.client_first_token_ns, done.timings.created_ns
     if first > created > 0:
         found["gen_ai.response.time_to_first_chunk"] = (first - created) / 1e9
     return found | of_code(done.code)

@@ -85,7 +85,7 @@ class _SpanBuilder:
             # As for any HTTP server: what the client did wrong, or gave up, is no error of ours.
             if done.code and attributes.status(done.code) >= 500:
                 span.error = done.message or done.code
-            first = done.timings.first_token_ns
+            first = done.timings.client_first_token_ns
             span.events = [Event("first token", first)] if first else []
         return span
 

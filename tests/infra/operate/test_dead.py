@@ -11,6 +11,7 @@ from infra.bus.connection import Bus
 from infra.operate.dead import run
 from schemas import wire
 from schemas.done import Returned
+from schemas.ids import new_request_id
 from schemas.subjects import HEADER_MSG_ID, Subjects
 from tests.infra.bus.support import opened
 from tests.infra.timeline.support import accept, assign, end
@@ -63,6 +64,16 @@ async def test_a_retry_asks_first_and_needs_to_know_which(
     capsys.readouterr()
     assert await asyncio.to_thread(run, ["retry", dead.id, "--yes", *where(bus, broker)]) == 1
     assert "no worker of the target serves" in capsys.readouterr().err
+
+
+async def test_only_requests_that_lost_their_workers_are_tried_again(
+    bus: Bus, broker: EmbeddedNats, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fine, unknown = await accept(bus), new_request_id()
+    await end(bus, fine, 1)
+    for request_id, said in ((fine.id, "did not lose its workers (finished)"), (unknown, "was forgotten, or is older")):
+        assert await asyncio.to_thread(run, ["retry", request_id, "--yes", *where(bus, broker)]) == 1
+        assert said in capsys.readouterr().err
 
 
 def test_a_wrong_verb_gets_the_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -198,7 +198,7 @@ def from_settings(settings: WorkerSettings, path: Path) -> ScheduledEngine | Dat
         image_tokens=0 if model.vision is None or ranks > 1 else model.vision.image_tokens,
         embed_slots=settings.embed_slots,
         no_evict=settings.scheduler_policy == "guaranteed_no_evict",
-        played=read_recording(settings.play, model.vocab_size) if settings.play else (),
+        played=read_recording(settings.play, model.vocab_size, skip_bad=settings.skip_bad) if settings.play else (),
     )
     return build(options) if ranks == 1 else build_data_parallel(ranks, options)
 

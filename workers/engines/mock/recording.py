@@ -1,10 +1,12 @@
 """Reads what the mock plays from an export: records for the answers, token batches for their times."""
 
 import gzip
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import structlog
 
 from infra.bus.direct_get import parse_time
 from schemas.done import Done, Outcome
@@ -12,6 +14,8 @@ from schemas.requests import GenerateRequest
 from schemas.tokens import TokenBatch
 from schemas.wire import unpack_tokens
 from workers.engines.mock.play import Answer, Played
+
+log = structlog.get_logger("engine")
 
 FORMAT = "penstock-export"
 VERSION = 1
@@ -39,24 +43,35 @@ _read_done = msgspec.json.Decoder(Done).decode
 Stored = dict[tuple[str, int], list[tuple[float, int, int]]]  # by request and choice: (seconds, first, count)
 
 
-def read_recording(path: str, vocab_size: int) -> list[Played]:
+def read_recording(path: str, vocab_size: int, *, skip_bad: bool = False) -> list[Played]:
     """The requests of an export that have ended with tokens, in the order in which they did.
 
+    Args:
+        skip_bad: leave damaged lines out, and what is behind the damage of a compressed file.
     Raises:
         ValueError: it cannot be read, has none, or its tokens are not this vocabulary's.
     """
     requests: dict[str, GenerateRequest] = {}
     stored: Stored = {}
     ended: list[Done] = []
+    bad: list[str] = []
+    number = 0
     try:
         for number, line in enumerate(_lines(path), 1):
             try:
                 _add(line, number, requests, stored, ended)
             except (msgspec.MsgspecError, ValueError) as error:
-                raise ValueError(f"--play {path}, line {number}: {error}") from None
-    except (OSError, EOFError) as error:
+                if not skip_bad or number == 1:
+                    hint = "; --skip-bad leaves damaged lines out" if number > 1 else ""
+                    raise ValueError(f"--play {path}, line {number}: {error}{hint}") from None
+                bad.append(f"line {number}: {error}")
+    except (OSError, EOFError, zlib.error) as error:
         why = (isinstance(error, OSError) and error.strerror) or error
-        raise ValueError(f"--play {path} cannot be read: {why}") from error
+        if not skip_bad or not number:
+            raise ValueError(f"--play {path} cannot be read: {why}") from error
+        bad.append(f"behind line {number}: {why}")
+    if bad:
+        log.warning("play_lines_left_out", file=path, lines=len(bad), first=bad[0])
     played = [found for event in ended if (found := _played(event, requests.get(event.request), stored)) is not None]
     if not played:
         raise ValueError(f"--play {path}: it has no answer to play; export whole requests, with their records")

@@ -1,5 +1,6 @@
 """The mock plays a recording: its tokens, at its times."""
 
+import gzip
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -164,3 +165,19 @@ def test_what_cannot_be_played_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read"):
         read_recording(str(tmp_path / "none"), 100)
     assert msgspec.json.decode(header_line(FileHeader(FORMAT, 1, "", "", "")))["format"] == FORMAT
+
+
+def test_damaged_lines_are_left_out_where_that_is_asked_for(tmp_path: Path) -> None:
+    whole = Path(export(tmp_path / "e.jsonl"))
+    lines = whole.read_bytes().splitlines(keepends=True)
+    bad = tmp_path / "bad.jsonl"
+    bad.write_bytes(b"".join([*lines, lines[-2][: len(lines[-2]) // 2] + b"\n"]))
+    with pytest.raises(ValueError, match=f"line {len(lines) + 1}: .*--skip-bad"):
+        read_recording(str(bad), 100)
+    assert read_recording(str(bad), 100, skip_bad=True) == read_recording(str(whole), 100)
+    packed = gzip.compress(whole.read_bytes())
+    cut = tmp_path / "cut.jsonl.gz"
+    cut.write_bytes(packed[:-8])
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_recording(str(cut), 100)
+    assert len(read_recording(str(cut), 100, skip_bad=True)) == 1
