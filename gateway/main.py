@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-from prometheus_client import CollectorRegistry
 
 from configs import logs
 from configs.settings import GatewaySettings
@@ -25,6 +24,7 @@ from infra.bus import loop_lag
 from infra.bus.connection import connect
 from infra.bus.publisher import Publisher
 from infra.bus.tasks import Stop
+from infra.metrics.scope import process_scope
 from infra.model import modeldir
 from schemas.errors import ServingError
 
@@ -79,10 +79,12 @@ async def _serve(settings: GatewaySettings, model: modeldir.ModelDir) -> int:
     )
     publisher = Publisher(bus)
     await publisher.open()
-    metrics = Metrics(CollectorRegistry())
+    model_name = settings.served_model_name.split(",")[0] or model.name
+    labels = {"namespace": settings.namespace, "process": settings.name, "model": model_name}
+    metrics = Metrics(process_scope("gateway", labels).child("gateway"))
     loop = asyncio.get_running_loop()
     metrics.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
-    bus.tasks.spawn(loop_lag.gauge(metrics.registry, "gateway").watch(), name="loop-lag")
+    bus.tasks.spawn(loop_lag.gauge(metrics.scope).watch(), name="loop-lag")
     gateway = Gateway(bus, publisher, model, settings, metrics)
     nats_api = NatsApi(gateway, bus.tasks.group("nats-api"))
     app = application(gateway)

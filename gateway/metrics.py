@@ -1,47 +1,75 @@
 """What a gateway counts; names end in their unit."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from infra.metrics.scope import MetricScope
 
 TTFT_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 E2E_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+ITL_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
+TOKEN_BUCKETS = (1, 10, 50, 100, 200, 500, 1000, 2000, 4000, 8000, 16000, 32000, 64000, 128000)
 
 
 class Metrics:
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.registry = registry
-        self.requests = Counter("penstock_gateway_requests", "ended requests", ["door", "code"], registry=registry)
-        self.ttft = Histogram(
-            "penstock_gateway_ttft_seconds", "body read to first token sent", buckets=TTFT_BUCKETS, registry=registry
+    """
+    Args:
+        scope: of the process, with the prefix of a gateway's metrics.
+    """
+
+    def __init__(self, scope: MetricScope) -> None:
+        self.scope = scope
+        self.consumers = ConsumerMetrics(scope)
+        self.registry = scope.registry
+        self.requests = scope.counter("requests", "ended requests", ["door", "code"])
+        self.ttft = scope.histogram("ttft_seconds", "body read to first token sent", buckets=TTFT_BUCKETS)
+        self.itl = scope.histogram(
+            "inter_token_seconds",
+            "time between two tokens of a stream: from one event to the next, divided by the tokens in it",
+            buckets=ITL_BUCKETS,
         )
-        self.e2e = Histogram(
-            "penstock_gateway_request_seconds", "body read to answer sent", buckets=E2E_BUCKETS, registry=registry
-        )
-        self.prompt = Counter("penstock_gateway_prompt_tokens", "prompt tokens accepted", registry=registry)
-        self.output = Counter("penstock_gateway_output_tokens", "output tokens delivered", registry=registry)
-        self.cached = Counter("penstock_gateway_cached_tokens", "prompt tokens reused by workers", registry=registry)
-        self.cancelled = Counter("penstock_gateway_cancelled", "requests left by their client", registry=registry)
-        self.media = Counter("penstock_gateway_media", "images and embedding files taken", ["kind"], registry=registry)
-        self.open = Gauge("penstock_gateway_open_requests", "requests being answered", registry=registry)
-        self.queued = Gauge("penstock_gateway_queued_requests", "accepted and not placed yet", registry=registry)
-        self.connections = Gauge("penstock_gateway_connections", "clients' open connections", registry=registry)
-        self.workers = Gauge(
-            "penstock_gateway_workers", "workers of the model", ["state", "revision"], registry=registry
-        )
-        self.refused = Gauge(
-            "penstock_gateway_workers_refused",
+        self.e2e = scope.histogram("request_seconds", "body read to answer sent", buckets=E2E_BUCKETS)
+        self.prompt = scope.counter("prompt_tokens", "prompt tokens accepted")
+        self.output = scope.counter("output_tokens", "output tokens delivered")
+        self.cached = scope.counter("cached_tokens", "prompt tokens reused by workers")
+        self.input_length = scope.histogram("request_prompt_tokens", "tokens of a prompt", buckets=TOKEN_BUCKETS)
+        self.output_length = scope.histogram("request_output_tokens", "tokens of an answer", buckets=TOKEN_BUCKETS)
+        self.request_bytes = scope.counter("request_bytes", "bodies of HTTP requests")
+        self.response_bytes = scope.counter("response_bytes", "bodies of HTTP answers that were generated")
+        self.cancelled = scope.counter("cancelled", "requests left by their client")
+        self.media = scope.counter("media", "images and embedding files taken", ["kind"])
+        self.open = scope.gauge("open_requests", "requests being answered")
+        self.queued = scope.gauge("queued_requests", "accepted and not placed yet")
+        self.connections = scope.gauge("connections", "clients' open connections")
+        self.workers = scope.gauge("workers", "workers of the model", ["state", "revision"])
+        self.refused = scope.gauge(
+            "workers_refused",
             "workers that serve the model's name with another tokenizer",
             ["worker", "tokenizer", "expected"],
-            registry=registry,
         )
-        self.unfinished = Gauge(
-            "penstock_gateway_stream_unfinished_ratio",
+        self.unfinished = scope.gauge(
+            "stream_unfinished_ratio",
             "share of a stream's max_bytes from its oldest unfinished message on",
             ["stream"],
-            registry=registry,
         )
-        self.retention = Gauge(
-            "penstock_gateway_record_retention_seconds",
-            "how long records of requests will be kept at the present rate",
-            registry=registry,
+        self.retention = scope.gauge(
+            "record_retention_seconds", "how long records of requests will be kept at the present rate"
         )
-        self.tasks = Gauge("penstock_gateway_tasks", "asyncio tasks, counted when asked", registry=registry)
+        self.tasks = scope.gauge("tasks", "asyncio tasks, counted when asked")
+
+
+class ConsumerMetrics:
+    """What the broker says of the routers' consumers of REQUESTS."""
+
+    def __init__(self, scope: MetricScope) -> None:
+        self.pending = scope.gauge(
+            "consumer_pending", "requests in the log that no router has been sent yet", ["consumer"]
+        )
+        self.unacknowledged = scope.gauge(
+            "consumer_ack_pending", "requests that a router was sent and has not acknowledged yet", ["consumer"]
+        )
+        self.redelivered = scope.gauge(
+            "consumer_redelivered", "of these, those that were sent more than once", ["consumer"]
+        )
+
+    def observe(self, consumer: str, pending: int, unacknowledged: int, redelivered: int) -> None:
+        self.pending.labels(consumer).set(pending)
+        self.unacknowledged.labels(consumer).set(unacknowledged)
+        self.redelivered.labels(consumer).set(redelivered)

@@ -6,7 +6,7 @@ import contextlib
 import structlog
 from faststream import FastStream
 from faststream.nats import NatsMessage
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import start_http_server
 
 from configs import logs
 from configs.settings import RouterSettings
@@ -14,7 +14,9 @@ from infra.bus import loop_lag
 from infra.bus.connection import Bus, connect
 from infra.bus.faststream_app import OwnConnection, raw
 from infra.bus.publisher import Publisher
+from infra.bus.stream_metrics import StreamMetrics
 from infra.bus.tasks import Stop
+from infra.metrics.scope import process_scope
 from router.metrics import Metrics
 from router.service import Router
 from schemas import control
@@ -56,11 +58,12 @@ async def _serve(settings: RouterSettings) -> int:
 
 
 async def _run_router(settings: RouterSettings, bus: Bus, publisher: Publisher, stop: Stop) -> None:
-    registry = CollectorRegistry()
-    metrics = Metrics(registry)
+    scope = process_scope("router", {"namespace": settings.namespace, "process": settings.name})
+    metrics = Metrics(scope.child("router"))
     loop = asyncio.get_running_loop()
     metrics.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
-    bus.tasks.spawn(loop_lag.gauge(registry, "router").watch(), name="loop-lag")
+    bus.tasks.spawn(loop_lag.gauge(metrics.scope).watch(), name="loop-lag")
+    bus.tasks.spawn(StreamMetrics(bus, scope.child("broker")).run(), name="stream-metrics")
     router = Router(bus, publisher, settings, metrics)
     broker = OwnConnection(bus)
 
@@ -74,7 +77,7 @@ async def _run_router(settings: RouterSettings, bus: Bus, publisher: Publisher, 
     await router.open()
     loop_lag.freeze_loaded()
     if settings.metrics_port:
-        start_http_server(settings.metrics_port, settings.metrics_host, registry=registry)
+        start_http_server(settings.metrics_port, settings.metrics_host, registry=scope.registry)
     await stop.wait()
     await router.close()
     bus.closing = True  # stopping FastStream closes the connection

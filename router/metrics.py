@@ -1,55 +1,53 @@
 """Metrics of a router; names end in their unit."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import Counter
+
+from infra.metrics.scope import MetricScope
 
 _MOST_COUNTERS = 256
+DECISION_BUCKETS = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.1)
 WAIT_BUCKETS = (0.001, 0.01, 0.1, 1, 10, 60, 600)
 
 
 class Metrics:
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.registry = registry
+    """
+    Args:
+        scope: of the process, with the prefix of a router's metrics.
+    """
+
+    def __init__(self, scope: MetricScope) -> None:
+        self.scope = scope
+        self.registry = scope.registry
         self._placed: dict[
             tuple[str, str, bool], tuple[Counter, Counter]
         ] = {}  # finding a child takes longer than this
-        self.decisions = Counter("penstock_router_decisions", "jobs published", ["reason"], registry=registry)
-        self.routes = Counter(
-            "penstock_router_routes", "jobs published, by kind of route", ["kind", "encode"], registry=registry
+        self.decisions = scope.counter("decisions", "jobs published", ["reason"])
+        self.routes = scope.counter("routes", "jobs published, by kind of route", ["kind", "encode"])
+        self.overlap = scope.counter("overlap_tokens", "prompt tokens cached at the chosen worker")
+        self.prompt = scope.counter("prompt_tokens", "prompt tokens placed")
+        self.wait = scope.histogram("wait_seconds", "time from arrival to decision", buckets=WAIT_BUCKETS)
+        self.decision = scope.histogram(
+            "decision_seconds", "computing where a request goes: match, scores and choice", buckets=DECISION_BUCKETS
         )
-        self.overlap = Counter(
-            "penstock_router_overlap_tokens", "prompt tokens cached at the chosen worker", registry=registry
+        self.ended = scope.counter("ended", "requests ended by the router", ["code"])
+        self.revision_moves = scope.counter(
+            "revision_moves", "requests moved to another revision before their first token"
         )
-        self.prompt = Counter("penstock_router_prompt_tokens", "prompt tokens placed", registry=registry)
-        self.wait = Histogram(
-            "penstock_router_wait_seconds", "time from arrival to decision", buckets=WAIT_BUCKETS, registry=registry
+        self.stalled = scope.counter(
+            "stalled_requests", "requests whose worker's engine made no step for --stalled-after-s", ["stage"]
         )
-        self.ended = Counter("penstock_router_ended", "requests ended by the router", ["code"], registry=registry)
-        self.revision_moves = Counter(
-            "penstock_router_revision_moves",
-            "requests moved to another revision before their first token",
-            registry=registry,
-        )
-        self.stalled = Counter(
-            "penstock_router_stalled_requests",
-            "requests whose worker's engine made no step for --stalled-after-s",
-            ["stage"],
-            registry=registry,
-        )
-        self.lost = Counter("penstock_router_workers_lost", "workers declared dead", registry=registry)
-        self.waiting = Gauge("penstock_router_waiting_requests", "requests without a worker", registry=registry)
-        self.workers = Gauge("penstock_router_workers", "registered workers", registry=registry)
-        self.blocks = Gauge("penstock_router_index_blocks", "distinct blocks in the prefix index", registry=registry)
-        self.index_sequence = Gauge(
-            "penstock_router_index_sequence",
+        self.lost = scope.counter("workers_lost", "workers declared dead")
+        self.waiting = scope.gauge("waiting_requests", "requests without a worker")
+        self.workers = scope.gauge("workers", "registered workers")
+        self.blocks = scope.gauge("index_blocks", "distinct blocks in the prefix index")
+        self.index_sequence = scope.gauge(
+            "index_sequence",
             "KV stream sequence that penstock_router_index_checksum is of: every 4,096th, and the last when it rests",
-            registry=registry,
         )
-        self.index_checksum = Gauge(
-            "penstock_router_index_checksum",
-            "48 bits of what is known of all caches: equal in routers that show the same sequence",
-            registry=registry,
+        self.index_checksum = scope.gauge(
+            "index_checksum", "48 bits of what is known of all caches: equal in routers that show the same sequence"
         )
-        self.tasks = Gauge("penstock_router_tasks", "asyncio tasks", registry=registry)
+        self.tasks = scope.gauge("tasks", "asyncio tasks")
 
     def placed(
         self, reason: str, kind: str, encode: bool, cached_tokens: int, prompt_tokens: int, waited_ns: int

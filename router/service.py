@@ -186,6 +186,7 @@ class Router:
             keys = keys_view(request.digests)
             waited_s = max(0, now_ns - request.created_ns) / 1e9 if held else None
             decision, inputs = self._decider.decide(pending, keys, now_ns, held=len(self._held), waited_s=waited_s)
+            self._metrics.decision.observe((time.time_ns() - now_ns) / 1e9)
             if decision.route:
                 await self._publish_job(pending, decision, inputs, keys, now_ns)
                 return True

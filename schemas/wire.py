@@ -9,8 +9,9 @@ import msgspec
 
 T = TypeVar("T")
 
+TOKEN_BYTES = 4  # of one packed token id
 _SWAP = sys.byteorder == "big"
-assert array("I").itemsize == 4
+assert array("I").itemsize == TOKEN_BYTES
 
 encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
 

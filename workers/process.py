@@ -14,16 +14,19 @@ from typing import Any, Protocol
 import structlog
 from faststream import FastStream
 from faststream.nats import NatsMessage
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import start_http_server
 
 from configs.settings import WorkerSettings
 from infra.bus import loop_lag
 from infra.bus.connection import Bus, connect
 from infra.bus.faststream_app import OwnConnection, raw
 from infra.bus.publisher import Publisher
+from infra.metrics.scope import process_scope
 from schemas import control, wire
 from schemas.subjects import Subjects
+from workers.engines.external.metrics import NativeSeries
 from workers.executor import Executor, ServedModel, SessionContext
+from workers.metrics import user
 from workers.metrics.multiprocess import VARIABLE, Merged
 from workers.metrics.worker import Metrics
 from workers.session import WorkerSession
@@ -87,9 +90,12 @@ class WorkerProcess:
     def __init__(self, settings: WorkerSettings, make_backend: MakeBackend, end_process: EndProcess = os._exit) -> None:
         self._settings = settings
         self._stopping = Stopping(settings.drain_s, end_process)
-        self._metrics = Metrics(CollectorRegistry())
+        labels = {"namespace": settings.namespace, "process": settings.name, "model": "", "role": settings.role}
+        self._metrics = Metrics(process_scope("worker", labels))
         if shared := os.environ.get(VARIABLE):
-            self._metrics.registry.register(Merged(Path(shared)))
+            self._metrics.process.register(Merged(Path(shared)))
+        else:
+            self._metrics.process.register(NativeSeries(user.PREFIX))
         self._backend = make_backend(settings, self._metrics, self)
         self._session: WorkerSession | None = None
         self._failed = asyncio.Event()
@@ -152,7 +158,7 @@ class WorkerProcess:
         loop = asyncio.get_running_loop()
         self._metrics.load_time.set(self._backend.load_seconds)
         self._metrics.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
-        bus.tasks.spawn(loop_lag.gauge(self._metrics.registry, "worker").watch(), name="loop-lag")
+        bus.tasks.spawn(loop_lag.gauge(self._metrics.scope).watch(), name="loop-lag")
         if self._settings.metrics_port and self._settings.publish_events_and_metrics:
             start_http_server(self._settings.metrics_port, self._settings.metrics_host, registry=self._metrics.registry)
         app = self._application(bus)

@@ -75,11 +75,13 @@ class TokenBackend:
         self._info = engine.info
         self.load_seconds = engine.info.load_seconds
         for collector in getattr(engine, "collectors", tuple)():  # the engine's own metrics
-            self._metrics.registry.register(collector)
+            self._metrics.process.register(collector)
         self._vision = engine.vision
         self._transport = await self._open_transport(self._thread, connection)
         loop_lag.freeze_loaded()
-        return self._served_model(connection)
+        served = self._served_model(connection)
+        self._metrics.engine_built(served.name, engine.info)
+        return served
 
     def _served_model(self, connection: str) -> ServedModel:
         settings, described = self._settings, self._described

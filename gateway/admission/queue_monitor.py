@@ -67,7 +67,9 @@ class QueueMonitor:
             before[priority] = self._queues.since(priority)  # what is accepted from now on may count twice
             info = await self._bus.js.consumer_info(subjects.stream("REQUESTS"), name, timeout=INFO_TIMEOUT_S)
             consumers.append(info)
-            queued[priority] = (info.num_pending or 0) + (info.num_ack_pending or 0)
+            pending, unacknowledged = info.num_pending or 0, info.num_ack_pending or 0
+            self._metrics.consumers.observe(name, pending, unacknowledged, info.num_redelivered or 0)
+            queued[priority] = pending + unacknowledged
             delivered = info.delivered.consumer_seq if info.delivered else 0
             # A router that is full has no pull request waiting at the moment, but makes progress.
             has_routers |= bool(info.num_waiting) or delivered > self._delivered.get(name, delivered)

@@ -6,7 +6,7 @@ Plain ASGI without a framework: per-token work has no place for layers.
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ import structlog
 from gateway.http.connections import SCOPE, Connection
 from gateway.http.idempotency import ClientIds, read_client_ids, submit_once, with_client_id
 from gateway.log.inflight import InflightRequest
+from gateway.metrics import Metrics
 from gateway.openai.aggregator import AnswerAggregator
 from gateway.openai.prepare import PreparedRequest
 from gateway.openai.responses import error_body, stopping
@@ -24,6 +25,8 @@ from gateway.openai.stream_renderer import StreamRenderer
 from gateway.service import Gateway
 from gateway.tracing import from_http_headers, with_trace
 from schemas.errors import Code, ServingError
+from schemas.tokens import TokenItem
+from schemas.wire import TOKEN_BYTES
 
 log = structlog.get_logger("gateway")
 
@@ -89,6 +92,7 @@ class Generations:
         code, accepted = "ok", ""
         try:
             body = await read_body(scope, receive, gateway.settings.max_body_bytes)
+            gateway.metrics.request_bytes.inc(len(body))
             names = read_client_ids(scope["headers"])
             prepare = partial(self._prepare, scope, body, names)
             if names.key:
@@ -172,6 +176,37 @@ class Reattach:
             await send_error(send, error)
 
 
+class StreamClock:
+    """Times the events of one stream, for the metrics.
+
+    Args:
+        began: when the request's body was read, by the monotonic clock.
+    """
+
+    def __init__(self, metrics: Metrics, began: float) -> None:
+        self._metrics = metrics
+        self._last = began
+        self._started = False
+        self._bytes = 0
+
+    def sends(self, items: Sequence[TokenItem], size: int) -> None:
+        """Something is about to be sent: ``size`` bytes, rendered from these items."""
+        now = time.monotonic()
+        seconds, self._last = now - self._last, now
+        self._bytes += size
+        if self._started:
+            tokens = sum([len(item.tokens) for item in items]) // TOKEN_BYTES
+            if tokens:
+                self._metrics.itl.observe(seconds / tokens)
+        else:
+            self._started = True
+            self._metrics.ttft.observe(seconds)
+
+    def ends(self) -> None:
+        """Nothing more is sent."""
+        self._metrics.response_bytes.inc(self._bytes)
+
+
 class Responder:
     """Sends one request's items to one client. ``owner``: if this client leaves, the request is cancelled."""
 
@@ -212,12 +247,15 @@ class Responder:
             ServingError: the request failed before the header was sent, or the client went away before it.
         """
         send, inflight = self._send, self._inflight
-        started = shown = False
+        started = False
+        clock = StreamClock(self._gateway.metrics, self._began)
         self.open()
         try:
             while True:
+                items: Sequence[TokenItem] = ()
                 try:
-                    data = renderer.push(await (inflight.take() if started else inflight.take_within(HEAD_S)))
+                    items = await (inflight.take() if started else inflight.take_within(HEAD_S))
+                    data = renderer.push(items)
                 except ServingError as error:
                     data = renderer.fail(error, finished=error.code is not Code.shutting_down)
                 if not started:
@@ -226,13 +264,12 @@ class Responder:
                     started = True
                     await self.begin_stream()
                 if data:
-                    if not shown:
-                        shown = True
-                        self._gateway.metrics.ttft.observe(time.monotonic() - self._began)
+                    clock.sends(items, len(data))
                     await send({"type": "http.response.body", "body": data, "more_body": not renderer.done})
                 if renderer.done:
                     return self._account(renderer)
         finally:
+            clock.ends()
             self.close()
 
     async def whole(self, collector: AnswerAggregator) -> str:
@@ -248,6 +285,7 @@ class Responder:
                 pass
             portions = await encode_portions(collector)
             size = sum(map(len, portions))
+            self._gateway.metrics.response_bytes.inc(size)
             headers = [JSON, (b"content-length", b"%d" % size), (REQUEST_ID, inflight.request.id.encode())]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             last = len(portions) - 1
@@ -258,9 +296,11 @@ class Responder:
             self.close()
 
     def _account(self, answer: StreamRenderer | AnswerAggregator) -> str:
-        usage = answer.usage
-        self._gateway.metrics.output.inc(usage.completion_tokens)
-        self._gateway.metrics.cached.inc(usage.prompt_tokens_details.cached_tokens)
+        usage, metrics = answer.usage, self._gateway.metrics
+        metrics.output.inc(usage.completion_tokens)
+        metrics.cached.inc(usage.prompt_tokens_details.cached_tokens)
+        metrics.input_length.observe(usage.prompt_tokens)
+        metrics.output_length.observe(usage.completion_tokens)
         return answer.error.code.value if answer.error is not None else "ok"
 
 

@@ -5,7 +5,7 @@ import gc
 import time
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Gauge
+from infra.metrics.scope import MetricScope
 
 EVERY_S = 0.1  # each measurement costs 30 to 60 CPU-µs
 WINDOW_S = 30.0
@@ -82,9 +82,9 @@ class LoopLag:
             self._began += windows * WINDOW_S
 
 
-def gauge(registry: CollectorRegistry, role: str) -> LoopLag:
-    """Add a process's gauge to its registry. Run ``watch`` of the result."""
+def gauge(scope: MetricScope) -> LoopLag:
+    """Add a process's gauge to its metrics. Run ``watch`` of the result."""
     lag = LoopLag()
     about = "longest time that something due had to wait for the event loop, in the last 30 to 60 s"
-    Gauge(f"penstock_{role}_loop_lag_seconds", about, registry=registry).set_function(lambda: lag.worst_s)
+    scope.gauge("loop_lag_seconds", about).set_function(lambda: lag.worst_s)
     return lag

@@ -3,12 +3,13 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
 import gateway.metrics
 import router.metrics
 import workers.metrics.worker
+from infra.bus import loop_lag
+from infra.metrics.scope import MetricScope
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 
@@ -17,10 +18,15 @@ INTRO = """\
 
 Every process serves Prometheus metrics: a gateway at `/metrics` of its HTTP port, routers and workers at
 `--metrics-port`. `state.json` has the address of each (`metrics_url`). Counters end in `_total`, and a histogram has
-`_bucket`, `_sum` and `_count`. Each process also has `penstock_ROLE_loop_lag_seconds`: the longest time that
-something due had to wait for its event loop, in the last 30 to 60 seconds.
+`_bucket`, `_sum` and `_count`.
 
-Engines add metrics of their own to a worker's page (`vllm:*`, `trtllm_*`). With `PROMETHEUS_MULTIPROC_DIR`, a local
+Every series has the labels of its process, which are set automatically: `namespace`, `component` (gateway, router or
+worker), `process` (its `--name`), `model` (gateways and workers) and `role` (workers).
+
+Engines add metrics of their own to a worker's page (`vllm:*`, `trtllm_*`), and so can your own code
+(`user_*`, see [Engines](engines.md#logits-processors)). Series of GPUs (`penstock_worker_gpu_memory_used_bytes`,
+`…_gpu_memory_bytes`, `…_gpu_utilization_ratio`, by `gpu`) need the package `nvidia-ml-py`. A label of an engine's
+that is set automatically too is kept as `exported_NAME`. With `PROMETHEUS_MULTIPROC_DIR`, a local
 directory that is set before the start, metrics of an engine's other processes appear there too.
 
 What to watch first: `penstock_gateway_ttft_seconds` and `penstock_gateway_request_seconds` (latency),
@@ -33,12 +39,19 @@ This page is generated from the code (`python -m infra.docs`).
 
 def page() -> str:
     """The whole page, as the code has it."""
-    roles = {"Gateway": gateway.metrics, "Router": router.metrics, "Worker": workers.metrics.worker}
-    return INTRO + "".join(section(role, made(module.Metrics(CollectorRegistry()))) for role, module in roles.items())
+    return INTRO + "".join(section(role.capitalize(), scope.metrics()) for role, scope in scopes().items())
 
 
-def made(metrics: object) -> list[MetricWrapperBase]:
-    return [metric for metric in vars(metrics).values() if isinstance(metric, MetricWrapperBase)]
+def scopes() -> dict[str, MetricScope]:
+    """The metrics of each role, as its processes make them."""
+    made = {role: MetricScope() for role in ("gateway", "router", "worker")}
+    gateway_scope, router_scope = made["gateway"].child("gateway"), made["router"].child("router")
+    gateway.metrics.Metrics(gateway_scope)
+    router.metrics.Metrics(router_scope)
+    worker_scope = workers.metrics.worker.Metrics(made["worker"]).scope
+    for scope in (gateway_scope, router_scope, worker_scope):
+        loop_lag.gauge(scope)
+    return made
 
 
 def section(role: str, metrics: Iterable[MetricWrapperBase]) -> str:

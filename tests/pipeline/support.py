@@ -341,13 +341,18 @@ async def idle_workers(bus: Bus) -> bool:
     return bool(loads) and all(not (load.running or load.waiting or load.used_blocks) for load in loads)
 
 
+AUTOMATIC = ("namespace", "component", "process", "model", "role")
+
+
 def samples(text: str) -> dict[str, float]:
-    """A metrics page as {name{label="value",...}: value}."""
+    """A metrics page as {name{label="value",...}: value}, without the labels that a process sets automatically."""
 
     def named() -> Iterator[tuple[str, float]]:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                labels = ",".join(f'{key}="{value}"' for key, value in sorted(sample.labels.items()))
+                labels = ",".join(
+                    f'{key}="{value}"' for key, value in sorted(sample.labels.items()) if key not in AUTOMATIC
+                )
                 yield (f"{sample.name}{{{labels}}}" if labels else sample.name), sample.value
 
     return dict(named())

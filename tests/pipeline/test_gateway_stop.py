@@ -24,6 +24,7 @@ from tests.pipeline.support import (
     free_port,
     joined,
     parse_sse,
+    samples,
     token_prompt,
     until,
 )
@@ -70,7 +71,7 @@ async def test_answers_that_fit_into_the_drain_are_not_disturbed(slow: Deploymen
         whole = asyncio.create_task(client.post(PATH, json=body(2)))
 
         async def open_two() -> bool:
-            return "penstock_gateway_open_requests 2.0" in (await kept.get("/metrics")).text
+            return samples((await kept.get("/metrics")).text)["penstock_gateway_open_requests"] == 2
 
         await until(open_two, "both are open")
         gateway.process.ask_to_stop()
@@ -167,7 +168,7 @@ async def test_a_gateway_ends_within_its_bound_when_the_broker_does_not_answer(n
 
         async def begun() -> bool:
             async with gateway.client() as other:
-                return "penstock_gateway_open_requests 1.0" in (await other.get("/metrics")).text
+                return samples((await other.get("/metrics")).text)["penstock_gateway_open_requests"] == 1
 
         await until(begun, "one is open")
         os.kill(broker.pid, signal.SIGSTOP)

@@ -12,7 +12,7 @@ import pytest
 
 from infra.broker.main import apply_at
 from infra.broker.server import EmbeddedNats
-from tests.pipeline.support import MODEL, Process, free_port, stopped, until
+from tests.pipeline.support import MODEL, Process, free_port, samples, stopped, until
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -130,7 +130,7 @@ async def test_a_worker_that_drains_makes_nobody_ready(parts: Parts, http: httpx
     running = asyncio.create_task(served(http, max_tokens=150))
 
     async def runs() -> bool:
-        return "penstock_gateway_open_requests 1.0" in (await http.get("/metrics")).text
+        return samples((await http.get("/metrics")).text)["penstock_gateway_open_requests"] == 1
 
     await until(runs, "the request is open")
     worker.ask_to_stop()
@@ -164,7 +164,7 @@ async def test_a_gateway_that_drains_is_not_ready_on_the_connections_that_it_sti
     running = asyncio.create_task(served(http, max_tokens=150))
 
     async def runs() -> bool:
-        return "penstock_gateway_open_requests 1.0" in (await http.get("/metrics")).text
+        return samples((await http.get("/metrics")).text)["penstock_gateway_open_requests"] == 1
 
     await until(runs, "the request is open")
     parts.gateway.ask_to_stop()

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
-from prometheus_client import CollectorRegistry
 
 from configs.settings import RouterSettings
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
 from infra.bus.direct_get import read
 from infra.bus.publisher import Publisher
+from infra.metrics.scope import MetricScope
 from router.metrics import Metrics
 from router.service import Router
 from schemas import blocks, control, done, fleet, jobs, kv, wire
@@ -31,8 +31,9 @@ class Routing:
     def __init__(self, bus: Bus, settings: RouterSettings) -> None:
         self.bus = bus
         self.publisher = Publisher(bus)
-        self.registry = CollectorRegistry()
-        self.router = Router(bus, self.publisher, settings, Metrics(self.registry))
+        scope = MetricScope(prefix="penstock_router")
+        self.registry = scope.registry
+        self.router = Router(bus, self.publisher, settings, Metrics(scope))
         self.ended = False
 
     @property

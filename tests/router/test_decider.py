@@ -5,10 +5,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from configs.settings import RouterSettings
+from infra.metrics.scope import MetricScope
 from router.decider import Decider
 from router.load_tracker import LoadTracker
 from router.metrics import Metrics
@@ -22,7 +22,7 @@ def decider(monkeypatch: pytest.MonkeyPatch) -> tuple[Decider, LoadTracker]:
     monkeypatch.setitem(sys.modules, "numpy", None)
     tracker = LoadTracker()
     cluster: Any = SimpleNamespace(tracker=tracker, depths=lambda keys: {}, suspects=frozenset)
-    return Decider(cluster, RouterSettings(seed=1), Metrics(CollectorRegistry())), tracker
+    return Decider(cluster, RouterSettings(seed=1), Metrics(MetricScope())), tracker
 
 
 def test_more_than_12_targets_without_numpy_are_decided_and_reported_once(

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from configs.settings import GatewaySettings
 from gateway.metrics import Metrics
@@ -19,6 +18,7 @@ from infra.broker.server import EmbeddedNats
 from infra.bus.direct_get import Entry
 from infra.bus.loop_lag import freeze_loaded
 from infra.bus.publisher import Publisher
+from infra.metrics.scope import MetricScope
 from infra.model import modeldir
 from router.cluster_state import ClusterState
 from router.ended_attempts import REMEMBERED
@@ -148,7 +148,7 @@ async def test_renewals_that_change_nothing_cost_next_to_nothing(
     cluster = one.router.cluster
     model = modeldir.load(modeldir.TINY, name=MODEL)
     gateway = Gateway(
-        *(one.bus, Publisher(one.bus), model, GatewaySettings(served_model_name=MODEL), Metrics(CollectorRegistry()))
+        *(one.bus, Publisher(one.bus), model, GatewaySettings(served_model_name=MODEL), Metrics(MetricScope()))
     )
     for entry in renewals(pipeline, 1):
         gateway.fleet.watch._on_entry(entry)

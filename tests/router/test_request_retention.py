@@ -7,13 +7,13 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 from nats.aio.client import Client
-from prometheus_client import CollectorRegistry
 
 from gateway.admission.log_capacity import LogCapacity
 from gateway.metrics import Metrics
 from infra.broker.apply import apply
 from infra.broker.server import EmbeddedNats
 from infra.bus.connection import Bus
+from infra.metrics.scope import MetricScope
 from router.request_retention import sequence
 from schemas.requests import Priority
 from schemas.streams import StreamSpec, topology
@@ -43,7 +43,7 @@ class Door:
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
         self.stream = bus.subjects.stream("REQUESTS")
-        self.room = LogCapacity(bus, Metrics(CollectorRegistry()))
+        self.room = LogCapacity(bus, Metrics(MetricScope()))
 
     async def passes(self, count: int) -> None:
         """Requests that are finished as soon as they are stored: no router's consumer is behind them."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 from nats.errors import Error as NatsError
-from prometheus_client import CollectorRegistry
 
 from configs.settings import WorkerSettings
 from infra.broker.server import EmbeddedNats
@@ -20,6 +19,7 @@ from infra.bus.direct_get import Entry, read
 from infra.bus.log_tail import LogTail
 from infra.bus.publisher import Publisher
 from infra.bus.tasks import end
+from infra.metrics.scope import MetricScope
 from infra.model.detokenizer import Detokenizer
 from schemas import blocks, control, done, fleet, jobs, kv, tokens, transfer, wire
 from schemas.errors import ServingError
@@ -390,7 +390,7 @@ class WorkerHarness:
         self.engine = held
         self.settings = settings
         self.publisher = Publisher(bus)
-        self.metrics = Metrics(CollectorRegistry())
+        self.metrics = Metrics(MetricScope())
         self.failures: list[BaseException] = []
         self.fatal: list[BaseException] = []  # of tasks: they end a real process
         self.thread = EngineThread(lambda: held, self._deliver, self.failures.append)

@@ -13,12 +13,12 @@ import msgspec
 import numpy as np
 import pytest
 from PIL import Image
-from prometheus_client import CollectorRegistry
 
 from configs.settings import WorkerSettings
 from infra.broker.server import EmbeddedNats
 from infra.bus.object_store import get
 from infra.bus.publisher import Publisher
+from infra.metrics.scope import MetricScope
 from infra.model.modeldir import ModelError
 from schemas import control, wire
 from schemas.errors import Code
@@ -103,7 +103,7 @@ class WorkerHarness:
         self.painter = painter
         self.settings = settings
         self.publisher = Publisher(bus)
-        self.metrics = Metrics(CollectorRegistry())
+        self.metrics = Metrics(MetricScope())
         self.thread = PipelineThread()
         self.broken: list[BaseException] = []
         self.session: WorkerSession

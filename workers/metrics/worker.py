@@ -1,95 +1,133 @@
-"""What a worker counts. One registry per process; names end in their unit."""
+"""What a worker counts. One scope per process; names end in their unit."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-
-from schemas.done import Done
+from infra.metrics.scope import MetricScope
+from schemas.done import Done, Timings
 from schemas.transfer import Handoff
-from workers.engines.base import EngineStats
+from workers.engines.base import EngineInfo, EngineStats
+from workers.metrics.gpu import GpuMetrics, find_library
+from workers.metrics.kv import KvMetrics
+from workers.metrics.totals import Total
+
+TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
+STAGE_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+READ_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+LABELS = ("namespace", "component", "process", "model", "role")
 
 
 class Metrics:
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.registry = registry
-        self.tokens = Counter("penstock_worker_tokens", "output tokens", registry=registry)
-        self.pictures = Counter("penstock_worker_pictures", "images and videos made", ["kind"], registry=registry)
-        self.requests = Counter("penstock_worker_requests", "ended requests", ["code"], registry=registry)
-        self.latency = Histogram(
-            "penstock_worker_request_seconds", "from the start on this worker to the end", registry=registry
-        )
-        self.load_time = Gauge("penstock_worker_model_load_seconds", "time to build the engine", registry=registry)
-        self.running = Gauge("penstock_worker_running", "sequences in the batch", registry=registry)
-        self.waiting = Gauge("penstock_worker_waiting", "sequences queued in the engine", registry=registry)
-        self.used = Gauge("penstock_worker_kv_used_blocks", "KV blocks held by sequences", registry=registry)
-        self.cached = Gauge("penstock_worker_kv_cached_blocks", "KV blocks kept for reuse", registry=registry)
-        self.free = Gauge("penstock_worker_kv_free_blocks", "KV blocks without content", registry=registry)
-        self.preempted = Gauge("penstock_worker_preemptions", "sequences recomputed since start", registry=registry)
-        self.hit = Gauge("penstock_worker_prefix_hit_tokens", "prompt tokens taken from the cache", registry=registry)
-        self.prompt = Gauge("penstock_worker_prompt_tokens", "prompt tokens admitted", registry=registry)
-        self.drafts = Gauge(
-            "penstock_worker_spec_decode_num_drafts",
-            "sequences in steps with proposed tokens",
-            registry=registry,
-        )
-        self.draft_tokens = Gauge(
-            "penstock_worker_spec_decode_num_draft_tokens", "tokens proposed by speculation", registry=registry
-        )
-        self.accepted_tokens = Gauge(
-            "penstock_worker_spec_decode_num_accepted_tokens", "proposed tokens that were accepted", registry=registry
-        )
-        self.host_blocks = Gauge("penstock_worker_kv_host_blocks", "KV blocks kept in host memory", registry=registry)
-        self.loaded_blocks = Gauge(
-            "penstock_worker_kv_loaded_blocks", "KV blocks copied back from host memory, since start", registry=registry
-        )
-        self.logits_errors = Gauge(
-            "penstock_worker_logits_errors", "calls of logits processors that failed, since start", registry=registry
-        )
-        self.unsent = Gauge("penstock_worker_unsent_bytes", "output not yet sent to the broker", registry=registry)
-        self.tasks = Gauge("penstock_worker_tasks", "asyncio tasks, counted when asked", registry=registry)
+    """
+    Args:
+        process: the scope of the process.
+    """
 
-        self.leases = Gauge("penstock_handoff_open_leases", "leases on blocks for other workers", registry=registry)
-        self.pinned = Gauge("penstock_handoff_pinned_blocks", "blocks held under those leases", registry=registry)
-        self.states = Counter("penstock_handoff_events", "lines of the ledger", ["state"], registry=registry)
-        self.moved = Counter("penstock_handoff_read_bytes", "bytes read from other workers", registry=registry)
-        self.moving = Histogram(
-            "penstock_handoff_read_seconds",
-            "time to read the blocks of one request",
-            registry=registry,
-            buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5),
+    def __init__(self, process: MetricScope) -> None:
+        self.process = process
+        self.registry = process.registry
+        scope = self.scope = process.child("worker")
+        self.kv = KvMetrics(scope.child("kv"))
+        self.handoff = HandoffMetrics(process.child("handoff"))
+        self.tokens = scope.counter("tokens", "output tokens")
+        self.pictures = scope.counter("pictures", "images and videos made", ["kind"])
+        self.requests = scope.counter("requests", "ended requests", ["code"])
+        self.latency = scope.histogram("request_seconds", "from the start on this worker to the end")
+        self.queue = scope.histogram(
+            "queue_seconds", "from the router's decision to the start on this worker", buckets=STAGE_SECONDS
         )
-        self.failed = Counter("penstock_handoff_failures", "handoffs that failed", ["cause"], registry=registry)
-        self.quarantined = Gauge("penstock_handoff_quarantined_blocks", "unusable for now", registry=registry)
+        self.prefill = scope.histogram(
+            "prefill_seconds", "from the start on this worker to the first token", buckets=STAGE_SECONDS
+        )
+        self.decode = scope.histogram(
+            "time_per_output_token_seconds",
+            "mean time between the tokens of an ended request, from its first token on",
+            buckets=TOKEN_SECONDS,
+        )
+        self.load_time = scope.gauge("model_load_seconds", "time to build the engine")
+        self.max_sequences = scope.gauge("max_sequences", "sequences that can be in the batch")
+        self.max_batched_tokens = scope.gauge("max_batched_tokens", "tokens computed per step; 0: unknown")
+        self.max_model_len = scope.gauge("max_model_len", "tokens of prompt and answer")
+        self.gpus = scope.gauge("gpus", "GPUs that the engine sees; 0: none, or nvidia-ml-py is not installed")
+        self.running = scope.gauge("running", "sequences in the batch")
+        self.waiting = scope.gauge("waiting", "sequences queued in the engine")
+        self.preempted = Total(scope.counter("preemptions", "sequences recomputed"))
+        self.hit = Total(scope.counter("prefix_hit_tokens", "prompt tokens taken from the cache"))
+        self.prompt = Total(scope.counter("prompt_tokens", "prompt tokens admitted"))
+        self.drafts = Total(scope.counter("spec_decode_num_drafts", "sequences in steps with proposed tokens"))
+        self.draft_tokens = Total(scope.counter("spec_decode_num_draft_tokens", "tokens proposed by speculation"))
+        self.accepted_tokens = Total(
+            scope.counter("spec_decode_num_accepted_tokens", "proposed tokens that were accepted")
+        )
+        self.logits_errors = Total(scope.counter("logits_errors", "calls of logits processors that failed"))
+        self.unsent = scope.gauge("unsent_bytes", "output not yet sent to the broker")
+        self.tasks = scope.gauge("tasks", "asyncio tasks, counted when asked")
 
-    def handed(self, line: Handoff) -> None:
-        """One line of the ledger."""
-        self.states.labels(line.state).inc()
-        if line.state == "read":
-            self.moved.inc(line.bytes)
-            self.moving.observe(line.seconds)
-        elif line.state == "failed":
-            self.failed.labels(line.cause).inc()
-        elif line.state == "quarantined":
-            self.quarantined.inc(line.blocks)
-        elif line.state == "settled":
-            self.quarantined.dec(line.blocks)
+    def engine_built(self, model: str, info: EngineInfo) -> None:
+        """Set what does not change while the engine runs."""
+        self.process.set_label("model", model)
+        self.max_sequences.set(info.slots)
+        self.max_batched_tokens.set(info.max_batched_tokens)
+        self.max_model_len.set(info.max_model_len)
+        self.kv.capacity.set(info.total_blocks)
+        self.kv.block_size.set(info.block_size)
+        if (library := find_library()) is not None:
+            gpus = GpuMetrics(library, self.scope.prefix)
+            self.scope.register(gpus)
+            self.gpus.set(gpus.count)
 
     def observe(self, stats: EngineStats, unsent_bytes: int) -> None:
+        """The engine's statistics, as they are now."""
         self.running.set(stats.running)
         self.waiting.set(stats.waiting)
-        self.used.set(stats.used_blocks)
-        self.cached.set(stats.cached_blocks)
-        self.free.set(stats.free_blocks)
         self.preempted.set(stats.preemptions)
         self.hit.set(stats.hit_tokens)
         self.prompt.set(stats.prompt_tokens)
         self.drafts.set(stats.drafts)
         self.draft_tokens.set(stats.draft_tokens)
         self.accepted_tokens.set(stats.accepted_tokens)
-        self.host_blocks.set(stats.host_blocks)
-        self.loaded_blocks.set(stats.loaded_blocks)
         self.logits_errors.set(stats.logits_errors)
         self.unsent.set(unsent_bytes)
+        self.kv.observe(stats)
 
     def ended(self, event: Done) -> None:
+        """A request's terminal event."""
         self.requests.labels(event.code or "ok").inc()
-        if event.timings.started_ns:
-            self.latency.observe((event.timings.ended_ns - event.timings.started_ns) / 1e9)
+        times = event.timings
+        if times.started_ns:
+            self.latency.observe((times.ended_ns - times.started_ns) / 1e9)
+            self._stages(times, event.usage.completion)
+
+    def _stages(self, times: Timings, tokens: int) -> None:
+        if times.routed_ns:
+            self.queue.observe(max(0, times.started_ns - times.routed_ns) / 1e9)
+        if times.first_token_ns:
+            self.prefill.observe(max(0, times.first_token_ns - times.started_ns) / 1e9)
+            if tokens > 1:
+                self.decode.observe(max(0, times.ended_ns - times.first_token_ns) / 1e9 / (tokens - 1))
+
+
+class HandoffMetrics:
+    """What a worker counts of the KV blocks that move between workers."""
+
+    def __init__(self, scope: MetricScope) -> None:
+        self.scope = scope
+        self.leases = scope.gauge("open_leases", "leases on blocks for other workers")
+        self.pinned = scope.gauge("pinned_blocks", "blocks held under those leases")
+        self.states = scope.counter("events", "lines of the ledger", ["state"])
+        self.read_bytes = scope.counter("read_bytes", "bytes read from other workers")
+        self.read_seconds = scope.histogram(
+            "read_seconds", "time to read the blocks of one request", buckets=READ_SECONDS
+        )
+        self.failed = scope.counter("failures", "handoffs that failed", ["cause"])
+        self.quarantined = scope.gauge("quarantined_blocks", "unusable for now")
+
+    def recorded(self, line: Handoff) -> None:
+        """One line of the ledger."""
+        self.states.labels(line.state).inc()
+        if line.state == "read":
+            self.read_bytes.inc(line.bytes)
+            self.read_seconds.observe(line.seconds)
+        elif line.state == "failed":
+            self.failed.labels(line.cause).inc()
+        elif line.state == "quarantined":
+            self.quarantined.inc(line.blocks)
+        elif line.state == "settled":
+            self.quarantined.dec(line.blocks)

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 from nats.aio.client import Client
-from prometheus_client import CollectorRegistry
 
 from gateway.admission.log_capacity import LogCapacity
 from gateway.metrics import Metrics
 from infra.broker.apply import apply
 from infra.bus.connection import Bus
+from infra.metrics.scope import MetricScope
 from schemas.errors import Code, ServingError
 from schemas.requests import Priority
 from schemas.streams import StreamSpec, topology
@@ -24,7 +24,7 @@ class Door:
     """Stores requests as a gateway does, while its guard lets it."""
 
     def __init__(self, nc: Client, subjects: Subjects) -> None:
-        self.metrics = Metrics(CollectorRegistry())
+        self.metrics = Metrics(MetricScope())
         self.nc, self.subjects = nc, subjects
         self.bus = Bus(nc, subjects)
         self.capacity = LogCapacity(self.bus, self.metrics)

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 from nats.aio.client import Client
-from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from gateway.admission.retention import DAY, Retention, retention_s
 from gateway.metrics import Metrics
 from infra.broker.apply import apply
 from infra.bus.connection import Bus
+from infra.metrics.scope import MetricScope
 from schemas.streams import WEEK, StreamSpec, topology
 from schemas.subjects import Subjects
 
@@ -40,7 +40,7 @@ async def test_a_stream_that_fills_too_fast_is_named_once_with_the_fix(nc: Clien
 
     await apply(nc, dataclasses.replace(whole, streams=tuple(map(shrink, whole.streams))))
     bus = Bus(nc, subjects)
-    metrics = Metrics(CollectorRegistry())
+    metrics = Metrics(MetricScope())
     retention = Retention(bus, metrics)
 
     async def store(start: int, count: int) -> list[Any]:

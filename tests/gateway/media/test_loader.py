@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from blake3 import blake3
 from PIL import Image, ImageFile
-from prometheus_client import CollectorRegistry
 
 from configs.settings import GatewaySettings
 from gateway.media import loader as media_loader
@@ -29,6 +28,7 @@ from infra.bus.object_store import get
 from infra.bus.publisher import Publisher
 from infra.demo_model import vision as pictures
 from infra.eval.demo import messages_of
+from infra.metrics.scope import MetricScope
 from infra.model.modeldir import MODELS, Vision, load
 from schemas.errors import Code, ServingError
 from schemas.subjects import Subjects
@@ -58,11 +58,11 @@ def settings_for(**more: Any) -> GatewaySettings:
 
 def gateway_on(bus: Bus, **more: Any) -> Gateway:
     model = load(MODELS / "demo-vision")
-    return Gateway(bus, Publisher(bus), model, settings_for(**more), Metrics(CollectorRegistry()))
+    return Gateway(bus, Publisher(bus), model, settings_for(**more), Metrics(MetricScope()))
 
 
 def loader(bus: Bus, **more: Any) -> MediaLoader:
-    return MediaLoader(bus, settings_for(**more), Metrics(CollectorRegistry()))
+    return MediaLoader(bus, settings_for(**more), Metrics(MetricScope()))
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ async def test_an_embedding_file_is_stored_and_has_its_own_number_of_tokens(bus:
 
 async def test_the_same_image_again_costs_no_upload(bus: Bus, uploads: list[str]) -> None:
     clock = [1000.0]
-    own = MediaLoader(bus, settings_for(), Metrics(CollectorRegistry()), clock=lambda: clock[0])
+    own = MediaLoader(bus, settings_for(), Metrics(MetricScope()), clock=lambda: clock[0])
     part = MediaPart("f", data_url(PNG))
     first = await own.load([part, part], VISION, 600)
     assert first[0] == first[1]
@@ -170,7 +170,7 @@ async def test_the_same_image_again_costs_no_upload(bus: Bus, uploads: list[str]
 
 async def test_what_will_not_live_as_long_as_a_request_is_asked_for_again(bus: Bus, uploads: list[str]) -> None:
     clock = [1000.0]
-    own = MediaLoader(bus, settings_for(), Metrics(CollectorRegistry()), clock=lambda: clock[0])
+    own = MediaLoader(bus, settings_for(), Metrics(MetricScope()), clock=lambda: clock[0])
     part = MediaPart("f", data_url(PNG))
     await own.load([part], VISION, 600)
     clock[0] += 200  # of two hours and five minutes

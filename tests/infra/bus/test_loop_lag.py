@@ -3,22 +3,21 @@
 import asyncio
 import time
 
-from prometheus_client import CollectorRegistry
-
 from infra.bus.loop_lag import EVERY_S, SLICE_S, WINDOW_S, LoopLag, TimeSlice, gauge
+from infra.metrics.scope import MetricScope
 from tests.infra.bus.support import eventually
 
 
 async def test_whatever_blocks_the_loop_shows_in_the_gauge() -> None:
-    registry = CollectorRegistry()
-    lag = gauge(registry, "router")
+    scope = MetricScope(prefix="penstock_router")
+    lag = gauge(scope)
     watching = asyncio.create_task(lag.watch())
     await asyncio.sleep(0.03)
     before = lag.worst_s
     time.sleep(before + 0.4)  # noqa: ASYNC251 - this is what it is for
     await eventually(lambda: lag.worst_s > before)
     watching.cancel()
-    shown = registry.get_sample_value("penstock_router_loop_lag_seconds")
+    shown = scope.registry.get_sample_value("penstock_router_loop_lag_seconds")
     assert shown == lag.worst_s
     assert shown >= before + 0.4 - EVERY_S - 0.05
 

@@ -16,7 +16,7 @@ temperature, min_p, top_k, top_p. A token that a processor excludes (minus infin
 stop tokens, one of them may be drawn before min_tokens.
 
 A processor that raises, or leaves no token to draw (no finite maximum), is undone: the logits are restored and the
-other processors still run. ``penstock_worker_logits_errors`` counts this, and each kind of error is logged once.
+other processors still run. ``penstock_worker_logits_errors_total`` counts this, and each kind of error is logged once.
 
 ``flags.from_settings`` returns the registry for the engine. Only ``apply``, ``examples`` and ``trtllm_processors``
 import torch.

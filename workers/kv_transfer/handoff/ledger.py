@@ -64,7 +64,7 @@ class Ledger:
         )
 
     def write(self, line: Handoff) -> None:
-        self._metrics.handed(line)
+        self._metrics.handoff.recorded(line)
         self._lines.append(line)
         if self._task is None:
             self._task = self._bus.tasks.spawn(self._publish_soon(), name="ledger", on_failure=_not_published)

@@ -41,8 +41,8 @@ class Owner:
         self._pins = Pins()
         self._tickets: dict[str, Ticket] = {}
         self._tasks = tasks.group("owner")
-        metrics.leases.set_function(lambda: len(self._pins))
-        metrics.pinned.set_function(lambda: self._pins.blocks)
+        metrics.handoff.leases.set_function(lambda: len(self._pins))
+        metrics.handoff.pinned.set_function(lambda: self._pins.blocks)
 
     def offer(
         self,

@@ -1,0 +1,1 @@
+"""Prometheus metrics with automatic labels, shared by all roles."""

@@ -1,0 +1,214 @@
+"""Counters, gauges and histograms that carry the labels of their place in a deployment.
+
+A process has one scope with labels such as its namespace and component, and scopes below it for parts with labels of
+their own, such as a data-parallel rank. A metric carries the labels of its scope and of those above it. They are added
+when the metrics are read, so that counting costs nothing more.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import Metric
+from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+from infra.metrics.names import label_name, metric_name
+
+_Made = TypeVar("_Made", bound=MetricWrapperBase)
+
+PREFIX = "penstock"
+
+
+class MetricConflict(ValueError):
+    """A metric or label of this name exists already; the message says where."""
+
+
+class MetricScope(Collector):
+    """Metrics that share labels. ``registry`` has the whole page of the process, whichever scope it is taken from.
+
+    Args:
+        labels: automatic ones, of every metric of this scope and of those below it; empty values are left out.
+        prefix: of the metrics' names.
+    Raises:
+        ValueError: a label has no valid name.
+    """
+
+    def __init__(self, labels: Mapping[str, str] | None = None, prefix: str = PREFIX) -> None:
+        self.prefix = metric_name(prefix)
+        self._labels = _valid(labels or {})
+        self._inherited: dict[str, str] = {}
+        self._own = CollectorRegistry()
+        self._constant: dict[str, dict[str, str]] = {}  # by family
+        self._metrics: list[MetricWrapperBase] = []
+        self._children: list[MetricScope] = []
+        self._taken: dict[str, str] = {}  # family: what it was made as; shared by all scopes of a process
+        self.registry = CollectorRegistry()  # shared as well
+        self.registry.register(self)
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The automatic labels of this scope's metrics."""
+        return {name: value for name, value in (self._inherited | self._labels).items() if value}
+
+    def child(self, prefix: str = "", labels: Mapping[str, str] | None = None) -> "MetricScope":
+        """A scope below this one, with a registry of its own.
+
+        Args:
+            prefix: added to this scope's prefix.
+            labels: added to this scope's labels.
+        Raises:
+            MetricConflict: this scope or one above it sets such a label.
+        """
+        child = MetricScope(labels, f"{self.prefix}_{prefix}" if prefix else self.prefix)
+        child._inherited = self._inherited | self._labels
+        child._taken, child.registry = self._taken, self.registry
+        if both := child._labels.keys() & child._inherited.keys():
+            raise MetricConflict(f"the label {min(both)!r} is set by the scope above; choose another name")
+        self._children.append(child)
+        return child
+
+    def set_label(self, name: str, value: str) -> None:
+        """Set an automatic label that was not known when the scope was made, such as the model.
+
+        Raises:
+            ValueError: the scope was not made with this label.
+        """
+        if name not in self._labels:
+            raise ValueError(f"this scope has no label {name!r}; name it when the scope is made")
+        self._labels[name] = value
+        for child in self._children:
+            child._inherit(name, value)
+
+    def _inherit(self, name: str, value: str) -> None:
+        self._inherited[name] = value
+        for child in self._children:
+            child._inherit(name, value)
+
+    def counter(
+        self, name: str, about: str, labels: Sequence[str] = (), constant: Mapping[str, str] | None = None
+    ) -> Counter:
+        """A count that only grows. Its exported name ends in ``_total``.
+
+        Args:
+            name: without prefix; characters that Prometheus does not admit become underscores.
+            about: one line for the metrics page.
+            labels: names, whose values are given with each count.
+            constant: labels with one value.
+        Raises:
+            MetricConflict: the name is taken, or a label is already an automatic or constant one.
+        """
+        return self._made(
+            Counter, name, labels, constant, lambda full, names: Counter(full, about, names, registry=None)
+        )
+
+    def gauge(
+        self, name: str, about: str, labels: Sequence[str] = (), constant: Mapping[str, str] | None = None
+    ) -> Gauge:
+        """A value that goes up and down. For arguments and errors see ``counter``."""
+
+        def make(full: str, names: Sequence[str]) -> Gauge:
+            return Gauge(full, about, names, registry=None)
+
+        return self._made(Gauge, name, labels, constant, make)
+
+    def histogram(
+        self,
+        name: str,
+        about: str,
+        labels: Sequence[str] = (),
+        constant: Mapping[str, str] | None = None,
+        *,
+        buckets: Sequence[float] = Histogram.DEFAULT_BUCKETS,
+    ) -> Histogram:
+        """A distribution. ``buckets``: upper bounds, ascending. For other arguments and errors see ``counter``."""
+
+        def make(full: str, names: Sequence[str]) -> Histogram:
+            return Histogram(full, about, names, buckets=buckets, registry=None)
+
+        return self._made(Histogram, name, labels, constant, make)
+
+    def register(self, collector: Collector) -> None:
+        """Add series that others make, such as an engine's own. They get the automatic labels of this scope.
+
+        A label of theirs with the same name is kept as ``exported_NAME``, as Prometheus itself does.
+        """
+        self._own.register(collector)
+
+    def _made(
+        self,
+        kind: type[_Made],
+        name: str,
+        labels: Sequence[str],
+        constant: Mapping[str, str] | None,
+        make: Callable[[str, Sequence[str]], _Made],
+    ) -> _Made:
+        full = metric_name(f"{self.prefix}_{name}")
+        names = [label_name(each) for each in labels]
+        fixed = _valid(constant or {})
+        for each in (*names, *fixed):
+            if each in self._labels or each in self._inherited:
+                raise MetricConflict(f"{full}: the label {each!r} is set automatically; choose another name")
+            if (*names, *fixed).count(each) > 1:
+                raise MetricConflict(f"{full}: the label {each!r} is named twice")
+        metric = make(full, names)
+        family = next(iter(metric.describe())).name
+        if self._taken.get(family, kind.__name__) != kind.__name__:
+            raise MetricConflict(f"{full} exists already as a {self._taken[family].lower()}; choose another name")
+        try:
+            self._own.register(metric)
+        except ValueError:
+            raise MetricConflict(f"{full} exists already in this scope; keep one and use it in both places") from None
+        self._taken[family] = kind.__name__
+        self._constant[family] = fixed
+        self._metrics.append(metric)
+        return metric
+
+    def metrics(self) -> Iterator[MetricWrapperBase]:
+        """The metrics that were made here and below, in their order; not those that others make."""
+        yield from self._metrics
+        for child in self._children:
+            yield from child.metrics()
+
+    def collect(self) -> Iterator[Metric]:
+        """Everything of this scope and of those below it, one family a name."""
+        families: dict[str, Metric] = {}
+        for family in self._families():
+            first = families.setdefault(family.name, family)
+            if first is not family:
+                first.samples.extend(family.samples)
+        yield from families.values()
+
+    def _families(self) -> Iterator[Metric]:
+        automatic = self.labels
+        for family in self._own.collect():
+            yield _labelled(family, automatic | self._constant.get(family.name, {}))
+        for child in self._children:
+            yield from child._families()
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: more metrics may be added later."""
+        return ()
+
+
+def process_scope(component: str, labels: Mapping[str, str]) -> MetricScope:
+    """The topmost scope of a process of ours: a gateway, a router or a worker.
+
+    Args:
+        labels: of its place, such as ``namespace``, ``process``, ``model`` and ``role``; see ``MetricScope``.
+    """
+    return MetricScope({"component": component, **labels})
+
+
+def _valid(labels: Mapping[str, str]) -> dict[str, str]:
+    return {label_name(name): value for name, value in labels.items()}
+
+
+def _labelled(family: Metric, labels: Mapping[str, str]) -> Metric:
+    """The family with these labels in each sample; never changes the collector's own samples."""
+    found = Metric(family.name, family.documentation, family.type, family.unit)
+    for sample in family.samples:
+        own = {(f"exported_{name}" if name in labels else name): value for name, value in sample.labels.items()}
+        found.samples.append(Sample(sample.name, {**labels, **own}, *sample[2:]))
+    return found
