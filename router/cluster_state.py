@@ -20,20 +20,22 @@ from infra.bus.direct_get import Entry
 from infra.bus.log_tail import LogTail
 from infra.bus.registry import RegisteredWorker, WorkerRegistry
 from router.approximate import ApproximateIndex
+from router.cluster_listener import ClusterListener
 from router.depths import TargetId
 from router.disconnects import DisconnectWatch
 from router.holders import keys_view
 from router.index import PrefixIndex
 from router.index_loader import IndexLoader
 from router.job_message import Positions
-from router.job_retention import parse_stage
 from router.load import ENCODE, ActiveRequest, LoadState
 from router.load_tracker import LoadTracker
+from router.sent import read_sent
 from router.snapshot import IndexSnapshots, Snapshot, Snapshots, encode_part
-from schemas import done, fleet, jobs, kv
+from router.unowned import UnownedRequests
+from schemas import done, fleet, kv
 from schemas.jobs import LoadHeader, Stage
 from schemas.streams import LONGEST_DEADLINE_S
-from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID, HEADER_RETURNED
+from schemas.subjects import HEADER_MSG_ID, HEADER_RETURNED
 
 log = structlog.get_logger("router")
 
@@ -43,6 +45,7 @@ SWEEP_STEPS = 10
 INDEX_SNAPSHOT_S = 60.0  # between two: each has 8 bytes a block
 CHECK_EVERY = 4096  # messages of the KV stream: where all routers note the index's checksum
 EXPIRE_REQUESTS = 2_000
+FOLD_AT_ONCE = 100  # messages that were left unfolded: 2 ms
 LEFT_REMEMBERED = 1024  # workers that left
 OVERDUE_NS = 30_000_000_000  # after its deadline; the terminal event of such a request was missed
 REMOVE_KEY_TRIES = 3
@@ -53,22 +56,6 @@ class IndexCheck(NamedTuple):
 
     kv_seq: int
     checksum: int
-
-
-class ClusterListener(NamedTuple):
-    """What to call on changes.
-
-    Attributes:
-        capacity_changed: a worker may have capacity again.
-        attempt_returned: a worker returned an attempt: request, attempt, reason.
-        worker_lost: a worker left: its id, why, its active requests.
-        request_stranded: a request was sent to a worker that had left, or will be by an earlier stage.
-    """
-
-    capacity_changed: Callable[[], None]
-    attempt_returned: Callable[[str, int, str], None]
-    worker_lost: Callable[[str, str, list[ActiveRequest]], None]
-    request_stranded: Callable[[ActiveRequest], None]
 
 
 class ClusterState:
@@ -104,6 +91,9 @@ class ClusterState:
         self._index_saved = (time.monotonic(), 0)  # when, and up to which KV sequence
         self._kv_seen = 0
         self.check = IndexCheck(0, 0)
+        self.owns: Callable[[str], bool] = lambda model: True  # call ``owners_changed`` when it changes
+        self._owned: dict[str, bool] = {}  # by worker
+        self._unowned = UnownedRequests()
 
     def _use_index(self, index: PrefixIndex) -> None:
         self.index = index
@@ -178,6 +168,10 @@ class ClusterState:
         positions = (self._work.position, self._done.position, self._returned.position)
         if positions != self._saved and self._bus.connected:
             self._saved, taken_ns, parts = positions, time.time_ns(), []
+            for count, (entry, read_ns) in enumerate(self._unowned.take(), 1):
+                self._fold_work(entry, read_ns)
+                if count % FOLD_AT_ONCE == 0:
+                    await asyncio.sleep(0)
             for part in self.tracker.parts():
                 parts.append(encode_part(_only_logged(part)))
                 await asyncio.sleep(0)
@@ -272,42 +266,59 @@ class ClusterState:
 
     # Logs
 
+    def owners_changed(self) -> None:
+        """Fold what was left to the owners of other models, as far as it concerns this router now."""
+        self._owned.clear()
+        for entry, read_ns in self._unowned.take():
+            self._take_work(entry, read_ns)
+
     def _on_work(self, entry: Entry) -> None:
-        header = entry.headers.get(HEADER_LOAD)
-        if header is None:
-            return  # a revocation
-        role, worker = entry.subject.split(".")[-2:]
-        try:
-            load = jobs.read_load_header(header)
-            request_id, number, *rest = entry.headers.get(HEADER_MSG_ID, "").split(":")
-            attempt = int(number)
-            stage, is_copy = parse_stage(rest)
-            if is_copy and self.tracker.set_seq(request_id, attempt, entry.seq):
+        self._take_work(entry, time.time_ns())
+
+    def _take_work(self, entry: Entry, read_ns: int) -> None:
+        """Fold a message, or keep it for the case that this router has to take over."""
+        worker = entry.subject.rpartition(".")[2]
+        owned = self._owned.get(worker)
+        if owned is None and (registration := self.tracker.worker(worker)) is not None:
+            owned = self._owned[worker] = self.owns(registration.model)
+        if owned is False and not self._unowned.full:
+            request = entry.headers.get(HEADER_MSG_ID, "").partition(":")[0]
+            if self.tracker.request(request) is None:
+                self._unowned.add(request, entry, read_ns)
                 return
-            if load.route and load.route[0].worker != worker:
-                raise ValueError("the route begins at another worker")
+        self._fold_work(entry, read_ns)
+
+    def _fold_work(self, entry: Entry, read_ns: int) -> None:
+        try:
+            sent = read_sent(entry)
         except ValueError:
             log.warning("work_header_unreadable", seq=entry.seq)
             return
+        if sent is None or (sent.is_copy and self.tracker.set_seq(sent.request, sent.attempt, entry.seq)):
+            return
         changed = self.tracker.admit(
-            request_id,
-            attempt,
-            worker,
-            load,
-            now_ns=time.time_ns(),
-            role=role,
+            sent.request,
+            sent.attempt,
+            sent.worker,
+            sent.load,
+            now_ns=read_ns,
+            role=sent.role,
             echoed=True,
             seq=entry.seq,
-            handed=stage == ["decode"],  # a handoff to a decode worker comes from a prefill worker
+            handed=sent.handed,
         )
-        if changed and any(stage.worker in self._left for stage in load.route or (Stage(role, worker),)):
-            stranded = self.tracker.request(request_id)
+        if changed and any(stage.worker in self._left for stage in sent.route):
+            stranded = self.tracker.request(sent.request)
             if stranded is not None and self._bus.connected:
                 self._listener.request_stranded(stranded)
 
     def _on_done(self, entry: Entry) -> None:
-        self.tracker.finish(entry.headers.get(HEADER_MSG_ID, ""), time.time_ns())
-        self._listener.capacity_changed()
+        request = entry.headers.get(HEADER_MSG_ID, "")
+        if self._unowned.end(request) and self.tracker.request(request) is None:
+            self.tracker.note_end(request)
+        else:
+            self.tracker.finish(request, time.time_ns())
+            self._listener.capacity_changed()
 
     def _on_returned(self, entry: Entry) -> None:
         header = entry.headers.get(HEADER_RETURNED)
@@ -370,6 +381,7 @@ class ClusterState:
     def _on_joined(self, worker: RegisteredWorker) -> None:
         registration = worker.registration
         self.tracker.put_worker(registration)
+        self._owned.pop(registration.worker, None)
         self._left.pop(registration.worker, None)
         self.disconnects.restored(registration.connection)
         if self._loader is not None and registration.kv_events:
@@ -382,6 +394,7 @@ class ClusterState:
 
     def _on_left(self, worker: RegisteredWorker, why: str) -> None:
         name = worker.registration.worker
+        self._owned.pop(name, None)
         requests = self.tracker.remove_worker(name)
         self._left[name] = worker.registration.model
         if len(self._left) > LEFT_REMEMBERED:

@@ -243,6 +243,10 @@ class LoadTracker:
             self._remove(entry, now_ns)
         return entry
 
+    def note_end(self, request: str) -> None:
+        """The terminal event of a request of which nothing was admitted here."""
+        self._closed.close(request, EVERY)
+
     def end_attempt(self, request: str, attempt: int) -> ActiveRequest | None:
         """An attempt ended without a result. A later attempt stays active."""
         if self._closed.last(request) < attempt:

@@ -24,7 +24,8 @@ from infra.bus.loop_lag import TimeSlice
 from infra.bus.publisher import Ack, Publisher
 from infra.bus.puller import ACK, NAK, TERM
 from router.background import BackgroundTasks
-from router.cluster_state import ClusterListener, ClusterState
+from router.cluster_listener import ClusterListener
+from router.cluster_state import ClusterState
 from router.decider import Decider
 from router.filters import describe
 from router.held_requests import HeldRequests
@@ -82,8 +83,10 @@ class Router:
             background=self._background,
             handle=self._on_request,
             space=self._space,
+            owners_changed=self.cluster.owners_changed,
             taken_over=self._on_taken_over,
         )
+        self.cluster.owns = self.intake.owns
         self.cluster.disconnects.link_broke = self.intake.membership.link_broke
         self._terminal = TerminalPublisher(
             bus, publisher, self.id, cluster=self.cluster, background=self._background, metrics=metrics

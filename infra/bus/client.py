@@ -18,6 +18,7 @@ from nats.protocol.parser import Parser
 from infra.bus.wire_protocol import FrameReader, ReceivedMessage, publish_command, read_headers
 
 _BUFFERED_BYTES = 64 << 10  # in the socket's buffer; above, nats-py's flusher waits for the server
+_BURST_BYTES = 64 << 10  # read between two pauses; after more, reading goes on at once
 
 Handler = Callable[[ReceivedMessage], None]
 
@@ -29,6 +30,10 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
     more). The link to a server that accepted it and sent nothing is closed before the next server is tried.
     Reconnecting ends with ``close``: a cancellation that arrives as a connect fails is lost (``asyncio.wait_for``
     before Python 3.12), and the loop would try servers for ever, with the end of the event loop waiting for it.
+
+    Attributes:
+        read_pause_s: seconds between two reads of the link. Who follows a log without hurry reads many messages at a
+            time, for a fraction of the wake-ups. Every answer comes later by as much. 0: no pause.
     """
 
     def __init__(self) -> None:
@@ -38,6 +43,7 @@ class BusClient(Client):  # type: ignore[misc]  # untyped
         self._pending_data_size = 0
         self._handlers: dict[int, Handler] = {}  # by subscription
         self._write_scheduled = False
+        self.read_pause_s = 0.0
 
     def drop_link(self) -> None:
         """Close a link that was not finished; nats-py leaves it open when ``connect`` fails or is cancelled."""
@@ -153,6 +159,7 @@ class _Parser(Parser):  # type: ignore[misc]  # untyped
 
     def __init__(self, client: BusClient) -> None:
         self._frames = FrameReader()
+        self._burst = 0  # bytes since the last pause
         super().__init__(client)
 
     def reset(self) -> None:
@@ -168,3 +175,20 @@ class _Parser(Parser):  # type: ignore[misc]  # untyped
                 await super().parse(frame)
             else:
                 await self.nc._process_msg(frame.sid, frame.subject, frame.reply, frame.data, frame.headers)
+        if self.nc.read_pause_s:
+            await self._pause(len(data))
+
+    async def _pause(self, size: int) -> None:
+        """Leave what comes to the kernel for a while; a link that is behind has no pause."""
+        self._burst += size
+        reader = getattr(self.nc._transport, "_io_reader", None)
+        if reader is None or reader._buffer or self.nc.is_closed:
+            return
+        behind, self._burst = self._burst >= _BURST_BYTES, 0
+        if behind:
+            return
+        with contextlib.suppress(RuntimeError):  # the link is closing, or does not read now
+            if not reader._paused:
+                reader._transport.pause_reading()
+                reader._paused = True  # the next read resumes
+        await asyncio.sleep(self.nc.read_pause_s)

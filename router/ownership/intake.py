@@ -30,6 +30,7 @@ EXPIRES_S = {Priority.interactive: 0.9, Priority.standard: 1.0, Priority.batch: 
 # After a lease ended. Until then a stopped router's requests may take a part of what is delivered again.
 AGAIN_S = max(EXPIRES_S.values()) - routers.LEASE_S + 0.1
 PASS_ON_S = 1.0
+STANDBY_PAUSE_S = 0.02  # between two reads of a router that owns nothing: a takeover comes later by as much
 _RESERVED = "$"  # the server refuses messages whose reply is "$JS.ACK…", so it travels without
 
 
@@ -47,6 +48,7 @@ class Intake:
     Args:
         handle: takes one request of this router.
         space: further requests of a class that may be read from the log.
+        owners_changed: called at once when this router owns more, or less.
         taken_over: called after this router became the owner of what a lost router owned.
     """
 
@@ -60,6 +62,7 @@ class Intake:
         background: BackgroundTasks,
         handle: Callable[[Message], Awaitable[None]],
         space: Callable[[Priority], int],
+        owners_changed: Callable[[], None],
         taken_over: Callable[[], None],
     ) -> None:
         self._bus = bus
@@ -69,13 +72,12 @@ class Intake:
         self._background = background
         self._handle = handle
         self._space = space
+        self._owners_changed = owners_changed
         self._taken_over = taken_over
         self._stream = bus.subjects.stream("REQUESTS")
         self._names: Mapping[str, str] = {}
         self._version = -1
-        self.membership = Membership(
-            bus, router, models=self._model_names, gained=self._on_gained, lost=self._pass_on_soon
-        )
+        self.membership = Membership(bus, router, models=self._model_names, gained=self._on_gained, lost=self._on_lost)
         self.pullers: dict[Priority, Puller] = {}
         for priority in Priority:
             self.pullers[priority] = Puller(
@@ -140,7 +142,12 @@ class Intake:
         await self._bus.nc.publish(self._bus.subjects.routed(owner), request, reply=reply.removeprefix(_RESERVED))
 
     def _on_gained(self, after_loss: bool) -> None:
+        self._on_owners_changed()
         self._background.spawn(self._take_over() if after_loss else self.top_up(), "own")
+
+    def _on_owners_changed(self) -> None:
+        self._bus.nc.read_pause_s = 0.0 if self.membership.reads else STANDBY_PAUSE_S
+        self._owners_changed()
 
     async def _take_over(self) -> None:
         await self.top_up()  # first, so that what is returned below has somewhere to go
@@ -159,7 +166,8 @@ class Intake:
 
     # What is held here and owned by another router
 
-    def _pass_on_soon(self) -> None:
+    def _on_lost(self) -> None:
+        self._on_owners_changed()
         self._background.spawn(self._pass_on(), "pass-on")
 
     async def _pass_on_forever(self) -> None:

@@ -163,3 +163,38 @@ async def test_while_the_socket_is_full_nothing_is_written_but_by_the_flusher() 
         await asyncio.sleep(0)
     assert socket.written.endswith(b"3\r\nPUB a  1\r\n4\r\nPUB a  1\r\n5\r\n")
     flusher.cancel()
+
+
+async def test_a_link_that_is_read_with_pauses_gets_each_message_once_and_in_order(
+    broker: EmbeddedNats, connect: Connect
+) -> None:
+    nc, other = await connect(broker), await connect(broker)
+    found: list[bytes] = []
+    await nc.subscribe_direct("bus-test.paused", lambda message: found.append(message.data[:8]))
+    await nc.flush()
+    reads = 0
+    parse = nc._ps.parse
+
+    async def counted(data: bytes = b"") -> None:
+        nonlocal reads
+        reads += 1
+        await parse(data)
+
+    nc._ps.parse = counted
+    nc.read_pause_s = 0.02
+    for number in range(100):
+        await other.publish("bus-test.paused", b"%08d" % number)
+        await other.flush()
+    await eventually(lambda: len(found) == 100)
+    assert reads < 90, "messages that came one by one were read together"
+    for number in range(100, 400):  # more than one read of what the kernel keeps
+        await other.publish("bus-test.paused", b"%08d" % number + bytes(10_000))
+    await eventually(lambda: len(found) == 400)
+    assert found == [b"%08d" % number for number in range(400)]
+    await nc.flush()
+    nc._transport.close()
+    await eventually(lambda: nc.stats["reconnects"] == 1 and nc.is_connected)
+    nc.read_pause_s = 0.0
+    await nc.flush()
+    await other.publish("bus-test.paused", b"after it")
+    await eventually(lambda: found[-1] == b"after it")

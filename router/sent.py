@@ -1,0 +1,48 @@
+"""A message of WORK as routers read it: that a request was sent to a worker. Pure."""
+
+from typing import NamedTuple
+
+from infra.bus.direct_get import Entry
+from router.job_retention import parse_stage
+from schemas import jobs
+from schemas.jobs import LoadHeader, Stage
+from schemas.subjects import HEADER_LOAD, HEADER_MSG_ID
+
+
+class Sent(NamedTuple):
+    """
+    Attributes:
+        is_copy: of a running job, for routers only.
+        handed: to a decode worker, by the prefill worker that computed the prompt.
+    """
+
+    request: str
+    attempt: int
+    worker: str
+    role: str
+    load: LoadHeader
+    is_copy: bool
+    handed: bool
+
+    @property
+    def route(self) -> tuple[Stage, ...]:
+        """The present stage and all later ones."""
+        return self.load.route or (Stage(self.role, self.worker),)
+
+
+def read_sent(entry: Entry) -> Sent | None:
+    """None: a revocation, which says nothing about loads.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    header = entry.headers.get(HEADER_LOAD)
+    if header is None:
+        return None
+    role, worker = entry.subject.split(".")[-2:]
+    load = jobs.read_load_header(header)
+    request, number, *rest = entry.headers.get(HEADER_MSG_ID, "").split(":")
+    stage, is_copy = parse_stage(rest)
+    if load.route and load.route[0].worker != worker:
+        raise ValueError("the route begins at another worker")
+    return Sent(request, int(number), worker, role, load, is_copy, handed=stage == ["decode"])
