@@ -8,22 +8,23 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta, Struct
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from infra.bench.answers import Connection, Tally
 from infra.bench.cpu import cpu_of, own_seconds
+from infra.bench.generator.exchange import Exchange
+from infra.bench.generator.pool import ClosedLoop, Pool
+from infra.bench.generator.target import BadTarget, Target, ask, parse_target
 from infra.bench.http_report import Stage, figures, report
-from infra.launch.http import get
+from infra.bench.tally import Tally
 from infra.launch.state import read_state
 
-_RECONNECT_S = 0.05
 _STUCK_S = 60.0
 _SHOW_S = 0.25
 WORDS = """time year people way day man thing woman life child world school state family student group country problem
@@ -40,6 +41,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     url: Annotated[str, Meta(description="server, with or without /v1; default: the one in --state")] = ""
     model: Annotated[str, Meta(description="model to ask; default: the first of /v1/models")] = ""
     api_key: Annotated[str, Meta(description="bearer token, if the server requires one")] = ""
+    insecure: Annotated[bool, Meta(description="accept any certificate of an https server")] = False
     concurrency: Annotated[
         tuple[Annotated[int, Meta(ge=1)], ...], Meta(description="connections, one stage for each number")
     ] = (
@@ -91,13 +93,6 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     return factory
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    host: str
-    port: int
-    prefix: str  # of the path, without /v1
-
-
 def _target(settings: Settings) -> tuple[Target, dict[str, int]]:
     """Where to send, and the processes to measure (name -> pid)."""
     url, processes = settings.url, {f"pid {pid}": pid for pid in settings.pids}
@@ -112,13 +107,12 @@ def _target(settings: Settings) -> tuple[Target, dict[str, int]]:
             raise BenchFailed(f"--state {settings.state}: {error}") from None
         url = url or state.http_url
         processes = {process.name: process.pid for process in state.processes if process.pid} | processes
-    parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
-    if not parts.hostname:
+    if not url:
         raise BenchFailed("name the server: --url http://127.0.0.1:8000 or --state .penstock/state.json")
-    if parts.scheme != "http":
-        raise BenchFailed(f"--url {url}: only http")
-    prefix = parts.path.rstrip("/").removesuffix("/v1")
-    return Target(parts.hostname, parts.port or 80, prefix), processes
+    try:
+        return parse_target(url, api_key=settings.api_key, insecure=settings.insecure), processes
+    except BadTarget as error:
+        raise BenchFailed(f"--url {error}") from None
 
 
 class Requests:
@@ -136,11 +130,7 @@ class Requests:
             body["ignore_eos"] = True
         body["messages"] = [{"role": "user", "content": "\0"}]
         self._before, self._after = json.dumps(body, separators=(",", ":")).split("\\u0000")
-        key = f"Authorization: Bearer {settings.api_key}\r\n" if settings.api_key else ""
-        self._head = (
-            f"POST {target.prefix}/v1/chat/completions HTTP/1.1\r\nHost: {target.host}:{target.port}\r\n{key}"
-            "Content-Type: application/json\r\nAccept: */*\r\nContent-Length: "
-        )
+        self._head = target.head("/v1/chat/completions")
 
     def make(self) -> bytes:
         prompt = " ".join([self._shared, *self._random.choices(WORDS, k=self._own)])
@@ -153,54 +143,27 @@ class Load:
     """One stage under way."""
 
     requests: Requests
-    target: Target
     settings: Settings
-    concurrency: int
     tally: Tally = field(default_factory=Tally)
     warming: Tally = field(default_factory=Tally)
     counting: bool = False
-    ended: bool = False
     sent: int = 0
-    open: int = 0
-    idle: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def following(self) -> tuple[bytes, Tally] | None:
-        """What a connection sends next, and where it is counted."""
-        if self.finished:
+    def following(self) -> Exchange | None:
+        """What is sent next, and where it is counted."""
+        if self.counting and self.settings.requests and self.sent >= self.settings.requests:
             return None
-        if self.settings.requests and not self.counting:
-            return self.requests.make(), self.warming
-        self.sent += 1
-        return self.requests.make(), self.tally
+        tally = self.warming
+        if self.counting or not self.settings.requests:
+            self.sent += 1
+            tally = self.tally
+        return Exchange(self.requests.make(), partial(tally.count, expected_tokens=self.settings.output_tokens))
 
     def count(self) -> None:
         """The warm-up is over. For a duration, what is answered from now on counts, whenever it was sent."""
         self.counting = True
+        self.sent = 0
         self.tally.clear()
-
-    def lost(self) -> None:
-        self.open -= 1
-        if self.open == 0:
-            self.idle.set()
-
-    async def connect(self) -> None:
-        """Open one connection; it drives itself from then on."""
-        loop = asyncio.get_running_loop()
-        expected = self.settings.output_tokens
-        self.open += 1
-        self.idle.clear()
-        try:
-            await loop.create_connection(
-                lambda: Connection(self.following, expected, self.lost), self.target.host, self.target.port
-            )
-        except OSError as error:
-            (self.tally if self.counting else self.warming).fail(f"no connection: {error.strerror or error}")
-            self.lost()
-
-    @property
-    def finished(self) -> bool:
-        limit = self.settings.requests
-        return self.ended or bool(self.counting and limit and self.sent >= limit)
 
 
 async def _measure(settings: Settings, target: Target, processes: Mapping[str, int]) -> list[Stage]:
@@ -218,86 +181,63 @@ async def _measure(settings: Settings, target: Target, processes: Mapping[str, i
     )
     with bar:
         for concurrency in settings.concurrency:
-            stages.append(await _stage(Load(requests, target, settings, concurrency), processes, bar))
+            stages.append(await _stage(requests, target, settings, concurrency, processes, bar))
     return stages
 
 
-async def _stage(load: Load, processes: Mapping[str, int], bar: Progress) -> Stage:
-    line = bar.add_task(f"{load.concurrency} connections", total=1.0, state="warming up")
+async def _stage(
+    requests: Requests,
+    target: Target,
+    settings: Settings,
+    concurrency: int,
+    processes: Mapping[str, int],
+    bar: Progress,
+) -> Stage:
+    line = bar.add_task(f"{concurrency} connections", total=1.0, state="warming up")
     bar.refresh()
-    for _ in range(load.concurrency):
-        await load.connect()
-    keep = asyncio.create_task(_reconnect(load), name="reconnect")
-    await asyncio.sleep(load.settings.warm_up_s)
-    load.count()
-    cpu, own, began = cpu_of(processes.values()), own_seconds(), time.perf_counter()
-    await _watch(
-        load, began, lambda done, rate: bar.update(line, completed=done, state=f"{rate:.0f} req/s", refresh=True)
-    )
-    # For a duration, what is still under way would be measured under falling load: it does not count.
-    seconds, counted = time.perf_counter() - began, load.tally.copy()
-    after = cpu_of(processes.values())
-    spent = {name: after[pid] - cpu[pid] for name, pid in processes.items()}
-    own = own_seconds() - own
+    load = Load(requests, settings)
+    async with Pool(target, timeout_s=_STUCK_S) as pool:
+        loop = ClosedLoop(pool, concurrency, load.following)
+        await asyncio.sleep(settings.warm_up_s)
+        load.count()
+        cpu, own, began = cpu_of(processes.values()), own_seconds(), time.perf_counter()
+
+        def show(done: float, rate: float) -> None:
+            bar.update(line, completed=done, state=f"{rate:.0f} req/s", refresh=True)
+
+        await _watch(load, loop, began, show)
+        # For a duration, what is still under way would be measured under falling load: it does not count.
+        seconds, counted = time.perf_counter() - began, load.tally.copy()
+        after = cpu_of(processes.values())
+        spent = {name: after[pid] - cpu[pid] for name, pid in processes.items()}
+        own = own_seconds() - own
+        loop.stop()
+        await loop.ended(_STUCK_S)
     if not counted.requests and not counted.failed:
         counted.fail("no request was answered in time")
-    load.ended = True
-    keep.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await keep
-    if load.open:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_STUCK_S):
-                await load.idle.wait()
-    return figures(load.concurrency, seconds, counted, spent, own)
+    return figures(concurrency, seconds, counted, spent, own)
 
 
-async def _watch(load: Load, began: float, show: Callable[[float, float], None]) -> None:
+async def _watch(load: Load, loop: ClosedLoop, began: float, show: Callable[[float, float], None]) -> None:
     """Wait until the stage's time is over or its requests are answered, and show how far it is."""
     settings = load.settings
-    answered, since = -1, began
     while True:
-        now = time.perf_counter()
-        took, count = now - began, load.tally.requests + load.tally.failed
-        show(
-            min(1.0, count / settings.requests if settings.requests else took / settings.duration_s),
-            count / max(took, 1e-9),
-        )
-        if settings.requests:
-            if load.finished and not load.open:
-                return
-            answered, since = (count, now) if count != answered else (answered, since)
-            if now - since > _STUCK_S:
-                load.tally.fail(f"no answer within {_STUCK_S:.0f} s")
-                return
-        elif took >= settings.duration_s:
+        took, count = time.perf_counter() - began, load.tally.requests + load.tally.failed
+        done = count / settings.requests if settings.requests else took / settings.duration_s
+        show(min(1.0, done), count / max(took, 1e-9))
+        if done >= 1.0:
             return
         left = _SHOW_S if settings.requests else min(_SHOW_S, settings.duration_s - took)
-        if load.open:
-            load.idle.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(left):
-                await load.idle.wait()
-                if not load.finished:
-                    await asyncio.sleep(_RECONNECT_S)  # nobody is connected: time to reconnect
-
-
-async def _reconnect(load: Load) -> None:
-    """Replace connections that the server closed."""
-    while True:
-        await asyncio.sleep(_RECONNECT_S)
-        for _ in range(load.concurrency - load.open):
-            if not load.finished:
-                await load.connect()
+        if await loop.ended(left):
+            return
 
 
 async def _first_model(target: Target) -> str:
-    status, body = await get(target.host, target.port, f"{target.prefix}/v1/models", timeout_s=10.0)
+    status, body = await ask(target, "/v1/models")
     try:
         return str(json.loads(body)["data"][0]["id"])
     except (ValueError, LookupError, TypeError):
-        where = f"http://{target.host}:{target.port}"
         if not status:
-            raise BenchFailed(f"no server answers at {where}: start one, or correct --url") from None
+            raise BenchFailed(f"no server answers at {target.url}: start one, or correct --url") from None
         said = body[:200].decode(errors="replace")
-        raise BenchFailed(f"{where}{target.prefix}/v1/models names no model: {said}; name it with --model") from None
+        raise BenchFailed(f"{target.url}/v1/models names no model: {said}; name it with --model") from None

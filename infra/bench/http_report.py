@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from msgspec import Struct
 from rich.table import Table
 
-from infra.bench.answers import Tally
+from infra.bench.tally import Tally
 from infra.quantile import quantile
 from infra.terminal import stdout
 
