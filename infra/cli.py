@@ -96,6 +96,11 @@ COMMANDS = {
     "bench http": Command(
         "load an OpenAI-compatible server and measure it", "infra.bench.http:run", "infra.bench.http:Settings"
     ),
+    "bench sweep": Command(
+        "measure OpenAI-compatible servers at several levels of load",
+        "infra.bench.sweep.command:run",
+        "infra.bench.sweep.command:Settings",
+    ),
     "bench handoff": Command(
         "measure the transport of KV blocks against bare NIXL",
         "infra.bench.handoff:run",

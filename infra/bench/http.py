@@ -23,16 +23,11 @@ from infra.bench.generator.pool import ClosedLoop, Pool
 from infra.bench.generator.target import BadTarget, Target, ask, parse_target
 from infra.bench.http_report import Stage, figures, report
 from infra.bench.tally import Tally
+from infra.bench.words import WORDS
 from infra.launch.state import read_state
 
 _STUCK_S = 60.0
 _SHOW_S = 0.25
-WORDS = """time year people way day man thing woman life child world school state family student group country problem
-hand part place case week company system program question work government number night point home water room mother
-area money story fact month lot right study book eye job word business issue side kind head house service friend
-father power hour game line end member law car city community name president team minute idea kid body information
-back parent face others level office door health person art war history party result change morning reason research
-girl guy moment air teacher force education""".split()  # noqa: SIM905 - as a list it would be a page
 
 
 class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

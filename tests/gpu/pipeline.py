@@ -25,7 +25,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from infra.bench.http import WORDS
+from infra.bench.words import WORDS
 from infra.launch.state import State, read_state
 from infra.model import modeldir
 

@@ -13,12 +13,13 @@ class LagMeter:
 
     Attributes:
         late_s: how much later than asked a timer of the event loop ran, each time.
-        cpu_share: of one core that this process used.
+        cpu_share: of one core that this process used, over ``seconds``.
     """
 
     def __init__(self) -> None:
         self.late_s: list[float] = []
         self.cpu_share = 0.0
+        self.seconds = 0.0
         self._task: asyncio.Task[None] | None = None
         self._began = self._cpu = 0.0
 
@@ -31,7 +32,8 @@ class LagMeter:
         assert self._task is not None
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        self.cpu_share = (own_seconds() - self._cpu) / max(1e-9, time.perf_counter() - self._began)
+        self.seconds = max(1e-9, time.perf_counter() - self._began)
+        self.cpu_share = (own_seconds() - self._cpu) / self.seconds
 
     async def _measure(self) -> None:
         while True:

@@ -50,7 +50,7 @@ class Pool:
         await asyncio.gather(*tasks, return_exceptions=True)
         for connection in tuple(self._connections):
             connection.close()
-        for _ in range(_CLOSING_STEPS):  # transports close in the loop's next steps
+        for _step in range(_CLOSING_STEPS):  # transports close in the loop's next steps
             if self._connections:
                 await asyncio.sleep(0)
 
