@@ -38,12 +38,12 @@ def test_lengths_are_exact_and_the_workers_figures_are_read(fast: Deployment, tm
         assert (figures.osl.min, figures.osl.max) == (16, 16)
         assert figures.tokens_per_s_per_gpu == figures.output_tokens_per_s / 2
         assert figures.ttft_ms is not None
-        assert server.kv_hit_rate is not None
+        assert server.pages == 4  # gateway, router, two workers
         assert server.running is not None
         assert server.gpu_memory_bytes is None
 
 
-def test_a_common_prefix_shows_in_the_hit_rate_of_answers_and_workers(fast: Deployment, tmp_path: Path) -> None:
+def test_a_common_prefix_shows_in_the_hit_rate(fast: Deployment, tmp_path: Path) -> None:
     state = fast.data_dir / "state.json"
     shared = ("--shared-prefix", "0.8", "--api", "completions", "--concurrency", "2", "--seed", "7")
     run = sweep("--endpoint", f"ours={state}", "--out", str(tmp_path), *shared, *LOAD)
@@ -51,5 +51,3 @@ def test_a_common_prefix_shows_in_the_hit_rate_of_answers_and_workers(fast: Depl
     (result,) = results(tmp_path)
     assert result.runs[0].figures.cached_share is not None
     assert 0.5 < result.runs[0].figures.cached_share <= 0.85
-    assert result.runs[0].server.kv_hit_rate is not None
-    assert 0.5 < result.runs[0].server.kv_hit_rate <= 0.85
